@@ -20,7 +20,15 @@ from layertap.models.errors import LayertapError
 from layertap.service.bulk.arrow import import_parquet
 from layertap.service.bulk.entries import BatchLimits
 from layertap.service.bulk.job import Extractor, Outline, Question, RemainingJob, Rows
-from layertap.service.bulk.manifest import LOCK, NAME, OTHERWISE, Manifest, check_same_job, lock_folder
+from layertap.service.bulk.manifest import (
+    LOCK,
+    NAME,
+    OTHERWISE,
+    Manifest,
+    check_same_job,
+    check_same_model,
+    lock_folder,
+)
 from layertap.service.bulk.parts import PartWriter, check_keys, find_parts, make_metadata, merge_parts, open_table
 from layertap.service.bulk.pipeline import write_rows
 from layertap.service.bulk.shards import LAYOUTS
@@ -58,7 +66,7 @@ class Job:
     question: Question
     source: str
     destination: Destination
-    column: str | None = None  # of a Parquet source
+    column: str | None = None  # of a table
 
     @property
     def location(self) -> str:
@@ -88,24 +96,25 @@ class Observer(Protocol):
         """A batch is answered."""
 
 
-def find_complete(job: Job, source: Source) -> Summary | None:
-    """What is there already, where that is all; LayertapError where it is something else.
+def find_complete(job: Job, source: Source) -> tuple[Summary, Outline] | None:
+    """What is there already and of which model, where that is all; LayertapError where it is something else.
 
-    The pictures' names are compared with those of ``source``, not what is in them.
+    The inputs' names are compared with those of ``source``, not what is in them.
     """
     target = job.destination
     _finish_cleaning(target)
     if target.file is not None and target.file.exists() and not (target.folder / NAME).exists():
         metadata = read_metadata(target.file)
-        check_same_job(json.loads(metadata[b"question"]), job.describe(), metadata[b"model"].decode())
-        _check_pictures(list_tables(target), source)
-        return summarize(list_tables(target))
-    manifest = Manifest.read(target.folder)
-    if manifest is None or not manifest.complete:
-        return None
-    manifest.check_same(job.describe(), target.layout)
+        outline = Outline(metadata[b"model"].decode(), metadata[b"fingerprint"].decode(), {}, {})
+        check_same_job(json.loads(metadata[b"question"]), job.describe(), outline.model)
+    else:
+        manifest = Manifest.read(target.folder)
+        if manifest is None or not manifest.complete:
+            return None
+        manifest.check_same(job.describe(), target.layout)
+        outline = manifest.outline
     _check_pictures(list_tables(target), source)
-    return summarize(list_tables(target))
+    return summarize(list_tables(target)), outline
 
 
 def remove(destination: Destination) -> None:
@@ -173,7 +182,7 @@ async def _begin(job: Job, extractor: Extractor) -> Manifest:
             hint="find in its code what draws random numbers outside of training",
         )
     if manifest is not None:
-        manifest.check_outline(outline)
+        check_same_model(manifest.outline, outline)
         return manifest
     LAYOUTS[target.layout].check(outline)
     rows = max(1, min(extractor.max_rows, TARGET_BYTES // max(outline.row_bytes, 1)))
@@ -188,7 +197,7 @@ def _finish(job: Job, manifest: Manifest) -> Summary:
     target, outline = job.destination, manifest.outline
     parts = find_parts(target.folder)
     if not parts:
-        raise LayertapError(f"there are no pictures in {job.source}")
+        raise LayertapError(f"there is nothing in {job.source}")
     metadata = make_metadata(outline, job.describe())
     if target.file is not None:
         merge_parts(parts, target.file, metadata, outline.row_bytes)
@@ -241,7 +250,7 @@ def _check_pictures(tables: Sequence[Path], source: Source) -> None:
     for before, now in zip_longest(answered, there):
         if before != now:
             what = f"there is {now} now, which was not there then" if now is not None else f"{before} is gone"
-            raise LayertapError(f"{tables[0].name} is complete, and of other pictures: {what}", hint=OTHERWISE)
+            raise LayertapError(f"{tables[0].name} is complete, and of other inputs: {what}", hint=OTHERWISE)
 
 
 def read_column(table: Path, name: str) -> Any:

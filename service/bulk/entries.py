@@ -1,4 +1,4 @@
-"""One picture of a source, and the batches that pictures are taken in."""
+"""One input of a source, a picture or a text, and the batches that inputs are taken in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Entry:
-    """A picture: its key in the source and its bytes, or why there are none."""
+    """An input: its key in the source and its bytes, or why there are none."""
 
     key: str
     data: bytes | None = field(repr=False)
@@ -23,7 +23,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """At most how many pictures a batch has, and of how many bytes; one picture is a batch whatever its size."""
+    """At most how many inputs a batch has, and of how many bytes; one input is a batch whatever its size."""
 
     rows: int
     nbytes: int

@@ -17,12 +17,17 @@ from layertap.service.features import Array
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of every picture; ``model`` None is the default one, ``layers`` empty its embedding."""
+    """What is asked of every input; ``model`` None is the default one, ``layers`` empty its embedding.
+
+    ``texts``: inputs are texts, not pictures; ``prompt`` names what the model's folder has to be put in front of each.
+    """
 
     model: str | None
     layers: tuple[str, ...] = ()
     pool: str | None = None
     normalize: bool = False
+    prompt: str | None = None
+    texts: bool = False
 
     def describe(self) -> dict[str, Any]:
         """As plain data."""
@@ -107,18 +112,6 @@ class RemainingJob:
     first: int
 
 
-class BatchExtractor(Protocol):
-    """Whatever answers batches: an engine of this process, or a server. ``in_flight``: how many keep it busy."""
-
-    in_flight: int
-
-    async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
-        """What a batch gives; its entries have bytes. Reasons that name a picture are among the answer's errors.
-
-        RequestError, TooLargeError where fewer may be answered; any other LayertapError is no fault of a picture's.
-        """
-
-
 class Extractor(Protocol):
     """Whoever answers a job: an engine of this process, a server, a cluster. Limits are known with the outline."""
 
@@ -136,13 +129,15 @@ class Extractor(Protocol):
         """Let go of everything."""
 
 
-def check_rows(name: str, row_axis: int | None, rows: int) -> None:
-    """RequestError where a result has not one row for each picture; ``rows`` are those of one picture."""
+def make_column(name: str, row_axis: int | None, captured: Sequence[int], shape: Sequence[int], dtype: str) -> Column:
+    """What a result is for one input, whose tensor was ``captured``; RequestError where there is no row for each."""
+    rows = captured[0] if captured else 0
     if row_axis != 0:
-        raise RequestError(f"{name} has no row for each picture", hint="add --pool mean, or name another layer")
+        raise RequestError(f"{name} has no row for each input", hint="add --pool mean, or name another layer")
     if rows != 1:
-        detail = f"{name} has {rows} rows for each picture: windows are folded into the batch there"
+        detail = f"{name} has {rows} rows for each input: windows are folded into the batch there"
         raise RequestError(detail, hint="name another layer, such as the block that it is in")
+    return Column(tuple(shape[1:]), dtype)
 
 
 def make_rows(entries: Sequence[Entry], answer: Answer, outline: Outline, places: Sequence[int]) -> Rows:
@@ -153,7 +148,7 @@ def make_rows(entries: Sequence[Entry], answer: Answer, outline: Outline, places
     good = sum(error is None for error in errors)
     for name, array in answer.arrays.items():
         if len(array) != good:  # whatever has answered: rows are never given to other pictures
-            raise LayertapError(f"{name} has {len(array)} rows for {good} pictures", hint="name another layer")
+            raise LayertapError(f"{name} has {len(array)} rows for {good} inputs", hint="name another layer")
     arrays = answer.arrays or {
         name: np.zeros((0, *column.shape), column.dtype) for name, column in outline.columns.items()
     }

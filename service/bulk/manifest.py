@@ -21,6 +21,10 @@ LOCK = ".lock"
 OTHERWISE = "choose another --out, or add --restart to begin anew"
 
 
+class OtherModelError(LayertapError):
+    """What is there was made by a model of another fingerprint."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """A job: what is asked of which source, what answers are like, how pictures are batched, whether all are there."""
@@ -38,10 +42,6 @@ class Manifest:
         """LayertapError where what a job asks now is not what it was begun with."""
         begun = {**self.question.describe(), "source": self.source, "column": self.column, "layout": self.layout}
         check_same_job(begun, {**asked, "layout": layout}, self.outline.model)
-
-    def check_outline(self, outline: Outline) -> None:
-        """LayertapError where answers are not what they were."""
-        check_same_model(self.outline.model, self.outline.fingerprint, outline)
 
     def save(self, folder: Path) -> None:
         """Write it, all or nothing."""
@@ -67,23 +67,22 @@ class Manifest:
 def check_same_job(begun: Mapping[str, Any], asked: Mapping[str, Any], model: str) -> None:
     """LayertapError where what is asked now is not what a job was begun with; ``model`` is the one that answered.
 
-    To name no model is to ask for the one that answered, as is to name that.
+    To name no model is to ask for the one that answered, as is to name that. What older versions do not name is false.
     """
     for name, value in asked.items():
         before = begun.get(name)
-        if value != before and not (name == "model" and value in (None, model)):
+        if (value or None) != (before or None) and not (name == "model" and value in (None, model)):
             raise LayertapError(
                 f"what is there was made with {name} {before}, and now it is to be {value}", hint=OTHERWISE
             )
 
 
-def check_same_model(model: str, fingerprint: str, outline: Outline) -> None:
-    """LayertapError where answers are not by the model, or not of the fingerprint, that a job was begun with."""
-    if (outline.model, outline.fingerprint) != (model, fingerprint):
-        raise LayertapError(
-            f"what is there was made by {model} with fingerprint {fingerprint}, and now "
-            f"{outline.model} has {outline.fingerprint}: the vectors can't be compared",
-            hint=OTHERWISE,
+def check_same_model(before: Outline, now: Outline) -> None:
+    """OtherModelError where answers are not of the fingerprint that a job was begun with."""
+    if now.fingerprint != before.fingerprint:
+        raise OtherModelError(
+            f"what is there was made by {before.model} with fingerprint {before.fingerprint}, and now "
+            f"{now.model} has {now.fingerprint}: the vectors can't be compared"
         )
 
 

@@ -88,7 +88,7 @@ def check_keys(entries: Iterator[Entry], parts: Sequence[PartFile]) -> None:
         keys = [entry.key for entry in islice(entries, part.count)]
         if digest_keys(keys).decode() != part.keys:
             raise LayertapError(
-                f"the source has other pictures than before, or in another order, after the first {part.first}",
+                f"the source has other inputs than before, or in another order, after the first {part.first}",
                 hint=OTHERWISE,
             )
 

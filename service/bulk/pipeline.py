@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from typing import Protocol
 
 from layertap.models.errors import RequestError, TooLargeError
-from layertap.service.bulk.entries import Entry
-from layertap.service.bulk.job import Answer, BatchExtractor, Outline, Question, Rows, join_answers, make_rows
+from layertap.service.bulk.entries import Entry, cut_batches
+from layertap.service.bulk.job import Answer, Outline, Question, RemainingJob, Rows, join_answers, make_rows
 from layertap.service.bulk.parts import PartWriter
 
 PART_BYTES = 64 * 2**20
@@ -19,6 +20,23 @@ SHORTEST_PART_S, LONGEST_PART_S = 1.0, 60.0
 PART_SHARE = 0.02  # of the time that the job has run: what a kill loses, and how many parts there are, stay small
 
 OnRows = Callable[[Rows], None]
+
+
+class BatchExtractor(Protocol):
+    """Whatever answers batches: an engine of this process, or a server. ``in_flight``: how many keep it busy."""
+
+    in_flight: int
+
+    async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
+        """What a batch gives; its entries have bytes. Reasons that name an input are among the answer's errors.
+
+        RequestError, TooLargeError where fewer may be answered; any other LayertapError is no fault of an input's.
+        """
+
+    def answer(self, remaining: RemainingJob) -> AsyncGenerator[Rows, None]:
+        """The rows of all batches of ``remaining``, in their order; LayertapError."""
+        batches = cut_batches(remaining.entries, remaining.limits)
+        return answer_batches(batches, self, remaining.question, remaining.outline)
 
 
 async def write_rows(answers: AsyncGenerator[Rows, None], writer: PartWriter, on_rows: OnRows) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,10 @@ import httpx
 from safetensors.numpy import load
 
 from layertap.models.errors import LayertapError, RequestError, TooLargeError
-from layertap.service.bulk.entries import Entry, cut_batches
-from layertap.service.bulk.job import Answer, Column, Outline, Question, RemainingJob, Rows, check_rows
-from layertap.service.bulk.manifest import OTHERWISE
-from layertap.service.bulk.pipeline import answer_batches
+from layertap.service.bulk.entries import Entry
+from layertap.service.bulk.job import Answer, Outline, Question, make_column
+from layertap.service.bulk.manifest import check_same_model
+from layertap.service.bulk.pipeline import BatchExtractor
 
 PATIENCE_S = 600.0  # without any answer: the server is restarted, or there are others before us
 FIRST_PATIENCE_S = 30.0  # where there has never been one: it may be about to start
@@ -34,7 +34,7 @@ TOO_SLOW = httpx.codes.GATEWAY_TIMEOUT
 
 @dataclass
 class RequestSize:
-    """How many pictures go in a request: half as many after one that took too long, twice as many after some in time.
+    """How many inputs go in a request: half as many after one that took too long, twice as many after some in time.
 
     Batches stay what they are, and so do the files: a batch goes in several requests.
     """
@@ -44,7 +44,7 @@ class RequestSize:
     _in_time: int = 0
 
     def record(self, rows: int, *, in_time: bool) -> None:
-        """Take note of a request of so many pictures."""
+        """Take note of a request of so many inputs."""
         if not in_time:
             self.rows, self._in_time = max(1, min(self.rows, rows // 2)), 0
             return
@@ -53,7 +53,7 @@ class RequestSize:
             self.rows, self._in_time = min(2 * self.rows, self.max_rows), 0
 
 
-class RemoteExtractor:
+class RemoteExtractor(BatchExtractor):
     """A server that is asked over HTTP; one that is away for a while is waited for, and ``tell`` hears why."""
 
     def __init__(self, url: str, key: str | None, tell: Callable[[str], None]) -> None:
@@ -82,7 +82,7 @@ class RemoteExtractor:
     async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
         """What a batch gives; RequestError, TooLargeError where fewer may be answered; LayertapError."""
         if len(entries) > self._size.rows:
-            raise TooLargeError(f"{len(entries)} pictures take too long")
+            raise TooLargeError(f"{len(entries)} inputs take too long")
         reply = await self._post(question, entries)
         if reply.status_code == httpx.codes.OK:
             answer = _read_answer(reply.content)
@@ -99,39 +99,37 @@ class RemoteExtractor:
             raise RequestError(error.detail, hint=error.hint)
         raise error
 
-    def answer(self, remaining: RemainingJob) -> AsyncGenerator[Rows, None]:
-        """The rows of all batches of ``remaining``, in their order; LayertapError."""
-        return answer_batches(
-            cut_batches(remaining.entries, remaining.limits), self, remaining.question, remaining.outline
-        )
-
     async def close(self) -> None:
         """Close all connections."""
         await self._client.aclose()
 
     async def _ask_outline(self, question: Question) -> Outline:
-        body = {key: value for key, value in _write_question(question).items() if key in OF_PROBE}
-        query = {**body, "layers": ",".join(question.layers)} if question.layers else body
-        name = question.model or (await self._get("/models", "default"))["default"]
-        params = {key: _write(value) for key, value in query.items()}
-        probed = await self._get(f"/models/{name}/probe", "receipts", params)
-        reply = await self._send("POST", "/extract", params={"dry_run": "true"}, json=_write_question(question))
-        if reply.status_code != httpx.codes.OK:
-            raise _make_error(self._url, reply)
-        features = reply.json()["features"]
-        columns = {
-            key: Column(_drop_rows(key, feature["shape"], probed["receipts"][key]), feature["dtype"])
-            for key, feature in features.items()
-        }
+        body = _write_question(question)
+        if question.texts:  # the probe's input would be a picture where the model takes both
+            described = probed = await self._ask({**body, "inputs": [{"text": "a"}], "probe": True})
+        else:
+            described = await self._ask(body, dry_run="true")
+            params = {key: _write(value) for key, value in body.items() if key in OF_PROBE}
+            probed = await self._get(f"/models/{described['model']}/probe", "receipts", params)
+        columns = {}
+        for key, feature in described["features"].items():
+            receipt = probed["receipts"][key]
+            row_axis, captured = receipt.get("row_axis", 0), receipt["captured"]  # of the one input of a probe
+            columns[key] = make_column(key, row_axis, captured, feature["shape"], feature["dtype"])
         return Outline(probed["model"], probed["fingerprint"], columns, probed["receipts"])
 
+    async def _ask(self, body: Mapping[str, Any], **params: str) -> Any:
+        """What ``/extract`` answers; LayertapError."""
+        reply = await self._send("POST", "/extract", params=params, json=body)
+        if reply.status_code != httpx.codes.OK:
+            raise _make_error(self._url, reply)
+        return reply.json()
+
     async def _check_fingerprint(self, question: Question, answer: Answer) -> None:
-        """LayertapError where the server has another model by now; pictures of other shapes have other fingerprints."""
+        """OtherModelError where the server has another by now; pictures of other shapes have other fingerprints."""
         if self._outline is None or answer.fingerprint == self._outline.fingerprint:
             return
-        now = await self._ask_outline(question)
-        if now.fingerprint != self._outline.fingerprint:
-            raise LayertapError(f"{self._url} has another model than before", hint=OTHERWISE)
+        check_same_model(self._outline, await self._ask_outline(question))
 
     async def _get(self, path: str, needed: str, params: Mapping[str, str] | None = None) -> Any:
         """A document that has the field ``needed``; LayertapError."""
@@ -151,8 +149,9 @@ class RemoteExtractor:
         """The reply to a batch; TooLargeError where it took too long, LayertapError where one picture does."""
         fields = {**_write_question(question), "on_error": "skip", "isolated": True, "priority": "bulk"}
         files = [("request", (None, json.dumps(fields).encode(), "application/json"))]
-        pictures = [("images", ("picture", entry.data or b"", "application/octet-stream")) for entry in entries]
-        options: dict[str, Any] = {"params": {"format": "safetensors"}, "files": [*files, *pictures]}
+        name = "texts" if question.texts else "images"
+        inputs = [(name, ("input", entry.data or b"", "application/octet-stream")) for entry in entries]
+        options: dict[str, Any] = {"params": {"format": "safetensors"}, "files": [*files, *inputs]}
         for _ in range(ALONE_ATTEMPTS):
             reply = await self._send("POST", "/extract", retried=RETRIED - {TOO_SLOW}, **options)
             if reply.status_code != TOO_SLOW:
@@ -160,7 +159,7 @@ class RemoteExtractor:
                 return reply
             if len(entries) > 1:
                 self._record_too_slow(len(entries))
-                raise TooLargeError(f"{len(entries)} pictures take too long")
+                raise TooLargeError(f"{len(entries)} inputs take too long")
         error = _make_error(self._url, reply)
         hint = "raise LAYERTAP_DEADLINE_S of the server, or name an earlier layer; the same command goes on"
         raise LayertapError(f"{entries[0].key} alone takes too long: {error.detail}", hint=hint)
@@ -169,7 +168,7 @@ class RemoteExtractor:
         before = self._size.rows
         self._size.record(rows, in_time=False)
         if self._size.rows < before:
-            self._tell(f"{self._url} has no time for {rows} pictures in a request: it gets {self._size.rows} at once")
+            self._tell(f"{self._url} has no time for {rows} inputs in a request: it gets {self._size.rows} at once")
 
     async def _send(self, method: str, path: str, retried: Collection[int] = RETRIED, **options: Any) -> httpx.Response:
         """The reply, once there is one that is worth having; LayertapError where there is none for long."""
@@ -199,33 +198,19 @@ def _is_of_proxy(reply: httpx.Response) -> bool:
 
 
 def _write_question(question: Question) -> dict[str, Any]:
-    """As fields of a JSON body."""
-    return {
-        **({"model": question.model} if question.model else {}),
-        **({"layers": list(question.layers)} if question.layers else {}),
-        **({"pool": question.pool} if question.pool else {}),
-        "normalize": question.normalize,
-    }
+    """As fields of a JSON body: what is left out is false, and not asked for."""
+    return {key: value for key, value in question.describe().items() if value and key != "texts"}
 
 
 def _write(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _drop_rows(key: str, shape: Sequence[int], receipt: Mapping[str, Any]) -> tuple[int, ...]:
-    captured = receipt["captured"]  # of the one picture of a probe
-    check_rows(key, receipt.get("row_axis", 0), captured[0] if captured else 0)
-    return tuple(shape[1:])
+    return ",".join(value) if isinstance(value, list) else str(value).lower()
 
 
 def _read_answer(body: bytes) -> Answer:
     head = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])["__metadata__"]
     errors = _list_reasons({"errors": json.loads(head["errors"])})
-    return Answer(head["fingerprint"], _order(load(body), json.loads(head["receipts"])), errors)
-
-
-def _order(arrays: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: arrays[name] for name in names}
+    arrays = load(body)
+    return Answer(head["fingerprint"], {name: arrays[name] for name in json.loads(head["receipts"])}, errors)
 
 
 def _list_reasons(problem: Mapping[str, Any]) -> dict[int, str]:
@@ -246,4 +231,4 @@ def _make_error(url: str, reply: httpx.Response) -> LayertapError:
     return LayertapError(f"{url}: {problem.get('detail', reply.reason_phrase)}", hint=hints[0] if hints else "")
 
 
-OF_PROBE = ("pool", "normalize")
+OF_PROBE = ("layers", "pool", "normalize")

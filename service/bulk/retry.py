@@ -26,13 +26,12 @@ from layertap.service.bulk.bulk import (
     Summary,
     list_tables,
     read_column,
-    read_metadata,
     remove,
     run,
     summarize,
 )
-from layertap.service.bulk.job import Extractor, Outline
-from layertap.service.bulk.manifest import OTHERWISE, Manifest, check_same_model, lock_folder
+from layertap.service.bulk.job import Extractor
+from layertap.service.bulk.manifest import OTHERWISE, lock_folder
 from layertap.service.bulk.parts import read_batches, write_batches
 from layertap.service.bulk.shards import LAYOUTS
 from layertap.service.bulk.sources import Source
@@ -46,7 +45,7 @@ def check_retry(job: Job) -> None:
     """LayertapError where a job's rows can't be replaced one by one."""
     if LAYOUTS[job.destination.layout].write_shard is not None:
         hint = f"--retry-errors is for vectors, not for {job.destination.layout}; --restart begins anew"
-        raise LayertapError("arrays stand in files that are shared by many pictures", hint=hint)
+        raise LayertapError("arrays stand in files that are shared by many inputs", hint=hint)
 
 
 async def retry_errors(job: Job, extractor: Extractor, open_source: OpenSource, observer: Observer) -> Summary:
@@ -56,7 +55,6 @@ async def retry_errors(job: Job, extractor: Extractor, open_source: OpenSource, 
     inner = replace(job, destination=Destination(_name_folder(job.destination, numbers), None, "parquet"))
     remove_retries(job.destination, but=inner.destination.folder)
     if numbers:
-        _check_model(job.destination, await extractor.outline(job.question))
 
         def open_selected(limit: int) -> Source:
             return open_source(limit).select(numbers)
@@ -93,15 +91,6 @@ def _find_errors(tables: Sequence[Path]) -> list[int]:
     return numbers
 
 
-def _check_model(target: Destination, outline: Outline) -> None:
-    """LayertapError where the vectors would be of another model than those that are there."""
-    if target.file is not None:
-        metadata = read_metadata(target.file)
-        check_same_model(metadata[b"model"].decode(), metadata[b"fingerprint"].decode(), outline)
-    elif (manifest := Manifest.read(target.folder)) is not None:
-        manifest.check_outline(outline)
-
-
 def _replace_rows(tables: Sequence[Path], numbers: Sequence[int], answers: Sequence[Path]) -> None:
     """Write the tables anew, each whole, with other rows at some numbers; those that have none of these stay."""
     parquet = import_parquet()
@@ -132,7 +121,7 @@ def _exchange(batches: Iterator[Any], numbers: Sequence[int], rows: _Rows) -> It
             continue
         others = rows.take(len(places))
         if others.column("key").to_pylist() != batch.column("key").take(pa.array(places)).to_pylist():
-            raise LayertapError("the source has other pictures than before, or in another order", hint=OTHERWISE)
+            raise LayertapError("the source has other inputs than before, or in another order", hint=OTHERWISE)
         order = np.arange(batch.num_rows)
         order[places] = batch.num_rows + np.arange(len(places))
         both = pa.concat_tables([pa.Table.from_batches([batch]), others]).combine_chunks()

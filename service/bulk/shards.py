@@ -32,7 +32,7 @@ class Layout:
                 raise LayertapError(f"no result may be called {name}", hint="name the layer's call: LAYER#-1")
             if self.write_shard is None and len(column.shape) != 1:
                 raise LayertapError(
-                    f"{name} is {list(column.shape)} for each picture, and no vector",
+                    f"{name} is {list(column.shape)} for each input, and no vector",
                     hint="add --pool mean, or --out a folder and --format safetensors or npy",
                 )
 

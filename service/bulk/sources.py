@@ -1,6 +1,6 @@
-"""Where pictures come from: a folder, a pattern, a list, a tar archive, a column of a Parquet file.
+"""Where inputs come from: pictures of a folder, a pattern, a list, a tar archive; pictures or texts of a table.
 
-Each gives its entries one after another, always in the same order, and holds no more than one picture.
+Each gives its entries one after another, always in the same order, and holds no more than one input.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import orjson
+
 from layertap.models.errors import LayertapError, escape, suggest
 from layertap.service.bulk.entries import Entry
 from layertap.service.inputs.files import FileError, read_regular_file
@@ -25,8 +27,11 @@ SUFFIXES = frozenset(
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 DAMAGED = frozenset({"InvalidHeaderError", "TruncatedHeaderError"})  # what tarfile raises within itself
 MAX_SUFFIXES = 8  # that are named
+STRINGS = ("string", "large_string", "string_view")  # Arrow's names of types of texts
 PARQUET_ROWS = 64  # read at once
-HINT = "name a folder, a pattern such as 'photos/*.jpg', a .txt file with a path a line, a .tar or a .parquet file"
+HINT = (
+    "name a folder, a pattern such as 'photos/*.jpg', a .txt file with a path a line, a .tar, .parquet or .jsonl file"
+)
 
 
 IsWanted = Callable[[int], bool]  # whether an entry's bytes are to be read, by its number from 0
@@ -34,10 +39,14 @@ IsWanted = Callable[[int], bool]  # whether an entry's bytes are to be read, by 
 
 @dataclass(frozen=True)
 class Source:
-    """Pictures by their keys: ``read`` gives all entries, ``count`` how many, None where nobody knows."""
+    """Inputs by their keys: ``read`` gives all entries, ``count`` how many, None where nobody knows.
+
+    ``texts``: they are texts in UTF-8, not pictures.
+    """
 
     read: Callable[[IsWanted], Iterator[Entry]]
     count: Callable[[], int | None]
+    texts: bool = False
 
     def iterate(self, skip: int) -> Iterator[Entry]:
         """All entries, of which the first so many are not read."""
@@ -51,17 +60,17 @@ class Source:
             wanted = frozenset(number for place, number in enumerate(numbers) if is_wanted(place))
             return (entry for number, entry in enumerate(self.read(wanted.__contains__)) if number in kept)
 
-        return Source(read, lambda: len(numbers))
+        return Source(read, lambda: len(numbers), self.texts)
 
 
 def open_source(text: str, limit: int, column: str | None = None) -> Source:
-    """The source that a path or a pattern names; LayertapError. ``limit`` is of a picture's bytes.
+    """The source that a path or a pattern names; LayertapError. ``limit`` is of an input's bytes.
 
-    ``column`` is that of a Parquet file which holds the pictures; without it the one that does.
+    ``column`` is the one of a table which holds the inputs; without it the only one of pictures.
     """
     path = Path(text)
-    if column is not None and not text.lower().endswith(".parquet"):
-        raise LayertapError(f"{text} has no columns", hint="leave --column out: it is for .parquet files")
+    if column is not None and not text.lower().endswith((".parquet", ".jsonl")):
+        raise LayertapError(f"{text} has no columns", hint="leave --column out: it is for .parquet and .jsonl files")
     if path.is_dir():
         return _open_paths(lambda: _walk(path, _is_picture), limit)
     if path.is_file():
@@ -70,9 +79,11 @@ def open_source(text: str, limit: int, column: str | None = None) -> Source:
             return Source(lambda is_wanted: _read_tar(path, is_wanted, limit), lambda: None)
         if name.endswith(".parquet"):
             return _open_parquet(path, column, limit)
+        if name.endswith(".jsonl"):
+            return _open_lines(path, column, limit)
         if name.endswith(".txt"):
             return _open_paths(lambda: _read_list(path), limit)
-        raise LayertapError(f"{text} is no source of pictures", hint=HINT)
+        raise LayertapError(f"{text} is no source of inputs", hint=HINT)
     if glob.has_magic(text):
         return _open_paths(lambda: _match(text), limit)
     raise LayertapError(f"there is nothing at {text}", hint=HINT)
@@ -240,6 +251,27 @@ def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, key: str, li
     return Entry(key, file.read())
 
 
+def _open_lines(path: Path, column: str | None, limit: int) -> Source:
+    """Texts in the JSON objects of a file's lines; LayertapError where no field is named."""
+    if column is None:
+        raise LayertapError(f"{path} holds texts", hint="--column names the field of each line that is the text")
+
+    def read(is_wanted: IsWanted) -> Iterator[Entry]:
+        with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
+            for number, line in enumerate(lines):
+                yield _read_line(line, column, number, limit) if is_wanted(number) else _skipped(str(number))
+
+    return Source(read, lambda: sum(1 for _ in read(lambda _: False)), texts=True)
+
+
+def _read_line(line: str, column: str, number: int, limit: int) -> Entry:
+    try:
+        fields = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        return Entry(str(number), None, f"is no JSON: {error}")
+    return _make_entry(str(number), fields.get(column) if isinstance(fields, dict) else None, limit)
+
+
 def _open_parquet(path: Path, column: str | None, limit: int) -> Source:
     from layertap.service.bulk.arrow import import_parquet, summarize
 
@@ -251,8 +283,8 @@ def _open_parquet(path: Path, column: str | None, limit: int) -> Source:
         hint = "it is damaged, cut off, or no Parquet file: have it written anew"
         raise LayertapError(f"{path} can't be read: {summarize(error)}", hint=hint) from error
     chosen = _choose_column(path, schema, column)
-
-    names = [f"{chosen}.path"] if _has_paths(schema.field(chosen).type) else []
+    kind = schema.field(chosen).type
+    names = [f"{chosen}.path"] if _has_paths(kind) else []
 
     def read(is_wanted: IsWanted) -> Iterator[Entry]:
         number = 0
@@ -273,7 +305,7 @@ def _open_parquet(path: Path, column: str | None, limit: int) -> Source:
             hint = "put a whole file with the same rows in its place, and the same command goes on"
             raise LayertapError(f"{path} is damaged from row {number} on: {summarize(error)}", hint=hint) from error
 
-    return Source(read, lambda: count)
+    return Source(read, lambda: count, str(kind) in STRINGS)
 
 
 def _has_paths(kind: Any) -> bool:
@@ -283,7 +315,10 @@ def _has_paths(kind: Any) -> bool:
 
 
 def _choose_column(path: Path, schema: Any, column: str | None) -> str:
-    """The column that is named, or the only one of bytes, or of structs with bytes as the datasets library has them."""
+    """The column of pictures or texts that is named, or the only one of pictures.
+
+    Pictures are bytes, or structs with bytes as the datasets library has them.
+    """
     import pyarrow.types as types
 
     def holds_pictures(kind: Any) -> bool:
@@ -294,14 +329,16 @@ def _choose_column(path: Path, schema: Any, column: str | None) -> str:
     names = [field.name for field in schema if holds_pictures(field.type)]
     if column is None and len(names) == 1:
         return str(names[0])
+    found = (
+        f"{len(names)} columns of pictures" if column is None else f"no column {escape(column)} of pictures or texts"
+    )
+    names += [field.name for field in schema if str(field.type) in STRINGS]
     if column in names:
         return str(column)
-    listed = ", ".join(names) or "none"
-    hint = f"--column names one of bytes: {listed}"
+    hint = f"--column names one of bytes or strings: {', '.join(names) or 'none'}"
     if column is not None and (near := suggest(tuple(name for name in names if name.lower() == column.lower()))):
         hint = near
-    found = f"{len(names)} columns" if column is None else f"no column {escape(column)}"
-    raise LayertapError(f"{path} has {found} of pictures", hint=hint)
+    raise LayertapError(f"{path} has {found}", hint=hint)
 
 
 def _name_value(scalar: Any, number: int) -> Entry:
@@ -312,10 +349,13 @@ def _name_value(scalar: Any, number: int) -> Entry:
 
 def _read_value(scalar: Any, number: int, limit: int) -> Entry:
     value = scalar.as_py()
-    key = _name_row(value, number)
-    data = value.get("bytes") if isinstance(value, dict) else value
+    return _make_entry(_name_row(value, number), value.get("bytes") if isinstance(value, dict) else value, limit)
+
+
+def _make_entry(key: str, value: object, limit: int) -> Entry:
+    data = value.encode() if isinstance(value, str) else value
     if not isinstance(data, bytes):
-        return Entry(key, None, "has no bytes")
+        return Entry(key, None, "has no picture or text")
     return Entry(key, data) if len(data) <= limit else Entry(key, None, f"has more than {limit} bytes")
 
 

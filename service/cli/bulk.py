@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,16 +23,20 @@ from layertap.service.cli.setup import create_configured_engine
 
 if TYPE_CHECKING:
     from layertap.service.bulk.bulk import Job, Summary
-    from layertap.service.bulk.job import Extractor, Rows
+    from layertap.service.bulk.job import Extractor, Outline, Rows
+
+    Found = tuple[Summary, Outline] | None  # what was complete before
 
 POOLS = ", ".join(POOLINGS)
+OTHER_MODEL = 3  # exit status
 KEY_VARIABLE = "LAYERTAP_API_KEY"
 LINE_S = 10.0  # between lines where there is no terminal
-MAX_NAMED = 20  # pictures that are named with their reason
+tell = partial(stderr.print, markup=False, highlight=False, soft_wrap=True)
+MAX_NAMED = 20  # inputs that are named with their reason
 
 
 def bulk(
-    source: Annotated[str, typer.Argument(help="A folder, a pattern, a .txt with a path a line, a .tar, a .parquet.")],
+    source: Annotated[str, typer.Argument(help="A folder, a pattern, a .txt of paths, a .tar, a .parquet, a .jsonl.")],
     out: Annotated[Path, typer.Option("--out", help="FILE.parquet, or a folder.")],
     layers: Annotated[str, typer.Option(help="Layer selectors, separated by commas; the embedding without.")] = "",
     model: ModelOption = None,
@@ -40,7 +46,10 @@ def bulk(
         Literal["parquet", "safetensors", "npy"] | None,
         typer.Option("--format", help="Of a folder: vectors as Parquet, or arrays as safetensors or npy."),
     ] = None,
-    column: Annotated[str | None, typer.Option(help="Of a .parquet source: where the pictures are.")] = None,
+    column: Annotated[
+        str | None, typer.Option(help="Of a .parquet or .jsonl source: where the pictures or texts are.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="A prompt of the model, by name, in front of each text.")] = None,
     url: Annotated[str | None, typer.Option(help="A server that answers, in place of this process.")] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Actors of a Ray cluster answer.")] = False,
     ray_address: Annotated[
@@ -50,17 +59,18 @@ def bulk(
     ray_gpus: Annotated[float, typer.Option(min=0.0, help="GPUs of each actor; a share of one, like 0.25.")] = 0.0,
     restart: Annotated[bool, typer.Option(help="Begin anew; what is there is removed.")] = False,
     retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Of what is complete: the pictures without a result once more.")
+        bool, typer.Option("--retry-errors", help="Of what is complete: the inputs without a result once more.")
     ] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Take layers of a model for many pictures, into files that pandas, DuckDB or a vector store open.
+    """Take layers of a model for many pictures or texts, into files that pandas, DuckDB or a vector store open.
 
-    The same command goes on where it was interrupted, however that was. Pictures that can't be used are rows with a
-    reason; the exit status is 1 then.
+    The same command goes on where it was interrupted, however that was. Inputs that can't be used are rows with a
+    reason; the exit status is 1 then. It is 3 where what is there is of another model.
     """
     from layertap.service.bulk.bulk import Destination, Job, find_complete
     from layertap.service.bulk.job import Question
+    from layertap.service.bulk.manifest import OtherModelError
     from layertap.service.bulk.retry import check_retry, remove_retries
     from layertap.service.bulk.sources import describe_passed_over, open_source
 
@@ -71,40 +81,51 @@ def bulk(
     if ray_address is not None and not ray:
         raise LayertapError("--ray-address is of a cluster that is not used", hint="add --ray")
     if restart and retry_errors:
-        raise LayertapError("--restart answers all pictures, --retry-errors some", hint="leave one out")
+        raise LayertapError("--restart answers all inputs, --retry-errors some", hint="leave one out")
     create = partial(_create_extractor, url, config)
     if ray:
         create = partial(_create_ray_extractor, ray_address, ray_cpus, ray_gpus, config)
-    question = Question(model, tuple(name for name in layers.split(",") if name), pool, normalize)
+    opened = open_source(source, 1, column)
+    names = tuple(name for name in layers.split(",") if name)
+    question = Question(model, names, pool, normalize, prompt, opened.texts)
     job = Job(question, source, Destination.parse(out, layout), column)
-    found = None if restart else find_complete(job, open_source(job.source, 1, job.column))
+    found = None if restart else find_complete(job, opened)
+    retry = retry_errors and found is not None and bool(found[0].errors)
     if retry_errors:
         if found is None:
             raise LayertapError(f"{out} is not complete yet", hint="first the same command without --retry-errors")
         check_retry(job)
-        if found.errors:
-            found = None
-        else:
+        if not retry:
             remove_retries(job.destination)
-    summary = found or asyncio.run(_run(job, create, restart=restart, retry=retry_errors))
-    when = "; it was complete before" if found else ""
+    try:
+        summary = asyncio.run(_run(job, create, found, restart=restart, retry=retry))
+    except OtherModelError as error:
+        words = [word for word in sys.argv[1:] if word not in ("--restart", "--retry-errors")]
+        tell(f"layertap: {error.detail}. To embed again:\n{shlex.join(['layertap', *words, '--restart'])}")
+        raise typer.Exit(OTHER_MODEL) from None
+    when = "; it was complete before" if found and not retry else ""
     stderr.print(f"{out}: {summary.rows} rows, {summary.errors} of them without a result{when}", markup=False)
     if passed_over := describe_passed_over(source):
-        stderr.print(f"passed over by their suffix: {passed_over}", markup=False, highlight=False, soft_wrap=True)
+        tell(f"passed over by their suffix: {passed_over}")
     if summary.errors:
         raise typer.Exit(1)
 
 
-async def _run(job: Job, create_extractor: Callable[[], Extractor], *, restart: bool, retry: bool) -> Summary:
+async def _run(job: Job, create: Callable[[], Extractor], found: Found, *, restart: bool, retry: bool) -> Summary:
     from layertap.service.bulk.bulk import check_replacement, remove, run
+    from layertap.service.bulk.manifest import check_same_model
     from layertap.service.bulk.retry import remove_retries, retry_errors
     from layertap.service.bulk.sources import open_source
 
     # Before a model is loaded.
     if next(open_source(job.source, 1, job.column).iterate(0), None) is None:
-        raise LayertapError(f"there are no pictures in {job.source}")
-    extractor = create_extractor()
+        raise LayertapError(f"there is nothing in {job.source}")
+    extractor = create()
     try:
+        if found is not None:
+            check_same_model(found[1], await extractor.outline(job.question))
+            if not retry:
+                return found[0]
         if restart:  # once it is sure that the question has an answer: what is there may have taken a night
             check_replacement(job, await extractor.outline(job.question))
             remove(job.destination)
@@ -120,7 +141,6 @@ def _create_extractor(url: str | None, config: Path | None) -> Extractor:
     if url is not None:
         from layertap.service.bulk.remote import RemoteExtractor
 
-        tell = partial(stderr.print, markup=False, highlight=False, soft_wrap=True)
         key = os.environ.get(KEY_VARIABLE)
         if key and not (key.isascii() and key.isprintable()):
             raise LayertapError(f"{KEY_VARIABLE} has characters that no header can hold", hint="mind line breaks")
@@ -143,7 +163,7 @@ def _create_ray_extractor(address: str | None, cpus: float, gpus: float, config:
 
 
 class _Reporter:
-    """Tells how a job goes on: a bar on a terminal, else a line every so often; and the pictures that gave nothing."""
+    """Tells how a job goes on: a bar on a terminal, else a line every so often; and the inputs that gave nothing."""
 
     def __init__(self) -> None:
         self._bar = Progress(
@@ -187,7 +207,7 @@ class _Reporter:
         self._bar.update(self._task, completed=self._done, total=self._total, rate=rate, errors=self._errors)
         if self._bar.disable and now - self._told >= LINE_S:
             self._told = now
-            stderr.print(self._format_line(rate), markup=False, highlight=False, soft_wrap=True)
+            tell(self._format_line(rate))
 
     def _count(self, count: Callable[[], int | None]) -> None:
         self._total = count()
@@ -195,7 +215,7 @@ class _Reporter:
     def _tell_error(self, key: str, error: str) -> None:
         self._errors += 1
         if self._errors <= MAX_NAMED:
-            stderr.print(f"{key}: {error}", markup=False, highlight=False, soft_wrap=True)
+            tell(f"{key}: {error}")
         elif self._errors == MAX_NAMED + 1:
             stderr.print("further ones have their reason in the column 'error'")
 

@@ -15,6 +15,7 @@ from layertap.service.engine.engine import Engine
 from layertap.service.engine.prober import Prober
 from layertap.service.features import Receipt
 from layertap.service.http.parsing import validate_body
+from layertap.service.inputs.items import TextItem
 from layertap.service.probes import Probe, is_rounding, measure_change, parse_probe
 from layertap.service.schemas.bodies import ExtractBody
 
@@ -56,7 +57,8 @@ async def _check_receipt(prober: Prober, model: str, receipt: Mapping[str, Any])
         before = parse_probe(receipt.get("probe"))
         preprocessed = before.input == "tensors" if before else receipt.get("preprocessed") == "caller"
         deadline = time.monotonic() + DEADLINE_S
-        features = await prober.probe(model, (selector,), None, deadline, preprocessed=preprocessed)
+        sent = [TextItem("")] if before and before.input in ("text", "tokens") else ()  # of two towers theirs
+        features = await prober.probe(model, (selector,), None, deadline, preprocessed=preprocessed, sent=sent)
         return _compare(receipt, before, features.receipts[KEY])
     except LoadError:
         raise

@@ -35,13 +35,14 @@ class Prober:
         deadline: float,
         *,
         preprocessed: bool = False,
+        sent: Sequence[object] = (),
     ) -> Features:
         """The fixed input's features, with a probe in each receipt; any error of the tree.
 
-        ``preprocessed``: the input is sent as tensors also to a model that takes pictures or texts.
+        ``preprocessed``: it is sent as tensors, not as picture or text; ``sent``: to the tower that takes such items.
         """
         with self._engine.admission.admit(deadline) as admission:
-            return await self._probe(model, selectors, embedding, admission, preprocessed)
+            return await self._probe(model, selectors, embedding, admission, preprocessed, sent)
 
     async def _probe(
         self,

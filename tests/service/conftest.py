@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from layertap.models.spec import InputSpec, ModelSpec
+from layertap.service.cli import console
+from layertap.service.cli.main import main
 from layertap.service.config.configuration import Configuration
 from tests.server import Live, serving
 from tests.service import support
+from tests.service.cli.commands import Command, Done
 from tests.service.exchanged_models import gate, versions  # noqa: F401  (fixtures)
 from tests.service.gated_server import wait_until
 from tests.service.support import ROW, Control, configured, net
@@ -110,3 +115,19 @@ def _idle(lives: list[Live]) -> Iterator[None]:
 def _is_idle(live: Live) -> bool:
     now = live.engine.take_snapshot()
     return now.queue_rows == now.running_rows == 0 and not any(now.hooks.values())
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs ``layertap`` in this process."""
+    for printer in (console.stdout, console.stderr):
+        monkeypatch.setattr(printer, "width", 200)
+
+    def run(*words: str | Path) -> Done:
+        monkeypatch.setattr(sys, "argv", ["layertap", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return Done(int(ended.value.code or 0), printed.out, printed.err)
+
+    return run

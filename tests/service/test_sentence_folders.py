@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from sentence_transformers import SentenceTransformer
 
 from layertap.models.spec import ModelSpec
 from tests.sentence_folders import LAYOUTS, LIMIT, OLDER, save
 from tests.server import Live
+from tests.service.bulk.conftest import read
+from tests.service.cli.commands import Command
 from tests.service.conftest import Serve
 from tests.service.support import Array, arrays_of, configured, problem
 
@@ -59,13 +64,27 @@ def folders(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield Folders(live, folder)
 
 
+def embed_lines(command: Command, folder: Path, *words: str | Path) -> dict[str, list[object]]:
+    """What a bulk job writes for the sentences, one a line, and for a line that is none."""
+    lines = [json.dumps({"id": f"d{number}", "text": text}) for number, text in enumerate(SENTENCES)]
+    (folder / "texts.jsonl").write_text("\n".join([*lines, '{"id": "d4"}', ""]), encoding="utf-8")
+    out = folder / "out.parquet"
+    done = command("bulk", folder / "texts.jsonl", "--column", "text", "--out", out, *words)
+    assert (done.status, "4: has no picture or text" in done.notes) == (1, True), done.notes
+    rows = read(out)
+    assert rows["key"] == ["0", "1", "2", "3", "4"]
+    return {name: column[:4] for name, column in rows.items()}
+
+
 @pytest.mark.parametrize("name", [*NAMES, *SLOW])
-def test_as_the_library(folders: Folders, name: str) -> None:
+def test_as_the_library(folders: Folders, command: Command, tmp_path: Path, name: str) -> None:
     """Short, long and empty texts, beside each other: what ``encode`` gives, and of length 1 in the other dialect."""
     folders.prepare(name)
     expected = folders.encode(name)
     np.testing.assert_allclose(folders.extract(name), expected, atol=1e-5)
     np.testing.assert_allclose(folders.embed(name), folders.encode(name, normalize_embeddings=True), atol=1e-5)
+    rows = embed_lines(command, tmp_path, "--model", name, "--url", folders.live.url)
+    np.testing.assert_allclose(np.array(rows["sentence_embedding"]), expected, atol=1e-5)
     body = folders.live.client.get(f"/models/{name}").json()
     assert (body["embedding"], body["text"]["max_tokens"]) == ("sentence_embedding", LIMIT)
     assert "modules.json" in body["embedding_choice"]["reason"]
@@ -90,6 +109,37 @@ def test_prompts(folders: Folders) -> None:
         "/prompt",
         "name one of 'document', 'query'",
     )
+
+
+def test_prompts_of_bulk_jobs(
+    folders: Folders,
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A job's prompt is put in front of lines and of a Parquet file's strings, here and by a server, and is its own."""
+    monkeypatch.setenv("LAYERTAP_WORKERS", "0")
+    folders.prepare("prompts")
+    models = [{"name": "prompts", "source": f"transformers:{folders.folder / 'prompts'}", "device": "cpu"}]
+    (tmp_path / "m.yaml").write_text(json.dumps({"models": models}))
+    here, by_server = ("--config", tmp_path / "m.yaml"), ("--url", folders.live.url, "--model", "prompts")
+    expected = folders.encode("prompts", prompt_name="document")
+    rows = embed_lines(command, tmp_path, *here, "--prompt", "document")
+    np.testing.assert_allclose(np.array(rows["sentence_embedding"]), expected, atol=1e-5)
+    fields = {"model": "prompts", "inputs": [{"text": "a cat"}], "prompt": "document"}
+    reply = folders.live.client.post("/extract", json=fields)
+    assert set(rows["fingerprint"]) == {reply.headers["x-layertap-fingerprint"]}
+    pq.write_table(pa.table({"id": ["d0", "d1", "d2", "d3"], "text": SENTENCES}), tmp_path / "texts.parquet")
+    words = ("bulk", tmp_path / "texts.parquet", "--column", "text", "--out", tmp_path / "table.parquet")
+    done = command(*words, *here, "--prompt", "sources")
+    assert (done.status, "name one of 'document', 'query'" in done.notes) == (2, True)
+    assert command(*words, *by_server, "--prompt", "document").status == 0
+    table = read(tmp_path / "table.parquet")
+    np.testing.assert_allclose(np.array(table.pop("sentence_embedding")), expected, atol=1e-5)
+    assert table == {name: column for name, column in rows.items() if name != "sentence_embedding"}
+    assert "it was complete before" in command(*words, *here, "--prompt", "document").notes
+    done = command(*words, *here, "--prompt", "query")
+    assert (done.status, "was made with prompt document" in done.notes) == (2, True)
 
 
 def test_cut(folders: Folders) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import transformers
 from PIL import Image
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from layertap.models.spec import ModelSpec
 from tests.marks import slow_but
 from tests.server import Live
+from tests.service.bulk.conftest import read
+from tests.service.cli.commands import Command
 from tests.service.conftest import Serve
 from tests.service.support import Array, Json, arrays_of, configured, image, picture, problem, tensor, text64
 from tests.transformers_nets import net, tokenizer
@@ -105,6 +109,31 @@ def unit(rows: Array) -> Array:
 def close(found: Array, expected: Array) -> None:
     assert found.shape == expected.shape
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("remote", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_bulk(
+    live: Live,
+    clip: Towers,
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    remote: bool,
+) -> None:
+    """A job's texts go through their own tower, and its probe is of that, though the model takes pictures too."""
+    monkeypatch.setenv("LAYERTAP_WORKERS", "0")
+    lines, out = tmp_path / "texts.jsonl", tmp_path / "out.parquet"
+    lines.write_text("\n".join(json.dumps({"text": sentence}) for sentence in SENTENCES))
+    (tmp_path / "m.yaml").write_text(
+        json.dumps({"models": [{"name": "clip", "source": f"transformers:{clip.folder}"}]})
+    )
+    words = ("--url", live.url) if remote else ("--config", tmp_path / "m.yaml")
+    done = command("bulk", lines, "--column", "text", "--model", "clip", "--out", out, *words)
+    assert done.status == 0, done.notes
+    ((key, receipt),) = json.loads(pq.read_schema(out).metadata[b"receipts"]).items()
+    assert receipt["probe"]["input"] == "text"
+    close(np.array(read(out)[key]), np.concatenate([clip.of_text(sentence) for sentence in SENTENCES]))
+    assert command("check", out, "--config", tmp_path / "m.yaml").out.strip().endswith(": same")
 
 
 def test_pictures_and_texts(live: Live, clip: Towers) -> None:

@@ -13,8 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from tests.service.cli.conftest import command  # noqa: F401  (a fixture)
-
 COUNT = 70
 
 

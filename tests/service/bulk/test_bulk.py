@@ -206,7 +206,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "a map in Parquet": (("{folder}", "--layers", "block1", "--out", "o.parquet"), "--pool mean"),
     "no such pool": (("{folder}", "--layers", "pool", "--pool", "avg", "--out", "o.parquet"), "use one of"),
     "no such model": (("{folder}", "--model", "digit", "--out", "o.parquet"), "did you mean 'digits'"),
-    "no pictures": (("{empty}", "--out", "o.parquet"), "no pictures"),
+    "no pictures": (("{empty}", "--out", "o.parquet"), "there is nothing in"),
     "a table that is none": (("broken.parquet", "--out", "o.parquet"), "broken.parquet can't be read"),
     "a format of folders": (("{folder}", "--out", "o.parquet", "--format", "npy"), "--out o"),
     "a gradient": (("{folder}", "--layers", "pool:grad_output", "--out", "o.parquet"), "objective"),

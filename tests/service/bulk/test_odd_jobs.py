@@ -206,7 +206,7 @@ def test_windows_are_no_rows(command: Command, folder: Path, tmp_path: Path, lay
     words = ("--config", tmp_path / "m.yaml", "--format", layout, "--out", tmp_path / "out")
     done = command("bulk", folder, "--layers", "features.1.0.attn:attention", *words)
     assert done.status == 2
-    assert "for each picture" in done.notes
+    assert "for each input" in done.notes
     assert command("bulk", folder, "--layers", "features.1.0", "--pool", "mean", *words).status == 0
 
 
@@ -224,5 +224,5 @@ def test_rows_of_others() -> None:
     entry = Entry("a", "0" * 64, b"")
     outline = Outline("m", "f", {"x": Column((2,), "float32")}, {})
     answer = Answer("f", {"x": np.zeros((4, 2), np.float32)}, {})
-    with pytest.raises(LayertapError, match="x has 4 rows for 1 pictures"):
+    with pytest.raises(LayertapError, match="x has 4 rows for 1 inputs"):
         make_rows([entry], answer, outline, [0])

@@ -105,7 +105,7 @@ def test_a_server_with_little_time(command: Command, live: Live, folder: Path, t
     with serve_slowly(live.url, 5) as server:
         done = command("bulk", folder, *WORDS, "--out", outs[0], "--url", server.url)
     assert done.status == 0, done.notes
-    assert re.search(r"has no time for \d+ pictures in a request: it gets \d+ at once", done.notes)
+    assert re.search(r"has no time for \d+ inputs in a request: it gets \d+ at once", done.notes)
     sizes = [count for request in server.received if (count := count_pictures(request))]
     answered = [size for size in sizes if size <= 5]
     assert (sum(answered), len(sizes) - len(answered) < len(answered)) == (COUNT, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -158,20 +159,34 @@ def test_interrupted(command: Command, source: Path, tmp_path: Path) -> None:
 
 
 def test_what_can_not_be(command: Command, source: Path, tmp_path: Path) -> None:
-    """A job that is not complete, arrays, another model's vectors, and --restart beside it are told in a line."""
+    """A job that is not complete, arrays, and --restart beside it are told in a line."""
     words = ("bulk", source, *WORDS, "--out", tmp_path / "out.parquet")
     done = command(*words, "--retry-errors")
     assert (done.status, "is not complete yet" in done.notes) == (2, True)
     assert command(*words).status == 1
-    before = (tmp_path / "out.parquet").read_bytes()
     done = command(*words, "--retry-errors", "--restart")
     assert (done.status, "leave one out" in done.notes) == (2, True)
     arrays = ("bulk", source, "--layers", "block1", "--format", "npy", "--out", tmp_path / "arrays")
     assert command(*arrays).status == 1
     done = command(*arrays, "--retry-errors")
     assert (done.status, "--restart" in done.notes) == (2, True)
-    config = tmp_path / "m.yaml"
+
+
+@pytest.mark.parametrize("name", OUTS)
+def test_another_model(command: Command, source: Path, tmp_path: Path, name: str) -> None:
+    """What is complete ends for a model of another fingerprint with a status of its own, and how to embed again."""
+    out, config = tmp_path / name, tmp_path / "m.yaml"
     config.write_text(json.dumps({"models": [OTHER]}))
-    done = command(*words, "--retry-errors", "--config", config)
-    assert (done.status, "can't be compared" in done.notes) == (2, True)
-    assert (tmp_path / "out.parquet").read_bytes() == before
+    words = ("bulk", source, *WORDS, "--out", out)
+    assert command(*words).status == 1
+    before = read_rows(out)
+    words = (*words, "--config", config)
+    again = [*map(str, words), "--restart"]
+    for more in ((), ("--retry-errors",)):
+        done = command(*words, *more)
+        assert (done.status, "it was complete" in done.notes) == (3, False)
+        assert shlex.join(["layertap", *again]) in done.notes
+    assert read_rows(out) == before
+    assert command(*again).status == 1
+    assert read_rows(out)["key"] == before["key"]
+    assert read_rows(out)["fingerprint"][2] != before["fingerprint"][2]
