@@ -139,7 +139,7 @@ class Collector:
     def check(self) -> None:
         """InputError if a tensor was not as promised, LayerNotReachedError if anything is still pending."""
         if self._error is not None:
-            raise self._error
+            raise (*self._misfits, self._error)[0]
         points = [capture.point for capture in self._pending]
         points += [objective.point for objective in self._objectives.values()]
         if errors := [*self._misfits, *map(_make_unreached_error, points)]:
