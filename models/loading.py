@@ -35,7 +35,7 @@ from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.labels import choose_labels
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_catalogs import ModelCatalogs, survey_configured
-from layertap.models.module_state import StateKey
+from layertap.models.module_state import StateKey, keep_state
 from layertap.models.replica import Replica, call_module, copy_module, create_replica
 from layertap.models.selection.embedding import EmbeddingChoice, ModelEmbedding, choose_embedding, find_choice
 from layertap.models.sources import build
@@ -112,8 +112,9 @@ def load_model(
             catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)
         if run_survey is not None:
             _run_once(module, inputs, device, configured.traits.state)
-    row = next(iter(make_noise_row(inputs.specs, device, inputs.dtype).values()))
-    known = built.embedding or find_known_embedding(built.module, row)
+        row = next(iter(make_noise_row(inputs.specs, device, inputs.dtype).values()))
+        with keep_state(module, configured.traits.state):
+            known = built.embedding or find_known_embedding(module, row)
     embedding = _find_embedding(spec, known, catalogs)
     labels = choose_labels(spec.labels, built.labels, count_classes(catalogs.configured))
     return LoadedModel(

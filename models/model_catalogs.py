@@ -76,7 +76,7 @@ def _survey_repeatedly(
     for _ in range(MAX_SURVEYS):
         with torch.no_grad():
             with name_input_errors(inputs.specs):
-                run = RepeatedRun(module, partial(call_module, module=module, state=state), tolerance, row)
+                run = RepeatedRun(module, partial(call_module, module=module, state=state), row)
             with use_threads(1 if run.seconds < QUICK_S else torch.get_num_threads()):
                 catalog = survey(module, inputs.specs, run, device, prefix_tokens, inputs.dtype)
                 trial = try_padding(run, inputs.text, device, tolerance) if inputs.text else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves
 
+from layertap.models.hooks.tensor_tree import find_refused
 from layertap.models.plain_tensor import view_bytes
 
 StateKey = tuple[str, str]  # the name of a module in the tree, and that of a buffer or an attribute of it
 Namespace = dict[str, Any]
+Memo = dict[int, Any]  # of ``copy.deepcopy``
 
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # parts, parameters, hooks
 PLAIN = (type(None), bool, int, float, complex, str, Tensor)
@@ -35,7 +38,8 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._values = dict(_iterate_state(module))
+        memo: Memo = {}
+        self._values = {key: _Value(*held, _copy(held[1], memo)) for key, held in _iterate_state(module)}
 
     def find_changes(self) -> tuple[StateKey, ...]:
         """What has another value now, is new, or is gone."""
@@ -43,7 +47,7 @@ class ModuleState:
         return tuple(
             key
             for key in dict.fromkeys([*self._values, *now])
-            if key not in self._values or key not in now or not _is_same(self._values[key].copy, now[key].value)
+            if key not in self._values or key not in now or not _is_same(self._values[key].copy, now[key][1])
         )
 
     def put_back(self, keys: Iterable[StateKey]) -> None:
@@ -69,9 +73,10 @@ def keep_state(module: nn.Module, keys: Iterable[StateKey]) -> Iterator[None]:
     """
     originals = [(module.get_submodule(name), attribute) for name, attribute in keys]
     saved = [(part, attribute, *_find(part, attribute)) for part, attribute in originals]
+    memo: Memo = {}
     for _, attribute, namespace, value in saved:
         if value is not ABSENT:
-            namespace[attribute] = _copy(value)
+            namespace[attribute] = _copy(value, memo)
     try:
         yield
     finally:
@@ -82,12 +87,12 @@ def keep_state(module: nn.Module, keys: Iterable[StateKey]) -> Iterator[None]:
                 namespace[attribute] = value
 
 
-def _iterate_state(module: nn.Module) -> Iterator[tuple[StateKey, _Value]]:
+def _iterate_state(module: nn.Module) -> Iterator[tuple[StateKey, tuple[Namespace, object]]]:
     for name, part in module.named_modules():
         for namespace in (part._buffers, vars(part)):
             for attribute, value in namespace.items():
                 if attribute not in OF_TORCH and _is_plain(value):
-                    yield (name, attribute), _Value(namespace, value, _copy(value))
+                    yield (name, attribute), (namespace, value)
 
 
 def _find(part: nn.Module, attribute: str) -> tuple[Namespace, object]:
@@ -101,13 +106,18 @@ def _remove(part: nn.Module, attribute: str) -> None:
 
 
 def _is_plain(value: object) -> bool:
-    return all(isinstance(leaf, PLAIN) for leaf in tree_leaves(value))
+    leaves = tree_leaves(value)
+    refused = any(find_refused(leaves))  # sparse tensors and the like have no bytes to compare
+    return not refused and all(isinstance(leaf, PLAIN) for leaf in leaves)
 
 
-def _copy(value: object) -> object:
+def _copy(value: object, memo: Memo) -> object:
+    """A copy, in which what several values share is one again: ``memo`` is of all of them."""
     with torch.no_grad():
-        copied: object = tree_map_only(Tensor, torch.clone, value)
-    return copied
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor) and id(leaf) not in memo:  # deepcopy refuses tensors with a graph
+                memo[id(leaf)] = leaf.clone()
+    return copy.deepcopy(value, memo)
 
 
 def _is_same(one: object, other: object) -> bool:

@@ -69,7 +69,10 @@ class PreprocessSpec:
             ),
             (self.letterbox and (self.resize is None or self.crop is not None), "letterbox needs resize, and no crop"),
             (self.scale and not all(map(isfinite, self.scale)), "scale is finite"),
-            (self.scale and self.mean == IMAGENET_MEAN, "mean and std are on the scale of scale: give them too"),
+            (
+                self.scale and (self.mean == IMAGENET_MEAN or self.std == IMAGENET_STD),
+                "mean and std are on the scale of scale: give them too",
+            ),
             (
                 not all(0 <= value < 256 for value in (*(self.letterbox or ()), *(self.background or ()))),
                 "a colour is three numbers from 0 to 255",

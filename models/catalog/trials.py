@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from layertap.models.catalog.call_observer import Run
 from layertap.models.catalog.catalog import LeftPadding
+from layertap.models.devices.dtypes import TOLERANCE
 from layertap.models.devices.memory import is_device_error
 from layertap.models.devices.threads import use_threads
 from layertap.models.hooks.tensor_tree import TensorsByPath, iterate_tensors
@@ -18,6 +19,7 @@ from layertap.models.inputs.text import POSITIONS, TextSpec, number_tokens
 from layertap.models.module_state import ModuleState, StateKey
 from layertap.models.spec import InputSpec
 
+ROUNDING = TOLERANCE["float32"]  # whatever the model computes in: the same kernels take the same numbers
 Rows = Mapping[str, Tensor]
 
 
@@ -25,14 +27,13 @@ class RepeatedRun:
     """Runs forwards of a module between two of the same row, which are compared.
 
     Both run on one thread and without hooks: kernels that differ only round otherwise. ``is_same``: whether both
-    returned the same, within ``tolerance`` of a tensor's largest number. ``seconds``: CPU time of the first.
+    returned the same, but for what adding in another order does. ``seconds``: CPU time of the first.
     """
 
-    def __init__(self, module: nn.Module, run: Run, tolerance: float, row: Rows) -> None:
+    def __init__(self, module: nn.Module, run: Run, row: Rows) -> None:
         self.is_same = True
         self._module = module
         self._run = run
-        self._tolerance = tolerance
         self._loaded = ModuleState(module)
         self._row = row
         start = time.thread_time()
@@ -46,7 +47,7 @@ class RepeatedRun:
 
     def repeat(self) -> None:
         """Run the first row again, and compare."""
-        self.is_same = has_same_values(self._output, self._run_alone(), self._tolerance)
+        self.is_same = has_same_values(self._output, self._run_alone(), ROUNDING)
 
     def _run_alone(self) -> TensorsByPath:
         with use_threads(1):

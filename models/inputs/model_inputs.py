@@ -85,7 +85,9 @@ class ModelInputs:
         """The inputs of a model of which a survey has told how it takes padding."""
         if self.text is None:
             return self
-        return replace(self, text=replace(self.text, pads=traits.pads, left_padding=traits.left_padding))
+        return replace(
+            self, text=replace(self.text, pads=self.text.pads and traits.pads, left_padding=traits.left_padding)
+        )
 
     def replace_by_output(self, output: InputSpec) -> ModelInputs:
         """The inputs of forwards that go on from a layer: its output, and for texts the model's mask beside it."""

@@ -31,7 +31,7 @@ def choose_preprocessing(processor: LibraryProcessor) -> Preprocessing | str:
     """
     pictures = list(_draw_pictures(_find_side(processor.nearest)))
     try:
-        row = processor.run(pictures[0])
+        row = processor.run(pictures[0])  # the plainest
     except Exception as error:  # a third party's code raises anything
         return f"raises {type(error).__name__} for a plain picture: {escape(str(error))}"
     if row.ndim != 3 or len(row) not in CHANNELS or row.dtype != torch.float32:
@@ -87,8 +87,10 @@ def _find_side(spec: PreprocessSpec | None) -> int:
 def _draw_pictures(side: int) -> Iterator[Image.Image]:
     """Panorama and portrait, made larger and smaller, smaller than a crop; all ways in which a crop may be off centre.
 
-    Noise in colours shows each pixel; a ramp has all levels of gray.
+    Noise in colours shows each pixel; a ramp has all levels of gray. The first one's long side becomes a whole number
+    and two thirds: it shows who cuts there, and who rounds.
     """
+    yield _draw_noise(side * 3 // 2 + 1, side * 3 // 2)
     yield _draw_noise(side * 3 + 1, side // 4)
     yield _draw_noise(side // 4, side * 3 - 1)
     yield _draw_noise(side * 4 // 3 + 3, side * 5 // 4)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layertap.models.devices.memory import is_device_error
 from layertap.models.devices.threads import use_threads
 from layertap.models.selection.embedding import EmbeddingChoice
 
@@ -49,7 +50,9 @@ def _find_in_timm(module: Any, row: Tensor) -> KnownEmbedding:
     classifier = [name for name, part in module.named_modules() if part is first]
     try:
         takers = _find_takers(module, row)
-    except Exception:  # a class of somebody's own may have made its forward another
+    except Exception as error:  # a class of somebody's own may have made its forward another
+        if is_device_error(error):
+            raise
         takers = []
     if not takers:
         choices = [EmbeddingChoice(f"{name}:input", FIRST_HEAD, guessed=True) for name in classifier]

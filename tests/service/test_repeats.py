@@ -78,6 +78,42 @@ class Remembers(Net):
         return x + earlier
 
 
+class CountsTogether(Net):
+    """Counts in a buffer that a part of it holds too, and a list that both name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = _Counter()
+        self.register_buffer("calls", self.counter.calls)
+        self.seen = self.counter.seen
+
+    def change(self, x: Tensor) -> Tensor:
+        self.counter()
+        return x + 0.01 * self.calls + len(self.seen)
+
+
+class _Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen: list[int] = []
+
+    def forward(self) -> None:
+        self.calls += 1
+        self.seen.append(1)
+
+
+class KeepsSparse(Net):
+    """Has a sparse matrix as an attribute, as nets of graphs have their edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.edges = torch.eye(16).to_sparse()
+
+    def change(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.edges, x.T).T + x
+
+
 class Switches(Net):
     """Goes another way for good once it has seen several rows."""
 
@@ -137,7 +173,8 @@ class _Dropout(nn.Dropout):
 
 
 STATES = {"Counts": [["", "calls"]], "CountsInBuffer": [["", "calls"]], "Remembers": [["", "seen"]]}
-STATES |= {"Switches": [["", "several"]], "CountsOnce": []}
+STATES |= {"Switches": [["", "several"]], "CountsOnce": [], "KeepsSparse": []}
+STATES |= {"CountsTogether": [["", "calls"], ["", "seen"], ["counter", "calls"], ["counter", "seen"]]}
 RANDOM = ("Drops", "StaysInTraining", "masked")
 BLAME = "rows of this model affect each other"
 

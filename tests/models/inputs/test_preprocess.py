@@ -151,6 +151,7 @@ def test_scale(scale: tuple[float, float], ends: tuple[float, float]) -> None:
         {"letterbox": (0, 0, 0), "resize": 32, "crop": 30},
         {"background": (0, 0, 256)},
         {"scale": (0.0, 255.0)},
+        {"scale": (-1.0, 1.0), "mean": (0.0,) * 3},
     ],
 )
 def test_steps_that_contradict_each_other(steps: dict[str, Any]) -> None:
