@@ -89,7 +89,7 @@ def try_padding(run: Run, text: TextSpec, device: torch.device, tolerance: float
 
     def forward(ids: Tensor, mask: Tensor, numbers: Tensor | None = None) -> object:
         rows = {text.ids: ids.clone(), text.mask or "": mask}
-        return _try(run, rows if numbers is None else rows | {POSITIONS: numbers})
+        return try_forward(run, rows if numbers is None else rows | {POSITIONS: numbers})
 
     alone = forward(short, torch.ones_like(short))
     if alone is None:  # so short a text is not taken: nothing can be compared
@@ -107,7 +107,7 @@ def try_padding(run: Run, text: TextSpec, device: torch.device, tolerance: float
     return pads, "numbered" if is_numbered else "refused"
 
 
-def _try(run: Run, rows: dict[str, Tensor]) -> object:
+def try_forward(run: Run, rows: Mapping[str, Tensor]) -> object:
     """What a model returns; None where it raises, whatever that is."""
     try:
         return run(rows)

@@ -8,15 +8,22 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from layertap.models.catalog.trials import SHORT, has_same_values, try_forward
+from layertap.models.devices.dtypes import TOLERANCE
 from layertap.models.errors import LoadError, escape
+from layertap.models.inputs.noise import make_noise_row
 from layertap.models.labels import Labels
+from layertap.models.replica import call_module
 from layertap.models.selection.embedding import EmbeddingChoice
 from layertap.models.sources import transformers_switches
 from layertap.models.sources.arguments import refuse_reserved_arguments, refuse_unknown_arguments
@@ -35,7 +42,7 @@ from layertap.models.sources.transformers_inputs import (
     split_towers,
 )
 from layertap.models.sources.transformers_weights import LOCAL, build_module
-from layertap.models.spec import ModelSpec
+from layertap.models.spec import InputSpec, ModelSpec
 from layertap.models.weights.folders import refuse_adapter
 
 PLAIN = {"use_cache": False, "return_dict": True, "output_hidden_states": False, "output_attentions": False}
@@ -96,7 +103,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     preset, no_pictures = (None, found) if isinstance(found, str) else (found, "")
     inputs = spec.inputs or make_input_specs(module, text, preset, shown)
     if any(each.name == MASK for each in inputs):
-        _always_mask_attention(library, module)
+        _always_mask_attention(library, module, text.inputs() if text else inputs)
     if sentence:
         attach_head(module, sentence, shown)
         settings = f"{settings}{sentence.describe()}"
@@ -160,17 +167,19 @@ def _set_plain_outputs(module: nn.Module) -> None:
             part.name_or_path = ""
 
 
-def _always_mask_attention(library: Any, module: Any) -> None:
-    """Give attention a mask even where nothing is padded.
+def _always_mask_attention(library: Any, module: Any, inputs: Sequence[InputSpec]) -> None:
+    """Give attention a mask even where nothing is padded, as long as that changes no value.
 
     Left to itself the library leaves it out then, so that neighbours in a batch decide which arguments layers get, and
-    which kernel runs.
+    which kernel runs. Some classes compute otherwise where their attention has another name, or a mask.
     """
     parts = [part for part in _list_configured_parts(module) if isinstance(part, library.PreTrainedModel)]
     if any(getattr(part.config, "_attn_implementation", None) != "sdpa" for part in parts):
         return
     if not all(part._can_set_attn_implementation() for part in parts):
         return
+    if any('"sdpa"' in inspect.getsource(sys.modules[type(part).__module__]) for part in parts):
+        return  # they ask for that name
     masks = importlib.import_module("transformers.masking_utils")
 
     def always_mask(*args: Any, **options: Any) -> Any:
@@ -178,7 +187,14 @@ def _always_mask_attention(library: Any, module: Any) -> None:
 
     library.AttentionInterface.register(MASKED, library.AttentionInterface()["sdpa"])
     library.AttentionMaskInterface.register(MASKED, always_mask)
-    module.set_attn_implementation(MASKED)
+    specs = [replace(spec, shape=(min(SHORT, spec.shape[0]),)) if spec.longest else spec for spec in inputs]
+    row = make_noise_row(specs, module.device, module.dtype)
+    run = partial(call_module, module=module.eval())
+    with torch.no_grad():
+        alone = try_forward(run, row)
+        module.set_attn_implementation(MASKED)
+        if alone is not None and not has_same_values(alone, try_forward(run, row), TOLERANCE["bfloat16"]):
+            module.set_attn_implementation("sdpa")
 
 
 def _describe_settings(config: Any) -> str:

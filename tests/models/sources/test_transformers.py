@@ -31,6 +31,7 @@ from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.models.weights.state_dict import digest_weights
 from tests.conftest import net_spec
+from tests.fidelity import tiny_texts
 from tests.loading import load_model
 from tests.marks import slow_but
 from tests.models.extraction import extract_plan
@@ -133,6 +134,16 @@ def test_rows_without_padding(tmp_path: Path, name: str) -> None:
     assert len(outputs) > 10
     for key in outputs:
         assert torch.equal(found[key], expected[key]), key
+
+
+@pytest.mark.parametrize("name", ["Aimv2TextModel", "DeepseekV32Model"])
+def test_classes_that_compute_by_their_attention(tmp_path: Path, name: str) -> None:
+    """A class that asks for its attention's name, or is causal with a mask only, returns what the library's does."""
+    tiny_texts.build(name).save_pretrained(tmp_path)
+    rows = texts(1, 20, padded=False)
+    wanted = tiny_texts.run(getattr(transformers, name).from_pretrained(tmp_path).eval(), rows)
+    (found,) = extracted(loaded(tmp_path), rows, ".[last_hidden_state]").values()
+    torch.testing.assert_close(found, wanted.last_hidden_state, rtol=1e-4, atol=1e-4)
 
 
 def test_padding_of_a_neighbour(tmp_path: Path) -> None:
