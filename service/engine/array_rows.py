@@ -53,7 +53,19 @@ def convert_arrays(item: ArraysItem, inputs: ModelInputs, settings: Settings) ->
         raise InputError("the batch holds no rows")
     if inputs.text is not None and inputs.text.is_read and inputs.text.has_left_padding(rows):
         _pad_in_front(rows, inputs.text)
-    return rows
+    return rows if inputs.text is None or inputs.text.pads else _cut_padding(rows, inputs.text)
+
+
+def _cut_padding(rows: dict[str, Tensor], text: TextSpec) -> dict[str, Tensor]:
+    """Rows of a model that can't take padding without that behind their texts; InputError where lengths differ."""
+    if text.mask is None:
+        return rows
+    mask = rows[text.mask].bool()
+    lengths = mask.shape[1] - mask.flip(1).int().argmax(1)  # of a row without a token all of it
+    if bool((lengths != lengths[0]).any()):
+        detail = "padding would change this model's texts, and these have several lengths"
+        raise InputError(detail, hint="send each as an input of its own")
+    return {name: value.narrow(1 + text.axis * (name == text.ids), 0, int(lengths[0])) for name, value in rows.items()}
 
 
 def _pad_in_front(rows: dict[str, Tensor], text: TextSpec) -> None:
