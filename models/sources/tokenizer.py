@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from layertap.models.sources.build import wrap_build_errors
@@ -18,19 +19,24 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What a directory says of texts; ``cut_to`` has those of more tokens cut from then on."""
+    """What a directory says of texts.
+
+    ``cut_to`` has those of more tokens cut from then on. ``fill_to`` has those of fewer filled up; None where the model
+    is told which tokens do.
+    """
 
     encode: Callable[[str], list[int]]
     pad: int | None
     max_tokens: int
     digest: str
-    cut_to: Callable[[int], None]
+    cut_to: Callable[[int], None] | None = None
+    fill_to: Callable[..., None] | None = None
 
 
 def load_tokenizer(
     library: Any, folder: Path, shown: str, options: dict[str, Any], sentence: SentenceFolder | None = None
 ) -> Tokenizer | None:
-    """The tokenizer in a directory; None where there is none, or a slow one; LoadError where it can't be read.
+    """The tokenizer in a directory; None where there is none, or it gives types of tokens; LoadError for a broken one.
 
     Of a sentence-transformers folder texts are in small letters where that says so, and its own limit holds.
     """
@@ -38,8 +44,12 @@ def load_tokenizer(
         return None
     with wrap_build_errors(f"the tokenizer of {shown}"):
         whole = library.AutoTokenizer.from_pretrained(str(folder), **options)
+        if any(whole("a").get("token_type_ids", ())) or (sentence is not None and not whole.is_fast):
+            return None  # no model is given types of tokens here; ids can be sent
+        limit = (sentence.max_tokens if sentence else None) or int(whole.model_max_length)
         if not whole.is_fast:
-            return None  # its wrapper keeps settings that threads can't share; ids can be sent
+            digest = hashlib.sha256(repr((whole, whole.init_kwargs, whole.get_vocab())).encode()).hexdigest()
+            return Tokenizer(partial(_encode_slowly, whole, Lock()), whole.pad_token_id, limit, digest)
         # Its own copy: the library's wrapper sets truncation and padding at each call, which threads can't share.
         own = type(whole.backend_tokenizer).from_str(whole.backend_tokenizer.to_str())
         own.no_truncation()
@@ -54,10 +64,19 @@ def load_tokenizer(
         return Tokenizer(
             encode=encode,
             pad=whole.pad_token_id,
-            max_tokens=(sentence.max_tokens if sentence else None) or int(whole.model_max_length),
+            max_tokens=limit,
             digest=hashlib.sha256(own.to_str().encode()).hexdigest(),
             cut_to=partial(own.enable_truncation, direction=whole.truncation_side),
+            fill_to=None
+            if "attention_mask" in whole.model_input_names
+            else partial(own.enable_padding, pad_id=whole.pad_token_id or 0),
         )
+
+
+def _encode_slowly(whole: Any, lock: Lock, text: str) -> list[int]:
+    with lock:  # one in Python may keep something from call to call
+        ids: list[int] = whole(text)["input_ids"]
+    return ids
 
 
 def _lower(tokenizer: Any) -> None:

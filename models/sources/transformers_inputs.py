@@ -53,7 +53,8 @@ def find_modality(module: Any) -> Modality:
 def make_text_spec(module: Any, tokenizer: Tokenizer | None, sentence: SentenceFolder | None = None) -> TextSpec:
     """How a model takes text, with the tokenizer where there is one.
 
-    sentence-transformers cuts what is longer than the tokenizer's limit or the model's positions.
+    sentence-transformers cuts what is longer than the tokenizer's limit or the model's positions. Where the tokenizer
+    gives no mask, and its limit is that of a table of positions, texts are filled up to it, as for SigLIP's processor.
     """
     vocabulary = _count_ids(module)
     config = module.config.get_text_config()
@@ -61,8 +62,14 @@ def make_text_spec(module: Any, tokenizer: Tokenizer | None, sentence: SentenceF
     max_tokens = min(_count_positions(module, config), tokenizer.max_tokens if tokenizer else DEFAULT_MAX_TOKENS)
     named = hasattr(config, "max_position_embeddings") or (tokenizer is not None and max_tokens == tokenizer.max_tokens)
     cuts = sentence is not None and named
-    if cuts and tokenizer:
+    if cuts and tokenizer and tokenizer.cut_to:
         tokenizer.cut_to(max_tokens)
+    tables = (
+        part for name, part in module.named_modules() if name.endswith(("position_embedding", "position_embeddings"))
+    )
+    trained = any(getattr(part, "num_embeddings", 0) == max_tokens for part in tables)
+    if tokenizer and tokenizer.fill_to and trained and MASK in _list_arguments(module):
+        tokenizer.fill_to(length=max_tokens)
     return TextSpec(
         ids=IDS,
         mask=MASK if MASK in _list_arguments(module) else None,

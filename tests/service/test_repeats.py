@@ -22,7 +22,7 @@ from tests.loading import load_model
 from tests.server import Live
 from tests.service.cli.commands import Command
 from tests.service.conftest import Serve
-from tests.service.support import Json, arrays_of, configured, tensor
+from tests.service.support import Json, arrays_of, configured, npz, problem, raw, tensor
 from tests.transformers_nets import PICTURE, TEXT, VOCABULARY
 
 SHAPE = (3, 8, 8)
@@ -379,20 +379,42 @@ def test_texts_in_company(texts: tuple[Live, dict[str, Any]], name: str) -> None
             np.testing.assert_allclose(found[row], wanted[place], atol=1e-4 * np.abs(wanted[place]).max())
 
 
+@pytest.mark.parametrize(("before", "behind"), [(6, 0), (0, 6)])
 @pytest.mark.parametrize("name", TEXTS)
-def test_texts_behind_padding(texts: tuple[Live, dict[str, Any]], name: str) -> None:
-    """Padding in front of a text moves nothing but its positions in the reply, or is refused."""
+def test_texts_within_padding(texts: tuple[Live, dict[str, Any]], name: str, before: int, behind: int) -> None:
+    """Padding around a text moves nothing but its positions in the reply, or is refused."""
     live, modules = texts
-    ids, mask = np.array([0] * 6 + draw(10)), np.array([0] * 6 + [1] * 10)
+    ids, mask = np.pad(draw(10), (before, behind)), np.pad([1] * 10, (before, behind))
     sent = {key: tensor(value)["tensor"] for key, value in (("input_ids", ids), ("attention_mask", mask))}
     body = {"model": name, "inputs": [{"tensors": sent}], "layers": [".[last_hidden_state]"], "encoding": "base64"}
     reply = live.client.post("/extract", json=body)
-    if name in ("convolving", "hashing"):
+    if before and name in ("convolving", "hashing"):
         assert reply.status_code == 422
         assert "the mask begins with 0" in reply.json()["detail"]
         return
     (found,) = arrays_of(reply).values()
     with torch.no_grad():
         wanted = modules[name](input_ids=torch.tensor([draw(10)])).last_hidden_state.numpy()
-    np.testing.assert_allclose(found[:, 6:], wanted, atol=1e-4 * np.abs(wanted).max())
-    assert not found[:, :6].any()
+    np.testing.assert_allclose(found[:, before:], wanted, atol=1e-4 * np.abs(wanted).max())
+    assert not found[:, :before].any()
+
+
+def test_batch_of_padded_texts(texts: tuple[Live, dict[str, Any]]) -> None:
+    """A batch of texts of several lengths is refused, with its reason, where their padding would change them."""
+    live, _ = texts
+    ids, mask = np.ones((2, 10), np.int64), np.tri(2, 10, 8, np.int64)
+    request = raw(npz(input_ids=ids, attention_mask=mask), "application/x-npz", model="convolving", layers=".")
+    assert "padding would change" in problem(live.client.post("/extract", **request), 422)["detail"]
+
+
+def test_text_of_characters(texts: tuple[Live, dict[str, Any]]) -> None:
+    """A tokenizer that is written in Python gives the tokens of a text: CANINE's, which has no vocabulary."""
+    live, modules = texts
+    text = "a k\u00e4se \U0001f984"
+    with torch.no_grad():
+        rows = transformers.CanineTokenizer()(text, return_tensors="pt")
+        wanted = modules["hashing"](**rows).last_hidden_state.numpy()
+    body = {"model": "hashing", "inputs": [{"text": text}], "layers": [".[last_hidden_state]"], "encoding": "base64"}
+    (found,) = arrays_of(live.client.post("/extract", json=body)).values()
+    assert found.shape == wanted.shape
+    np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max())

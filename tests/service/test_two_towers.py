@@ -23,7 +23,7 @@ from tests.service.bulk.conftest import read
 from tests.service.cli.commands import Command
 from tests.service.conftest import Serve
 from tests.service.support import Array, Json, arrays_of, configured, image, picture, problem, tensor, text64
-from tests.transformers_nets import net, tokenizer
+from tests.transformers_nets import POSITIONS, net, tokenizer
 
 SENTENCES = ("a cat sat on the mat", "a dog", "the red dog and the cat saw the mat")
 OTHERS = ("siglip", "blip", "altclip", "chinese_clip", "clipseg")
@@ -151,6 +151,16 @@ def test_pictures_and_texts(live: Live, clip: Towers) -> None:
     both = np.stack([of_texts[0], of_pictures[0], of_texts[1], of_pictures[1], of_texts[2]])
     close(extract(live, *mixed, layers=[SHARED])[SHARED], both)
     close(extract(live, *mixed)[SHARED], both)
+
+
+def test_texts_that_are_filled_up(serve: Serve, tmp_path: Path) -> None:
+    """Texts of a model that is given no mask are as long as its table of positions: as SigLIP takes them."""
+    towers = save_towers("siglip", tmp_path)
+    fill = tokenizer(tmp_path, model_max_length=POSITIONS, model_input_names=["input_ids"])
+    rows = fill(list(SENTENCES), padding="max_length", return_tensors="pt")
+    with serve(configured(entry(towers, "clip"))) as live:
+        found = extract(live, *({"text": sentence} for sentence in SENTENCES), layers=[SHARED])[SHARED]
+    close(found, _to_array(towers.module.get_text_features(**rows)))
 
 
 def test_embeddings(live: Live, clip: Towers) -> None:
