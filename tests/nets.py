@@ -636,6 +636,22 @@ class Wrapped(nn.Module):
         return Opaque(self.linear(x))
 
 
+class SinkAttention(nn.Module):
+    """A learned sink for each head: softmax is over it too, its weight is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.sinks = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        scores = query @ key.transpose(2, 3)
+        scores = torch.cat([scores, self.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+        weights = functional.softmax(scores - scores.amax(-1, keepdim=True), -1)[..., :-1]
+        return (functional.dropout(weights, 0.1, self.training) @ value).transpose(1, 2).flatten(2)
+
+
 class Encoder(nn.Module):
     """PyTorch's own encoder layer, which takes a fused path where nobody hooks it."""
 

@@ -85,7 +85,7 @@ class CallRecorder(CallObserver):
             pass
         call = self.calls[module][number]
         call.end, call.outputs_refused = self._tick(), tuple(find_refused(value))
-        if value is None:  # as it is after a call that raised
+        if value is None or call.has_partial_attention:  # None: as it is after a call that raised
             call.attention.clear()
         first = next(iter(call.input.values()), None)
         before: layout.Evidence = (first.shape, first.layout) if first else ((), None)
@@ -131,6 +131,7 @@ class CallRecorder(CallObserver):
         number = next(number for running, number in reversed(self._running) if running is module)
         shape = attention.unfold_weights(event.shape, module)
         if shape is None:
+            self.calls[module][number].has_partial_attention |= attention.is_attention(module)
             return
         observations = self.calls[module][number].attention
         earlier = self._get_earlier_attention(module, number, len(observations))

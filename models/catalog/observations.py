@@ -51,7 +51,8 @@ class AttentionObservation:
 class CallObservation:
     """One call of a module, which began and ended at ``start`` and ``end``, counted from 1.
 
-    The tensors without plain memory are in ``inputs_refused`` and ``outputs_refused``, by path and kind.
+    The tensors without plain memory are in ``inputs_refused`` and ``outputs_refused``, by path and kind. Its attention
+    is partial where some of its weights do not stand as (heads, queries, keys).
     """
 
     start: int
@@ -61,6 +62,7 @@ class CallObservation:
     inputs_refused: tuple[tuple[Path, str], ...] = ()
     outputs_refused: tuple[tuple[Path, str], ...] = ()
     attention: list[AttentionObservation] = field(default_factory=list)
+    has_partial_attention: bool = False
     functions: dict[Path, TensorObservation] = field(default_factory=dict)
 
     def at(self, boundary: Boundary) -> dict[Path, TensorObservation]:

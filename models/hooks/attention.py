@@ -183,15 +183,18 @@ def find_nested_attention(module: nn.Module) -> list[nn.Module]:
 def unfold_weights(shape: tuple[int, ...], module: nn.Module) -> tuple[int, ...] | None:
     """Weights of a module as (N, heads, queries, keys), windows among the rows; None where they are no attention.
 
-    Of three axes the first may hold rows and heads; elsewhere than in attention that is taken for something else.
+    Of three axes the first may hold rows and heads; elsewhere than in attention that is taken for something else. Where
+    a module says how many heads it has, they stand before the queries, and nowhere else.
     """
+    heads = [size for name in HEADS if isinstance(size := getattr(module, name, None), int) and size > 0]
     if len(shape) >= 4:
+        if heads and (shape[-3] not in heads or any(size in heads for size in shape[1:-3])):
+            return None
         return (math.prod(shape[:-3]), *shape[-3:])
     if len(shape) != 3 or not is_attention(module):
         return None
-    sizes = (getattr(module, name, None) for name in HEADS)
-    heads = next((size for size in sizes if isinstance(size, int) and size > 0 and shape[0] % size == 0), 1)
-    return (shape[0] // heads, heads, *shape[1:])
+    count = next((size for size in heads if shape[0] % size == 0), 1)
+    return (shape[0] // count, count, *shape[1:])
 
 
 def _read_softmax(func: Any, arguments: Arguments, out: Tensor) -> AttentionEvent | None:

@@ -115,7 +115,10 @@ class Trial:
             and len(before.tensors) == len(call.input.tensors)
             and len(after.tensors) == len(call.output.tensors)
         )
-        return Call(before, after, replace(call.attention, cost=after.cost) if call.attention and is_whole else None)
+        weights, sinks = (
+            replace(each, cost=after.cost) if each and is_whole else None for each in (call.attention, call.sinks)
+        )
+        return Call(before, after, weights, sinks=sinks)
 
     def _build_boundary(self, boundary: CallBoundary, paths: Iterable[Path], catalog: Catalog) -> CallBoundary:
         same = frozenset(paths)

@@ -132,7 +132,7 @@ def _no_attention_error(selector: Selector, catalog: Catalog) -> UnknownLayerErr
     names = [escape(name) for name, layer in catalog.layers.items() if layer.has_attention]
     subject = _describe_pattern(selector) if selector.is_glob else f"layer {escape(selector.pattern)}"
     return UnknownLayerError(
-        f"{subject} computes no attention weights of its own",
+        f"{subject} computes no attention weights of its own, or none of (heads, queries, keys)",
         hint=f"layers that do: {', '.join(names[:MAX_SHOWN])}" if names else "no layer of this model does",
     )
 

@@ -109,11 +109,14 @@ def _describe_layer(layer: Layer) -> Json:
             for number, call in enumerate(layer.calls)
             for tensor in call.input.tensors
         ],
-        "attention": [
-            {"call": number, **_describe_tensor(tensor), "how": tensor.source}
-            for number, call in enumerate(layer.calls)
-            for tensor in call.get_boundary("attention").tensors
-        ],
+        **{
+            site: [
+                {"call": number, **_describe_tensor(tensor), "how": tensor.source}
+                for number, call in enumerate(layer.calls)
+                for tensor in call.get_boundary(site).tensors
+            ]
+            for site in ("attention", "attention_sink")
+        },
         "parameters": layer.parameters,
         "layout": last.tensors[0].layout if last and last.tensors else None,
         "cost": last.cost if last else None,

@@ -187,6 +187,7 @@ LAYER: Json = {
     "outputs": [CALL_TENSOR],
     "inputs": [CALL_TENSOR],
     "attention": [],
+    "attention_sink": [],
     "parameters": 0,
     "layout": "NCHW",
     "cost": 0.5737,

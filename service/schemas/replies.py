@@ -307,6 +307,7 @@ class Layer(BaseModel):
     outputs: list[CallTensor]
     inputs: list[CallTensor]
     attention: list[AttentionTensor]
+    attention_sink: list[AttentionTensor]
     parameters: int
     layout: str | None
     cost: float | None

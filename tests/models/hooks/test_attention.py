@@ -27,7 +27,7 @@ from layertap.models.selection.hook_points import Intervention, Objective, Opera
 from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
-from tests.nets import Chain, Encoder, swin, vit
+from tests.nets import Chain, Encoder, SinkAttention, swin, vit
 from tests.oracle import record, seeded
 
 ROWS = 3
@@ -169,22 +169,6 @@ def folded(module: FoldedAttention, x: Tensor, change: Change = unchanged) -> tu
     return weights, (weights @ value).transpose(1, 2).flatten(2)
 
 
-class SinkAttention(nn.Module):
-    """A learned sink for each head: softmax is over it too, its weight is dropped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-        self.sinks = nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (heads_of(part, 2) for part in self.qkv(x).chunk(3, -1))
-        scores = query @ key.transpose(2, 3)
-        scores = torch.cat([scores, self.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
-        weights = functional.softmax(scores - scores.amax(-1, keepdim=True), -1)[..., :-1]
-        return (functional.dropout(weights, 0.1, self.training) @ value).transpose(1, 2).flatten(2)
-
-
 class Sinking(Folded):
     """Holds attention with sinks."""
 
@@ -198,6 +182,25 @@ def sinking(module: SinkAttention, x: Tensor, change: Change = unchanged) -> tup
     exponentials = (query @ key.transpose(2, 3)).exp()
     weights = change(exponentials / (exponentials.sum(-1, keepdim=True) + module.sinks.exp().reshape(-1, 1, 1)))
     return weights, (weights @ value).transpose(1, 2).flatten(2)
+
+
+class BlockAttention(FoldedAttention):
+    """Some queries look at all keys, all others at their block's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (heads_of(part, 2) for part in self.qkv(x).chunk(3, -1))
+        blocks = [part[:, :, 1:].unflatten(2, (3, 2)) for part in (query, key, value)]
+        first = self.soft(query[:, :, :1] @ key.transpose(2, 3)) @ value
+        others = self.soft(blocks[0] @ blocks[1].transpose(3, 4)) @ blocks[2]
+        return torch.cat([first, others.flatten(2, 3)], 2).transpose(1, 2).flatten(2)
+
+
+class Blocks(Folded):
+    """Holds attention in blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = BlockAttention()
 
 
 class Careless(nn.Module):
@@ -541,6 +544,14 @@ def test_sinks() -> None:
     found = run(module, plan, x)
     assert not found["attention:attention"].any()
     torch.testing.assert_close(found["attention:attention_sink"], 1 - weights.sum(-1, keepdim=True))
+
+
+def test_parts_of_attention_are_refused() -> None:
+    """Where some weights of a call are no (heads, queries, keys) the others alone are not its attention."""
+    catalog = surveyed(seeded(Blocks(), 7).eval(), 7, 8)
+    with pytest.raises(RequestError, match="or none of \\(heads, queries, keys\\)") as caught:
+        plan_for(catalog, "attention:attention")
+    assert caught.value.hint == "no layer of this model does"
 
 
 def test_models_without_attention() -> None:

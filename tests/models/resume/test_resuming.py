@@ -25,9 +25,10 @@ from layertap.models.selection.hook_points import Objective, Selector
 from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
+from layertap.service.http.model_descriptions import describe_layers
 from tests.conftest import net_spec
 from tests.loading import load_model
-from tests.nets import batch
+from tests.nets import SinkAttention, batch
 from tests.oracle import Key, record
 
 ROWS = 2
@@ -265,6 +266,18 @@ class Counts(nn.Module):
         return out
 
 
+class Sinks(nn.Module):
+    """Attention with learned sinks after a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention = nn.Linear(8, 8), SinkAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attention(self.first(x))
+        return out
+
+
 class Peeks(nn.Module):
     """Hands on numbers that no tensor holds."""
 
@@ -288,6 +301,19 @@ def test_numbers_outside_of_tensors() -> None:
     """What a standing module returned beside tensors is of another input: what depends on it is not offered."""
     known = resumed(load_model(own("Peeks")), "first")
     assert {layer for layer, *_ in points(known)} == {"first", "second"}
+
+
+def test_sinks_are_listed_and_offered() -> None:
+    """What sinks take follows from a layer before them as the weights do; both are listed where layers are."""
+    model = load_model(own("Sinks", InputSpec("x", (5, 8))))
+    (listed,) = describe_layers(model, [model.catalog.layers["attention"]])["layers"]
+    assert [entry["shape"] for entry in listed["attention_sink"]] == [(1, 2, 5, 1)]
+    known = resumed(model, "first")
+    given = torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(5))
+    found = ours(model, known, given, plan_of(known, "attention:attention", "attention:attention_sink"))
+    taken = 1 - found["attention:attention"].sum(-1, keepdim=True)
+    assert taken.min() > 0.01
+    torch.testing.assert_close(found["attention:attention_sink"], taken)
 
 
 def test_buffers_are_left_alone() -> None:
