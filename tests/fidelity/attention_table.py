@@ -255,18 +255,23 @@ def _examine(kind: str, largest: float) -> tuple[str, str]:
         try:
             module.save_pretrained(folder)
             wanted = [ask_library(Path(folder), type(module), rows) for rows in forwards]
+            again = ask_library(Path(folder), type(module), forwards[0])
+            pairs = zip(wanted[0], again, strict=True)
+            changes = not all(torch.equal(one.weights, other.weights) for one, other in pairs)
         except Exception as error:
             return "not built", f"saved: {type(error).__name__} {error}".replace("\n", " ")[:160]
-        again = ask_library(Path(folder), type(module), forwards[0])
-        if not all(torch.equal(one.weights, other.weights) for one, other in zip(wanted[0], again, strict=True)):
+        if changes:
             return "random", ""
         try:
             model = load(Path(folder), module, forwards[0])
+        except Exception as error:  # a server has a model that failed
+            return "refused", f"{type(error).__name__}: {error}"[:300]
+        try:
             if not model.catalog.rowwise:
                 forwards = [{name: value[:1] for name, value in rows.items()} for rows in forwards]
                 wanted = [ask_library(Path(folder), type(module), rows) for rows in forwards]
             found = [ask_layertap(model, rows) for rows in forwards]
-        except (RequestError, LoadError) as error:
+        except RequestError as error:
             return "refused", f"{type(error).__name__}: {error.detail} | {error.hint}"[:300]
     entries: list[tuple[str, str]] = []
     for number, (theirs, ours, rows) in enumerate(zip(wanted, found, forwards, strict=True)):
@@ -342,11 +347,9 @@ def make_table(findings: Mapping[str, tuple[str, str]]) -> str:
     for kind, (outcome, _) in sorted(findings.items()):
         found[outcome].append(kind)
     lines = ["| outcome | model types | which |", "|---|---:|---|"]
-    lines += [
-        f"| {outcome} | {len(found[outcome])} | {', '.join(found[outcome])} |"
-        for outcome in OUTCOMES
-        if outcome in found
-    ]
+    for outcome in (each for each in OUTCOMES if each in found):
+        names = "" if outcome in ("equal", "not built") else ", ".join(found[outcome])
+        lines.append(f"| {outcome} | {len(found[outcome])} | {names} |")
     return "\n".join([*lines, ""])
 
 
