@@ -29,6 +29,7 @@ from layertap.models.errors import (
     note_cause,
 )
 from layertap.models.gradients.resolve_objective import count_classes
+from layertap.models.hooks.attention import keep_dense
 from layertap.models.inputs.device_decoder import create_device_decoder
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import make_noise, make_noise_row
@@ -39,7 +40,6 @@ from layertap.models.module_state import StateKey, keep_state
 from layertap.models.replica import Replica, call_module, copy_module, create_replica
 from layertap.models.selection.embedding import EmbeddingChoice, ModelEmbedding, choose_embedding, find_choice
 from layertap.models.sources import build
-from layertap.models.sources.build import keep_dense
 from layertap.models.sources.embeddings import KnownEmbedding, find_known_embedding
 from layertap.models.spec import EmbeddingSpec, ModelSpec
 from layertap.models.turns import build_beside, take_turn

@@ -21,6 +21,7 @@ from layertap.models.spec import InputSpec
 
 ROUNDING = TOLERANCE["float32"]  # whatever the model computes in: the same kernels take the same numbers
 Rows = Mapping[str, Tensor]
+SHORT, LONG, IN_FRONT = 5, 64, 3  # tokens of a text, at most of its neighbour, of padding in front
 
 
 class RepeatedRun:
@@ -70,9 +71,6 @@ def _clone(rows: Rows) -> dict[str, Tensor]:
 
 def _copy_tensors(value: object) -> TensorsByPath:
     return TensorsByPath((path, tensor.clone()) for path, tensor in iterate_tensors(value))
-
-
-SHORT, LONG, IN_FRONT = 5, 64, 3  # tokens of a text, at most of its neighbour, of padding in front
 
 
 def try_padding(run: Run, text: TextSpec, device: torch.device, tolerance: float) -> tuple[bool, LeftPadding]:

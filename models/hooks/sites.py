@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Site = str  # a key of SITES
-Side = Literal[
-    "output", "input", "attention", "sink", "unfused", "function"
-]  # kinds of hook: ``attach.py`` has a row for each
+# Kinds of hook: ``attach.py`` has a row for each.
+Side = Literal["output", "input", "attention", "sink", "unfused", "function"]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,14 @@ from layertap.service.config.checks import check_aliases, check_specs
 from layertap.service.config.document import Document, Mistake
 from layertap.service.config.schema import FIELDS, SPEC_ADAPTER, Allow, ConfigFile
 
+# What pydantic calls members of a union in a place.
+UNION_MEMBERS = ("literal[", "PreprocessSpec", "EmbeddingSpec", "tuple[")
+UNKNOWN_FIELD = frozenset({"unexpected_keyword_argument", "extra_forbidden"})
+MESSAGES = {
+    "model_type": "this is no mapping of names to values",
+    "dataclass_type": "this is no mapping of names to values",
+}
+
 
 @dataclass(frozen=True)
 class ParsedEntries:
@@ -131,19 +139,6 @@ def _resolve_weights(weights: str, folder: Path) -> str:
 def _resolve(path: str, folder: Path) -> str:
     """A path from a folder, unless it is absolute; a slash at its end stays."""
     return f"{(folder / path).absolute()}{'/' if path.endswith('/') else ''}"
-
-
-UNION_MEMBERS = (
-    "literal[",
-    "PreprocessSpec",
-    "EmbeddingSpec",
-    "tuple[",
-)  # what pydantic calls members of a union in a place
-UNKNOWN_FIELD = frozenset({"unexpected_keyword_argument", "extra_forbidden"})
-MESSAGES = {
-    "model_type": "this is no mapping of names to values",
-    "dataclass_type": "this is no mapping of names to values",
-}
 
 
 def describe_errors(error: ValidationError) -> Iterator[Mistake]:

@@ -195,9 +195,8 @@ def split_evenly(items: Sequence[LocalItem], slots: int, limit: int) -> list[Seq
 
 def _is_as_planned(rows: Rows, planned: PlannedRequest) -> bool:
     count = len(next(iter(rows.values())))
-    fixed = (
-        planned.inputs.for_shapes(planned.shapes).text is None
-    )  # a text's length, and with it the plan, shows only now
+    # A text's length, and with it the plan, shows only now.
+    fixed = planned.inputs.for_shapes(planned.shapes).text is None
     return fixed and count == planned.rows and get_row_shapes(rows) == planned.shapes == planned.catalog_shapes
 
 

@@ -25,6 +25,18 @@ from layertap.service.http.write_timer import WriteTimer
 from layertap.service.metrics import ConnectionReason, Metrics
 from layertap.service.settings import UNIX, Settings, count_allowed_files
 
+log = logging.getLogger("layertap.access")
+TOO_MANY = 503
+KINDS: dict[ConnectionReason, str] = {  # what problems are called
+    "bad_request": "bad-request",
+    "head_timeout": "head-timeout",
+    "head_too_large": "head-too-large",
+    **dict.fromkeys(("limit", "descriptors"), "too-many-connections"),
+}
+MAX_FIELDS = 256  # each costs far more memory and time than its bytes tell
+FIRST_REQUEST_S = 1  # for the first request of a connection, once the server takes no more of them
+LAST_REQUEST_S = 0.3  # how long a request that was on its way when the connection ended may arrive
+LINGER_S = 5  # how long a peer that still sends is listened to after its reply
 MAX_REFUSED = 64  # connections that are told that they are too many: until their clients have read it they are open
 SPARE_FILES, LAST_FILES = 32, 8  # kept for the server itself; for those that are just refused, too
 
@@ -49,20 +61,6 @@ def find_connection_refusal(transport: BaseTransport, count: int, limit: int) ->
     connection = transport.get_extra_info("socket")
     free = files - connection.fileno() if files is not None and connection is not None else SPARE_FILES
     return ConnectionRefusal("descriptors", says_why=free >= LAST_FILES) if free < SPARE_FILES else None
-
-
-log = logging.getLogger("layertap.access")
-TOO_MANY = 503
-KINDS: dict[ConnectionReason, str] = {  # what problems are called
-    "bad_request": "bad-request",
-    "head_timeout": "head-timeout",
-    "head_too_large": "head-too-large",
-    **dict.fromkeys(("limit", "descriptors"), "too-many-connections"),
-}
-MAX_FIELDS = 256  # each costs far more memory and time than its bytes tell
-FIRST_REQUEST_S = 1  # for the first request of a connection, once the server takes no more of them
-LAST_REQUEST_S = 0.3  # how long a request that was on its way when the connection ended may arrive
-LINGER_S = 5  # how long a peer that still sends is listened to after its reply
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
