@@ -28,6 +28,7 @@ def _bert(**options: Any) -> Any:
 
 ENCODERS: dict[str, Callable[[], Any]] = {
     "bert": _bert,
+    "bert_without_pooler": lambda: transformers.BertModel(transformers.BertConfig(**TEXT), add_pooling_layer=False),
     "mpnet": lambda: transformers.MPNetModel(transformers.MPNetConfig(**TEXT)),
     "xlm_roberta": lambda: transformers.XLMRobertaModel(transformers.XLMRobertaConfig(**TEXT, pad_token_id=0)),
     "distilbert": lambda: transformers.DistilBertModel(transformers.DistilBertConfig(**DISTIL)),
@@ -96,7 +97,7 @@ def _save_encoder(kind: str, folder: Path, **options: Any) -> None:
 def _save_older(folder: Path, *, nested: bool) -> None:
     """As releases 2 to 4 wrote it, and where nested as release 0 did: the transformer in a folder of its own."""
     place = "0_Transformer" if nested else ""
-    _save_encoder("bert", folder / place)
+    _save_encoder("bert" if nested else "bert_without_pooler", folder / place)
     parts = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
     entries = [
         {"idx": number, "name": str(number), "path": path or place, "type": f"sentence_transformers.models.{kind}"}

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from layertap.models.errors import LoadError, escape
+from layertap.models.errors import LoadError, escape, note_cause
 from layertap.models.weights.checkpoints import read_checkpoint
 from layertap.models.weights.folders import find_weights
 from layertap.models.weights.state_dict import load_state_dict
 
 LAYER = "sentence_embedding"
+NEWER_FILE = "config_sentence_transformers.json"
 HINT = "move modules.json out of the folder to serve the transformer alone, and name its layer with embedding:"
 MODELS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")  # in names of older files
 DECLINED = frozenset(
@@ -61,28 +63,30 @@ def read_sentence_folder(folder: Path, shown: str) -> SentenceFolder | None:
     """What a folder's modules.json names; None where it has none, LoadError where it names what is not built here."""
     if not (folder / "modules.json").is_file():
         return None
-    whole = _read_json(folder / "config_sentence_transformers.json", shown)
-    if whole.get("model_type", "SentenceTransformer") != "SentenceTransformer":
-        return None
-    modules = _read_json(folder / "modules.json", shown)
-    try:
+    with _name_file(NEWER_FILE, shown):
+        whole = _read_json(folder / NEWER_FILE)
+        if whole.get("model_type", "SentenceTransformer") != "SentenceTransformer":
+            return None
+        prompts = {str(name): str(text or "") for name, text in (whole.get("prompts") or {}).items()}
+    with _name_file("modules.json", shown):
+        modules = _read_json(folder / "modules.json")
         kinds = [(str(each["type"]), folder / _check_path(str(each["path"]))) for each in modules]
-    except (KeyError, TypeError, ValueError) as error:
-        raise LoadError(f"modules.json of {shown} can't be read", hint=HINT) from error
     parts = []
     for number, (kind, place) in enumerate(kinds):
         library, _, name = kind.partition(".")
         name = name.rpartition(".")[2]
         if library != "sentence_transformers" or name not in (PARTS[number : number + 1] if number < 2 else PARTS[2:]):
             raise _refuse(shown, f"names {escape(kind)} as number {number}, which is not built here")
-        parts.append((name, place, {} if number == 0 else _read_json(place / "config.json", shown)))
+        with _name_file(f"{place.name}/config.json", shown):
+            parts.append((name, place, {} if number == 0 else dict(_read_json(place / "config.json"))))
     if len(kinds) < 2:
         raise _refuse(shown, "has no Pooling")
     transformer = kinds[0][1]
-    files = (_read_json(transformer / f"sentence_{name}_config.json", shown) for name in MODELS)
-    own: Mapping[str, Any] = next(filter(None, files), {})
+    own: dict[str, Any] = {}
+    for name in MODELS:
+        with _name_file(f"sentence_{name}_config.json", shown):
+            own = own or dict(_read_json(transformer / f"sentence_{name}_config.json"))
     _check_transformer(own, shown)
-    prompts = {str(name): str(text or "") for name, text in (whole.get("prompts") or {}).items()}
     default = prompts.get(str(whole.get("default_prompt_name")), "")
     if any(config.get("include_prompt") is False for _, _, config in parts):
         if default:
@@ -162,10 +166,10 @@ class Normalize(nn.Module):
 
 def attach_head(module: Any, folder: SentenceFolder, shown: str) -> None:
     """Let a transformer's forward run the head behind it, as its last layer, and return its output beside its own."""
-    parts = {
-        f"{number}_{kind}": _build_part(kind, place, config, shown)
-        for number, (kind, place, config) in enumerate(folder.parts, 1)
-    }
+    parts = {}
+    for number, (kind, place, config) in enumerate(folder.parts, 1):
+        with _name_file(f"{place.name}/config.json", shown):
+            parts[f"{number}_{kind}"] = _build_part(kind, place, config, shown)
     base: Any = type(module)
     names = list(inspect.signature(module.forward).parameters)
     position = names.index("attention_mask") if "attention_mask" in names else len(names)
@@ -225,13 +229,21 @@ def _check_path(path: str) -> str:
     return path
 
 
-def _read_json(path: Path, shown: str) -> Any:
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+
+@contextmanager
+def _name_file(name: str, shown: str) -> Iterator[None]:
+    """Use what a file says inside: LoadError that names it, whatever is raised."""
     try:
-        return json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise LoadError(f"{path.name} of {shown} can't be read", hint=HINT) from error
+        yield
+    except LoadError:
+        raise
+    except Exception as error:
+        refusal = LoadError(f"{escape(name)} of {shown} can't be used ({type(error).__name__})", hint=HINT)
+        note_cause(refusal, error)
+        raise refusal from error
 
 
 def _refuse(shown: str, what: str) -> LoadError:
@@ -275,6 +287,12 @@ MODES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "weightedmean": _pool_by_place,
     "lasttoken": lambda tokens, mask: _take(tokens, mask.shape[1] - 1 - mask.flip(1).int().argmax(1)),
 }
-SUFFIXES = {"cls": "_token", "max": "_tokens", "mean": "_tokens", "weightedmean": "_tokens"}
-OLDER_MODES = {f"pooling_mode_{mode}{SUFFIXES.get(mode, '')}": mode for mode in MODES}
+OLDER_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
 ACTIVATIONS = _list_activations()

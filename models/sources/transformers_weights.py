@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def _load_saved(
     with wrap_build_errors(shown), isolate_construction(None if spec.strict else 0):
         module, info = architecture.from_pretrained(place, config=config, state_dict=state, **options, **LOCAL)
     tied = _get_tied_weights(module)
-    missing = [name for name in sorted(info["missing_keys"]) if name not in tied]
+    missing = [name for name in sorted(_drop_unsaved_pooler(module, info["missing_keys"])) if name not in tied]
     wrong = {
         "missing": [escape(name) for name in missing if spec.strict],
         "of another shape": [escape(str(entry[0])) for entry in info["mismatched_keys"]],
@@ -83,6 +84,15 @@ def _load_saved(
     _copy_mapped_weights(module)
     raise_for_different(_list_different(module, state or read_checkpoint(file)), shown)
     return module, LoadReport(missing=tuple(missing), left_over=tuple(sorted(info["unexpected_keys"])))
+
+
+def _drop_unsaved_pooler(module: Any, missing: Set[str]) -> Set[str]:
+    """The missing names that remain once a pooler is removed that was not saved (``add_pooling_layer=False``)."""
+    names = {name for name in module.state_dict() if name.startswith("pooler.")}
+    if names and names <= missing and "add_pooling_layer" in inspect.signature(type(module)).parameters:
+        module.pooler = None
+        return missing - names
+    return missing
 
 
 def _copy_mapped_weights(module: Any) -> None:

@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules
 
 from layertap.models.errors import LoadError
+from layertap.models.sources.build import build_model
 from layertap.models.sources.sentence_head import MODES, Pooling, read_sentence_folder
+from layertap.models.spec import ModelSpec
+from layertap.models.weights.report import LoadReport
+from tests.sentence_folders import save
 
 MASKS = {
     "right": [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]],
@@ -73,3 +78,51 @@ def test_no_sentence_folder(tmp_path: Path) -> None:
     found = read_sentence_folder(write(tmp_path, GOOD, config={"include_prompt": False}, **{NEWER: {}}), "'folder'")
     assert found is not None
     assert found.prompts == {}
+
+
+def _spec(folder: Path) -> ModelSpec:
+    return ModelSpec("m", f"transformers:{folder}", device="cpu")
+
+
+def test_saved_without_a_pooler(tmp_path: Path) -> None:
+    """An encoder saved without a pooler has none, as the folder of sentence-transformers and as one of its own."""
+    save("older", tmp_path)
+    library = SentenceTransformer(str(tmp_path), device="cpu", local_files_only=True)
+    tokens = {name: library.tokenize(["a cat sat"])[name] for name in ("input_ids", "attention_mask")}
+    for output, expected in (
+        ("sentence_embedding", library.encode(["a cat sat"], convert_to_tensor=True)),
+        ("last_hidden_state", library.encode(["a cat sat"], output_value="token_embeddings")[0][None]),
+    ):
+        built = build_model(_spec(tmp_path))
+        assert built.report == LoadReport()
+        assert "pooler" not in [name for name, _ in built.module.named_modules()]
+        torch.testing.assert_close(built.module(**tokens)[output], expected, rtol=0, atol=1e-5)
+        (tmp_path / "modules.json").unlink(missing_ok=True)
+
+
+DENSE = {"in_features": 32, "out_features": 4}
+ACTIVATION = "torch.nn.modules.activation."
+BROKEN: dict[str, tuple[str, Any]] = {
+    "no in_features": ("1_Dense/config.json", {"out_features": 4}),
+    "Threshold": ("1_Dense/config.json", {**DENSE, "activation_function": f"{ACTIVATION}Threshold"}),
+    "MultiheadAttention": ("1_Dense/config.json", {**DENSE, "activation_function": f"{ACTIVATION}MultiheadAttention"}),
+    "a list": ("1_Pooling/config.json", [1]),
+    "a mode that is no name": ("1_Pooling/config.json", {"pooling_mode": [["mean"]]}),
+    "prompts": (f"{NEWER}.json", {"prompts": ["query"]}),
+    "cut": ("1_Dense/config.json", None),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken(tmp_path: Path, case: str) -> None:
+    """A file of the folder that can't be as the library wrote it is a reason that names it."""
+    save("older", tmp_path)
+    entries = json.loads((tmp_path / "modules.json").read_text())
+    entries[2] |= {"path": "1_Dense", "type": f"{ST}Dense"}
+    (tmp_path / "modules.json").write_text(json.dumps(entries))
+    (tmp_path / "1_Dense").mkdir()
+    name, value = BROKEN[case]
+    (tmp_path / name).write_text("{" if value is None else json.dumps(value))
+    with pytest.raises(LoadError) as caught:
+        build_model(_spec(tmp_path))
+    assert name in caught.value.detail
