@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,8 @@ def load_model(
         catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)
         try:
             catalogs.add_towers(run(catalogs.survey_towers))
-        except InputError:  # a tower does not run alone
-            inputs = inputs.towers[-1]
+        except InputError as error:
+            inputs = replace(inputs.towers[-1], no_pictures=f"one of its towers does not run alone: {error.detail}")
             catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)
         if run_survey is not None:
             _run_once(module, inputs, device, configured.traits.state)

@@ -97,7 +97,7 @@ def split_towers(module: Any) -> bool:
     @wraps(whole.forward)
     def forward(self: Any, *single: Any, **rows: Any) -> Any:
         if single:  # a lone input comes by position
-            rows = {PIXELS if single[0].is_floating_point() else IDS: single[0]}
+            rows[PIXELS if single[0].is_floating_point() else IDS] = single[0]
         if PIXELS not in rows:
             return self.get_text_features(**{name: value for name, value in rows.items() if name in (IDS, MASK)})
         return whole.forward(self, **rows) if IDS in rows else self.get_image_features(**rows)

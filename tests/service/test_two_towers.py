@@ -12,17 +12,30 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 import transformers
 from PIL import Image
 from torch import Tensor, nn
 
+from layertap.models.loading import load_model
 from layertap.models.spec import ModelSpec
 from tests.marks import slow_but
 from tests.server import Live
 from tests.service.bulk.conftest import read
 from tests.service.cli.commands import Command
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, configured, image, picture, problem, tensor, text64
+from tests.service.support import (
+    Array,
+    Json,
+    arrays_of,
+    configured,
+    image,
+    npz,
+    picture,
+    problem,
+    tensor,
+    text64,
+)
 from tests.transformers_nets import POSITIONS, net, tokenizer
 
 SENTENCES = ("a cat sat on the mat", "a dog", "the red dog and the cat saw the mat")
@@ -86,7 +99,8 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Towers:
 
 @pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.slow)], ids=["here", "in a worker"])
 def live(serve: Serve, clip: Towers, request: pytest.FixtureRequest) -> Iterator[Live]:
-    with serve(configured(entry(clip, "clip")), workers=request.param) as live:
+    large = entry(clip, "large", interpolate_pos_encoding=True, load="lazy")
+    with serve(configured(entry(clip, "clip"), large), workers=request.param) as live:
         yield live
 
 
@@ -215,6 +229,18 @@ def test_tensors(live: Live, clip: Towers) -> None:
         close(found[f".[{name}]"], whole[name].numpy())
 
 
+def test_pictures_of_other_sizes(live: Live, clip: Towers) -> None:
+    """With ``interpolate_pos_encoding`` the picture's tower takes other sizes, as the library's function does."""
+    pixels = torch.randn(1, 3, 48, 40, generator=torch.Generator().manual_seed(0))
+    expected = clip.module.get_image_features(pixel_values=pixels, interpolate_pos_encoding=True)
+    query = {"model": "large", "layers": SHARED, "format": "npz"}
+    headers = {"content-type": "application/x-npz"}
+    found = arrays_of(
+        live.client.post("/extract", content=npz(pixel_values=pixels.numpy()), headers=headers, params=query)
+    )
+    close(found[SHARED], _to_array(expected))
+
+
 def test_what_is_said(live: Live, clip: Towers) -> None:
     """The model says what it takes and lists both towers; fingerprints of the towers differ."""
     described = live.client.get("/models/clip").json()
@@ -255,3 +281,22 @@ def test_other_classes(serve: Serve, tmp_path: Path, name: str) -> None:
         close(extract(live, image(PICTURE))[SHARED], towers.of_picture(PICTURE))
         close(extract(live, {"text": SENTENCES[0]})[SHARED], towers.of_text(SENTENCES[0]))
         close(embed(live, [text64(PICTURE)], modality="image"), unit(towers.of_picture(PICTURE)))
+
+
+class Gridded(transformers.SiglipModel):  # type: ignore[misc]
+    """A class whose pictures need more than pixels where they are alone."""
+
+    def get_image_features(self, pixel_values: Tensor, grid: Tensor) -> Any:
+        """Of pixels and where they are."""
+        raise NotImplementedError
+
+
+def test_a_tower_that_does_not_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model takes tensors of both; that it takes no pictures has a reason."""
+    towers = save_towers("siglip", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["Gridded"]}))
+    monkeypatch.setattr("transformers.Gridded", Gridded, raising=False)
+    inputs = load_model(entry(towers, "siglip")).model_inputs
+    assert not inputs.takes_pictures
+    assert "pixel_values" in inputs.no_pictures
