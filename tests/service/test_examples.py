@@ -131,13 +131,16 @@ def test_entries_of_a_row(live: Live, name: str, options: dict[str, str], said: 
 
 
 def test_examples_that_do_not_fit(tmp_path: Path) -> None:
-    """A file that is not there, has pickles, other names, texts or another shape is a reason that names it."""
+    """A file that is not there, is cut, has pickles, other names, texts or another shape is a reason that names it."""
     good = tmp_path / "good.npz"
     np.savez(good, x=np.zeros((2, 4), np.float32), wide=np.zeros(5), words=np.array(["a"]))
     pickled = tmp_path / "pickled.npz"
     np.savez(pickled, x=np.array([{}], dtype=object))
     text = tmp_path / "list.json"
     text.write_text("[1, 2]")
+    empty, cut = tmp_path / "empty.npz", tmp_path / "cut.npz"
+    empty.touch()
+    cut.write_bytes(good.read_bytes()[:-30])
     for path, name in (
         (good, "y"),
         (good, "wide"),
@@ -145,6 +148,8 @@ def test_examples_that_do_not_fit(tmp_path: Path) -> None:
         (pickled, "x"),
         (tmp_path / "no.npz", "x"),
         (text, "x"),
+        (empty, "x"),
+        (cut, "x"),
     ):
         spec = net("net", "Gated", InputSpec(name, (4,), example=str(path)))
         with pytest.raises(LoadError, match=path.name):
