@@ -53,7 +53,7 @@ def find_row(features: Features) -> tuple[int, str] | None:
     return next((row, text) for row, text in rows if text is not None)
 
 
-def _count_nonfinite(array: Array, scale: Array | None, receipt: Receipt) -> int:
+def _count_nonfinite(array: Array) -> int:
     if array.dtype.kind != "f":
         return 0
     if array.dtype != np.float16:
@@ -64,7 +64,12 @@ def _count_nonfinite(array: Array, scale: Array | None, receipt: Receipt) -> int
 def _count_overflowing(array: Array, scale: Array | None, receipt: Receipt) -> int:
     if array.dtype.kind != "f" or (array.dtype != np.float16 and receipt.dtype != "float16"):
         return 0
-    return int(np.count_nonzero(np.isinf(array))) if _count_nonfinite(array, scale, receipt) else 0
+    return int(np.count_nonzero(np.isinf(array))) if _count_nonfinite(array) else 0
+
+
+def _count_others(array: Array, scale: Array | None, receipt: Receipt) -> int:
+    """How many are not finite, without those that overflowed."""
+    return (count := _count_nonfinite(array)) and count - _count_overflowing(array, scale, receipt)
 
 
 def _count_scales(array: Array, scale: Array | None, receipt: Receipt) -> int:
@@ -80,7 +85,7 @@ def _count_zero_vectors(array: Array, scale: Array | None, receipt: Receipt) -> 
 
 
 CHECKS: dict[str, Count] = {
-    "numbers are NaN or infinite": _count_nonfinite,
+    "numbers are NaN or infinite": _count_others,
     "numbers are infinite: float16 ends at 65504": _count_overflowing,
     "scales are NaN: the values that they scale are not finite": _count_scales,
     "vectors are all zeros: they have no length 1": _count_zero_vectors,
