@@ -3,6 +3,7 @@
 LayertapError
 ├── UnknownModelError      no model of that name is configured
 ├── LoadError              an architecture or its weights can't be had
+│   └── AbsentError        what is outside of an entry is not there, or not as it should be
 ├── RequestError           what was asked for can't be done; carries a Fault for each reason
 │   ├── SelectorError      a selector's text or its options make no sense
 │   ├── UnknownLayerError  no layer of that name, or no such call, path or site of it
@@ -134,6 +135,10 @@ class LoadError(LayertapError):
     """
 
     kind: Failure = ""
+
+
+class AbsentError(LoadError):
+    """Files, libraries or devices are not as an entry needs them: no mistake of one that is not required."""
 
 
 def make_load_error(error: BaseException) -> LoadError:

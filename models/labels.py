@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from layertap.models.errors import LoadError, escape, label_failures
-from layertap.models.sources.source_checks import AbsentError
+from layertap.models.errors import AbsentError, LoadError, escape, label_failures
 
 FORMS_HINT = 'give a .txt file with a name a line, or a .json file with ["cat", …] or {"0": "cat", …}'
 
@@ -34,7 +33,7 @@ def name_classes(labels: Labels | None, classes: tuple[int, ...]) -> tuple[str, 
 def read_labels(configured: tuple[str, ...] | str) -> Labels:
     """What a configuration's ``labels`` means: the names themselves, or the path of a file.
 
-    AbsentError where there is no such file; LoadError where it holds no names, or there are none.
+    AbsentError where there is no such file, or it holds no names; LoadError where there are none.
     """
     if isinstance(configured, str):
         path = Path(configured)
@@ -42,7 +41,8 @@ def read_labels(configured: tuple[str, ...] | str) -> Labels:
     else:
         labels = Labels(configured, "configuration")
     if not labels.names:
-        raise LoadError("labels names no class", hint="leave it out, or name each class")
+        kind = AbsentError if isinstance(configured, str) else LoadError
+        raise kind("labels names no class", hint="leave it out, or name each class")
     return labels
 
 
@@ -72,7 +72,7 @@ def _read_file(path: Path) -> tuple[str, ...]:
         text = path.read_text("utf-8-sig")
         names = text.splitlines() if path.suffix == ".txt" else _list_names(json.loads(text))
     except (OSError, ValueError, KeyError) as error:
-        raise LoadError(f"labels can't be read from {shown}", hint=FORMS_HINT) from error
+        raise AbsentError(f"labels can't be read from {shown}", hint=FORMS_HINT) from error
     return tuple(names)
 
 

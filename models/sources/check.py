@@ -14,7 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from layertap.models.errors import LayertapError, LoadError, escape
+from layertap.models.errors import AbsentError, LayertapError, LoadError, escape
 from layertap.models.labels import read_labels
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.sources.grammar import (
@@ -24,7 +24,7 @@ from layertap.models.sources.grammar import (
     parse_factory,
     parse_weights,
 )
-from layertap.models.sources.source_checks import AbsentError, CheckContext, is_importable
+from layertap.models.sources.source_checks import CheckContext, is_importable
 from layertap.models.sources.table import parse_source
 from layertap.models.spec import ModelSpec
 from layertap.models.weights.folders import ADAPTER_CONFIG

@@ -14,7 +14,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from layertap.models.errors import LoadError, escape
+from layertap.models.errors import AbsentError, escape
 from layertap.models.sources.grammar import is_file, is_folder, parse_factory, unknown_name_error
 from layertap.models.weights.folders import refuse_adapter
 
@@ -23,10 +23,6 @@ NAMED = re.compile(r'^@register_model\(name="([^"]+)"\)', re.MULTILINE)
 DECORATED = re.compile(r"^@register_model\b(?:.*\n)+?def (\w+)", re.MULTILINE)
 RENAMED = re.compile(r"^register_model_deprecations\(__name__, \{(.*?)^\}", re.MULTILINE | re.DOTALL)
 OLD_NAME = re.compile(r"['\"](\w+)['\"]\s*:")
-
-
-class AbsentError(LoadError):
-    """Something that may be elsewhere, or later: no mistake where a model is not required."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +89,8 @@ def check_timm_architecture(ident: str, context: CheckContext) -> None:
 
 
 def check_directory(ident: str, context: CheckContext) -> None:
-    """AbsentError where there is no directory as the hub lays it out."""
-    if not (Path(ident) / "config.json").is_file():
+    """AbsentError where there is no directory as the hub lays it out, or as sentence-transformers once did."""
+    if not any((Path(ident) / name).is_file() for name in ("config.json", "modules.json")):
         refuse_adapter(Path(ident))
         raise AbsentError(f"there is no directory with a config.json at {ident}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from layertap.models.errors import LoadError, escape
+from layertap.models.errors import AbsentError, LoadError, escape
 
 ADAPTER_CONFIG = "adapter_config.json"
 INDEX = ".index.json"
@@ -29,11 +29,11 @@ def find_weights(folder: Path) -> Path:
 
 
 def refuse_adapter(folder: Path) -> None:
-    """LoadError where a folder holds a PEFT adapter, which is no model by itself."""
+    """AbsentError where a folder holds a PEFT adapter, which is no model by itself."""
     if (folder / ADAPTER_CONFIG).is_file():
         shown = escape(folder.name)
         hint = f"give the source and weights of the model that it was trained beside, and adapter: {folder.name}"
-        raise LoadError(f"{shown} holds a PEFT adapter, which is no model by itself", hint=hint)
+        raise AbsentError(f"{shown} holds a PEFT adapter, which is no model by itself", hint=hint)
 
 
 def read_index(path: Path) -> dict[Path, list[str]]:

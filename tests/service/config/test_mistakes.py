@@ -183,6 +183,7 @@ UNLOADABLE = {
     "source: 'torchvision:resnet5'": "source: torchvision has no architecture 'resnet5'; did you mean 'torchv",
     "source: 'timm:vit_smal_patch16_224.x'": "source: timm has no architecture",
     "source: 'transformers:nowhere'": "source: there is no directory",
+    "source: 'transformers:adapter'": "source: 'adapter' holds a PEFT adapter",
     "source: 'python:no_such_package_here.nets:build'": "source: there is no Python module 'no_such_package_here'",
     "source: 'torchvision:resnet50', device: tpu": "device: 'tpu' is no device",
     "source: 'torchvision:resnet50', device: 'cuda:x'": "device: 'cuda:x' is no device",
@@ -203,6 +204,8 @@ UNLOADABLE = {
 @pytest.mark.parametrize("entry", UNLOADABLE)
 def test_unloadable(tmp_path: Path, entry: str) -> None:
     """What no load could make good is refused before any, with its line."""
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").touch()
     file = write_config(tmp_path, f"models:\n- name: good\n  source: torchvision:vgg11\n- {{name: a, {entry}}}\n")
     assert len(read_configuration(file).models) == 2
     with pytest.raises(ConfigError) as caught:
