@@ -7,12 +7,13 @@ from typing import Any
 
 from layertap.models.catalog.catalog import Layer, TensorInfo
 from layertap.models.hooks.sites import split_function
+from layertap.models.inputs.library_processor import Preprocessing
 from layertap.models.inputs.text import TextSpec
 from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry
 from layertap.models.selection.embedding import ModelEmbedding
 from layertap.models.selection.hook_points import format_path
-from layertap.models.spec import InputSpec
+from layertap.models.spec import Decode, InputSpec
 
 Json = dict[str, Any]
 OPTIONAL_FIELDS = {"tf32": True, "memory_format": "channels_last"}  # shown where somebody has chosen it
@@ -35,7 +36,7 @@ def describe_model(entry: ModelEntry) -> Json:
     return body | {
         "device": model.device_name,
         "inputs": [_describe_input(each) for each in model.inputs],
-        "preprocess": model.preprocess.describe() | {"decode": spec.decode} if model.preprocess else None,
+        "preprocess": _describe_pictures(model.preprocess, spec.decode) if model.preprocess else None,
         "weights": model.weights,
         "weights_digest": model.digest,
         **({"checkpoint": report} if report else {}),
@@ -82,9 +83,14 @@ def _describe_text(text: TextSpec | None) -> Json:
         return {}
     takes = ["text", "tokens"] if text.encode else ["tokens"]
     described: Json = {"takes": takes, "max_tokens": text.max_tokens, "vocabulary": text.vocabulary, "mask": text.mask}
-    if text.cuts:
-        described |= {"cuts": True, "prompts": dict(text.prompts), "default_prompt": text.default_prompt}
+    if text.cuts or text.prompts:
+        described |= {"cuts": text.cuts, "prompts": dict(text.prompts), "default_prompt": text.default_prompt}
     return {"text": described}
+
+
+def _describe_pictures(how: Preprocessing, decode: Decode) -> Json:
+    """How a picture becomes a row, and how it is decoded: exactly where nothing else makes a difference."""
+    return how.describe() | {"decode": decode if how.changes_pixels(decode) else "exact"}
 
 
 def _describe_input(spec: InputSpec) -> Json:

@@ -32,7 +32,7 @@ FILES: dict[str, Json] = {
     "matte": {"image_processor_type": "VitMatteImageProcessor"},
     "unknown": {"image_processor_type": "NoSuchImageProcessor"},
 }
-FIELDS: dict[str, Json] = {"torchvision": {"image_backend": "torchvision"}}
+FIELDS: dict[str, Json] = {"torchvision": {"image_backend": "torchvision"}, "levit": {"decode": "fast"}}
 CASES = [(name, size) for name in ("clip", "levit", "torchvision") for size in ((35, 32), (61, 40), (20, 90))]
 
 
@@ -114,10 +114,10 @@ def test_transparent_pictures_are_laid_onto_white(live: Live, folders: dict[str,
 
 
 def test_who_makes_the_rows_is_said(live: Live) -> None:
-    """A proven preprocessing is shown by its steps, a library's processor by its name."""
+    """A proven preprocessing is shown by its steps, a library's processor by its name: it decodes exactly."""
     fast, own = (live.client.get(f"/models/{name}").json()["preprocess"] for name in ("clip", "levit"))
     assert (fast["crop"], fast["crop_rounding"], fast["background"]) == ([32, 32], "floor", [255, 255, 255])
-    assert own["processor"] == "LevitImageProcessorPil"
+    assert (own["processor"], own["decode"]) == ("LevitImageProcessorPil", "exact")
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 from sentence_transformers import SentenceTransformer
 
+from layertap.models.loading import load_model
+from layertap.models.registry import ModelEntry
 from layertap.models.spec import ModelSpec
-from tests.sentence_folders import LAYOUTS, LIMIT, OLDER, save
+from layertap.service.http.model_descriptions import describe_model
+from tests.sentence_folders import LAYOUTS, LIMIT, OLDER, PROMPTS, save
 from tests.server import Live
 from tests.service.bulk.conftest import read
 from tests.service.cli.commands import Command
@@ -140,6 +143,21 @@ def test_prompts_of_bulk_jobs(
     assert "it was complete before" in command(*words, *here, "--prompt", "document").notes
     done = command(*words, *here, "--prompt", "query")
     assert (done.status, "was made with prompt document" in done.notes) == (2, True)
+
+
+def test_prompts_of_a_folder_that_names_no_limit(tmp_path: Path) -> None:
+    """They are shown where a longer text is refused, too."""
+    save("dense", tmp_path)
+    for name, change in (
+        ("sentence_bert_config.json", {"max_seq_length": None}),
+        ("tokenizer_config.json", {"model_max_length": 10**30}),
+        ("config_sentence_transformers.json", {"prompts": PROMPTS}),
+    ):
+        file = tmp_path / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    spec = ModelSpec("t5", f"transformers:{tmp_path}", device="cpu")
+    text = describe_model(ModelEntry(spec, "ready", model=load_model(spec)))["text"]
+    assert (text["cuts"], text["prompts"], text["default_prompt"]) == (False, PROMPTS, "")
 
 
 def test_cut(folders: Folders) -> None:
