@@ -89,6 +89,9 @@ def _survey_repeatedly(
         return replace(catalog, rowwise=False, traits=Traits(state, deterministic=False))
     if trial is None:
         return replace(catalog, traits=Traits(state))
+    # What makes itself other parts by the length of a text would do so by its padding, too (BigBird).
+    if any(attribute in module.get_submodule(name)._modules for name, attribute in state):
+        trial = False, "refused"
     return replace(catalog, traits=Traits(state, pads=trial[0], left_padding=trial[1]))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from layertap.models.hooks.tensor_tree import find_refused
 from layertap.models.plain_tensor import view_bytes
 
-StateKey = tuple[str, str]  # the name of a module in the tree, and that of a buffer or an attribute of it
+StateKey = tuple[str, str]  # the name of a module in the tree, and that of a buffer, a part or an attribute of it
 Namespace = dict[str, Any]
 Memo = dict[int, Any]  # of ``copy.deepcopy``
 
@@ -34,7 +34,10 @@ class _Value:
 
 
 class ModuleState:
-    """The buffers and plain attributes of a module tree at one moment: numbers, texts, tensors, containers of these."""
+    """The buffers, parts and plain attributes of a module tree at one moment.
+
+    Plain are numbers, texts, tensors and containers of these. Of a part it is told which module it is.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -42,13 +45,25 @@ class ModuleState:
         self._values = {key: _Value(*held, _copy(held[1], memo)) for key, held in _iterate_state(module)}
 
     def find_changes(self) -> tuple[StateKey, ...]:
-        """What has another value now, is new, or is gone."""
+        """What has another value now, is new, or is gone; not what is in other parts than before, or in new ones."""
         now = dict(_iterate_state(self._module))
+        others = tuple(f"{'.'.join(filter(None, key))}." for key in self.find_other_parts())
         return tuple(
             key
             for key in dict.fromkeys([*self._values, *now])
-            if key not in self._values or key not in now or not _is_same(self._values[key].copy, now[key][1])
+            if not f"{key[0]}.".startswith(others) and self._is_changed(key, now)
         )
+
+    def find_other_parts(self) -> tuple[StateKey, ...]:
+        """In whose places there are other modules now: one makes itself new ones for inputs of another length."""
+        now = dict(_iterate_state(self._module))
+        parts = (key for key, held in self._values.items() if isinstance(held.value, nn.Module))
+        return tuple(key for key in parts if key in now and now[key][1] is not self._values[key].value)
+
+    def _is_changed(self, key: StateKey, now: Mapping[StateKey, tuple[Namespace, object]]) -> bool:
+        if key not in self._values:
+            return not isinstance(now[key][1], nn.Module)  # made in the first forward, it is there to stay
+        return key not in now or not _is_same(self._values[key].copy, now[key][1])
 
     def put_back(self, keys: Iterable[StateKey]) -> None:
         """Give these their values again, in the objects that held them; what is new is removed."""
@@ -89,14 +104,14 @@ def keep_state(module: nn.Module, keys: Iterable[StateKey]) -> Iterator[None]:
 
 def _iterate_state(module: nn.Module) -> Iterator[tuple[StateKey, tuple[Namespace, object]]]:
     for name, part in module.named_modules():
-        for namespace in (part._buffers, vars(part)):
+        for namespace in (part._buffers, part._modules, vars(part)):
             for attribute, value in namespace.items():
-                if attribute not in OF_TORCH and _is_plain(value):
+                if attribute not in OF_TORCH and (isinstance(value, nn.Module) or _is_plain(value)):
                     yield (name, attribute), (namespace, value)
 
 
 def _find(part: nn.Module, attribute: str) -> tuple[Namespace, object]:
-    namespace = part._buffers if attribute in part._buffers else vars(part)
+    namespace = next((each for each in (part._buffers, part._modules) if attribute in each), vars(part))
     return namespace, namespace.get(attribute, ABSENT)
 
 
@@ -115,7 +130,9 @@ def _copy(value: object, memo: Memo) -> object:
     """A copy, in which what several values share is one again: ``memo`` is of all of them."""
     with torch.no_grad():
         for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor) and id(leaf) not in memo:  # deepcopy refuses tensors with a graph
+            if isinstance(leaf, nn.Module):
+                memo[id(leaf)] = leaf
+            elif isinstance(leaf, Tensor) and id(leaf) not in memo:  # deepcopy refuses tensors with a graph
                 memo[id(leaf)] = leaf.clone()
     return copy.deepcopy(value, memo)
 
