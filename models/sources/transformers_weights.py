@@ -104,9 +104,12 @@ def _copy_mapped_weights(module: Any) -> None:
 def _list_different(module: Any, tensors: Mapping[str, Tensor]) -> list[str]:
     """Names of the directory's tensors whose values the module does not hold, as far as they are its own.
 
-    They are compared as the module would be saved: some models merge, split or rename what is in the file.
+    They are compared as the module would be saved: some models merge, split or rename what is in the file. Some classes
+    write 0 to the row of padding of what they load.
     """
     state = module.state_dict()
+    tables = ((name, part) for name, part in module.named_modules() if isinstance(part, torch.nn.Embedding))
+    padding = {f"{name}.weight": part.padding_idx for name, part in tables if part.padding_idx is not None}
     with suppress(Exception):  # what a model does with them may be of a kind that is not undone
         state = importlib.import_module("transformers.core_model_loading").revert_weight_conversion(module, state)
     prefix, tied = f"{module.base_model_prefix}.", _get_tied_weights(module)
@@ -114,7 +117,12 @@ def _list_different(module: Any, tensors: Mapping[str, Tensor]) -> list[str]:
     for key, given in tensors.items():
         # A head's file may be read for its base, and the base's for its head.
         name = next((each for each in (key, prefix + key, key.removeprefix(prefix)) if each in state), None)
-        if name is not None and name not in tied and not _is_unchanged(state[name], given, module.config.dtype):
+        if name is None or name in tied or _is_unchanged(state[name], given, module.config.dtype):
+            continue
+        if name in padding:
+            given = given.clone()
+            given[padding[name] : padding[name] + 1] = 0
+        if name not in padding or not _is_unchanged(state[name], given, module.config.dtype):
             wrong.append(key)
     return wrong
 
