@@ -65,12 +65,15 @@ def read_sentence_folder(folder: Path, shown: str) -> SentenceFolder | None:
         return None
     with _name_file(NEWER_FILE, shown):
         whole = _read_json(folder / NEWER_FILE)
-        if whole.get("model_type", "SentenceTransformer") != "SentenceTransformer":
-            return None
+        saved = str(whole.get("model_type", "SentenceTransformer"))
         prompts = {str(name): str(text or "") for name, text in (whole.get("prompts") or {}).items()}
     with _name_file("modules.json", shown):
         modules = _read_json(folder / "modules.json")
         kinds = [(str(each["type"]), folder / _check_path(str(each["path"]))) for each in modules]
+    if saved == "CrossEncoder" and len(kinds) == 1:  # the transformer itself gives the scores
+        return None
+    if saved != "SentenceTransformer":
+        raise _refuse(shown, f"is a {escape(saved)}, which is not built here")
     parts = []
     for number, (kind, place) in enumerate(kinds):
         library, _, name = kind.partition(".")

@@ -55,6 +55,9 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any]]] = {
     "has no Pooling": ([GOOD[0]], {}),
     "model_args": (GOOD, {"sentence_bert_config": {"model_args": {"rotary": 2}}}),
     "something else": (GOOD, {"sentence_bert_config": {"transformer_task": "fill-mask"}}),
+    "is a 'SparseEncoder'": (GOOD, {NEWER: {"model_type": "SparseEncoder"}}),
+    "is a 'MultiVectorEncoder'": (GOOD, {NEWER: {"model_type": "MultiVectorEncoder"}}),
+    "is a 'CrossEncoder'": (GOOD, {NEWER: {"model_type": "CrossEncoder"}}),  # scores made of tokens' logits
     "without its prompt": (
         GOOD,
         {"config": {"include_prompt": False}, NEWER: {"prompts": {"q": "q: "}, "default_prompt_name": "q"}},
@@ -72,9 +75,10 @@ def test_refused(tmp_path: Path, named: str) -> None:
 
 
 def test_no_sentence_folder(tmp_path: Path) -> None:
-    """A folder without modules.json, and one of another kind of model, are as the transformers library has them."""
+    """A folder without modules.json, and one whose model scores pairs, are as the transformers library has them."""
     assert read_sentence_folder(tmp_path, "'folder'") is None
-    assert read_sentence_folder(write(tmp_path, GOOD, **{NEWER: {"model_type": "CrossEncoder"}}), "'folder'") is None
+    scorer = write(tmp_path, GOOD[:1], **{NEWER: {"model_type": "CrossEncoder"}})
+    assert read_sentence_folder(scorer, "'folder'") is None
     found = read_sentence_folder(write(tmp_path, GOOD, config={"include_prompt": False}, **{NEWER: {}}), "'folder'")
     assert found is not None
     assert found.prompts == {}
