@@ -33,6 +33,7 @@ PICTURE = {
     "image_size": 32,
     "patch_size": 8,
 }
+PATCHES = {key: value for key, value in PICTURE.items() if key != "image_size"} | {"num_patches": 16}
 CLIP_TEXT = TEXT | {"projection_dim": 16, "bos_token_id": CLS, "eos_token_id": SEP, "pad_token_id": 0}
 BLIP_TEXT = TEXT | {"bos_token_id": CLS, "eos_token_id": SEP, "pad_token_id": 0, "encoder_hidden_size": 32}
 ALT_TEXT = TEXT | {"project_dim": 32, "pad_token_id": 1, "type_vocab_size": 1}
@@ -68,6 +69,7 @@ NETS: dict[str, Callable[[], Any]] = {
     "clip_picture": _made("CLIPVisionModelWithProjection", "CLIPVisionConfig", **CLIP_PICTURE),
     "clip": _made("CLIPModel", "CLIPConfig", text_config=CLIP_TEXT, vision_config=CLIP_PICTURE, projection_dim=16),
     "siglip": _made("SiglipModel", "SiglipConfig", text_config=TEXT, vision_config=PICTURE),
+    "siglip2": _made("Siglip2Model", "Siglip2Config", text_config=TEXT, vision_config=PATCHES),
     "blip": _made("BlipModel", "BlipConfig", text_config=BLIP_TEXT, vision_config=PICTURE, projection_dim=16),
     "altclip": _made(
         "AltCLIPModel", "AltCLIPConfig", text_config=ALT_TEXT, vision_config=CLIP_PICTURE, projection_dim=16

@@ -69,7 +69,7 @@ def load_tokenizer(
             cut_to=partial(own.enable_truncation, direction=whole.truncation_side),
             fill_to=None
             if "attention_mask" in whole.model_input_names
-            else partial(own.enable_padding, pad_id=whole.pad_token_id or 0),
+            else partial(own.enable_padding, direction=whole.padding_side, pad_id=whole.pad_token_id or 0),
         )
 
 

@@ -34,6 +34,7 @@ from layertap.models.sources.sentence_head import LAYER, attach_head, read_sente
 from layertap.models.sources.tokenizer import load_tokenizer
 from layertap.models.sources.transformers_inputs import (
     MASK,
+    PATCH_SHAPES,
     count_class_tokens,
     find_modality,
     make_input_specs,
@@ -92,7 +93,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     _set_plain_outputs(module)
     tokenizer, text = None, None
     modality = find_modality(module) if spec.inputs is None else "other"
-    two_towers = modality == "both" and split_towers(module)
+    two_towers = modality in ("text", "both") and split_towers(module) and modality == "both"
     if spec.interpolate_pos_encoding:
         _interpolate_positions(module)
     if modality == "text" or two_towers:
@@ -100,6 +101,8 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         text = make_text_spec(module, tokenizer, sentence)
     wanted = spec.preprocess == "preset" and modality != "text"
     found = read_preset(library, folder, spec.image_backend) if wanted else ""
+    if modality == "text" and PATCH_SHAPES in inspect.signature(module.forward).parameters:
+        found = f"{type(module).__name__} takes them in patches, with {PATCH_SHAPES}"
     preset, no_pictures = (None, found) if isinstance(found, str) else (found, "")
     inputs = spec.inputs or make_input_specs(module, text, preset, shown)
     if any(each.name == MASK for each in inputs):

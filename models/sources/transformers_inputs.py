@@ -24,7 +24,7 @@ from layertap.models.sources.transformers_weights import LOCAL
 from layertap.models.spec import ImageBackend, InputSpec, PreprocessSpec
 
 Modality = Literal["pictures", "text", "both", "other"]
-IDS, MASK, PIXELS = "input_ids", "attention_mask", "pixel_values"
+IDS, MASK, PIXELS, PATCH_SHAPES = "input_ids", "attention_mask", "pixel_values", "spatial_shapes"
 FURTHER = frozenset({"decoder_input_ids", "input_values", "input_features", "pixel_values_videos"})
 TOKENS = frozenset({"cls_token", "class_embedding", "distillation_token", "register_tokens"})
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -42,7 +42,8 @@ def find_modality(module: Any) -> Modality:
     names, main = _list_arguments(module), module.main_input_name
     if names & FURTHER or hasattr(module.config, "num_frames"):
         return "other"
-    pictures = PIXELS in names and (main == PIXELS or hasattr(module.config, "vision_config"))
+    pixels = PIXELS in names and PATCH_SHAPES not in names
+    pictures = pixels and (main == PIXELS or hasattr(module.config, "vision_config"))
     if main == IDS and IDS in names:
         return "both" if pictures else "text"
     if pictures:

@@ -24,9 +24,10 @@ from layertap.service.settings import Settings
 def get_preprocessing(inputs: ModelInputs) -> Preprocessing:
     """How pictures become a model's rows; InputError where it takes none."""
     if inputs.preprocess is None or not inputs.takes_pictures:
-        if inputs.text is not None and inputs.text.is_read:
-            raise InputError(f"model {inputs.model} takes text, not pictures", hint=text_rows.format_hint(inputs.text))
         reason = f": {inputs.no_pictures}" if inputs.no_pictures else ""
+        if inputs.text is not None and inputs.text.is_read:
+            detail = f"model {inputs.model} takes text, not pictures{reason}"
+            raise InputError(detail, hint=text_rows.format_hint(inputs.text))
         detail = f"model {inputs.model} takes tensors, not pictures{reason}"
         raise InputError(detail, hint=f"send {text_rows.describe_inputs(inputs)}")
     return inputs.preprocess

@@ -167,13 +167,18 @@ def test_pictures_and_texts(live: Live, clip: Towers) -> None:
     close(extract(live, *mixed)[SHARED], both)
 
 
-def test_texts_that_are_filled_up(serve: Serve, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["siglip", "siglip2"])
+def test_texts_that_are_filled_up(serve: Serve, tmp_path: Path, name: str) -> None:
     """Texts of a model that is given no mask are as long as its table of positions: as SigLIP takes them."""
-    towers = save_towers("siglip", tmp_path)
-    fill = tokenizer(tmp_path, model_max_length=POSITIONS, model_input_names=["input_ids"])
+    towers = save_towers(name, tmp_path)
+    tokenizer(tmp_path, model_max_length=POSITIONS, model_input_names=["input_ids"])
+    fill = transformers.AutoTokenizer.from_pretrained(tmp_path)
     rows = fill(list(SENTENCES), padding="max_length", return_tensors="pt")
     with serve(configured(entry(towers, "clip"))) as live:
-        found = extract(live, *({"text": sentence} for sentence in SENTENCES), layers=[SHARED])[SHARED]
+        found = extract(live, *({"text": sentence} for sentence in SENTENCES))[SHARED]
+        if name == "siglip2":
+            body = {"model": "clip", "inputs": [image(PICTURE)]}
+            assert "spatial_shapes" in problem(live.client.post("/extract", json=body), 422)["detail"]
     close(found, _to_array(towers.module.get_text_features(**rows)))
 
 
