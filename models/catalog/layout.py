@@ -66,8 +66,9 @@ def infer_argument_layout(module: nn.Module, shape: Shape, evidence: Iterable[Ev
 def _find_demanded_layout(module: nn.Module, shape: Shape) -> str | None:
     rank = len(shape)
     if isinstance(module, nn.LayerNorm):
-        if type(module).__name__.endswith("2d"):
-            return FIRST.get(rank)  # those of torchvision and timm permute inside
+        # Those of torchvision, timm and SqueezeBERT that permute inside; their channels may be as many as places.
+        if type(module).__name__.endswith("2d") or module.normalized_shape[-1] != shape[-1]:
+            return FIRST.get(rank)
         return LAST.get(rank) if len(module.normalized_shape) == 1 else None
     if isinstance(module, CHANNELS_FIRST):
         return FIRST.get(rank)
