@@ -46,6 +46,7 @@ OUTCOMES = (
     "random",
     "eager differs",
     "another form",
+    "no weights",
     "equal",
     "no attention",
     "not built",
@@ -208,6 +209,8 @@ def compare(wanted: list[Wanted], found: Mapping[str, Tensor], mask: Tensor | No
             yield "equal", ""
         elif any(_measure(form, value, mask) <= TOLERANCE for form, value in _list_forms(each.weights, near.values())):
             yield "another form", ""
+        elif not torch.allclose(each.weights.float().sum(-1), torch.ones(()), atol=1e-3):
+            yield "no weights", f"{each.label} {tuple(each.weights.shape)}"
         elif distances[best] == inf and not each.layers:
             yield "not offered", f"{each.label} {tuple(each.weights.shape)}, which no layer returned"
         else:
@@ -216,9 +219,15 @@ def compare(wanted: list[Wanted], found: Mapping[str, Tensor], mask: Tensor | No
 
 
 def _list_forms(wanted: Tensor, found: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """What a library may return for weights: scores before the softmax, axes in another order, the average of heads."""
+    """What a library may return for weights: scores before the softmax, axes in another order, the average of heads.
+
+    Or those of the first keys alone, where a layer attends to its own and another's together.
+    """
     for value in found:
         yield wanted.softmax(-1), value
+        yield wanted, value[..., : wanted.shape[-1]]
+        if wanted.ndim == value.ndim - 1 == 3:
+            yield wanted, value.mean(1)
         if wanted.ndim == value.ndim == 4:
             yield wanted.permute(2, 3, 0, 1), value
             yield wanted, value.mean(1, keepdim=True).expand(value.shape)
