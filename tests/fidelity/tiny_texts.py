@@ -128,15 +128,12 @@ def build(name: str) -> Any:
 
 
 def run(module: Any, rows: dict[str, torch.Tensor]) -> Any:
-    """What a model returns for ids and their mask; a decoder is given the same ids."""
+    """What a model returns for ids and their mask, of two towers that of texts; a decoder is given the same ids."""
     further = {"use_cache": False, "decoder_input_ids": rows["input_ids"]}
     with torch.no_grad():
-        try:
-            return module(**_select(module.forward, rows | further))
-        except Exception:  # of two towers one takes texts alone
-            if not hasattr(module, "get_text_features"):
-                raise
+        if hasattr(module, "get_text_features"):
             return module.get_text_features(**_select(module.get_text_features, rows))
+        return module(**_select(module.forward, rows | further))
 
 
 def _select(function: Any, values: dict[str, Any]) -> dict[str, Any]:
