@@ -34,7 +34,7 @@ LATER: Mapping[type, frozenset[str]] = {
     Reduction: frozenset({"stats", "by", "over", "heads", "queries", "keys"}),
     Operation: frozenset({"heads", "queries", "keys", "source"}),
     Objective: frozenset({"position"}),
-    Selector: frozenset({"function"}),
+    Selector: frozenset({"function", "excluded"}),
     ResolvedIntervention: frozenset({"source"}),
 }
 SURVEYED = frozenset({"values", "longest", "long_axis", "example"})

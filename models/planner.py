@@ -100,7 +100,7 @@ def _match_selector(
 
 def _leave_out(selector: Selector, tensors: Sequence[SelectorMatch]) -> tuple[list[SelectorMatch], list[str]]:
     """What a glob keeps of what it matches, and why it leaves out the others; SelectorError where none is left."""
-    kept, errors, excluded = [], list[SelectorError](), dict(selector.excluded)
+    kept, errors, excluded = [], list[SelectorError](), dict(selector.excluded or ())
     for tensor in tensors:
         try:
             _check_is_given(tensor, selector.reduction, excluded.get(tensor.point, ""))

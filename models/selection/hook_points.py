@@ -125,7 +125,7 @@ class Selector:
     reduction: Reduction = Reduction()
     alias: str | None = None
     function: FunctionCall | None = None
-    excluded: tuple[tuple[HookPoint, str], ...] = ()
+    excluded: tuple[tuple[HookPoint, str], ...] | None = None
 
     @property
     def is_glob(self) -> bool:

@@ -93,7 +93,9 @@ class ExtractRequest:
     def leave_out(self, error: LayertapError) -> ExtractRequest:
         """The request whose globs leave out the points that an error names; the error where they do so already."""
         selectors = tuple(
-            replace(each, excluded=tuple({**error.points, **dict(each.excluded)}.items())) if each.is_glob else each
+            replace(each, excluded=tuple({**error.points, **dict(each.excluded or ())}.items()))
+            if each.is_glob
+            else each
             for each in self.selectors
         )
         if selectors == self.selectors:

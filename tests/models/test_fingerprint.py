@@ -128,7 +128,7 @@ def test_preprocess() -> None:
         "channels": {"channels": "bgr"},
         "letterbox": {"letterbox": (0, 0, 0), "crop": None},
         "background": {"background": (0, 0, 0)},
-        "scale": {"scale": (0.0, 255.0), "mean": (0.0, 0.0, 0.0)},
+        "scale": {"scale": (0.0, 255.0), "mean": (0.0,) * 3, "std": (1.0,) * 3},
         "crop_rounding": {"crop_rounding": "floor"},
     }
     assert changes.keys() == {field.name for field in fields(PreprocessSpec)}

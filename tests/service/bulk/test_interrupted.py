@@ -145,7 +145,7 @@ def test_other_pictures_are_refused(command: Command, tmp_path: Path) -> None:
     (source / "00000-first.jpg").write_bytes((source / "00000.jpg").read_bytes())
     done = command("bulk", source, *WORDS, "--out", out)
     assert done.status == 2
-    assert "other pictures than before" in done.notes
+    assert "other inputs than before" in done.notes
     assert "--restart" in done.notes
     done = command("bulk", source, "--layers", "block3", "--pool", "mean", "--out", out)
     assert done.status == 2
