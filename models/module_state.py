@@ -122,8 +122,8 @@ def _remove(part: nn.Module, attribute: str) -> None:
 
 def _is_plain(value: object) -> bool:
     leaves = tree_leaves(value)
-    refused = any(find_refused(leaves))  # sparse tensors and the like have no bytes to compare
-    return not refused and all(isinstance(leaf, PLAIN) for leaf in leaves)
+    # Sparse tensors and the like have no bytes to compare.
+    return all(isinstance(leaf, PLAIN) for leaf in leaves) and not any(find_refused(leaves))
 
 
 def _copy(value: object, memo: Memo) -> object:

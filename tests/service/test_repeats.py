@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,24 @@ class KeepsSparse(Net):
         return torch.sparse.mm(self.edges, x.T).T + x
 
 
+@dataclass
+class _Settings:
+    width: int = 16
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "width":
+            raise RuntimeError("ask each layer for its own")
+        return super().__getattribute__(name)
+
+
+class KeepsSettings(Net):
+    """Has settings that raise where they are read, as those of transformers' models with layers of several widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = _Settings()
+
+
 class Switches(Net):
     """Goes another way for good once it has seen several rows."""
 
@@ -174,7 +193,7 @@ class _Dropout(nn.Dropout):
 
 
 STATES = {"Counts": [["", "calls"]], "CountsInBuffer": [["", "calls"]], "Remembers": [["", "seen"]]}
-STATES |= {"Switches": [["", "several"]], "CountsOnce": [], "KeepsSparse": []}
+STATES |= {"Switches": [["", "several"]], "CountsOnce": [], "KeepsSparse": [], "KeepsSettings": []}
 STATES |= {"CountsTogether": [["", "calls"], ["", "seen"], ["counter", "calls"], ["counter", "seen"]]}
 RANDOM = ("Drops", "StaysInTraining", "masked")
 BLAME = "rows of this model affect each other"
