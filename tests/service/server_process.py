@@ -105,13 +105,15 @@ def has_left(url: str) -> bool:
 
 def descendants(pid: int) -> list[int]:
     """The processes that a process has started, and those that they have."""
-    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _list_children(task)]
+    children = _list_children(pid)
     return [*children, *(each for child in children for each in descendants(child))]
 
 
-def _list_children(task: Path) -> list[str]:
-    """The children of a thread, none where it has ended since it was listed."""
-    try:
-        return (task / "children").read_text().split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+def _list_children(pid: int) -> list[int]:
+    """The children of a process's threads; none of what has ended meanwhile."""
+    children = list[int]()
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                children += map(int, (task / "children").read_text().split())
+    return children
