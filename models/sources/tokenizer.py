@@ -48,7 +48,9 @@ def load_tokenizer(
             return None  # no model is given types of tokens here; ids can be sent
         limit = (sentence.max_tokens if sentence else None) or int(whole.model_max_length)
         if not whole.is_fast:
-            digest = hashlib.sha256(repr((whole, whole.init_kwargs, whole.get_vocab())).encode()).hexdigest()
+            settings = {name: value for name, value in whole.init_kwargs.items() if str(folder) not in str(value)}
+            described = type(whole).__name__, sorted(settings.items()), whole.get_vocab()
+            digest = hashlib.sha256(repr(described).encode()).hexdigest()
             return Tokenizer(partial(_encode_slowly, whole, Lock()), whole.pad_token_id, limit, digest)
         # Its own copy: the library's wrapper sets truncation and padding at each call, which threads can't share.
         own = type(whole.backend_tokenizer).from_str(whole.backend_tokenizer.to_str())

@@ -20,6 +20,7 @@ from torch import nn
 
 from layertap.models.catalog.trials import SHORT, has_same_values, try_forward
 from layertap.models.devices.dtypes import TOLERANCE
+from layertap.models.devices.threads import use_threads
 from layertap.models.errors import LoadError, escape
 from layertap.models.inputs.noise import make_noise_row
 from layertap.models.labels import Labels
@@ -193,7 +194,8 @@ def _always_mask_attention(library: Any, module: Any, inputs: Sequence[InputSpec
     specs = [replace(spec, shape=(min(SHORT, spec.shape[0]),)) if spec.longest else spec for spec in inputs]
     row = make_noise_row(specs, module.device, module.dtype)
     run = partial(call_module, module=module.eval())
-    with torch.no_grad():
+    # On one thread: a process that is copied after operations on several can use several no more.
+    with torch.no_grad(), use_threads(1):
         alone = try_forward(run, row)
         module.set_attn_implementation(MASKED)
         if alone is not None and not has_same_values(alone, try_forward(run, row), TOLERANCE["bfloat16"]):

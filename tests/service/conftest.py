@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.cli import console
 from layertap.service.cli.main import main
 from layertap.service.config.configuration import Configuration
+from layertap.service.logs import JsonFormatter
 from tests.server import Live, serving
 from tests.service import support
 from tests.service.cli.commands import Command, Done
@@ -131,3 +134,18 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return Done(int(ended.value.code or 0), printed.out, printed.err)
 
     return run
+
+
+@pytest.fixture
+def lines() -> Iterator[StringIO]:
+    """What the server logs, formatted as ``serve`` formats it."""
+    stream = StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    log = logging.getLogger("layertap")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield stream
+    log.setLevel(level)
+    log.removeHandler(handler)

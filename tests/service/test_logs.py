@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
 from io import StringIO
 
 import httpx
@@ -29,21 +28,6 @@ HOSTILE = (
     *("/" + "a" * 3000, "/%F0%9F%A6%84", "/?secret=query"),
 )
 MESSAGES = ("a\nb", "\r\n\u2028", "\ud800", "%s", "\0", "ü\U0001f984")
-
-
-@pytest.fixture
-def lines() -> Iterator[StringIO]:
-    """What the server logs, formatted as ``serve`` formats it."""
-    stream = StringIO()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter())
-    log = logging.getLogger("layertap")
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    yield stream
-    log.setLevel(level)
-    log.removeHandler(handler)
 
 
 def of_access(lines: StringIO) -> list[Json]:

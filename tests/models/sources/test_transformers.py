@@ -28,6 +28,7 @@ from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import HookPoint, Intervention, Objective, Operation, Reduction
 from layertap.models.selection.plan import Capture
 from layertap.models.selection.selectors import parse_selector
+from layertap.models.sources.tokenizer import load_tokenizer
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.models.weights.state_dict import digest_weights
 from tests.conftest import net_spec
@@ -596,3 +597,14 @@ def test_fingerprints_of_other_models() -> None:
         for options in ({}, {"values": (0, 9), "longest": 7})
     )
     assert plain.identity == told.identity
+
+
+def test_a_slow_tokenizer_in_two_places(tmp_path: Path) -> None:
+    """Where a folder lies does not go into what stands for its tokenizer; what the tokenizer does, does."""
+    digests = []
+    for name, size in (("here", 2048), ("there", 2048), ("shorter", 16)):
+        transformers.CanineTokenizer(model_max_length=size).save_pretrained(tmp_path / name)
+        found = load_tokenizer(transformers, tmp_path / name, "a folder", {})
+        assert found is not None
+        digests.append(found.digest)
+    assert digests[0] == digests[1] != digests[2]

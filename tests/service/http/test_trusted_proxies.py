@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import secrets
-from collections.abc import Iterator
 from io import StringIO
 
 import pytest
 from pydantic import ValidationError
 
-from layertap.service.logs import JsonFormatter
 from layertap.service.settings import Settings
 from tests.service.conftest import Serve
 from tests.service.gated_server import wait_until
@@ -20,27 +17,12 @@ from tests.service.support import Json
 KEY = {"x-api-key": "user-key"}
 
 
-@pytest.fixture
-def lines() -> Iterator[StringIO]:
-    """What the server logs."""
-    stream = StringIO()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter())
-    log = logging.getLogger("layertap.access")
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    yield stream
-    log.setLevel(level)
-    log.removeHandler(handler)
-
-
 def logged_client(lines: StringIO, request_id: str) -> str:
     """Who asked, by the log."""
 
     def found() -> list[Json]:
         written = [json.loads(line) for line in lines.getvalue().splitlines(keepends=True) if line.endswith("\n")]
-        return [line for line in written if line["request_id"] == request_id]
+        return [line for line in written if line.get("request_id") == request_id]
 
     wait_until(lambda: bool(found()))
     return str(found()[0]["client"])
