@@ -16,9 +16,10 @@ from layertap.models.registry import Registry
 from layertap.models.sources import python
 from layertap.service.config.configuration import Configuration, make_default_configuration, read_configuration
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.model_manager import ModelManager
-from layertap.service.engine.model_updates import ModelUpdates
-from layertap.service.engine.prober import Prober
+from layertap.service.engine.execute.processes import executors
+from layertap.service.engine.models.model_manager import ModelManager
+from layertap.service.engine.models.model_updates import ModelUpdates
+from layertap.service.explain.prober import Prober
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.http import openapi, problems
 from layertap.service.http.middleware import RequestContextMiddleware
@@ -31,7 +32,6 @@ from layertap.service.openai import encoding as openai_encoding
 from layertap.service.openai import routes as openai_routes
 from layertap.service.settings import Settings, read_settings
 from layertap.service.version import get_version
-from layertap.service.workers import executors
 
 PLAIN_ROUTES = (extract.ROUTE, explain.ROUTE, openai_routes.ROUTE, *oip_routes.INFER_ROUTES)
 ROUTERS = (models.router, probe.router, health.router, metrics.router, openai_routes.router, oip_routes.router)

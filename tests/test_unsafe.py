@@ -84,5 +84,7 @@ def test_product() -> None:
 def test_messages_between_processes() -> None:
     """One file may pickle, and nothing worse; no other file may."""
     source = "import pickle\nimport dill\npickle.loads(data)"
-    assert findings(source, "service/workers/channel.py") == ["service/workers/channel.py:2: imports dill"]
-    assert len(findings(source, "service/workers/messages.py")) > 2
+    assert findings(source, "service/engine/execute/processes/channel.py") == [
+        "service/engine/execute/processes/channel.py:2: imports dill"
+    ]
+    assert len(findings(source, "service/engine/execute/processes/messages.py")) > 2

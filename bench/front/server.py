@@ -12,13 +12,13 @@ from bench.front import DECODE_FIRST
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
 from layertap.service.cli.main import main
-from layertap.service.engine import executor
-from layertap.service.engine.item_rows import try_to_decode
-from layertap.service.engine.rows import Attempt
+from layertap.service.engine.execute import executor
+from layertap.service.engine.execute.processes import executors
+from layertap.service.engine.execute.processes.process_executor import ProcessExecutor
+from layertap.service.engine.rows.item_rows import try_to_decode
+from layertap.service.engine.rows.rows import Attempt
 from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
-from layertap.service.workers import executors
-from layertap.service.workers.process_executor import ProcessExecutor
 
 _first: list[Sequence[Attempt]] = []
 

@@ -13,8 +13,8 @@ from random import Random
 from bench.policy.models import SimulatedModel
 from bench.policy.processor import Processor
 from bench.policy.rules import RETURN_S, Expected, Rule
-from layertap.service.engine.batch import CPU, Batch, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest
-from layertap.service.engine.batcher import Batcher
+from layertap.service.engine.schedule.batch import CPU, Batch, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest
+from layertap.service.engine.schedule.batcher import Batcher
 from layertap.service.types import Priority
 
 MODEL = "model"

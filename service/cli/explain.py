@@ -119,7 +119,7 @@ def _name_option(error: RequestError) -> LayertapError:
 
 async def _explain(engine: Engine, request: ExtractRequest) -> tuple[Features, Pictures]:
     """The maps, and the picture that they are of."""
-    from layertap.service.engine.explanations import explain, prepare
+    from layertap.service.explain.explanations import explain, prepare
 
     try:
         with engine.admission.admit(time.monotonic() + DEADLINE_S) as admission:

@@ -12,7 +12,7 @@ from layertap.models.selection.hook_points import AXES, Selector
 from layertap.service.cli.console import show_status, stdout
 from layertap.service.cli.stored_receipts import StoredReceipts
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.prober import Prober
+from layertap.service.explain.prober import Prober
 from layertap.service.features import Receipt
 from layertap.service.http.parsing import validate_body
 from layertap.service.inputs.items import TextItem

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from socket import socket
 
     from layertap.service.config.configuration import Configuration
-    from layertap.service.engine.model_manager import ModelManager
-    from layertap.service.engine.model_updates import ModelUpdates
+    from layertap.service.engine.models.model_manager import ModelManager
+    from layertap.service.engine.models.model_updates import ModelUpdates
     from layertap.service.fetch.fetcher import Fetcher
     from layertap.service.settings import Settings
 
@@ -85,7 +85,7 @@ def _run(
     from layertap.service.process import Server
 
     if settings.workers:
-        from layertap.service.workers.host_process import fork_this_process
+        from layertap.service.engine.execute.processes.host_process import fork_this_process
 
         fork_this_process()  # as long as there is one thread
     allocator.keep_large_blocks()

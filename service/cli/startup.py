@@ -21,7 +21,7 @@ from layertap.service.version import get_version
 if TYPE_CHECKING:  # the first lines are printed before torch is imported
     from layertap.models.model_info import ModelInfo
     from layertap.models.registry import ModelEntry
-    from layertap.service.engine.model_manager import ModelManager
+    from layertap.service.engine.models.model_manager import ModelManager
 
 COLOURS = {"ready": "green", "failed": "red"}
 # A 2 in eight by eight pixels.

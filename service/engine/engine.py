@@ -12,25 +12,25 @@ from typing import TypeVar
 from layertap.models.errors import LayertapError, RequestError
 from layertap.models.model_info import ModelInfo
 from layertap.models.spec import PreprocessSpec
-from layertap.service.engine.admission import Admission, AdmissionControl
-from layertap.service.engine.answer_cache import AnswerCache
+from layertap.service.engine.admit.admission import Admission, AdmissionControl
+from layertap.service.engine.collect.answer_cache import AnswerCache
+from layertap.service.engine.collect.joined_inputs import join_inputs
+from layertap.service.engine.collect.number_checks import add_warnings, is_short
+from layertap.service.engine.collect.request_digest import digest_layers, digest_request
+from layertap.service.engine.collect.results import collect_features
 from layertap.service.engine.deadline import wait_until
-from layertap.service.engine.decoder import DecodedInputs, InputDecoder, make_encoded_job
-from layertap.service.engine.fetch_inputs import fetch_inputs, fetch_items
-from layertap.service.engine.forward_batch import Results
-from layertap.service.engine.job import make_job
-from layertap.service.engine.job_maker import JobMaker
-from layertap.service.engine.joined_inputs import join_inputs
-from layertap.service.engine.model_manager import ModelManager
-from layertap.service.engine.model_worker import ModelWorker
-from layertap.service.engine.number_checks import add_warnings, is_short
-from layertap.service.engine.planner import PlannedRequest, Planner
+from layertap.service.engine.execute.forward_batch import Results
+from layertap.service.engine.execute.threads import start_single_threaded
+from layertap.service.engine.models.model_manager import ModelManager
+from layertap.service.engine.models.model_worker import ModelWorker
+from layertap.service.engine.plan.planner import PlannedRequest, Planner
 from layertap.service.engine.request import ExtractRequest, Job
-from layertap.service.engine.request_digest import digest_layers, digest_request
-from layertap.service.engine.results import collect_features
-from layertap.service.engine.rows import Items
-from layertap.service.engine.sources import count_taken_bytes, fill_tensors, plan_stages
-from layertap.service.engine.threads import start_single_threaded
+from layertap.service.engine.rows.decoder import DecodedInputs, InputDecoder, make_encoded_job
+from layertap.service.engine.rows.fetch_inputs import fetch_inputs, fetch_items
+from layertap.service.engine.rows.rows import Items
+from layertap.service.engine.schedule.job import make_job
+from layertap.service.engine.schedule.job_maker import JobMaker
+from layertap.service.engine.schedule.sources import count_taken_bytes, fill_tensors, plan_stages
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.inputs.items import ImageItem, UrlItem

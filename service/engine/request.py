@@ -22,8 +22,8 @@ from layertap.models.selection.hook_points import (
     Selector,
 )
 from layertap.models.spec import Preprocessed
-from layertap.service.engine.batch import QueuedRequest
-from layertap.service.engine.forward_batch import ForwardSpec
+from layertap.service.engine.execute.forward_batch import ForwardSpec
+from layertap.service.engine.schedule.batch import QueuedRequest
 from layertap.service.formats.reply_format import Encoding, ReplyFormat
 from layertap.service.formats.table import FORMATS
 from layertap.service.inputs.items import ImageItem, InputItem

@@ -10,7 +10,7 @@ import orjson
 from fastapi import Request
 
 from layertap.models.errors import TooLargeError
-from layertap.service.engine.admission import Admission
+from layertap.service.engine.admit.admission import Admission
 from layertap.service.errors import BadRequestError
 from layertap.service.http.body import read_body
 from layertap.service.settings import Settings

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from layertap.models.errors import Fault
-from layertap.service.engine.admission import Admission
+from layertap.service.engine.admit.admission import Admission
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.errors import ClientGoneError, DeadlineError, QueueTooLongError

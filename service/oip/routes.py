@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from layertap.models.errors import LayertapError, RequestError, UnknownModelError, escape
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.model_worker import ModelWorker
+from layertap.service.engine.models.model_worker import ModelWorker
 from layertap.service.errors import UnavailableError
 from layertap.service.http.auth import require_admin
 from layertap.service.http.buffers_response import make_response

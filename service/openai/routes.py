@@ -9,9 +9,9 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from layertap.models.errors import Fault, RequestError
+from layertap.service.engine.collect.number_checks import find_row
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.number_checks import find_row
-from layertap.service.engine.planner import PlannedRequest
+from layertap.service.engine.plan.planner import PlannedRequest
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.features import Features, join_features
 from layertap.service.formats.table import FORMATS

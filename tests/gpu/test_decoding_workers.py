@@ -15,8 +15,8 @@ from sklearn.datasets import load_sample_images
 from layertap.models.spec import ModelSpec, PreprocessSpec
 from layertap.service.config.configuration import Configuration
 from tests.server import Live, serving
+from tests.service.engine.processes.fatal_pictures import CRASHES, FatalSide
 from tests.service.support import arrays_of, problem, raw
-from tests.service.workers.fatal_pictures import CRASHES, FatalSide
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SPEC = ModelSpec(

@@ -22,12 +22,12 @@ from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.app import create_engine
-from layertap.service.engine.changed_inputs import ChangedInputs
-from layertap.service.engine.explanation_methods import METHODS
-from layertap.service.engine.map_requests import MapRequest
-from layertap.service.engine.perturbing import PerturbedMethod, perturb
+from layertap.service.engine.admit.workload import PlannedWork
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.workload import PlannedWork
+from layertap.service.explain.changed_inputs import ChangedInputs
+from layertap.service.explain.explanation_methods import METHODS
+from layertap.service.explain.map_requests import MapRequest
+from layertap.service.explain.perturbing import PerturbedMethod, perturb
 from layertap.service.inputs.items import ArraysItem
 from layertap.service.settings import Settings as ServiceSettings
 from tests.server import Live

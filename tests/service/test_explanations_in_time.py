@@ -15,12 +15,12 @@ import pytest
 from layertap.models.catalog.catalog import Costs
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.app import create_engine
-from layertap.service.engine.batch import Batch, QueuedRequest, RowSlice
-from layertap.service.engine.changed_inputs import ChangedRows
+from layertap.service.engine.admit.workload import PlannedWork
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.model_worker import ModelWorker
-from layertap.service.engine.workload import PlannedWork
+from layertap.service.engine.models.model_worker import ModelWorker
+from layertap.service.engine.schedule.batch import Batch, QueuedRequest, RowSlice
 from layertap.service.errors import DeadlineError, QueueTooLongError
+from layertap.service.explain.changed_inputs import ChangedRows
 from layertap.service.settings import Settings
 from tests.server import Live
 from tests.service.conftest import Serve

@@ -18,8 +18,8 @@ from layertap.models.errors import LoadError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.registry import ModelEntry
 from layertap.models.spec import ModelSpec, WarmSpec
-from layertap.service.engine.model_worker import ModelWorker
-from layertap.service.engine.scheduler import Scheduler
+from layertap.service.engine.models.model_worker import ModelWorker
+from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.metrics import Metrics
 from layertap.service.process import EXIT_FAILED
 from layertap.service.settings import Settings

@@ -6,8 +6,8 @@ from functools import partial
 
 from fastapi import Request, Response
 
-from layertap.service.engine import explanations
 from layertap.service.engine.engine import Engine
+from layertap.service.explain import explanations
 from layertap.service.http.parsing import EndpointSpec, parse_request
 from layertap.service.http.plain_route import PlainRoute
 from layertap.service.http.request_handler import encode_response, receive

@@ -10,10 +10,10 @@ import orjson
 from fastapi import Request, Response
 
 from layertap.models.catalog.catalog import BACKWARD_FACTOR
+from layertap.service.engine.collect.joined_inputs import digest_jobs, join_changes, list_entries
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.joined_inputs import digest_jobs, join_changes, list_entries
-from layertap.service.engine.prober import Prober, check_probed
 from layertap.service.engine.request import Job
+from layertap.service.explain.prober import Prober, check_probed
 from layertap.service.http.parsing import EndpointSpec, parse_request
 from layertap.service.http.plain_route import PlainRoute
 from layertap.service.http.problems import format_fault

@@ -20,7 +20,7 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.selection.matches import filter_layers
 from layertap.service.config.document import ConfigError
 from layertap.service.engine.deadline import wait_until
-from layertap.service.engine.model_updates import ModelUpdates
+from layertap.service.engine.models.model_updates import ModelUpdates
 from layertap.service.errors import DeadlineError
 from layertap.service.formats.negotiation import negotiate
 from layertap.service.http import query

@@ -8,8 +8,8 @@ from fastapi import APIRouter, Query, Request
 
 from layertap.models.selection.hook_points import ReplyDType
 from layertap.models.selection.poolings import Pool
-from layertap.service.engine.prober import Prober
 from layertap.service.errors import DeadlineError
+from layertap.service.explain.prober import Prober
 from layertap.service.formats.plain_data import describe_receipts
 from layertap.service.http import query
 from layertap.service.http.dependencies import EngineDependency

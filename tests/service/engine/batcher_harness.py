@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.batch import Batch, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest
-from layertap.service.engine.batcher import Batcher
+from layertap.service.engine.schedule.batch import Batch, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest
+from layertap.service.engine.schedule.batcher import Batcher
 from layertap.service.types import Priority
 
 BULK_DELAY = 5.0

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from layertap.models.errors import Fault, RequestError
-from layertap.service.engine.answer_cache import AnswerCache, measure
+from layertap.service.engine.collect.answer_cache import AnswerCache, measure
 from layertap.service.errors import DeadlineError, QueueFullError, RetryLaterError
 from layertap.service.features import Features, Receipt
 

@@ -11,8 +11,8 @@ from layertap.models.loading import load_model
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Selector
 from layertap.models.spec import ModelSpec
-from layertap.service.engine.batch_runner import BatchRunner
-from layertap.service.engine.forward_batch import ForwardBatch, ForwardSlice, ForwardSpec
+from layertap.service.engine.execute.batch_runner import BatchRunner
+from layertap.service.engine.execute.forward_batch import ForwardBatch, ForwardSlice, ForwardSpec
 from tests.service.support import ROW
 
 REFUSED = 1000.0  # the survey's noise is far below

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.batch import Batch, DeviceSlots
+from layertap.service.engine.schedule.batch import Batch, DeviceSlots
 from tests.service.engine.batcher_harness import BULK_DELAY, BatcherHarness, make_queue
 
 COSTS = Costs(base=2.0, per_row=1.0)  # 3 seconds alone: 7 rows take 9

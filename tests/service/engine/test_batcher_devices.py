@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from layertap.service.engine.batch import Batch, DecodeTask, DeviceSlots
-from layertap.service.engine.batcher import Batcher
+from layertap.service.engine.schedule.batch import Batch, DecodeTask, DeviceSlots
+from layertap.service.engine.schedule.batcher import Batcher
 from tests.service.engine.batcher_harness import (
     CORES,
     CPU_LIKE,

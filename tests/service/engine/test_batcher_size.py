@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.batch import DeviceSlots
-from layertap.service.engine.batcher import Batcher
+from layertap.service.engine.schedule.batch import DeviceSlots
+from layertap.service.engine.schedule.batcher import Batcher
 from tests.service.engine.batcher_harness import GPU_LIKE, BatcherHarness, make_queue
 
 

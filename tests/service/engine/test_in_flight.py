@@ -7,7 +7,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layertap.service.engine.in_flight import count_seconds
+from layertap.service.engine.schedule.in_flight import count_seconds
 
 MOMENTS = st.integers(0, 12)
 STEP = st.lists(st.tuples(MOMENTS, MOMENTS).map(lambda ends: (min(ends), max(ends))), max_size=4)

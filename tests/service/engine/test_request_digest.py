@@ -24,8 +24,8 @@ from layertap.models.selection.hook_points import (
     TensorData,
     TensorSource,
 )
+from layertap.service.engine.collect.request_digest import digest_request
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
-from layertap.service.engine.request_digest import digest_request
 from layertap.service.formats.reply_format import ReplyFormat
 from layertap.service.formats.table import FORMATS
 from layertap.service.inputs.items import ArraysItem, ImageItem, TextItem, TokensItem

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from layertap.models.selection.hook_points import Reduction, Selector
-from layertap.service.engine.forward_batch import Results
+from layertap.service.engine.execute.forward_batch import Results
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.errors import UnavailableError
 from layertap.service.inputs.items import ArraysItem

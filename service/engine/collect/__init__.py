@@ -1,0 +1,1 @@
+"""What forwards gave, as features."""

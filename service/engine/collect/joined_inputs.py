@@ -1,0 +1,222 @@
+"""The results of inputs of several shapes in one reply: in one array where they are alike, else each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import prod
+from typing import Any, TypeVar
+
+import numpy as np
+
+from layertap.models.errors import RequestError, escape
+from layertap.models.fingerprint import digest_reply
+from layertap.models.selection.hook_points import AXES
+from layertap.models.selection.plan import Result
+from layertap.models.selection.statistics import merge_rows
+from layertap.service.engine.admit.limits import check_results, check_sizes
+from layertap.service.engine.collect.results import make_receipt
+from layertap.service.engine.request import Job, ReplyOptions
+from layertap.service.features import Array, Features, Receipt
+
+T = TypeVar("T")
+ANOTHER_SHAPE = "its results have another shape than the first"
+# What a receipt has of the input itself; all else is the same in receipts of results that one array holds.
+OF_INPUT: dict[str, Any] = {
+    "captured": (),
+    "fingerprint": "",
+    "forward": "",
+    "how": "",
+    "classes": None,
+    "labels": None,
+    "preprocessed": "",
+    "token_counts": None,
+    "grid_size": None,
+}
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """What the results of two inputs have in common where one array holds both: of captured tensors the axes alone."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    axes: int
+    receipt: Receipt
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether there is an axis for the inputs, or one result of all of them; scales are of the first axis only."""
+        axis, receipt = self.receipt.row_axis, self.receipt
+        return receipt.over is not None or axis == 0 or (axis is not None and self.dtype != "int8")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A result in a reply, under its name there, and how many rows it has."""
+
+    name: str
+    result: Result
+    rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the reply has."""
+        return self.result.capture.reply_shape(self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result as an array."""
+        return self.result.capture.nbytes(1 if self.result.capture.reduction.over else self.rows)
+
+
+def digest_jobs(jobs: Iterable[Job]) -> str:
+    """The fingerprint of the whole reply to a request's jobs."""
+    return digest_reply(digest for job in jobs for digest in job.fingerprints.values())
+
+
+def list_entries(jobs: Sequence[Job]) -> list[Entry]:
+    """What a reply to a request's jobs holds, in the order asked for."""
+    if len(jobs) == 1:
+        return [Entry(result.key, result, jobs[0].rows) for result in jobs[0].spec.plan.results]
+    outlines = [_outline_job(job) for job in jobs]
+    results = [{result.key: result for result in job.spec.plan.results} for job in jobs]
+    entries = []
+    for key, is_common in _list_keys(outlines):
+        if is_common:
+            entries.append(Entry(key, results[0][key], len(jobs)))
+        else:
+            of_jobs = zip(jobs, results, strict=True)
+            entries += [Entry(_name_entry(key, job.place), each[key], 1) for job, each in of_jobs if key in each]
+    return entries
+
+
+def find_others(jobs: Sequence[Job]) -> set[int | None]:
+    """The places of inputs whose results have other shapes than those of the first."""
+    first, *rest = [_outline_job(job) for job in jobs]
+    return {job.place for job, outlines in zip(jobs[1:], rest, strict=True) if outlines != first}
+
+
+def check_entries(entries: Sequence[Entry], rows: int, reply: ReplyOptions, max_results: int) -> None:
+    """RequestError, TooLargeError where inputs of several shapes can't be answered in one reply; before any forward."""
+    check_results(len(entries), max_results)
+    names = set()
+    for entry in entries:
+        if entry.name in names:
+            raise RequestError(f"two results are called {escape(entry.name)}", hint="give one another name by 'as'")
+        names.add(entry.name)
+        if entry.result.capture.reduction.over and entry.name != entry.result.key:
+            raise RequestError(
+                f"{escape(entry.result.key)} has other channels for inputs of another shape, so that there are no "
+                "statistics of all of them",
+                hint="leave 'over' or 'by' out, or send one shape a request",
+            )
+    check_sizes([prod(entry.shape) for entry in entries], [entry.nbytes for entry in entries], rows, reply)
+
+
+def join_inputs(parts: Sequence[Features]) -> Features:
+    """The features of a request's inputs, each by itself, as those of one."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    arrays, scales, receipts, by_input = dict[str, Array](), dict[str, Array](), dict[str, Receipt](), set[str]()
+    for key, is_common in _list_keys([_outline_features(part) for part in parts]):
+        if is_common:
+            of_inputs = [part.receipts[key] for part in parts]
+            arrays[key] = _join_arrays([part.arrays[key] for part in parts], of_inputs)
+            receipts[key] = _join_receipts(of_inputs)
+            if key in first.scales:
+                scales[key] = np.concatenate([part.scales[key] for part in parts])
+            continue
+        for part in parts:
+            name = _name_entry(key, part.place)
+            if key in part.arrays:
+                arrays[name], receipts[name] = part.arrays[key], part.receipts[key]
+                by_input.add(name)
+            if key in part.scales:
+                scales[name] = part.scales[key]
+    return replace(
+        first,
+        fingerprint=digest_reply(receipt.fingerprint for part in parts for receipt in part.receipts.values()),
+        rows=sum(part.rows for part in parts),
+        arrays=arrays,
+        scales=scales,
+        receipts=receipts,
+        interventions=join_changes(part.interventions for part in parts),
+        place=None,
+        by_input=frozenset(by_input),
+        tokens=sum(part.tokens for part in parts),
+    )
+
+
+def join_changes(changes: Iterable[tuple[tuple[str, ...], ...]]) -> tuple[tuple[str, ...], ...]:
+    """What each intervention changes, for any of the inputs."""
+    return tuple(tuple(dict.fromkeys(chain.from_iterable(each))) for each in zip(*changes, strict=True))
+
+
+def _list_keys(outlines: Sequence[Mapping[str, _Outline]]) -> Iterator[tuple[str, bool]]:
+    """All keys, and whether one array holds the results of all inputs."""
+    for key in dict.fromkeys(chain.from_iterable(outlines)):
+        first = outlines[0].get(key)
+        yield key, first is not None and first.has_rows and all(each.get(key) == first for each in outlines)
+
+
+def _name_entry(key: str, place: int | None) -> str:
+    return f"{key}.input{place}"
+
+
+def _outline_job(job: Job) -> dict[str, _Outline]:
+    return {
+        result.key: _outline(result.capture.reply_shape(1), result.capture.dtype, make_receipt(job, result))
+        for result in job.spec.plan.results
+    }
+
+
+def _outline_features(features: Features) -> dict[str, _Outline]:
+    return {
+        key: _outline(array.shape, array.dtype.name, features.receipts[key]) for key, array in features.arrays.items()
+    }
+
+
+def _outline(shape: tuple[int, ...], dtype: str, receipt: Receipt) -> _Outline:
+    return _Outline(shape, dtype, len(receipt.captured), replace(receipt, **OF_INPUT))
+
+
+def _join_arrays(arrays: Sequence[Array], receipts: Sequence[Receipt]) -> Array:
+    first = receipts[0]
+    if first.over is not None:
+        return merge_rows(np.stack(arrays), first.stats or (), [_count_values(receipt) for receipt in receipts])
+    return np.concatenate(arrays, first.row_axis or 0)
+
+
+def _count_values(receipt: Receipt) -> int:
+    """A number in proportion to how many values of an input its statistics are of: what is narrowed is so for all."""
+    narrowed = {letter for option, letter in AXES.items() if vars(receipt)[option] is not None}
+    letters = receipt.layout or " " * len(receipt.captured)
+    return prod(size or 1 for letter, size in zip(letters, receipt.captured, strict=True) if letter not in narrowed)
+
+
+def _join_receipts(receipts: Sequence[Receipt]) -> Receipt:
+    first = receipts[0]
+    fingerprints = tuple(receipt.fingerprint for receipt in receipts)
+    sizes = zip(*(receipt.captured for receipt in receipts), strict=True)
+    return replace(
+        first,
+        captured=tuple(axis[0] if len(set(axis)) == 1 else None for axis in sizes),
+        fingerprint=digest_reply(fingerprints),
+        fingerprints=fingerprints if len(set(fingerprints)) > 1 else None,
+        preprocessed=first.preprocessed if len({each.preprocessed for each in receipts}) == 1 else "mixed",
+        forward=first.forward if len({each.forward for each in receipts}) == 1 else "",
+        how=first.how if len({each.how for each in receipts}) == 1 else "",
+        classes=_chain(receipt.classes for receipt in receipts),
+        labels=_chain(receipt.labels for receipt in receipts),
+        token_counts=_chain(receipt.token_counts for receipt in receipts),
+        grid_size=first.grid_size if len({each.grid_size for each in receipts}) == 1 else None,
+    )
+
+
+def _chain(values: Iterable[tuple[T, ...] | None]) -> tuple[T, ...] | None:
+    """What receipts have of each row, in one; None where some have nothing."""
+    known = list(values)
+    return None if None in known else tuple(chain.from_iterable(value for value in known if value is not None))

@@ -1,0 +1,207 @@
+"""A batch in a replica's thread: one forward for all, and what to do where it fails."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
+from layertap.models.devices import memory, threads, transfer
+from layertap.models.errors import LayertapError, OutOfMemoryError, clear_tracebacks, out_of_memory_error
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.replica import Replica
+from layertap.service.engine.execute.forward_batch import (
+    BatchFailures,
+    BatchOutcome,
+    ForwardBatch,
+    ForwardSlice,
+    ForwardSpec,
+    SliceResult,
+)
+from layertap.service.engine.execute.futures import wrap_error
+from layertap.service.engine.rows.picture_rows import normalize_rows
+from layertap.service.engine.rows.rows import Rows
+from layertap.service.errors import ForwardError
+
+log = logging.getLogger("layertap")
+
+
+class BatchRunner:
+    """Runs one batch; made and used in the thread of its replica."""
+
+    def __init__(self, model: LoadedModel, replica: Replica, batch: ForwardBatch) -> None:
+        self._failures = BatchFailures()
+        self._failure = ""
+        self._model = model
+        self._replica = replica
+        self._batch = batch
+        self._padded_rows = batch.padded_rows
+
+    def run(self) -> BatchOutcome:
+        """One result or several for each slice of the batch; nothing is raised."""
+        try:
+            results = self._attempt(self._batch.slices)
+        except BaseException as error:  # not of a forward: a device that is lost, for one
+            wrapped = wrap_error(error)
+            self._failure = self._failure or find_lasting_failure(wrapped, self._model, self._replica)
+            results = _refuse(self._batch.slices, wrapped, self._batch.rows)
+        return BatchOutcome(results, self._failures, self._failure)
+
+    def _attempt(self, slices: Sequence[ForwardSlice]) -> list[SliceResult]:
+        """Whatever can't run together is tried in two halves, until a request stands alone with what it caused."""
+        outcome = RuntimeError(self._failure) if self._failure else self._try(slices)
+        if isinstance(outcome, list):
+            return outcome
+        # Here, outside the except block, all that the failed forward held is let go.
+        if isinstance(outcome, OutOfMemoryError):
+            return self._retry_smaller(slices, outcome)
+        halves = _halve_by_request(slices)
+        if halves is None or _is_device_error(outcome):  # else the halves tell sooner who is to blame
+            self._failure = self._failure or find_lasting_failure(outcome, self._model, self._replica)
+        if self._failure:
+            halves = None
+        if halves is None:
+            return _refuse(slices, outcome, _count_rows(slices))
+        del outcome  # its traceback holds what the forward held
+        self._count_failure(error_splits=1)
+        return [outcome for half in halves for outcome in self._attempt(half)]
+
+    def _retry_smaller(self, slices: Sequence[ForwardSlice], error: OutOfMemoryError) -> list[SliceResult]:
+        """The same without padding, or in two halves by rows; a row that has no room alone is to blame itself."""
+        rows = max(self._padded_rows or 0, _count_rows(slices))
+        pieces: Sequence[Sequence[ForwardSlice]] | None = (slices,)
+        if rows <= _count_rows(slices):
+            pieces = None if self._batch.unsplittable else _halve_by_rows(slices, rows)
+        self._count_failure(out_of_memory=1, memory_splits=pieces is not None)
+        _release_memory(self._model.device)
+        if pieces is None:
+            return _refuse(slices, error, rows)
+        self._padded_rows = None
+        outcomes = [outcome for piece in pieces for outcome in self._attempt(piece)]
+        if not any(isinstance(outcome.results, OutOfMemoryError) for outcome in outcomes):
+            self._failures = replace(self._failures, too_many_rows=min(self._failures.too_many_rows or rows, rows))
+        return outcomes
+
+    def _count_failure(self, **more: int) -> None:
+        self._failures = replace(
+            self._failures, **{name: getattr(self._failures, name) + count for name, count in more.items()}
+        )
+
+    def _try(self, slices: Sequence[ForwardSlice]) -> list[SliceResult] | LayertapError | RuntimeError:
+        try:
+            return self._run(slices)
+        except LayertapError as error:
+            if len(slices) == 1 and error.__cause__ is not None:
+                fields = {"model": self._model.spec.name}
+                log.info("a model's forward raised", exc_info=error, extra={"fields": fields})
+            clear_tracebacks(error)  # its frames hold the batch
+            error.__cause__ = error.__context__ = None
+            return error
+        except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio has its own
+            if not memory.is_out_of_memory(error):
+                return wrap_error(error, ForwardError)
+        return out_of_memory_error(_count_rows(slices))
+
+    def _run(self, slices: Sequence[ForwardSlice]) -> list[SliceResult]:
+        requests, start = [], 0
+        for each in slices:
+            plan = each.spec.plan
+            requests.append(
+                RequestSlice(
+                    start,
+                    start + each.rows,
+                    plan.captures,
+                    plan.resolved_interventions,
+                    plan.objective,
+                    each.first_row + each.start,
+                )
+            )
+            start += each.rows
+        started = time.perf_counter()
+        pieces = [normalize_rows(each.inputs, self._model.model_inputs) for each in slices]
+        with threads.use_threads(self._batch.threads if start > 1 else self._batch.threads_alone):
+            activations = self._forward(pieces, requests, slices[0].spec)
+        if self._model.device.type == "cuda":
+            transfer.synchronize_stream(self._model.device)
+        computed = time.perf_counter()
+        activations = activations.to_host()
+        copied = time.perf_counter()
+        return [
+            SliceResult(
+                each.place,
+                each.start,
+                each.stop,
+                each.keep(each.start, each.stop, activations.select(request)),
+                start,
+                (started, computed),
+                (computed, copied),
+            )
+            for each, request in zip(slices, requests, strict=True)
+        ]
+
+    def _forward(self, pieces: list[Rows], requests: list[RequestSlice], first: ForwardSpec) -> BatchActivations:
+        resumption = first.resumption
+        if first.verified_by is None:  # who asks for it is alone
+            graphs = self._model.graphs[first.compiled.place] if first.compiled else None
+            return self._model.run(self._replica, pieces, requests, self._padded_rows, resumption, graphs)
+        return self._model.run_verified(
+            self._replica, pieces[0], requests[0], first.plan, first.verified_by, self._padded_rows, resumption
+        )
+
+
+def _refuse(slices: Sequence[ForwardSlice], error: LayertapError | RuntimeError, rows: int) -> list[SliceResult]:
+    return [SliceResult(each.place, each.start, each.stop, error, rows) for each in slices]
+
+
+def _count_rows(slices: Sequence[ForwardSlice]) -> int:
+    return sum(each.rows for each in slices)
+
+
+def find_lasting_failure(error: BaseException, model: LoadedModel, replica: Replica) -> str:
+    """Why nothing can be answered until the process is started anew, after an error of a forward; or nothing.
+
+    A failed assertion in a kernel lasts, and what a model has done to itself; an odd input that no kernel can be
+    started for does not.
+    """
+    if isinstance(error, LayertapError) or error.__cause__ is None:
+        return ""
+    probe_error = model.probe(replica)
+    if probe_error is None:
+        return ""
+    if isinstance(probe_error, torch.AcceleratorError):
+        return "a device gives nothing but errors"
+    return f"model {model.spec.name} fails whatever it is given ({type(probe_error).__name__})"
+
+
+def _is_device_error(error: BaseException) -> bool:
+    return isinstance(error.__cause__, torch.AcceleratorError)
+
+
+def _release_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _halve_by_rows(slices: Sequence[ForwardSlice], rows: int) -> tuple[list[ForwardSlice], list[ForwardSlice]] | None:
+    if rows < 2:
+        return None
+    first: list[ForwardSlice] = []
+    second: list[ForwardSlice] = []
+    room = rows // 2
+    for each in slices:
+        cut = each.start + min(room, each.rows)
+        if cut > each.start:
+            first.append(each.take(each.start, cut) if cut < each.stop else each)
+        if cut < each.stop:
+            second.append(each.take(cut, each.stop) if cut > each.start else each)
+        room -= cut - each.start
+    return first, second
+
+
+def _halve_by_request(slices: Sequence[ForwardSlice]) -> tuple[Sequence[ForwardSlice], Sequence[ForwardSlice]] | None:
+    half = len(slices) // 2
+    return (slices[:half], slices[half:]) if half else None

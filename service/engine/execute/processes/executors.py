@@ -1,0 +1,67 @@
+"""Where each model runs: in this process, or in worker processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from layertap.models.devices.devices import list_devices, resolve_device
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.model_info import ModelInfo
+from layertap.models.multi_device_model import MultiDeviceModel, join_devices
+from layertap.models.registry import ModelLoader
+from layertap.models.spec import ModelSpec
+from layertap.service.engine.execute.executor import Executor, InProcessExecutor
+from layertap.service.engine.execute.multi_device_executor import MultiDeviceExecutor
+from layertap.service.engine.execute.processes.decoding_executor import DecodingExecutor
+from layertap.service.engine.execute.processes.process_executor import HostedModel, ProcessExecutor, load_in_host
+from layertap.service.engine.schedule.batch import CPU
+from layertap.service.metrics import Metrics
+from layertap.service.settings import Settings
+
+
+def load(spec: ModelSpec, settings: Settings, metrics: Metrics, *, warm: bool = True) -> ModelInfo:
+    """Load a model where it is to run; LoadError where it can't be. ``metrics`` count its workers' restarts.
+
+    Models on a GPU run in this process: a device's memory can't be copied with a process. Without ``warm`` they all run
+    with hooks.
+    """
+    plans = settings.cache_dir / "plans" if warm else None
+    if spec.devices:
+        names = list_devices(spec.devices)
+        return join_devices(spec, {name: _load_on(name, spec, settings, plans) for name in names})
+    if settings.workers and resolve_device(spec.device).type == "cpu":
+        return load_in_host(spec, settings, plans, metrics.count_worker_restart)
+    return _load_here(spec, settings, plans, settings.replicas)
+
+
+def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> Executor:
+    """What runs a model where it was loaded; ``metrics`` as for ``load``."""
+    if isinstance(model, HostedModel):
+        return ProcessExecutor(model, settings)
+    if isinstance(model, MultiDeviceModel):
+        first, *others = zip(model.models, model.names, strict=True)
+        decoding = _create_here(*first, settings, metrics)
+        return MultiDeviceExecutor(
+            model, [decoding, *(InProcessExecutor(each, settings, name) for each, name in others)]
+        )
+    if not isinstance(model, LoadedModel):
+        raise TypeError(f"a model that is nowhere: {type(model).__name__}")
+    return _create_here(model, str(model.device), settings, metrics)
+
+
+def _load_on(device: str, spec: ModelSpec, settings: Settings, plans: Path | None) -> LoadedModel:
+    """Load a model on one of its devices, in this process; a stand-in for a GPU runs a forward at a time as well."""
+    return _load_here(replace(spec, device=device, devices=()), settings, plans, replicas=1)
+
+
+def _load_here(spec: ModelSpec, settings: Settings, plans: Path | None, replicas: int) -> LoadedModel:
+    costs = settings.cache_dir / "costs"
+    return ModelLoader(replicas, settings.cpu_threads, plans, settings.gpu_streams, costs)(spec)
+
+
+def _create_here(model: LoadedModel, device: str, settings: Settings, metrics: Metrics) -> Executor:
+    """What runs a model in this process; where its device is no CPU, workers decode its pictures."""
+    if settings.workers and device != CPU and model.model_inputs.takes_pictures:
+        return DecodingExecutor(model, settings, metrics.count_worker_restart, device)
+    return InProcessExecutor(model, settings, device)

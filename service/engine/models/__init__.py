@@ -1,0 +1,1 @@
+"""The models of this process, from loading to unloading."""

@@ -1,0 +1,323 @@
+"""The models of this process: loaded when wanted, found by name, replaced, unloaded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from layertap.models.errors import Failure, LayertapError, LoadError
+from layertap.models.model_info import ModelInfo
+from layertap.models.registry import ModelEntry, Registry
+from layertap.service import allocator
+from layertap.service.engine.deadline import wait_until
+from layertap.service.engine.execute.executor import Executor
+from layertap.service.engine.models.model_room import ModelRoom
+from layertap.service.engine.models.model_worker import ModelWorker
+from layertap.service.engine.models.unavailable import failure_error, unloading_error
+from layertap.service.engine.schedule.scheduler import Scheduler
+from layertap.service.errors import DeadlineError, UnavailableError
+from layertap.service.metrics import Metrics
+from layertap.service.settings import Settings
+
+log = logging.getLogger("layertap")
+LOADING_RETRY_S = 5.0
+FAILED_RETRY_S = 60.0
+ABORT_S = 2.0  # for forwards that nobody waits for
+TIDY_INTERVAL_S = 1.0
+NO_ROOM_HINT = "POST /models/{}/unload first, or raise LAYERTAP_MODEL_MEMORY_BYTES or LAYERTAP_MAX_LOADED_MODELS"
+OWN_CODE = frozenset[Failure]({"code", "forward", "other"})  # failures of what the operator has written, or may have
+
+
+class ModelManager:
+    """The workers of this process by the names of their models. Used on the event loop, which it never blocks.
+
+    ``workers`` answer new requests; beside them are those that load to take another's place, or finish what they have.
+    ``on_unload`` hears of each worker that is gone, by its generation.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        default: str,
+        settings: Settings,
+        metrics: Metrics,
+        create_executor: Callable[[ModelInfo], Executor],
+    ) -> None:
+        self.registry = registry
+        self.default = default
+        self.draining = False
+        self.workers: dict[str, ModelWorker] = {}
+        self.on_unload: Callable[[int], None] = lambda generation: None
+        self.scheduler = Scheduler(
+            metrics, settings.cpu_threads, on_failure=self._fail_all, gpu_streams=settings.gpu_streams
+        )
+        self._others: set[ModelWorker] = set()
+        self.room = ModelRoom(self.workers, self._others, settings, self.scheduler.is_idle, self._unload_now)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._startup: set[str] = set()  # models that were wanted from the start
+        self._unseen: set[str] = set()  # those of them that were never there
+        self._has_unloaded = False
+        self._ending = False
+        self._aborted = asyncio.Event()
+        self._settings = settings
+        self._create_executor = create_executor
+
+    def start(self) -> None:
+        """Begin to load the models that are wanted from the start."""
+        self._startup = {entry.spec.name for entry in self.registry if entry.spec.load == "startup"}
+        self._unseen = set(self._startup)
+        for name in self._startup:
+            self._start(self.registry.get_entry(name))
+        self.run_beside(self._tidy())
+
+    async def wait_until_loaded(self) -> None:
+        """Return once every model that began to load is loaded or has failed."""
+        loading = [asyncio.wrap_future(worker.settled) for worker in self.workers.values()]
+        if loading:
+            await asyncio.wait(loading)  # which cancels none of them
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model wanted from the start was loaded or has failed, and the server is not draining."""
+        workers = {name: worker for name in self._unseen if (worker := self.workers.get(name)) is not None}
+        self._unseen -= {name for name, worker in workers.items() if worker.is_active}
+        settled = all(workers[name].loaded.done() for name in self._unseen & workers.keys())
+        return settled and not self.draining and not self._ending
+
+    @property
+    def failures(self) -> list[ModelEntry]:
+        """The models wanted from the start that could not be loaded, or broke later."""
+        return [entry for entry in self.registry if entry.spec.name in self._startup and entry.state == "failed"]
+
+    @property
+    def load_failures(self) -> list[ModelEntry]:
+        """Those of the failed models that keep the server from being ready, as the settings say."""
+        failures = self.failures
+        match self._settings.ready_when:
+            case "all":
+                return failures
+            case "required":
+                return [entry for entry in failures if entry.spec.required]
+            case "any":
+                wanted = [entry for entry in self.registry if entry.spec.name in self._startup]
+                return failures if len(failures) == len(wanted) else []
+
+    @property
+    def alive(self) -> bool:
+        """Whether nothing failed for good; asked by any thread."""
+        return not self.scheduler.failure
+
+    def withdraw_readiness(self) -> None:
+        """Requests are served as before, but the server is not ready any more: it will end soon."""
+        self._ending = True
+
+    def abort_loading(self) -> None:
+        """The process is about to end: whoever waits for a model to be loaded is told so; called on the event loop."""
+        self._aborted.set()
+
+    async def close(self) -> None:
+        """Finish what was submitted, then end the threads; of a process that ends, those that soon can be."""
+        self.draining = True
+        limit_s = ABORT_S if self._aborted.is_set() else self._settings.deadline_s
+        if not self.alive:
+            limit_s = 0.0
+        await asyncio.gather(*(self._stop(worker, limit_s) for worker in self.list_workers()))
+        for task in self._tasks:
+            task.cancel()
+        self.scheduler.close()
+
+    def list_workers(self) -> list[ModelWorker]:
+        """All that are loaded or load; called by any thread."""
+        return [*dict(self.workers).values(), *self._others.copy()]
+
+    def find_worker(self, name: str | None) -> ModelWorker | None:
+        """The worker that answers for a model's name or alias (None: the default), where there is one."""
+        return self.workers.get(self.find_name(name))
+
+    def find_name(self, name: str | None) -> str:
+        """A model's own name by its name or alias (None: the default); of one that there is not as it is."""
+        name = self.default if name is None else name
+        return self.registry.aliases.get(name, name)
+
+    async def get_worker(self, name: str | None, deadline: float) -> ModelWorker:
+        """The worker of a model by its name or alias (None: the default), loaded if it is not yet.
+
+        Who awaits something else while he uses it holds it (``ModelWorker.hold``). UnknownModelError; UnavailableError
+        while draining, where loading failed, or where it lasts beyond the deadline.
+        """
+        while True:
+            entry = self.registry.get_entry(self.default if name is None else name)
+            if self.draining:
+                raise UnavailableError("the server is shutting down", retry_after=LOADING_RETRY_S)
+            if self.scheduler.failure:
+                raise failure_error(self.scheduler.failure)
+            worker = self.workers.get(entry.spec.name) or self._start_one_more(entry)
+            if worker.stopping:
+                raise unloading_error(worker.name)
+            worker.last_used = time.monotonic()
+            if not worker.loaded.done():
+                await self._wait_for(worker, deadline)
+            if not worker.replaced.is_set():
+                break
+        # Looked at, not raised again: an exception that many requests raise keeps the frames of all of them.
+        error = worker.loaded.exception()
+        if error is None:
+            return worker
+        detail, hint = (error.detail, error.hint) if isinstance(error, LayertapError) else (type(error).__name__, "")
+        detail = f"model {worker.name} could not be loaded: {detail}"
+        hint = "; ".join(filter(None, (hint, f"POST /models/{worker.name}/load tries again")))
+        raise UnavailableError(detail, hint=hint, retry_after=FAILED_RETRY_S)
+
+    async def load(self, name: str, deadline: float) -> None:
+        """Load a model, also one whose loading failed before."""
+        if self.registry.get_entry(name).state == "failed":
+            await self.unload(name)
+        await self.get_worker(name, deadline)
+
+    async def unload(self, name: str) -> None:
+        """Finish the model's queue, then forget it."""
+        worker = self.workers.get(self.registry.get_entry(name).spec.name)
+        if worker is not None:
+            await self._stop(worker, None)
+
+    # Models that come and go while others serve
+
+    async def exchange(self, entry: ModelEntry) -> None:
+        """Load a model beside the one of its name; once it is there new requests are its own.
+
+        Requests that the other one has are answered by it, then it is let go. LoadError where it can't be loaded,
+        UnavailableError where there is no room for it, and all is as it was.
+        """
+        self.room.make_for(entry, NO_ROOM_HINT.format(entry.spec.name))
+        worker = self._create_worker(entry)
+        self._others.add(worker)
+        await asyncio.wait((asyncio.wrap_future(worker.settled),))
+        error = worker.loaded.exception()
+        if error is not None or self.draining:
+            self._others.discard(worker)
+            raise error or UnavailableError("the server is shutting down", retry_after=LOADING_RETRY_S)
+        self.put_entry(entry)
+        self._others.discard(worker)
+        self.workers[worker.name] = worker
+
+    def put_entry(self, entry: ModelEntry) -> None:
+        """Let an entry take the place of the one of its name, or be one more; what answered for that is let go."""
+        self._let_go(entry.spec.name)
+        self.registry.put_entry(entry)
+
+    def remove_entry(self, name: str) -> None:
+        """Let a model go for good: new requests don't find it, those that it has are answered."""
+        self.registry.remove_entry(name)
+        self._let_go(name)
+
+    def begin_loading(self, entry: ModelEntry) -> None:
+        """Load a model that is listed, if it is not there yet, without anybody who waits for it."""
+        if entry.spec.name not in self.workers and not self.draining:
+            self._start(entry)
+
+    def run_beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something beside requests, until it ends or the server does."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _let_go(self, name: str) -> None:
+        worker = self.workers.pop(name, None)
+        if worker is not None:
+            worker.replaced.set()
+            self._others.add(worker)
+            self.run_beside(self._stop_when_released(worker))
+
+    async def _stop_when_released(self, worker: ModelWorker) -> None:
+        await worker.wait_until_released()
+        await self._stop(worker, None)
+        log.info("a model's former version is unloaded", extra={"fields": {"model": worker.name}})
+
+    async def _tidy(self) -> None:
+        while True:
+            await asyncio.sleep(TIDY_INTERVAL_S)
+            if self._has_unloaded:  # and by now let go of what it had
+                self._has_unloaded = False
+                await asyncio.to_thread(allocator.release_memory)
+            self.room.tidy()
+
+    def _fail_all(self, reason: str) -> None:
+        """No model can be relied on, as long as this process lasts."""
+        log.critical("the server has to be restarted", extra={"fields": {"reason": reason}})
+        for entry in self.registry:
+            if entry.model is not None:
+                entry.fail(reason)
+
+    async def _wait_for(self, worker: ModelWorker, deadline: float) -> None:
+        """Return once a model is loaded or has failed, or another version has taken its place.
+
+        UnavailableError where that lasts too long, or is given up.
+        """
+        events = [asyncio.ensure_future(event.wait()) for event in (self._aborted, worker.replaced)]
+        waiting: list[asyncio.Future[Any]] = [asyncio.wrap_future(worker.settled), *events]
+        try:
+            with suppress(DeadlineError), worker.hold():
+                await wait_until(deadline, asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED))
+        finally:
+            for event in events:
+                event.cancel()
+        if not worker.loaded.done() and not worker.replaced.is_set():
+            raise UnavailableError(f"model {worker.name} is loading", retry_after=LOADING_RETRY_S)
+
+    def _start_one_more(self, entry: ModelEntry) -> ModelWorker:
+        self.room.make_for(entry)
+        return self._start(entry)
+
+    def _start(self, entry: ModelEntry) -> ModelWorker:
+        worker = self.workers[entry.spec.name] = self._create_worker(entry)
+        return worker
+
+    def _create_worker(self, entry: ModelEntry) -> ModelWorker:
+        entry.state = "loading"
+        return ModelWorker(entry, partial(self._load, entry), self.scheduler, self._settings)
+
+    def _load(self, entry: ModelEntry) -> Executor:
+        name = entry.spec.name
+        try:
+            model = self.registry.load_entry(entry)
+            if model.report is not None and (report := model.report.describe()):
+                log.info("a checkpoint was read", extra={"fields": {"model": name, **report}})
+            try:
+                executor = self._create_executor(model)
+                self.room.measure(entry, executor)
+            except LoadError as error:
+                entry.fail(error.detail, error.kind or "other")
+                raise
+        except LayertapError as error:
+            fields = {"model": name, "reason": error.detail, "hint": error.hint}
+            traceback = error if isinstance(error, LoadError) and error.kind in OWN_CODE else None
+            log.error("a model could not be loaded", exc_info=traceback, extra={"fields": fields})
+            raise
+        return executor
+
+    def _unload_now(self, worker: ModelWorker) -> None:
+        """Let go of a worker that nobody uses."""
+        log.info("a model is unloaded", extra={"fields": {"model": worker.name}})
+        self.scheduler.remove_model(worker)
+        self._forget(worker)
+
+    async def _stop(self, worker: ModelWorker, limit_s: float | None) -> None:
+        # The worker keeps its place until its threads have ended: others would be more threads in the model.
+        await worker.stop(limit_s)
+        self._forget(worker)
+
+    def _forget(self, worker: ModelWorker) -> None:
+        if self.workers.get(worker.name) is worker:
+            del self.workers[worker.name]
+            worker.entry.unload()
+        elif worker not in self._others:
+            return
+        self._others.discard(worker)
+        self._has_unloaded = True
+        self.on_unload(worker.generation)

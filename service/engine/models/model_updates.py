@@ -1,0 +1,236 @@
+"""Models that are exchanged, added and removed while others answer: one by its entry, all by the configuration file."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+from layertap.models.errors import LayertapError, LoadError, RequestError
+from layertap.models.registry import ModelEntry
+from layertap.models.spec import ModelSpec
+from layertap.service.config.allowed import Allowed
+from layertap.service.config.changes import Changes, compare
+from layertap.service.config.checks import check_specs
+from layertap.service.config.configuration import Configuration, read_configuration
+from layertap.service.config.document import ConfigError
+from layertap.service.config.parsing import parse_entry
+from layertap.service.engine.deadline import wait_until
+from layertap.service.engine.models.model_manager import ModelManager
+from layertap.service.engine.plan.planner import RunInThread
+from layertap.service.errors import ConflictError, ForbiddenError
+
+log = logging.getLogger("layertap")
+READ_S = 60.0
+Exchange = asyncio.Task[LayertapError | None]
+
+
+@dataclass(frozen=True)
+class Update:
+    """A configuration that is taken over: what it changes, and what ends when that is done."""
+
+    changes: Changes
+    done: asyncio.Task[None]
+
+
+class ModelUpdates:
+    """Changes which models there are, and their versions. For the event loop only, which it never blocks.
+
+    A model's next version loads beside the one that answers, and takes its place when it is there: no request fails,
+    and each is answered by one version. Where it can't be loaded all stays as it was.
+    """
+
+    def __init__(
+        self, manager: ModelManager, configuration: Configuration, path: Path | None, run_in_thread: RunInThread
+    ) -> None:
+        """``path`` is that of the configuration's file, None where there is none."""
+        self._manager = manager
+        self._configuration = configuration
+        self._path = path
+        self._run_in_thread = run_in_thread
+        self._exchanges: dict[str, Exchange] = {}
+        self._applying: asyncio.Task[None] | None = None
+        self._reading = asyncio.Lock()
+
+    async def exchange(self, name: str, data: object, deadline: float) -> Exchange:
+        """Begin to load a model's next version by its entry.
+
+        The task gives None once new requests are its own, or why it could not be loaded. ForbiddenError, RequestError,
+        UnknownModelError; ConflictError where another one loads, the name is an alias, or the model is about to go;
+        DeadlineError where what the entry names can't be looked at in time.
+        """
+        while True:
+            configuration = self._configuration
+            configured, allowed = self._find_configured(name)
+            parse = partial(_parse_version, name, data, configured, allowed, configuration.folder or Path.cwd())
+            spec = await self._run_in_thread(parse, deadline)  # folders may be far away
+            if self._configuration is configuration:  # else it was read anew meanwhile
+                break
+        running = self._manager.registry.get_entry(name)
+        specs = [spec if entry is running else entry.spec for entry in self._manager.registry]
+        if mistakes := _find_mistakes(specs, self._manager.default, {name: running.spec}):
+            raise RequestError(mistakes[0])
+        return self._begin_exchange(running, spec)
+
+    async def reload(self, deadline: float) -> Update:
+        """Read the configuration's file anew, and begin to make models what it says.
+
+        ConflictError where there is no file; ConfigError, and nothing changes, where it makes no sense; DeadlineError
+        as well, where models of a former reading load longer.
+        """
+        return await wait_until(deadline, self._reload())
+
+    async def _reload(self) -> Update:
+        path = self._path
+        if path is None:
+            raise ConflictError("there is no configuration file", hint="LAYERTAP_CONFIG or --config names one")
+        async with self._reading:
+            configuration = await self._run_in_thread(partial(_read_again, path), time.monotonic() + READ_S)
+            await self._wait_for_changes()
+            manager = self._manager
+            specs = {entry.spec.name: entry.spec for entry in manager.registry}
+            if mistakes := _find_mistakes(configuration.models, configuration.default, specs):
+                raise ConfigError("\n".join(mistakes))
+            changes = compare(specs.values(), manager.default, manager.registry.aliases, configuration)
+            self._configuration = configuration
+            log.info("the configuration is read anew", extra={"fields": changes.describe()})
+            loading = self._begin_changes(configuration, changes)  # now: an exchange that begins first would refuse it
+            self._applying = manager.run_beside(self._apply(configuration, changes, loading))
+            return Update(changes, self._applying)
+
+    def reload_beside(self) -> None:
+        """The same where nobody waits for the answer: the log has it."""
+        self._manager.run_beside(self._reload_and_log())
+
+    async def _reload_and_log(self) -> None:
+        try:
+            await self._reload()
+        except LayertapError as error:
+            log.error("the configuration is not read anew", extra={"fields": {"reason": error.detail}})
+
+    async def _wait_for_changes(self) -> None:
+        """Return once no model is exchanged, and the configuration that was read before is in effect."""
+        while pending := [task for task in (*self._exchanges.values(), self._applying) if task and not task.done()]:
+            await asyncio.wait(pending)  # others may begin meanwhile
+
+    def _find_configured(self, name: str) -> tuple[ModelSpec, Allowed]:
+        """What the configuration says of a model that is to be exchanged, and what it allows."""
+        allowed = self._configuration.allowed
+        if allowed is None:
+            hint = "who runs the server adds 'allow' to the configuration file"
+            raise ForbiddenError("the configuration allows no model to be exchanged", hint=hint)
+        model = self._manager.registry.get_entry(name).spec.name
+        if model != name:
+            hint = f"name the model, {model}; aliases are changed in the configuration file"
+            raise ConflictError(f"{name} is an alias", hint=hint)
+        configured = {spec.name: spec for spec in self._configuration.models}
+        if name not in configured:  # it would come back
+            raise ConflictError(f"model {name} is about to go: the configuration has it no more", hint="add it there")
+        return configured[name], allowed
+
+    def _begin_exchange(self, running: ModelEntry, spec: ModelSpec) -> Exchange:
+        if spec.name in self._exchanges:
+            raise ConflictError(f"model {spec.name} is being exchanged", hint="come again once it is")
+        exchange = self._exchanges[spec.name] = asyncio.create_task(self._exchange(running, spec))
+        return exchange
+
+    async def _exchange(self, running: ModelEntry, spec: ModelSpec) -> LayertapError | None:
+        entry = running.replacement = running.make_next(spec)
+        try:
+            await self._manager.exchange(entry)
+        except LayertapError as error:
+            log.error("a model keeps its version", extra={"fields": {"model": spec.name, "reason": error.detail}})
+            entry.fail(error.detail, error.kind if isinstance(error, LoadError) else "other")
+            return error
+        finally:
+            del self._exchanges[spec.name]
+        log.info("a model has a new version", extra={"fields": {"model": spec.name}})
+        return None
+
+    def _begin_changes(self, configuration: Configuration, changes: Changes) -> list[asyncio.Future[Any]]:
+        """Begin to load what is new in a configuration, or failed before; what ends when that is loaded, or failed."""
+        specs, workers = {spec.name: spec for spec in configuration.models}, self._manager.workers
+        entries = {entry.spec.name: entry for entry in self._manager.registry}
+        failed = [name for name, entry in entries.items() if entry.state == "failed"]
+        again = [name for name in failed if name in specs and name not in changes.changed]
+        for name in changes.added:
+            self._put(ModelEntry(specs[name]))
+        for name in again:
+            self._put(entries[name].make_next(specs[name]))
+        changing = (self._change(entries[name], specs[name], changes) for name in changes.changed)
+        exchanges = [exchange for exchange in changing if exchange is not None]
+        loading = [workers[name] for name in (*changes.added, *again, *changes.changed) if name in workers]
+        return [*exchanges, *(asyncio.wrap_future(worker.settled) for worker in loading)]
+
+    async def _apply(
+        self, configuration: Configuration, changes: Changes, loading: Sequence[asyncio.Future[Any]]
+    ) -> None:
+        """Make models what a configuration says: once what is new has loaded, what is no more goes."""
+        manager = self._manager
+        if loading:
+            await asyncio.wait(loading)
+        new = {spec.name: spec.name for spec in configuration.models if spec.name in manager.registry.aliases}
+        names = {**new, **configuration.aliases}
+        targets = {name: self._choose_target(name, manager.find_name(name), target) for name, target in names.items()}
+        manager.default = self._choose_target("the default", manager.default, configuration.default)
+        manager.registry.aliases = {name: target for name, target in targets.items() if target != name}
+        for name in changes.removed:
+            if name not in {manager.default, *targets.values()}:  # else it goes when the file is read again
+                manager.remove_entry(name)
+        log.info("the configuration is in effect", extra={"fields": {"models": len(configuration.models)}})
+
+    def _change(self, entry: ModelEntry, spec: ModelSpec, changes: Changes) -> Exchange | None:
+        """Give a model its new entry; what loads for that, where it is loaded now."""
+        worker = self._manager.workers.get(spec.name)
+        if not changes.needs_loading(spec.name):
+            entry.spec = spec
+        elif worker is not None and not worker.failed:
+            return self._begin_exchange(entry, spec)
+        else:
+            self._put(entry.make_next(spec))
+        return None
+
+    def _put(self, entry: ModelEntry) -> None:
+        self._manager.put_entry(entry)
+        if entry.spec.load == "startup":
+            self._manager.begin_loading(entry)
+
+    def _choose_target(self, name: str, former: str, target: str) -> str:
+        """What a name means from now on: not a model that could not be loaded, where it meant another before."""
+        states = {entry.spec.name: entry.state for entry in self._manager.registry}
+        if former == target or former not in states or states[target] != "failed":
+            return target
+        log.error("a name stays where it was", extra={"fields": {"name": name, "model": former, "failed": target}})
+        return former
+
+
+def _parse_version(name: str, data: object, configured: ModelSpec, allowed: Allowed, folder: Path) -> ModelSpec:
+    """A model's next version by its entry; ForbiddenError, RequestError. It looks at files: not on the event loop."""
+    if not isinstance(data, dict) or data.get("name", name) != name:
+        raise RequestError("the body is the model's entry, by the name in the path", hint="leave 'name' out")
+    spec = parse_entry({**data, "name": name}, folder)
+    allowed.check(spec, configured)
+    return spec
+
+
+def _read_again(path: Path) -> Configuration:
+    with suppress(OSError):  # of what is not there the reading tells
+        if not S_ISREG(path.stat().st_mode):  # a pipe would hold the thread for ever
+            raise ConfigError(f"can't read {path} again: it is no file")
+    return read_configuration(path, before_loading=True)
+
+
+def _find_mistakes(specs: Iterable[ModelSpec], default: str, running: Mapping[str, ModelSpec]) -> list[str]:
+    """What is wrong with models together, or can't be changed while others run."""
+    numbered = dict(enumerate(specs))
+    mistakes = [text for _, text in check_specs(numbered, (), [spec.name for spec in numbered.values()], default)]
+    if any(spec.tf32 != running[spec.name].tf32 for spec in numbered.values() if spec.name in running):
+        mistakes.append("tf32 holds for the whole process: change it by a restart")
+    return mistakes

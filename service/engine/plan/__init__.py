@@ -1,0 +1,1 @@
+"""What a request names, as what is captured for it."""

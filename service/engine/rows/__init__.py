@@ -1,0 +1,1 @@
+"""Items made into rows."""

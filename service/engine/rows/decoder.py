@@ -1,0 +1,216 @@
+"""A request's items made into rows by the pool that decodes; a lone item goes on to its model from there."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, pairwise
+
+from torch import Tensor
+
+from layertap.models.errors import Fault, LayertapError, RequestError, TooLargeError
+from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.inputs.preprocess import compute_output_size
+from layertap.models.spec import Shapes
+from layertap.service.engine.admit.limits import show_shapes
+from layertap.service.engine.execute.forward_batch import Results, UndecodedError
+from layertap.service.engine.plan.planner import PlannedRequest, RunInThread
+from layertap.service.engine.request import Job
+from layertap.service.engine.rows.item_rows import pad_texts
+from layertap.service.engine.rows.picture_rows import normalize_rows
+from layertap.service.engine.rows.rows import Attempt, Fetched, ItemAttempts, Items, Rows, get_row_shapes, join_rows
+from layertap.service.engine.schedule.batch_formation import are_few_rows
+from layertap.service.engine.schedule.scheduler import Scheduler
+from layertap.service.inputs.items import ImageItem, LocalItem
+
+
+@dataclass(frozen=True)
+class DecodedRows:
+    """Rows of one shape, the items that they were made of, and the place in the request of the first."""
+
+    rows: dict[str, Tensor]
+    items: Sequence[Fetched]
+    place: int
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shape of one row, input by input."""
+        return get_row_shapes(self.rows)
+
+
+@dataclass(frozen=True)
+class DecodedInputs:
+    """The rows of all good inputs, and the faults of all others, in the order of the inputs.
+
+    ``parts``: one of all rows where they have one shape and want the same, else one for each input.
+    """
+
+    parts: Sequence[DecodedRows]
+    faults: tuple[Fault, ...]
+
+
+class InputDecoder:
+    """Decodes items on the slots that the scheduler gives. For the event loop only."""
+
+    def __init__(self, scheduler: Scheduler, run_in_thread: RunInThread) -> None:
+        self._scheduler = scheduler
+        self._run_in_thread = run_in_thread
+
+    async def decode(self, planned: PlannedRequest, items: Items, deadline: float) -> DecodedInputs:
+        """All rows of a request; RequestError or TooLargeError where it wants all or nothing, or none is good."""
+        with planned.request.timings.step("decode"):
+            local = [item for _, item in items if not isinstance(item, LayertapError)]
+            groups = split_evenly(local, self._scheduler.slots, planned.worker.executor.max_decode_items)
+            decoded = await self._decode_groups(planned, groups, deadline)
+            attempts = [[item] if isinstance(item, LayertapError) else next(decoded) for _, item in items]
+        return await self._join(planned, items, attempts, deadline)
+
+    async def decode_and_run(
+        self, planned: PlannedRequest, items: Items, make_job: Callable[[Rows], Job], deadline: float
+    ) -> tuple[Job, Results] | DecodedInputs:
+        """A lone item that is decoded, planned and queued in one thread, with no way back to the event loop.
+
+        What turns out to be something else than was planned is given back decoded, to be planned anew.
+        """
+        ((_, item),) = items
+        if isinstance(item, LayertapError):
+            return await self.decode(planned, items, deadline)
+
+        def decode() -> Job | ItemAttempts:
+            attempts = planned.worker.executor.decode([item], planned.inputs)
+            rows = attempts[0][0]
+            if len(attempts[0]) == 1 and isinstance(rows, Mapping) and _is_as_planned(rows, planned):
+                return make_job(rows)
+            return attempts
+
+        started, steps = time.perf_counter(), planned.request.timings.steps
+        try:
+            answer = await self._scheduler.decode_and_run(planned.worker, decode, planned.request.priority, deadline)
+        finally:
+            if "decode" not in steps:  # of a job the scheduler tells when it was decoded
+                planned.request.timings.add_span("decode", started, time.perf_counter())
+        return answer if isinstance(answer, tuple) else await self._join(planned, items, answer, deadline)
+
+    async def run_encoded(self, planned: PlannedRequest, items: Items, job: Job) -> tuple[Job, Results] | DecodedInputs:
+        """The results of pictures that are decoded with their batches; raises what ``decode`` does.
+
+        Where one of several can't be, the others are given back decoded, or why not: who sent them is told of each.
+        """
+        try:
+            (results,) = await self._scheduler.run([job])
+            return job, results
+        except UndecodedError as error:
+            refused = 0 if len(items) == 1 else error.row
+            items = [(place, error.refusal if row == refused else item) for row, (place, item) in enumerate(items)]
+        return await self.decode(planned, items, job.queued.deadline)
+
+    async def _decode_groups(
+        self, planned: PlannedRequest, groups: Sequence[Sequence[LocalItem]], deadline: float
+    ) -> Iterator[Sequence[Attempt]]:
+        decoding = [self._decode_group(planned, group, deadline) for group in groups]
+        decoded = [await decoding[0]] if len(decoding) == 1 else await asyncio.gather(*decoding)
+        return chain.from_iterable(decoded)
+
+    async def _decode_group(self, planned: PlannedRequest, items: Sequence[LocalItem], deadline: float) -> ItemAttempts:
+        decode = partial(planned.worker.executor.decode, items, planned.inputs)
+        attempts = await self._scheduler.decode(planned.worker, decode, planned.request.priority, deadline)
+        left = [[item] for item, of_item in zip(items, attempts, strict=True) if not of_item]
+        if not left:
+            return attempts
+        again = await self._decode_groups(planned, left, deadline)
+        return [of_item or next(again) for of_item in attempts]
+
+    async def _join(
+        self, planned: PlannedRequest, items: Items, attempts: Sequence[Sequence[Attempt]], deadline: float
+    ) -> DecodedInputs:
+        request, inputs = planned.request, planned.inputs
+        if inputs.text is not None:
+            with request.timings.step("decode"):
+                pad = partial(pad_texts, items, attempts, inputs.text)
+                attempts = pad() if len(attempts) == 1 else await self._run_in_thread(pad, deadline)
+        parts: list[DecodedRows] = []
+        faults = list(request.faults)
+        for place, item, attempt in _number(items, attempts):
+            if isinstance(attempt, LayertapError):
+                faults.append(attempt.to_fault(f"/inputs/{place}", place))
+                if request.on_error == "fail" and isinstance(attempt, TooLargeError):
+                    raise TooLargeError.from_faults(faults[-1:])
+            elif (misfit := _find_misfit(planned, attempt, place)) is not None:
+                faults.append(misfit)
+            else:
+                parts.append(DecodedRows(dict(attempt), (item,), place))
+        faults.sort(key=lambda fault: fault.input or 0)
+        if faults and (request.on_error == "fail" or not parts):
+            raise RequestError.from_faults(faults)
+        if len(parts) > 1 and not request.input_options:
+            parts = await self._run_in_thread(partial(join_decoded, parts, inputs), deadline)
+        return DecodedInputs(parts, tuple(faults))
+
+
+def join_decoded(parts: Sequence[DecodedRows], inputs: ModelInputs) -> list[DecodedRows]:
+    """All rows of a request in one part where they have one shape, else as they are.
+
+    Where some are arrays its pictures are normalised, or both could not be in one tensor.
+    """
+    if len({part.shapes for part in parts}) > 1:
+        return list(parts)
+    rows: Sequence[Rows] = [part.rows for part in parts]
+    if len({tuple(value.dtype for value in each.values()) for each in rows}) > 1:
+        rows = [normalize_rows(each, inputs) for each in rows]
+    return [DecodedRows(join_rows(rows), [item for part in parts for item in part.items], parts[0].place)]
+
+
+def make_encoded_job(planned: PlannedRequest, items: Items, make_job: Callable[..., Job]) -> Job | None:
+    """The job of pictures that their batches decode, of which all is known of the rows that they become.
+
+    None where they are to be decoded first: those of which some have options of their own, or whose own size decides
+    the size of their rows; and, side by side, a few pictures, whose forwards run one after another on all cores, and
+    several that share their forwards with nobody, which are as large as memory allows (``decode_with_batch`` excepted).
+    """
+    pictures = tuple(item for _, item in items if isinstance(item, ImageItem))
+    preprocess = planned.inputs.preprocess
+    sized = preprocess is not None and compute_output_size(preprocess) is not None
+    known = planned.shapes == planned.catalog_shapes and sized and not planned.request.input_options
+    if not known or not planned.worker.executor.decodes_batches or not len(pictures) == len(items) == planned.rows:
+        return None
+    job = make_job({}, encoded=pictures)
+    if job.queued.runs_alone:
+        side_by_side = not planned.request.decode_with_batch
+    else:
+        side_by_side = are_few_rows(job.queued.queue, job.rows)
+    return None if job.rows > 1 and side_by_side else job
+
+
+def split_evenly(items: Sequence[LocalItem], slots: int, limit: int) -> list[Sequence[LocalItem]]:
+    """Groups of at most so many items, as many for each slot, so that all slots end at about the same time."""
+    rounds = math.ceil(len(items) / (slots * limit))
+    count = min(slots * rounds, len(items))
+    bounds = [len(items) * place // max(count, 1) for place in range(count + 1)]
+    return [items[start:stop] for start, stop in pairwise(bounds)]
+
+
+def _is_as_planned(rows: Rows, planned: PlannedRequest) -> bool:
+    count = len(next(iter(rows.values())))
+    # A text's length, and with it the plan, shows only now.
+    fixed = planned.inputs.for_shapes(planned.shapes).text is None
+    return fixed and count == planned.rows and get_row_shapes(rows) == planned.shapes == planned.catalog_shapes
+
+
+def _number(items: Items, attempts: Sequence[Sequence[Attempt]]) -> Iterator[tuple[int, Fetched, Attempt]]:
+    """Every input's place, its item and what became of it; a batch is one item of several inputs."""
+    for (place, item), item_attempts in zip(items, attempts, strict=True):
+        for row, attempt in enumerate(item_attempts):
+            yield place + row, item, attempt
+
+
+def _find_misfit(planned: PlannedRequest, rows: Rows, place: int) -> Fault | None:
+    """What is wrong with the shape of rows: that of a layer's output is fixed."""
+    inputs, shapes = planned.inputs, get_row_shapes(rows)
+    if planned.request.resume is not None and inputs.text is None and shapes != inputs.shapes:
+        detail = f"an output of {inputs.specs[0].name!r} has another shape than {show_shapes(shapes)}"
+        return Fault(detail, f"send shape {show_shapes(inputs.shapes)}", input=place)
+    return None

@@ -1,0 +1,92 @@
+"""Inputs at URLs become pictures, before anything of the request is decoded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from layertap.models.errors import InputError, LayertapError, RequestError, TooLargeError
+from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.service.engine.admit.admission import Admission
+from layertap.service.engine.deadline import wait_until
+from layertap.service.engine.plan.planner import PlannedRequest
+from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.rows.picture_rows import get_preprocessing
+from layertap.service.engine.rows.rows import Fetched, Items
+from layertap.service.fetch.download_budget import DownloadBudget
+from layertap.service.fetch.fetcher import Fetcher
+from layertap.service.fetch.urls import FetchTarget
+from layertap.service.inputs.items import ImageItem, InputItem, UrlItem
+
+MAX_PARALLEL = 8  # fetches of one request, so that none takes all that the server may have under way
+
+
+async def fetch_inputs(planned: PlannedRequest, fetcher: Fetcher, admission: Admission) -> Items:
+    """The items of a planned request with their places; as ``fetch_items``."""
+    return await fetch_items(planned.request, planned.inputs, planned.rows, fetcher, admission)
+
+
+async def fetch_items(
+    request: ExtractRequest, inputs: ModelInputs, rows: int, fetcher: Fetcher, admission: Admission
+) -> Items:
+    """The items of a request for some rows with their places, a picture in place of each URL, or why it can't be had.
+
+    While they are fetched the request keeps a single place in the queue. RequestError, TooLargeError where it wants all
+    or nothing; QueueFullError, DeadlineError.
+    """
+    places = [place for place, _ in request.items]
+    targets = [_find_target(item, inputs, fetcher) for _, item in request.items]
+    items = [target for target in targets if not isinstance(target, FetchTarget)]
+    if len(items) < len(targets):
+        _check_all_are_good(request, places, targets)
+        admission.resize(1)
+        with request.timings.step("fetch"):
+            fetching = _fetch_all(targets, fetcher, fetcher.create_budget(admission.reserve_bytes))
+            items = await wait_until(admission.deadline, fetching)
+        admission.resize(rows)
+    _check_all_are_good(request, places, items)
+    return list(zip(places, items, strict=True))
+
+
+def _find_target(item: InputItem, inputs: ModelInputs, fetcher: Fetcher) -> Fetched | FetchTarget:
+    if not isinstance(item, UrlItem):
+        return item
+    try:
+        get_preprocessing(inputs)
+        return fetcher.parse_url(item.url)
+    except InputError as error:
+        return error
+
+
+async def _fetch_all(
+    targets: Sequence[Fetched | FetchTarget], fetcher: Fetcher, budget: DownloadBudget
+) -> list[Fetched]:
+    limit = asyncio.Semaphore(MAX_PARALLEL)
+
+    async def fetch(target: Fetched | FetchTarget) -> Fetched:
+        if not isinstance(target, FetchTarget):
+            return target
+        async with limit:
+            try:
+                return ImageItem(await fetcher.fetch(target, budget))
+            except (InputError, TooLargeError) as error:
+                return error
+
+    try:
+        async with asyncio.TaskGroup() as group:  # where one ends the request, the others end as well
+            tasks = [group.create_task(fetch(target)) for target in targets]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _check_all_are_good(request: ExtractRequest, places: Sequence[int], items: Sequence[Fetched | FetchTarget]) -> None:
+    """RequestError, TooLargeError where some are not, and the request leaves none out."""
+    errors = [(place, item) for place, item in zip(places, items, strict=True) if isinstance(item, LayertapError)]
+    if request.on_error == "skip" or not errors:
+        return
+    too_large = [error for _, error in errors if isinstance(error, TooLargeError)]
+    first = too_large[0] if too_large else errors[0][1]
+    faults = tuple(error.to_fault(f"/inputs/{place}", place) for place, error in errors)
+    kind = TooLargeError if too_large else RequestError
+    raise kind(first.detail, hint=first.hint, faults=faults)

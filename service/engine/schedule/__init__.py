@@ -1,0 +1,1 @@
+"""Which rows share a forward, and when it starts."""

@@ -1,0 +1,85 @@
+"""What rows of a model wait in, by their shape and by what is computed of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from layertap.models.catalog.catalog import Catalog, Costs
+from layertap.models.catalog_cache import MAX_CATALOGS
+from layertap.models.compiled.compiled_plan import CompiledPlan
+from layertap.models.devices import memory
+from layertap.models.devices.devices import resolve_device
+from layertap.models.lru_cache import LRUCache
+from layertap.models.model_info import ModelInfo
+from layertap.models.spec import Shapes
+from layertap.service.engine.schedule.batch import BatchQueue
+from layertap.service.settings import Settings
+
+MAX_QUEUES = 4 * MAX_CATALOGS  # with a graph and without, from the beginning and from a layer, compiled
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}  # of what is free when a model is loaded: what its forwards may take
+QueueKey = tuple[int, Shapes, bool, CompiledPlan | None, bool]
+
+
+class BatchQueues:
+    """The queues of one model; made in its thread, right after it is loaded. Any thread may ask for one."""
+
+    def __init__(self, model: ModelInfo, key: str, devices: Sequence[str], settings: Settings) -> None:
+        """``key`` is the worker's; ``devices`` has one for each replica."""
+        self._model = model
+        self._key = key
+        self._devices = tuple(dict.fromkeys(devices))
+        self._replicas = len(devices) // len(self._devices)
+        self._settings = settings
+        self._max_bytes = _measure_max_bytes(self._devices, self._replicas, settings)
+        self._queues = LRUCache[QueueKey, tuple[Catalog, BatchQueue]](MAX_QUEUES)
+
+    def get(
+        self,
+        catalog: Catalog,
+        shapes: Shapes,
+        has_graph: bool,
+        compiled: CompiledPlan | None = None,
+        together: bool = False,
+    ) -> BatchQueue:
+        """What rows of a shape wait in.
+
+        Those whose forward keeps its graph, begins in the middle, or is compiled, wait apart; so do those that affect
+        each other and run ``together``.
+        """
+        costs = compiled.costs if compiled else catalog.graph_costs if has_graph else catalog.costs
+        # An id of what the entry keeps is nobody else's.
+        key = id(catalog), shapes, has_graph, compiled, together
+        _, queue = self._queues.get_or_create(key, lambda: (catalog, self.create(catalog, costs, together)))
+        return queue
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows of a forward, of the shape that was used last; 0 before any was."""
+        return next((queue.max_rows for _, queue in reversed(self._queues.values())), 0)
+
+    def create(self, catalog: Catalog, costs: Costs, together: bool = False) -> BatchQueue:
+        """A queue of its own."""
+        model, settings = self._model, self._settings
+        limit = settings.fixed_batch_rows or settings.max_batch_rows
+        max_rows = min(limit, max(self._max_bytes // max(costs.row_bytes, 1), 1))
+        return BatchQueue(
+            model=self._key,
+            name=model.spec.name,
+            devices=self._devices,
+            costs=costs,
+            max_rows=max_rows if catalog.rowwise or together else 1,
+            max_bytes=self._max_bytes,
+            padded_rows=max_rows if settings.fixed_batch_rows and catalog.rowwise else None,
+            slots=max(settings.cpu_threads // self._replicas, 1) if costs.speedup > 1 else 1,
+            replicas=self._replicas,
+        )
+
+
+def _measure_max_bytes(devices: Sequence[str], replicas: int, settings: Settings) -> int:
+    """Bytes that one forward may take, of several on each device; where one of them has least, that is the limit."""
+    if settings.batch_memory_bytes is not None:
+        return settings.batch_memory_bytes
+    known = [resolve_device(name) for name in devices]
+    free = [memory.measure_available_bytes(device) * MEMORY_SHARE[device.type] for device in known]
+    on_host = sum(device.type == "cpu" for device in known)  # they share its memory
+    return int(min(free) / replicas / max(on_host, 1))

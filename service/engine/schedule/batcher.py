@@ -1,0 +1,283 @@
+"""Which waiting rows share the next forward, and when it starts: decisions only, on a clock that is passed in.
+
+Nothing here waits for more rows to come: batches grow while others run. A device has slots, a CPU one for each core, a
+GPU one in all, or one for each stream; a batch takes one, or all of them for a single row that all cores compute
+together. Pictures are decoded on the CPU's slots as well, ahead of forwards but only until a batch is worth its start.
+
+``waiting.py`` has what waits, ``fair_share.py`` which model is next, ``batch_formation.py`` what a batch starts with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from layertap.service.engine.schedule.batch import (
+    CPU,
+    Batch,
+    BatchQueue,
+    DecodeTask,
+    DeviceSlots,
+    DeviceState,
+    QueuedRequest,
+)
+from layertap.service.engine.schedule.batch_formation import extend_batch, form_batch
+from layertap.service.engine.schedule.fair_share import FairShare
+from layertap.service.engine.schedule.waiting import WaitingEntries, WaitingRequests, get_urgency
+
+Clock = Callable[[], float]
+IdleReplicas = Mapping[str, Mapping[str, int]]  # by model, then by device
+MAX_WAIT_IN_FORWARDS = 2.0  # from then on a request is ready: seconds it waited, divided by an efficient forward's
+
+
+class Batcher:
+    """Takes requests in, gives batches out. Not for several threads at once.
+
+    ``bulk_delay``: seconds after which a bulk request counts as an interactive one that came just now; rows that come
+    that much later than a picture do not overtake it. As long after an interactive request bulk has short batches: it
+    is likely that the next one comes, and it can't go before a batch that runs.
+    """
+
+    def __init__(self, devices: Mapping[str, DeviceSlots], clock: Clock, bulk_delay: float = 5.0) -> None:
+        self._clock = clock
+        self._bulk_delay = bulk_delay
+        self._devices = dict(devices)
+        self._free_slots = {name: device.slots for name, device in devices.items()}
+        self._waiting: dict[BatchQueue, WaitingRequests] = {}  # no entry is empty
+        self._waiting_decodes = WaitingEntries[DecodeTask]()
+        self._running_batches: dict[str, int] = {}  # by model
+        self._running_rows: dict[BatchQueue, int] = {}  # no entry is 0
+        self._running_decodes = 0
+        self._interactive_at: dict[str, float] = {}  # by device: when an interactive request came last
+        self._fair_share = FairShare()
+
+    # Devices and limits
+
+    def add_device(self, name: str, device: DeviceSlots) -> None:
+        """Know of a device; one that is known stays as it is."""
+        if name not in self._devices:
+            self._devices[name], self._free_slots[name] = device, device.slots
+
+    def count_slots(self) -> dict[str, int]:
+        """The slots of each device."""
+        return {name: device.slots for name, device in self._devices.items()}
+
+    def count_parallel_batches(self, devices: Sequence[str], slots: int) -> int:
+        """How many batches of so many slots some devices compute at the same time."""
+        known = [self._devices[name] for name in devices]
+        return sum(device.slots // slots if device.parallel else 1 for device in known)
+
+    @staticmethod
+    def reduce_max_rows(queue: BatchQueue, rows: int) -> None:
+        """Lower a queue's limit after so many rows did not fit into memory: to half of them, if it is not lower."""
+        queue.max_rows = max(1, min(queue.max_rows, rows // 2))
+        queue.padded_rows = queue.padded_rows and min(queue.padded_rows, queue.max_rows)
+
+    # What waits
+
+    def add(self, request: QueuedRequest) -> None:
+        """Let a request wait for its forward."""
+        queue = request.queue
+        if not self._wants_device(queue.model):
+            self._fair_share.join(queue.model, queue.devices)
+        self._set_arrival(request)
+        if request.priority == "interactive":
+            self._interactive_at.update(dict.fromkeys(queue.devices, request.enqueued_at))
+        self._waiting.setdefault(queue, WaitingRequests()).add(request)
+
+    def remove(self, request: QueuedRequest) -> None:
+        """Forget what still waits of a request."""
+        if request.queue in self._waiting:
+            self._waiting[request.queue].remove(request)
+            self._forget_if_empty(request.queue)
+
+    def add_decode(self, task: DecodeTask) -> None:
+        """Let a picture wait to be decoded."""
+        self._set_arrival(task)
+        self._waiting_decodes.add(task)
+
+    def remove_decode(self, task: DecodeTask) -> None:
+        """Forget a picture that was to be decoded, where that has not begun."""
+        self._waiting_decodes.remove(task)
+
+    def remove_model(self, model: str) -> None:
+        """Forget a model of which nothing waits or runs."""
+        self._fair_share.remove(model)
+        self._running_batches.pop(model, None)
+        for queue in [queue for queue in self._waiting if queue.model == model]:
+            del self._waiting[queue]  # what is past its deadline may still be here
+
+    def count_waiting_rows(self, model: str) -> int:
+        """Rows of a model that are in no batch yet."""
+        return sum(waiting.rows for queue, waiting in self._waiting.items() if queue.model == model)
+
+    # What starts
+
+    def start_next(self, idle_replicas: IdleReplicas) -> Batch | DecodeTask | None:
+        """What starts now, None where nothing may; ``idle_replicas`` are those that could run a batch."""
+        now = self._clock()
+        requests, task = self._list_first_requests(idle_replicas, now), self._find_first_decode(now)
+        if task is not None and not any(self._precedes(request, task, now) for request in requests):
+            requests = [request for request in requests if CPU not in request.queue.devices]
+        reserved: set[str] = set()  # devices whose slots are kept free for a row that needs all of them
+        for request in requests:
+            queue = request.queue
+            state = self._find_device(request, idle_replicas[queue.model], reserved, now)
+            if state is None:
+                continue
+            batch = self._form_batch(queue, state, now)
+            if batch is not None:
+                return self._start_batch(batch)
+            if now - request.enqueued_at > queue.costs.estimate_seconds(
+                1
+            ):  # overdue: others have passed it for long enough
+                reserved.add(state.name)
+        if task is not None and CPU not in reserved:
+            return self._start_decode(task)
+        return None
+
+    def extend(self, batch: Batch) -> Batch:
+        """A batch that has begun, and not its forward, with rows that may still join it; or as it is."""
+        waiting = self._waiting.get(batch.queue)
+        if waiting is None:
+            return batch
+        now, device = self._clock(), self._devices[batch.device]
+        candidates = waiting.list_candidates(now)
+        short = self._should_be_short([each.request for each in batch.slices] + candidates, now)
+        extended = extend_batch(batch, candidates, device, self._running_rows[batch.queue], short)
+        for row_slice in extended.slices[len(batch.slices) :]:
+            waiting.take(row_slice)
+        self._forget_if_empty(batch.queue)
+        self._running_rows[batch.queue] += extended.rows - batch.rows
+        self._free_slots[batch.device] += batch.slots - extended.slots
+        self._fair_share.recharge(batch, extended)
+        return extended
+
+    def finish(self, task: Batch | DecodeTask, seconds: float, decode_seconds: float = 0.0) -> None:
+        """A batch has ended, or the decoding of a picture; its slots are free again.
+
+        ``decode_seconds`` of these the batch decoded its rows' pictures.
+        """
+        if isinstance(task, DecodeTask):
+            self._free_slots[CPU] += 1
+            self._running_decodes -= 1
+        else:
+            self._free_slots[task.device] += task.slots
+            self._running_batches[task.queue.model] -= 1
+            self._running_rows[task.queue] -= task.rows
+            if not self._running_rows[task.queue]:
+                del self._running_rows[task.queue]
+            self._fair_share.correct(task, seconds)
+            task.queue.note_decode_seconds(decode_seconds / task.rows)
+
+    # In which order
+
+    def _list_first_requests(self, idle_replicas: IdleReplicas, now: float) -> list[QueuedRequest]:
+        """The first request of each queue that could start something.
+
+        Interactive ones are before bulk, then those of the model that has used least time, then the oldest.
+        """
+        requests = []
+        for queue, waiting in list(self._waiting.items()):
+            if self._list_free_devices(queue, idle_replicas.get(queue.model, {})):
+                request = waiting.find_first(now)
+                self._forget_if_empty(queue)
+                if request is not None:
+                    requests.append(request)
+
+        def order(request: QueuedRequest) -> tuple[bool, float, float]:
+            deferred, due_at = get_urgency(request, now)
+            return deferred, self._fair_share.used_seconds[request.queue.model], due_at
+
+        return sorted(requests, key=order)
+
+    def _find_first_decode(self, now: float) -> DecodeTask | None:
+        """The picture that is decoded next, if the CPU has a slot for it; where batches have all, one more is lent.
+
+        A bad picture is then refused at once, and a good one ready for the next batch, however long forwards take.
+        """
+        lent_slots = 0 if self._running_decodes else 1
+        if CPU not in self._devices or self._free_slots[CPU] + lent_slots <= 0:
+            return None
+        return self._waiting_decodes.find_first(now)
+
+    def _precedes(self, request: QueuedRequest, task: DecodeTask, now: float) -> bool:
+        """Whether a request on the CPU goes before a picture: more urgent, or as urgent, ready and not much newer."""
+        if CPU not in request.queue.devices:
+            return False
+        urgency_of_request, urgency_of_task = get_urgency(request, now), get_urgency(task, now)
+        if urgency_of_request.deferred != urgency_of_task.deferred:
+            return urgency_of_task.deferred
+        return self._is_ready(request, now) and request.due_at <= task.due_at + self._bulk_delay
+
+    # What may start
+
+    def _find_device(
+        self, request: QueuedRequest, idle_replicas: Mapping[str, int], reserved: Collection[str], now: float
+    ) -> DeviceState | None:
+        """Where a batch of a request's queue may start: of several devices that with most free slots."""
+        free = self._list_free_devices(request.queue, idle_replicas)
+        may_start = [name for name in free if name not in reserved and self._may_start_on_device(name, request, now)]
+        if not may_start:
+            return None
+        name = max(may_start, key=self._free_slots.__getitem__)  # of equals the first
+        return DeviceState(name, self._devices[name], self._free_slots[name], idle_replicas[name], len(may_start))
+
+    def _list_free_devices(self, queue: BatchQueue, idle_replicas: Mapping[str, int]) -> list[str]:
+        """The devices of a queue that have a free slot and an idle replica of its model."""
+        return [name for name in queue.devices if self._free_slots[name] > 0 and idle_replicas.get(name, 0) > 0]
+
+    def _may_start_on_device(self, name: str, request: QueuedRequest, now: float) -> bool:
+        """Whether a batch may start beside what runs on a device: where these only overlap, only what is ready."""
+        device = self._devices[name]
+        return device.parallel or self._free_slots[name] == device.slots or self._is_ready(request, now)
+
+    def _is_ready(self, request: QueuedRequest, now: float) -> bool:
+        """Whether the forward of a queue's first request is worth its start now, though more rows may come."""
+        queue = request.queue
+        rows = queue.padded_rows or queue.efficient_rows
+        if self._waiting[queue].rows >= rows:
+            return True
+        return now - request.enqueued_at >= MAX_WAIT_IN_FORWARDS * queue.estimate_seconds(rows, request.depth)
+
+    def _form_batch(self, queue: BatchQueue, state: DeviceState, now: float) -> Batch | None:
+        candidates = self._waiting[queue].list_candidates(now)
+        return form_batch(candidates, state, self._should_be_short(candidates, now))
+
+    def _should_be_short(self, requests: Sequence[QueuedRequest], now: float) -> bool:
+        """Whether a batch of such requests must not take long: all are bulk, and interactive ones come now and then."""
+        if any(request.priority == "interactive" for request in requests):
+            return False
+        came_at = max(self._interactive_at.get(name, -math.inf) for name in requests[0].queue.devices)
+        return now - came_at < self._bulk_delay
+
+    # Starting it
+
+    def _start_batch(self, batch: Batch) -> Batch:
+        model, waiting = batch.queue.model, self._waiting[batch.queue]
+        for row_slice in batch.slices:
+            waiting.take(row_slice)
+        self._forget_if_empty(batch.queue)
+        self._free_slots[batch.device] -= batch.slots
+        self._running_batches[model] = self._running_batches.get(model, 0) + 1
+        self._running_rows[batch.queue] = self._running_rows.get(batch.queue, 0) + batch.rows
+        self._fair_share.charge(batch)
+        return batch
+
+    def _start_decode(self, task: DecodeTask) -> DecodeTask:
+        self._waiting_decodes.remove(task)
+        self._free_slots[CPU] -= 1
+        self._running_decodes += 1
+        return task
+
+    def _set_arrival(self, entry: QueuedRequest | DecodeTask) -> None:
+        entry.enqueued_at = self._clock()
+        entry.due_at = entry.enqueued_at + (self._bulk_delay if entry.priority == "bulk" else 0.0)
+
+    def _wants_device(self, model: str) -> bool:
+        """Whether anything of a model waits or runs."""
+        return self._running_batches.get(model, 0) > 0 or any(queue.model == model for queue in self._waiting)
+
+    def _forget_if_empty(self, queue: BatchQueue) -> None:
+        if not self._waiting[queue]:
+            del self._waiting[queue]

@@ -1,0 +1,122 @@
+"""A planned request and its rows made into a job: all that its forward needs, and what the batcher sees of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from layertap.models import fingerprint
+from layertap.models.capture import verification
+from layertap.models.capture.joined_rows import JoinedRows
+from layertap.models.compiled.compiled_plan import CompiledPlan, find_compiled_plan
+from layertap.models.errors import Fault
+from layertap.models.inputs.text import TextSpec
+from layertap.models.loaded_model import check_rows_fit
+from layertap.service.engine.admit.limits import check_batch, check_graph
+from layertap.service.engine.execute.forward_batch import ForwardSpec
+from layertap.service.engine.plan.planner import PlannedRequest
+from layertap.service.engine.request import Job
+from layertap.service.engine.schedule.batch import BatchQueue, QueuedRequest
+from layertap.service.inputs.items import ImageItem
+
+
+def make_job(
+    planned: PlannedRequest,
+    inputs: Mapping[str, Tensor],
+    faults: tuple[Fault, ...] = (),
+    *,
+    deadline: float,
+    encoded: tuple[ImageItem, ...] = (),
+    first_row: int = 0,
+    place: int | None = None,
+) -> Job:
+    """The job of a request whose rows are there, or will be, or, for a dry run, are not; any thread may make it.
+
+    TooLargeError, InputError where the rows that must share a forward are more than one may have.
+    """
+    request, plan, catalog, worker = planned.request, planned.plan, planned.catalog, planned.worker
+    text = worker.model.text
+    together = request.isolated and catalog.batches and not catalog.rowwise and planned.rows > 1
+    runs = bool(inputs) or bool(encoded)
+    numbers = text is not None and planned.resumption is None and text.numbers(inputs)
+    compiled = _find_compiled(planned) if runs and not numbers else None
+    queue = worker.queues.get(catalog, planned.shapes, plan.has_graph, compiled, together)
+    if runs:
+        check_graph(plan, queue)
+        if together:
+            check_batch(planned.rows, queue)
+        else:
+            check_rows_fit(plan, catalog, planned.rows, queue.max_rows)
+    fingerprints = planned.fingerprints
+    if together:
+        fingerprints = {key: fingerprint.digest_batch(digest) for key, digest in fingerprints.items()}
+    if not catalog.traits.deterministic:
+        fingerprints = dict.fromkeys(fingerprints, fingerprint.make_unrepeatable())
+    text = planned.inputs.for_shapes(planned.shapes).text
+    return Job(
+        model=worker.name,
+        catalog=catalog,
+        spec=ForwardSpec(plan, catalog if request.verify else None, planned.resumption, compiled),
+        inputs=inputs,
+        rows=planned.rows,
+        queued=_make_queued(planned, queue, compiled, together, numbers, deadline),
+        faults=faults,
+        timings=request.timings,
+        fingerprints=fingerprints,
+        mask=text.mask if text else None,
+        single_forward=together,
+        preprocessed=planned.preprocessed,
+        labels=worker.model.labels,
+        encoded=encoded,
+        first_row=first_row,
+        place=place,
+        changed=plan.changed_selectors[: len(request.interventions)],
+        tokens=_count_tokens(inputs, text),
+        cut_to=text.max_tokens if text and text.cuts else None,
+        joined=JoinedRows(planned.rows),
+    )
+
+
+def _make_queued(
+    planned: PlannedRequest,
+    queue: BatchQueue,
+    compiled: CompiledPlan | None,
+    together: bool,
+    numbers: bool,
+    deadline: float,
+) -> QueuedRequest:
+    request, plan = planned.request, planned.plan
+    extra = verification.list_extra_captures(plan, planned.catalog) if request.verify else ()
+    captures = compiled.captures if compiled else ()  # a graph gives all its captures, whoever wants which
+    captured_bytes = sum(capture.nbytes(1) for capture in captures) if compiled else plan.nbytes(1)
+    # Tokens that are numbered for one text are so for all of a forward: layers of positions take other shapes then.
+    isolated = request.isolated or request.verify or planned.worker.requires_isolation or numbers
+    return QueuedRequest(
+        queue=queue,
+        rows=planned.rows,
+        depth=1.0 if request.verify or compiled else plan.cost,
+        row_bytes=captured_bytes + 2 * sum(capture.nbytes(1) for capture in extra),
+        priority=request.priority,
+        deadline=deadline,
+        requires_isolation=isolated or not plan.may_share,
+        unsplittable=together or not plan.may_split,
+    )
+
+
+def _count_tokens(inputs: Mapping[str, Tensor], text: TextSpec | None) -> int:
+    """How many tokens the texts have of which rows were made; 0 where they were made of something else."""
+    if text is None or not text.is_read or not inputs:
+        return 0
+    return inputs[text.ids].numel() if text.mask is None else int(inputs[text.mask].count_nonzero())
+
+
+def _find_compiled(planned: PlannedRequest) -> CompiledPlan | None:
+    """The graph that answers a request, where one does."""
+    model = planned.worker.model
+    request = planned.request
+    if request.verify or request.resume is not None or planned.shapes != model.shapes:
+        return None
+    if request.input_options:  # all inputs of a request by the same road: some may be changed, and are compared
+        return None
+    return find_compiled_plan(model.compiled, planned.plan)

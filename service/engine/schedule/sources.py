@@ -1,0 +1,141 @@
+"""Inputs whose changes take tensors of other inputs of the request: which run first, and what goes on to others."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
+from math import prod
+
+from torch import Tensor
+
+from layertap.models import fingerprint
+from layertap.models.errors import Fault, RequestError, SelectorError, escape
+from layertap.models.interventions.apply import compute_part_shape
+from layertap.models.interventions.sources import find_tensor, take_part
+from layertap.models.selection.plan import Capture, ResolvedIntervention
+from layertap.service.engine.execute.forward_batch import Results
+from layertap.service.engine.request import Job
+
+Stage = list[int]  # numbers of jobs that may run together
+
+
+def plan_stages(jobs: Sequence[Job]) -> list[Stage]:
+    """Which jobs of a request run one after another; RequestError where a source is left out, or waits in turn."""
+    numbers = {job.place: number for number, job in enumerate(jobs)}
+    sorter = TopologicalSorter[int]()
+    for number, job in enumerate(jobs):
+        sources = _list_sources(job)
+        for place in sources:
+            if place not in numbers:
+                raise _refuse(job, f"input {place}, which 'from' names, is not there, or was left out", "name another")
+        sorter.add(number, *(numbers[place] for place in sources))
+    stages = []
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        job = jobs[error.args[1][0]]
+        raise _refuse(job, "an input takes values 'from' itself, in the end", "take them from another input") from None
+    while sorter.is_active():
+        stages.append(sorted(sorter.get_ready()))
+        sorter.done(*stages[-1])
+    return stages
+
+
+def prepare_sources(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs with captures of what others take of them, and with fingerprints that tell how that was made."""
+    stages = plan_stages(jobs)
+    extra = _collect_sources(jobs)
+    changes: dict[int | None, str | None] = {}
+    prepared = list(jobs)
+    for stage in stages:
+        for number in stage:
+            job = jobs[number]
+            of_sources = [digest for place in _list_sources(job) if (digest := changes[place]) is not None]
+            own = fingerprint.digest_changes(job.spec.plan.resolved_interventions)
+            changes[job.place] = fingerprint.digest_sources(own or "", of_sources) if of_sources else own
+            plan = replace(job.spec.plan, extra=frozenset(extra[job.place])) if extra[job.place] else job.spec.plan
+            digests = job.fingerprints
+            if of_sources:
+                digests = {key: fingerprint.digest_sources(digest, of_sources) for key, digest in digests.items()}
+            prepared[number] = replace(job, spec=replace(job.spec, plan=plan), fingerprints=digests)
+    return prepared
+
+
+def count_taken_bytes(job: Job) -> int:
+    """Bytes of what a job's changes take of other inputs, at least."""
+    return sum(4 * prod(compute_part_shape(change.tensor, change.operation)) for change in _list_taking(job))
+
+
+def fill_tensors(job: Job, answers: Iterable[tuple[Job, Results]]) -> Job:
+    """A job whose changes have what they take of others; RequestError where a text has other tokens than another."""
+    if not _list_sources(job):
+        return job
+    by_place = {source.place: (source, results) for source, results in answers}
+
+    def fill(change: ResolvedIntervention) -> ResolvedIntervention:
+        if change.source is None:
+            return change
+        source, results = by_place[_get_input(change)]
+        value = results[change.source].values
+        try:
+            tensor = take_part(value, change.source, change, _get_mask(source), _get_mask(job))
+        except SelectorError as error:
+            raise RequestError.from_faults([error.to_fault(f"/inputs/{job.place}/interventions", job.place)]) from None
+        return replace(change, operation=replace(change.operation, tensor=tensor, source=None), source=None)
+
+    changes = tuple(tuple(fill(change) for change in each) for each in job.spec.plan.interventions)
+    return replace(job, spec=replace(job.spec, plan=replace(job.spec.plan, interventions=changes)))
+
+
+def _collect_sources(jobs: Sequence[Job]) -> Mapping[int | None, set[Capture]]:
+    """What is captured of each input for others; RequestError where it has another shape than theirs has there."""
+    by_place = {job.place: job for job in jobs}
+    captures: dict[int | None, set[Capture]] = defaultdict(set)
+    for job in jobs:
+        for change in _list_taking(job):
+            source, place = change.source, _get_input(change)
+            if source is not None:
+                _check_shape(job, source, by_place[place])
+                captures[place].add(source)
+    return captures
+
+
+def _check_shape(job: Job, source: Capture, taken: Job) -> None:
+    """RequestError where inputs of several shapes have several shapes at what is taken, too."""
+    if taken.catalog is job.catalog or not taken.catalog.sizes_known:
+        return
+    there, here = find_tensor(source.point, taken.catalog), source.tensor
+    if there is None or there.shape != here.shape:
+        shape = "nothing" if there is None else str(list(there.shape[1:]))
+        name = escape(source.point.format_name())
+        detail = (
+            f"what {name} has of the input in 'from' is {shape}, and {list(here.shape[1:])} with this input's shape"
+        )
+        raise _refuse(job, detail, "take it from an input of the same shape")
+
+
+def _list_taking(job: Job) -> list[ResolvedIntervention]:
+    return [change for change in job.spec.plan.resolved_interventions if change.source is not None]
+
+
+def _list_sources(job: Job) -> list[int]:
+    """The places of the inputs of which a job takes something."""
+    return sorted({_get_input(change) for change in _list_taking(job)})
+
+
+def _get_input(change: ResolvedIntervention) -> int:
+    source = change.operation.source
+    if source is None:
+        raise ValueError("the change takes nothing of another input")
+    return source.input
+
+
+def _get_mask(job: Job) -> Tensor | None:
+    mask = job.inputs.get(job.mask) if job.mask else None
+    return None if mask is None else mask.bool()
+
+
+def _refuse(job: Job, detail: str, hint: str) -> RequestError:
+    return RequestError.from_faults([Fault(detail, hint, f"/inputs/{job.place}/interventions", job.place)])

@@ -1,0 +1,244 @@
+"""Messages between processes: what is sent arrives, and who is gone is told of."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layertap.models.errors import Fault, InputError
+from layertap.service.engine.execute.processes.channel import (
+    HEADER,
+    MAX_BUFFERS_A_WRITE,
+    MAX_INLINE_BYTES,
+    Channel,
+    connect,
+)
+from layertap.service.engine.execute.processes.progress import create_progress
+from layertap.service.errors import ForwardError
+from tests.service.engine.processes.descriptors import leave_descriptors, list_descriptors
+from tests.service.nets_tensors import Sub
+
+
+def send_and_receive(message: object) -> Any:
+    channel, connection = connect()
+    other = Channel(connection)
+    with ThreadPoolExecutor(1) as pool:  # a socket holds less than a large message has
+        sending = pool.submit(channel.send, message)
+        try:
+            return other.receive()
+        finally:
+            sending.result()
+            channel.close()
+            other.close()
+
+
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (2, 3, 5), (3, MAX_INLINE_BYTES)], ids=str)
+def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """A tensor arrives bit for bit, small or large, in any memory layout, and may be written to."""
+    sent = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    view = torch.stack([sent, sent], -1)[..., 1]
+    received, other = send_and_receive([sent, view])
+    for each in (received, other):
+        assert (each.dtype, each.shape) == (dtype, sent.shape)
+        assert torch.equal(each, sent)
+    received.zero_()
+    assert torch.equal(other, sent)
+
+
+VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda value: value.expand(3, *value.shape),
+    lambda value: value[..., None].expand(*value.shape, 1),
+    lambda value: value.transpose(0, -1) if value.ndim else value,
+    lambda value: value[::2] if value.ndim else value,
+    lambda value: value[1:] if value.ndim else value,
+    lambda value: value[:0] if value.ndim else value,
+    lambda value: value.sum() if value.is_floating_point() else value,
+    lambda value: value.conj(),
+    lambda value: value.conj().imag if value.is_complex() else value,
+    lambda value: value.as_subclass(Sub),
+    lambda value: torch.nn.Parameter(value) if value.is_leaf and value.dtype.is_floating_point else value,
+    lambda value: value.detach(),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 3), max_size=3),
+    dtype=st.sampled_from([*DTYPES, torch.complex128, torch.float64, torch.uint16]),
+    views=st.lists(st.sampled_from(VIEWS), max_size=5),
+)
+def test_views(shape: list[int], dtype: torch.dtype, views: list[Callable[[torch.Tensor], torch.Tensor]]) -> None:
+    """A tensor arrives bit for bit however it lies in memory, lazily conjugated or not, and whatever its class."""
+    sent = torch.randint(0, 9, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for view in views:
+        sent = view(sent)
+    received = send_and_receive(sent)
+    assert type(received) is torch.Tensor
+    assert (received.dtype, received.shape) == (sent.dtype, sent.shape)
+    assert received.tolist() == sent.tolist()
+
+
+def test_many_tensors() -> None:
+    """More buffers than the system writes in one call, of which not one ends where the next may begin."""
+    sent = [torch.full((513,), float(number)) for number in range(2 * MAX_BUFFERS_A_WRITE + 3)]
+    received = send_and_receive(sent)
+    assert all(torch.equal(*pair) for pair in zip(sent, received, strict=True))
+
+
+def test_errors() -> None:
+    """An error of the tree keeps what it says; of another's cause only the text is left."""
+    refusal = InputError("no", hint="yes", faults=(Fault("no", "yes", "/inputs/0", 0),))
+    received = send_and_receive(refusal)
+    assert (type(received), received.detail, received.hint, received.faults) == (
+        InputError,
+        "no",
+        "yes",
+        refusal.faults,
+    )
+    raised = ForwardError("the model raised it")
+    raised.__cause__ = ZeroDivisionError("in there")
+    received = send_and_receive(raised)
+    assert type(received) is ForwardError
+    assert "ZeroDivisionError: in there" in str(received.__cause__)
+
+
+def test_descriptors() -> None:
+    """Descriptors of files come along with a message, beside the memory of its tensors."""
+    channel, connection = connect()
+    other = Channel(connection)
+    reader, writer = os.pipe()
+    large = torch.arange(MAX_INLINE_BYTES)
+    channel.send(large, [writer])
+    os.close(writer)
+    received, (descriptor,) = other.receive_with_descriptors(1)
+    assert torch.equal(received, large)
+    os.write(descriptor, b"x")
+    os.close(descriptor)
+    assert os.read(reader, 2) == b"x"
+    os.close(reader)
+    channel.close()
+    other.close()
+
+
+def test_other_end() -> None:
+    """Who says nothing in time is told from who is gone."""
+    channel, connection = connect()
+    with pytest.raises(TimeoutError):
+        channel.receive(0.0)
+    connection.close()
+    with pytest.raises(EOFError):
+        channel.receive()
+    with pytest.raises(EOFError):
+        channel.send("x")
+    channel.close()
+    with pytest.raises(EOFError):
+        channel.send("x")
+
+
+def test_nobody_reads() -> None:
+    """A message that a socket does not hold is given up where the other end does not read it in time."""
+    channel, connection = connect()
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(channel.send, bytes(2**24), timeout=0.0)
+        try:
+            with pytest.raises(TimeoutError, match="does not answer"):  # which is not that of ``result``
+                sending.result(10.0)
+        finally:
+            connection.close()
+            channel.close()
+
+
+def test_cut_off() -> None:
+    """A message whose sender dies in the middle is none."""
+    channel, connection = connect()
+    connection.sendall(b"\x01")
+    connection.close()
+    with pytest.raises(EOFError):
+        channel.receive()
+    channel.close()
+
+
+def test_stopped_in_the_middle() -> None:
+    """A message that its sender does not end in time is given up, however much of it there is."""
+    channel, connection = connect()
+    connection.sendall(HEADER.pack(2, 0, 0) + b"x")
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(channel.receive, 0.0)
+        try:
+            with pytest.raises(TimeoutError, match="does not answer"):
+                receiving.result(10.0)
+        finally:
+            connection.close()
+            channel.close()
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_no_descriptors(sends: bool) -> None:
+    """Where this process has no descriptor for a large message, it says so: the other end is there as before."""
+    channel, connection = connect()
+    other, large = Channel(connection), torch.arange(MAX_INLINE_BYTES)
+    if not sends:
+        channel.send(large)
+    with leave_descriptors(0), pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+        channel.send(large) if sends else other.receive()
+    channel.send("next")
+    assert other.receive() == "next"
+    channel.close()
+    other.close()
+
+
+def test_no_descriptors_for_progress() -> None:
+    """What can't be made leaves nothing behind."""
+    before = list_descriptors()
+    with leave_descriptors(1), pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+        create_progress()
+    assert list_descriptors() == before
+
+
+def test_closed_progress() -> None:
+    """Once it is closed, by whoever ends a worker, nothing is decoded, and nobody who still asks or tells fails."""
+    progress, descriptor = create_progress()
+    with progress.decoding(3):
+        assert progress.item[0] == 3
+    os.close(descriptor)
+    progress.close()
+    assert progress.item[0] == -1
+    progress.rows_wait = True
+
+
+def test_messages_one_after_another() -> None:
+    channel, connection = connect()
+    other = Channel(connection)
+    read, write = os.pipe()
+    channel.send("first")
+    channel.send("second", [write])
+    assert other.receive() == "first"
+    message, (received,) = other.receive_with_descriptors(1)
+    assert message == "second"
+    os.write(received, b"x")
+    assert os.read(read, 1) == b"x"
+    for each in (read, write, received):
+        os.close(each)
+    channel.close()
+    other.close()

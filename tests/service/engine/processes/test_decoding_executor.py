@@ -1,0 +1,304 @@
+"""A model in this process whose pictures are decoded in others: the same rows, and what ends there ends there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from layertap.models.errors import InputError, LayertapError, TooLargeError
+from layertap.models.inputs.device_decoder import DeviceDecoder
+from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.registry import ModelLoader, Registry
+from layertap.models.selection.selectors import parse_selector
+from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
+from layertap.service.engine.engine import Engine
+from layertap.service.engine.execute.executor import Executor, InProcessExecutor
+from layertap.service.engine.execute.processes.decoding_executor import DecodingExecutor
+from layertap.service.engine.models.model_manager import ModelManager
+from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.rows.rows import Attempt, ItemAttempts
+from layertap.service.errors import UnavailableError
+from layertap.service.features import Features
+from layertap.service.fetch.fetcher import Fetcher
+from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem
+from layertap.service.metrics import Metrics
+from layertap.service.settings import Settings
+from tests.loading import load_model
+from tests.service.engine.processes.fatal_pictures import CRASHES, HANGS, TAKES_ALL_MEMORY, FatalSide
+from tests.service.gated_server import wait_until
+from tests.service.inputs.test_decode_device import OTHERS, PLAIN
+from tests.service.server_process import descendants
+
+MIB = 2**20
+SPEC = ModelSpec(
+    "net",
+    "python:layertap.models.digits:digits",
+    weights="random:0",
+    device="cpu",
+    inputs=(InputSpec("image", (3, 32, 32)),),
+    preprocess=PreprocessSpec(resize=40, crop=32),
+)
+FATAL = replace(SPEC, preprocess=PreprocessSpec(resize=FatalSide(40), crop=32))
+CLIENTS, EACH = 4, 20
+LONG_S = 300.0
+SELECTORS = (parse_selector("block1"), parse_selector("head"))
+REFUSALS: dict[tuple[int, int], tuple[type[LayertapError], str, list[str]]] = {
+    CRASHES: (InputError, "this input ends the process that decodes it", ["crash"] * 2),
+    HANGS: (InputError, "this input takes longer than 3 s to decode", ["decode_timeout"]),
+    TAKES_ALL_MEMORY: (TooLargeError, "there is no memory to decode this input", []),
+}
+SHORT_S = 3.0  # where it must pass; elsewhere no slow moment of the machine may reach the limit
+SETTINGS: dict[str, Any] = {"workers": 2, "decode_timeout_s": 60.0, "worker_memory_bytes": 512 * MIB}
+
+
+class Decoding:
+    """An executor, and why its workers were replaced."""
+
+    def __init__(self, model: LoadedModel, **settings: Any) -> None:
+        self.restarts: list[str] = []
+        self.model = model
+        self.settings = Settings(**{**SETTINGS, **settings})
+        before = set(descendants(os.getpid()))
+        self.executor = DecodingExecutor(model, self.settings, lambda _, reason: self.restarts.append(reason))
+        self.pids = [pid for pid in descendants(os.getpid()) if pid not in before]
+
+    def decode(self, item: LocalItem) -> Attempt:
+        """What becomes of an item in a worker."""
+        ((attempt,),) = self.executor.decode([item], self.model.model_inputs)
+        return attempt
+
+    def decode_here(self, item: LocalItem) -> Attempt:
+        """The same without workers."""
+        ((attempt,),) = InProcessExecutor(self.model, self.settings).decode([item], self.model.model_inputs)
+        return attempt
+
+
+@contextmanager
+def decoding(model: LoadedModel, **settings: Any) -> Iterator[Decoding]:
+    made = Decoding(model, **settings)
+    try:
+        yield made
+    finally:
+        made.executor.close()
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return load_model(SPEC)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_server(model: LoadedModel) -> None:
+    """Whose process is none of an executor's: the first one starts it."""
+    with decoding(model):
+        pass
+
+
+@pytest.fixture(scope="module")
+def fatal_model() -> LoadedModel:
+    return load_model(FATAL)
+
+
+def limits(size: tuple[int, int]) -> dict[str, Any]:
+    """Settings under which that picture is refused."""
+    return {"decode_timeout_s": SHORT_S} if size == HANGS else {}
+
+
+def png(size: tuple[int, int], value: int = 0) -> ImageItem:
+    stream = BytesIO()
+    Image.new("RGB", size, (value % 256, value * 7 % 256, 3)).save(stream, "PNG")
+    return ImageItem(stream.getvalue())
+
+
+def check_same(found: Attempt, wanted: Attempt) -> None:
+    """Bits, dtypes and names of rows, or the words of a refusal, are equal."""
+    if isinstance(wanted, LayertapError):
+        assert isinstance(found, type(wanted))
+        assert (found.detail, found.hint) == (wanted.detail, wanted.hint)
+        return
+    assert not isinstance(found, LayertapError), found.detail
+    assert found.keys() == wanted.keys()
+    assert all(value.dtype == wanted[name].dtype for name, value in found.items())
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize("decode", ["exact", "fast"])
+def test_same_rows(model: LoadedModel, decode: Any) -> None:
+    """All kinds of pictures have the bits that they have without workers; bad ones are refused in the same words."""
+    placed = replace(model, model_inputs=replace(model.model_inputs, decode=decode))
+    with decoding(placed, max_pixels=300_000) as workers:
+        files = [*PLAIN.values(), *OTHERS.values(), Image.new("1", (600, 600)).tobytes()]
+        attempts = [(workers.decode(ImageItem(data)), workers.decode_here(ImageItem(data))) for data in files]
+        attempts.append((workers.decode(png((600, 600))), workers.decode_here(png((600, 600)))))
+    for found, wanted in attempts:
+        check_same(found, wanted)
+    assert {type(wanted) for _, wanted in attempts} == {dict, InputError, TooLargeError}
+    assert {value.dtype for _, wanted in attempts if isinstance(wanted, dict) for value in wanted.values()} == {
+        torch.uint8
+    }
+    assert not workers.restarts
+
+
+@pytest.mark.parametrize("size", REFUSALS, ids=["crash", "hang", "bomb"])
+def test_fatal(fatal_model: LoadedModel, size: tuple[int, int]) -> None:
+    """A picture that its decoder can't stand is refused, and beside it all others are decoded."""
+    kind, detail, reasons = REFUSALS[size]
+    with decoding(fatal_model, **limits(size)) as workers:
+        items = [png((9, 7), value) for value in range(EACH)]
+        wanted = [workers.decode_here(item) for item in items] * CLIENTS
+        with ThreadPoolExecutor(CLIENTS + 1) as pool:
+            bad = pool.submit(workers.decode, png(size))
+            found = list(pool.map(workers.decode, items * CLIENTS))
+            refusal = bad.result()
+        for each in zip(found, wanted, strict=True):
+            check_same(*each)
+        assert isinstance(refusal, kind)
+        assert detail in refusal.detail
+        assert workers.restarts == reasons
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or only waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_stopped(model: LoadedModel) -> None:
+    """A worker that has decoded nothing when it is ended costs none of several pictures: each may be sent again."""
+    with decoding(model, workers=1, decode_timeout_s=SHORT_S) as workers:
+        os.kill(workers.pids[1], signal.SIGSTOP)
+        assert workers.executor.decode([png((9, 7)), png((7, 9))], model.model_inputs) == [[], []]
+        check_same(workers.decode(png((9, 7))), workers.decode_here(png((9, 7))))
+        assert workers.restarts == ["timeout"]
+
+
+@pytest.mark.parametrize("which", ["host", "workers"])
+def test_killed(model: LoadedModel, which: str) -> None:
+    """Processes that something ends from outside cost nothing but time."""
+    with decoding(model) as workers:
+        host, *others = workers.pids
+        wanted = workers.decode_here(png((9, 7)))
+        for pid in [host] if which == "host" else others:
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: all(has_ended(pid) for pid in others))
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            for found in pool.map(lambda _: workers.decode(png((9, 7))), range(EACH)):
+                check_same(found, wanted)
+        assert set(workers.restarts) == {"killed" if which == "workers" else "unknown"}  # nobody is left to tell
+
+
+def test_closed(model: LoadedModel) -> None:
+    """Closed, it leaves no process behind; who asks then is told to come again."""
+    with decoding(model) as workers:
+        assert len(workers.pids) == 3  # a host, and its two workers
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers.pids))
+    with pytest.raises(UnavailableError, match="net is unloaded"):
+        workers.decode(png((9, 7)))
+
+
+@contextmanager
+def stopped(pids: Sequence[int]) -> Iterator[None]:
+    """Processes that do nothing until the block ends."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.filterwarnings("ignore:.*decod:DeprecationWarning")
+def test_here(model: LoadedModel) -> None:
+    """Arrays, and pictures for the device, are decoded where the model is; what the device leaves, in a worker."""
+    decoder = DeviceDecoder(torch.device("cpu"), model.preprocess or PreprocessSpec())
+    placed = replace(model, model_inputs=replace(model.model_inputs, decode="device", decoder=decoder))
+    array = ArraysItem({None: np.ones((3, 32, 32), np.float32)}, by_name=False, may_batch=False)
+    with decoding(placed, max_pixels=300_000) as workers:
+        with stopped(workers.pids):
+            for item in (array, ImageItem(PLAIN["colours"])):
+                check_same(workers.decode(item), workers.decode_here(item))
+        for item in (ImageItem(OTHERS["PNG"]), ImageItem(OTHERS["CMYK"])):
+            check_same(workers.decode(item), workers.decode_here(item))
+    with decoding(placed, max_pixels=1000) as workers, stopped(workers.pids):
+        check_same(workers.decode(ImageItem(PLAIN["colours"])), workers.decode_here(ImageItem(PLAIN["colours"])))
+
+
+def extract(items: Sequence[ImageItem], create_executor: Callable[..., Executor], **limits: Any) -> Features:
+    """The features of pictures, by an engine whose model is in this process."""
+    settings, metrics = Settings(**{**SETTINGS, **limits}, cpu_threads=2), Metrics()
+    registry = Registry([FATAL], ModelLoader())
+    create = partial(create_executor, settings=settings)
+    manager = ModelManager(registry, "net", settings, metrics, create)
+    engine = Engine(manager, Fetcher(settings), settings, metrics)
+
+    async def run() -> Features:
+        try:
+            request = ExtractRequest(model=None, items=tuple(enumerate(items)), selectors=SELECTORS, on_error="skip")
+            with engine.admission.admit(time.monotonic() + LONG_S) as admission:
+                return await engine.extract(request, admission)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+class RecordingExecutor(DecodingExecutor):
+    """Keeps how many items it was given at a time."""
+
+    def __init__(self, model: LoadedModel, settings: Settings, on_restart: Callable[..., None]) -> None:
+        super().__init__(model, settings, on_restart)
+        self.sizes: list[int] = []
+
+    def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
+        """As it does."""
+        self.sizes.append(len(items))
+        return super().decode(items, inputs)
+
+
+@pytest.mark.parametrize("size", REFUSALS, ids=["crash", "hang", "bomb"])
+def test_engine(size: tuple[int, int]) -> None:
+    """Of a request's pictures the bad ones are left out; the others have the features they have in one process.
+
+    Half of them go to a worker in one message. The workers are gone with the engine.
+    """
+    before = set(descendants(os.getpid()))
+    restarts: list[str] = []
+    executors: list[RecordingExecutor] = []
+
+    def create(model: LoadedModel, settings: Settings) -> Executor:
+        executors.append(RecordingExecutor(model, settings, lambda _, reason: restarts.append(reason)))
+        return executors[-1]
+
+    items = [png((9, 7), 17 * value) for value in range(14)]
+    good = [*items[:3], *items[4:10], *items[11:]]
+    items[3], items[10] = png(size), ImageItem(b"no picture")
+    found = extract(items, create, **limits(size))
+    wanted = extract(good, InProcessExecutor)
+    _, detail, reasons = REFUSALS[size]
+    assert [fault.input for fault in found.errors] == [3, 10]
+    assert detail in found.errors[0].detail
+    for key, value in wanted.arrays.items():  # in batches of other sizes they are rounded otherwise
+        assert len({row.round(3).tobytes() for row in value}) == len(good)
+        np.testing.assert_allclose(found.arrays[key], value, rtol=1e-4, atol=1e-5)
+    assert restarts == reasons
+    assert executors[0].sizes == [7, 7, *[1] * 6 * bool(reasons)]
+    wait_until(lambda: set(descendants(os.getpid())) <= before)

@@ -1,0 +1,290 @@
+"""Workers that really die: who caused it is told, nobody else notices, and another one takes its place."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+
+from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
+from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES
+from layertap.service.engine.execute.processes.messages import DecodeItems
+from layertap.service.engine.execute.processes.process_executor import HostedModel
+from layertap.service.engine.execute.processes.worker_process import WorkerDiedError, WorkerProcess
+from layertap.service.inputs.items import TextItem
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.engine.processes.descriptors import leave_descriptors
+from tests.service.engine.processes.fatal_pictures import CRASHES, HANGS, TAKES_ALL_MEMORY
+from tests.service.gated_server import wait_until
+from tests.service.server_process import fatal_model_spec
+from tests.service.support import ROW, arrays_of, configured, npy, problem, raw, rows
+
+PICTURES = ModelSpec(
+    "pictures",
+    "python:tests.service.engine.processes.fatal_pictures:Net",
+    weights="random:0",
+    device="cpu",
+    inputs=(InputSpec("x", (3, 8, 8)),),
+    preprocess=PreprocessSpec(resize=8, crop=8, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), interpolation="bilinear"),
+)
+MIB = 2**20
+DECODE_TIMEOUT_S = 4.0
+CLIENTS, EACH, ASKED = 4, 20, 200
+PICTURES_SENT = 30
+
+
+@pytest.fixture(scope="module")
+def fatal(serve: Serve) -> Iterator[Live]:
+    """A server of a model whose decoder can't be trusted, and of one that ends its process."""
+    limits = {"decode_timeout_s": DECODE_TIMEOUT_S, "worker_memory_bytes": 512 * MIB}
+    with serve(configured(PICTURES, fatal_model_spec("Doomed")), workers=2, **limits) as live:
+        yield live
+
+
+def picture(size: tuple[int, int], value: int = 0) -> bytes:
+    stream = BytesIO()
+    Image.new("RGB", size, (value % 256, value * 7 % 256, 3)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def send(live: Live, size: tuple[int, int], value: int = 0) -> Any:
+    return live.client.post("/extract", **raw(picture(size, value), "image/png", model="pictures", layers="linear"))
+
+
+def check_same(replies: Sequence[Any], good: Sequence[Any]) -> None:
+    """The same features; in batches of other sizes they are rounded otherwise."""
+    for reply, wanted in zip(replies, good, strict=True):
+        for found, value in zip(arrays_of(reply).values(), arrays_of(wanted).values(), strict=True):
+            np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5)
+
+
+def list_workers(live: Live, model: str) -> list[WorkerProcess]:
+    hosted = live.engine.manager.workers[model].model
+    assert isinstance(hosted, HostedModel)
+    return list(hosted.host.workers)
+
+
+def list_pids(live: Live, model: str) -> list[int]:
+    return [worker.pid for worker in list_workers(live, model)]
+
+
+def parent(pid: int) -> int:
+    """The process that started another."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+REFUSALS = {
+    CRASHES: (422, "this input ends the process that decodes it"),
+    HANGS: (422, "this input takes longer than 4 s to decode"),
+    TAKES_ALL_MEMORY: (413, "there is no memory to decode this input"),
+}
+
+
+@pytest.mark.parametrize("size", REFUSALS, ids=["crash", "hang", "bomb"])
+def test_decoder(fatal: Live, size: tuple[int, int]) -> None:
+    """A picture that its decoder can't stand is refused; beside it everybody is answered as ever."""
+    good = [send(fatal, (8, 8), value) for value in range(EACH)]
+    before = list_pids(fatal, "pictures")
+    with ThreadPoolExecutor(CLIENTS + 1) as pool:
+        bad = pool.submit(send, fatal, size)
+        replies = list(pool.map(lambda value: send(fatal, (8, 8), value % EACH), range(CLIENTS * EACH)))
+        status, detail = REFUSALS[size]
+        found = problem(bad.result(), status)
+    assert detail in found["detail"]
+    check_same(replies, good * CLIENTS)
+    assert (list_pids(fatal, "pictures") == before) == (size == TAKES_ALL_MEMORY)
+
+
+@pytest.mark.parametrize("size", REFUSALS, ids=["crash", "hang", "bomb"])
+def test_decoder_in_a_request(fatal: Live, size: tuple[int, int]) -> None:
+    """Of many pictures the one that ends its process is left out; the others are answered, or none, as is asked."""
+    sizes = [size if place == 1 else (8, 8) for place in range(PICTURES_SENT)]
+    files = [("images", (f"{place}.png", picture(size), "image/png")) for place, size in enumerate(sizes)]
+    query = {"model": "pictures", "layers": "linear", "on_error": "skip", "format": "npz"}
+    reply = fatal.client.post("/extract", files=files, params=query)
+    assert reply.headers["x-layertap-skipped"] == "1"
+    assert arrays_of(reply)["linear"].shape == (PICTURES_SENT - 1, 4)
+    status, detail = REFUSALS[size]
+    found = problem(fatal.client.post("/extract", files=files, params={**query, "on_error": "fail"}), status)
+    assert found["errors"][0]["input"] == 1
+    assert detail in found["detail"]
+
+
+def send_row(live: Live, value: float) -> Any:
+    return live.client.post(
+        "/extract", **raw(npy(rows(1, value)), "application/x-npy", model="doomed", layers="linear")
+    )
+
+
+def test_worker_killed(fatal: Live) -> None:
+    """Workers that something ends from outside, while they run and while they don't, cost no answer."""
+    good = send_row(fatal, 1.0)
+    for _ in range(3):
+        before = list_pids(fatal, "doomed")
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            replies = list(pool.map(lambda _: send_row(fatal, 1.0), range(CLIENTS * 2)))
+        check_same(replies, [good] * len(replies))
+        for _ in range(ASKED):  # a worker is replaced once it is asked
+            send_row(fatal, 1.0)
+            if not set(before) & set(list_pids(fatal, "doomed")):
+                break
+        else:
+            pytest.fail("a worker that was killed is still there")
+    assert fatal.client.get("/readyz").status_code == 200
+
+
+def test_worker_stopped(fatal: Live) -> None:
+    """A worker that reads nothing is given up after the time that a message has, however large that is."""
+    good = send_row(fatal, 1.0)
+    worker = list_workers(fatal, "doomed")[0]
+    os.kill(worker.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerDiedError) as raised:
+        worker.ask(DecodeItems([TextItem("x" * 16 * MIB)]), timeout=0.0)
+    assert raised.value.timed_out
+    check_same([send_row(fatal, 1.0) for _ in range(4)], [good] * 4)
+
+
+def test_no_descriptors(fatal: Live) -> None:
+    """A server without descriptors refuses what it can't pass on; no worker ends for it, all else is answered."""
+    noise = np.random.default_rng(0).integers(0, 256, (200, 200, 3), np.uint8)
+    stream = BytesIO()
+    Image.fromarray(noise).save(stream, "PNG")
+    assert len(stream.getvalue()) > MAX_INLINE_BYTES
+
+    def send_input(data: bytes) -> Any:
+        return fatal.client.post("/extract", **raw(data, "image/png", model="pictures", layers="linear:input"))
+
+    before = list_pids(fatal, "pictures")
+    send(fatal, (8, 8))
+    with leave_descriptors(0):
+        refused = send_input(stream.getvalue())
+        answered = send_input(picture((8, 8)))
+    assert "nothing can be passed to a worker" in problem(refused, 503, seconds=True)["detail"]
+    assert answered.status_code == send_input(stream.getvalue()).status_code == 200
+    assert list_pids(fatal, "pictures") == before
+
+
+def read_restarts(live: Live, model: str) -> dict[str, float]:
+    """How often workers of a model were replaced, by reason."""
+    samples = [
+        sample
+        for family in text_string_to_metric_families(live.client.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == "layertap_worker_restarts_total" and sample.labels["model"] == model
+    ]
+    return {sample.labels["reason"]: sample.value for sample in samples}
+
+
+def bring_down(live: Live, reason: str) -> str:
+    """Have a worker end for a reason; its model."""
+    if reason == "failure":
+        problem(send_row(live, 1001.0), 500)
+        return "doomed"
+    if reason == "killed":
+        for pid in list_pids(live, "doomed"):
+            os.kill(pid, signal.SIGKILL)
+        assert send_row(live, 1.0).status_code == 200
+        return "doomed"
+    problem(send(live, CRASHES if reason == "crash" else HANGS), 422)
+    return "pictures"
+
+
+@pytest.mark.parametrize("reason", ["crash", "decode_timeout", "killed", "failure"])
+def test_restarts_are_counted(serve: Serve, reason: str) -> None:
+    """The metrics tell that a worker was replaced, and why, and nothing else."""
+    models = configured(PICTURES, fatal_model_spec("Doomed"))
+    with serve(models, workers=2, decode_timeout_s=1.0) as live:
+        good = send(live, (8, 8)), send_row(live, 1.0)
+        assert [reply.status_code for reply in good] == [200, 200]
+        restarts = read_restarts(live, bring_down(live, reason))
+    assert restarts[reason] > 0
+    assert sum(restarts.values()) == restarts[reason]
+
+
+def test_lasting_failure(fatal: Live) -> None:
+    """What a model has done to itself ends with its worker: the next request finds another one, which is whole."""
+    good = send_row(fatal, 1.0)
+    for mark in (1001.0, 1002.0):  # it raises whatever it is given; it asks its process to exit
+        problem(send_row(fatal, mark), 500)
+        for _ in range(4):
+            check_same([send_row(fatal, 1.0)], [good])
+    assert fatal.client.get("/livez").status_code == 200
+
+
+def test_host_killed(serve: Serve) -> None:
+    """Where the process dies that workers are copied from, they die with it; it loads the model anew."""
+    with serve(configured(), workers=2) as live:
+        data = Path("examples/digit.png").read_bytes()
+        request = raw(data, "image/png", layers="pool")
+        good = live.client.post("/extract", **request)
+        host = parent(list_pids(live, "digits")[0])
+        os.kill(host, signal.SIGKILL)
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            replies = list(pool.map(lambda _: live.client.post("/extract", **request), range(CLIENTS * 2)))
+        check_same(replies, [good] * len(replies))
+        assert parent(list_pids(live, "digits")[0]) != host
+
+
+def test_asked_to_end(fatal: Live) -> None:
+    """SIGTERM and SIGINT for all processes, as service managers and terminals send them, are for the server alone."""
+    before = list_pids(fatal, "doomed")
+    host = parent(before[0])
+    for pid in (*before, host, parent(host)):
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+    assert send_row(fatal, 1.0).status_code == 200
+    assert list_pids(fatal, "doomed") == before
+    assert parent(before[0]) == host
+
+
+def test_unloaded(serve: Serve) -> None:
+    """An unloaded model leaves no process behind, and can be loaded again."""
+    with serve(configured(fatal_model_spec("Doomed", load="lazy")), workers=2) as live:
+        good = send_row(live, 1.0)
+        pids = list_pids(live, "doomed")
+        assert live.client.post("/models/doomed/unload").status_code == 200
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        check_same([send_row(live, 1.0)], [good])
+        pids = list_pids(live, "doomed")
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+@pytest.mark.parametrize("source", ["torchvision:nothing", "python:tests.service.fatal_models:Nothing"])
+def test_not_loaded(serve: Serve, source: str) -> None:
+    """A model that can't be loaded says why, as in the server's own process."""
+    spec = ModelSpec("missing", source, inputs=(ROW,), device="cpu", load="lazy")
+    details = []
+    for workers in (0, 2):
+        with serve(configured(spec), workers=workers) as live:
+            details.append(problem(live.client.get("/models/missing/layers"), 503, seconds=True)["detail"])
+    assert details[0] == details[1]
+
+
+@pytest.mark.hard
+def test_twenty_of_each(fatal: Live) -> None:
+    """Twenty crashes, hangs and bombs among others' pictures: each is told what it did, and nobody else notices."""
+    good = [send(fatal, (8, 8), value) for value in range(EACH)]
+    sizes = [size for size in REFUSALS for _ in range(20)]
+    with ThreadPoolExecutor(2) as trouble, ThreadPoolExecutor(CLIENTS) as pool:
+        refused = [trouble.submit(send, fatal, size) for size in sizes]
+        replies: list[Any] = []
+        while not all(each.done() for each in refused):
+            replies += pool.map(lambda value: send(fatal, (8, 8), value), range(EACH))
+        for size, each in zip(sizes, refused, strict=True):
+            status, detail = REFUSALS[size]
+            assert detail in problem(each.result(), status)["detail"]
+    assert len(replies) >= EACH
+    check_same(replies, good * (len(replies) // EACH))
+    check_same([send(fatal, (8, 8), value) for value in range(EACH)], good)
