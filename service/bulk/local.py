@@ -37,11 +37,11 @@ class LocalExtractor(BatchExtractor):
 
     async def outline(self, question: Question) -> Outline:
         """What answers will be like, by the answer to a fixed picture or text; LayertapError."""
-        await self._engine.manager.get_worker(question.model, float("inf"))
+        await self._engine.manager.get_handle(question.model, float("inf"))
         request = _make_request(question, [TEXT.encode() if question.texts else make_picture()])
-        with self._engine.admission.admit(_make_deadline()) as admission:
-            features = await self._engine.extract(request, admission)
-            features = await Prober(self._engine).add_probes(features, request, admission)
+        with self._engine.admission.admit(_make_deadline()) as ticket:
+            features = await self._engine.extract(request, ticket)
+            features = await Prober(self._engine).add_probes(features, request, ticket)
         columns = {
             key: make_column(key, features.receipts[key].row_axis, array.shape, array.shape, array.dtype.name)
             for key, array in features.arrays.items()
@@ -52,8 +52,8 @@ class LocalExtractor(BatchExtractor):
         """What a batch gives; RequestError, TooLargeError where fewer may be answered; any error of the tree."""
         request = _make_request(question, [entry.data or b"" for entry in entries])
         try:
-            with self._engine.admission.admit(_make_deadline()) as admission:
-                features = await self._engine.extract(request, admission)
+            with self._engine.admission.admit(_make_deadline()) as ticket:
+                features = await self._engine.extract(request, ticket)
         except RequestError as error:
             if not error.faults or any(fault.input is None for fault in error.faults):
                 raise

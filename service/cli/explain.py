@@ -122,9 +122,9 @@ async def _explain(engine: Engine, request: ExtractRequest) -> tuple[Features, P
     from layertap.service.explain.explanations import explain, prepare
 
     try:
-        with engine.admission.admit(time.monotonic() + DEADLINE_S) as admission:
-            request = await prepare(engine, request, admission)
-            features = await explain(engine, request, admission)
-            return features, engine.list_pictures(request, features, admission)
+        with engine.admission.admit(time.monotonic() + DEADLINE_S) as ticket:
+            request = await prepare(engine, request, ticket)
+            features = await explain(engine, request, ticket)
+            return features, engine.list_pictures(request, features, ticket)
     finally:
         await engine.close()

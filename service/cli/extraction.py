@@ -37,8 +37,8 @@ async def extract_shown(
     """
     try:
         with show_status("loading the model"):
-            worker = await engine.manager.get_worker(model, float("inf"))
-            spec = get_preprocessing(worker.model.model_inputs)
+            handle = await engine.manager.get_handle(model, float("inf"))
+            spec = get_preprocessing(handle.model.model_inputs)
     except BaseException:
         await engine.close()
         raise
@@ -65,8 +65,8 @@ async def extract_files(
     faults: list[Fault] = []
     try:
         with show_status("loading the model"):
-            worker = await engine.manager.get_worker(model, float("inf"))
-            get_preprocessing(worker.model.model_inputs)
+            handle = await engine.manager.get_handle(model, float("inf"))
+            get_preprocessing(handle.model.model_inputs)
         with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
             bar = progress.add_task("extracting", total=len(files))
             for start in range(0, len(files), size):
@@ -81,8 +81,8 @@ async def extract_files(
                 progress.advance(bar, len(places))
         if parts:
             probed = replace(request, items=())
-            with engine.admission.admit(time.monotonic() + DEADLINE_S) as admission:
-                parts[0] = await Prober(engine).add_probes(parts[0], probed, admission)
+            with engine.admission.admit(time.monotonic() + DEADLINE_S) as ticket:
+                parts[0] = await Prober(engine).add_probes(parts[0], probed, ticket)
     finally:
         await engine.close()
     if not parts:
@@ -127,8 +127,8 @@ async def _extract_batch(
     if not request.items:
         return None, request.faults
     try:
-        with engine.admission.admit(time.monotonic() + DEADLINE_S) as admission:
-            part = await engine.extract(request, admission)
+        with engine.admission.admit(time.monotonic() + DEADLINE_S) as ticket:
+            part = await engine.extract(request, ticket)
     except RequestError as error:
         if not error.faults or any(fault.input is None for fault in error.faults):
             raise

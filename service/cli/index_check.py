@@ -41,7 +41,7 @@ async def check_stored(engine: Engine, stored: list[StoredReceipts], model: str 
         for each in stored:
             name = model or each.model
             with show_status(f"loading {name}"):
-                await engine.manager.get_worker(name, float("inf"))
+                await engine.manager.get_handle(name, float("inf"))
             for key, receipt in each.receipts.items():
                 verdict = await _check_receipt(prober, name, receipt)
                 good = good and verdict.good

@@ -12,7 +12,7 @@ from typing import TypeVar
 from layertap.models.errors import LayertapError, RequestError
 from layertap.models.model_info import ModelInfo
 from layertap.models.spec import PreprocessSpec
-from layertap.service.engine.admit.admission import Admission, AdmissionControl
+from layertap.service.engine.admit.admission import AdmissionControl, Ticket
 from layertap.service.engine.collect.answer_cache import AnswerCache
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.collect.number_checks import add_warnings, is_short
@@ -21,8 +21,8 @@ from layertap.service.engine.collect.results import collect_features
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.forward_batch import Results
 from layertap.service.engine.execute.threads import start_single_threaded
+from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.models.model_manager import ModelManager
-from layertap.service.engine.models.model_worker import ModelWorker
 from layertap.service.engine.plan.planner import PlannedRequest, Planner
 from layertap.service.engine.request import ExtractRequest, Job
 from layertap.service.engine.rows.decoder import DecodedInputs, InputDecoder, make_encoded_job
@@ -52,7 +52,7 @@ class Engine:
         self.fetcher = fetcher
         self.settings = settings
         self.metrics = metrics
-        self.admission = AdmissionControl(manager.workers, settings, metrics)
+        self.admission = AdmissionControl(manager.handles, settings, metrics)
         self.planner = Planner(settings, self.run_in_thread)
         self.decoder = InputDecoder(manager.scheduler, self.run_in_thread)
         self.job_maker = JobMaker(self.planner, self.run_in_thread, settings.max_results)
@@ -60,17 +60,17 @@ class Engine:
         self.answers = AnswerCache(settings.cache_bytes, self._pool)
         manager.on_unload = self.answers.forget
 
-    async def get_worker(self, name: str | None, admission: Admission) -> ModelWorker:
-        """The worker that answers a request, the same from first to last; as ``ModelManager.get_worker``."""
-        worker = admission.find_worker(name)
-        return worker or admission.hold(name, await self.manager.get_worker(name, admission.deadline))
+    async def get_handle(self, name: str | None, ticket: Ticket) -> ModelHandle:
+        """The handle that answers a request, the same from first to last; as ``ModelManager.get_handle``."""
+        handle = ticket.find_handle(name)
+        return handle or ticket.hold(name, await self.manager.get_handle(name, ticket.deadline))
 
-    async def extract(self, request: ExtractRequest, admission: Admission) -> Features:
+    async def extract(self, request: ExtractRequest, ticket: Ticket) -> Features:
         """What layers of a model compute for a request's inputs; any error of the tree."""
-        return await self.compute_once(request, admission, partial(self._extract, request, admission))
+        return await self.compute_once(request, ticket, partial(self._extract, request, ticket))
 
     async def compute_once(
-        self, request: ExtractRequest, admission: Admission, compute: Callable[[], Awaitable[Features]]
+        self, request: ExtractRequest, ticket: Ticket, compute: Callable[[], Awaitable[Features]]
     ) -> Features:
         """What ``compute`` gives for a request, or gave for an equal one where answers are kept; what it raises.
 
@@ -82,56 +82,56 @@ class Engine:
         async def compute_checked() -> Features:
             features = await compute()
             check = partial(add_warnings, features)
-            return check() if is_short(features) else await self.run_in_thread(check, admission.deadline)
+            return check() if is_short(features) else await self.run_in_thread(check, ticket.deadline)
 
-        features = await self._compute_once(request, admission, compute_checked)
-        worker = await self.get_worker(request.model, admission)
+        features = await self._compute_once(request, ticket, compute_checked)
+        handle = await self.get_handle(request.model, ticket)
         features = replace(
-            features, warnings=(*worker.model.warnings, *_warn_of_embedding(request, worker.model), *features.warnings)
+            features, warnings=(*handle.model.warnings, *_warn_of_embedding(request, handle.model), *features.warnings)
         )
         request.timings.describe(rows=rows + features.rows)
         return features
 
     async def _compute_once(
-        self, request: ExtractRequest, admission: Admission, compute: Callable[[], Awaitable[Features]]
+        self, request: ExtractRequest, ticket: Ticket, compute: Callable[[], Awaitable[Features]]
     ) -> Features:
         if not self.answers.max_bytes or any(isinstance(item, UrlItem) for _, item in request.items):
             return await compute()
-        worker = await self.get_worker(request.model, admission)
-        with self.metrics.get_statistics(worker.name).measure_lookup() as lookup:
+        handle = await self.get_handle(request.model, ticket)
+        with self.metrics.get_statistics(handle.name).measure_lookup() as lookup:
 
             async def compute_measured() -> Features:
                 with lookup.compute():
                     return await compute()
 
-            key = (worker.generation, await self._digest(request, admission))
-            features, result = await self.answers.get_or_compute(key, compute_measured, admission.deadline)
+            key = (handle.generation, await self._digest(request, ticket))
+            features, result = await self.answers.get_or_compute(key, compute_measured, ticket.deadline)
             if result != "miss":
-                admission.reserve_bytes(features.nbytes)
+                ticket.reserve_bytes(features.nbytes)
         self.metrics.count_cached(result)
         request.timings.notes["cache"] = result
         return features
 
-    async def extract_parts(self, request: ExtractRequest, admission: Admission) -> list[Features]:
+    async def extract_parts(self, request: ExtractRequest, ticket: Ticket) -> list[Features]:
         """As ``extract``, in one part where all inputs have one shape, else in one for each of them."""
-        worker = await self.get_worker(request.model, admission)
-        statistics = self.metrics.get_statistics(worker.name)
-        with statistics.measure_request(request.timings.steps), admission.queue_rows(worker, len(request.items)):
-            planned = await self.planner.plan(request, worker, admission.deadline)
+        handle = await self.get_handle(request.model, ticket)
+        statistics = self.metrics.get_statistics(handle.name)
+        with statistics.measure_request(request.timings.steps), ticket.queue_rows(handle, len(request.items)):
+            planned = await self.planner.plan(request, handle, ticket.deadline)
             request.timings.describe(rows=max(request.timings.facts.rows, planned.rows))
-            admission.resize(planned.rows)  # before anything is decoded, or run to get to know a shape
-            items = await fetch_inputs(planned, self.fetcher, admission)
-            admission.reserve_bytes(planned.nbytes)
-            answers = await self._decode_and_run(planned, items, admission)
-            return await self._collect_features(answers, admission.deadline)
+            ticket.resize(planned.rows)  # before anything is decoded, or run to get to know a shape
+            items = await fetch_inputs(planned, self.fetcher, ticket)
+            ticket.reserve_bytes(planned.nbytes)
+            answers = await self._decode_and_run(planned, items, ticket)
+            return await self._collect_features(answers, ticket.deadline)
 
-    async def fetch(self, request: ExtractRequest, admission: Admission) -> ExtractRequest:
+    async def fetch(self, request: ExtractRequest, ticket: Ticket) -> ExtractRequest:
         """The request with a picture in place of each URL, for who extracts from it several times; RequestError."""
         if not any(isinstance(item, UrlItem) for _, item in request.items):
             return request
-        worker = await self.get_worker(request.model, admission)
+        handle = await self.get_handle(request.model, ticket)
         count = len(request.items)
-        items = await fetch_items(request, worker.model.model_inputs, count, self.fetcher, admission)
+        items = await fetch_items(request, handle.model.model_inputs, count, self.fetcher, ticket)
         failed = [(place, item) for place, item in items if isinstance(item, LayertapError)]
         faults = tuple(error.to_fault(f"/inputs/{place}", place) for place, error in failed)
         if len(faults) == count:
@@ -139,37 +139,37 @@ class Engine:
         fetched = tuple((place, item) for place, item in items if not isinstance(item, LayertapError))
         return replace(request, items=fetched, faults=(*request.faults, *faults))
 
-    async def fetch_shown(self, request: ExtractRequest, admission: Admission) -> ExtractRequest:
+    async def fetch_shown(self, request: ExtractRequest, ticket: Ticket) -> ExtractRequest:
         """As ``fetch``, for a reply that shows the pictures; planned first: what is refused fetches nothing."""
         if any(isinstance(item, UrlItem) for _, item in request.items):
-            worker = await self.get_worker(request.model, admission)
-            await self.planner.plan(request, worker, admission.deadline)
-        return await self.fetch(request, admission)
+            handle = await self.get_handle(request.model, ticket)
+            await self.planner.plan(request, handle, ticket.deadline)
+        return await self.fetch(request, ticket)
 
-    async def dry_run(self, request: ExtractRequest, admission: Admission) -> list[Job]:
+    async def dry_run(self, request: ExtractRequest, ticket: Ticket) -> list[Job]:
         """A request up to its forwards, and no further; any error of the tree."""
         self._describe(request)
-        return await _ask_again(request, lambda asked: self._dry_run(asked, admission))
+        return await _ask_again(request, lambda asked: self._dry_run(asked, ticket))
 
-    async def _dry_run(self, request: ExtractRequest, admission: Admission) -> list[Job]:
-        worker = await self.get_worker(request.model, admission)
-        planned = await self.planner.plan(request, worker, admission.deadline)
-        items = await fetch_inputs(planned, self.fetcher, admission)
-        admission.reserve_bytes(planned.nbytes)
+    async def _dry_run(self, request: ExtractRequest, ticket: Ticket) -> list[Job]:
+        handle = await self.get_handle(request.model, ticket)
+        planned = await self.planner.plan(request, handle, ticket.deadline)
+        items = await fetch_inputs(planned, self.fetcher, ticket)
+        ticket.reserve_bytes(planned.nbytes)
         if not items:
-            return [make_job(planned, {}, request.faults, deadline=admission.deadline)]
-        return await self._prepare(planned, await self.decoder.decode(planned, items, admission.deadline), admission)
+            return [make_job(planned, {}, request.faults, deadline=ticket.deadline)]
+        return await self._prepare(planned, await self.decoder.decode(planned, items, ticket.deadline), ticket)
 
     def list_pictures(
-        self, request: ExtractRequest, features: Features, admission: Admission
+        self, request: ExtractRequest, features: Features, ticket: Ticket
     ) -> tuple[SentPicture | None, ...]:
         """What the rows of an answer are pictures of, for those who show them; empty where rows are no single inputs.
 
         None stands for what was no picture, or is at a URL and was not fetched before. Empty too where a library's own
         processor makes the rows: which part of a picture a model sees is not known then.
         """
-        worker = admission.find_worker(request.model)
-        spec = worker.model.model_inputs.preprocess if worker is not None else None
+        handle = ticket.find_handle(request.model)
+        spec = handle.model.model_inputs.preprocess if handle is not None else None
         items = [item for place, item in request.items if place not in features.skipped]
         if not isinstance(spec, PreprocessSpec) or len(items) != features.rows:
             return ()
@@ -182,17 +182,17 @@ class Engine:
 
     def estimate_wait(self, name: str | None) -> float:
         """Seconds until a model (None: the default) has answered all that is here now, or let it go by its deadline."""
-        worker = self.manager.find_worker(name)
-        seconds = self.admission.estimate_wait(worker, worker.rows) if worker else 0.0
+        handle = self.manager.find_handle(name)
+        seconds = self.admission.estimate_wait(handle, handle.rows) if handle else 0.0
         return min(seconds, self.settings.deadline_s)
 
     def take_snapshot(self) -> Snapshot:
         """What is so at this moment, for the metrics; called by any thread."""
-        entries, workers = list(self.manager.registry), self.manager.list_workers()
-        answering = dict(self.manager.workers)  # new requests; others finish what they have
-        waiting = sum(self.manager.scheduler.count_waiting_rows(worker) for worker in workers)
-        rows = sum(worker.rows for worker in workers)
-        ceilings = {name: worker.max_batch_rows for name, worker in answering.items()}
+        entries, workers = list(self.manager.registry), self.manager.list_handles()
+        answering = dict(self.manager.handles)  # new requests; others finish what they have
+        waiting = sum(self.manager.scheduler.count_waiting_rows(handle) for handle in workers)
+        rows = sum(handle.rows for handle in workers)
+        ceilings = {name: handle.max_batch_rows for name, handle in answering.items()}
         return Snapshot(
             queue_rows=waiting,
             queue_bytes=self.admission.used_bytes,
@@ -202,20 +202,20 @@ class Engine:
             hooks={entry.spec.name: entry.model.hooks for entry in entries if entry.model is not None},
             max_batch_rows={name: rows for name, rows in ceilings.items() if rows},
             memory_bytes={entry.spec.name: entry.memory_bytes for entry in entries if entry.model is not None},
-            loads={name: self._measure_load(worker) for name, worker in answering.items() if worker.is_active},
+            loads={name: self._measure_load(handle) for name, handle in answering.items() if handle.is_active},
             max_queue_rows=self.settings.max_queue_rows,
             max_queue_bytes=self.settings.max_queue_bytes,
             max_connections=self.settings.max_connections,
             device_slots=self.manager.scheduler.count_slots(),
         )
 
-    def _measure_load(self, worker: ModelWorker) -> ModelLoad:
+    def _measure_load(self, handle: ModelHandle) -> ModelLoad:
         return ModelLoad(
-            admitted_rows=worker.rows,
-            waiting_rows=self.manager.scheduler.count_waiting_rows(worker),
-            queue_seconds=self.admission.estimate_wait(worker, worker.rows),
-            replicas=worker.replicas,
-            busy_replicas=worker.busy_replicas,
+            admitted_rows=handle.rows,
+            waiting_rows=self.manager.scheduler.count_waiting_rows(handle),
+            queue_seconds=self.admission.estimate_wait(handle, handle.rows),
+            replicas=handle.replicas,
+            busy_replicas=handle.busy_replicas,
         )
 
     async def close(self) -> None:
@@ -233,32 +233,32 @@ class Engine:
             rows=timings.facts.rows + len(request.items),
         )
 
-    async def _digest(self, request: ExtractRequest, admission: Admission) -> str:
+    async def _digest(self, request: ExtractRequest, ticket: Ticket) -> str:
         digest = partial(digest_request, request)
-        short = admission.nbytes <= SHORT_BODY
-        return digest() if short else await self.run_in_thread(digest, admission.deadline)
+        short = ticket.nbytes <= SHORT_BODY
+        return digest() if short else await self.run_in_thread(digest, ticket.deadline)
 
-    async def _extract(self, request: ExtractRequest, admission: Admission) -> Features:
-        parts = await _ask_again(request, lambda asked: self.extract_parts(asked, admission))
+    async def _extract(self, request: ExtractRequest, ticket: Ticket) -> Features:
+        parts = await _ask_again(request, lambda asked: self.extract_parts(asked, ticket))
         if len(parts) == 1:
             return parts[0]
-        return await self.run_in_thread(partial(join_inputs, parts), admission.deadline)
+        return await self.run_in_thread(partial(join_inputs, parts), ticket.deadline)
 
-    async def _decode_and_run(self, planned: PlannedRequest, items: Items, admission: Admission) -> list[Answer]:
+    async def _decode_and_run(self, planned: PlannedRequest, items: Items, ticket: Ticket) -> list[Answer]:
         """The jobs of the rows that items are made into, and what their forwards gave."""
-        make = partial(make_job, planned, faults=planned.request.faults, deadline=admission.deadline)
+        make = partial(make_job, planned, faults=planned.request.faults, deadline=ticket.deadline)
         answer: DecodedInputs | Answer
         if (job := make_encoded_job(planned, items, make)) is not None:
             answer = await self.decoder.run_encoded(planned, items, job)
         elif planned.rows == len(items) == 1 and not planned.request.input_options:
-            answer = await self.decoder.decode_and_run(planned, items, make, admission.deadline)
+            answer = await self.decoder.decode_and_run(planned, items, make, ticket.deadline)
         else:
-            answer = await self.decoder.decode(planned, items, admission.deadline)
+            answer = await self.decoder.decode(planned, items, ticket.deadline)
         if isinstance(answer, tuple):
             return [answer]
-        jobs = await self._prepare(planned, answer, admission)
-        admission.resize(sum(job.rows for job in jobs))
-        return await self._run(jobs, admission.deadline)
+        jobs = await self._prepare(planned, answer, ticket)
+        ticket.resize(sum(job.rows for job in jobs))
+        return await self._run(jobs, ticket.deadline)
 
     async def _run(self, jobs: list[Job], deadline: float) -> list[Answer]:
         """Jobs and what their forwards gave, stage by stage where some take what others have."""
@@ -272,11 +272,11 @@ class Engine:
             answers |= dict(zip(stage, zip(filled, results, strict=True), strict=True))
         return [answers[number] for number in range(len(jobs))]
 
-    async def _prepare(self, planned: PlannedRequest, decoded: DecodedInputs, admission: Admission) -> list[Job]:
+    async def _prepare(self, planned: PlannedRequest, decoded: DecodedInputs, ticket: Ticket) -> list[Job]:
         """The jobs of rows that are decoded, planned anew where they are not what was expected."""
-        jobs = await self.job_maker.make_jobs(planned, decoded, admission.deadline)
+        jobs = await self.job_maker.make_jobs(planned, decoded, ticket.deadline)
         needed = sum(job.nbytes + count_taken_bytes(job) for job in jobs)
-        admission.reserve_bytes(max(needed - planned.nbytes, 0))
+        ticket.reserve_bytes(max(needed - planned.nbytes, 0))
         return jobs
 
     async def _collect_features(self, answers: list[Answer], deadline: float) -> list[Features]:

@@ -16,12 +16,12 @@ from layertap.models.labels import Labels
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
 from layertap.models.selection.plan import ResolvedObjective
-from layertap.service.engine.admit.admission import Admission
+from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.admit.limits import check_sizes
 from layertap.service.engine.admit.workload import PlannedWork
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.models.model_worker import ModelWorker
+from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.plan.catalog_choice import get_tower
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.explain.changed_inputs import ChangedInputs
@@ -48,42 +48,42 @@ from layertap.service.formats.table import FORMATS
 MAX_SHOWN = 16  # rows in a warning
 
 
-async def prepare(engine: Engine, request: ExtractRequest, admission: Admission) -> ExtractRequest:
+async def prepare(engine: Engine, request: ExtractRequest, ticket: Ticket) -> ExtractRequest:
     """The request, checked, for ``explain``; what is at a URL is fetched where it is wanted more than once.
 
     RequestError, TooLargeError before any forward, and what ``Engine.fetch`` raises.
     """
     explanation = _get_explanation(request)
-    worker = await engine.get_worker(request.model, admission)
-    check = partial(check_maps, request, explanation, _get_model(worker, request), engine.settings)
-    await engine.run_in_thread(check, admission.deadline)
+    handle = await engine.get_handle(request.model, ticket)
+    check = partial(check_maps, request, explanation, _get_model(handle, request), engine.settings)
+    await engine.run_in_thread(check, ticket.deadline)
     several = len(explanation.methods) > 1 or len(explanation.classes) > 1
-    return await engine.fetch(request, admission) if several or request.reply.format.is_picture else request
+    return await engine.fetch(request, ticket) if several or request.reply.format.is_picture else request
 
 
-async def explain(engine: Engine, request: ExtractRequest, admission: Admission) -> Features:
+async def explain(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Features:
     """The maps that a prepared request asks for, one for each row, under each method's name.
 
     What ``Engine.extract`` raises. Where it names classes, the key is ``METHOD.CLASS``. Without an objective a map is
     of each row's own highest score.
     """
-    return await engine.compute_once(request, admission, partial(_explain, engine, request, admission))
+    return await engine.compute_once(request, ticket, partial(_explain, engine, request, ticket))
 
 
-async def _explain(engine: Engine, request: ExtractRequest, admission: Admission) -> Features:
+async def _explain(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Features:
     explanation = _get_explanation(request)
-    worker = await engine.get_worker(request.model, admission)
+    handle = await engine.get_handle(request.model, ticket)
     if request.reply.format.is_picture:  # nothing that is captured is drawn
         request = replace(request, reply=replace(request.reply, format=FORMATS["npz"]))
     changed = ChangedInputs(engine.settings.max_changed_inputs)
-    work = await engine.run_in_thread(partial(_plan_work, request, explanation, worker), admission.deadline)
+    work = await engine.run_in_thread(partial(_plan_work, request, explanation, handle), ticket.deadline)
     made: Features | None = None
-    with admission.plan_work(work):
+    with ticket.plan_work(work):
         for asked in list_maps(request, explanation):
-            with admission.return_bytes():
+            with ticket.return_bytes():
                 count = explanation.top_classes if made is None else 0
-                part = await _make_maps(engine, asked, worker, admission, count, changed)
-            admission.reserve_bytes(part.nbytes)
+                part = await _make_maps(engine, asked, handle, ticket, count, changed)
+            ticket.reserve_bytes(part.nbytes)
             made = part if made is None else merge_results(made, part, fingerprint.digest_reply)
             arrays = made.arrays.values()
             check_sizes((each.size for each in arrays), (each.nbytes for each in arrays), made.rows, request.reply)
@@ -92,17 +92,17 @@ async def _explain(engine: Engine, request: ExtractRequest, admission: Admission
     return made
 
 
-def _plan_work(request: ExtractRequest, explanation: Explanation, worker: ModelWorker) -> PlannedWork:
+def _plan_work(request: ExtractRequest, explanation: Explanation, handle: ModelHandle) -> PlannedWork:
     """The changed inputs of all maps, as far as shapes are known."""
-    model = _get_model(worker, request)
+    model = _get_model(handle, request)
     changed = list_changed_rows(list_maps(request, explanation), request, model)
     seconds = sum(each.estimate_seconds(model) for each in changed)
     smaller = name_savings(request, explanation, model)
-    return PlannedWork(worker, sum(each.count for each in changed), seconds, smaller)
+    return PlannedWork(handle, sum(each.count for each in changed), seconds, smaller)
 
 
-def _get_model(worker: ModelWorker, request: ExtractRequest) -> ModelInfo:
-    return get_tower(worker.model, [item for _, item in request.items])
+def _get_model(handle: ModelHandle, request: ExtractRequest) -> ModelInfo:
+    return get_tower(handle.model, [item for _, item in request.items])
 
 
 def _get_explanation(request: ExtractRequest) -> Explanation:
@@ -114,29 +114,29 @@ def _get_explanation(request: ExtractRequest) -> Explanation:
 async def _make_maps(
     engine: Engine,
     asked: MapRequest,
-    worker: ModelWorker,
-    admission: Admission,
+    handle: ModelHandle,
+    ticket: Ticket,
     top_classes: int,
     changed: ChangedInputs,
 ) -> Features:
     """The maps that are made of the same forwards, of all inputs."""
     method, request = asked.spec, asked.request
-    model = _get_model(worker, request)
+    model = _get_model(handle, request)
     objective = request.objective or (Objective() if method.has_objective else None)
     if method.takes_layer and asked.explanation.selector is None:
-        points = [await _find_default_layer(engine, worker, model, objective or Objective(), admission.deadline)]
+        points = [await _find_default_layer(engine, handle, model, objective or Objective(), ticket.deadline)]
     else:
         find = partial(method.find_points, asked.explanation, model)  # a glob may take long
-        points = await engine.run_in_thread(find, admission.deadline)
+        points = await engine.run_in_thread(find, ticket.deadline)
     perturbed: PerturbedMethod | None = None
     warnings: tuple[str, ...] = ()
     interventions = request.interventions
     if objective is not None and (method.guided or method.perturbation is not None):
-        resolved = await _resolve(engine, objective, model, admission.deadline)
+        resolved = await _resolve(engine, objective, model, ticket.deadline)
         if method.guided:
             guide = partial(guide_gradients, model.catalog, resolved)
-            interventions = await engine.run_in_thread(guide, admission.deadline)
-            warnings = _warn_of_unguided(await _survey_functions(worker, model, admission.deadline))
+            interventions = await engine.run_in_thread(guide, ticket.deadline)
+            warnings = _warn_of_unguided(await _survey_functions(handle, model, ticket.deadline))
         if method.perturbation is not None:
             perturbed = PerturbedMethod(asked, method.perturbation, points[0], resolved, model)
     selectors = _make_selectors(points, method)
@@ -145,14 +145,14 @@ async def _make_maps(
         wanted = perturbed.prepare(wanted)
     if top_classes and (scores := find_scores(model)) is not None:
         wanted = replace(wanted, selectors=(*wanted.selectors, scores))
-    captured = await engine.extract_parts(wanted, admission)
+    captured = await engine.extract_parts(wanted, ticket)
     take = partial(_take_top_classes, captured, top_classes, model.labels)
-    parts = await engine.run_in_thread(take, admission.deadline)
+    parts = await engine.run_in_thread(take, ticket.deadline)
     if perturbed is not None:
-        made = [await perturb(engine, perturbed, admission, part, changed) for part in parts]
-        return await engine.run_in_thread(partial(_join_features, made, asked, points), admission.deadline)
+        made = [await perturb(engine, perturbed, ticket, part, changed) for part in parts]
+        return await engine.run_in_thread(partial(_join_features, made, asked, points), ticket.deadline)
     make = partial(_make_all, parts, asked, points, model.prefix_tokens)
-    features = await engine.run_in_thread(make, admission.deadline)
+    features = await engine.run_in_thread(make, ticket.deadline)
     return replace(features, warnings=(*features.warnings, *warnings))
 
 
@@ -164,22 +164,22 @@ async def _resolve(engine: Engine, objective: Objective, model: ModelInfo, deadl
         raise RequestError.from_faults([error.to_fault("/objective")]) from None
 
 
-async def _survey_functions(worker: ModelWorker, model: ModelInfo, deadline: float) -> Catalog:
+async def _survey_functions(handle: ModelHandle, model: ModelInfo, deadline: float) -> Catalog:
     """The model's catalogue with what functions take and return."""
     shapes = model.model_inputs.shapes
-    cached = worker.model.catalogs.get_catalog(shapes)
+    cached = handle.model.catalogs.get_catalog(shapes)
     if cached is not None and cached.has_functions:
         return cached
-    return await worker.survey(shapes, deadline, functions=True)
+    return await handle.survey(shapes, deadline, functions=True)
 
 
 async def _find_default_layer(
-    engine: Engine, worker: ModelWorker, model: ModelInfo, objective: Objective, deadline: float
+    engine: Engine, handle: ModelHandle, model: ModelInfo, objective: Objective, deadline: float
 ) -> PointInfo:
     """The last layer of maps that an objective depends on; RequestError where the model has no such objective."""
     trial = make_trial_objective(await _resolve(engine, objective, model, deadline))
-    cached = worker.model.catalogs.get_grad_cam_layer(trial)
-    return cached or await worker.find_grad_cam_layer(trial, deadline)
+    cached = handle.model.catalogs.get_grad_cam_layer(trial)
+    return cached or await handle.find_grad_cam_layer(trial, deadline)
 
 
 def _take_top_classes(parts: Sequence[Features], count: int, labels: Labels | None) -> list[Features]:

@@ -24,7 +24,7 @@ from layertap.models.labels import name_classes
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Explanation, InputOptions, Objective, Selector
 from layertap.models.selection.plan import ResolvedObjective
-from layertap.service.engine.admit.admission import Admission
+from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.explain.changed_inputs import CHUNK_ROWS, ChangedInputs
@@ -88,7 +88,7 @@ class PerturbedMethod:
 
 
 async def perturb(
-    engine: Engine, asked: PerturbedMethod, admission: Admission, part: Features, changed: ChangedInputs
+    engine: Engine, asked: PerturbedMethod, ticket: Ticket, part: Features, changed: ChangedInputs
 ) -> Features:
     """The attributions of the rows of a part that has their inputs, and their gradients or scores: a map for each key.
 
@@ -99,13 +99,13 @@ async def perturb(
     settings = asked.perturbation.choose_settings(asked.explanation, rows.shape, asked.layout)
     count = asked.perturbation.count(settings, rows.shape, asked.layout)
     changed.add(count * len(rows), len(rows))
-    receipts = await engine.run_in_thread(partial(_make_receipts, asked, part, settings), admission.deadline)
+    receipts = await engine.run_in_thread(partial(_make_receipts, asked, part, settings), ticket.deadline)
     results = []
     for number in range(len(rows)):
         row = _Row(asked, settings, rows[number : number + 1], _list_objectives(asked, part, receipts, number))
         scores = part.arrays[SCORE][number : number + 1] if asked.by_score else None
-        results.append(await _perturb_row(engine, row, admission, scores, count))
-    joined = await engine.run_in_thread(partial(_join_rows, results), admission.deadline)
+        results.append(await _perturb_row(engine, row, ticket, scores, count))
+    joined = await engine.run_in_thread(partial(_join_rows, results), ticket.deadline)
     digest = fingerprint.digest_reply(receipt.fingerprint for receipt in receipts.values())
     return replace(part, fingerprint=digest, arrays=dict(zip(receipts, joined, strict=True)), receipts=receipts)
 
@@ -158,26 +158,24 @@ class _Row:
             each.add(numbers, scores)
 
 
-async def _perturb_row(
-    engine: Engine, row: _Row, admission: Admission, scores: Array | None, count: int
-) -> list[Array]:
+async def _perturb_row(engine: Engine, row: _Row, ticket: Ticket, scores: Array | None, count: int) -> list[Array]:
     """The attributions of one row, (1, …), map by map: what is changed is the same for all of them."""
-    made = await engine.run_in_thread(partial(row.make_perturbations, scores), admission.deadline)
+    made = await engine.run_in_thread(partial(row.make_perturbations, scores), ticket.deadline)
     room = max(engine.settings.max_queue_rows // 2, 1)  # others find a place beside it
     size = min(CHUNK_ROWS, engine.settings.max_inputs, room)
     base = row.make_request()
     for start in range(0, count, size):
         numbers = range(start, min(start + size, count))
-        await admission.wait_for_turn()
-        rows = await engine.run_in_thread(partial(made[0].make_rows, numbers), admission.deadline)
+        await ticket.wait_for_turn()
+        rows = await engine.run_in_thread(partial(made[0].make_rows, numbers), ticket.deadline)
         chunk = replace(base, items=((0, ArraysItem({None: rows}, may_batch=True)),))
-        with admission.return_bytes():
-            features = (await engine.extract_parts(chunk, admission))[0]
+        with ticket.return_bytes():
+            features = (await engine.extract_parts(chunk, ticket))[0]
             add = partial(row.add, made, numbers, features.arrays)
-            await engine.run_in_thread(add, admission.deadline)
-        admission.note_done(len(numbers))
+            await engine.run_in_thread(add, ticket.deadline)
+        ticket.note_done(len(numbers))
     finish = partial(_finish, made, row.asked.point[1])
-    return await engine.run_in_thread(finish, admission.deadline)
+    return await engine.run_in_thread(finish, ticket.deadline)
 
 
 def _make_receipts(asked: PerturbedMethod, part: Features, settings: Settings) -> dict[str, Receipt]:

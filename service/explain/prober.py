@@ -8,7 +8,7 @@ from dataclasses import replace
 from layertap.models.errors import RequestError
 from layertap.models.lru_cache import LRUCache
 from layertap.models.selection.hook_points import Embedding, Selector
-from layertap.service.engine.admit.admission import Admission
+from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.plan.catalog_choice import find_tower, get_tower
 from layertap.service.engine.request import ExtractRequest
@@ -41,32 +41,32 @@ class Prober:
 
         ``preprocessed``: it is sent as tensors, not as picture or text; ``sent``: to the tower that takes such items.
         """
-        with self._engine.admission.admit(deadline) as admission:
-            return await self._probe(model, selectors, embedding, admission, preprocessed, sent)
+        with self._engine.admission.admit(deadline) as ticket:
+            return await self._probe(model, selectors, embedding, ticket, preprocessed, sent)
 
     async def _probe(
         self,
         model: str | None,
         selectors: tuple[Selector, ...],
         embedding: Embedding | None,
-        admission: Admission,
+        ticket: Ticket,
         preprocessed: bool,
         sent: Sequence[object] = (),
     ) -> Features:
-        worker = await self._engine.get_worker(model, admission)
-        inputs = get_tower(worker.model, sent).model_inputs if sent else find_tower(worker.model, selectors)
+        handle = await self._engine.get_handle(model, ticket)
+        inputs = get_tower(handle.model, sent).model_inputs if sent else find_tower(handle.model, selectors)
         kind, item = make_probe_input(inputs, preprocessed=preprocessed)
         request = ExtractRequest(
             model=model, items=((0, item),), selectors=selectors, embedding=embedding, isolated=True
         )
-        with admission.return_bytes():
-            features = await self._engine.extract(request, admission)
+        with ticket.return_bytes():
+            features = await self._engine.extract(request, ticket)
         probes = {key: Probe.of(kind, array, features.scales.get(key)) for key, array in features.arrays.items()}
         for key, probe in probes.items():
             self._probes.put((features.model, features.receipts[key].fingerprint), probe)
         return _add_probes(features, probes)
 
-    async def add_probes(self, features: Features, request: ExtractRequest, admission: Admission) -> Features:
+    async def add_probes(self, features: Features, request: ExtractRequest, ticket: Ticket) -> Features:
         """The features of a request with a probe in each receipt; any error of the tree."""
         keys = {key: (features.model, receipt.fingerprint) for key, receipt in features.receipts.items()}
         known = {key: probe for key, each in keys.items() if (probe := self._probes.get(each)) is not None}
@@ -74,7 +74,7 @@ class Prober:
             return _add_probes(features, known)
         preprocessed = any(receipt.preprocessed == "caller" for receipt in features.receipts.values())
         sent = [item for _, item in request.items]
-        probed = await self._probe(request.model, request.selectors, request.embedding, admission, preprocessed, sent)
+        probed = await self._probe(request.model, request.selectors, request.embedding, ticket, preprocessed, sent)
         probes = {key: receipt.probe for key, receipt in probed.receipts.items() if receipt.probe is not None}
         for key, probe in probes.items():  # where rows of another shape were sent it has another fingerprint
             self._probes.put(keys[key], probe)

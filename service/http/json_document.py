@@ -10,7 +10,7 @@ import orjson
 from fastapi import Request
 
 from layertap.models.errors import TooLargeError
-from layertap.service.engine.admit.admission import Admission
+from layertap.service.engine.admit.admission import Ticket
 from layertap.service.errors import BadRequestError
 from layertap.service.http.body import read_body
 from layertap.service.settings import Settings
@@ -20,11 +20,11 @@ MAX_DOCUMENT = 2**16  # bytes of a request that has no inputs
 
 
 async def read_document(
-    request: Request, settings: Settings, admit: Callable[[], AbstractContextManager[Admission]]
+    request: Request, settings: Settings, admit: Callable[[], AbstractContextManager[Ticket]]
 ) -> dict[str, Any]:
     """A small body that is a JSON object; without any the object is empty. BadRequestError, TooLargeError."""
-    with admit() as admission:
-        data = await read_body(request, settings, admission.reserve_bytes)
+    with admit() as ticket:
+        data = await read_body(request, settings, ticket.reserve_bytes)
     if len(data) > MAX_DOCUMENT:
         hint = "models are configured by who runs the server"
         raise TooLargeError(f"the body has {len(data)} bytes, the limit here is {MAX_DOCUMENT}", hint=hint)

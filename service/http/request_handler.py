@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from layertap.models.errors import Fault
-from layertap.service.engine.admit.admission import Admission
+from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.errors import ClientGoneError, DeadlineError, QueueTooLongError
@@ -53,7 +53,7 @@ async def receive(
     formats: Mapping[str, ReplyFormat] = FORMATS,
     timeout_header: str = HEADER,
     get_timeout: Callable[[P], float | None] = lambda parsed: None,
-) -> AsyncIterator[tuple[P, Admission]]:
+) -> AsyncIterator[tuple[P, Ticket]]:
     """A request that has arrived, parsed, and its place in the server; a long one is parsed in a thread.
 
     ``get_timeout`` tells how many seconds a body itself allows.
@@ -67,8 +67,8 @@ async def receive(
     reply_format.check()
     packed = is_packed(request.headers)
     timeout = Timeout.parse(request.headers, engine.settings, timeout_header)
-    admission = state["until_sent"].enter_context(engine.admission.admit(timeout.deadline))
-    data = await read_body(request, engine.settings, admission.reserve_bytes)
+    ticket = state["until_sent"].enter_context(engine.admission.admit(timeout.deadline))
+    data = await read_body(request, engine.settings, ticket.reserve_bytes)
     timings: Timings = state["timings"]
     model = None
     async with cancel_on_disconnect(request):
@@ -77,14 +77,14 @@ async def receive(
                 run_in_thread = partial(engine.run_in_thread, deadline=timeout.deadline)
                 with timings.step("unpack"):
                     limit = engine.settings.max_body_bytes
-                    data = await unpack_body(data, limit, admission.reserve_bytes, run_in_thread)
+                    data = await unpack_body(data, limit, ticket.reserve_bytes, run_in_thread)
             raw = RawRequest(request.headers, query, data, reply_format, timings)
             parsed = await _parse(raw, parse, engine, timeout.deadline)
             model = parsed.model
             timings.describe(model=engine.manager.find_name(model))
             timeout = timeout.shorten(get_timeout(parsed))
-            admission.deadline = timeout.deadline
-            yield parsed, admission
+            ticket.deadline = timeout.deadline
+            yield parsed, ticket
         except QueueTooLongError as error:
             timeout.explain(error)
             raise
@@ -94,18 +94,16 @@ async def receive(
             raise
 
 
-async def encode_response(
-    features: Features, request: ExtractRequest, engine: Engine, admission: Admission
-) -> Response:
+async def encode_response(features: Features, request: ExtractRequest, engine: Engine, ticket: Ticket) -> Response:
     """Features as a reply, in the format that was asked for."""
     reply = request.reply
     with request.timings.step("encode"):
-        pictures = engine.list_pictures(request, features, admission) if reply.format.is_picture else ()
+        pictures = engine.list_pictures(request, features, ticket) if reply.format.is_picture else ()
         encode = partial(reply.format.encode, features, EncodeOptions(reply.encoding, reply.picture, pictures))
         if sum(array.size for array in features.arrays.values()) <= FEW_NUMBERS and not reply.format.in_thread:
             buffers = encode()
         else:
-            buffers = await engine.run_in_thread(encode, admission.deadline)
+            buffers = await engine.run_in_thread(encode, ticket.deadline)
     return make_response(buffers, describe_features(features), reply.format.media_type)
 
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from layertap.models.errors import LayertapError, RequestError, UnknownModelError, escape
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.models.model_worker import ModelWorker
+from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.errors import UnavailableError
 from layertap.service.http.auth import require_admin
 from layertap.service.http.buffers_response import make_response
@@ -38,18 +38,18 @@ async def infer(request: Request) -> Response:
     engine: Engine = request.app.state.engine
     await check_version(request)
     parse = partial(parse_infer, model=request.path_params["name"])
-    async with receive(request, engine, parse, FORMATS, get_timeout=_get_timeout) as (parsed, admission):
-        worker = await engine.get_worker(parsed.model, admission)
-        extract = parsed.fit_to_model(worker.model)
+    async with receive(request, engine, parse, FORMATS, get_timeout=_get_timeout) as (parsed, ticket):
+        handle = await engine.get_handle(parsed.model, ticket)
+        extract = parsed.fit_to_model(handle.model)
         try:
-            features = await engine.extract(extract, admission)
+            features = await engine.extract(extract, ticket)
         except LayertapError as error:
             raise parsed.locate(error) from None
         headers = describe_features(features)
         with parsed.extract.timings.step("encode"):
             encode = partial(encode_reply, features, parsed.id, parsed.binary, parsed.binary_default)
             is_short = sum(array.size for array in features.arrays.values()) <= FEW_NUMBERS
-            head, *behind = encode() if is_short else await engine.run_in_thread(encode, admission.deadline)
+            head, *behind = encode() if is_short else await engine.run_in_thread(encode, ticket.deadline)
         if behind:
             headers[HEADER] = str(len(head))
         return make_response([head, *behind], headers, (BINARY if behind else JSON).media_type)
@@ -125,15 +125,15 @@ async def show_model_ready(engine: EngineDependency, name: str) -> Json:
 @get_of_model()
 async def show_model(engine: EngineDependency, name: str) -> Json:
     """A model's inputs, and its outputs that need no name of a layer; loads the model if need be."""
-    worker, outputs = await _plan_outputs(engine, name)
-    return metadata.describe_model(worker.model, outputs)
+    handle, outputs = await _plan_outputs(engine, name)
+    return metadata.describe_model(handle.model, outputs)
 
 
 @get_of_model("/config")
 async def show_config(engine: EngineDependency, name: str) -> Json:
     """The same as Triton's configuration has it; loads the model if need be."""
-    worker, outputs = await _plan_outputs(engine, name)
-    return metadata.describe_config(worker.model, outputs, engine.settings.max_inputs)
+    handle, outputs = await _plan_outputs(engine, name)
+    return metadata.describe_config(handle.model, outputs, engine.settings.max_inputs)
 
 
 @router.post("/repository/index")
@@ -169,13 +169,13 @@ def _describe_statistics(engine: Engine, name: str) -> Json:
     return describe_statistics(name, engine.metrics.get_statistics(name))
 
 
-async def _plan_outputs(engine: Engine, name: str) -> tuple[ModelWorker, list[metadata.TensorMetadata]]:
-    """A model's worker, and the outputs that its metadata have."""
+async def _plan_outputs(engine: Engine, name: str) -> tuple[ModelHandle, list[metadata.TensorMetadata]]:
+    """A model's handle, and the outputs that its metadata have."""
     deadline = Timeout.from_settings(engine.settings).deadline
-    worker = await engine.manager.get_worker(name, deadline)
-    with worker.hold():
-        planned = await engine.planner.plan(metadata.make_outputs_request(worker.model), worker, deadline)
-    return worker, [metadata.describe_output(result) for result in planned.plan.results]
+    handle = await engine.manager.get_handle(name, deadline)
+    with handle.hold():
+        planned = await engine.planner.plan(metadata.make_outputs_request(handle.model), handle, deadline)
+    return handle, [metadata.describe_output(result) for result in planned.plan.results]
 
 
 async def _read_fields(request: Request, engine: Engine, fields: set[str]) -> Json:

@@ -33,16 +33,16 @@ async def create_embeddings(request: Request) -> Response:
     """A vector of length 1 for each input."""
     engine: Engine = request.app.state.engine
     header = TIMEOUT_HEADER if TIMEOUT_HEADER in request.headers else timeout.HEADER
-    async with receive(request, engine, parse_embeddings, JSON, header) as (parsed, admission):
-        worker = await engine.get_worker(parsed.model, admission)
-        parts = list(parsed.fit_to_model(worker.model).split(engine.settings.max_inputs))
+    async with receive(request, engine, parse_embeddings, JSON, header) as (parsed, ticket):
+        handle = await engine.get_handle(parsed.model, ticket)
+        parts = list(parsed.fit_to_model(handle.model).split(engine.settings.max_inputs))
         if parsed.dimensions is not None:
-            planned = await engine.planner.plan(parts[0], worker, admission.deadline)
+            planned = await engine.planner.plan(parts[0], handle, ticket.deadline)
             check_dimensions(parsed.dimensions, _count_columns(planned))
-        features = [await engine.extract(part, admission) for part in parts]
+        features = [await engine.extract(part, ticket) for part in parts]
         with parsed.extract.timings.step("encode"):
             encode = partial(_encode, features, parsed)
-            joined, data = await engine.run_in_thread(encode, admission.deadline)
+            joined, data = await engine.run_in_thread(encode, ticket.deadline)
         return Response(data, media_type="application/json", headers=describe_features(joined))
 
 
@@ -80,12 +80,12 @@ async def _describe(engine: Engine, model_id: str) -> Json:
     name, embedding = parse_model_id(model_id)
     entry = engine.manager.registry.get_entry(name)
     body: Json = {"id": model_id, "object": "model", "created": 0, "owned_by": "layertap", "state": entry.state}
-    worker = engine.manager.find_worker(name)
-    if worker is None or not worker.is_active or not (embedding.layer or worker.model.embedding is not None):
+    handle = engine.manager.find_handle(name)
+    if handle is None or not handle.is_active or not (embedding.layer or handle.model.embedding is not None):
         return body
     request = ExtractRequest(model=name, items=(), embedding=embedding)
-    with worker.hold():
-        planned = await engine.planner.plan(request, worker, time.monotonic() + engine.settings.deadline_s)
+    with handle.hold():
+        planned = await engine.planner.plan(request, handle, time.monotonic() + engine.settings.deadline_s)
     (fingerprint,) = planned.fingerprints.values()
     return body | {"fingerprint": fingerprint, "dimensions": _count_columns(planned)}
 

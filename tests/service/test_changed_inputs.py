@@ -246,8 +246,8 @@ def test_numbers_are_made_off_the_event_loop() -> None:
     async def run() -> tuple[str, Array]:
         engine = create_engine(ServiceSettings(workers=0, cpu_threads=1), configured(CNN), warm=False)
         try:
-            with engine.admission.admit(time.monotonic() + 120) as admission:
-                worker = await engine.manager.get_worker("cnn", admission.deadline)
+            with engine.admission.admit(time.monotonic() + 120) as ticket:
+                worker = await engine.manager.get_handle("cnn", ticket.deadline)
                 point = METHODS["integrated_gradients"].find_points(explanation, worker.model)[0]
                 objective = Objective(klass=1)
                 selectors = tuple(
@@ -258,10 +258,10 @@ def test_numbers_are_made_off_the_event_loop() -> None:
                 asked = MapRequest("integrated_gradients", explanation, {"map": request})
                 resolved = resolve_objective(objective, worker.model.catalog)
                 method = PerturbedMethod(asked, Watched, point, resolved, worker.model)
-                (part,) = await engine.extract_parts(method.prepare(request), admission)
+                (part,) = await engine.extract_parts(method.prepare(request), ticket)
                 work = PlannedWork(worker, rows=40, seconds=1.0, smaller="less")
-                with admission.plan_work(work):
-                    made = await perturb(engine, method, admission, part, ChangedInputs(40))
+                with ticket.plan_work(work):
+                    made = await perturb(engine, method, ticket, part, ChangedInputs(40))
                 assert (work.done, work.begun) == (40, True)
             return threading.current_thread().name, made.arrays["map"]
         finally:

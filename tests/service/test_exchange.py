@@ -78,7 +78,7 @@ def test_exchanged_under_load(serve: Serve, versions: Versions, workers: int) ->
             np.testing.assert_allclose(arrays_of(reply)["linear"], versions.answer(letter, rows), rtol=1e-4, atol=1e-4)
             answered.add(letter)
         assert answered == {"a", "b", "c"}
-        wait_until(lambda: len(live.engine.manager.list_workers()) == 1)
+        wait_until(lambda: len(live.engine.manager.list_handles()) == 1)
 
 
 def _wait_for_replies(clients: Sequence[Client], count: int) -> None:
@@ -99,7 +99,7 @@ def test_answered_by_the_version_it_came_to(serve: Serve, versions: Versions) ->
             assert gated_module(live) is not module
             assert not waits.done()
         assert waits.result().headers["x-layertap-fingerprint"] == first != second
-        wait_until(lambda: len(live.engine.manager.list_workers()) == 1)
+        wait_until(lambda: len(live.engine.manager.list_handles()) == 1)
 
 
 def test_one_version_for_all_parts(serve: Serve, versions: Versions) -> None:

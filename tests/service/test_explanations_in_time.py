@@ -17,7 +17,7 @@ from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.app import create_engine
 from layertap.service.engine.admit.workload import PlannedWork
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.models.model_worker import ModelWorker
+from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.schedule.batch import Batch, QueuedRequest, RowSlice
 from layertap.service.errors import DeadlineError, QueueTooLongError
 from layertap.service.explain.changed_inputs import ChangedRows
@@ -142,7 +142,7 @@ def test_beside_others(served: Live) -> None:
     assert explain(served, SIXTEEN).status_code == 200  # nothing is left of the others
 
 
-def make_batch(worker: ModelWorker) -> Batch:
+def make_batch(worker: ModelHandle) -> Batch:
     """A batch of one row."""
     queue = worker.queues.create(worker.model.catalog, worker.model.catalog.costs)
     return Batch(queue, "cpu", (RowSlice(QueuedRequest(queue, 1), 0, 1),), 1, 1, 1.0, 0.0, "single")
@@ -150,7 +150,7 @@ def make_batch(worker: ModelWorker) -> Batch:
 
 def test_a_slow_batch_locks_nobody_out(served: Live) -> None:
     """Rows that were slow of late, for whatever reason, refuse no one who would be alone with the device."""
-    worker = served.engine.manager.find_worker("held")
+    worker = served.engine.manager.find_handle("held")
     assert worker is not None
     worker.add_batch_time(make_batch(worker), 1000.0, 1, False)
     assert explain(served, SIXTEEN).status_code == 200
@@ -173,7 +173,7 @@ async def planning() -> AsyncIterator[tuple[Engine, Callable[[float], PlannedWor
     """An engine, and what makes work of so many seconds for it."""
     engine = create_engine(Settings(workers=0, cpu_threads=1), configured(HELD), warm=False)
     try:
-        worker = await engine.manager.get_worker("held", time.monotonic() + DEADLINE_S)
+        worker = await engine.manager.get_handle("held", time.monotonic() + DEADLINE_S)
         unit = worker.estimate_seconds(1.0)
         yield engine, lambda seconds: PlannedWork(worker, rows=100, seconds=seconds / unit, smaller="less")
     finally:

@@ -18,7 +18,7 @@ from layertap.models.errors import LoadError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.registry import ModelEntry
 from layertap.models.spec import ModelSpec, WarmSpec
-from layertap.service.engine.models.model_worker import ModelWorker
+from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.metrics import Metrics
 from layertap.service.process import EXIT_FAILED
@@ -128,7 +128,7 @@ def test_failure_that_lasts(doomed: Live, way: str) -> None:
     """A device, a model or a thread that fails for good: whoever asks gets 503 and is told so, never 200 again."""
     assert ask(doomed).status_code == 200
     if way == "thread":
-        doomed.engine.manager.workers["doomed"].submit(0, _fail)
+        doomed.engine.manager.handles["doomed"].submit(0, _fail)
     else:
         assert ask(doomed, mark(way)).status_code == 503
     wait_until(lambda: ask(doomed).status_code != 200)
@@ -162,7 +162,7 @@ def test_end_of_loading_without_a_forward() -> None:
     entry = ModelEntry(ModelSpec("leaving", "python:none:none"))
     scheduler = Scheduler(Metrics(), 1)
     try:
-        model = ModelWorker(entry, load, scheduler, Settings())
+        model = ModelHandle(entry, load, scheduler, Settings())
         error = model.loaded.exception(END_S)
     finally:
         scheduler.close()

@@ -257,8 +257,8 @@ def test_limits_hold(keeping: Live) -> None:
     body: Json = {"layers": ["block1"], "inputs": [PICTURE] * 4}
     assert keeping.client.post("/extract", json=body).status_code == 200
     room = keeping.engine.settings.max_queue_bytes - 100_000
-    with keeping.engine.admission.admit(math.inf) as admission:
-        admission.reserve_bytes(room)
+    with keeping.engine.admission.admit(math.inf) as ticket:
+        ticket.reserve_bytes(room)
         problem(keeping.client.post("/extract", json=body), 429, seconds=True)
     assert get_result(keeping.client.post("/extract", json=body)) == "hit"
 
@@ -326,7 +326,7 @@ def test_unloaded_while_it_answers(serve: Serve, tmp_path: Path) -> None:
             for _ in range(5):  # rounds of the event loop, in which what has arrived comes to wait for the first
                 live.client.get("/livez")
             unloading = pool.submit(live.client.post, "/models/file/unload")
-            wait_until(lambda: live.engine.manager.workers["file"].stopping)
+            wait_until(lambda: live.engine.manager.handles["file"].stopping)
             save(1.0)
         finally:
             module.gate.set()

@@ -100,6 +100,6 @@ def test_lost_in_a_call(fragile: Live) -> None:
     def survey(model: LoadedModel) -> object:
         return model.module(torch.zeros(HELD_ROWS, 4))
 
-    error = fragile.engine.manager.scheduler.call(fragile.engine.manager.workers["fragile"], survey).exception(60)
+    error = fragile.engine.manager.scheduler.call(fragile.engine.manager.handles["fragile"], survey).exception(60)
     assert isinstance(error, UnavailableError)
     check_lost(fragile)

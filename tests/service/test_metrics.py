@@ -257,8 +257,8 @@ def test_load(server: Live) -> None:
             found = figures(scraped(server))
         assert waiting.result().status_code == 200
     assert found[f"layertap_model_busy_replicas{of}"] == 1
-    assert found[f"layertap_model_replicas{of}"] == server.engine.manager.workers["gated"].executor.replicas
-    worker = server.engine.manager.workers["gated"]
+    assert found[f"layertap_model_replicas{of}"] == server.engine.manager.handles["gated"].executor.replicas
+    worker = server.engine.manager.handles["gated"]
     assert found[f"layertap_model_queue_seconds{of}"] > 0
     assert found["layertap_max_queue_rows"] == server.engine.settings.max_queue_rows
     assert found["layertap_max_queue_bytes"] == server.engine.settings.max_queue_bytes

@@ -37,7 +37,7 @@ def post(live: Live, path: str, model: str, **body: Any) -> httpx.Response:
 
 def compute(live: Live, model: str, squash: bool) -> tuple[Tensor, Tensor]:
     """Scores and what their sum, or that of their sigmoids, is by the input: by torch alone."""
-    loaded: Any = live.engine.manager.workers[model].model
+    loaded: Any = live.engine.manager.handles[model].model
     rows = torch.from_numpy(X).requires_grad_()
     scores = loaded.replicas[0].module(rows)
     (slopes,) = torch.autograd.grad((scores.sigmoid() if squash else scores).sum(), rows)

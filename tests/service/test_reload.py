@@ -83,7 +83,7 @@ def test_removed_model_answers_what_it_has(serve: Serve, versions: Versions) -> 
             problem(post_rows(live), 404)
             assert not waits.done()
         assert waits.result().status_code == 200
-        wait_until(lambda: len(live.engine.manager.list_workers()) == 1)
+        wait_until(lambda: len(live.engine.manager.list_handles()) == 1)
 
 
 def test_alias_moves_under_load(serve: Serve, versions: Versions) -> None:

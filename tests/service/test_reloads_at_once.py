@@ -25,7 +25,7 @@ def ask(live: Live, model: str | None = None) -> httpx.Response:
 
 
 def workers(live: Live) -> list[str]:
-    return sorted(worker.name for worker in live.engine.manager.list_workers())
+    return sorted(worker.name for worker in live.engine.manager.list_handles())
 
 
 def states(live: Live) -> dict[str, str]:

@@ -41,7 +41,7 @@ def states(live: Live) -> dict[str, str]:
 
 
 def count_workers(live: Live) -> int:
-    return len(live.engine.manager.list_workers())
+    return len(live.engine.manager.list_handles())
 
 
 def wide(name: str = "gated", **fields: Any) -> Json:

@@ -36,7 +36,7 @@ def test_freed(serve: Serve, versions: Versions, way: str) -> None:
     configuration = versions.write(entry("a"), allow=ALLOW)
     with serve(configuration) as live:
         assert post_rows(live).status_code == 200
-        module = weakref.ref(live.engine.manager.workers["gated"].model.module)
+        module = weakref.ref(live.engine.manager.handles["gated"].model.module)
         assert module() is not None
         assert WAYS[way](live.client).status_code == 200
         wait_until(lambda: module() is None)

@@ -157,7 +157,7 @@ def test_on_several_devices(serve: Serve, warm_cache: Path) -> None:
         for reply in pool.map(lambda _: extract(live, COMPILED, "conv", "head"), range(24)):
             assert (forwards(reply), reply.json()["fingerprint"]) == ({"compiled"}, plain.json()["fingerprint"])
             close(arrays_of(reply), arrays_of(plain))
-        model = live.engine.manager.workers[COMPILED].model
+        model = live.engine.manager.handles[COMPILED].model
         assert isinstance(model, MultiDeviceModel)
         assert len({id(each.compiled[0]) for each in model.models}) == 2
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 from layertap.models.errors import TooLargeError
 from layertap.service.engine.admit.workload import WAIT_MARGIN, PlannedWork, Workload
-from layertap.service.engine.models.model_worker import ModelWorker
+from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.models.unavailable import unloading_error
 from layertap.service.errors import QueueFullError, QueueTooLongError
 from layertap.service.metrics import Metrics
@@ -19,35 +19,35 @@ from layertap.service.settings import Settings
 class AdmissionControl:
     """What is admitted now. For the event loop only.
 
-    ``workers`` are those of this process, by the names of their models; it grows and shrinks with them. ``used_bytes``
+    ``handles`` are those of this process, by the names of their models; it grows and shrinks with them. ``used_bytes``
     counts bodies as they arrive, rows, and the replies that are expected. ``workload`` is what explanations plan.
     """
 
-    def __init__(self, workers: Mapping[str, ModelWorker], settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, handles: Mapping[str, ModelHandle], settings: Settings, metrics: Metrics) -> None:
         self.used_bytes = 0
         self.workload = Workload(settings.deadline_s, metrics)
-        self._workers = workers
+        self._handles = handles
         self._settings = settings
         self._metrics = metrics
 
     @contextmanager
-    def admit(self, deadline: float) -> Iterator[Admission]:
+    def admit(self, deadline: float) -> Iterator[Ticket]:
         """A place for a request that is over at a moment on the monotonic clock; given back after the block."""
-        admission = Admission(self, deadline)
+        ticket = Ticket(self, deadline)
         try:
-            yield admission
+            yield ticket
         finally:
-            admission.release()
+            ticket.release()
 
-    def estimate_wait(self, worker: ModelWorker, rows: int) -> float:
+    def estimate_wait(self, handle: ModelHandle, rows: int) -> float:
         """Seconds until so many rows of a model are done: others on its device get as much time if they want it.
 
         Any thread may ask.
         """
-        seconds = rows * worker.seconds_per_row
-        devices = set(worker.devices)
-        workers = tuple(self._workers.values())
-        others = [each for each in workers if each is not worker and devices & set(each.devices)]
+        seconds = rows * handle.seconds_per_row
+        devices = set(handle.devices)
+        handles = tuple(self._handles.values())
+        others = [each for each in handles if each is not handle and devices & set(each.devices)]
         return seconds + sum(min(seconds, other.rows * other.seconds_per_row) for other in others)
 
     def check_bytes(self, size: int, reserved_bytes: int) -> None:
@@ -59,26 +59,26 @@ class AdmissionControl:
         if self.used_bytes + size > limit:
             self._metrics.count_refused("queue_bytes")
             detail = f"the queue holds {self.used_bytes} bytes of {limit}"
-            waits = (self.estimate_wait(each, each.rows) for each in self._workers.values())
+            waits = (self.estimate_wait(each, each.rows) for each in self._handles.values())
             raise QueueFullError(detail, hint="come again later", retry_after=max(math.ceil(max(waits, default=0)), 1))
 
-    def check_rows(self, worker: ModelWorker, rows: int, reserved_rows: int, deadline: float) -> None:
+    def check_rows(self, handle: ModelHandle, rows: int, reserved_rows: int, deadline: float) -> None:
         """Whether a request that holds some rows may have so many in all.
 
         QueueFullError where the queue is full or so long that the deadline would pass, TooLargeError where it could
         never hold as many.
         """
-        limit, others = self._settings.max_queue_rows, worker.rows - reserved_rows
+        limit, others = self._settings.max_queue_rows, handle.rows - reserved_rows
         if rows > limit:
             detail = f"{rows} inputs are more than the queue holds, {limit}"
             raise TooLargeError(detail, hint=f"send at most {limit} at once")
-        wait = self.estimate_wait(worker, others)
+        wait = self.estimate_wait(handle, others)
         if others + rows > limit:
             self._metrics.count_refused("queue_rows")
             detail, room = f"the queue holds {others} rows of {limit}", limit - others
             fewer = f", or send at most {room} input{'s' if room > 1 else ''} now" if room > 0 else ""
             raise QueueFullError(detail, hint=f"come again later{fewer}", retry_after=max(math.ceil(wait), 1))
-        needed = WAIT_MARGIN * (wait + rows * worker.seconds_per_row)
+        needed = WAIT_MARGIN * (wait + rows * handle.seconds_per_row)
         if others and needed > deadline - time.monotonic():
             self._metrics.count_refused("deadline")
             raise QueueTooLongError(
@@ -88,18 +88,18 @@ class AdmissionControl:
             )
 
 
-class Admission:
+class Ticket:
     """One request's place: the bytes that it holds, the rows that it has in its model's queue, its deadline.
 
-    It also holds the workers that answer it: another version of a model that comes meanwhile is not for it.
+    It also holds the handles that answer it: another version of a model that comes meanwhile is not for it.
     """
 
     def __init__(self, control: AdmissionControl, deadline: float) -> None:
         self.deadline = deadline
         self._control = control
-        self._held: dict[str | None, ModelWorker] = {}
+        self._held: dict[str | None, ModelHandle] = {}
         self._holds = ExitStack()
-        self._worker: ModelWorker | None = None
+        self._handle: ModelHandle | None = None
         self._bytes = 0
         self._rows = 0
         self._work: PlannedWork | None = None
@@ -109,15 +109,15 @@ class Admission:
         """The bytes that it holds: at first those of the request's body."""
         return self._bytes
 
-    def find_worker(self, name: str | None) -> ModelWorker | None:
-        """The worker that answers for a model's name in this request, where one does already."""
+    def find_handle(self, name: str | None) -> ModelHandle | None:
+        """The handle that answers for a model's name in this request, where one does already."""
         return self._held.get(name)
 
-    def hold(self, name: str | None, worker: ModelWorker) -> ModelWorker:
-        """Have a worker answer for a model's name to the end of this request."""
-        self._held[name] = worker
-        self._holds.enter_context(worker.hold())
-        return worker
+    def hold(self, name: str | None, handle: ModelHandle) -> ModelHandle:
+        """Have a handle answer for a model's name to the end of this request."""
+        self._held[name] = handle
+        self._holds.enter_context(handle.hold())
+        return handle
 
     def reserve_bytes(self, size: int) -> None:
         """Hold so many bytes more; QueueFullError, TooLargeError."""
@@ -136,11 +136,11 @@ class Admission:
             self._bytes = min(self._bytes, before)
 
     @contextmanager
-    def queue_rows(self, worker: ModelWorker, rows: int) -> Iterator[None]:
+    def queue_rows(self, handle: ModelHandle, rows: int) -> Iterator[None]:
         """Hold so many rows of a model's queue until the block ends; as ``resize``, UnavailableError."""
-        if worker.stopping:
-            raise unloading_error(worker.name)
-        self._worker = worker
+        if handle.stopping:
+            raise unloading_error(handle.name)
+        self._handle = handle
         try:
             self.resize(rows)
             yield
@@ -149,11 +149,11 @@ class Admission:
 
     def resize(self, rows: int) -> None:
         """Hold another number of rows, where any are held; QueueFullError, QueueTooLongError, TooLargeError."""
-        if self._worker is None:
+        if self._handle is None:
             return
         if rows > self._rows:  # who has a place keeps it, whoever came later
-            self._control.check_rows(self._worker, rows, self._rows, self.deadline)
-        self._worker.rows += rows - self._rows
+            self._control.check_rows(self._handle, rows, self._rows, self.deadline)
+        self._handle.rows += rows - self._rows
         self._rows = rows
 
     @contextmanager
@@ -185,8 +185,8 @@ class Admission:
         self._holds.close()
 
     def _release_rows(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.rows -= self._rows
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.rows -= self._rows
             self._rows = 0
-            worker.notify_if_empty()
+            handle.notify_if_empty()

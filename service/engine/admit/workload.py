@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from layertap.service.engine.deadline import wait_until
-from layertap.service.engine.models.model_worker import ModelWorker
+from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.errors import QueueTooLongError
 from layertap.service.metrics import Metrics
 
@@ -28,7 +28,7 @@ class PlannedWork:
     answered; ``begun``: it has had its first turn, or waits for it.
     """
 
-    worker: ModelWorker
+    handle: ModelHandle
     rows: int
     seconds: float
     smaller: str
@@ -39,7 +39,7 @@ class PlannedWork:
     @property
     def seconds_left(self) -> float:
         """How long what is left takes as of late, with nothing beside it."""
-        return max(1 - self.done / max(self.rows, 1), 0.0) * self.worker.estimate_seconds(self.seconds)
+        return max(1 - self.done / max(self.rows, 1), 0.0) * self.handle.estimate_seconds(self.seconds)
 
 
 class Workload:
@@ -86,7 +86,7 @@ class Workload:
                 hint = f"come again later, or run fewer changed inputs: {work.smaller}"
                 self._refuse(work, taken, hint, wait, seconds + wait)
             return
-        alone = work.worker.estimate_least_seconds(work.seconds)
+        alone = work.handle.estimate_least_seconds(work.seconds)
         if alone / LENIENCY > left:
             hint = f"run at most {max(int(work.rows * left / alone), 1)} changed inputs: {work.smaller}"
             if alone > self._deadline_s:
@@ -103,9 +103,9 @@ class Workload:
         place, seconds = self._planned.index(work), work.seconds_left
         begun = [other for other in self._list_others(work) if other.begun]
         ahead = [(other.seconds_left, self._planned.index(other)) < (seconds, place) for other in begun]
-        return sum(ahead) < TURNS * max(len(work.worker.devices), 1)  # one that is unloaded has none
+        return sum(ahead) < TURNS * max(len(work.handle.devices), 1)  # one that is unloaded has none
 
     def _list_others(self, work: PlannedWork) -> list[PlannedWork]:
         """What else is planned for its device."""
-        devices = set(work.worker.devices)
-        return [other for other in self._planned if other is not work and devices & set(other.worker.devices)]
+        devices = set(work.handle.devices)
+        return [other for other in self._planned if other is not work and devices & set(other.handle.devices)]

@@ -16,8 +16,8 @@ from layertap.models.registry import ModelEntry, Registry
 from layertap.service import allocator
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.executor import Executor
+from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.models.model_room import ModelRoom
-from layertap.service.engine.models.model_worker import ModelWorker
 from layertap.service.engine.models.unavailable import failure_error, unloading_error
 from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.errors import DeadlineError, UnavailableError
@@ -34,10 +34,10 @@ OWN_CODE = frozenset[Failure]({"code", "forward", "other"})  # failures of what 
 
 
 class ModelManager:
-    """The workers of this process by the names of their models. Used on the event loop, which it never blocks.
+    """The handles of this process by the names of their models. Used on the event loop, which it never blocks.
 
-    ``workers`` answer new requests; beside them are those that load to take another's place, or finish what they have.
-    ``on_unload`` hears of each worker that is gone, by its generation.
+    ``handles`` answer new requests; beside them are those that load to take another's place, or finish what they have.
+    ``on_unload`` hears of each handle that is gone, by its generation.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class ModelManager:
         self.registry = registry
         self.default = default
         self.draining = False
-        self.workers: dict[str, ModelWorker] = {}
+        self.handles: dict[str, ModelHandle] = {}
         self.on_unload: Callable[[int], None] = lambda generation: None
         self.scheduler = Scheduler(
             metrics, settings.cpu_threads, on_failure=self._fail_all, gpu_streams=settings.gpu_streams
         )
-        self._others: set[ModelWorker] = set()
-        self.room = ModelRoom(self.workers, self._others, settings, self.scheduler.is_idle, self._unload_now)
+        self._others: set[ModelHandle] = set()
+        self.room = ModelRoom(self.handles, self._others, settings, self.scheduler.is_idle, self._unload_now)
         self._tasks: set[asyncio.Task[None]] = set()
         self._startup: set[str] = set()  # models that were wanted from the start
         self._unseen: set[str] = set()  # those of them that were never there
@@ -77,16 +77,16 @@ class ModelManager:
 
     async def wait_until_loaded(self) -> None:
         """Return once every model that began to load is loaded or has failed."""
-        loading = [asyncio.wrap_future(worker.settled) for worker in self.workers.values()]
+        loading = [asyncio.wrap_future(handle.settled) for handle in self.handles.values()]
         if loading:
             await asyncio.wait(loading)  # which cancels none of them
 
     @property
     def ready(self) -> bool:
         """Whether every model wanted from the start was loaded or has failed, and the server is not draining."""
-        workers = {name: worker for name in self._unseen if (worker := self.workers.get(name)) is not None}
-        self._unseen -= {name for name, worker in workers.items() if worker.is_active}
-        settled = all(workers[name].loaded.done() for name in self._unseen & workers.keys())
+        handles = {name: handle for name in self._unseen if (handle := self.handles.get(name)) is not None}
+        self._unseen -= {name for name, handle in handles.items() if handle.is_active}
+        settled = all(handles[name].loaded.done() for name in self._unseen & handles.keys())
         return settled and not self.draining and not self._ending
 
     @property
@@ -126,28 +126,28 @@ class ModelManager:
         limit_s = ABORT_S if self._aborted.is_set() else self._settings.deadline_s
         if not self.alive:
             limit_s = 0.0
-        await asyncio.gather(*(self._stop(worker, limit_s) for worker in self.list_workers()))
+        await asyncio.gather(*(self._stop(handle, limit_s) for handle in self.list_handles()))
         for task in self._tasks:
             task.cancel()
         self.scheduler.close()
 
-    def list_workers(self) -> list[ModelWorker]:
+    def list_handles(self) -> list[ModelHandle]:
         """All that are loaded or load; called by any thread."""
-        return [*dict(self.workers).values(), *self._others.copy()]
+        return [*dict(self.handles).values(), *self._others.copy()]
 
-    def find_worker(self, name: str | None) -> ModelWorker | None:
-        """The worker that answers for a model's name or alias (None: the default), where there is one."""
-        return self.workers.get(self.find_name(name))
+    def find_handle(self, name: str | None) -> ModelHandle | None:
+        """The handle that answers for a model's name or alias (None: the default), where there is one."""
+        return self.handles.get(self.find_name(name))
 
     def find_name(self, name: str | None) -> str:
         """A model's own name by its name or alias (None: the default); of one that there is not as it is."""
         name = self.default if name is None else name
         return self.registry.aliases.get(name, name)
 
-    async def get_worker(self, name: str | None, deadline: float) -> ModelWorker:
-        """The worker of a model by its name or alias (None: the default), loaded if it is not yet.
+    async def get_handle(self, name: str | None, deadline: float) -> ModelHandle:
+        """The handle of a model by its name or alias (None: the default), loaded if it is not yet.
 
-        Who awaits something else while he uses it holds it (``ModelWorker.hold``). UnknownModelError; UnavailableError
+        Who awaits something else while he uses it holds it (``ModelHandle.hold``). UnknownModelError; UnavailableError
         while draining, where loading failed, or where it lasts beyond the deadline.
         """
         while True:
@@ -156,34 +156,34 @@ class ModelManager:
                 raise UnavailableError("the server is shutting down", retry_after=LOADING_RETRY_S)
             if self.scheduler.failure:
                 raise failure_error(self.scheduler.failure)
-            worker = self.workers.get(entry.spec.name) or self._start_one_more(entry)
-            if worker.stopping:
-                raise unloading_error(worker.name)
-            worker.last_used = time.monotonic()
-            if not worker.loaded.done():
-                await self._wait_for(worker, deadline)
-            if not worker.replaced.is_set():
+            handle = self.handles.get(entry.spec.name) or self._start_one_more(entry)
+            if handle.stopping:
+                raise unloading_error(handle.name)
+            handle.last_used = time.monotonic()
+            if not handle.loaded.done():
+                await self._wait_for(handle, deadline)
+            if not handle.replaced.is_set():
                 break
         # Looked at, not raised again: an exception that many requests raise keeps the frames of all of them.
-        error = worker.loaded.exception()
+        error = handle.loaded.exception()
         if error is None:
-            return worker
+            return handle
         detail, hint = (error.detail, error.hint) if isinstance(error, LayertapError) else (type(error).__name__, "")
-        detail = f"model {worker.name} could not be loaded: {detail}"
-        hint = "; ".join(filter(None, (hint, f"POST /models/{worker.name}/load tries again")))
+        detail = f"model {handle.name} could not be loaded: {detail}"
+        hint = "; ".join(filter(None, (hint, f"POST /models/{handle.name}/load tries again")))
         raise UnavailableError(detail, hint=hint, retry_after=FAILED_RETRY_S)
 
     async def load(self, name: str, deadline: float) -> None:
         """Load a model, also one whose loading failed before."""
         if self.registry.get_entry(name).state == "failed":
             await self.unload(name)
-        await self.get_worker(name, deadline)
+        await self.get_handle(name, deadline)
 
     async def unload(self, name: str) -> None:
         """Finish the model's queue, then forget it."""
-        worker = self.workers.get(self.registry.get_entry(name).spec.name)
-        if worker is not None:
-            await self._stop(worker, None)
+        handle = self.handles.get(self.registry.get_entry(name).spec.name)
+        if handle is not None:
+            await self._stop(handle, None)
 
     # Models that come and go while others serve
 
@@ -194,16 +194,16 @@ class ModelManager:
         UnavailableError where there is no room for it, and all is as it was.
         """
         self.room.make_for(entry, NO_ROOM_HINT.format(entry.spec.name))
-        worker = self._create_worker(entry)
-        self._others.add(worker)
-        await asyncio.wait((asyncio.wrap_future(worker.settled),))
-        error = worker.loaded.exception()
+        handle = self._create_worker(entry)
+        self._others.add(handle)
+        await asyncio.wait((asyncio.wrap_future(handle.settled),))
+        error = handle.loaded.exception()
         if error is not None or self.draining:
-            self._others.discard(worker)
+            self._others.discard(handle)
             raise error or UnavailableError("the server is shutting down", retry_after=LOADING_RETRY_S)
         self.put_entry(entry)
-        self._others.discard(worker)
-        self.workers[worker.name] = worker
+        self._others.discard(handle)
+        self.handles[handle.name] = handle
 
     def put_entry(self, entry: ModelEntry) -> None:
         """Let an entry take the place of the one of its name, or be one more; what answered for that is let go."""
@@ -217,7 +217,7 @@ class ModelManager:
 
     def begin_loading(self, entry: ModelEntry) -> None:
         """Load a model that is listed, if it is not there yet, without anybody who waits for it."""
-        if entry.spec.name not in self.workers and not self.draining:
+        if entry.spec.name not in self.handles and not self.draining:
             self._start(entry)
 
     def run_beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -228,16 +228,16 @@ class ModelManager:
         return task
 
     def _let_go(self, name: str) -> None:
-        worker = self.workers.pop(name, None)
-        if worker is not None:
-            worker.replaced.set()
-            self._others.add(worker)
-            self.run_beside(self._stop_when_released(worker))
+        handle = self.handles.pop(name, None)
+        if handle is not None:
+            handle.replaced.set()
+            self._others.add(handle)
+            self.run_beside(self._stop_when_released(handle))
 
-    async def _stop_when_released(self, worker: ModelWorker) -> None:
-        await worker.wait_until_released()
-        await self._stop(worker, None)
-        log.info("a model's former version is unloaded", extra={"fields": {"model": worker.name}})
+    async def _stop_when_released(self, handle: ModelHandle) -> None:
+        await handle.wait_until_released()
+        await self._stop(handle, None)
+        log.info("a model's former version is unloaded", extra={"fields": {"model": handle.name}})
 
     async def _tidy(self) -> None:
         while True:
@@ -254,33 +254,33 @@ class ModelManager:
             if entry.model is not None:
                 entry.fail(reason)
 
-    async def _wait_for(self, worker: ModelWorker, deadline: float) -> None:
+    async def _wait_for(self, handle: ModelHandle, deadline: float) -> None:
         """Return once a model is loaded or has failed, or another version has taken its place.
 
         UnavailableError where that lasts too long, or is given up.
         """
-        events = [asyncio.ensure_future(event.wait()) for event in (self._aborted, worker.replaced)]
-        waiting: list[asyncio.Future[Any]] = [asyncio.wrap_future(worker.settled), *events]
+        events = [asyncio.ensure_future(event.wait()) for event in (self._aborted, handle.replaced)]
+        waiting: list[asyncio.Future[Any]] = [asyncio.wrap_future(handle.settled), *events]
         try:
-            with suppress(DeadlineError), worker.hold():
+            with suppress(DeadlineError), handle.hold():
                 await wait_until(deadline, asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED))
         finally:
             for event in events:
                 event.cancel()
-        if not worker.loaded.done() and not worker.replaced.is_set():
-            raise UnavailableError(f"model {worker.name} is loading", retry_after=LOADING_RETRY_S)
+        if not handle.loaded.done() and not handle.replaced.is_set():
+            raise UnavailableError(f"model {handle.name} is loading", retry_after=LOADING_RETRY_S)
 
-    def _start_one_more(self, entry: ModelEntry) -> ModelWorker:
+    def _start_one_more(self, entry: ModelEntry) -> ModelHandle:
         self.room.make_for(entry)
         return self._start(entry)
 
-    def _start(self, entry: ModelEntry) -> ModelWorker:
-        worker = self.workers[entry.spec.name] = self._create_worker(entry)
-        return worker
+    def _start(self, entry: ModelEntry) -> ModelHandle:
+        handle = self.handles[entry.spec.name] = self._create_worker(entry)
+        return handle
 
-    def _create_worker(self, entry: ModelEntry) -> ModelWorker:
+    def _create_worker(self, entry: ModelEntry) -> ModelHandle:
         entry.state = "loading"
-        return ModelWorker(entry, partial(self._load, entry), self.scheduler, self._settings)
+        return ModelHandle(entry, partial(self._load, entry), self.scheduler, self._settings)
 
     def _load(self, entry: ModelEntry) -> Executor:
         name = entry.spec.name
@@ -301,23 +301,23 @@ class ModelManager:
             raise
         return executor
 
-    def _unload_now(self, worker: ModelWorker) -> None:
-        """Let go of a worker that nobody uses."""
-        log.info("a model is unloaded", extra={"fields": {"model": worker.name}})
-        self.scheduler.remove_model(worker)
-        self._forget(worker)
+    def _unload_now(self, handle: ModelHandle) -> None:
+        """Let go of a handle that nobody uses."""
+        log.info("a model is unloaded", extra={"fields": {"model": handle.name}})
+        self.scheduler.remove_model(handle)
+        self._forget(handle)
 
-    async def _stop(self, worker: ModelWorker, limit_s: float | None) -> None:
-        # The worker keeps its place until its threads have ended: others would be more threads in the model.
-        await worker.stop(limit_s)
-        self._forget(worker)
+    async def _stop(self, handle: ModelHandle, limit_s: float | None) -> None:
+        # The handle keeps its place until its threads have ended: others would be more threads in the model.
+        await handle.stop(limit_s)
+        self._forget(handle)
 
-    def _forget(self, worker: ModelWorker) -> None:
-        if self.workers.get(worker.name) is worker:
-            del self.workers[worker.name]
-            worker.entry.unload()
-        elif worker not in self._others:
+    def _forget(self, handle: ModelHandle) -> None:
+        if self.handles.get(handle.name) is handle:
+            del self.handles[handle.name]
+            handle.entry.unload()
+        elif handle not in self._others:
             return
-        self._others.discard(worker)
+        self._others.discard(handle)
         self._has_unloaded = True
-        self.on_unload(worker.generation)
+        self.on_unload(handle.generation)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from layertap.models.errors import LoadError
 from layertap.models.registry import ModelEntry
 from layertap.service.engine.execute.executor import Executor
-from layertap.service.engine.models.model_worker import ModelWorker
+from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.errors import UnavailableError
 from layertap.service.settings import Settings
 
@@ -29,17 +29,17 @@ class ModelRoom:
 
     def __init__(
         self,
-        workers: Mapping[str, ModelWorker],
-        others: Set[ModelWorker],
+        handles: Mapping[str, ModelHandle],
+        others: Set[ModelHandle],
         settings: Settings,
-        is_idle: Callable[[ModelWorker], bool],
-        unload: Callable[[ModelWorker], None],
+        is_idle: Callable[[ModelHandle], bool],
+        unload: Callable[[ModelHandle], None],
     ) -> None:
-        """``workers`` by the names of their models grow and shrink; ``unload`` takes away one of them that is idle.
+        """``handles`` by the names of their models grow and shrink; ``unload`` takes away one of them that is idle.
 
         ``others``, which load to take a place or finish what they have, count beside them.
         """
-        self._workers = workers
+        self._handles = handles
         self._others = others
         self._settings = settings
         self._is_idle = is_idle
@@ -56,14 +56,14 @@ class ModelRoom:
 
         UnavailableError with the hint, and none is unloaded, where those that are in use leave no room.
         """
-        staying, unused, going = self._list_workers(), self._list_unused(), list[ModelWorker]()
+        staying, unused, going = self._list_workers(), self._list_unused(), list[ModelHandle]()
         while shortage := self._find_shortage(entry, staying):
             if not unused:
                 raise UnavailableError(shortage, hint=hint, retry_after=NO_ROOM_RETRY_S)
             going.append(unused.pop(0))
             staying.remove(going[-1])
-        for worker in going:
-            self._unload(worker)
+        for handle in going:
+            self._unload(handle)
 
     def measure(self, entry: ModelEntry, executor: Executor) -> None:
         """Note what a model takes, in the thread that loads it.
@@ -82,10 +82,10 @@ class ModelRoom:
     def tidy(self) -> None:
         """Unload what was not used for too long, and while more bytes are used than may be, what is not in use."""
         now = time.monotonic()
-        for worker in list(self._workers.values()):
-            timeout_s = self._get_timeout(worker)
-            if timeout_s is not None and now - worker.last_used >= timeout_s and self._is_unused(worker):
-                self._unload(worker)
+        for handle in list(self._handles.values()):
+            timeout_s = self._get_timeout(handle)
+            if timeout_s is not None and now - handle.last_used >= timeout_s and self._is_unused(handle):
+                self._unload(handle)
         budget = self._settings.model_memory_bytes
         if budget is None:
             return
@@ -96,38 +96,38 @@ class ModelRoom:
             fields = {"used_bytes": self.used_bytes, "model_memory_bytes": budget}
             log.warning("models in use take more than all may: no other is loaded", extra={"fields": fields})
 
-    def _find_shortage(self, entry: ModelEntry, staying: Iterable[ModelWorker]) -> str:
+    def _find_shortage(self, entry: ModelEntry, staying: Iterable[ModelHandle]) -> str:
         """What there is too little of to load one more beside others; nothing where there is room."""
         limit, budget = self._settings.max_loaded_models, self._settings.model_memory_bytes
         name, used = entry.spec.name, _count_bytes(staying)
-        if len({worker.name for worker in staying} - {name}) >= limit:  # a next version is no further model
+        if len({handle.name for handle in staying} - {name}) >= limit:  # a next version is no further model
             return f"{limit} models are loaded and in use, as many as may be"
         if budget is not None and used + entry.memory_bytes > budget:
             taken = f"model {name} took {entry.memory_bytes} bytes when it was loaded last, and "
             return f"{taken if entry.memory_bytes else ''}models in use have {used} of {budget} bytes"
         return ""
 
-    def _list_workers(self) -> list[ModelWorker]:
-        return [worker for worker in (*self._workers.values(), *self._others) if not worker.failed]
+    def _list_workers(self) -> list[ModelHandle]:
+        return [handle for handle in (*self._handles.values(), *self._others) if not handle.failed]
 
-    def _list_unused(self) -> list[ModelWorker]:
+    def _list_unused(self) -> list[ModelHandle]:
         """Those that may be unloaded to make room, in the order in which they go."""
-        workers = self._workers.values()
-        unused = [worker for worker in workers if worker.entry.spec.load == "lazy" and self._is_unused(worker)]
-        return sorted(unused, key=lambda worker: worker.last_used)
+        handles = self._handles.values()
+        unused = [handle for handle in handles if handle.entry.spec.load == "lazy" and self._is_unused(handle)]
+        return sorted(unused, key=lambda handle: handle.last_used)
 
-    def _is_unused(self, worker: ModelWorker) -> bool:
-        replacement = worker.entry.replacement
+    def _is_unused(self, handle: ModelHandle) -> bool:
+        replacement = handle.entry.replacement
         is_replaced = replacement is not None and replacement.state != "failed"
-        in_use = worker.stopping or worker.rows or worker.holders or is_replaced or not worker.is_active
-        return not in_use and self._is_idle(worker)
+        in_use = handle.stopping or handle.rows or handle.holders or is_replaced or not handle.is_active
+        return not in_use and self._is_idle(handle)
 
-    def _get_timeout(self, worker: ModelWorker) -> float | None:
-        spec = worker.entry.spec
+    def _get_timeout(self, handle: ModelHandle) -> float | None:
+        spec = handle.entry.spec
         if spec.idle_timeout_s is not None or spec.load != "lazy":
             return spec.idle_timeout_s
         return self._settings.model_idle_timeout_s
 
 
-def _count_bytes(workers: Iterable[ModelWorker]) -> int:
-    return sum(worker.entry.memory_bytes for worker in workers)
+def _count_bytes(handles: Iterable[ModelHandle]) -> int:
+    return sum(handle.entry.memory_bytes for handle in handles)

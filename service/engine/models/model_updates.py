@@ -156,7 +156,7 @@ class ModelUpdates:
 
     def _begin_changes(self, configuration: Configuration, changes: Changes) -> list[asyncio.Future[Any]]:
         """Begin to load what is new in a configuration, or failed before; what ends when that is loaded, or failed."""
-        specs, workers = {spec.name: spec for spec in configuration.models}, self._manager.workers
+        specs, handles = {spec.name: spec for spec in configuration.models}, self._manager.handles
         entries = {entry.spec.name: entry for entry in self._manager.registry}
         failed = [name for name, entry in entries.items() if entry.state == "failed"]
         again = [name for name in failed if name in specs and name not in changes.changed]
@@ -166,8 +166,8 @@ class ModelUpdates:
             self._put(entries[name].make_next(specs[name]))
         changing = (self._change(entries[name], specs[name], changes) for name in changes.changed)
         exchanges = [exchange for exchange in changing if exchange is not None]
-        loading = [workers[name] for name in (*changes.added, *again, *changes.changed) if name in workers]
-        return [*exchanges, *(asyncio.wrap_future(worker.settled) for worker in loading)]
+        loading = [handles[name] for name in (*changes.added, *again, *changes.changed) if name in handles]
+        return [*exchanges, *(asyncio.wrap_future(handle.settled) for handle in loading)]
 
     async def _apply(
         self, configuration: Configuration, changes: Changes, loading: Sequence[asyncio.Future[Any]]
@@ -188,10 +188,10 @@ class ModelUpdates:
 
     def _change(self, entry: ModelEntry, spec: ModelSpec, changes: Changes) -> Exchange | None:
         """Give a model its new entry; what loads for that, where it is loaded now."""
-        worker = self._manager.workers.get(spec.name)
+        handle = self._manager.handles.get(spec.name)
         if not changes.needs_loading(spec.name):
             entry.spec = spec
-        elif worker is not None and not worker.failed:
+        elif handle is not None and not handle.failed:
             return self._begin_exchange(entry, spec)
         else:
             self._put(entry.make_next(spec))

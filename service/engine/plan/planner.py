@@ -26,7 +26,7 @@ from layertap.service.engine.admit.limits import (
     check_survey,
     show_shapes,
 )
-from layertap.service.engine.models.model_worker import ModelWorker
+from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.plan.catalog_choice import choose_catalog, find_tower, names_functions, names_unseen_calls
 from layertap.service.engine.plan.fingerprinted_plan import FingerprintedPlan, make_fingerprinted_plan
 from layertap.service.engine.plan.plan_scaling import scale_plan
@@ -61,7 +61,7 @@ class PlannedRequest:
 
     request: ExtractRequest
     place: int
-    worker: ModelWorker
+    handle: ModelHandle
     inputs: ModelInputs
     resumption: Resumption | None
     catalog: Catalog
@@ -82,9 +82,9 @@ class Planner:
         self._settings = settings
         self._run_in_thread = run_in_thread
 
-    async def plan(self, request: ExtractRequest, worker: ModelWorker, deadline: float) -> PlannedRequest:
+    async def plan(self, request: ExtractRequest, handle: ModelHandle, deadline: float) -> PlannedRequest:
         """A request's plan before anything is decoded, by the shapes that arrays have; RequestError, TooLargeError."""
-        model = worker.model
+        model = handle.model
         request = _put_prompt(request, model)
         place = request.items[0][0] if request.items else 0
         items = [item for _, item in request.items]
@@ -94,7 +94,7 @@ class Planner:
             tower = inputs.for_shapes(rows.shapes)
         else:
             tower = find_tower(model, [request.resume])
-            resumption = await self._resume(request.resume, worker, tower.shapes, model.get_catalog(tower), deadline)
+            resumption = await self._resume(request.resume, handle, tower.shapes, model.get_catalog(tower), deadline)
             inputs = tower.replace_by_output(resumption.takes)
             rows = predict_rows(items, inputs)
         request = _name_embedding(request, model, tower)
@@ -104,11 +104,11 @@ class Planner:
         lengths = _assume_lengths(inputs.for_shapes(rows.shapes)) if request.items else None
         check_count(rows.count, self._settings)
         if catalog_shapes is None and rows.uniform and names_unseen_calls(request.for_input(place), catalog):
-            catalog, catalog_shapes = await self._survey(worker, rows.shapes, deadline), rows.shapes
+            catalog, catalog_shapes = await self._survey(handle, rows.shapes, deadline), rows.shapes
         if names_functions(request) and resumption is None:
-            catalog = await self._survey(worker, catalog_shapes or tower.shapes, deadline, functions=True)
+            catalog = await self._survey(handle, catalog_shapes or tower.shapes, deadline, functions=True)
             catalog = catalog if catalog_shapes else model.catalogs.get_unsized(tower.shapes)
-        fingerprinted = await self._make_plan(request, place, worker, catalog, identity, lengths, deadline)
+        fingerprinted = await self._make_plan(request, place, handle, catalog, identity, lengths, deadline)
         if request.verify:
             verification.check_possible(fingerprinted.plan, catalog)
         likely = fingerprinted.plan
@@ -118,7 +118,7 @@ class Planner:
         return PlannedRequest(
             request=request,
             place=place,
-            worker=worker,
+            handle=handle,
             inputs=inputs,
             resumption=resumption,
             catalog=catalog,
@@ -136,8 +136,8 @@ class Planner:
         self, planned: PlannedRequest, rows: Rows, items: Sequence[object], deadline: float
     ) -> PlannedRequest:
         """The plan for rows that are there, made of items: of another shape, length or origin they have another."""
-        request, place, worker, inputs = planned.request, planned.place, planned.worker, planned.inputs
-        model, count, shapes = worker.model, len(next(iter(rows.values()))), get_row_shapes(rows)
+        request, place, handle, inputs = planned.request, planned.place, planned.handle, planned.inputs
+        model, count, shapes = handle.model, len(next(iter(rows.values()))), get_row_shapes(rows)
         preprocessed = find_preprocessed_by(items, inputs, shapes)
         identity = _identify(request, model, inputs, preprocessed, shapes)
         lengths = await self._measure_lengths(rows, inputs, deadline)
@@ -147,16 +147,16 @@ class Planner:
             if model.catalogs.get_catalog(model_shapes) is None:  # what is refused all the same need not be surveyed
                 plan = planned.plan
                 if lengths is not None:
-                    plan = (await self._make_plan(request, place, worker, catalog, identity, lengths, deadline)).plan
+                    plan = (await self._make_plan(request, place, handle, catalog, identity, lengths, deadline)).plan
                 check_reply_size(await self._scale(plan, shapes, inputs, deadline), count, request.reply)
-            catalog = await self._survey(worker, model_shapes, deadline, functions=names_functions(request))
+            catalog = await self._survey(handle, model_shapes, deadline, functions=names_functions(request))
             if request.resume is not None:
-                resumption = await self._resume(request.resume, worker, model_shapes, catalog, deadline)
+                resumption = await self._resume(request.resume, handle, model_shapes, catalog, deadline)
                 catalog = resumption.catalog
         fingerprinted = FingerprintedPlan(planned.plan, catalog, planned.fingerprints)
         known = catalog is planned.catalog and lengths is None and identity == planned.identity
         if not known or request.input_options:
-            fingerprinted = await self._make_plan(request, place, worker, catalog, identity, lengths, deadline)
+            fingerprinted = await self._make_plan(request, place, handle, catalog, identity, lengths, deadline)
         check_reply_size(fingerprinted.plan, count, request.reply)
         return replace(
             planned,
@@ -175,7 +175,7 @@ class Planner:
         self,
         request: ExtractRequest,
         place: int,
-        worker: ModelWorker,
+        handle: ModelHandle,
         catalog: Catalog,
         identity: str,
         lengths: TextLengths | None,
@@ -183,14 +183,14 @@ class Planner:
     ) -> FingerprintedPlan:
         """The plan of what the input at a place asks for; RequestError."""
         asked = request.for_input(place)
-        cached = worker.plans.get(asked, catalog, identity, lengths)
+        cached = handle.plans.get(asked, catalog, identity, lengths)
         if cached is None:
             make = partial(make_fingerprinted_plan, asked, identity, catalog, self._settings.max_results, lengths)
             try:
                 cached = await self._run_in_thread(make, deadline)
             except RequestError as error:
                 raise request.locate(error, place) from None
-            worker.plans.put(asked, identity, lengths, cached)
+            handle.plans.put(asked, identity, lengths, cached)
         return cached
 
     async def _scale(self, plan: Plan, shapes: Shapes, inputs: ModelInputs, deadline: float) -> Plan:
@@ -210,29 +210,29 @@ class Planner:
         return measure() if short else await self._run_in_thread(measure, deadline)
 
     async def _survey(
-        self, worker: ModelWorker, shapes: Shapes, deadline: float, *, functions: bool = False
+        self, handle: ModelHandle, shapes: Shapes, deadline: float, *, functions: bool = False
     ) -> Catalog:
         """What the model does with rows of a shape; with ``functions`` also what these return."""
-        cached = worker.model.catalogs.get_catalog(shapes)
+        cached = handle.model.catalogs.get_catalog(shapes)
         if cached is not None and (cached.has_functions or not functions):
             return cached
-        check_survey(worker.model, shapes, self._settings)
+        check_survey(handle.model, shapes, self._settings)
         try:
-            return await worker.survey(shapes, deadline, functions=functions)
+            return await handle.survey(shapes, deadline, functions=functions)
         except InputError as error:
-            fields = {"model": worker.name, "shape": show_shapes(shapes)}
+            fields = {"model": handle.name, "shape": show_shapes(shapes)}
             log.info("a model's forward raised", exc_info=error, extra={"fields": fields})
             raise
 
     async def _resume(
-        self, start: Selector, worker: ModelWorker, shapes: Shapes, catalog: Catalog, deadline: float
+        self, start: Selector, handle: ModelHandle, shapes: Shapes, catalog: Catalog, deadline: float
     ) -> Resumption:
         """How forwards of rows of a shape go on from a layer; RequestError."""
         try:
             find = partial(find_start, start, catalog)  # a glob may take long
             point, tensor = await self._run_in_thread(find, deadline)
-            cached = worker.model.catalogs.get_resumption(point, shapes)
-            return cached or await worker.verify_resumption(point, tensor, shapes, deadline)
+            cached = handle.model.catalogs.get_resumption(point, shapes)
+            return cached or await handle.verify_resumption(point, tensor, shapes, deadline)
         except RequestError as error:
             raise RequestError.from_faults([error.to_fault("/resume")]) from None
 

@@ -64,7 +64,7 @@ class InputDecoder:
         """All rows of a request; RequestError or TooLargeError where it wants all or nothing, or none is good."""
         with planned.request.timings.step("decode"):
             local = [item for _, item in items if not isinstance(item, LayertapError)]
-            groups = split_evenly(local, self._scheduler.slots, planned.worker.executor.max_decode_items)
+            groups = split_evenly(local, self._scheduler.slots, planned.handle.executor.max_decode_items)
             decoded = await self._decode_groups(planned, groups, deadline)
             attempts = [[item] if isinstance(item, LayertapError) else next(decoded) for _, item in items]
         return await self._join(planned, items, attempts, deadline)
@@ -81,7 +81,7 @@ class InputDecoder:
             return await self.decode(planned, items, deadline)
 
         def decode() -> Job | ItemAttempts:
-            attempts = planned.worker.executor.decode([item], planned.inputs)
+            attempts = planned.handle.executor.decode([item], planned.inputs)
             rows = attempts[0][0]
             if len(attempts[0]) == 1 and isinstance(rows, Mapping) and _is_as_planned(rows, planned):
                 return make_job(rows)
@@ -89,7 +89,7 @@ class InputDecoder:
 
         started, steps = time.perf_counter(), planned.request.timings.steps
         try:
-            answer = await self._scheduler.decode_and_run(planned.worker, decode, planned.request.priority, deadline)
+            answer = await self._scheduler.decode_and_run(planned.handle, decode, planned.request.priority, deadline)
         finally:
             if "decode" not in steps:  # of a job the scheduler tells when it was decoded
                 planned.request.timings.add_span("decode", started, time.perf_counter())
@@ -116,8 +116,8 @@ class InputDecoder:
         return chain.from_iterable(decoded)
 
     async def _decode_group(self, planned: PlannedRequest, items: Sequence[LocalItem], deadline: float) -> ItemAttempts:
-        decode = partial(planned.worker.executor.decode, items, planned.inputs)
-        attempts = await self._scheduler.decode(planned.worker, decode, planned.request.priority, deadline)
+        decode = partial(planned.handle.executor.decode, items, planned.inputs)
+        attempts = await self._scheduler.decode(planned.handle, decode, planned.request.priority, deadline)
         left = [[item] for item, of_item in zip(items, attempts, strict=True) if not of_item]
         if not left:
             return attempts
@@ -175,7 +175,7 @@ def make_encoded_job(planned: PlannedRequest, items: Items, make_job: Callable[.
     preprocess = planned.inputs.preprocess
     sized = preprocess is not None and compute_output_size(preprocess) is not None
     known = planned.shapes == planned.catalog_shapes and sized and not planned.request.input_options
-    if not known or not planned.worker.executor.decodes_batches or not len(pictures) == len(items) == planned.rows:
+    if not known or not planned.handle.executor.decodes_batches or not len(pictures) == len(items) == planned.rows:
         return None
     job = make_job({}, encoded=pictures)
     if job.queued.runs_alone:

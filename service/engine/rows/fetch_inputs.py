@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from layertap.models.errors import InputError, LayertapError, RequestError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.service.engine.admit.admission import Admission
+from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.plan.planner import PlannedRequest
 from layertap.service.engine.request import ExtractRequest
@@ -21,13 +21,13 @@ from layertap.service.inputs.items import ImageItem, InputItem, UrlItem
 MAX_PARALLEL = 8  # fetches of one request, so that none takes all that the server may have under way
 
 
-async def fetch_inputs(planned: PlannedRequest, fetcher: Fetcher, admission: Admission) -> Items:
+async def fetch_inputs(planned: PlannedRequest, fetcher: Fetcher, ticket: Ticket) -> Items:
     """The items of a planned request with their places; as ``fetch_items``."""
-    return await fetch_items(planned.request, planned.inputs, planned.rows, fetcher, admission)
+    return await fetch_items(planned.request, planned.inputs, planned.rows, fetcher, ticket)
 
 
 async def fetch_items(
-    request: ExtractRequest, inputs: ModelInputs, rows: int, fetcher: Fetcher, admission: Admission
+    request: ExtractRequest, inputs: ModelInputs, rows: int, fetcher: Fetcher, ticket: Ticket
 ) -> Items:
     """The items of a request for some rows with their places, a picture in place of each URL, or why it can't be had.
 
@@ -39,11 +39,11 @@ async def fetch_items(
     items = [target for target in targets if not isinstance(target, FetchTarget)]
     if len(items) < len(targets):
         _check_all_are_good(request, places, targets)
-        admission.resize(1)
+        ticket.resize(1)
         with request.timings.step("fetch"):
-            fetching = _fetch_all(targets, fetcher, fetcher.create_budget(admission.reserve_bytes))
-            items = await wait_until(admission.deadline, fetching)
-        admission.resize(rows)
+            fetching = _fetch_all(targets, fetcher, fetcher.create_budget(ticket.reserve_bytes))
+            items = await wait_until(ticket.deadline, fetching)
+        ticket.resize(rows)
     _check_all_are_good(request, places, items)
     return list(zip(places, items, strict=True))
 

@@ -24,7 +24,7 @@ class BatchQueues:
     """The queues of one model; made in its thread, right after it is loaded. Any thread may ask for one."""
 
     def __init__(self, model: ModelInfo, key: str, devices: Sequence[str], settings: Settings) -> None:
-        """``key`` is the worker's; ``devices`` has one for each replica."""
+        """``key`` is the handle's; ``devices`` has one for each replica."""
         self._model = model
         self._key = key
         self._devices = tuple(dict.fromkeys(devices))

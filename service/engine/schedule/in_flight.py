@@ -17,7 +17,7 @@ from layertap.service.engine.schedule.batch import Batch, DecodeTask, QueuedRequ
 from layertap.service.timings import Span
 
 if TYPE_CHECKING:
-    from layertap.service.engine.models.model_worker import ModelWorker
+    from layertap.service.engine.models.model_handle import ModelHandle
 
 
 NEVER: Interval = (0.0, 0.0)  # of a forward that failed
@@ -121,7 +121,7 @@ class PendingDecode(DecodeTask):
     It gives rows, or a job that is ready to run.
     """
 
-    worker: ModelWorker
+    handle: ModelHandle
     decode: Callable[[], ItemAttempts | Job]
     flight: InFlight
 

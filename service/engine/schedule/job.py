@@ -35,13 +35,13 @@ def make_job(
 
     TooLargeError, InputError where the rows that must share a forward are more than one may have.
     """
-    request, plan, catalog, worker = planned.request, planned.plan, planned.catalog, planned.worker
-    text = worker.model.text
+    request, plan, catalog, handle = planned.request, planned.plan, planned.catalog, planned.handle
+    text = handle.model.text
     together = request.isolated and catalog.batches and not catalog.rowwise and planned.rows > 1
     runs = bool(inputs) or bool(encoded)
     numbers = text is not None and planned.resumption is None and text.numbers(inputs)
     compiled = _find_compiled(planned) if runs and not numbers else None
-    queue = worker.queues.get(catalog, planned.shapes, plan.has_graph, compiled, together)
+    queue = handle.queues.get(catalog, planned.shapes, plan.has_graph, compiled, together)
     if runs:
         check_graph(plan, queue)
         if together:
@@ -55,7 +55,7 @@ def make_job(
         fingerprints = dict.fromkeys(fingerprints, fingerprint.make_unrepeatable())
     text = planned.inputs.for_shapes(planned.shapes).text
     return Job(
-        model=worker.name,
+        model=handle.name,
         catalog=catalog,
         spec=ForwardSpec(plan, catalog if request.verify else None, planned.resumption, compiled),
         inputs=inputs,
@@ -67,7 +67,7 @@ def make_job(
         mask=text.mask if text else None,
         single_forward=together,
         preprocessed=planned.preprocessed,
-        labels=worker.model.labels,
+        labels=handle.model.labels,
         encoded=encoded,
         first_row=first_row,
         place=place,
@@ -91,7 +91,7 @@ def _make_queued(
     captures = compiled.captures if compiled else ()  # a graph gives all its captures, whoever wants which
     captured_bytes = sum(capture.nbytes(1) for capture in captures) if compiled else plan.nbytes(1)
     # Tokens that are numbered for one text are so for all of a forward: layers of positions take other shapes then.
-    isolated = request.isolated or request.verify or planned.worker.requires_isolation or numbers
+    isolated = request.isolated or request.verify or planned.handle.requires_isolation or numbers
     return QueuedRequest(
         queue=queue,
         rows=planned.rows,
@@ -113,7 +113,7 @@ def _count_tokens(inputs: Mapping[str, Tensor], text: TextSpec | None) -> int:
 
 def _find_compiled(planned: PlannedRequest) -> CompiledPlan | None:
     """The graph that answers a request, where one does."""
-    model = planned.worker.model
+    model = planned.handle.model
     request = planned.request
     if request.verify or request.resume is not None or planned.shapes != model.shapes:
         return None

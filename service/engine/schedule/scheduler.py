@@ -26,7 +26,7 @@ from layertap.service.metrics import Metrics
 from layertap.service.types import Priority
 
 if TYPE_CHECKING:
-    from layertap.service.engine.models.model_worker import ModelWorker
+    from layertap.service.engine.models.model_handle import ModelHandle
 
 log = logging.getLogger("layertap")
 
@@ -54,37 +54,37 @@ class Scheduler:
         self._metrics = metrics
         self._batcher = Batcher({CPU: DeviceSlots(slots)}, clock)
         self._lock = threading.RLock()
-        self._workers: dict[str, ModelWorker] = {}  # by their keys
+        self._handles: dict[str, ModelHandle] = {}  # by their keys
         self._in_flight: dict[QueuedRequest, InFlight] = {}
         self._pool = ThreadPoolExecutor(slots, "decode", initializer=start_single_threaded)
 
-    def add_model(self, worker: ModelWorker, devices: Sequence[str]) -> None:
+    def add_model(self, handle: ModelHandle, devices: Sequence[str]) -> None:
         """A model is loaded on some devices: its replicas take batches from now on."""
         with self._lock:
-            self._workers[worker.key] = worker
+            self._handles[handle.key] = handle
             for device in set(devices) - {CPU}:
                 self._batcher.add_device(device, DeviceSlots(self._gpu_streams, parallel=False))
 
-    def remove_model(self, worker: ModelWorker) -> Future[None]:
+    def remove_model(self, handle: ModelHandle) -> Future[None]:
         """Take no more for a model; done when all that was given is, and its threads are told to end."""
         with self._lock:
-            if worker.key not in self._workers:
-                worker.drained = Future()
-                worker.drained.set_result(None)
-            elif worker.drained is None:
-                worker.drained = Future()
+            if handle.key not in self._handles:
+                handle.drained = Future()
+                handle.drained.set_result(None)
+            elif handle.drained is None:
+                handle.drained = Future()
                 self._dispatch()
-            return worker.drained
+            return handle.drained
 
-    def is_idle(self, worker: ModelWorker) -> bool:
+    def is_idle(self, handle: ModelHandle) -> bool:
         """Whether a model has nothing to do."""
         with self._lock:
-            return worker.is_idle and not self._batcher.count_waiting_rows(worker.key)
+            return handle.is_idle and not self._batcher.count_waiting_rows(handle.key)
 
-    def count_waiting_rows(self, worker: ModelWorker) -> int:
+    def count_waiting_rows(self, handle: ModelHandle) -> int:
         """Rows of a model that are in no batch yet."""
         with self._lock:
-            return self._batcher.count_waiting_rows(worker.key)
+            return self._batcher.count_waiting_rows(handle.key)
 
     def count_slots(self) -> dict[str, int]:
         """How many batches of one slot each device runs at once, by device."""
@@ -95,11 +95,11 @@ class Scheduler:
         """End the pool; models have been removed before."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def call(self, worker: ModelWorker, function: ModelFunction) -> Future[Any]:
+    def call(self, handle: ModelHandle, function: ModelFunction) -> Future[Any]:
         """Run a function of a model in its first replica's thread, when it does nothing else."""
         future: Future[Any] = Future()
         with self._lock:
-            worker.calls.append((function, future))
+            handle.calls.append((function, future))
             self._dispatch()
         return future
 
@@ -113,26 +113,26 @@ class Scheduler:
                 self._batcher.remove(queued)
                 deliver([(flight.answer, failure_error(reason))])
             self._in_flight.clear()
-            for worker in self._workers.values():
-                while worker.calls:
-                    _, future = worker.calls.popleft()
+            for handle in self._handles.values():
+                while handle.calls:
+                    _, future = handle.calls.popleft()
                     if future.set_running_or_notify_cancel():
                         future.set_exception(failure_error(reason))
 
     async def decode(
-        self, worker: ModelWorker, decode: Callable[[], ItemAttempts], priority: Priority, deadline: float
+        self, handle: ModelHandle, decode: Callable[[], ItemAttempts], priority: Priority, deadline: float
     ) -> ItemAttempts:
         """Run something that decodes for a model when the batcher lets it.
 
         Called on the event loop. Cancelled before its turn, or past the deadline (DeadlineError), it never runs.
         """
-        return cast("ItemAttempts", await self.decode_and_run(worker, decode, priority, deadline))
+        return cast("ItemAttempts", await self.decode_and_run(handle, decode, priority, deadline))
 
     async def decode_and_run(
-        self, worker: ModelWorker, decode: Callable[[], ItemAttempts | Job], priority: Priority, deadline: float
+        self, handle: ModelHandle, decode: Callable[[], ItemAttempts | Job], priority: Priority, deadline: float
     ) -> ItemAttempts | tuple[Job, Results]:
         """As ``decode``; a job that it gives is queued at once, in the same thread, and comes back with its results."""
-        task = PendingDecode(priority=priority, worker=worker, decode=decode, flight=InFlight())
+        task = PendingDecode(priority=priority, handle=handle, decode=decode, flight=InFlight())
         with self._lock:
             self._batcher.add_decode(task)
             self._dispatch()
@@ -185,12 +185,12 @@ class Scheduler:
 
         Something to decode is handed back to a ``decoder``: going on takes less time than waking another thread.
         """
-        for worker in self._workers.values():
-            if worker.calls and 0 in worker.idle_replicas:
-                worker.idle_replicas.remove(0)
-                worker.submit(0, partial(self._call, worker, *worker.calls.popleft()))
+        for handle in self._handles.values():
+            if handle.calls and 0 in handle.idle_replicas:
+                handle.idle_replicas.remove(0)
+                handle.submit(0, partial(self._call, handle, *handle.calls.popleft()))
         handed_back: PendingDecode | None = None
-        workers = self._workers.items()
+        workers = self._handles.items()
         while starting := self._batcher.start_next({key: each.count_idle_replicas() for key, each in workers}):
             if isinstance(starting, Batch):
                 self._start(starting)
@@ -198,9 +198,9 @@ class Scheduler:
                 handed_back = cast("PendingDecode", starting)
             else:
                 self._pool.submit(self._decode_on, cast("PendingDecode", starting))
-        for worker in list(self._workers.values()):
-            worker.note_waiting_rows(self._batcher.count_waiting_rows(worker.key))
-            self._end_if_idle(worker)
+        for handle in list(self._handles.values()):
+            handle.note_waiting_rows(self._batcher.count_waiting_rows(handle.key))
+            self._end_if_idle(handle)
         return handed_back
 
     def _decode_on(self, task: PendingDecode | None) -> None:
@@ -225,8 +225,8 @@ class Scheduler:
             self._batcher.finish(task, ended - started)
             if not isinstance(result, Exception):
                 rows = result.rows if isinstance(result, Job) else count_rows(result)
-                task.worker.add_decode_time((ended - started) / self.slots, rows)
-                self._metrics.add_busy_seconds(task.worker.name, CPU, ended - started)
+                task.handle.add_decode_time((ended - started) / self.slots, rows)
+                self._metrics.add_busy_seconds(task.handle.name, CPU, ended - started)
             if isinstance(result, Job):
                 if flight.answer.done():  # cancelled or late: nothing is queued that nobody would take off again
                     return
@@ -237,19 +237,19 @@ class Scheduler:
                 result = failure_error(self.failure)
         deliver([(flight.answer, result)])
 
-    def _end_if_idle(self, worker: ModelWorker) -> None:
+    def _end_if_idle(self, handle: ModelHandle) -> None:
         """End a model's threads as soon as it has nothing left to do; under the lock."""
-        if worker.drained is not None and self.is_idle(worker):
-            del self._workers[worker.key]
-            self._batcher.remove_model(worker.key)
-            worker.close()
-            worker.drained.set_result(None)
+        if handle.drained is not None and self.is_idle(handle):
+            del self._handles[handle.key]
+            self._batcher.remove_model(handle.key)
+            handle.close()
+            handle.drained.set_result(None)
 
     def _start(self, batch: Batch) -> None:
-        worker = self._workers[batch.queue.model]
-        replica = worker.take_idle_replica(batch.device)
+        handle = self._handles[batch.queue.model]
+        replica = handle.take_idle_replica(batch.device)
         running = RunningBatch(batch, start_jobs(batch.slices, self._in_flight))
-        worker.submit(replica, partial(self._run, worker, replica, running))
+        handle.submit(replica, partial(self._run, handle, replica, running))
 
     def _extend(self, running: RunningBatch) -> ForwardBatch | None:
         """What joins a batch before its forward; None where nothing does. In the thread of its replica."""
@@ -262,11 +262,11 @@ class Scheduler:
             self._dispatch()  # a batch of several rows may need fewer slots than one of a single row
         return make_forward_batch(running.batch, running.jobs, len(before.slices))
 
-    def _run(self, worker: ModelWorker, replica: int, running: RunningBatch) -> None:
+    def _run(self, handle: ModelHandle, replica: int, running: RunningBatch) -> None:
         """A batch, from its start to its answers; in the thread of its replica."""
         started = time.perf_counter()
         first = make_forward_batch(running.batch, running.jobs)
-        outcome = worker.executor.run_batch(replica, first, partial(self._extend, running))
+        outcome = handle.executor.run_batch(replica, first, partial(self._extend, running))
         seconds = time.perf_counter() - started
         batch = running.batch
         with self._lock:
@@ -277,8 +277,8 @@ class Scheduler:
             self._batcher.finish(batch, seconds, outcome.decode_seconds)
             parallel = self._batcher.count_parallel_batches(batch.queue.devices, batch.slots)
             if any(not isinstance(result.results, Exception) for result in outcome.results):
-                worker.add_batch_time(batch, seconds, parallel, outcome.decode_seconds > 0)
-            worker.idle_replicas.append(replica)
+                handle.add_batch_time(batch, seconds, parallel, outcome.decode_seconds > 0)
+            handle.idle_replicas.append(replica)
             answers = []
             requests = list(running.jobs)
             for result in outcome.results:
@@ -292,13 +292,13 @@ class Scheduler:
             self._dispatch()
         record_batch(self._metrics, batch, outcome.failures, seconds)
 
-    def _call(self, worker: ModelWorker, function: ModelFunction, future: Future[Any]) -> None:
+    def _call(self, handle: ModelHandle, function: ModelFunction, future: Future[Any]) -> None:
         """Run a function in the thread of the first replica."""
         if future.set_running_or_notify_cancel():
-            outcome = worker.executor.call(function)
+            outcome = handle.executor.call(function)
             if outcome.failure:
                 self.fail_permanently(outcome.failure)
             settle(future, failure_error(outcome.failure) if outcome.failure else outcome.result)
         with self._lock:
-            worker.idle_replicas.append(0)
+            handle.idle_replicas.append(0)
             self._dispatch()

@@ -24,10 +24,10 @@ parse = partial(parse_request, spec=SPEC)
 async def explain(request: Request) -> Response:
     """Grad-CAM of a layer, attributions at the input, occlusion, attention rolled out, for each picture and class."""
     engine: Engine = request.app.state.engine
-    async with receive(request, engine, parse) as (parsed, admission):
-        prepared = await explanations.prepare(engine, parsed, admission)
-        features = await explanations.explain(engine, prepared, admission)
-        return await encode_response(features, prepared, engine, admission)
+    async with receive(request, engine, parse) as (parsed, ticket):
+        prepared = await explanations.prepare(engine, parsed, ticket)
+        features = await explanations.explain(engine, prepared, ticket)
+        return await encode_response(features, prepared, engine, ticket)
 
 
 ROUTE = PlainRoute("/explain", explain)

@@ -30,19 +30,19 @@ parse = partial(parse_request, spec=SPEC)
 async def extract(request: Request) -> Response:
     """Name layers, send inputs, get what these layers take or return, raw or pooled."""
     engine: Engine = request.app.state.engine
-    async with receive(request, engine, parse) as (parsed, admission):
+    async with receive(request, engine, parse) as (parsed, ticket):
         if parsed.dry_run:
-            jobs, worker = await engine.dry_run(parsed, admission), await engine.get_worker(parsed.model, admission)
-            return _make_estimate(jobs, worker.model.warnings)
+            jobs, handle = await engine.dry_run(parsed, ticket), await engine.get_handle(parsed.model, ticket)
+            return _make_estimate(jobs, handle.model.warnings)
         if parsed.probe:
             check_probed(parsed)
         if parsed.reply.format.is_picture:
-            parsed = await engine.fetch_shown(parsed, admission)
-        features = await engine.extract(parsed, admission)
+            parsed = await engine.fetch_shown(parsed, ticket)
+        features = await engine.extract(parsed, ticket)
         if parsed.probe:
             prober: Prober = request.app.state.prober
-            features = await prober.add_probes(features, parsed, admission)
-        return await encode_response(features, parsed, engine, admission)
+            features = await prober.add_probes(features, parsed, ticket)
+        return await encode_response(features, parsed, engine, ticket)
 
 
 ROUTE = PlainRoute("/extract", extract)

@@ -134,12 +134,12 @@ async def list_layers(
     listing_format = negotiate(request.headers.get("accept"), None, LISTING_FORMATS)
     query.Query.parse(request.scope["query_string"]).check(FILTERS)
     timeout = Timeout.from_settings(engine.settings)
-    worker = await engine.manager.get_worker(name, timeout.deadline)
-    model = worker.model
+    handle = await engine.manager.get_handle(name, timeout.deadline)
+    model = handle.model
     try:
-        with worker.hold():
+        with handle.hold():
             if functions and not model.catalog.has_functions:
-                await worker.survey(model.shapes, timeout.deadline, functions=True)
+                await handle.survey(model.shapes, timeout.deadline, functions=True)
             data = await engine.run_in_thread(
                 lambda: listing_format.encode(model, filter_layers(model.catalog, match, type, leaf), functions),
                 timeout.deadline,
@@ -154,8 +154,8 @@ async def list_layers(
 async def list_labels(request: Request, engine: EngineDependency, name: str) -> Response:
     """The names of a model's classes in their order, null where they have none."""
     query.Query.parse(request.scope["query_string"]).check(frozenset())
-    worker = await engine.manager.get_worker(name, Timeout.from_settings(engine.settings).deadline)
-    return _make_json(describe_labels(worker.model))
+    handle = await engine.manager.get_handle(name, Timeout.from_settings(engine.settings).deadline)
+    return _make_json(describe_labels(handle.model))
 
 
 @router.put(

@@ -26,7 +26,7 @@ WAIT_S = 60.0
 def test_failure_while_decoding(serve: Serve) -> None:
     """A fault of ours in a thread that decodes costs its slot for good: who waits is told, and so are balancers."""
     with serving_nets(serve, "uphill") as live:
-        scheduler, worker = live.engine.manager.scheduler, live.engine.manager.workers["uphill"]
+        scheduler, worker = live.engine.manager.scheduler, live.engine.manager.handles["uphill"]
 
         def decode() -> Any:
             return cast("Any", None)  # which is no rows
@@ -63,8 +63,8 @@ async def run_together(live: Live, *counts: int) -> list[Results]:
             items=((0, ArraysItem({None: random_rows(count)}, may_batch=True)),),
             selectors=(Selector("conv", "conv", reduction=Reduction(dtype="int8")),),
         )
-        with live.engine.admission.admit(time.monotonic() + WAIT_S) as admission:
-            (results,) = await live.engine.manager.scheduler.run(await live.engine.dry_run(request, admission))
+        with live.engine.admission.admit(time.monotonic() + WAIT_S) as ticket:
+            (results,) = await live.engine.manager.scheduler.run(await live.engine.dry_run(request, ticket))
             return results
 
     return await asyncio.gather(*map(run, counts))

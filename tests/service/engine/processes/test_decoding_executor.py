@@ -253,8 +253,8 @@ def extract(items: Sequence[ImageItem], create_executor: Callable[..., Executor]
     async def run() -> Features:
         try:
             request = ExtractRequest(model=None, items=tuple(enumerate(items)), selectors=SELECTORS, on_error="skip")
-            with engine.admission.admit(time.monotonic() + LONG_S) as admission:
-                return await engine.extract(request, admission)
+            with engine.admission.admit(time.monotonic() + LONG_S) as ticket:
+                return await engine.extract(request, ticket)
         finally:
             await engine.close()
 

@@ -97,7 +97,7 @@ def test_who_decodes(
     files = [("request", ("", json.dumps(body), "application/json")), *[("images", each) for each in pictures]]
     items = []
     with serve(workers=2) as live:
-        executor = live.engine.manager.workers["digits"].executor
+        executor = live.engine.manager.handles["digits"].executor
         decode = executor.decode
         monkeypatch.setattr(executor, "decode", lambda group, inputs: items.extend(group) or decode(group, inputs))
         assert live.client.post("/extract", files=files).status_code == 200
@@ -107,7 +107,7 @@ def test_who_decodes(
 def test_decoding_is_counted(either: Live) -> None:
     """What decoding takes is part of what a batch is expected to take, where it decodes its pictures itself."""
     assert send(either, PICTURES).status_code == 200
-    worker = either.engine.manager.workers["digits"]
+    worker = either.engine.manager.handles["digits"]
     shapes = tuple(spec.shape for spec in worker.model.model_inputs.specs)
     queue = worker.queues.get(worker.model.catalog, shapes, has_graph=False)
     by_workers = either.engine.settings.workers > 0
@@ -116,7 +116,7 @@ def test_decoding_is_counted(either: Live) -> None:
 
 def test_a_slow_picture_is_forgotten(either: Live) -> None:
     """What one picture took to decode does not stay in the expected wait of all that come after it."""
-    worker = either.engine.manager.workers["digits"]
+    worker = either.engine.manager.handles["digits"]
     worker.add_decode_time(100.0, 1)
     for each in PICTURES:
         assert either.client.post("/extract", **raw(each, "image/png", **QUERY)).status_code == 200

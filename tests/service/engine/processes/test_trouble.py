@@ -68,14 +68,14 @@ def check_same(replies: Sequence[Any], good: Sequence[Any]) -> None:
             np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5)
 
 
-def list_workers(live: Live, model: str) -> list[WorkerProcess]:
-    hosted = live.engine.manager.workers[model].model
+def list_handles(live: Live, model: str) -> list[WorkerProcess]:
+    hosted = live.engine.manager.handles[model].model
     assert isinstance(hosted, HostedModel)
     return list(hosted.host.workers)
 
 
 def list_pids(live: Live, model: str) -> list[int]:
-    return [worker.pid for worker in list_workers(live, model)]
+    return [worker.pid for worker in list_handles(live, model)]
 
 
 def parent(pid: int) -> int:
@@ -148,7 +148,7 @@ def test_worker_killed(fatal: Live) -> None:
 def test_worker_stopped(fatal: Live) -> None:
     """A worker that reads nothing is given up after the time that a message has, however large that is."""
     good = send_row(fatal, 1.0)
-    worker = list_workers(fatal, "doomed")[0]
+    worker = list_handles(fatal, "doomed")[0]
     os.kill(worker.pid, signal.SIGSTOP)
     with pytest.raises(WorkerDiedError) as raised:
         worker.ask(DecodeItems([TextItem("x" * 16 * MIB)]), timeout=0.0)

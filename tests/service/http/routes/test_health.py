@@ -71,7 +71,7 @@ def test_failed_thread(serve: Serve) -> None:
         raise RuntimeError
 
     with serve() as live:
-        live.engine.manager.workers["digits"].submit(0, fail)
+        live.engine.manager.handles["digits"].submit(0, fail)
         wait_until(lambda: live.client.get("/livez").status_code == 503)
         problem(live.client.get("/livez"), 503, seconds=True)
         problem(live.client.get("/readyz"), 503, seconds=True)

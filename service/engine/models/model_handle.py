@@ -42,7 +42,7 @@ SMOOTHING = 0.2  # the newest batch's part in a mean
 _GENERATIONS = itertools.count(1)
 
 
-class ModelWorker:
+class ModelHandle:
     """One model, from its loading on; each of its replicas has a thread.
 
     ``entry`` is its model's, whatever requests mean by the name. ``loaded`` tells when it is there, or why it is not;
@@ -51,7 +51,7 @@ class ModelWorker:
     request is its own) belong to the event loop.
     ``idle_replicas``, ``calls`` (which want the first replica for themselves) and ``drained`` belong to the scheduler,
     under its lock. ``requires_isolation``: every request must have its forwards for itself, so that its bits are always
-    the same. ``generation`` is a number that no other worker of this process has, ``key`` the name with it.
+    the same. ``generation`` is a number that no other handle of this process has, ``key`` the name with it.
     """
 
     def __init__(
