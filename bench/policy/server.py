@@ -13,7 +13,7 @@ from random import Random
 from bench.policy.models import SimulatedModel
 from bench.policy.processor import Processor
 from bench.policy.rules import RETURN_S, Expected, Rule
-from layertap.service.engine.schedule.batch import CPU, Batch, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest
+from layertap.service.engine.schedule.batch import CPU, Batch, BatchKey, DecodeTask, DeviceSlots, QueuedRequest
 from layertap.service.engine.schedule.batcher import Batcher
 from layertap.service.types import Priority
 
@@ -67,7 +67,7 @@ class SimulatedServer:
         self._model = model
         self._rule = rule
         self._batcher = Batcher({CPU: DeviceSlots(cores)}, lambda: self.now)
-        self._queue = BatchQueue(MODEL, (CPU,), model.costs, MAX_ROWS)
+        self._key = BatchKey(MODEL, (CPU,), model.costs, MAX_ROWS)
         self._cores = cores
         self._processor = Processor(cores)
         self._idle_replicas = cores
@@ -138,7 +138,7 @@ class SimulatedServer:
         self._dispatch()
 
     def _enqueue(self, request: SimulatedRequest) -> None:
-        queued = QueuedRequest(self._queue, 1, priority=request.priority)
+        queued = QueuedRequest(self._key, 1, priority=request.priority)
         self._requests[queued] = request
         self._batcher.add(queued)
 
@@ -193,7 +193,7 @@ class SimulatedServer:
             self._returning.popleft()
         expected = self._rule.count_expected(Expected(self._arriving, len(self._returning)))
         share = (self._running_rows + expected) / self._cores
-        if not expected or running.batch.rows >= min(share, self._queue.efficient_rows):
+        if not expected or running.batch.rows >= min(share, self._key.efficient_rows):
             return False
         if running.wait_until is None:
             seconds = self._model.costs.base if self._rule.seconds is None else self._rule.seconds

@@ -144,8 +144,8 @@ def test_beside_others(served: Live) -> None:
 
 def make_batch(worker: ModelHandle) -> Batch:
     """A batch of one row."""
-    queue = worker.queues.create(worker.model.catalog, worker.model.catalog.costs)
-    return Batch(queue, "cpu", (RowSlice(QueuedRequest(queue, 1), 0, 1),), 1, 1, 1.0, 0.0, "single")
+    key = worker.batch_keys.create(worker.model.catalog, worker.model.catalog.costs)
+    return Batch(key, "cpu", (RowSlice(QueuedRequest(key, 1), 0, 1),), 1, 1, 1.0, 0.0, "single")
 
 
 def test_a_slow_batch_locks_nobody_out(served: Live) -> None:

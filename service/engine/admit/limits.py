@@ -11,7 +11,7 @@ from layertap.models.selection.plan import Plan, Result
 from layertap.models.selection.statistics import list_columns
 from layertap.models.spec import Shapes
 from layertap.service.engine.request import ReplyOptions
-from layertap.service.engine.schedule.batch import BatchQueue
+from layertap.service.engine.schedule.batch import BatchKey
 from layertap.service.formats.reply_format import check_names
 from layertap.service.pictures.panels import ResultInfo
 from layertap.service.settings import Settings
@@ -77,22 +77,22 @@ def check_sizes(numbers: Iterable[int], nbytes: Iterable[int], rows: int, reply:
         )
 
 
-def check_graph(plan: Plan, queue: BatchQueue) -> None:
+def check_graph(plan: Plan, key: BatchKey) -> None:
     """TooLargeError where not even one row's graph would fit."""
-    if plan.has_graph and queue.costs.row_bytes > queue.max_bytes:
+    if plan.has_graph and key.costs.row_bytes > key.max_bytes:
         raise TooLargeError(
-            f"a forward of one row that keeps its graph takes about {queue.costs.row_bytes} bytes, "
-            f"the limit is {queue.max_bytes}",
+            f"a forward of one row that keeps its graph takes about {key.costs.row_bytes} bytes, "
+            f"the limit is {key.max_bytes}",
             hint="ask for outputs, without gradients, or send a smaller input",
         )
 
 
-def check_batch(rows: int, queue: BatchQueue) -> None:
+def check_batch(rows: int, key: BatchKey) -> None:
     """TooLargeError where rows that are to be one batch are more than a forward may have."""
-    if rows > queue.max_rows:
+    if rows > key.max_rows:
         raise TooLargeError(
             f"rows of this model affect each other, and 'isolated' makes one batch of them: these are {rows}, "
-            f"the limit is {queue.max_rows}",
+            f"the limit is {key.max_rows}",
             hint="send fewer inputs at once, or leave 'isolated' out: each then runs alone",
         )
 

@@ -31,7 +31,7 @@ from layertap.service.engine.execute.worker_thread import WorkerThread
 from layertap.service.engine.models.unavailable import unloading_error
 from layertap.service.engine.plan.plan_cache import PlanCache
 from layertap.service.engine.schedule.batch import CPU, Batch
-from layertap.service.engine.schedule.batch_queues import BatchQueues
+from layertap.service.engine.schedule.batch_keys import BatchKeys
 from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.settings import Settings
 
@@ -75,7 +75,7 @@ class ModelHandle:
         self._released = asyncio.Event()
         self.requires_isolation = False
         self.plans = PlanCache()
-        self.queues: BatchQueues
+        self.batch_keys: BatchKeys
         self.idle_replicas: list[int] = []
         self.calls: deque[tuple[ModelFunction, Future[Any]]] = deque()
         self.drained: Future[None] | None = None
@@ -131,7 +131,7 @@ class ModelHandle:
     @property
     def max_batch_rows(self) -> int:
         """The most rows of a forward, of the shape that was used last; 0 where none was."""
-        return self.queues.max_rows if self.is_active else 0
+        return self.batch_keys.max_rows if self.is_active else 0
 
     @property
     def replicas(self) -> int:
@@ -204,7 +204,7 @@ class ModelHandle:
         """
         parallel_batches = min(parallel, len(self._threads))
         # In rows of the configured shape: a few large pictures say nothing of the small ones that wait.
-        weight = batch.queue.costs.per_row / self.model.catalog.costs.per_row
+        weight = batch.key.costs.per_row / self.model.catalog.costs.per_row
         spent = seconds / parallel_batches / batch.rows / weight
         self._batch_seconds_per_row += SMOOTHING * (spent - self._batch_seconds_per_row)
         if decoded:
@@ -281,8 +281,8 @@ class ModelHandle:
         try:
             executor = load()
             model = executor.model
-            self.queues = BatchQueues(model, self.key, executor.devices, self._settings)
-            padded_rows = self.queues.create(model.catalog, model.catalog.costs).padded_rows
+            self.batch_keys = BatchKeys(model, self.key, executor.devices, self._settings)
+            padded_rows = self.batch_keys.create(model.catalog, model.catalog.costs).padded_rows
             if padded_rows is not None:
                 stage = f"a forward of {padded_rows} rows"
                 check = executor.call(partial(model_functions.is_batch_invariant, rows=padded_rows))
@@ -330,7 +330,7 @@ class ModelHandle:
         # On a GPU forwards only overlap.
         parallel = sum(device == CPU for device in executor.devices) or len(set(executor.devices))
         catalog = executor.model.catalog
-        queue = self.queues.create(catalog, catalog.costs)
-        self._parallel = parallel * min(queue.slots, catalog.costs.speedup)  # a batch may take several threads
+        key = self.batch_keys.create(catalog, catalog.costs)
+        self._parallel = parallel * min(key.slots, catalog.costs.speedup)  # a batch may take several threads
         self._loaded_seconds_per_row = catalog.costs.estimate_seconds(1)
         self._batch_seconds_per_row = self._loaded_seconds_per_row / self._parallel

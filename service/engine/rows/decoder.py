@@ -181,7 +181,7 @@ def make_encoded_job(planned: PlannedRequest, items: Items, make_job: Callable[.
     if job.queued.runs_alone:
         side_by_side = not planned.request.decode_with_batch
     else:
-        side_by_side = are_few_rows(job.queued.queue, job.rows)
+        side_by_side = are_few_rows(job.queued.key, job.rows)
     return None if job.rows > 1 and side_by_side else job
 
 

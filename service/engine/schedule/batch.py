@@ -1,4 +1,4 @@
-"""What a batcher takes in and gives out: plain data about queues, requests, batches and devices."""
+"""What a batcher takes in and gives out: plain data about batch keys, requests, batches and devices."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SMOOTHING = 0.2  # the newest batch's part in a mean
 
 
 @dataclass(eq=False)
-class BatchQueue:
-    """Rows of one shape through one model: what may share a forward.
+class BatchKey:
+    """Rows with the same key may share a forward: they have one shape and run through one model.
 
     ``model`` is what one loading of a model has and no other, ``name`` what it is called: two versions of a model may
     be there at once.
@@ -75,7 +75,7 @@ class QueuedRequest:
     no others; ``taken_rows`` are in batches already. Moments are on the batcher's clock, which sets the last two.
     """
 
-    queue: BatchQueue
+    key: BatchKey
     rows: int
     depth: float = 1.0
     row_bytes: int = 0
@@ -119,7 +119,7 @@ class Batch:
     ``slots`` is what it takes of its ``device``, and ``slots_alone`` what a forward of just one of its rows would.
     """
 
-    queue: BatchQueue
+    key: BatchKey
     device: str
     slices: tuple[RowSlice, ...]
     slots: int

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from layertap.service.engine.schedule.batch import Batch, BatchQueue, DeviceSlots, DeviceState, QueuedRequest, RowSlice
+from layertap.service.engine.schedule.batch import Batch, BatchKey, DeviceSlots, DeviceState, QueuedRequest, RowSlice
 from layertap.service.types import BatchReason
 
 MIN_SPLIT_SPEEDUP = 1.3  # rows are split: seconds of one forward of all, divided by seconds of the forwards in parallel
@@ -15,12 +15,12 @@ MIN_PARALLEL_ROWS = 2  # of each forward in parallel, where one of a single row 
 
 
 def form_batch(candidates: Sequence[QueuedRequest], state: DeviceState, short: bool = False) -> Batch | None:
-    """The next batch of a queue on a device, None where it needs more slots than are free.
+    """The next batch of a batch key on a device, None where it needs more slots than are free.
 
-    ``candidates``: requests of one queue with rows that wait, at least one; the first one is in the batch. ``short``:
-    somebody may come soon who should not wait for it long.
+    ``candidates``: requests of one batch key with rows that wait, at least one; the first one is in the batch.
+    ``short``: somebody may come soon who should not wait for it long.
     """
-    queue, device = candidates[0].queue, state.device
+    key, device = candidates[0].key, state.device
     shareable = [request for request in candidates if not request.runs_alone]
     if candidates[0].runs_alone:
         shareable = [candidates[0]]
@@ -28,15 +28,15 @@ def form_batch(candidates: Sequence[QueuedRequest], state: DeviceState, short: b
     rows = choose_rows(companions, state, short)
     slices = tuple(slice_rows(companions, rows))
     rows = sum(row_slice.rows for row_slice in slices)
-    slots = count_slots(queue, rows, device)
+    slots = count_slots(key, rows, device)
     if slots > state.free_slots:
         return None
     depth = max(row_slice.request.depth for row_slice in slices)
-    seconds = queue.estimate_seconds(rows, depth)
-    if slots > 1 and is_single_row(queue, rows):
-        seconds /= queue.costs.speedup
+    seconds = key.estimate_seconds(rows, depth)
+    if slots > 1 and is_single_row(key, rows):
+        seconds /= key.costs.speedup
     reason = find_batch_reason(slices, left_out=len(shareable) - len(companions))
-    return Batch(queue, state.name, slices, slots, count_slots(queue, 1, device), depth, seconds, reason)
+    return Batch(key, state.name, slices, slots, count_slots(key, 1, device), depth, seconds, reason)
 
 
 def extend_batch(
@@ -45,9 +45,9 @@ def extend_batch(
     """A batch with those of the candidates that it would have had, had they come before it was started; or as it is.
 
     None that makes its forward deeper; no more than an efficient one has, nor than its share of all that wait and of
-    the ``running_rows`` of its queue: what one forward took beyond that, the others of its device would go without.
+    the ``running_rows`` of its key: what one forward took beyond that, the others of its device would go without.
     """
-    queue, first = batch.queue, batch.slices[0].request
+    key, first = batch.key, batch.slices[0].request
     lowest = min(row_slice.request.depth for row_slice in batch.slices)
     interactive = any(row_slice.request.priority == "interactive" for row_slice in batch.slices)
     joining = [
@@ -58,20 +58,20 @@ def extend_batch(
         and not (interactive and request.priority == "bulk")
     ]
     rows = sum(request.waiting_rows for request in joining)
-    share = math.ceil((running_rows + rows) / count_parallel(queue, device))
+    share = math.ceil((running_rows + rows) / count_parallel(key, device))
     room = min(limit_rows([first, *joining], device, short), share) - batch.rows
-    few = is_single_row(queue, batch.rows) and are_few_rows(queue, batch.rows + rows)
+    few = is_single_row(key, batch.rows) and are_few_rows(key, batch.rows + rows)
     if first.runs_alone or not joining or room <= 0 or few:
         return batch
-    taken_bytes = sum(each.rows * (queue.costs.row_bytes + each.request.row_bytes) for each in batch.slices)
-    slices = tuple(slice_rows(joining, room, queue.max_bytes - taken_bytes))
+    taken_bytes = sum(each.rows * (key.costs.row_bytes + each.request.row_bytes) for each in batch.slices)
+    slices = tuple(slice_rows(joining, room, key.max_bytes - taken_bytes))
     if not slices:
         return batch
     slices = (*batch.slices, *slices)
     rows = sum(row_slice.rows for row_slice in slices)
     reason = find_batch_reason(slices, left_out=0)
-    seconds = queue.estimate_seconds(rows, batch.depth)
-    slots = count_slots(queue, rows, device)
+    seconds = key.estimate_seconds(rows, batch.depth)
+    slots = count_slots(key, rows, device)
     return replace(batch, slices=slices, slots=slots, seconds=seconds, reason=reason)
 
 
@@ -87,7 +87,7 @@ def find_depth_range(shareable: Sequence[QueuedRequest]) -> tuple[float, float]:
     A shared forward goes to the deepest layer with all rows, but pays its fixed part once. Of all ways to cut the
     sorted depths into ranges the cheapest is taken, by the sum of the ranges' forwards.
     """
-    queue, depth = shareable[0].queue, shareable[0].depth
+    key, depth = shareable[0].key, shareable[0].depth
     depths = sorted({request.depth for request in shareable})
     if len(depths) == 1:
         return depth, depth
@@ -98,7 +98,7 @@ def find_depth_range(shareable: Sequence[QueuedRequest]) -> tuple[float, float]:
     cuts: list[tuple[float, int]] = [(0.0, 0)]  # of the first so many depths: seconds, and where the last range starts
     for stop, deepest in enumerate(depths, 1):
         seconds = [
-            cuts[start][0] + queue.estimate_seconds(rows_before[stop] - rows_before[start], deepest)
+            cuts[start][0] + key.estimate_seconds(rows_before[stop] - rows_before[start], deepest)
             for start in range(stop)
         ]
         cuts.append(min(zip(seconds, range(stop), strict=True)))
@@ -110,16 +110,16 @@ def find_depth_range(shareable: Sequence[QueuedRequest]) -> tuple[float, float]:
 
 def choose_rows(companions: Sequence[QueuedRequest], state: DeviceState, short: bool = False) -> int:
     """How many rows the next forward should have, as far as memory allows."""
-    queue, device = companions[0].queue, state.device
+    key, device = companions[0].key, state.device
     waiting_rows = sum(request.waiting_rows for request in companions)
     if companions[0].runs_alone:
-        return min(waiting_rows, queue.padded_rows or queue.max_rows, queue.max_rows)
-    single_row = is_single_row(queue, 1)
+        return min(waiting_rows, key.padded_rows or key.max_rows, key.max_rows)
+    single_row = is_single_row(key, 1)
     all_free = state.free_slots == device.slots > 1
-    if all_free and are_few_rows(queue, waiting_rows):
+    if all_free and are_few_rows(key, waiting_rows):
         return 1  # one after the other on all slots ends sooner than in parallel
-    parallel = min(state.free_slots // queue.slots, state.idle_replicas) if device.parallel else 1
-    rows = max(split_rows(queue, waiting_rows, parallel * state.idle_devices), MIN_PARALLEL_ROWS if single_row else 1)
+    parallel = min(state.free_slots // key.slots, state.idle_replicas) if device.parallel else 1
+    rows = max(split_rows(key, waiting_rows, parallel * state.idle_devices), MIN_PARALLEL_ROWS if single_row else 1)
     return min(rows, limit_rows(companions, device, short))
 
 
@@ -130,27 +130,27 @@ def limit_rows(requests: Sequence[QueuedRequest], device: DeviceSlots, short: bo
     efficient forward, are four times 8 on two slots, as nobody would use the slot that is idle beside the last of 12,
     12 and 8.
     """
-    queue = requests[0].queue
-    limit = min(queue.padded_rows or queue.efficient_rows, queue.max_rows)
+    key = requests[0].key
+    limit = min(key.padded_rows or key.efficient_rows, key.max_rows)
     if short:
-        return min(limit, queue.short_rows)
-    total, parallel = requests[0].rows, count_parallel(queue, device)
-    if parallel == 1 or total <= limit or queue.padded_rows or any(each is not requests[0] for each in requests):
+        return min(limit, key.short_rows)
+    total, parallel = requests[0].rows, count_parallel(key, device)
+    if parallel == 1 or total <= limit or key.padded_rows or any(each is not requests[0] for each in requests):
         return limit
     rounds = math.ceil(total / (limit * parallel))
     return max(math.ceil(total / (rounds * parallel)), math.ceil(limit / 2))
 
 
-def count_parallel(queue: BatchQueue, device: DeviceSlots) -> int:
-    """How many forwards of a queue run side by side on all of its devices, which are alike."""
-    on_each = min(max(device.slots // queue.slots, 1), queue.replicas) if device.parallel else 1
-    return on_each * len(queue.devices)
+def count_parallel(key: BatchKey, device: DeviceSlots) -> int:
+    """How many forwards of a key run side by side on all of its devices, which are alike."""
+    on_each = min(max(device.slots // key.slots, 1), key.replicas) if device.parallel else 1
+    return on_each * len(key.devices)
 
 
-def split_rows(queue: BatchQueue, rows: int, parallel: int) -> int:
+def split_rows(key: BatchKey, rows: int, parallel: int) -> int:
     """Rows of each forward in parallel; all of them where the fixed part of more forwards is more than they gain."""
     share = math.ceil(rows / max(parallel, 1))
-    return rows if queue.estimate_seconds(rows) < MIN_SPLIT_SPEEDUP * queue.estimate_seconds(share) else share
+    return rows if key.estimate_seconds(rows) < MIN_SPLIT_SPEEDUP * key.estimate_seconds(share) else share
 
 
 def slice_rows(companions: Sequence[QueuedRequest], rows: int, more_bytes: int | None = None) -> Iterator[RowSlice]:
@@ -158,9 +158,9 @@ def slice_rows(companions: Sequence[QueuedRequest], rows: int, more_bytes: int |
 
     Of those that join a batch, which takes ``more_bytes`` at most, there may be none.
     """
-    free_rows, free_bytes = rows, companions[0].queue.max_bytes if more_bytes is None else more_bytes
+    free_rows, free_bytes = rows, companions[0].key.max_bytes if more_bytes is None else more_bytes
     for request in companions:
-        row_bytes = request.queue.costs.row_bytes + request.row_bytes
+        row_bytes = request.key.costs.row_bytes + request.row_bytes
         count = min(request.waiting_rows, free_rows, free_bytes // max(row_bytes, 1))
         if request is companions[0] and more_bytes is None:
             count = request.waiting_rows if request.unsplittable else max(count, 1)
@@ -172,22 +172,22 @@ def slice_rows(companions: Sequence[QueuedRequest], rows: int, more_bytes: int |
         free_rows, free_bytes = free_rows - count, free_bytes - count * row_bytes
 
 
-def count_slots(queue: BatchQueue, rows: int, device: DeviceSlots) -> int:
-    """All of them for a single row that gains by it, else the queue's: it depends on nothing but the number of rows.
+def count_slots(key: BatchKey, rows: int, device: DeviceSlots) -> int:
+    """All of them for a single row that gains by it, else the key's: it depends on nothing but the number of rows.
 
     Other threads make other bits, so that a batch of the same shape must always get the same number of them.
     """
-    return device.slots if is_single_row(queue, rows) else min(queue.slots, device.slots)
+    return device.slots if is_single_row(key, rows) else min(key.slots, device.slots)
 
 
-def is_single_row(queue: BatchQueue, rows: int) -> bool:
+def is_single_row(key: BatchKey, rows: int) -> bool:
     """Whether a forward of so many rows is one of a single row that ends sooner on all slots."""
-    return (queue.padded_rows or rows) == 1 and queue.costs.speedup > 1
+    return (key.padded_rows or rows) == 1 and key.costs.speedup > 1
 
 
-def are_few_rows(queue: BatchQueue, rows: int) -> bool:
+def are_few_rows(key: BatchKey, rows: int) -> bool:
     """Whether so many rows end sooner one after the other, each on all slots, than in parallel."""
-    return is_single_row(queue, 1) and rows <= MIN_PARALLEL_ROWS * queue.costs.speedup
+    return is_single_row(key, 1) and rows <= MIN_PARALLEL_ROWS * key.costs.speedup
 
 
 def find_batch_reason(slices: Sequence[RowSlice], left_out: int) -> BatchReason:

@@ -34,16 +34,16 @@ def make_forward_batch(batch: Batch, jobs: Jobs, first: int = 0) -> ForwardBatch
         place = places[each.request]
         slices.append(ForwardSlice(place, each.start, each.stop, inputs, job.spec, job.joined, encoded, job.first_row))
     unsplittable = batch.slices[0].request.unsplittable
-    padded_rows = None if unsplittable else batch.queue.padded_rows
+    padded_rows = None if unsplittable else batch.key.padded_rows
     deadline = max(request.deadline for request in jobs)
     return ForwardBatch(tuple(slices), batch.slots, batch.slots_alone, padded_rows, unsplittable, deadline)
 
 
 def record_batch(metrics: Metrics, batch: Batch, failures: BatchFailures, seconds: float) -> None:
     """Count a batch, which took so long, and what went wrong in it."""
-    model = batch.queue.name
+    model = batch.key.name
     requests = len({each.request for each in batch.slices})
-    max_rows, depth = max(batch.queue.max_rows, batch.rows), min(batch.depth, 1.0)
+    max_rows, depth = max(batch.key.max_rows, batch.rows), min(batch.depth, 1.0)
     metrics.observe_batch(model, batch.rows, max_rows, requests, depth, seconds, batch.reason)
     metrics.add_busy_seconds(model, batch.device, seconds * batch.slots)
     for _ in range(failures.out_of_memory):
@@ -57,4 +57,4 @@ def record_batch(metrics: Metrics, batch: Batch, failures: BatchFailures, second
 def record_unserved(metrics: Metrics, queued: QueuedRequest) -> None:
     """Count a request that never came to a forward."""
     late = time.monotonic() >= queued.deadline - EARLY_S
-    (metrics.count_expired if late else metrics.count_cancelled)(queued.queue.name)
+    (metrics.count_expired if late else metrics.count_cancelled)(queued.key.name)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from layertap.service.engine.schedule.batch import (
     CPU,
     Batch,
-    BatchQueue,
+    BatchKey,
     DecodeTask,
     DeviceSlots,
     DeviceState,
@@ -43,10 +43,10 @@ class Batcher:
         self._bulk_delay = bulk_delay
         self._devices = dict(devices)
         self._free_slots = {name: device.slots for name, device in devices.items()}
-        self._waiting: dict[BatchQueue, WaitingRequests] = {}  # no entry is empty
+        self._waiting: dict[BatchKey, WaitingRequests] = {}  # no entry is empty
         self._waiting_decodes = WaitingEntries[DecodeTask]()
         self._running_batches: dict[str, int] = {}  # by model
-        self._running_rows: dict[BatchQueue, int] = {}  # no entry is 0
+        self._running_rows: dict[BatchKey, int] = {}  # no entry is 0
         self._running_decodes = 0
         self._interactive_at: dict[str, float] = {}  # by device: when an interactive request came last
         self._fair_share = FairShare()
@@ -68,28 +68,28 @@ class Batcher:
         return sum(device.slots // slots if device.parallel else 1 for device in known)
 
     @staticmethod
-    def reduce_max_rows(queue: BatchQueue, rows: int) -> None:
-        """Lower a queue's limit after so many rows did not fit into memory: to half of them, if it is not lower."""
-        queue.max_rows = max(1, min(queue.max_rows, rows // 2))
-        queue.padded_rows = queue.padded_rows and min(queue.padded_rows, queue.max_rows)
+    def reduce_max_rows(key: BatchKey, rows: int) -> None:
+        """Lower a key's limit after so many rows did not fit into memory: to half of them, if it is not lower."""
+        key.max_rows = max(1, min(key.max_rows, rows // 2))
+        key.padded_rows = key.padded_rows and min(key.padded_rows, key.max_rows)
 
     # What waits
 
     def add(self, request: QueuedRequest) -> None:
         """Let a request wait for its forward."""
-        queue = request.queue
-        if not self._wants_device(queue.model):
-            self._fair_share.join(queue.model, queue.devices)
+        key = request.key
+        if not self._wants_device(key.model):
+            self._fair_share.join(key.model, key.devices)
         self._set_arrival(request)
         if request.priority == "interactive":
-            self._interactive_at.update(dict.fromkeys(queue.devices, request.enqueued_at))
-        self._waiting.setdefault(queue, WaitingRequests()).add(request)
+            self._interactive_at.update(dict.fromkeys(key.devices, request.enqueued_at))
+        self._waiting.setdefault(key, WaitingRequests()).add(request)
 
     def remove(self, request: QueuedRequest) -> None:
         """Forget what still waits of a request."""
-        if request.queue in self._waiting:
-            self._waiting[request.queue].remove(request)
-            self._forget_if_empty(request.queue)
+        if request.key in self._waiting:
+            self._waiting[request.key].remove(request)
+            self._forget_if_empty(request.key)
 
     def add_decode(self, task: DecodeTask) -> None:
         """Let a picture wait to be decoded."""
@@ -104,12 +104,12 @@ class Batcher:
         """Forget a model of which nothing waits or runs."""
         self._fair_share.remove(model)
         self._running_batches.pop(model, None)
-        for queue in [queue for queue in self._waiting if queue.model == model]:
-            del self._waiting[queue]  # what is past its deadline may still be here
+        for key in [key for key in self._waiting if key.model == model]:
+            del self._waiting[key]  # what is past its deadline may still be here
 
     def count_waiting_rows(self, model: str) -> int:
         """Rows of a model that are in no batch yet."""
-        return sum(waiting.rows for queue, waiting in self._waiting.items() if queue.model == model)
+        return sum(waiting.rows for key, waiting in self._waiting.items() if key.model == model)
 
     # What starts
 
@@ -118,17 +118,17 @@ class Batcher:
         now = self._clock()
         requests, task = self._list_first_requests(idle_replicas, now), self._find_first_decode(now)
         if task is not None and not any(self._precedes(request, task, now) for request in requests):
-            requests = [request for request in requests if CPU not in request.queue.devices]
+            requests = [request for request in requests if CPU not in request.key.devices]
         reserved: set[str] = set()  # devices whose slots are kept free for a row that needs all of them
         for request in requests:
-            queue = request.queue
-            state = self._find_device(request, idle_replicas[queue.model], reserved, now)
+            key = request.key
+            state = self._find_device(request, idle_replicas[key.model], reserved, now)
             if state is None:
                 continue
-            batch = self._form_batch(queue, state, now)
+            batch = self._form_batch(key, state, now)
             if batch is not None:
                 return self._start_batch(batch)
-            if now - request.enqueued_at > queue.costs.estimate_seconds(
+            if now - request.enqueued_at > key.costs.estimate_seconds(
                 1
             ):  # overdue: others have passed it for long enough
                 reserved.add(state.name)
@@ -138,17 +138,17 @@ class Batcher:
 
     def extend(self, batch: Batch) -> Batch:
         """A batch that has begun, and not its forward, with rows that may still join it; or as it is."""
-        waiting = self._waiting.get(batch.queue)
+        waiting = self._waiting.get(batch.key)
         if waiting is None:
             return batch
         now, device = self._clock(), self._devices[batch.device]
         candidates = waiting.list_candidates(now)
         short = self._should_be_short([each.request for each in batch.slices] + candidates, now)
-        extended = extend_batch(batch, candidates, device, self._running_rows[batch.queue], short)
+        extended = extend_batch(batch, candidates, device, self._running_rows[batch.key], short)
         for row_slice in extended.slices[len(batch.slices) :]:
             waiting.take(row_slice)
-        self._forget_if_empty(batch.queue)
-        self._running_rows[batch.queue] += extended.rows - batch.rows
+        self._forget_if_empty(batch.key)
+        self._running_rows[batch.key] += extended.rows - batch.rows
         self._free_slots[batch.device] += batch.slots - extended.slots
         self._fair_share.recharge(batch, extended)
         return extended
@@ -163,31 +163,31 @@ class Batcher:
             self._running_decodes -= 1
         else:
             self._free_slots[task.device] += task.slots
-            self._running_batches[task.queue.model] -= 1
-            self._running_rows[task.queue] -= task.rows
-            if not self._running_rows[task.queue]:
-                del self._running_rows[task.queue]
+            self._running_batches[task.key.model] -= 1
+            self._running_rows[task.key] -= task.rows
+            if not self._running_rows[task.key]:
+                del self._running_rows[task.key]
             self._fair_share.correct(task, seconds)
-            task.queue.note_decode_seconds(decode_seconds / task.rows)
+            task.key.note_decode_seconds(decode_seconds / task.rows)
 
     # In which order
 
     def _list_first_requests(self, idle_replicas: IdleReplicas, now: float) -> list[QueuedRequest]:
-        """The first request of each queue that could start something.
+        """The first request of each key that could start something.
 
         Interactive ones are before bulk, then those of the model that has used least time, then the oldest.
         """
         requests = []
-        for queue, waiting in list(self._waiting.items()):
-            if self._list_free_devices(queue, idle_replicas.get(queue.model, {})):
+        for key, waiting in list(self._waiting.items()):
+            if self._list_free_devices(key, idle_replicas.get(key.model, {})):
                 request = waiting.find_first(now)
-                self._forget_if_empty(queue)
+                self._forget_if_empty(key)
                 if request is not None:
                     requests.append(request)
 
         def order(request: QueuedRequest) -> tuple[bool, float, float]:
             deferred, due_at = get_urgency(request, now)
-            return deferred, self._fair_share.used_seconds[request.queue.model], due_at
+            return deferred, self._fair_share.used_seconds[request.key.model], due_at
 
         return sorted(requests, key=order)
 
@@ -203,7 +203,7 @@ class Batcher:
 
     def _precedes(self, request: QueuedRequest, task: DecodeTask, now: float) -> bool:
         """Whether a request on the CPU goes before a picture: more urgent, or as urgent, ready and not much newer."""
-        if CPU not in request.queue.devices:
+        if CPU not in request.key.devices:
             return False
         urgency_of_request, urgency_of_task = get_urgency(request, now), get_urgency(task, now)
         if urgency_of_request.deferred != urgency_of_task.deferred:
@@ -215,17 +215,17 @@ class Batcher:
     def _find_device(
         self, request: QueuedRequest, idle_replicas: Mapping[str, int], reserved: Collection[str], now: float
     ) -> DeviceState | None:
-        """Where a batch of a request's queue may start: of several devices that with most free slots."""
-        free = self._list_free_devices(request.queue, idle_replicas)
+        """Where a batch of a request's key may start: of several devices that with most free slots."""
+        free = self._list_free_devices(request.key, idle_replicas)
         may_start = [name for name in free if name not in reserved and self._may_start_on_device(name, request, now)]
         if not may_start:
             return None
         name = max(may_start, key=self._free_slots.__getitem__)  # of equals the first
         return DeviceState(name, self._devices[name], self._free_slots[name], idle_replicas[name], len(may_start))
 
-    def _list_free_devices(self, queue: BatchQueue, idle_replicas: Mapping[str, int]) -> list[str]:
-        """The devices of a queue that have a free slot and an idle replica of its model."""
-        return [name for name in queue.devices if self._free_slots[name] > 0 and idle_replicas.get(name, 0) > 0]
+    def _list_free_devices(self, key: BatchKey, idle_replicas: Mapping[str, int]) -> list[str]:
+        """The devices of a key that have a free slot and an idle replica of its model."""
+        return [name for name in key.devices if self._free_slots[name] > 0 and idle_replicas.get(name, 0) > 0]
 
     def _may_start_on_device(self, name: str, request: QueuedRequest, now: float) -> bool:
         """Whether a batch may start beside what runs on a device: where these only overlap, only what is ready."""
@@ -233,34 +233,34 @@ class Batcher:
         return device.parallel or self._free_slots[name] == device.slots or self._is_ready(request, now)
 
     def _is_ready(self, request: QueuedRequest, now: float) -> bool:
-        """Whether the forward of a queue's first request is worth its start now, though more rows may come."""
-        queue = request.queue
-        rows = queue.padded_rows or queue.efficient_rows
-        if self._waiting[queue].rows >= rows:
+        """Whether the forward of a key's first request is worth its start now, though more rows may come."""
+        key = request.key
+        rows = key.padded_rows or key.efficient_rows
+        if self._waiting[key].rows >= rows:
             return True
-        return now - request.enqueued_at >= MAX_WAIT_IN_FORWARDS * queue.estimate_seconds(rows, request.depth)
+        return now - request.enqueued_at >= MAX_WAIT_IN_FORWARDS * key.estimate_seconds(rows, request.depth)
 
-    def _form_batch(self, queue: BatchQueue, state: DeviceState, now: float) -> Batch | None:
-        candidates = self._waiting[queue].list_candidates(now)
+    def _form_batch(self, key: BatchKey, state: DeviceState, now: float) -> Batch | None:
+        candidates = self._waiting[key].list_candidates(now)
         return form_batch(candidates, state, self._should_be_short(candidates, now))
 
     def _should_be_short(self, requests: Sequence[QueuedRequest], now: float) -> bool:
         """Whether a batch of such requests must not take long: all are bulk, and interactive ones come now and then."""
         if any(request.priority == "interactive" for request in requests):
             return False
-        came_at = max(self._interactive_at.get(name, -math.inf) for name in requests[0].queue.devices)
+        came_at = max(self._interactive_at.get(name, -math.inf) for name in requests[0].key.devices)
         return now - came_at < self._bulk_delay
 
     # Starting it
 
     def _start_batch(self, batch: Batch) -> Batch:
-        model, waiting = batch.queue.model, self._waiting[batch.queue]
+        model, waiting = batch.key.model, self._waiting[batch.key]
         for row_slice in batch.slices:
             waiting.take(row_slice)
-        self._forget_if_empty(batch.queue)
+        self._forget_if_empty(batch.key)
         self._free_slots[batch.device] -= batch.slots
         self._running_batches[model] = self._running_batches.get(model, 0) + 1
-        self._running_rows[batch.queue] = self._running_rows.get(batch.queue, 0) + batch.rows
+        self._running_rows[batch.key] = self._running_rows.get(batch.key, 0) + batch.rows
         self._fair_share.charge(batch)
         return batch
 
@@ -276,8 +276,8 @@ class Batcher:
 
     def _wants_device(self, model: str) -> bool:
         """Whether anything of a model waits or runs."""
-        return self._running_batches.get(model, 0) > 0 or any(queue.model == model for queue in self._waiting)
+        return self._running_batches.get(model, 0) > 0 or any(key.model == model for key in self._waiting)
 
-    def _forget_if_empty(self, queue: BatchQueue) -> None:
-        if not self._waiting[queue]:
-            del self._waiting[queue]
+    def _forget_if_empty(self, key: BatchKey) -> None:
+        if not self._waiting[key]:
+            del self._waiting[key]

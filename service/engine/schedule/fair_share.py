@@ -27,17 +27,17 @@ class FairShare:
 
     def charge(self, batch: Batch) -> None:
         """Count the seconds that a batch should take on its slots."""
-        model, device = batch.queue.model, batch.device
+        model, device = batch.key.model, batch.device
         self._device_seconds[device] = max(self._device_seconds.get(device, 0.0), self.used_seconds[model])
         self.used_seconds[model] += batch.seconds * batch.slots
 
     def recharge(self, batch: Batch, extended: Batch) -> None:
         """Count a batch that has more rows by now as what it is."""
-        self.used_seconds[batch.queue.model] += extended.seconds * extended.slots - batch.seconds * batch.slots
+        self.used_seconds[batch.key.model] += extended.seconds * extended.slots - batch.seconds * batch.slots
 
     def correct(self, batch: Batch, seconds: float) -> None:
         """Count the seconds that a batch has taken instead of those it should have."""
-        self.used_seconds[batch.queue.model] += (seconds - batch.seconds) * batch.slots
+        self.used_seconds[batch.key.model] += (seconds - batch.seconds) * batch.slots
 
     def remove(self, model: str) -> None:
         """Forget a model."""

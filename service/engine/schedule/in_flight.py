@@ -59,7 +59,7 @@ class InFlight:
         self.copies.append(result.copy)
         if result.decode != NEVER:
             self.decodes.append(result.decode)
-        self.notes["fill"] = f"{result.rows}/{batch.queue.max_rows}"
+        self.notes["fill"] = f"{result.rows}/{batch.key.max_rows}"
         self.notes["depth"] = f"{batch.depth:.4g}"
         if isinstance(result.results, Exception):
             return self._name_input(result.results, self.jobs[queued].place)

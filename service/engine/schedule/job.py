@@ -17,7 +17,7 @@ from layertap.service.engine.admit.limits import check_batch, check_graph
 from layertap.service.engine.execute.forward_batch import ForwardSpec
 from layertap.service.engine.plan.planner import PlannedRequest
 from layertap.service.engine.request import Job
-from layertap.service.engine.schedule.batch import BatchQueue, QueuedRequest
+from layertap.service.engine.schedule.batch import BatchKey, QueuedRequest
 from layertap.service.inputs.items import ImageItem
 
 
@@ -41,13 +41,13 @@ def make_job(
     runs = bool(inputs) or bool(encoded)
     numbers = text is not None and planned.resumption is None and text.numbers(inputs)
     compiled = _find_compiled(planned) if runs and not numbers else None
-    queue = handle.queues.get(catalog, planned.shapes, plan.has_graph, compiled, together)
+    batch_key = handle.batch_keys.get(catalog, planned.shapes, plan.has_graph, compiled, together)
     if runs:
-        check_graph(plan, queue)
+        check_graph(plan, batch_key)
         if together:
-            check_batch(planned.rows, queue)
+            check_batch(planned.rows, batch_key)
         else:
-            check_rows_fit(plan, catalog, planned.rows, queue.max_rows)
+            check_rows_fit(plan, catalog, planned.rows, batch_key.max_rows)
     fingerprints = planned.fingerprints
     if together:
         fingerprints = {key: fingerprint.digest_batch(digest) for key, digest in fingerprints.items()}
@@ -60,7 +60,7 @@ def make_job(
         spec=ForwardSpec(plan, catalog if request.verify else None, planned.resumption, compiled),
         inputs=inputs,
         rows=planned.rows,
-        queued=_make_queued(planned, queue, compiled, together, numbers, deadline),
+        queued=_make_queued(planned, batch_key, compiled, together, numbers, deadline),
         faults=faults,
         timings=request.timings,
         fingerprints=fingerprints,
@@ -80,7 +80,7 @@ def make_job(
 
 def _make_queued(
     planned: PlannedRequest,
-    queue: BatchQueue,
+    batch_key: BatchKey,
     compiled: CompiledPlan | None,
     together: bool,
     numbers: bool,
@@ -93,7 +93,7 @@ def _make_queued(
     # Tokens that are numbered for one text are so for all of a forward: layers of positions take other shapes then.
     isolated = request.isolated or request.verify or planned.handle.requires_isolation or numbers
     return QueuedRequest(
-        queue=queue,
+        key=batch_key,
         rows=planned.rows,
         depth=1.0 if request.verify or compiled else plan.cost,
         row_bytes=captured_bytes + 2 * sum(capture.nbytes(1) for capture in extra),

@@ -246,7 +246,7 @@ class Scheduler:
             handle.drained.set_result(None)
 
     def _start(self, batch: Batch) -> None:
-        handle = self._handles[batch.queue.model]
+        handle = self._handles[batch.key.model]
         replica = handle.take_idle_replica(batch.device)
         running = RunningBatch(batch, start_jobs(batch.slices, self._in_flight))
         handle.submit(replica, partial(self._run, handle, replica, running))
@@ -273,9 +273,9 @@ class Scheduler:
             if outcome.failure:
                 self.fail_permanently(outcome.failure)
             if outcome.failures.too_many_rows is not None:
-                self._batcher.reduce_max_rows(batch.queue, outcome.failures.too_many_rows)
+                self._batcher.reduce_max_rows(batch.key, outcome.failures.too_many_rows)
             self._batcher.finish(batch, seconds, outcome.decode_seconds)
-            parallel = self._batcher.count_parallel_batches(batch.queue.devices, batch.slots)
+            parallel = self._batcher.count_parallel_batches(batch.key.devices, batch.slots)
             if any(not isinstance(result.results, Exception) for result in outcome.results):
                 handle.add_batch_time(batch, seconds, parallel, outcome.decode_seconds > 0)
             handle.idle_replicas.append(replica)

@@ -55,7 +55,7 @@ class WaitingEntries(Generic[EntryT]):
 
 
 class WaitingRequests(WaitingEntries[QueuedRequest]):
-    """The requests of a ``BatchQueue`` that have rows in no batch yet; ``rows`` counts these.
+    """The requests of a ``BatchKey`` that have rows in no batch yet; ``rows`` counts these.
 
     What is past its deadline is dropped by whoever meets it, ``first`` or ``candidates``; until then it is counted.
     """

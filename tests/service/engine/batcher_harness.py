@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.schedule.batch import Batch, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest
+from layertap.service.engine.schedule.batch import Batch, BatchKey, DecodeTask, DeviceSlots, QueuedRequest
 from layertap.service.engine.schedule.batcher import Batcher
 from layertap.service.types import Priority
 
@@ -29,8 +29,8 @@ class BatcherHarness:
         self.names: dict[QueuedRequest, str] = {}
         self.running: list[RunningTask] = []
 
-    def add(self, queue: BatchQueue, rows: int = 1, name: str = "", **fields: Any) -> QueuedRequest:
-        request = QueuedRequest(queue, rows, **fields)
+    def add(self, key: BatchKey, rows: int = 1, name: str = "", **fields: Any) -> QueuedRequest:
+        request = QueuedRequest(key, rows, **fields)
         self.names[request] = name
         self.batcher.add(request)
         return request
@@ -75,15 +75,15 @@ class BatcherHarness:
         return [(self.names[part.request], part.start, part.stop) for part in batch.slices]
 
 
-def make_queue(
+def make_key(
     device: str = "gpu", costs: Costs = CPU_LIKE, max_rows: int = 4, model: str = "a", **fields: Any
-) -> BatchQueue:
-    return BatchQueue(model, tuple(device.split()), costs, max_rows, **fields)
+) -> BatchKey:
+    return BatchKey(model, tuple(device.split()), costs, max_rows, **fields)
 
 
 def sum_slot_seconds(batches: Sequence[Batch]) -> dict[str, float]:
     """The seconds of slots that each model has used."""
     seconds: dict[str, float] = {}
     for batch in batches:
-        seconds[batch.queue.model] = seconds.get(batch.queue.model, 0.0) + batch.seconds * batch.slots
+        seconds[batch.key.model] = seconds.get(batch.key.model, 0.0) + batch.seconds * batch.slots
     return seconds

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.schedule.batch import Batch, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest
+from layertap.service.engine.schedule.batch import Batch, BatchKey, DecodeTask, DeviceSlots, QueuedRequest
 from tests.service.engine.batcher_harness import BULK_DELAY, RunningTask
 
 DEVICES = {"cpu": DeviceSlots(3), "gpu": DeviceSlots(2, parallel=False), "gpu1": DeviceSlots(1, parallel=False)}
@@ -17,16 +17,16 @@ IdleReplicas = Mapping[str, Mapping[str, int]]
 CPU, GPU, GPUS = ("cpu",), ("gpu",), ("gpu", "gpu1")
 
 
-def make_queues() -> list[BatchQueue]:
+def make_keys() -> list[BatchKey]:
     return [
-        BatchQueue("a", CPU, Costs(base=0.0, per_row=1.0, row_bytes=2), 6, max_bytes=20),
-        BatchQueue("a", CPU, Costs(base=0.5, per_row=0.25, row_bytes=1), 5, padded_rows=3),
-        BatchQueue("b", CPU, Costs(base=0.5, per_row=1.0, row_bytes=3, speedup=2.0), 8, max_bytes=24),
-        BatchQueue("b", CPU, Costs(base=0.0, per_row=0.5, row_bytes=1, speedup=2.5), 1),
-        BatchQueue("c", GPU, Costs(base=4.0, per_row=0.5, row_bytes=4), 12, max_bytes=40),
-        BatchQueue("d", GPU, Costs(base=1.0, per_row=1.0, row_bytes=1), 7),
-        BatchQueue("d", GPU, Costs(base=1.0, per_row=1.0, row_bytes=1), 7, padded_rows=4),
-        BatchQueue("e", GPUS, Costs(base=1.0, per_row=0.5, row_bytes=1), 9),
+        BatchKey("a", CPU, Costs(base=0.0, per_row=1.0, row_bytes=2), 6, max_bytes=20),
+        BatchKey("a", CPU, Costs(base=0.5, per_row=0.25, row_bytes=1), 5, padded_rows=3),
+        BatchKey("b", CPU, Costs(base=0.5, per_row=1.0, row_bytes=3, speedup=2.0), 8, max_bytes=24),
+        BatchKey("b", CPU, Costs(base=0.0, per_row=0.5, row_bytes=1, speedup=2.5), 1),
+        BatchKey("c", GPU, Costs(base=4.0, per_row=0.5, row_bytes=4), 12, max_bytes=40),
+        BatchKey("d", GPU, Costs(base=1.0, per_row=1.0, row_bytes=1), 7),
+        BatchKey("d", GPU, Costs(base=1.0, per_row=1.0, row_bytes=1), 7, padded_rows=4),
+        BatchKey("e", GPUS, Costs(base=1.0, per_row=0.5, row_bytes=1), 9),
     ]
 
 
@@ -44,8 +44,8 @@ class ExpectedRequest:
         self.rows = self.request.rows
 
     @property
-    def queue(self) -> BatchQueue:
-        return self.request.queue
+    def key(self) -> BatchKey:
+        return self.request.key
 
     @property
     def depth(self) -> float:
@@ -74,7 +74,7 @@ class ExpectedRequest:
 
 @dataclass
 class QueueLimits:
-    """The most rows of a queue's forward, and those it is padded to."""
+    """The most rows of a key's forward, and those it is padded to."""
 
     max_rows: int
     padded_rows: int | None
@@ -88,14 +88,14 @@ def cuts(depths: Sequence[float]) -> Iterator[list[Sequence[float]]]:
             yield [depths[start:stop] for start, stop in pairwise(bounds)]
 
 
-def cheapest_cuts(queue: BatchQueue, requests: Sequence[ExpectedRequest]) -> list[list[Sequence[float]]]:
+def cheapest_cuts(key: BatchKey, requests: Sequence[ExpectedRequest]) -> list[list[Sequence[float]]]:
     """The cuts of the depths of some requests that cost least, several where they cost the same."""
 
     def seconds(depths: Sequence[float]) -> float:
         rows = sum(request.waiting_rows for request in requests if request.depth in depths)
-        padded_rows = queue.padded_rows
+        padded_rows = key.padded_rows
         forwards, forward_rows = (1, rows) if padded_rows is None else (-(-rows // padded_rows), padded_rows)
-        return forwards * max(depths) * (queue.costs.base + forward_rows * queue.costs.per_row)
+        return forwards * max(depths) * (key.costs.base + forward_rows * key.costs.per_row)
 
     costs = [(sum(map(seconds, cut)), cut) for cut in cuts(sorted({request.depth for request in requests}))]
     least = min(cost for cost, _ in costs)
@@ -107,8 +107,8 @@ class BatcherReference:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.queues = make_queues()
-        self.limits = {queue: QueueLimits(queue.max_rows, queue.padded_rows) for queue in self.queues}
+        self.keys = make_keys()
+        self.limits = {key: QueueLimits(key.max_rows, key.padded_rows) for key in self.keys}
         self.requests: list[ExpectedRequest] = []
         self.pictures: list[tuple[DecodeTask, float]] = []  # that wait, each with the moment at which it is due
         self.running: list[RunningTask] = []
@@ -116,7 +116,7 @@ class BatcherReference:
     # What is there
 
     def idle_replicas(self) -> dict[str, dict[str, int]]:
-        busy = [(batch.queue.model, batch.device) for batch in self.running if isinstance(batch, Batch)]
+        busy = [(batch.key.model, batch.device) for batch in self.running if isinstance(batch, Batch)]
         return {
             model: {device: count - busy.count((model, device)) for device, count in counts.items()}
             for model, counts in REPLICAS.items()
@@ -143,12 +143,12 @@ class BatcherReference:
 
         return min(self.pictures, key=order)
 
-    def waiting(self, queue: BatchQueue) -> list[ExpectedRequest]:
-        """What can still run of a queue, in the order in which it should."""
+    def waiting(self, key: BatchKey) -> list[ExpectedRequest]:
+        """What can still run of a key, in the order in which it should."""
         requests = [
             request
             for request in self.requests
-            if request.queue is queue and request.waiting_rows and not request.removed
+            if request.key is key and request.waiting_rows and not request.removed
             if request.request.deadline > self.now
         ]
         if not all(request.bulk for request in requests):
@@ -157,85 +157,84 @@ class BatcherReference:
 
     # What may start
 
-    def sharing(self, queue: BatchQueue) -> list[tuple[list[ExpectedRequest], str]]:
-        """Who may run with the queue's first request, and why, should there be room; several where costs tie."""
-        waiting = self.waiting(queue)
+    def sharing(self, key: BatchKey) -> list[tuple[list[ExpectedRequest], str]]:
+        """Who may run with the key's first request, and why, should there be room; several where costs tie."""
+        waiting = self.waiting(key)
         if waiting[0].isolated:
             return [(waiting[:1], "isolated")]
         shareable = [request for request in waiting if not request.isolated]
         answers = []
-        for cut in cheapest_cuts(queue, shareable):
+        for cut in cheapest_cuts(key, shareable):
             depths = next(depths for depths in cut if waiting[0].depth in depths)
             companions = [request for request in shareable if request.depth in depths]
             answers.append((companions, "shared" if len(companions) == len(shareable) else "sharing_costs"))
         return answers
 
-    def lacks_slots(self, queue: BatchQueue) -> bool:
-        """Whether the queue's next forward is one of a single row that needs all slots, and some are busy."""
-        limits, device = self.limits[queue], queue.devices[0]  # none of such a model on several
-        if queue.costs.speedup == 1 or limits.padded_rows not in (None, 1):
+    def lacks_slots(self, key: BatchKey) -> bool:
+        """Whether the key's next forward is one of a single row that needs all slots, and some are busy."""
+        limits, device = self.limits[key], key.devices[0]  # none of such a model on several
+        if key.costs.speedup == 1 or limits.padded_rows not in (None, 1):
             return False
         if self.free_slots(device) == DEVICES[device].slots:
             return False
         sizes = []
-        for companions, _ in self.sharing(queue):
+        for companions, _ in self.sharing(key):
             first = companions[0]
             row_bytes = [
-                queue.costs.row_bytes + request.request.row_bytes
+                key.costs.row_bytes + request.request.row_bytes
                 for request in companions
                 for _ in range(request.waiting_rows)
             ][:2]
-            two_fit = limits.max_rows > 1 and sum(row_bytes) <= queue.max_bytes and len(row_bytes) > 1
+            two_fit = limits.max_rows > 1 and sum(row_bytes) <= key.max_bytes and len(row_bytes) > 1
             sizes.append(first.rows if first.request.unsplittable else 1 + two_fit)
         return min(sizes) == 1
 
     def is_reserved(self, device: str, idle_replicas: IdleReplicas) -> bool:
         """Whether a row that could have all slots of a device, had it waited for nothing else, is overdue."""
         return any(
-            self.lacks_slots(queue)
-            and self.now - self.waiting(queue)[0].enqueued_at > queue.costs.base + queue.costs.per_row
-            for queue in self.queues
-            if idle_replicas[queue.model].get(device, 0) > 0 and self.waiting(queue)
+            self.lacks_slots(key) and self.now - self.waiting(key)[0].enqueued_at > key.costs.base + key.costs.per_row
+            for key in self.keys
+            if idle_replicas[key.model].get(device, 0) > 0 and self.waiting(key)
         )
 
-    def startable_queues(self, idle_replicas: IdleReplicas) -> list[tuple[BatchQueue, str]]:
+    def startable_keys(self, idle_replicas: IdleReplicas) -> list[tuple[BatchKey, str]]:
         """Queues of which something can start now, whatever it is, and on which device."""
         return [
-            (queue, device)
-            for queue in self.queues
-            for device in queue.devices
-            if idle_replicas[queue.model][device] > 0 and self.free_slots(device) > 0 and self.waiting(queue)
-            if not self.lacks_slots(queue) and (not self.would_overlap(device) or self.is_surely_ready(queue))
+            (key, device)
+            for key in self.keys
+            for device in key.devices
+            if idle_replicas[key.model][device] > 0 and self.free_slots(device) > 0 and self.waiting(key)
+            if not self.lacks_slots(key) and (not self.would_overlap(device) or self.is_surely_ready(key))
         ]
 
     def would_overlap(self, device: str) -> bool:
         """Whether a forward would begin beside others, on a device where they only overlap."""
         return not DEVICES[device].parallel and self.free_slots(device) < DEVICES[device].slots
 
-    def is_surely_ready(self, queue: BatchQueue) -> bool:
+    def is_surely_ready(self, key: BatchKey) -> bool:
         """As ``is_ready``, whether or not what is past its deadline still counts."""
         expired_rows = sum(
             request.waiting_rows
             for request in self.requests
-            if request.queue is queue and request.request.deadline <= self.now and not request.removed
+            if request.key is key and request.request.deadline <= self.now and not request.removed
         )
-        return self.is_ready(queue, self.waiting(queue)[0], expired_rows)
+        return self.is_ready(key, self.waiting(key)[0], expired_rows)
 
-    def is_ready(self, queue: BatchQueue, first: ExpectedRequest, expired_rows: int = 0) -> bool:
+    def is_ready(self, key: BatchKey, first: ExpectedRequest, expired_rows: int = 0) -> bool:
         """Whether a forward is worth its start: it has rows enough, or the first one has waited for long."""
-        rows = self.limits[queue].padded_rows or min(
-            max(4, math.ceil(10 * queue.costs.base / queue.costs.per_row)), self.limits[queue].max_rows
+        rows = self.limits[key].padded_rows or min(
+            max(4, math.ceil(10 * key.costs.base / key.costs.per_row)), self.limits[key].max_rows
         )
         waiting_rows = sum(
-            request.waiting_rows for request in self.requests if request.queue is queue and not request.removed
+            request.waiting_rows for request in self.requests if request.key is key and not request.removed
         )
-        seconds = 2 * first.depth * (queue.costs.base + rows * queue.costs.per_row)
+        seconds = 2 * first.depth * (key.costs.base + rows * key.costs.per_row)
         return waiting_rows - expired_rows >= rows or self.now - first.enqueued_at >= seconds
 
     def is_interactive_device(self, device: str) -> bool:
-        """Whether an interactive request has come lately for any queue of a device."""
+        """Whether an interactive request has come lately for any key of a device."""
         return any(
-            not request.bulk and device in request.queue.devices and self.now - request.enqueued_at < BULK_DELAY
+            not request.bulk and device in request.key.devices and self.now - request.enqueued_at < BULK_DELAY
             for request in self.requests
         )
 
@@ -244,24 +243,24 @@ class BatcherReference:
     def may_precede_picture(self, task: DecodeTask, due_at: float) -> bool:
         """Whether a picture lets a forward on the processor go first."""
         deferred = task.priority == "bulk" and self.now < due_at
-        for queue in self.queues:
-            first = next(iter(self.waiting(queue)), None)
-            if "cpu" not in queue.devices or first is None:
+        for key in self.keys:
+            first = next(iter(self.waiting(key)), None)
+            if "cpu" not in key.devices or first is None:
                 continue
             if first.deferred(self.now) < deferred:
                 return True
             as_urgent = first.deferred(self.now) == deferred and first.due_at <= due_at + BULK_DELAY
-            if as_urgent and self.is_ready(queue, first):
+            if as_urgent and self.is_ready(key, first):
                 return True
         return False
 
-    def must_precede_picture(self, queues: Sequence[BatchQueue], task: DecodeTask, due_at: float) -> bool:
-        """Whether a picture has to let a forward of some queues go first."""
+    def must_precede_picture(self, keys: Sequence[BatchKey], task: DecodeTask, due_at: float) -> bool:
+        """Whether a picture has to let a forward of some keys go first."""
         deferred = task.priority == "bulk" and self.now < due_at
-        for queue in queues:
-            first = self.waiting(queue)[0]
-            waiting_rows = sum(request.waiting_rows for request in self.waiting(queue))
-            has_rows = waiting_rows >= (self.limits[queue].padded_rows or queue.efficient_rows)
+        for key in keys:
+            first = self.waiting(key)[0]
+            waiting_rows = sum(request.waiting_rows for request in self.waiting(key))
+            has_rows = waiting_rows >= (self.limits[key].padded_rows or key.efficient_rows)
             if first.deferred(self.now) < deferred:
                 return True
             if first.deferred(self.now) == deferred and has_rows and first.due_at <= due_at + BULK_DELAY:

@@ -6,18 +6,18 @@ import pytest
 
 from layertap.models.catalog.catalog import Costs
 from layertap.service.engine.schedule.batch import Batch, DeviceSlots
-from tests.service.engine.batcher_harness import BULK_DELAY, BatcherHarness, make_queue
+from tests.service.engine.batcher_harness import BULK_DELAY, BatcherHarness, make_key
 
 COSTS = Costs(base=2.0, per_row=1.0)  # 3 seconds alone: 7 rows take 9
 
 
 def start_bulk(harness: BatcherHarness, device: str = "cpu", rows: int = 32, **fields: object) -> Batch:
-    harness.add(make_queue(device, COSTS, max_rows=64, model="b", **fields), rows, priority="bulk")  # type: ignore[arg-type]
+    harness.add(make_key(device, COSTS, max_rows=64, model="b", **fields), rows, priority="bulk")  # type: ignore[arg-type]
     return harness.start_batch()
 
 
 def run_interactive(harness: BatcherHarness, device: str = "cpu") -> None:
-    harness.add(make_queue(device, COSTS))
+    harness.add(make_key(device, COSTS))
     harness.finish(harness.start_batch())
 
 
@@ -50,29 +50,29 @@ def test_nobody_else_is_about() -> None:
 def test_decoding_counts(seconds: float, rows: int) -> None:
     """What batches decode themselves makes them longer, as measured: 3, 4 and 7 seconds alone; 9, 12 and 21 of all."""
     harness = make_harness()
-    queue = make_queue("cpu", COSTS, max_rows=64)
+    key = make_key("cpu", COSTS, max_rows=64)
     for _ in range(60):
-        harness.add(queue)
+        harness.add(key)
         batch = harness.start_batch()
         harness.running.remove(batch)
         harness.batcher.finish(batch, batch.seconds, decode_seconds=seconds)
-    harness.add(queue, 32, priority="bulk")
+    harness.add(key, 32, priority="bulk")
     assert harness.start_batch().rows == rows
-    assert queue.estimate_seconds(1) == pytest.approx(3 + seconds, rel=1e-3)
+    assert key.estimate_seconds(1) == pytest.approx(3 + seconds, rel=1e-3)
 
 
 def test_what_joins_a_short_batch() -> None:
     """More bulk up to its limit; an interactive request has room in it as in any other."""
     harness = make_harness()
     run_interactive(harness)
-    queue = make_queue("cpu", COSTS, max_rows=64)
-    harness.add(queue, priority="bulk")
+    key = make_key("cpu", COSTS, max_rows=64)
+    harness.add(key, priority="bulk")
     batch = harness.start_batch()
-    harness.add(queue, 32, priority="bulk")
+    harness.add(key, 32, priority="bulk")
     longer = harness.batcher.extend(batch)
     assert longer.rows == 7
     harness.running[harness.running.index(batch)] = longer
-    harness.add(queue, 2)
+    harness.add(key, 2)
     assert harness.batcher.extend(longer).rows == 9
 
 
@@ -81,7 +81,7 @@ def test_alone(flag: str) -> None:
     """Whose rows share no forward has forwards of the same size whoever else is about: the bits depend on it."""
     harness = make_harness()
     run_interactive(harness)
-    harness.add(make_queue("cpu", COSTS, max_rows=64), 32, priority="bulk", **{flag: True})
+    harness.add(make_key("cpu", COSTS, max_rows=64), 32, priority="bulk", **{flag: True})
     assert harness.start_batch().rows == 32
 
 

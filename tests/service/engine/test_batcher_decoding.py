@@ -7,11 +7,11 @@ import pytest
 from layertap.models.catalog.catalog import Costs
 from layertap.service.engine.schedule.batch import Batch, DecodeTask, DeviceSlots
 from layertap.service.types import Priority
-from tests.service.engine.batcher_harness import CORES, BatcherHarness, make_queue
+from tests.service.engine.batcher_harness import CORES, BatcherHarness, make_key
 
 
 def test_decoding_first_until_rows_are_enough() -> None:
-    harness, queue = BatcherHarness(cpu=DeviceSlots(1)), make_queue("cpu")
+    harness, key = BatcherHarness(cpu=DeviceSlots(1)), make_key("cpu")
     for _ in range(5):
         harness.add_decode()
     order: list[int | str] = []
@@ -19,31 +19,31 @@ def test_decoding_first_until_rows_are_enough() -> None:
         order.append(task.rows if isinstance(task, Batch) else "decode")
         harness.finish(task)
         if isinstance(task, DecodeTask):
-            harness.add(queue)
+            harness.add(key)
     assert order == ["decode", "decode", "decode", "decode", 4, "decode", 1]
 
 
 def test_decoding_first_until_rows_waited_long_enough() -> None:
     """Twice as long as a batch of enough rows takes; a forward on another device starts in any case."""
-    harness, queue = BatcherHarness(), make_queue("cpu")
-    harness.add(queue)
-    harness.add(make_queue("gpu", model="b"))
+    harness, key = BatcherHarness(), make_key("cpu")
+    harness.add(key)
+    harness.add(make_key("gpu", model="b"))
     for _ in range(3):
         harness.add_decode()
-    assert harness.start_batch().queue.model == "b"
+    assert harness.start_batch().key.model == "b"
     harness.now = 7.9
     assert isinstance(harness.start(), DecodeTask)
     harness.now = 8.0
-    assert harness.start_batch().queue is queue
+    assert harness.start_batch().key is key
     assert isinstance(harness.start(), DecodeTask)
 
 
 def test_decoding_fills_what_forwards_cannot_use() -> None:
     """While a row waits for all slots, pictures are decoded, unless the slots are kept for it."""
-    harness, queue = BatcherHarness(), make_queue("cpu", Costs(per_row=1.0, speedup=3.0), max_rows=1)
+    harness, key = BatcherHarness(), make_key("cpu", Costs(per_row=1.0, speedup=3.0), max_rows=1)
     harness.add_decode()
     assert isinstance(harness.start(), DecodeTask)
-    harness.add(queue, 1)
+    harness.add(key, 1)
     harness.add_decode()
     assert isinstance(harness.start(), DecodeTask)
     harness.now = 1.1
@@ -53,8 +53,8 @@ def test_decoding_fills_what_forwards_cannot_use() -> None:
 
 def test_one_picture_beside_forwards() -> None:
     """Where forwards have all slots one picture is decoded at a time, so that a bad one is refused before they end."""
-    harness, queue = BatcherHarness(), make_queue("cpu")
-    harness.add(queue, 4 * CORES)
+    harness, key = BatcherHarness(), make_key("cpu")
+    harness.add(key, 4 * CORES)
     batches = harness.start_batches()
     assert len(batches) == CORES
     harness.add_decode()
@@ -81,7 +81,7 @@ def test_no_processor_among_the_devices() -> None:
     harness = BatcherHarness(gpu=DeviceSlots(2, parallel=False))
     assert harness.start() is None
     harness.add_decode()
-    harness.add(make_queue())
+    harness.add(make_key())
     assert harness.start_batch().rows == 1
     assert harness.start() is None
 
@@ -106,24 +106,24 @@ def test_decoding_by_priority() -> None:
 def test_interactive_picture_before_bulk_rows() -> None:
     """And bulk pictures after interactive rows, however few."""
     harness = BatcherHarness(cpu=DeviceSlots(1))
-    harness.add(make_queue("cpu"), 100, priority="bulk")
+    harness.add(make_key("cpu"), 100, priority="bulk")
     harness.add_decode("bulk")
     harness.add_decode()
     first = harness.start()
     assert isinstance(first, DecodeTask)
     assert first.priority == "interactive"
     harness.finish(first)
-    harness.add(make_queue("cpu"))
+    harness.add(make_key("cpu"))
     assert harness.start_batch().slices[0].request.priority == "interactive"
 
 
 @pytest.mark.parametrize("priority", ["interactive", "bulk"])
 def test_picture_is_decoded_in_bounded_time(priority: Priority) -> None:
     """However many rows keep coming that need no decoding."""
-    harness, queue = BatcherHarness(cpu=DeviceSlots(1)), make_queue("cpu")
+    harness, key = BatcherHarness(cpu=DeviceSlots(1)), make_key("cpu")
     harness.add_decode(priority)
     for _ in range(20):
-        harness.add(queue, 4)
+        harness.add(key, 4)
         task = harness.start()
         assert task is not None
         harness.now += 4.0
@@ -135,10 +135,10 @@ def test_picture_is_decoded_in_bounded_time(priority: Priority) -> None:
 
 def test_rows_run_in_bounded_time() -> None:
     """However many pictures keep coming."""
-    harness, queue = BatcherHarness(cpu=DeviceSlots(1)), make_queue("cpu")
+    harness, key = BatcherHarness(cpu=DeviceSlots(1)), make_key("cpu")
     for _ in range(50):
         harness.add_decode()
-    harness.add(queue)
+    harness.add(key)
     while isinstance(task := harness.start(), DecodeTask):
         harness.add_decode()
         harness.now += 1.0

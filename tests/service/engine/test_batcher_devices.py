@@ -10,18 +10,18 @@ from tests.service.engine.batcher_harness import (
     FASTER_ON_ALL_CORES,
     GPU_LIKE,
     BatcherHarness,
-    make_queue,
+    make_key,
 )
 
 
 def test_slots_of_a_batch() -> None:
     """A batch of several rows may need several slots, never more than there are."""
     harness = BatcherHarness()
-    harness.add(make_queue("cpu", slots=2), 16)
+    harness.add(make_key("cpu", slots=2), 16)
     batches = harness.start_batches()
     assert [(batch.rows, batch.slots, batch.seconds) for batch in batches] == [(4, 2, 4.0)] * 2
     harness = BatcherHarness()
-    harness.add(make_queue("cpu", slots=CORES + 1))
+    harness.add(make_key("cpu", slots=CORES + 1))
     assert harness.start_batch().slots == CORES
 
 
@@ -37,21 +37,21 @@ def test_parallel_batches_are_counted() -> None:
 
 def test_slots_are_free_again() -> None:
     """After batches, failed ones and decoded pictures, whatever was removed or expired meanwhile."""
-    harness, queue = BatcherHarness(), make_queue("cpu", max_rows=8)
-    removed = harness.add(queue, 20)
-    harness.add(queue, 20, deadline=1.0)
+    harness, key = BatcherHarness(), make_key("cpu", max_rows=8)
+    removed = harness.add(key, 20)
+    harness.add(key, 20, deadline=1.0)
     harness.add_decode()
     tasks = [harness.start() for _ in range(CORES)]
     assert [isinstance(task, Batch) for task in tasks] == [True, True, True, True]
     harness.finish(harness.running[0])
     harness.batcher.remove(removed)
     harness.now = 2.0
-    Batcher.reduce_max_rows(queue, 8)
+    Batcher.reduce_max_rows(key, 8)
     assert isinstance(harness.start(), DecodeTask)
     assert harness.start() is None
     for task in list(harness.running):
         harness.finish(task)
-    harness.add(make_queue("cpu", FASTER_ON_ALL_CORES))
+    harness.add(make_key("cpu", FASTER_ON_ALL_CORES))
     assert harness.start_batch().slots == CORES
 
 
@@ -60,12 +60,12 @@ def test_slots_are_free_again() -> None:
 
 def test_beside_another_only_where_more_rows_gain_nothing() -> None:
     """Where forwards only overlap, a few rows wait for the one that runs, in company; many do not."""
-    harness, queue = BatcherHarness(gpu=DeviceSlots(2, parallel=False)), make_queue(costs=CPU_LIKE, max_rows=64)
-    harness.add(queue, 1)
+    harness, key = BatcherHarness(gpu=DeviceSlots(2, parallel=False)), make_key(costs=CPU_LIKE, max_rows=64)
+    harness.add(key, 1)
     first = harness.start_batch()
-    harness.add(queue, 3)
+    harness.add(key, 3)
     assert harness.start() is None
-    harness.add(queue, 2)
+    harness.add(key, 2)
     assert (harness.start_batch().rows, harness.start()) == (4, None)
     assert len(harness.running) == 2
     harness.finish(first)
@@ -76,10 +76,10 @@ def test_beside_another_only_where_more_rows_gain_nothing() -> None:
 
 def test_beside_another_after_long() -> None:
     """Nor do few rows wait for ever: no longer than two efficient batches take."""
-    harness, queue = BatcherHarness(gpu=DeviceSlots(2, parallel=False)), make_queue(costs=CPU_LIKE, max_rows=64)
-    harness.add(queue, 1)
+    harness, key = BatcherHarness(gpu=DeviceSlots(2, parallel=False)), make_key(costs=CPU_LIKE, max_rows=64)
+    harness.add(key, 1)
     harness.start_batch()
-    harness.add(queue, 1)
+    harness.add(key, 1)
     harness.now = 7.9
     assert harness.start() is None
     harness.now = 8.0
@@ -90,9 +90,9 @@ def test_beside_another_after_long() -> None:
 
 
 def test_several_devices_take_turns() -> None:
-    """Batches of a model on two devices start on both, each on the one with most free slots, and share one queue."""
+    """Batches of a model on two devices start on both, each on the one with most free slots, and share one key."""
     harness = BatcherHarness(one=DeviceSlots(1, parallel=False), two=DeviceSlots(2, parallel=False))
-    harness.add(make_queue("one two", max_rows=4), 20)
+    harness.add(make_key("one two", max_rows=4), 20)
     batches = harness.start_batches()
     assert [(batch.device, batch.rows) for batch in batches] == [("two", 4), ("one", 4), ("two", 4)]
     harness.finish(batches[1])
@@ -103,14 +103,14 @@ def test_rows_are_shared_by_idle_devices() -> None:
     """Rows that one forward could hold are split where two devices end sooner, and not where they would not."""
     for costs, rows in ((CPU_LIKE, [4, 4]), (GPU_LIKE, [8])):
         harness = BatcherHarness(one=DeviceSlots(1, parallel=False), two=DeviceSlots(1, parallel=False))
-        harness.add(make_queue("one two", costs, max_rows=64), 8)
+        harness.add(make_key("one two", costs, max_rows=64), 8)
         assert [batch.rows for batch in harness.start_batches()] == rows
 
 
 def test_busy_replica_is_no_place() -> None:
     """A device whose replica is busy takes no batch, however many slots are free on it."""
     harness = BatcherHarness(one=DeviceSlots(1, parallel=False), two=DeviceSlots(2, parallel=False))
-    harness.add(make_queue("one two"), 8)
+    harness.add(make_key("one two"), 8)
     batch = harness.batcher.start_next({"a": {"one": 1, "two": 0}})
     assert isinstance(batch, Batch)
     assert batch.device == "one"
@@ -120,12 +120,12 @@ def test_busy_replica_is_no_place() -> None:
 def test_neighbour_of_one_device() -> None:
     """A model on two devices leaves a neighbour on one of them as much time as it takes itself."""
     harness = BatcherHarness(one=DeviceSlots(1, parallel=False), two=DeviceSlots(1, parallel=False))
-    harness.add(make_queue("one two", max_rows=1), 60)
-    harness.add(make_queue("one", max_rows=1, model="b"), 20)
+    harness.add(make_key("one two", max_rows=1), 60)
+    harness.add(make_key("one", max_rows=1, model="b"), 20)
     counts = {"a": 0, "b": 0}
     for _ in range(20):
         for batch in harness.start_batches():
-            counts[batch.queue.model] += 1
+            counts[batch.key.model] += 1
         for task in list(harness.running):
             harness.finish(task)
         harness.now += 1.0
@@ -137,8 +137,8 @@ def test_neighbour_of_one_device() -> None:
 
 def test_single_rows_on_all_cores() -> None:
     """Few rows of a model that gains by all cores run one after the other, each on all of them and so much quicker."""
-    harness, queue = BatcherHarness(), make_queue("cpu", FASTER_ON_ALL_CORES)
-    harness.add(queue, 2)
+    harness, key = BatcherHarness(), make_key("cpu", FASTER_ON_ALL_CORES)
+    harness.add(key, 2)
     first = harness.start_batch()
     assert (first.rows, first.slots, first.seconds, harness.start()) == (1, CORES, 1 / 3, None)
     harness.finish(first)
@@ -148,28 +148,28 @@ def test_single_rows_on_all_cores() -> None:
 def test_many_rows_side_by_side() -> None:
     """Many rows of that model run in several slots, never a single row in one of them."""
     harness = BatcherHarness()
-    harness.add(make_queue("cpu", FASTER_ON_ALL_CORES), 8)
+    harness.add(make_key("cpu", FASTER_ON_ALL_CORES), 8)
     assert [(batch.rows, batch.slots) for batch in harness.start_batches()] == [(2, 1)] * 4
 
 
 def test_padded_rows_never_take_all_cores() -> None:
     """A forward padded to several rows is none of a single row, nor is it made for one where more wait."""
     harness = BatcherHarness(cpu=DeviceSlots(2))
-    harness.add(make_queue("cpu", FASTER_ON_ALL_CORES, padded_rows=4), 6)
+    harness.add(make_key("cpu", FASTER_ON_ALL_CORES, padded_rows=4), 6)
     assert [(batch.rows, batch.slots) for batch in harness.start_batches()] == [(3, 1), (3, 1)]
 
 
 def test_overdue_row_gets_all_cores() -> None:
     """Others pass a row that needs all slots until it is overdue; then they are kept free for it."""
     harness = BatcherHarness()
-    short_queue, single_row_queue = make_queue("cpu", max_rows=1, model="b"), make_queue("cpu", FASTER_ON_ALL_CORES)
-    harness.add(short_queue, 9)
+    short_key, single_row_key = make_key("cpu", max_rows=1, model="b"), make_key("cpu", FASTER_ON_ALL_CORES)
+    harness.add(short_key, 9)
     first = harness.start_batch()
-    harness.add(single_row_queue, 1, "x")
+    harness.add(single_row_key, 1, "x")
     harness.now = 1.0
     second = harness.start_batch()
     harness.now = 1.1
-    assert (second.queue, harness.start()) == (short_queue, None)
+    assert (second.key, harness.start()) == (short_key, None)
     harness.finish(first)
     assert harness.start() is None
     harness.finish(second)

@@ -12,7 +12,7 @@ from tests.service.engine.batcher_harness import (
     CORES,
     FASTER_ON_ALL_CORES,
     BatcherHarness,
-    make_queue,
+    make_key,
     sum_slot_seconds,
 )
 
@@ -22,18 +22,18 @@ from tests.service.engine.batcher_harness import (
 def test_models_share_fairly(device: str, factor: float) -> None:
     """Two models, both with rows at all times, one with forwards three times as long, and wrongly estimated."""
     harness = BatcherHarness(cpu=DeviceSlots(CORES), gpu=DeviceSlots(1, parallel=False))
-    harness.add(make_queue(device), 10_000)
-    harness.add(make_queue(device, Costs(per_row=3.0), model="b"), 10_000)
+    harness.add(make_key(device), 10_000)
+    harness.add(make_key(device, Costs(per_row=3.0), model="b"), 10_000)
     slots = 1 if device == "gpu" else CORES
     used_seconds, running, longest_batch = {"a": 0.0, "b": 0.0}, [], 12.0 * factor
     for _ in range(200):
         running += harness.start_batches()
         batch = running.pop(0)
-        seconds = batch.seconds * (factor if batch.queue.model == "a" else 1.0)
+        seconds = batch.seconds * (factor if batch.key.model == "a" else 1.0)
         harness.finish(batch, seconds)
-        used_seconds[batch.queue.model] += seconds
+        used_seconds[batch.key.model] += seconds
         expected_seconds = {
-            model: used_seconds[model] + sum(batch.seconds for batch in running if batch.queue.model == model)
+            model: used_seconds[model] + sum(batch.seconds for batch in running if batch.key.model == model)
             for model in used_seconds
         }
         assert abs(expected_seconds["a"] - expected_seconds["b"]) <= slots * longest_batch
@@ -43,8 +43,8 @@ def test_models_share_fairly(device: str, factor: float) -> None:
 def test_two_models_within_one_batch() -> None:
     """On one slot they never differ by more than a batch of either, whatever the sizes of their batches."""
     harness = BatcherHarness()
-    harness.add(make_queue(max_rows=1), 10_000)
-    harness.add(make_queue(costs=Costs(per_row=3.0), model="b"), 10_000)
+    harness.add(make_key(max_rows=1), 10_000)
+    harness.add(make_key(costs=Costs(per_row=3.0), model="b"), 10_000)
     batches: list[Batch] = []
     for batch in islice(harness.run_in_turn(), 200):
         batches.append(batch)
@@ -56,14 +56,14 @@ def test_two_models_within_one_batch() -> None:
 def test_small_backlog_is_served_as_fairly() -> None:
     """A model of which one row waits at all times has its half beside one with enough rows for large batches."""
     harness = BatcherHarness(cpu=DeviceSlots(1))
-    small_queue, large_queue = make_queue("cpu", Costs(per_row=4.0)), make_queue("cpu", model="b")
-    harness.add(large_queue, 10_000)
-    harness.add(small_queue, 1)
+    small_key, large_key = make_key("cpu", Costs(per_row=4.0)), make_key("cpu", model="b")
+    harness.add(large_key, 10_000)
+    harness.add(small_key, 1)
     batches = []
     for batch in islice(harness.run_in_turn(), 200):
         batches.append(batch)
-        if batch.queue is small_queue:
-            harness.add(small_queue, 1)
+        if batch.key is small_key:
+            harness.add(small_key, 1)
     used_seconds = sum_slot_seconds(batches)
     assert abs(used_seconds["a"] - used_seconds["b"]) <= 8.0
 
@@ -71,13 +71,13 @@ def test_small_backlog_is_served_as_fairly() -> None:
 def test_rows_on_all_cores_are_charged_for_all_of_them() -> None:
     """And for what they took, not for what was expected."""
     harness, used_seconds = BatcherHarness(), {"a": 0.0, "b": 0.0}
-    harness.add(make_queue("cpu", FASTER_ON_ALL_CORES, max_rows=1), 1000)
-    harness.add(make_queue("cpu", FASTER_ON_ALL_CORES, max_rows=1, model="b"), 1000)
+    harness.add(make_key("cpu", FASTER_ON_ALL_CORES, max_rows=1), 1000)
+    harness.add(make_key("cpu", FASTER_ON_ALL_CORES, max_rows=1, model="b"), 1000)
     for _ in range(200):
         batch = harness.start_batch()
-        seconds = batch.seconds * (6 if batch.queue.model == "a" else 1)
+        seconds = batch.seconds * (6 if batch.key.model == "a" else 1)
         harness.finish(batch, seconds)
-        used_seconds[batch.queue.model] += seconds * batch.slots
+        used_seconds[batch.key.model] += seconds * batch.slots
         assert abs(used_seconds["a"] - used_seconds["b"]) <= CORES * 2.1
 
 
@@ -85,11 +85,11 @@ def test_rows_on_all_cores_are_charged_for_all_of_them() -> None:
 def test_time_used_alone_is_not_held_against_a_model(pause: float) -> None:
     """Who had a device for itself shares it evenly from the moment on that another one wants it, after a pause too."""
     harness = BatcherHarness()
-    harness.add(make_queue(), 400)
+    harness.add(make_key(), 400)
     assert len(list(harness.run_in_turn())) == 100
     harness.now += pause
-    harness.add(make_queue(model="b"), 400)
-    harness.add(make_queue(), 400)
+    harness.add(make_key(model="b"), 400)
+    harness.add(make_key(), 400)
     used_seconds = sum_slot_seconds(list(islice(harness.run_in_turn(), 10)))
     assert abs(used_seconds["a"] - used_seconds["b"]) <= 8.0
 
@@ -97,11 +97,11 @@ def test_time_used_alone_is_not_held_against_a_model(pause: float) -> None:
 def test_time_of_another_device_does_not_count() -> None:
     """A model that comes anew is level with those of its own device, not with what runs on another one."""
     harness = BatcherHarness(cpu=DeviceSlots(1), gpu=DeviceSlots(1, parallel=False))
-    harness.add(make_queue("gpu", model="c"), 1)
-    harness.add(make_queue("cpu"), 10_000)
+    harness.add(make_key("gpu", model="c"), 1)
+    harness.add(make_key("cpu"), 10_000)
     gpu_batch = harness.start_batch(c=1)
     assert len(list(islice(harness.run_in_turn(), 50))) == 50
-    harness.add(make_queue("cpu", model="b"), 10_000)
+    harness.add(make_key("cpu", model="b"), 10_000)
     used_seconds = sum_slot_seconds(list(islice(harness.run_in_turn(), 10)))
     assert abs(used_seconds["a"] - used_seconds["b"]) <= 8.0
     harness.finish(gpu_batch)
@@ -110,19 +110,19 @@ def test_time_of_another_device_does_not_count() -> None:
 def test_newcomer_takes_no_more_than_its_share() -> None:
     """A model with one replica has had less than one with many: who comes then does not have to be waited for."""
     harness = BatcherHarness()
-    harness.add(make_queue("cpu"), 10_000)
-    harness.add(make_queue("cpu", model="b"), 10_000)
+    harness.add(make_key("cpu"), 10_000)
+    harness.add(make_key("cpu", model="b"), 10_000)
     replicas = {"a": 9, "b": 1, "c": 9}
     models: list[str] = []
     for step in range(400):
         if step == 200:
-            harness.add(make_queue("cpu", model="c"), 10_000)
+            harness.add(make_key("cpu", model="c"), 10_000)
         while True:
-            busy = [batch.queue.model for batch in harness.running if isinstance(batch, Batch)]
+            busy = [batch.key.model for batch in harness.running if isinstance(batch, Batch)]
             batch = harness.start(**{model: count - busy.count(model) for model, count in replicas.items()})
             if batch is None:
                 break
             assert isinstance(batch, Batch)
-            models.append(batch.queue.model)
+            models.append(batch.key.model)
         harness.finish(harness.running[0])
     assert abs(models[-60:].count("a") - models[-60:].count("c")) <= 2

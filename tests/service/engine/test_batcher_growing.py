@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from layertap.models.catalog.catalog import Costs
 from layertap.service.engine.schedule.batch import Batch, DeviceSlots
-from tests.service.engine.batcher_harness import CPU_LIKE, FASTER_ON_ALL_CORES, BatcherHarness, make_queue
+from tests.service.engine.batcher_harness import CPU_LIKE, FASTER_ON_ALL_CORES, BatcherHarness, make_key
 
 
 def extend(harness: BatcherHarness, batch: Batch) -> Batch:
@@ -20,15 +20,15 @@ def extend(harness: BatcherHarness, batch: Batch) -> Batch:
 
 def test_what_came_meanwhile() -> None:
     """Rows that come after a batch has begun join it, each once; nothing that is left starts twice."""
-    harness, queue = BatcherHarness(cpu=DeviceSlots(1)), make_queue("cpu", max_rows=8)
-    harness.add(queue, name="first")
+    harness, key = BatcherHarness(cpu=DeviceSlots(1)), make_key("cpu", max_rows=8)
+    harness.add(key, name="first")
     batch = harness.start_batch()
     assert extend(harness, batch) is batch
     for name in ("second", "third"):
-        harness.add(queue, name=name)
+        harness.add(key, name=name)
     extended = extend(harness, batch)
     assert harness.describe(extended) == [("first", 0, 1), ("second", 0, 1), ("third", 0, 1)]
-    assert extended.seconds == pytest.approx(queue.estimate_seconds(3))
+    assert extended.seconds == pytest.approx(key.estimate_seconds(3))
     assert harness.batcher.count_waiting_rows("a") == 0
     harness.finish(extended)
     assert harness.start() is None
@@ -37,10 +37,10 @@ def test_what_came_meanwhile() -> None:
 def test_no_more_than_memory_holds() -> None:
     """A batch grows as far as its rows and bytes may; the rest of a request waits for the next one."""
     harness = BatcherHarness(cpu=DeviceSlots(1))
-    for queue, most in ((make_queue("cpu", max_rows=3), 3), (make_queue("cpu", max_rows=8, max_bytes=4), 4)):
-        harness.add(queue)
+    for key, most in ((make_key("cpu", max_rows=3), 3), (make_key("cpu", max_rows=8, max_bytes=4), 4)):
+        harness.add(key)
         batch = harness.start_batch()
-        harness.add(queue, 9, "later")
+        harness.add(key, 9, "later")
         extended = extend(harness, batch)
         assert extended.rows == most
         assert harness.describe(extended)[-1] == ("later", 0, most - 1)
@@ -62,20 +62,20 @@ def test_no_more_than_memory_holds() -> None:
 )
 def test_what_waits_all_the_same(fields: dict[str, object]) -> None:
     """Nobody's forward gets deeper, no bulk goes before who comes next, and who wants a forward alone has it."""
-    harness, queue = BatcherHarness(cpu=DeviceSlots(1)), make_queue("cpu", max_rows=8)
-    harness.add(queue, depth=0.5)
+    harness, key = BatcherHarness(cpu=DeviceSlots(1)), make_key("cpu", max_rows=8)
+    harness.add(key, depth=0.5)
     batch = harness.start_batch()
-    harness.add(queue, **({"depth": 0.5} | fields))
+    harness.add(key, **({"depth": 0.5} | fields))
     assert extend(harness, batch) is batch
     assert harness.batcher.count_waiting_rows("a") == 1
 
 
 def test_alone_is_left_alone() -> None:
-    """Nothing joins who shares no forward, nor a batch of another queue."""
-    harness, queue, other = BatcherHarness(cpu=DeviceSlots(1)), make_queue("cpu", max_rows=8), make_queue("cpu")
-    harness.add(queue, requires_isolation=True)
+    """Nothing joins who shares no forward, nor a batch of another key."""
+    harness, key, other = BatcherHarness(cpu=DeviceSlots(1)), make_key("cpu", max_rows=8), make_key("cpu")
+    harness.add(key, requires_isolation=True)
     batch = harness.start_batch()
-    harness.add(queue)
+    harness.add(key)
     harness.add(other)
     assert extend(harness, batch) is batch
 
@@ -83,27 +83,27 @@ def test_alone_is_left_alone() -> None:
 def test_shares() -> None:
     """Of all that wait and run each slot has its part: one forward that took all would leave the others idle."""
     costs = Costs(base=1.0, per_row=1.0)
-    harness, queue = BatcherHarness(cpu=DeviceSlots(2)), make_queue("cpu", costs, max_rows=32)
-    harness.add(queue)
-    harness.add(queue)
+    harness, key = BatcherHarness(cpu=DeviceSlots(2)), make_key("cpu", costs, max_rows=32)
+    harness.add(key)
+    harness.add(key)
     first, second = harness.start_batches()
     for _ in range(14):
-        harness.add(queue)
+        harness.add(key)
     assert extend(harness, first).rows == 8
     assert extend(harness, second).rows == 8
 
 
 def test_slots_of_a_single_row() -> None:
     """A single row has all slots; once it is a batch of several it gives back those that it does not need."""
-    harness, queue = BatcherHarness(), make_queue("cpu", costs=FASTER_ON_ALL_CORES, max_rows=32)
-    harness.add(queue)
+    harness, key = BatcherHarness(), make_key("cpu", costs=FASTER_ON_ALL_CORES, max_rows=32)
+    harness.add(key)
     batch = harness.start_batch()
     assert batch.slots == 4
     for _ in range(4):  # with these, one after the other on all slots still ends sooner
-        harness.add(queue)
+        harness.add(key)
     assert extend(harness, batch) is batch
     for _ in range(8):
-        harness.add(queue)
+        harness.add(key)
     extended = extend(harness, batch)
     assert (extended.rows, extended.slots) == (4, 1)
     assert sum(each.slots for each in harness.start_batches()) == 3
@@ -116,11 +116,11 @@ def test_slots_of_a_single_row() -> None:
 @given(st.lists(st.tuples(st.integers(1, 5), st.sampled_from([0.5, 1.0]), st.booleans()), min_size=1, max_size=30))
 def test_all_rows_run_once(arrivals: list[tuple[int, float, bool]]) -> None:
     """Whatever comes, whenever batches are asked to grow: each row is in one batch, in order."""
-    harness, queue = BatcherHarness(cpu=DeviceSlots(2)), make_queue("cpu", costs=CPU_LIKE, max_rows=6)
+    harness, key = BatcherHarness(cpu=DeviceSlots(2)), make_key("cpu", costs=CPU_LIKE, max_rows=6)
     ended: list[Batch] = []
     requests = []
     for rows, depth, ends in arrivals:
-        requests.append(harness.add(queue, rows, depth=depth))
+        requests.append(harness.add(key, rows, depth=depth))
         harness.start_batches()
         for running in list(harness.running):
             assert isinstance(running, Batch)
@@ -139,4 +139,4 @@ def test_all_rows_run_once(arrivals: list[tuple[int, float, bool]]) -> None:
     for request in requests:
         parts = sorted((each.start, each.stop) for batch in ended for each in batch.slices if each.request is request)
         assert [row for start, stop in parts for row in range(start, stop)] == list(range(request.rows))
-    assert all(batch.rows <= queue.max_rows for batch in ended)
+    assert all(batch.rows <= key.max_rows for batch in ended)

@@ -9,7 +9,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from layertap.service.engine.schedule.batch import Batch, BatchQueue, DecodeTask, QueuedRequest, RowSlice
+from layertap.service.engine.schedule.batch import Batch, BatchKey, DecodeTask, QueuedRequest, RowSlice
 from layertap.service.engine.schedule.batcher import Batcher
 from layertap.service.types import Priority
 from tests.service.engine.batcher_harness import BULK_DELAY, CPU_LIKE
@@ -23,7 +23,7 @@ class BatcherEvents(RuleBasedStateMachine):
     def start(self) -> None:
         self.reference = BatcherReference()
         self.batcher = Batcher(DEVICES, lambda: self.reference.now, BULK_DELAY)
-        self.slots_by_size: dict[tuple[BatchQueue, int | None, int], int] = {}
+        self.slots_by_size: dict[tuple[BatchKey, int | None, int], int] = {}
 
     # What can happen
 
@@ -39,10 +39,10 @@ class BatcherEvents(RuleBasedStateMachine):
     def add(
         self, number: int, rows: int, depth: float, row_bytes: int, bulk: bool, seconds_left: float, flag: str
     ) -> None:
-        queue, now = self.reference.queues[number], self.reference.now
+        key, now = self.reference.keys[number], self.reference.now
         flags: dict[str, Any] = {flag: True} if flag else {}
         priority: Priority = "bulk" if bulk else "interactive"
-        request = QueuedRequest(queue, rows, depth, row_bytes, priority, now + seconds_left, **flags)
+        request = QueuedRequest(key, rows, depth, row_bytes, priority, now + seconds_left, **flags)
         self.reference.requests.append(ExpectedRequest(request, now))
         self.batcher.add(request)
 
@@ -82,12 +82,12 @@ class BatcherEvents(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 7), rows=st.integers(1, 20))
     def reduce_max_rows(self, number: int, rows: int) -> None:
-        queue = self.reference.queues[number]
-        limits = self.reference.limits[queue]
+        key = self.reference.keys[number]
+        limits = self.reference.limits[key]
         limits.max_rows = max(min(limits.max_rows, rows // 2), 1)
         limits.padded_rows = min(limits.padded_rows, limits.max_rows) if limits.padded_rows else None
-        Batcher.reduce_max_rows(queue, rows)
-        assert (queue.max_rows, queue.padded_rows) == (limits.max_rows, limits.padded_rows)
+        Batcher.reduce_max_rows(key, rows)
+        assert (key.max_rows, key.padded_rows) == (limits.max_rows, limits.padded_rows)
 
     # What must hold
 
@@ -96,7 +96,7 @@ class BatcherEvents(RuleBasedStateMachine):
         """Rows that wait: those that can still run at least, those that may have expired at most."""
         for model in REPLICAS:
             waiting = [
-                request for request in self.reference.requests if request.queue.model == model and not request.removed
+                request for request in self.reference.requests if request.key.model == model and not request.removed
             ]
             can_run = sum(request.waiting_rows for request in waiting if request.request.deadline > self.reference.now)
             most = sum(request.waiting_rows for request in waiting)
@@ -107,14 +107,14 @@ class BatcherEvents(RuleBasedStateMachine):
         reference = self.reference
         task = self.batcher.start_next(idle_replicas)
         if isinstance(task, Batch):
-            self.check_queue(task, idle_replicas)
+            self.check_key(task, idle_replicas)
             self.check_slices(task)
             for row_slice in task.slices:
                 self.record(row_slice)
         elif isinstance(task, DecodeTask):
             self.check_picture(task, idle_replicas)
         else:
-            startable = reference.startable_queues(idle_replicas)
+            startable = reference.startable_keys(idle_replicas)
             assert all(reference.is_reserved(device, idle_replicas) for _, device in startable)
             assert not (reference.pictures and reference.can_decode()) or reference.is_reserved("cpu", idle_replicas)
         if task is not None:
@@ -123,46 +123,45 @@ class BatcherEvents(RuleBasedStateMachine):
         assert all(reference.free_slots(device) >= -lent_slots.get(device, 0) for device in DEVICES)
         return task is not None
 
-    def check_queue(self, batch: Batch, idle_replicas: IdleReplicas) -> None:
-        """The queue was allowed to run, had an idle replica, and nothing more urgent of its device could have run."""
-        reference, queue = self.reference, batch.queue
-        first = reference.waiting(queue)[0]
-        assert not reference.would_overlap(batch.device) or reference.is_ready(queue, first)
-        assert idle_replicas[queue.model][batch.device] > 0
+    def check_key(self, batch: Batch, idle_replicas: IdleReplicas) -> None:
+        """The key was allowed to run, had an idle replica, and nothing more urgent of its device could have run."""
+        reference, key = self.reference, batch.key
+        first = reference.waiting(key)[0]
+        assert not reference.would_overlap(batch.device) or reference.is_ready(key, first)
+        assert idle_replicas[key.model][batch.device] > 0
         assert reference.free_slots(batch.device) == max(
             reference.free_slots(device)
-            for device in queue.devices
-            if device == batch.device
-            or (idle_replicas[queue.model][device] > 0 and not reference.would_overlap(device))
+            for device in key.devices
+            if device == batch.device or (idle_replicas[key.model][device] > 0 and not reference.would_overlap(device))
         )
-        assert not reference.lacks_slots(queue)
+        assert not reference.lacks_slots(key)
         if first.deferred(reference.now):
-            rivals = [rival for rival, device in reference.startable_queues(idle_replicas) if device == batch.device]
+            rivals = [rival for rival, device in reference.startable_keys(idle_replicas) if device == batch.device]
             assert all(reference.waiting(rival)[0].deferred(reference.now) for rival in rivals)
         if batch.device == "cpu" and reference.pictures:
             assert reference.may_precede_picture(*reference.next_picture())
 
     def check_slices(self, batch: Batch) -> None:
         """Whose rows these are: the oldest of those that may share, as many as are allowed, and the reason is true."""
-        queue, limits = batch.queue, self.reference.limits[batch.queue]
+        key, limits = batch.key, self.reference.limits[batch.key]
         assert all(row_slice.start < row_slice.stop for row_slice in batch.slices)
         assert batch.rows == sum(row_slice.stop - row_slice.start for row_slice in batch.slices)
-        answers = [self.expected(requests, reason, batch) for requests, reason in self.reference.sharing(queue)]
+        answers = [self.expected(requests, reason, batch) for requests, reason in self.reference.sharing(key)]
         slices = [(row_slice.request, row_slice.start, row_slice.stop) for row_slice in batch.slices]
         assert (slices, batch.reason) in answers
         if not batch.slices[0].request.unsplittable:
             assert batch.rows <= min(limits.max_rows, limits.padded_rows or limits.max_rows)
-            used_bytes = sum((stop - start) * (queue.costs.row_bytes + of.row_bytes) for of, start, stop in slices)
-            assert used_bytes <= queue.max_bytes or batch.rows == 1
-        first, costs = batch.slices[0].request, queue.costs
+            used_bytes = sum((stop - start) * (key.costs.row_bytes + of.row_bytes) for of, start, stop in slices)
+            assert used_bytes <= key.max_bytes or batch.rows == 1
+        first, costs = batch.slices[0].request, key.costs
         if first.priority == "bulk" and not limits.padded_rows and not first.runs_alone:
             others = any(row_slice.request.priority == "interactive" for row_slice in batch.slices)
             short = costs.base + batch.rows * costs.per_row <= 3 * (costs.base + costs.per_row) + 1e-9
-            assert short or others or not any(map(self.reference.is_interactive_device, queue.devices))
+            assert short or others or not any(map(self.reference.is_interactive_device, key.devices))
         assert batch.depth == max(row_slice.request.depth for row_slice in batch.slices)
-        single_row = (limits.padded_rows or batch.rows) == 1 and queue.costs.speedup > 1
+        single_row = (limits.padded_rows or batch.rows) == 1 and key.costs.speedup > 1
         assert batch.slots == (DEVICES[batch.device].slots if single_row else 1)
-        assert self.slots_by_size.setdefault((queue, limits.padded_rows, batch.rows), batch.slots) == batch.slots
+        assert self.slots_by_size.setdefault((key, limits.padded_rows, batch.rows), batch.slots) == batch.slots
 
     def expected(
         self, requests: list[ExpectedRequest], reason: str, batch: Batch
@@ -187,8 +186,8 @@ class BatcherEvents(RuleBasedStateMachine):
         picture = reference.next_picture()
         assert task is picture[0]
         assert reference.can_decode()
-        queues = [queue for queue, device in reference.startable_queues(idle_replicas) if device == "cpu"]
-        assert not reference.must_precede_picture(queues, *picture)
+        keys = [key for key, device in reference.startable_keys(idle_replicas) if device == "cpu"]
+        assert not reference.must_precede_picture(keys, *picture)
         reference.pictures.remove(picture)
 
     def record(self, row_slice: RowSlice) -> None:
@@ -222,11 +221,11 @@ class BatcherEvents(RuleBasedStateMachine):
         """Whether every device has all its slots again: as many batches start as there are, and not one more."""
         for device, slots in DEVICES.items():
             for _ in range(slots.slots + 1):
-                queue = BatchQueue(f"x-{device}", (device,), CPU_LIKE, 1)
-                self.batcher.add(QueuedRequest(queue, 1, requires_isolation=True))
+                key = BatchKey(f"x-{device}", (device,), CPU_LIKE, 1)
+                self.batcher.add(QueuedRequest(key, 1, requires_isolation=True))
         idle_replicas = {f"x-{device}": {device: 9} for device in DEVICES}
         tasks = [self.batcher.start_next(idle_replicas) for _ in range(9)]
-        models = [task.queue.model for task in tasks if isinstance(task, Batch)]
+        models = [task.key.model for task in tasks if isinstance(task, Batch)]
         return all(models.count(f"x-{device}") == slots.slots for device, slots in DEVICES.items())
 
 

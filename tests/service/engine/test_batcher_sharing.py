@@ -1,4 +1,4 @@
-"""Which requests share a forward: those of one queue and of near depths, and why."""
+"""Which requests share a forward: those of one key and of near depths, and why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layertap.models.catalog.catalog import Costs
-from tests.service.engine.batcher_harness import CPU_LIKE, GPU_LIKE, BatcherHarness, make_queue
+from tests.service.engine.batcher_harness import CPU_LIKE, GPU_LIKE, BatcherHarness, make_key
 from tests.service.engine.batcher_reference import ExpectedRequest, cheapest_cuts
 
 # Costs, rows and depth of each request, which of them are in each batch, and why.
@@ -38,8 +38,8 @@ DEPTHS = [
 
 @pytest.mark.parametrize(("costs", "sizes", "places", "reasons"), DEPTHS)
 def test_depths(costs: Costs, sizes: list[tuple[int, float]], places: list[list[int]], reasons: list[str]) -> None:
-    harness, queue = BatcherHarness(), make_queue(costs=costs)
-    requests = [harness.add(queue, rows, depth=depth) for rows, depth in sizes]
+    harness, key = BatcherHarness(), make_key(costs=costs)
+    requests = [harness.add(key, rows, depth=depth) for rows, depth in sizes]
     batches = list(harness.run_in_turn())
     assert [[requests.index(part.request) for part in batch.slices] for batch in batches] == places
     assert [batch.reason for batch in batches] == reasons
@@ -48,26 +48,26 @@ def test_depths(costs: Costs, sizes: list[tuple[int, float]], places: list[list[
 
 def test_padding_is_shared_by_all_depths() -> None:
     """Rows that only fill up a padded forward cost nothing: other depths are welcome as far as it has room."""
-    harness, queue = BatcherHarness(), make_queue(padded_rows=4)
+    harness, key = BatcherHarness(), make_key(padded_rows=4)
     for depth in (0.5, 1.0):
-        harness.add(queue, depth=depth)
+        harness.add(key, depth=depth)
     assert (harness.start_batch().reason, harness.batcher.count_waiting_rows("a")) == ("sharing_pays", 0)
 
 
-def test_rows_of_one_queue_only() -> None:
-    harness, first, second = BatcherHarness(), make_queue(), make_queue()
-    for queue in (first, second, first, second):
-        harness.add(queue)
-    queues = [[part.request.queue for part in batch.slices] for batch in harness.run_in_turn()]
-    assert queues == [[first, first], [second, second]]
+def test_rows_of_one_key_only() -> None:
+    harness, first, second = BatcherHarness(), make_key(), make_key()
+    for key in (first, second, first, second):
+        harness.add(key)
+    keys = [[part.request.key for part in batch.slices] for batch in harness.run_in_turn()]
+    assert keys == [[first, first], [second, second]]
 
 
 @pytest.mark.parametrize("flag", ["requires_isolation", "unsplittable"])
 def test_shares_with_nobody(flag: str) -> None:
-    harness, queue = BatcherHarness(), make_queue()
-    harness.add(queue, 1, "x")
-    harness.add(queue, 2, "y", **{flag: True})
-    harness.add(queue, 1, "z")
+    harness, key = BatcherHarness(), make_key()
+    harness.add(key, 1, "x")
+    harness.add(key, 2, "y", **{flag: True})
+    harness.add(key, 1, "z")
     batches = list(harness.run_in_turn())
     assert [harness.describe(batch) for batch in batches] == [[("x", 0, 1), ("z", 0, 1)], [("y", 0, 2)]]
     assert [batch.reason for batch in batches] == ["same_depth", "isolated"]
@@ -82,10 +82,10 @@ def test_shares_with_nobody(flag: str) -> None:
 def test_cheapest_cut(sizes: list[tuple[int, int]], base: float, padded_rows: int | None) -> None:
     """What runs with the first request is its piece of a cheapest cut of all depths, found by trying all of them."""
     costs = Costs(base=base, per_row=1.0)
-    harness, queue = BatcherHarness(), make_queue(costs=costs, max_rows=999, padded_rows=padded_rows)
-    requests = [ExpectedRequest(harness.add(queue, rows, depth=depth / 12)) for rows, depth in sizes]
+    harness, key = BatcherHarness(), make_key(costs=costs, max_rows=999, padded_rows=padded_rows)
+    requests = [ExpectedRequest(harness.add(key, rows, depth=depth / 12)) for rows, depth in sizes]
     depths = {part.request.depth for part in harness.start_batch().slices}
-    pieces = [next(piece for piece in cut if requests[0].depth in piece) for cut in cheapest_cuts(queue, requests)]
+    pieces = [next(piece for piece in cut if requests[0].depth in piece) for cut in cheapest_cuts(key, requests)]
     assert any(depths <= set(piece) for piece in pieces)
-    if sum(rows for rows, _ in sizes) <= min(queue.efficient_rows, padded_rows or 999):
+    if sum(rows for rows, _ in sizes) <= min(key.efficient_rows, padded_rows or 999):
         assert depths in [set(piece) for piece in pieces]

@@ -7,12 +7,12 @@ import pytest
 from layertap.models.catalog.catalog import Costs
 from layertap.service.engine.schedule.batch import DeviceSlots
 from layertap.service.engine.schedule.batcher import Batcher
-from tests.service.engine.batcher_harness import GPU_LIKE, BatcherHarness, make_queue
+from tests.service.engine.batcher_harness import GPU_LIKE, BatcherHarness, make_key
 
 
 def test_large_request_is_split() -> None:
     harness = BatcherHarness()
-    harness.add(make_queue(), 10, "x")
+    harness.add(make_key(), 10, "x")
     slices = [harness.describe(batch) for batch in harness.run_in_turn()]
     assert slices == [[("x", 0, 4)], [("x", 4, 8)], [("x", 8, 10)]]
 
@@ -21,7 +21,7 @@ def test_no_larger_than_pays() -> None:
     """Where the fixed part is a tenth of a row's time for each row, more rows gain nothing; a few always do."""
     for base, rows in ((0.0, 4), (1.0, 10), (2.5, 25), (100.0, 64)):
         harness = BatcherHarness()
-        harness.add(make_queue(costs=Costs(base=base, per_row=1.0), max_rows=64), 200)
+        harness.add(make_key(costs=Costs(base=base, per_row=1.0), max_rows=64), 200)
         assert harness.start_batch().rows == rows
 
 
@@ -29,7 +29,7 @@ def test_no_larger_than_pays() -> None:
 def test_padded(isolated: bool) -> None:
     """A padded forward holds no more rows than it is padded to, and takes as long with one row as with all."""
     harness = BatcherHarness()
-    harness.add(make_queue(max_rows=16, padded_rows=4), 9, requires_isolation=isolated)
+    harness.add(make_key(max_rows=16, padded_rows=4), 9, requires_isolation=isolated)
     batches = list(harness.run_in_turn())
     assert [(batch.rows, batch.seconds) for batch in batches] == [(4, 4.0), (4, 4.0), (1, 4.0)]
 
@@ -37,9 +37,9 @@ def test_padded(isolated: bool) -> None:
 @pytest.mark.parametrize(("rows", "max_rows"), [(4, 2), (5, 2), (16, 8), (1, 1)])
 def test_reduced_max_rows(rows: int, max_rows: int) -> None:
     """Half of what did not fit into memory, never more than before."""
-    harness, queue = BatcherHarness(), make_queue(max_rows=8, padded_rows=8, costs=GPU_LIKE)
-    Batcher.reduce_max_rows(queue, rows)
-    harness.add(queue, 16)
+    harness, key = BatcherHarness(), make_key(max_rows=8, padded_rows=8, costs=GPU_LIKE)
+    Batcher.reduce_max_rows(key, rows)
+    harness.add(key, 16)
     assert {batch.rows for batch in harness.run_in_turn()} == {max_rows}
 
 
@@ -47,21 +47,21 @@ def test_reduced_max_rows(rows: int, max_rows: int) -> None:
 
 
 def test_max_bytes() -> None:
-    """A forward's values and what is kept of each row fit into the queue's memory, or it is one of a single row."""
+    """A forward's values and what is kept of each row fit into the key's memory, or it is one of a single row."""
     costs = Costs(base=1.0, per_row=1.0, row_bytes=10)
-    harness, queue = BatcherHarness(), make_queue(costs=costs, max_rows=9, max_bytes=70)
-    harness.add(queue, 3, "x")
-    harness.add(queue, 3, "y", row_bytes=10)
-    harness.add(queue, 2, "z", row_bytes=90)
+    harness, key = BatcherHarness(), make_key(costs=costs, max_rows=9, max_bytes=70)
+    harness.add(key, 3, "x")
+    harness.add(key, 3, "y", row_bytes=10)
+    harness.add(key, 2, "z", row_bytes=90)
     slices = [harness.describe(batch) for batch in harness.run_in_turn()]
     assert slices == [[("x", 0, 3), ("y", 0, 2)], [("y", 2, 3)], [("z", 0, 1)], [("z", 1, 2)]]
 
 
 def test_max_bytes_let_nobody_pass() -> None:
     """Smaller rows that would just fit beside the first of a request wait until all of its rows are given."""
-    harness, queue = BatcherHarness(), make_queue(max_bytes=4)
-    harness.add(queue, 2, "x", row_bytes=2)
-    harness.add(queue, 2, "y")
+    harness, key = BatcherHarness(), make_key(max_bytes=4)
+    harness.add(key, 2, "x", row_bytes=2)
+    harness.add(key, 2, "y")
     assert [harness.describe(batch) for batch in harness.run_in_turn()] == [
         [("x", 0, 1)],
         [("x", 1, 2), ("y", 0, 1)],
@@ -70,9 +70,9 @@ def test_max_bytes_let_nobody_pass() -> None:
 
 
 def test_isolated_is_split_and_unsplittable_is_not() -> None:
-    harness, queue = BatcherHarness(), make_queue(max_bytes=3)
-    harness.add(queue, 6, "x", requires_isolation=True)
-    harness.add(queue, 6, "y", unsplittable=True)
+    harness, key = BatcherHarness(), make_key(max_bytes=3)
+    harness.add(key, 6, "x", requires_isolation=True)
+    harness.add(key, 6, "y", unsplittable=True)
     slices = [harness.describe(batch) for batch in harness.run_in_turn()]
     assert slices == [[("x", 0, 3)], [("x", 3, 6)], [("y", 0, 6)]]
 
@@ -84,7 +84,7 @@ def test_split_over_free_slots() -> None:
     """Rows are spread over as many slots as have an idle replica."""
     for replicas, sizes in ((9, [5, 5, 4, 4]), (2, [9, 9])):
         harness = BatcherHarness()
-        harness.add(make_queue("cpu", Costs(base=2.0, per_row=1.0), 64), 18)
+        harness.add(make_key("cpu", Costs(base=2.0, per_row=1.0), 64), 18)
         batches = [harness.start_batch(a=replicas - started) for started in range(len(sizes))]
         assert [(batch.rows, batch.slots) for batch in batches] == [(rows, 1) for rows in sizes]
 
@@ -92,15 +92,15 @@ def test_split_over_free_slots() -> None:
 def test_not_split_where_it_gains_little() -> None:
     """Two forwards side by side pay their fixed part twice."""
     harness = BatcherHarness()
-    harness.add(make_queue("cpu", GPU_LIKE, 64), 4)
+    harness.add(make_key("cpu", GPU_LIKE, 64), 4)
     assert [batch.rows for batch in harness.start_batches()] == [4]
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(10, [5, 5]), (32, [8, 8, 8, 8]), (30, [8, 8, 7, 7]), (25, [7, 7, 6, 5])])
 def test_equal_shares_of_a_lone_request(rows: int, sizes: list[int]) -> None:
     """The last forward of a request that needs several leaves no core idle; nothing of it joins one that has begun."""
-    harness, queue = BatcherHarness(cpu=DeviceSlots(2)), make_queue("cpu", Costs(base=1.2, per_row=1.0), 64)
-    harness.add(queue, rows)
+    harness, key = BatcherHarness(cpu=DeviceSlots(2)), make_key("cpu", Costs(base=1.2, per_row=1.0), 64)
+    harness.add(key, rows)
     found = []
     while batches := harness.start_batches():
         found += batches
@@ -113,7 +113,7 @@ def test_equal_shares_of_a_lone_request(rows: int, sizes: list[int]) -> None:
 def test_full_forwards_of_one_replica() -> None:
     """Where only one forward runs at a time, no core gains by smaller ones."""
     harness = BatcherHarness(cpu=DeviceSlots(2))
-    harness.add(make_queue("cpu", max_rows=4, replicas=1), 10)
+    harness.add(make_key("cpu", max_rows=4, replicas=1), 10)
     found = []
     for _ in range(3):
         batch = harness.start_batch(a=1)
@@ -124,13 +124,13 @@ def test_full_forwards_of_one_replica() -> None:
 
 def test_full_forwards_beside_others() -> None:
     """Where another request's rows follow, no core is idle beside the last ones."""
-    harness, queue = BatcherHarness(cpu=DeviceSlots(2)), make_queue("cpu", Costs(base=1.2, per_row=1.0), 64)
+    harness, key = BatcherHarness(cpu=DeviceSlots(2)), make_key("cpu", Costs(base=1.2, per_row=1.0), 64)
     for _ in range(2):
-        harness.add(queue, 32)
+        harness.add(key, 32)
     assert [batch.rows for batch in harness.start_batches()] == [12, 12]
 
 
 def test_not_split_where_slots_take_turns() -> None:
     harness = BatcherHarness(gpu=DeviceSlots(2, parallel=False))
-    harness.add(make_queue(costs=GPU_LIKE, max_rows=64), 18)
+    harness.add(make_key(costs=GPU_LIKE, max_rows=64), 18)
     assert [batch.rows for batch in harness.start_batches()] == [18]

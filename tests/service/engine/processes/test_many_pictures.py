@@ -109,9 +109,9 @@ def test_decoding_is_counted(either: Live) -> None:
     assert send(either, PICTURES).status_code == 200
     worker = either.engine.manager.handles["digits"]
     shapes = tuple(spec.shape for spec in worker.model.model_inputs.specs)
-    queue = worker.queues.get(worker.model.catalog, shapes, has_graph=False)
+    key = worker.batch_keys.get(worker.model.catalog, shapes, has_graph=False)
     by_workers = either.engine.settings.workers > 0
-    assert (queue.estimate_seconds(1) > queue.costs.estimate_seconds(1)) == by_workers
+    assert (key.estimate_seconds(1) > key.costs.estimate_seconds(1)) == by_workers
 
 
 def test_a_slow_picture_is_forgotten(either: Live) -> None:

@@ -1,4 +1,4 @@
-"""What rows of a model wait in, by their shape and by what is computed of them."""
+"""Batch keys: rows of a model with the same key may share a forward."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from layertap.models.devices.devices import resolve_device
 from layertap.models.lru_cache import LRUCache
 from layertap.models.model_info import ModelInfo
 from layertap.models.spec import Shapes
-from layertap.service.engine.schedule.batch import BatchQueue
+from layertap.service.engine.schedule.batch import BatchKey
 from layertap.service.settings import Settings
 
-MAX_QUEUES = 4 * MAX_CATALOGS  # with a graph and without, from the beginning and from a layer, compiled
+MAX_KEYS = 4 * MAX_CATALOGS  # with a graph and without, from the beginning and from a layer, compiled
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}  # of what is free when a model is loaded: what its forwards may take
-QueueKey = tuple[int, Shapes, bool, CompiledPlan | None, bool]
+KeyParts = tuple[int, Shapes, bool, CompiledPlan | None, bool]
 
 
-class BatchQueues:
-    """The queues of one model; made in its thread, right after it is loaded. Any thread may ask for one."""
+class BatchKeys:
+    """The batch keys of one model; created in its thread, right after it is loaded. Any thread may ask for one."""
 
-    def __init__(self, model: ModelInfo, key: str, devices: Sequence[str], settings: Settings) -> None:
-        """``key`` is the handle's; ``devices`` has one for each replica."""
+    def __init__(self, model: ModelInfo, model_key: str, devices: Sequence[str], settings: Settings) -> None:
+        """``model_key`` is the handle's; ``devices`` has one for each replica."""
         self._model = model
-        self._key = key
+        self._model_key = model_key
         self._devices = tuple(dict.fromkeys(devices))
         self._replicas = len(devices) // len(self._devices)
         self._settings = settings
         self._max_bytes = _measure_max_bytes(self._devices, self._replicas, settings)
-        self._queues = LRUCache[QueueKey, tuple[Catalog, BatchQueue]](MAX_QUEUES)
+        self._keys = LRUCache[KeyParts, tuple[Catalog, BatchKey]](MAX_KEYS)
 
     def get(
         self,
@@ -40,30 +40,30 @@ class BatchQueues:
         has_graph: bool,
         compiled: CompiledPlan | None = None,
         together: bool = False,
-    ) -> BatchQueue:
-        """What rows of a shape wait in.
+    ) -> BatchKey:
+        """The key of rows of a shape.
 
-        Those whose forward keeps its graph, begins in the middle, or is compiled, wait apart; so do those that affect
-        each other and run ``together``.
+        Rows whose forward keeps its graph, begins in the middle, or is compiled, have keys of their own; so do rows
+        that affect each other and run ``together``.
         """
         costs = compiled.costs if compiled else catalog.graph_costs if has_graph else catalog.costs
         # An id of what the entry keeps is nobody else's.
-        key = id(catalog), shapes, has_graph, compiled, together
-        _, queue = self._queues.get_or_create(key, lambda: (catalog, self.create(catalog, costs, together)))
-        return queue
+        parts = id(catalog), shapes, has_graph, compiled, together
+        _, key = self._keys.get_or_create(parts, lambda: (catalog, self.create(catalog, costs, together)))
+        return key
 
     @property
     def max_rows(self) -> int:
         """The most rows of a forward, of the shape that was used last; 0 before any was."""
-        return next((queue.max_rows for _, queue in reversed(self._queues.values())), 0)
+        return next((key.max_rows for _, key in reversed(self._keys.values())), 0)
 
-    def create(self, catalog: Catalog, costs: Costs, together: bool = False) -> BatchQueue:
-        """A queue of its own."""
+    def create(self, catalog: Catalog, costs: Costs, together: bool = False) -> BatchKey:
+        """A new key."""
         model, settings = self._model, self._settings
         limit = settings.fixed_batch_rows or settings.max_batch_rows
         max_rows = min(limit, max(self._max_bytes // max(costs.row_bytes, 1), 1))
-        return BatchQueue(
-            model=self._key,
+        return BatchKey(
+            model=self._model_key,
             name=model.spec.name,
             devices=self._devices,
             costs=costs,
