@@ -13,11 +13,9 @@ from layertap.models.errors import LayertapError, RequestError
 from layertap.models.model_info import ModelInfo
 from layertap.models.spec import PreprocessSpec
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
-from layertap.service.engine.collect.answer_cache import AnswerCache
+from layertap.service.engine.collect.answer_cache import AnswerCache, digest_layers, digest_request
 from layertap.service.engine.collect.joined_inputs import join_inputs
-from layertap.service.engine.collect.number_checks import add_warnings, is_short
-from layertap.service.engine.collect.request_digest import digest_layers, digest_request
-from layertap.service.engine.collect.results import collect_features
+from layertap.service.engine.collect.results import add_warnings, collect_features, has_few_numbers
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.forward_batch import Results
 from layertap.service.engine.execute.threads import start_single_threaded
@@ -82,7 +80,7 @@ class Engine:
         async def compute_checked() -> Features:
             features = await compute()
             check = partial(add_warnings, features)
-            return check() if is_short(features) else await self.run_in_thread(check, ticket.deadline)
+            return check() if has_few_numbers(features) else await self.run_in_thread(check, ticket.deadline)
 
         features = await self._compute_once(request, ticket, compute_checked)
         handle = await self.get_handle(request.model, ticket)

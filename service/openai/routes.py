@@ -9,7 +9,7 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from layertap.models.errors import Fault, RequestError
-from layertap.service.engine.collect.number_checks import find_row
+from layertap.service.engine.collect.results import find_wrong_row
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.plan.planner import PlannedRequest
 from layertap.service.engine.request import ExtractRequest
@@ -66,7 +66,7 @@ def _encode(parts: Sequence[Features], request: EmbeddingsRequest) -> tuple[Feat
     features = join_features(parts)
     if request.dimensions is not None:
         features = shorten(features, request.dimensions)
-    if (found := find_row(features)) is not None:  # no client of this dialect has a place for a null
+    if (found := find_wrong_row(features)) is not None:  # no client of this dialect has a place for a null
         row, text = found
         raise RequestError.from_faults([Fault(f"no embedding can be given: {text}", ASK, f"/input/{row}", row)])
     return features, encode_embeddings(features, request.model_id, request.extract.reply.encoding)

@@ -1,24 +1,30 @@
-"""Answers of late, so that equal requests are computed once.
+"""Recent answers, keyed by a digest of everything that decides them, so that equal requests are computed once.
 
-What is kept are features, not replies: whatever dialect asks the engine profits, their arrays are sent as they are, and
-compression comes later and is chosen by each client. Encoding is all that a hit still costs. The reply's format is a
-part of the key all the same, since what is refused (a reply that would be too large, a name that it needs) goes by it.
+The cache holds features, not replies: every protocol shares them, their arrays are sent as they are, and each client
+chooses its own compression. A hit still costs the encoding. The reply's format is part of the key all the same, because
+it decides what is refused: a reply that would be too large, a name that it reserves.
 """
 
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Executor
-from dataclasses import replace
-from typing import Literal
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from hashlib import blake2b, sha256
+from types import NoneType
+from typing import Any, Literal
 
 import numpy as np
 
 from layertap.service.engine.deadline import wait_until
+from layertap.service.engine.request import ExtractRequest
 from layertap.service.errors import RetryLaterError
 from layertap.service.features import Array, Features, Receipt
+from layertap.service.formats.reply_format import ReplyFormat
 from layertap.service.types import CacheResult
 
 Key = tuple[int, str]  # which loading of a model, and the digest of a request to it
@@ -28,6 +34,9 @@ SHORT_COPY = 2**20  # bytes that are copied in less than a way to another thread
 # What Python takes for an answer, beside its arrays; measured, and rounded up.
 ANSWER_BYTES, RESULT_BYTES, ENTRY_BYTES, CHARACTER_BYTES = 2048, 4096, 128, 4
 TOP_ENTRIES = 3  # as which one of a row's best classes counts
+
+LEFT_OUT = frozenset({"model", "timings"})  # of a request's digest: the key has the model; timings are measured
+Buffer = bytes | memoryview
 
 
 class AnswerCache:
@@ -47,10 +56,10 @@ class AnswerCache:
     async def get_or_compute(
         self, key: Key, compute: Callable[[], Awaitable[Features]], deadline: float
     ) -> tuple[Features, CacheResult]:
-        """The features of a key, where need be by ``compute``, which one of all that want them calls at a time.
+        """The features of a key; if they are not kept, one caller at a time runs its ``compute`` and the others wait.
 
-        Errors are the caller's own: where ``compute`` was refused everybody calls his own, where whoever called it has
-        gone or ran out of time the next one does. DeadlineError, and what ``compute`` raises.
+        If that ``compute`` is refused, each waiter runs its own; if its caller leaves or runs out of time, the next
+        waiter takes over. DeadlineError, and what ``compute`` raises.
         """
         while True:
             if (features := self._answers.get(key)) is not None:
@@ -66,7 +75,7 @@ class AnswerCache:
                 return await compute(), "miss"
 
     def forget(self, generation: int) -> None:
-        """Let go what a model gave that was loaded then, and keep nothing that it is still giving."""
+        """Drop the answers of one loading of a model, and keep none that it is still computing."""
         for key in [key for key in self._answers if key[0] == generation]:
             self.used_bytes -= measure(self._answers.pop(key))
         for key in [key for key in self._computing if key[0] == generation]:
@@ -74,10 +83,10 @@ class AnswerCache:
 
     async def _compute(self, key: Key, compute: Callable[[], Awaitable[Features]]) -> Features:
         computing = self._computing[key] = asyncio.get_running_loop().create_future()
-        outcome: Outcome = "given up"  # as it is where this is cancelled
+        outcome: Outcome = "given up"  # if this task is cancelled
         try:
             features = await compute()
-            if features.errors:  # some inputs failed: they might not another time
+            if features.errors:  # some inputs failed, and may not fail the next time
                 outcome = "refused"
             else:
                 outcome = features
@@ -94,7 +103,7 @@ class AnswerCache:
         return features
 
     async def _keep(self, key: Key, features: Features, computing: asyncio.Future[Outcome]) -> None:
-        """Keep features that have a place here; where there is no memory for a copy they are not kept."""
+        """Keep a copy of features that fit; without memory for a copy they are not kept."""
         size = measure(features)
         if size > self.max_bytes - self._copying_bytes:
             return
@@ -106,7 +115,7 @@ class AnswerCache:
         is_kept = False
         try:
             kept = await self._copy(features, size)
-            is_kept = self._computing.get(key) is computing  # else its model has gone meanwhile
+            is_kept = self._computing.get(key) is computing  # else its model was unloaded meanwhile
             if is_kept:
                 self._answers[key] = kept
         except MemoryError:
@@ -141,7 +150,7 @@ def _count_entries(receipt: Receipt) -> int:
 
 
 def _copy(features: Features) -> Features:
-    """Features that share no memory with a batch, of which they may be a small part, and that nobody writes to."""
+    """A read-only copy that shares no memory with the batch, of which features may be a small part."""
     return replace(features, arrays=_copy_arrays(features.arrays), scales=_copy_arrays(features.scales))
 
 
@@ -150,3 +159,88 @@ def _copy_arrays(arrays: dict[str, Array]) -> dict[str, Array]:
     for copy in copies.values():
         copy.flags.writeable = False
     return copies
+
+
+def digest_request(request: ExtractRequest) -> str:
+    """The digest of everything in a request that decides its answer, input bytes included; the model is left out.
+
+    Long requests belong in a thread. TypeError for a field of an unknown type.
+    """
+    buffers: list[Buffer] = []
+    _encode(tuple((name, getattr(request, name)) for name in _list_fields(ExtractRequest, LEFT_OUT)), buffers)
+    digest = sha256()
+    for buffer in buffers:
+        digest.update(buffer)
+    return digest.hexdigest()
+
+
+def digest_layers(request: ExtractRequest) -> str:
+    """Eight hex digits for logs: the layers that a request names, as it spells them, and the maps that it wants."""
+    texts = [selector.text for selector in request.selectors]
+    if request.embedding is not None:
+        texts.append(f"embedding {request.embedding.layer}")
+    if request.explanation is not None:
+        texts += request.explanation.methods
+        texts += [request.explanation.selector.text] if request.explanation.selector is not None else []
+    return blake2b("\n".join(texts).encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
+
+
+def _encode(value: Any, buffers: list[Buffer]) -> None:
+    """Append an unambiguous encoding of a value: its type, its length, its content."""
+    encode = ENCODERS.get(type(value))
+    if encode is not None:
+        encode(value, buffers)
+    elif is_dataclass(value):
+        kind: Any = type(value)
+        names = _list_fields(kind)
+        buffers.append(f"d{kind.__qualname__}:{len(names)}:".encode())
+        for name in names:
+            _encode(getattr(value, name), buffers)
+    else:
+        raise TypeError(f"a {type(value).__name__} has no digest")
+
+
+def _encode_text(value: str, buffers: list[Buffer]) -> None:
+    _encode_bytes(value.encode("utf-8", "surrogatepass"), buffers, "s")
+
+
+def _encode_bytes(value: bytes, buffers: list[Buffer], mark: str = "y") -> None:
+    buffers += (f"{mark}{len(value)}:".encode(), value)
+
+
+def _encode_array(value: np.ndarray[Any, Any], buffers: list[Buffer]) -> None:
+    buffers += (
+        f"a{value.dtype.str}{value.shape}:".encode(),
+        np.ascontiguousarray(value).reshape(-1).view(np.uint8).data,
+    )
+
+
+def _encode_all(values: Iterable[Any], buffers: list[Buffer], mark: str = "t") -> None:
+    values = tuple(values)
+    if all(type(each) is int for each in values):  # tokens, of which there may be very many
+        buffers.append(f"{mark}i{values}".encode())
+        return
+    buffers.append(f"{mark}{len(values)}:".encode())
+    for each in values:
+        _encode(each, buffers)
+
+
+@cache
+def _list_fields(kind: type[Any], left_out: frozenset[str] = frozenset()) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind) if each.name not in left_out)
+
+
+ENCODERS: dict[type[Any], Callable[[Any, list[Buffer]], None]] = {
+    NoneType: lambda value, buffers: buffers.append(b"n"),
+    bool: lambda value, buffers: buffers.append(b"b1" if value else b"b0"),
+    int: lambda value, buffers: buffers.append(f"i{value}:".encode()),
+    float: lambda value, buffers: buffers.append(b"f" + struct.pack("<d", value)),  # -0.0 is not 0.0
+    str: _encode_text,
+    bytes: _encode_bytes,
+    tuple: _encode_all,
+    list: lambda value, buffers: _encode_all(value, buffers, "l"),
+    frozenset: lambda value, buffers: _encode_all(sorted(value), buffers, "z"),
+    dict: lambda value, buffers: _encode_all(value.items(), buffers, "m"),
+    np.ndarray: _encode_array,
+    ReplyFormat: lambda value, buffers: _encode_text(value.name, buffers),
+}

@@ -1,4 +1,4 @@
-"""The results of inputs of several shapes in one reply: in one array where they are alike, else each by itself."""
+"""The results of several jobs in one reply: one array where their shapes agree, else an array for each input."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -20,25 +20,16 @@ from layertap.service.engine.collect.results import make_receipt
 from layertap.service.engine.request import Job, ReplyOptions
 from layertap.service.features import Array, Features, Receipt
 
-T = TypeVar("T")
 ANOTHER_SHAPE = "its results have another shape than the first"
-# What a receipt has of the input itself; all else is the same in receipts of results that one array holds.
-OF_INPUT: dict[str, Any] = {
-    "captured": (),
-    "fingerprint": "",
-    "forward": "",
-    "how": "",
-    "classes": None,
-    "labels": None,
-    "preprocessed": "",
-    "token_counts": None,
-    "grid_size": None,
-}
+# Fields of a receipt that are the input's own; all others are the same in receipts of results that one array holds.
+BY_ROW = ("classes", "labels", "token_counts")
+UNLIKE = {"preprocessed": "mixed", "forward": "", "how": "", "grid_size": None}  # of several inputs that differ there
+OF_INPUT: dict[str, Any] = {"captured": (), "fingerprint": "", **UNLIKE, **dict.fromkeys(BY_ROW)}
 
 
 @dataclass(frozen=True)
 class _Outline:
-    """What the results of two inputs have in common where one array holds both: of captured tensors the axes alone."""
+    """What two inputs' results must have in common for one array to hold both; captured shapes may differ."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -47,14 +38,14 @@ class _Outline:
 
     @property
     def has_rows(self) -> bool:
-        """Whether there is an axis for the inputs, or one result of all of them; scales are of the first axis only."""
+        """Whether inputs have an axis, or share one result; int8 has scales along the first axis only."""
         axis, receipt = self.receipt.row_axis, self.receipt
         return receipt.over is not None or axis == 0 or (axis is not None and self.dtype != "int8")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A result in a reply, under its name there, and how many rows it has."""
+    """A result in a reply: its name there and its rows."""
 
     name: str
     result: Result
@@ -62,7 +53,7 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that the reply has."""
+        """The shape in the reply."""
         return self.result.capture.reply_shape(self.rows)
 
     @property
@@ -77,7 +68,7 @@ def digest_jobs(jobs: Iterable[Job]) -> str:
 
 
 def list_entries(jobs: Sequence[Job]) -> list[Entry]:
-    """What a reply to a request's jobs holds, in the order asked for."""
+    """The results in the reply to a request's jobs, in the order asked for."""
     if len(jobs) == 1:
         return [Entry(result.key, result, jobs[0].rows) for result in jobs[0].spec.plan.results]
     outlines = [_outline_job(job) for job in jobs]
@@ -93,13 +84,13 @@ def list_entries(jobs: Sequence[Job]) -> list[Entry]:
 
 
 def find_others(jobs: Sequence[Job]) -> set[int | None]:
-    """The places of inputs whose results have other shapes than those of the first."""
+    """The indexes of inputs whose results have other shapes than the first input's."""
     first, *rest = [_outline_job(job) for job in jobs]
     return {job.place for job, outlines in zip(jobs[1:], rest, strict=True) if outlines != first}
 
 
 def check_entries(entries: Sequence[Entry], rows: int, reply: ReplyOptions, max_results: int) -> None:
-    """RequestError, TooLargeError where inputs of several shapes can't be answered in one reply; before any forward."""
+    """RequestError or TooLargeError, before any forward, if inputs of several shapes can't share a reply."""
     check_results(len(entries), max_results)
     names = set()
     for entry in entries:
@@ -116,7 +107,7 @@ def check_entries(entries: Sequence[Entry], rows: int, reply: ReplyOptions, max_
 
 
 def join_inputs(parts: Sequence[Features]) -> Features:
-    """The features of a request's inputs, each by itself, as those of one."""
+    """The features of a request, joined from those of its jobs."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -151,12 +142,12 @@ def join_inputs(parts: Sequence[Features]) -> Features:
 
 
 def join_changes(changes: Iterable[tuple[tuple[str, ...], ...]]) -> tuple[tuple[str, ...], ...]:
-    """What each intervention changes, for any of the inputs."""
+    """What each intervention changes, over all inputs."""
     return tuple(tuple(dict.fromkeys(chain.from_iterable(each))) for each in zip(*changes, strict=True))
 
 
 def _list_keys(outlines: Sequence[Mapping[str, _Outline]]) -> Iterator[tuple[str, bool]]:
-    """All keys, and whether one array holds the results of all inputs."""
+    """Each key, and whether one array holds the results of all inputs."""
     for key in dict.fromkeys(chain.from_iterable(outlines)):
         first = outlines[0].get(key)
         yield key, first is not None and first.has_rows and all(each.get(key) == first for each in outlines)
@@ -191,7 +182,7 @@ def _join_arrays(arrays: Sequence[Array], receipts: Sequence[Receipt]) -> Array:
 
 
 def _count_values(receipt: Receipt) -> int:
-    """A number in proportion to how many values of an input its statistics are of: what is narrowed is so for all."""
+    """The weight of an input in merged statistics, proportional to its values; axes narrowed alike do not count."""
     narrowed = {letter for option, letter in AXES.items() if vars(receipt)[option] is not None}
     letters = receipt.layout or " " * len(receipt.captured)
     return prod(size or 1 for letter, size in zip(letters, receipt.captured, strict=True) if letter not in narrowed)
@@ -201,22 +192,17 @@ def _join_receipts(receipts: Sequence[Receipt]) -> Receipt:
     first = receipts[0]
     fingerprints = tuple(receipt.fingerprint for receipt in receipts)
     sizes = zip(*(receipt.captured for receipt in receipts), strict=True)
+    fields: dict[str, Any] = {}
+    for name, unlike in UNLIKE.items():
+        values = [getattr(receipt, name) for receipt in receipts]
+        fields[name] = values[0] if len(set(values)) == 1 else unlike
+    for name in BY_ROW:
+        values = [getattr(receipt, name) for receipt in receipts]
+        fields[name] = None if None in values else tuple(chain.from_iterable(values))
     return replace(
         first,
         captured=tuple(axis[0] if len(set(axis)) == 1 else None for axis in sizes),
         fingerprint=digest_reply(fingerprints),
         fingerprints=fingerprints if len(set(fingerprints)) > 1 else None,
-        preprocessed=first.preprocessed if len({each.preprocessed for each in receipts}) == 1 else "mixed",
-        forward=first.forward if len({each.forward for each in receipts}) == 1 else "",
-        how=first.how if len({each.how for each in receipts}) == 1 else "",
-        classes=_chain(receipt.classes for receipt in receipts),
-        labels=_chain(receipt.labels for receipt in receipts),
-        token_counts=_chain(receipt.token_counts for receipt in receipts),
-        grid_size=first.grid_size if len({each.grid_size for each in receipts}) == 1 else None,
+        **fields,
     )
-
-
-def _chain(values: Iterable[tuple[T, ...] | None]) -> tuple[T, ...] | None:
-    """What receipts have of each row, in one; None where some have nothing."""
-    known = list(values)
-    return None if None in known else tuple(chain.from_iterable(value for value in known if value is not None))

@@ -1,12 +1,15 @@
-"""What forwards gave, as named arrays with a receipt for each."""
+"""The features of a job: named arrays with a receipt for each, and warnings of numbers that say nothing."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 from torch import Tensor
 
 from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.errors import escape
 from layertap.models.gradients.position import describe_position, select_position
 from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.labels import name_classes
@@ -17,9 +20,13 @@ from layertap.service.engine.execute.forward_batch import Results
 from layertap.service.engine.request import Job
 from layertap.service.features import Array, Features, Receipt
 
+MAX_NAMED = 8  # results that warnings name; a header holds no more
+FEW_NUMBERS, FEW_RESULTS = 2**16, 64  # counted in less time than a way to another thread and back takes
+HALF_EXPONENT = 0x7C00  # all bits set: NaN or infinite
+
 
 def collect_features(job: Job, results: Results) -> Features:
-    """The features of a job, of what its forwards gave."""
+    """The features of a job, made of what its forwards gave."""
     arrays: dict[str, Array] = {}
     scales: dict[str, Array] = {}
     for result in job.spec.plan.results:
@@ -46,7 +53,7 @@ def collect_features(job: Job, results: Results) -> Features:
 
 
 def _warn_of_cuts(job: Job) -> tuple[str, ...]:
-    """That rows may be the beginnings of texts: those that have just as many tokens as texts are cut to."""
+    """A warning if a text has exactly as many tokens as longer texts are cut to, and so may be cut itself."""
     counts = _count_tokens(job) or () if job.cut_to is not None else ()
     if job.cut_to not in counts:
         return ()
@@ -54,36 +61,36 @@ def _warn_of_cuts(job: Job) -> tuple[str, ...]:
 
 
 def _find_classes(job: Job, results: Results) -> tuple[int, ...] | None:
-    """The class of each row's highest score, where that is what is differentiated, or that of an input's own."""
+    """The class of each row if the objective is its highest score, or the class that an input names; else None."""
     scores, objective = job.spec.plan.scores, job.spec.plan.objective
     if objective is not None and job.place is not None and isinstance(objective.objective.klass, int):
         return (objective.objective.klass,) * job.rows  # those of other inputs may be others
     if scores is None or objective is None:
         return None
-    values, leaf = _select_scores(results[scores].values.float(), objective)
+    values, info = _select_scores(results[scores].values.float(), objective)
     mask = job.inputs.get(job.mask) if job.mask else None
-    if mask is not None and leaf.token_axes:  # a class for each token: what pads a text is none
+    if mask is not None and info.token_axes:  # a class for each token, padding excluded
         classes = values.masked_fill(~mask.bool(), -math.inf).argmax(1, keepdim=True)
         return tuple((mask.bool().cumsum(1).gather(1, classes)[:, 0] - 1).tolist())
     return tuple(values.argmax(1).tolist())
 
 
 def _select_scores(values: Tensor, objective: ResolvedObjective) -> tuple[Tensor, TensorInfo]:
-    """Scores where an objective looks: of tokens that one alone was captured."""
+    """The scores at an objective's position; of a single position only that token was captured."""
     position = objective.objective.position
     captured = (0,) if position is not None and len(position) == 1 else position
     return select_position(values, objective.tensor, captured), describe_position(objective.tensor, position)
 
 
 def _count_tokens(job: Job) -> tuple[int, ...] | None:
-    """How many tokens each row has of its own; None where nothing tells them from padding."""
+    """The tokens of each row without padding; None if there is no mask."""
     mask = job.inputs.get(job.mask) if job.mask else None
     return None if mask is None else tuple(mask.bool().sum(1).tolist())
 
 
 def make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None = None) -> Receipt:
-    """Where a result comes from, as far as that is known; ``classes`` are those of its rows' highest scores."""
-    point, leaf, reduction = result.capture.point, result.capture.tensor, result.capture.reduction
+    """Where a result comes from; ``classes`` are those of its rows' highest scores."""
+    point, info, reduction = result.capture.point, result.capture.tensor, result.capture.reduction
     classes = classes if point.site in GRADIENTS else None
     function, site, path = point.place
     axis = result.capture.reply_rows_axis
@@ -95,23 +102,23 @@ def make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None = Non
         function=function,
         site=site,
         path=format_path(path),
-        layout=leaf.layout,
+        layout=info.layout,
         captured=result.capture.unpadded.shape_for(job.rows),
-        dtype=leaf.dtype,
+        dtype=info.dtype,
         pool=reduction.pool,
         normalize=reduction.normalize,
         fingerprint=job.fingerprints[result.key],
         row_axis=axis,
         entries_per_row=entries,
-        row_order="forward" if axis is not None and (leaf.mixed or (job.single_forward and entries > 1)) else "",
+        row_order="forward" if axis is not None and (info.mixed or (job.single_forward and entries > 1)) else "",
         stats=list_columns(reduction.stats) if reduction.stats is not None else None,
         by=reduction.by,
         over=reduction.over,
-        how="unfused" if leaf.source and point.layer in job.spec.plan.unfused_layers else leaf.source,
+        how="unfused" if info.source and point.layer in job.spec.plan.unfused_layers else info.source,
         resumed=job.catalog.start,
         forward="compiled" if job.spec.compiled else "",
         classes=classes,
-        token_counts=_count_tokens(job) if leaf.token_axes else None,
+        token_counts=_count_tokens(job) if info.token_axes else None,
         labels=name_classes(job.labels, classes) if classes is not None else None,
         rows_per_forward=job.rows_per_forward,
         preprocessed=job.preprocessed,
@@ -121,6 +128,65 @@ def make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None = Non
         queries=reduction.queries,
         keys=reduction.keys,
         reply_dtype=reduction.dtype,
-        prefix_tokens=leaf.prefix,
-        grid_size=leaf.grid_size,
+        prefix_tokens=info.prefix,
+        grid_size=info.grid_size,
     )
+
+
+def add_warnings(features: Features) -> Features:
+    """Features with a warning for each result that holds such numbers: its key, how many, and what is wrong."""
+    found = [
+        f"{escape(key)}: {text}"
+        for key, array in features.arrays.items()
+        for text in _describe_numbers(array, features.scales.get(key), features.receipts[key])
+    ]
+    if not found:
+        return features
+    others = [f"{len(found) - MAX_NAMED} more warnings of such numbers"] if len(found) > MAX_NAMED else []
+    return replace(features, warnings=(*features.warnings, *found[:MAX_NAMED], *others))
+
+
+def has_few_numbers(features: Features) -> bool:
+    """Whether ``add_warnings`` takes so little time that it need not run in a thread."""
+    arrays = features.arrays.values()
+    return len(arrays) <= FEW_RESULTS and sum(array.size for array in arrays) <= FEW_NUMBERS
+
+
+def find_wrong_row(features: Features) -> tuple[int, str] | None:
+    """The first row of a single result (rows, …) that holds such numbers, and what is wrong; None if none does."""
+    ((key, array),) = features.arrays.items()
+    receipt = features.receipts[key]
+    if not _describe_numbers(array, None, receipt):
+        return None
+    by_row = ((row, _describe_numbers(array[row : row + 1], None, receipt)) for row in range(len(array)))
+    return next((row, texts[0]) for row, texts in by_row if texts)
+
+
+def _describe_numbers(array: Array, scale: Array | None, receipt: Receipt) -> list[str]:
+    """What is wrong with the numbers of a result, in words."""
+    nonfinite = _count_nonfinite(array)
+    is_half = array.dtype == np.float16 or receipt.dtype == "float16"
+    overflowing = int(np.count_nonzero(np.isinf(array))) if nonfinite and is_half else 0
+    counts = {
+        "numbers are NaN or infinite": nonfinite - overflowing,
+        "numbers are infinite: float16 ends at 65504": overflowing,
+        "scales are NaN: the values that they scale are not finite": 0 if scale is None else _count_nonfinite(scale),
+        "vectors are all zeros: they have no length 1": _count_zero_vectors(array) if receipt.normalize else 0,
+    }
+    return [f"{count} {text}" for text, count in counts.items() if count]
+
+
+def _count_nonfinite(array: Array) -> int:
+    if array.dtype.kind != "f":
+        return 0
+    if array.dtype != np.float16:
+        return array.size - int(np.count_nonzero(np.isfinite(array)))
+    return int(np.count_nonzero((array.view(np.uint16) & HALF_EXPONENT) == HALF_EXPONENT))  # ten times as fast
+
+
+def _count_zero_vectors(array: Array) -> int:
+    if not array.size:
+        return 0
+    vectors = array.reshape(-1, array.shape[-1])
+    may_be = vectors[:, 0] == 0
+    return int(np.count_nonzero(~vectors[may_be].any(1))) if may_be.any() else 0

@@ -24,7 +24,7 @@ from layertap.models.selection.hook_points import (
     TensorData,
     TensorSource,
 )
-from layertap.service.engine.collect.request_digest import digest_request
+from layertap.service.engine.collect.answer_cache import digest_request
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.formats.reply_format import ReplyFormat
 from layertap.service.formats.table import FORMATS
