@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -11,6 +11,7 @@ from layertap.service.engine.schedule.batch import Batch, BatchKey, DeviceSlots,
 from layertap.service.types import BatchReason
 
 MIN_SPLIT_SPEEDUP = 1.3  # rows are split: seconds of one forward of all, divided by seconds of the forwards in parallel
+DEPTH_LEVELS = 32  # depths that differ by less than such a part of a forward count as one
 MIN_PARALLEL_ROWS = 2  # of each forward in parallel, where one of a single row would take all slots
 
 
@@ -76,36 +77,34 @@ def extend_batch(
 
 
 def choose_companions(shareable: Sequence[QueuedRequest]) -> list[QueuedRequest]:
-    """The requests that should run with the first one, itself included: those of about its depth."""
-    lowest, deepest = find_depth_range(shareable)
-    return [request for request in shareable if lowest <= request.depth <= deepest]
+    """The requests that run with the first one, itself included: those of about its depth."""
+    levels = [math.ceil(request.depth * DEPTH_LEVELS) for request in shareable]
+    rows_by_level = dict.fromkeys(sorted(set(levels)), 0)
+    for request, level in zip(shareable, levels, strict=True):
+        rows_by_level[level] += request.waiting_rows
+    lowest, highest = find_level_range(shareable[0].key, rows_by_level, levels[0])
+    return [request for request, level in zip(shareable, levels, strict=True) if lowest <= level <= highest]
 
 
-def find_depth_range(shareable: Sequence[QueuedRequest]) -> tuple[float, float]:
-    """From which depth to which requests run together with the first one: what makes all of them end soonest.
+def find_level_range(key: BatchKey, rows_by_level: Mapping[int, int], level: int) -> tuple[int, int]:
+    """The levels of depth, from the lowest to the highest, that run together with one of them so that all end soonest.
 
     A shared forward goes to the deepest layer with all rows, but pays its fixed part once. Of all ways to cut the
-    sorted depths into ranges the cheapest is taken, by the sum of the ranges' forwards.
+    sorted levels into ranges the cheapest is taken, by the sum of the ranges' forwards.
     """
-    key, depth = shareable[0].key, shareable[0].depth
-    depths = sorted({request.depth for request in shareable})
-    if len(depths) == 1:
-        return depth, depth
-    rows_by_depth = dict.fromkeys(depths, 0)
-    for request in shareable:
-        rows_by_depth[request.depth] += request.waiting_rows
-    rows_before = list(accumulate(rows_by_depth.values(), initial=0))
-    cuts: list[tuple[float, int]] = [(0.0, 0)]  # of the first so many depths: seconds, and where the last range starts
-    for stop, deepest in enumerate(depths, 1):
+    levels = list(rows_by_level)
+    rows_before = list(accumulate(rows_by_level.values(), initial=0))
+    cuts: list[tuple[float, int]] = [(0.0, 0)]  # of the first so many levels: seconds, and where the last range starts
+    for stop, highest in enumerate(levels, 1):
         seconds = [
-            cuts[start][0] + key.estimate_seconds(rows_before[stop] - rows_before[start], deepest)
+            cuts[start][0] + key.estimate_seconds(rows_before[stop] - rows_before[start], highest / DEPTH_LEVELS)
             for start in range(stop)
         ]
         cuts.append(min(zip(seconds, range(stop), strict=True)))
-    stop = len(depths)
-    while depths[cuts[stop][1]] > depth:
+    stop = len(levels)
+    while levels[cuts[stop][1]] > level:
         stop = cuts[stop][1]
-    return depths[cuts[stop][1]], depths[stop - 1]
+    return levels[cuts[stop][1]], levels[stop - 1]
 
 
 def choose_rows(companions: Sequence[QueuedRequest], state: DeviceState, short: bool = False) -> int:

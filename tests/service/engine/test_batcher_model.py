@@ -30,7 +30,7 @@ class BatcherEvents(RuleBasedStateMachine):
     @rule(
         number=st.integers(0, 7),
         rows=st.integers(1, 3) | st.integers(1, 14),
-        depth=st.sampled_from([0.1, 0.4, 0.5, 0.9, 1.0]),
+        depth=st.sampled_from([0.125, 0.375, 0.5, 0.875, 1.0]),
         row_bytes=st.sampled_from([0, 0, 1, 4, 30]),
         bulk=st.booleans(),
         seconds_left=st.sampled_from([math.inf, math.inf, math.inf, 0.0, 0.5, 3.0, 9.0]),
