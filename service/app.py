@@ -94,7 +94,7 @@ def create_app(
         settings=settings,
         metrics=engine.metrics,
         run_in_thread=lambda function: engine.run_in_thread(function, time.monotonic() + settings.deadline_s),
-        routes=PLAIN_ROUTES,
+        routes=(*PLAIN_ROUTES, *(route for router in ROUTERS for route in router.routes)),
         encoders=PROBLEM_ENCODERS,
         pages=explorer.PATHS | docs.PATHS,
         tracer=tracer,

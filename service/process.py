@@ -92,9 +92,13 @@ class Server(uvicorn.Server):
         await asyncio.sleep(ACCEPT_S)
         self._on_end()
         await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn then neither cancels requests nor has the application end
+            for task in self.server_state.tasks:
+                task.cancel()
+            await self.lifespan.shutdown()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: the first begins the delay, the next one ends it; all others are uvicorn's."""
+        """A signal: the first begins the delay, the next one ends it; a later SIGINT cancels what is unanswered."""
         if self.should_exit and not self._drain_ended:
             self._drain_ended = True
         else:

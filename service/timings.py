@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-STEPS = ("unpack", "parse", "fetch", "decode", "queue", "forward", "copy", "encode")  # in their order on the road
+STEPS = ("unpack", "parse", "load", "fetch", "decode", "queue", "forward", "copy", "encode")  # in this order
 MAX_SPANS = 64  # of a request: an explanation may have hundreds of forwards, which its sums have all
 
 

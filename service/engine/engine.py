@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -60,8 +61,12 @@ class Engine:
 
     async def get_handle(self, name: str | None, ticket: Ticket) -> ModelHandle:
         """The handle that answers a request, the same from first to last; as ``ModelManager.get_handle``."""
-        handle = ticket.find_handle(name)
-        return handle or ticket.hold(name, await self.manager.get_handle(name, ticket.deadline))
+        if (held := ticket.find_handle(name)) is not None:
+            return held
+        handle = self.manager.find_handle(name)
+        is_loaded = handle is not None and handle.loaded.done()
+        with nullcontext() if is_loaded else ticket.timings.step("load"):
+            return ticket.hold(name, await self.manager.get_handle(name, ticket.deadline))
 
     async def extract(self, request: ExtractRequest, ticket: Ticket) -> Features:
         """What layers of a model compute for a request's inputs; any error of the tree."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 
 from starlette.datastructures import Headers
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from layertap.models.errors import LayertapError
 from layertap.service.access_log import AccessRecord
-from layertap.service.errors import ForbiddenError, ForwardError, KeyMissingError, KeyRateError, UnavailableError
+from layertap.service.engine.models.unavailable import ending_error
+from layertap.service.errors import ForbiddenError, ForwardError, KeyMissingError, KeyRateError
 from layertap.service.http.auth import Caller, Keyring
 from layertap.service.http.compression import RunInThread, compress_replies
 from layertap.service.http.exchange import Exchange
@@ -34,8 +36,8 @@ class RequestContextMiddleware:
     """Gives each request its ``state``: ``request_id`` and ``admin``; ``timings`` for its road to fill.
 
     ``encoders`` has how problems are told below the first parts of paths that have a way of their own;
-    ``run_in_thread`` runs what compresses replies; ``pages`` are paths that a browser may get without a key. With a
-    ``tracer`` each request is a trace, or a part of its caller's.
+    ``run_in_thread`` runs what compresses replies; ``routes`` are those that refused requests count for; ``pages`` are
+    paths that a browser may get without a key. With a ``tracer`` each request is a trace, or a part of its caller's.
 
     ``until_sent`` in ``state`` is a stack of contexts that are left when the reply is sent, but for its last bytes.
     """
@@ -46,7 +48,7 @@ class RequestContextMiddleware:
         settings: Settings,
         metrics: Metrics,
         run_in_thread: RunInThread,
-        routes: Iterable[PlainRoute] = (),
+        routes: Sequence[BaseRoute] = (),
         encoders: Mapping[str, ProblemEncoder] = MappingProxyType({}),
         pages: frozenset[str] = frozenset(),
         tracer: RequestTracer | None = None,
@@ -59,7 +61,8 @@ class RequestContextMiddleware:
         self.tracer = tracer
         self.slow_request_s = settings.slow_request_s
         self.run_in_thread = run_in_thread
-        self.plain_routes = {route.path: route for route in routes}
+        self.routes = routes
+        self.plain_routes = {route.path: route for route in routes if isinstance(route, PlainRoute)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that is not let in; pass on every other."""
@@ -87,6 +90,7 @@ class RequestContextMiddleware:
             state["admin"] = caller.admin
         except (KeyMissingError, KeyRateError, ForbiddenError) as error:
             caller = Caller(admin=False, key=error.key) if isinstance(error, KeyRateError) else caller
+            app_scope["route"] = _find_route(self.routes, app_scope)
             await exchange.send_error(error)
         else:
             await self._call_app(app_scope, exchange)
@@ -113,10 +117,8 @@ class RequestContextMiddleware:
                 await self.app(scope, exchange.receive, send)
             else:
                 await _call_plain_route(route, scope, exchange, send)
-        except asyncio.CancelledError:  # by a server that ends and waits no longer
-            if exchange.status:
-                raise
-            await exchange.send_error(UnavailableError("the server is shutting down", retry_after=1.0))
+        except asyncio.CancelledError:  # by a server that ends and waits no longer; uvicorn would log it as a failure
+            await exchange.send_error(ending_error())
         except Exception as error:
             message = "a model's forward raised" if isinstance(error, ForwardError) else "bug"
             log.exception(message, extra={"fields": {"request_id": scope["state"]["request_id"]}})
@@ -145,6 +147,13 @@ def _choose_request_id(headers: Headers) -> str:
     """The caller's own id where it is harmless, else a new one."""
     request_id = headers.get("x-request-id", "")
     return request_id if 0 < len(request_id) <= 64 and ID_CHARACTERS.issuperset(request_id) else secrets.token_hex(16)
+
+
+def _find_route(routes: Sequence[BaseRoute], scope: Scope) -> BaseRoute | None:
+    """The route of a request that the application does not get to see; one that takes its method comes first."""
+    matches = [(route, route.matches(scope)[0]) for route in routes]
+    found = (route for wanted in (Match.FULL, Match.PARTIAL) for route, match in matches if match == wanted)
+    return next(found, None)
 
 
 def _find_template(scope: Scope) -> str:

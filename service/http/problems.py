@@ -6,6 +6,7 @@ Routes that speak another protocol encode the same problems in its way.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -97,8 +98,17 @@ def describe_error(error: Exception, request_id: str) -> Problem:
         return Problem(status, kind, detail, request_id)
     headers = dict(HEADERS.get(status, {}))
     if isinstance(error, RetryLaterError):
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+        headers["Retry-After"] = format_retry_after(error.retry_after)
     return Problem(status, kind, error.detail, request_id, error.hint, error.faults, headers)
+
+
+def format_retry_after(seconds: float) -> str:
+    """A value of ``Retry-After``: so many seconds, at least 1, and up to a quarter more by chance.
+
+    Clients that are refused together do not come back together.
+    """
+    earliest = max(1, math.ceil(seconds))
+    return str(random.randint(earliest, earliest + 1 + earliest // 4))  # noqa: S311 - this is no secret
 
 
 def find_encoder(path: str, encoders: Mapping[str, ProblemEncoder]) -> ProblemEncoder:

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from layertap.service.http.cycle_transport import CycleTransport
 from layertap.service.http.exchange import make_context_headers
-from layertap.service.http.problems import Problem, encode_problem
+from layertap.service.http.problems import Problem, encode_problem, format_retry_after
 from layertap.service.http.write_timer import WriteTimer
 from layertap.service.metrics import ConnectionReason, Metrics
 from layertap.service.settings import UNIX, Settings, count_allowed_files
@@ -318,7 +318,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _format_refusal(self, status: int, kind: str, detail: str, hint: str, request_id: str) -> bytes:
         """The bytes of a reply that no request of uvicorn's stands behind."""
-        later = {"Retry-After": "1"} if status == TOO_MANY else {}
+        later = {"Retry-After": format_retry_after(1)} if status == TOO_MANY else {}
         reply = encode_problem(Problem(status, kind, detail, request_id, hint, headers=later))
         headers = [
             *self.server_state.default_headers,

@@ -67,9 +67,9 @@ async def receive(
     reply_format.check()
     packed = is_packed(request.headers)
     timeout = Timeout.parse(request.headers, engine.settings, timeout_header)
-    ticket = state["until_sent"].enter_context(engine.admission.admit(timeout.deadline))
-    data = await read_body(request, engine.settings, ticket.reserve_bytes)
     timings: Timings = state["timings"]
+    ticket = state["until_sent"].enter_context(engine.admission.admit(timeout.deadline, timings))
+    data = await read_body(request, engine.settings, ticket.reserve_bytes)
     model = None
     async with cancel_on_disconnect(request):
         try:

@@ -29,7 +29,6 @@ from layertap.service.oip.encoding import BINARY, FORMATS, HEADER, JSON, VERSION
 from layertap.service.oip.metadata import describe_statistics
 from layertap.service.oip.parsing import InferRequest, parse_infer
 
-LOADING_RETRY_S = 1.0
 Endpoint = Callable[..., Any]
 
 
@@ -118,7 +117,9 @@ async def show_model_ready(engine: EngineDependency, name: str) -> Json:
     entry = engine.manager.registry.get_entry(name)
     if entry.state != "ready":
         index = metadata.describe_index(entry)
-        raise UnavailableError(f"model {name} is {entry.state}", hint=index["reason"], retry_after=LOADING_RETRY_S)
+        handle = engine.manager.find_handle(name)
+        seconds = handle.seconds_to_load if handle is not None else 0.0
+        raise UnavailableError(f"model {name} is {entry.state}", hint=index["reason"], retry_after=seconds)
     return {"name": name, "ready": True}
 
 

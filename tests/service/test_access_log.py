@@ -6,6 +6,7 @@ import json
 import logging
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -229,6 +230,21 @@ def test_cache(serve: Serve, lines: Lines) -> None:
     assert [line["cache"] for line in found] == ["miss", "hit"]
     assert [line["rows"] for line in found] == [2, 2]
     assert "forward_ms" not in found[1]
+
+
+def test_loading(serve: Serve, lines: Lines, gate: threading.Event) -> None:
+    """The wait for a model to be loaded is a step of its own."""
+    with serve(configured(net("waiting", "waiting", load="lazy"))) as live, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(post_rows, live, model="waiting")
+        wait_until(lambda: live.engine.manager.registry.get_entry("waiting").state == "loading")
+        assert post_rows(live, model="waiting", timeout="0.3").status_code == 503  # as long the other one waits
+        gate.set()
+        reply = waiting.result()
+        first, second = lines.find(reply), lines.find(post_rows(live, model="waiting"))
+    assert first["load_ms"] >= 299
+    assert first["load_ms"] > first.get("other_ms", 0.0)
+    assert "load;dur=" in reply.headers["server-timing"]
+    assert "load_ms" not in second
 
 
 def test_names_of_keys(serve: Serve, lines: Lines) -> None:

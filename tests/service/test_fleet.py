@@ -81,6 +81,19 @@ def test_lazy(serve: Serve, maker: Maker) -> None:
         assert state(live, "lazy") == "ready"
 
 
+def test_when_to_come_again(serve: Serve, maker: Maker) -> None:
+    """While a model loads, whoever asks is told to wait as long again as it has been loading."""
+    maker.gate.clear()
+    with serve(configured(net("made", "made")), wait=False) as live:
+        assert maker.entered.wait(30)
+        live.engine.manager.handles["made"].began -= 40
+        replies = [live.client.get(path) for path in ("/readyz", "/v2/models/made/ready")]
+        replies.append(post_rows(live, model="made", timeout="0.1"))
+        assert [reply.status_code for reply in replies] == [503] * 3
+        assert all(40 <= int(reply.headers["retry-after"]) <= 76 for reply in replies)
+        maker.gate.set()
+
+
 def test_load_and_unload(serve: Serve, maker: Maker) -> None:
     """A model can be loaded before it is asked for, and unloaded; the next request loads it again."""
     with serve(configured(net("lazy", "made", load="lazy"))) as live:
@@ -116,7 +129,10 @@ def test_unload_finishes_the_queue(serve: Serve, maker: Maker) -> None:
             wait_until(lambda: admitted_rows(live) == 3)
             unloading = pool.submit(live.client.post, "/models/gated/unload")
             wait_until(lambda: post_rows(live, 3, timeout="0.1").status_code == 503)
-            problem(post_rows(live, 3), 503, seconds=True)
+            live.engine.manager.handles["gated"].add_decode_time(50.0, 1)  # so that a row takes 10 s
+            refused = post_rows(live, 3)
+            problem(refused, 503, seconds=True)
+            assert int(refused.headers["retry-after"]) >= 30  # by the three rows that wait
             assert live.client.get("/livez").status_code == 200
         assert waits.result().status_code == 200
         assert unloading.result().json()["state"] == "available"

@@ -74,7 +74,7 @@ def test_servers_own_deadline(serve: Serve) -> None:
             reply = post_rows(live, timeout=timeout)
             found = problem(reply, 504, seconds=True)
             assert "this server's limit of 0.3 s" in found["detail"]
-            assert reply.headers["retry-after"] == "1"  # by then whatever waits now is answered
+            assert reply.headers["retry-after"] in ("1", "2")  # by then whatever waits now is answered
             assert "X-Request-Timeout" not in found["errors"][0]["hint"]  # more of it would help nobody
         module.gate.set()
         wait_until(lambda: post_rows(live).status_code == 200)

@@ -27,7 +27,7 @@ ROUTES = {
     *("/livez", "/readyz", "/metrics", "/", "other"),
 }
 LABELS = {"route", "status", "step", "model", "why", "reason", "result", "cause", "state", "device"}
-STEPS = ("unpack", "parse", "fetch", "decode", "queue", "forward", "copy", "encode")
+STEPS = ("unpack", "parse", "load", "fetch", "decode", "queue", "forward", "copy", "encode")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 ROUNDING_S = 0.005 / 1000  # of a step in Server-Timing
 Figures = Mapping[str, float]
@@ -123,7 +123,7 @@ def test_requests(server: Live) -> None:
         assert of[f"layertap_{name}_bytes_total{{route=other}}"] == sizes[-1]
     for step in STEPS:
         taken = [durations(reply)[step] for reply in replies if step in durations(reply)]
-        least = 0 if step in ("fetch", "unpack") else len(good)
+        least = 0 if step in ("fetch", "unpack", "load") else len(good)
         assert found[f"layertap_step_seconds_count{{step={step}}}"] == len(taken) >= least
         assert found[f"layertap_step_seconds_sum{{step={step}}}"] == pytest.approx(
             sum(taken), rel=0, abs=len(taken) * ROUNDING_S
@@ -167,13 +167,21 @@ def test_callers_choose_no_label(server: Live) -> None:
 
 
 def test_key(serve: Serve) -> None:
-    """A key is needed as for other routes, any that is good; whoever has none counts as asking for no route."""
-    with serve(configured(), api_keys="user-key", admin_keys="admin-key") as live:
+    """A key is needed as for other routes, any that is good; who is refused counts by route and status."""
+    with serve(configured(), api_keys="user-key", admin_keys="admin-key", key_rate=0.001, key_burst=2) as live:
         for headers in ({}, {"x-api-key": "wrong"}, {"authorization": "Bearer wrong"}):
             problem(live.client.get("/metrics", headers=headers), 401)
-        assert scraped(live, **{"x-api-key": "user-key"})
-        key = "layertap_requests_total{route=other,status=401}"
-        wait_until(lambda: figures(scraped(live, authorization="Bearer admin-key")).get(key) == 3)
+        user = {"x-api-key": "user-key"}
+        assert [live.client.get("/metrics", headers=user).status_code for _ in range(3)] == [200, 200, 429]
+        refused = (("POST", "/models/reload"), ("POST", "/extract"), ("GET", "/extract"), ("HEAD", "/models/x/layers"))
+        for method, path in (*refused, ("GET", "/nowhere"), ("POST", "/v2/models/x/infer")):
+            assert live.client.request(method, path, headers=user).status_code == 429
+        found = {"/metrics", "/models/reload", "/extract", "/models/{name}/layers", "/v2/models/{name}/infer", "other"}
+        counts = figures(scraped(live, authorization="Bearer admin-key"))
+        for route in found:
+            number = 2 if route == "/extract" else 1
+            assert counts[f"layertap_requests_total{{route={route},status=429}}"] == number
+        assert counts["layertap_requests_total{route=/metrics,status=401}"] == 3
 
 
 def test_servers_do_not_mix(serve: Serve) -> None:

@@ -219,6 +219,26 @@ def test_second_signal_ends_the_delay(tmp_path: Path) -> None:
     assert {status for client in clients for status in client.statuses} == {200}
 
 
+def test_asked_again_and_again(tmp_path: Path) -> None:
+    """SIGINTs after the delay cancel what is not answered, which is told so; the log has no failure."""
+    with process([digits()], tmp_path, LAYERTAP_DRAIN_DELAY_S="3600") as server:
+        with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), END_S) as connection:
+            connection.sendall(b"POST /extract HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{}")
+            assert ready(server) == 200  # so that what came before has been read
+            server.running.send_signal(signal.SIGTERM)
+            wait_until(lambda: ready(server) == 503)
+            server.running.send_signal(signal.SIGTERM)
+            wait_until(lambda: "stopping" in server.log.read_text())
+            for _ in range(4):
+                server.running.send_signal(signal.SIGINT)
+            reply = http.client.HTTPResponse(connection)
+            reply.begin()
+            said = reply.read()
+        assert server.running.wait(END_S) == 0
+    assert (reply.status, b"shutting down" in said) == (503, True)
+    assert not [line for line in server.logged() if line["level"] in ("error", "critical")]
+
+
 @pytest.mark.slow
 def test_a_body_that_does_not_arrive(tmp_path: Path) -> None:
     """A request that is not whole when the server waits no longer hears that it ends, as other refusals are told."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ from layertap.service.engine.models.unavailable import unloading_error
 from layertap.service.errors import QueueFullError, QueueTooLongError
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
+from layertap.service.timings import Timings
 
 
 class AdmissionControl:
@@ -31,9 +31,9 @@ class AdmissionControl:
         self._metrics = metrics
 
     @contextmanager
-    def admit(self, deadline: float) -> Iterator[Ticket]:
+    def admit(self, deadline: float, timings: Timings | None = None) -> Iterator[Ticket]:
         """A place for a request that is over at a moment on the monotonic clock; given back after the block."""
-        ticket = Ticket(self, deadline)
+        ticket = Ticket(self, deadline, timings or Timings())
         try:
             yield ticket
         finally:
@@ -60,7 +60,7 @@ class AdmissionControl:
             self._metrics.count_refused("queue_bytes")
             detail = f"the queue holds {self.used_bytes} bytes of {limit}"
             waits = (self.estimate_wait(each, each.rows) for each in self._handles.values())
-            raise QueueFullError(detail, hint="come again later", retry_after=max(math.ceil(max(waits, default=0)), 1))
+            raise QueueFullError(detail, hint="come again later", retry_after=max(waits, default=0.0))
 
     def check_rows(self, handle: ModelHandle, rows: int, reserved_rows: int, deadline: float) -> None:
         """Whether a request that holds some rows may have so many in all.
@@ -77,25 +77,26 @@ class AdmissionControl:
             self._metrics.count_refused("queue_rows")
             detail, room = f"the queue holds {others} rows of {limit}", limit - others
             fewer = f", or send at most {room} input{'s' if room > 1 else ''} now" if room > 0 else ""
-            raise QueueFullError(detail, hint=f"come again later{fewer}", retry_after=max(math.ceil(wait), 1))
+            raise QueueFullError(detail, hint=f"come again later{fewer}", retry_after=wait)
         needed = WAIT_MARGIN * (wait + rows * handle.seconds_per_row)
         if others and needed > deadline - time.monotonic():
             self._metrics.count_refused("deadline")
             raise QueueTooLongError(
                 f"{others} rows wait already, which takes about {wait:.1f} s: the deadline would pass",
-                retry_after=max(math.ceil(wait), 1),
+                retry_after=wait,
                 needed_s=needed,
             )
 
 
 class Ticket:
-    """One request's place: the bytes that it holds, the rows that it has in its model's queue, its deadline.
+    """One request's place: the bytes that it holds, the rows that it has in its model's queue, its deadline, timings.
 
     It also holds the handles that answer it: another version of a model that comes meanwhile is not for it.
     """
 
-    def __init__(self, control: AdmissionControl, deadline: float) -> None:
+    def __init__(self, control: AdmissionControl, deadline: float, timings: Timings) -> None:
         self.deadline = deadline
+        self.timings = timings
         self._control = control
         self._held: dict[str | None, ModelHandle] = {}
         self._holds = ExitStack()
@@ -139,7 +140,7 @@ class Ticket:
     def queue_rows(self, handle: ModelHandle, rows: int) -> Iterator[None]:
         """Hold so many rows of a model's queue until the block ends; as ``resize``, UnavailableError."""
         if handle.stopping:
-            raise unloading_error(handle.name)
+            raise unloading_error(handle.name, self._control.estimate_wait(handle, handle.rows))
         self._handle = handle
         try:
             self.resize(rows)

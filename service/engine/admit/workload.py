@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,7 +95,7 @@ class Workload:
     def _refuse(self, work: PlannedWork, taken: str, hint: str, retry_after: float, needed_s: float) -> NoReturn:
         self._metrics.count_refused("deadline")
         detail = f"{work.rows} changed inputs take {taken}: the deadline would pass"
-        raise QueueTooLongError(detail, hint=hint, retry_after=max(math.ceil(retry_after), 1), needed_s=needed_s)
+        raise QueueTooLongError(detail, hint=hint, retry_after=retry_after, needed_s=needed_s)
 
     def _has_turn(self, work: PlannedWork) -> bool:
         """Whether few enough others have less to do; of equals the first that came is first."""

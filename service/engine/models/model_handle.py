@@ -37,6 +37,7 @@ from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap")
 SMOOTHING = 0.2  # the newest batch's part in a mean
+LONGEST_LOAD_S = 60.0  # that a caller is told to wait for a model that loads
 
 
 _GENERATIONS = itertools.count(1)
@@ -46,9 +47,9 @@ class ModelHandle:
     """One model, from its loading on; each of its replicas has a thread.
 
     ``entry`` is its model's, whatever requests mean by the name. ``loaded`` tells when it is there, or why it is not;
-    ``settled`` the same without the reason. ``rows`` are admitted and not answered, ``holders`` are requests that it is
-    to answer; they, ``last_used``, ``stopping`` (from now on it takes nothing) and ``replaced`` (set once no new
-    request is its own) belong to the event loop.
+    ``settled`` the same without the reason, ``began`` when it began to load, on the monotonic clock. ``rows`` are
+    admitted and not answered, ``holders`` are requests that it is to answer; they, ``last_used``, ``stopping`` (from
+    now on it takes nothing) and ``replaced`` (set once no new request is its own) belong to the event loop.
     ``idle_replicas``, ``calls`` (which want the first replica for themselves) and ``drained`` belong to the scheduler,
     under its lock. ``requires_isolation``: every request must have its forwards for itself, so that its bits are always
     the same. ``generation`` is a number that no other handle of this process has, ``key`` the name with it.
@@ -70,6 +71,7 @@ class ModelHandle:
         self.rows = 0
         self.holders = 0
         self.last_used = 0.0
+        self.began = time.monotonic()
         self.stopping = False
         self.replaced = asyncio.Event()
         self._released = asyncio.Event()
@@ -109,6 +111,11 @@ class ModelHandle:
     def failed(self) -> bool:
         """Whether its model could not be loaded."""
         return self.loaded.done() and self.loaded.exception() is not None
+
+    @property
+    def seconds_to_load(self) -> float:
+        """Seconds until its model may be expected: as many again as it has been loading; 0 where it no longer loads."""
+        return 0.0 if self.loaded.done() else min(time.monotonic() - self.began, LONGEST_LOAD_S)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -187,7 +194,7 @@ class ModelHandle:
     async def _call(self, function: ModelFunction, keep: Callable[[Any], None], deadline: float) -> Any:
         """Run a function in the first replica's thread, when that does nothing else; raises what it does."""
         if not self.is_active:
-            raise unloading_error(self.name)
+            raise unloading_error(self.name, self.rows * self.seconds_per_row)
         future = self._scheduler.call(self, function)
         # Also where nobody waits any more: the next one who asks would wait as long.
         future.add_done_callback(lambda done: None if done.cancelled() or done.exception() else keep(done.result()))

@@ -18,14 +18,13 @@ from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.executor import Executor
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.models.model_room import ModelRoom
-from layertap.service.engine.models.unavailable import failure_error, unloading_error
+from layertap.service.engine.models.unavailable import ending_error, failure_error, unloading_error
 from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.errors import DeadlineError, UnavailableError
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap")
-LOADING_RETRY_S = 5.0
 FAILED_RETRY_S = 60.0
 ABORT_S = 2.0  # for forwards that nobody waits for
 TIDY_INTERVAL_S = 1.0
@@ -153,12 +152,12 @@ class ModelManager:
         while True:
             entry = self.registry.get_entry(self.default if name is None else name)
             if self.draining:
-                raise UnavailableError("the server is shutting down", retry_after=LOADING_RETRY_S)
+                raise ending_error()
             if self.scheduler.failure:
                 raise failure_error(self.scheduler.failure)
             handle = self.handles.get(entry.spec.name) or self._start_one_more(entry)
             if handle.stopping:
-                raise unloading_error(handle.name)
+                raise unloading_error(handle.name, handle.rows * handle.seconds_per_row)
             handle.last_used = time.monotonic()
             if not handle.loaded.done():
                 await self._wait_for(handle, deadline)
@@ -200,7 +199,7 @@ class ModelManager:
         error = handle.loaded.exception()
         if error is not None or self.draining:
             self._others.discard(handle)
-            raise error or UnavailableError("the server is shutting down", retry_after=LOADING_RETRY_S)
+            raise error or ending_error()
         self.put_entry(entry)
         self._others.discard(handle)
         self.handles[handle.name] = handle
@@ -268,7 +267,7 @@ class ModelManager:
             for event in events:
                 event.cancel()
         if not handle.loaded.done() and not handle.replaced.is_set():
-            raise UnavailableError(f"model {handle.name} is loading", retry_after=LOADING_RETRY_S)
+            raise UnavailableError(f"model {handle.name} is loading", retry_after=handle.seconds_to_load)
 
     def _start_one_more(self, entry: ModelEntry) -> ModelHandle:
         self.room.make_for(entry)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from layertap.service.errors import UnavailableError
 
 FAILURE_RETRY_S = 60.0
+RESTART_S = 5.0  # until another process takes the place of one that ends
 
 
 def failure_error(reason: str) -> UnavailableError:
@@ -12,6 +13,11 @@ def failure_error(reason: str) -> UnavailableError:
     return UnavailableError(reason, hint="the server has to be restarted", retry_after=FAILURE_RETRY_S)
 
 
-def unloading_error(name: str) -> UnavailableError:
-    """The answer where a model is about to go."""
-    return UnavailableError(f"model {name} is being unloaded", retry_after=1.0)
+def ending_error() -> UnavailableError:
+    """The answer of a process that ends."""
+    return UnavailableError("the server is shutting down", retry_after=RESTART_S)
+
+
+def unloading_error(name: str, seconds: float) -> UnavailableError:
+    """The answer where a model is about to go, once it has done what it has: in so many seconds."""
+    return UnavailableError(f"model {name} is being unloaded", retry_after=seconds)

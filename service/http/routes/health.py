@@ -34,7 +34,9 @@ async def readyz(engine: EngineDependency) -> Json:
     if not engine.manager.alive:
         raise _permanent_failure_error()
     if not engine.manager.ready:
-        raise UnavailableError("models are loading or the server is shutting down", retry_after=1.0)
+        waits = (max(each.seconds_to_load, engine.estimate_wait(each.name)) for each in engine.manager.list_handles())
+        detail = "models are loading or the server is shutting down"
+        raise UnavailableError(detail, retry_after=max(waits, default=0.0))
     if failures := engine.manager.load_failures:
         # No reason and no name: whoever asks here has no key.
         detail = f"{len(failures)} of the models wanted from the start failed: {', '.join(_list_kinds(failures))}"

@@ -146,6 +146,7 @@ async def list_layers(
             )
     except DeadlineError as error:
         timeout.explain(error, otherwise="come again later")
+        error.retry_after = engine.estimate_wait(name)
         raise
     return Response(data, media_type=listing_format.media_type)
 

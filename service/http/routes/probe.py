@@ -62,6 +62,7 @@ async def probe_layers(
         )
     except DeadlineError as error:
         timeout.explain(error, otherwise="come again later")
+        error.retry_after = engine.estimate_wait(name)
         raise
     return {
         "model": features.model,
