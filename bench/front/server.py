@@ -15,8 +15,7 @@ from layertap.service.cli.main import main
 from layertap.service.engine.execute import executor
 from layertap.service.engine.execute.processes import executors
 from layertap.service.engine.execute.processes.process_executor import ProcessExecutor
-from layertap.service.engine.rows.item_rows import try_to_decode
-from layertap.service.engine.rows.rows import Attempt
+from layertap.service.engine.rows.rows import Attempt, try_to_decode
 from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
 

@@ -17,7 +17,7 @@ from layertap.service.cli.console import show_status, stderr
 from layertap.service.engine.collect.joined_inputs import ANOTHER_SHAPE
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
-from layertap.service.engine.rows.picture_rows import get_preprocessing
+from layertap.service.engine.rows.rows import get_preprocessing
 from layertap.service.explain.prober import Prober
 from layertap.service.features import Features, join_features
 from layertap.service.inputs.files import FileError, read_regular_file

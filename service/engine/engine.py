@@ -25,7 +25,7 @@ from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.plan.planner import PlannedRequest, Planner
 from layertap.service.engine.request import ExtractRequest, Job
 from layertap.service.engine.rows.decoder import DecodedInputs, InputDecoder, make_encoded_job
-from layertap.service.engine.rows.fetch_inputs import fetch_inputs, fetch_items
+from layertap.service.engine.rows.fetch_inputs import fetch_inputs
 from layertap.service.engine.rows.rows import Items
 from layertap.service.engine.schedule.job import make_job
 from layertap.service.engine.schedule.job_maker import JobMaker
@@ -123,7 +123,7 @@ class Engine:
             planned = await self.planner.plan(request, handle, ticket.deadline)
             request.timings.describe(rows=max(request.timings.facts.rows, planned.rows))
             ticket.resize(planned.rows)  # before anything is decoded, or run to get to know a shape
-            items = await fetch_inputs(planned, self.fetcher, ticket)
+            items = await fetch_inputs(planned.request, planned.inputs, planned.rows, self.fetcher, ticket)
             ticket.reserve_bytes(planned.nbytes)
             answers = await self._decode_and_run(planned, items, ticket)
             return await self._collect_features(answers, ticket.deadline)
@@ -134,7 +134,7 @@ class Engine:
             return request
         handle = await self.get_handle(request.model, ticket)
         count = len(request.items)
-        items = await fetch_items(request, handle.model.model_inputs, count, self.fetcher, ticket)
+        items = await fetch_inputs(request, handle.model.model_inputs, count, self.fetcher, ticket)
         failed = [(place, item) for place, item in items if isinstance(item, LayertapError)]
         faults = tuple(error.to_fault(f"/inputs/{place}", place) for place, error in failed)
         if len(faults) == count:
@@ -157,7 +157,7 @@ class Engine:
     async def _dry_run(self, request: ExtractRequest, ticket: Ticket) -> list[Job]:
         handle = await self.get_handle(request.model, ticket)
         planned = await self.planner.plan(request, handle, ticket.deadline)
-        items = await fetch_inputs(planned, self.fetcher, ticket)
+        items = await fetch_inputs(planned.request, planned.inputs, planned.rows, self.fetcher, ticket)
         ticket.reserve_bytes(planned.nbytes)
         if not items:
             return [make_job(planned, {}, request.faults, deadline=ticket.deadline)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from layertap.models.errors import TooLargeError
 from layertap.models.model_info import ModelInfo
-from layertap.service.engine.plan.row_shapes import count_numbers
+from layertap.service.engine.rows.predicted_rows import count_numbers
 
 CHUNK_ROWS = 32  # changed inputs that go the road of any request at once
 
@@ -23,10 +23,9 @@ class ChangedRows:
         """Seconds of their forwards, chunk after chunk on one thread, by what was measured at loading; meant low."""
         shapes = (self.shape[1:],)
         surveyed = model.catalogs.get_catalog(shapes)
-        tower = model.model_inputs.for_shapes(shapes)
-        catalog = surveyed or model.get_catalog(tower)
+        catalog = surveyed or model.catalog
         costs = catalog.graph_costs if self.has_graph else catalog.costs
-        share = 1.0 if surveyed else min(count_numbers(shapes) / count_numbers(tower.shapes), 1.0)
+        share = 1.0 if surveyed else min(count_numbers(shapes) / count_numbers(model.shapes), 1.0)
         return self.count * share * costs.estimate_seconds(CHUNK_ROWS) / CHUNK_ROWS
 
 

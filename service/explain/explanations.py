@@ -22,8 +22,8 @@ from layertap.service.engine.admit.workload import PlannedWork
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.models.model_handle import ModelHandle
-from layertap.service.engine.plan.catalog_choice import get_tower
 from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.rows.predicted_rows import predict_rows
 from layertap.service.explain.changed_inputs import ChangedInputs
 from layertap.service.explain.explanation_methods import (
     GRADIENT_VALUES,
@@ -102,7 +102,8 @@ def _plan_work(request: ExtractRequest, explanation: Explanation, handle: ModelH
 
 
 def _get_model(handle: ModelHandle, request: ExtractRequest) -> ModelInfo:
-    return get_tower(handle.model, [item for _, item in request.items])
+    items = [item for _, item in request.items]
+    return handle.model.for_tower(predict_rows(items, handle.model.model_inputs).tower)
 
 
 def _get_explanation(request: ExtractRequest) -> Explanation:

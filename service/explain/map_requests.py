@@ -10,8 +10,8 @@ from layertap.models.errors import Fault, RequestError, SelectorError, escape
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Class, Explanation, Method, Objective
-from layertap.service.engine.plan.row_shapes import predict_rows
 from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.rows.predicted_rows import predict_rows
 from layertap.service.explain.changed_inputs import ChangedInputs, ChangedRows
 from layertap.service.explain.explanation_methods import METHODS, MethodSpec
 from layertap.service.pictures.panels import ResultInfo

@@ -10,8 +10,9 @@ from layertap.models.lru_cache import LRUCache
 from layertap.models.selection.hook_points import Embedding, Selector
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.plan.catalog_choice import find_tower, get_tower
+from layertap.service.engine.plan.planner import find_tower
 from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.rows.predicted_rows import predict_rows
 from layertap.service.explain.probe_inputs import make_probe_input
 from layertap.service.features import Features
 from layertap.service.probes import Probe
@@ -54,7 +55,8 @@ class Prober:
         sent: Sequence[object] = (),
     ) -> Features:
         handle = await self._engine.get_handle(model, ticket)
-        inputs = get_tower(handle.model, sent).model_inputs if sent else find_tower(handle.model, selectors)
+        model_inputs = handle.model.model_inputs
+        inputs = predict_rows(sent, model_inputs).tower if sent else find_tower(handle.model, selectors)
         kind, item = make_probe_input(inputs, preprocessed=preprocessed)
         request = ExtractRequest(
             model=model, items=((0, item),), selectors=selectors, embedding=embedding, isolated=True

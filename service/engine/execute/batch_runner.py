@@ -23,8 +23,7 @@ from layertap.service.engine.execute.forward_batch import (
     SliceResult,
 )
 from layertap.service.engine.execute.futures import wrap_error
-from layertap.service.engine.rows.picture_rows import normalize_rows
-from layertap.service.engine.rows.rows import Rows
+from layertap.service.engine.rows.rows import Rows, normalize_rows
 from layertap.service.errors import ForwardError
 
 log = logging.getLogger("layertap")

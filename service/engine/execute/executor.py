@@ -15,8 +15,7 @@ from layertap.service.engine.execute.batch_runner import BatchRunner, find_lasti
 from layertap.service.engine.execute.forward_batch import BatchOutcome, ForwardBatch
 from layertap.service.engine.execute.futures import Failed, call_and_catch
 from layertap.service.engine.execute.threads import start_single_threaded
-from layertap.service.engine.rows.item_rows import try_to_decode
-from layertap.service.engine.rows.rows import ItemAttempts
+from layertap.service.engine.rows.rows import ItemAttempts, try_to_decode
 from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
 

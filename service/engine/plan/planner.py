@@ -1,11 +1,13 @@
-"""From what a request names to what is captured for it: by the shapes that were sent, then by the rows as they are."""
+"""Plans requests: first by the shapes that were sent, then by the decoded rows."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Protocol, TypeVar
 
 from layertap.models import fingerprint
@@ -18,20 +20,13 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.resume.resumption import Resumption, find_start
 from layertap.models.selection.embedding import find_embedding, reduce_embedding
 from layertap.models.selection.hook_points import Selector
-from layertap.models.selection.plan import Plan
+from layertap.models.selection.plan import Plan, Result
 from layertap.models.spec import Preprocessed, Shapes
-from layertap.service.engine.admit.limits import (
-    check_count,
-    check_reply_size,
-    check_survey,
-    show_shapes,
-)
+from layertap.service.engine.admit.limits import check_count, check_reply_size, check_survey, show_shapes
 from layertap.service.engine.models.model_handle import ModelHandle
-from layertap.service.engine.plan.catalog_choice import choose_catalog, find_tower, names_functions, names_unseen_calls
-from layertap.service.engine.plan.fingerprinted_plan import FingerprintedPlan, make_fingerprinted_plan
-from layertap.service.engine.plan.plan_scaling import scale_plan
-from layertap.service.engine.plan.row_shapes import find_preprocessed_by, is_reshaped, predict_rows
+from layertap.service.engine.plan.plan_cache import Fingerprints, make_request_plan
 from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.rows.predicted_rows import PredictedRows, find_preprocessed_by, is_reshaped, predict_rows
 from layertap.service.engine.rows.rows import Rows, get_row_shapes
 from layertap.service.inputs.items import TextItem
 from layertap.service.schemas.faults import read_field
@@ -39,35 +34,38 @@ from layertap.service.settings import Settings
 
 T = TypeVar("T")
 log = logging.getLogger("layertap")
-SHORT_NUMBERS = 2**17  # what is no more is looked through in less than half a millisecond
+SHORT_NUMBERS = 2**17  # so many are looked through in less than half a millisecond
+SMALL = 8  # pixels or tokens: axes no longer than this may have that size for any input
+GROWTH = 0.75  # of how much more a row holds: borders and rounding take some of it
 
 
 class RunInThread(Protocol):
-    """Runs something that computes in a pool of threads; DeadlineError."""
+    """Runs a function that computes in a pool of threads; DeadlineError."""
 
     def __call__(self, function: Callable[[], T], deadline: float) -> Awaitable[T]:
-        """What the function gives, until a moment on the monotonic clock."""
+        """The function's result; ``deadline`` is a moment on the monotonic clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRequest:
-    """A request with its plan, by what is known of its rows.
+    """A request with its plan, as far as its rows are known.
 
-    ``place`` is that of the input whose options the plan is by. ``inputs`` is what rows must be like, which may be
-    outputs of a layer. ``catalog_shapes`` is the shape of row that ``catalog`` is of, None where the rows have one that
-    is not surveyed yet. ``identity`` is the model's part of the fingerprints. ``nbytes`` is about what its rows and its
-    results take in memory.
+    The plan has the options of the input at ``input_index``. ``inputs`` describes the rows, which may be outputs of a
+    layer; ``tower`` is the part of it that these rows have, if the model has two towers. ``catalog`` was measured with
+    rows of ``catalog_shapes``, None if the rows have a shape that is not surveyed yet. ``identity`` is the model's part
+    of the fingerprints. ``nbytes`` estimates the memory of rows and results.
     """
 
     request: ExtractRequest
-    place: int
+    input_index: int
     handle: ModelHandle
     inputs: ModelInputs
+    tower: ModelInputs
     resumption: Resumption | None
     catalog: Catalog
     catalog_shapes: Shapes | None
     plan: Plan
-    fingerprints: Mapping[str, str]
+    fingerprints: Fingerprints
     identity: str
     preprocessed: Preprocessed
     shapes: Shapes
@@ -76,55 +74,55 @@ class PlannedRequest:
 
 
 class Planner:
-    """Plans requests on the event loop; what takes long runs in threads, what needs the model in the model's own."""
+    """Plans requests on the event loop; long computations run in threads, surveys in the model's own."""
 
     def __init__(self, settings: Settings, run_in_thread: RunInThread) -> None:
         self._settings = settings
         self._run_in_thread = run_in_thread
 
     async def plan(self, request: ExtractRequest, handle: ModelHandle, deadline: float) -> PlannedRequest:
-        """A request's plan before anything is decoded, by the shapes that arrays have; RequestError, TooLargeError."""
+        """A request's plan before anything is decoded, by the shapes of its arrays; RequestError, TooLargeError."""
         model = handle.model
         request = _put_prompt(request, model)
-        place = request.items[0][0] if request.items else 0
+        input_index = request.items[0][0] if request.items else 0
         items = [item for _, item in request.items]
         inputs = model.model_inputs
+        resumption: Resumption | None = None
         if request.resume is None:
-            rows, resumption = predict_rows(items, inputs), None
-            tower = inputs.for_shapes(rows.shapes)
-        else:
-            tower = find_tower(model, [request.resume])
-            resumption = await self._resume(request.resume, handle, tower.shapes, model.get_catalog(tower), deadline)
-            inputs = tower.replace_by_output(resumption.takes)
             rows = predict_rows(items, inputs)
-        request = _name_embedding(request, model, tower)
-        catalog, catalog_shapes = choose_catalog(model, inputs, resumption, rows)
-        preprocessed = find_preprocessed_by(items, inputs, rows.shapes)
-        identity = _identify(request, model, inputs, preprocessed, rows.shapes)
-        lengths = _assume_lengths(inputs.for_shapes(rows.shapes)) if request.items else None
+            request = _name_embedding(request, model, rows.tower)
+        else:
+            start = find_tower(model, [request.resume])
+            resumption = await self._resume(request.resume, handle, start.shapes, model.get_catalog(start), deadline)
+            inputs = start.replace_by_output(resumption.takes)
+            rows = predict_rows(items, inputs)
+            request = _name_embedding(request, model, start)
         check_count(rows.count, self._settings)
-        if catalog_shapes is None and rows.uniform and names_unseen_calls(request.for_input(place), catalog):
-            catalog, catalog_shapes = await self._survey(handle, rows.shapes, deadline), rows.shapes
-        if names_functions(request) and resumption is None:
-            catalog = await self._survey(handle, catalog_shapes or tower.shapes, deadline, functions=True)
-            catalog = catalog if catalog_shapes else model.catalogs.get_unsized(tower.shapes)
-        fingerprinted = await self._make_plan(request, place, handle, catalog, identity, lengths, deadline)
+        if resumption is None:
+            catalog, catalog_shapes = await self._choose_catalog(request.for_input(input_index), handle, rows, deadline)
+        else:
+            catalog, catalog_shapes = resumption.catalog, inputs.shapes
+        preprocessed = find_preprocessed_by(items, rows.tower, rows.shapes)
+        identity = _identify(request, model, rows.tower, preprocessed, rows.shapes)
+        lengths = _assume_lengths(rows.tower) if items else None
+        plan, fingerprints = await self._make_plan(request, input_index, handle, catalog, identity, lengths, deadline)
         if request.verify:
-            verification.check_possible(fingerprinted.plan, catalog)
-        likely = fingerprinted.plan
+            verification.check_possible(plan, catalog)
+        likely = plan
         if rows.shapes != catalog_shapes:
-            likely = await self._scale(likely, rows.shapes, inputs, deadline)
+            likely = await self._scale(plan, rows.shapes, rows.tower, deadline)
         check_reply_size(likely, rows.count, request.reply)
         return PlannedRequest(
             request=request,
-            place=place,
+            input_index=input_index,
             handle=handle,
             inputs=inputs,
+            tower=rows.tower,
             resumption=resumption,
             catalog=catalog,
             catalog_shapes=catalog_shapes,
-            plan=fingerprinted.plan,
-            fingerprints=fingerprinted.fingerprints,
+            plan=plan,
+            fingerprints=fingerprints,
             identity=identity,
             preprocessed=preprocessed,
             shapes=rows.shapes,
@@ -135,84 +133,101 @@ class Planner:
     async def replan(
         self, planned: PlannedRequest, rows: Rows, items: Sequence[object], deadline: float
     ) -> PlannedRequest:
-        """The plan for rows that are there, made of items: of another shape, length or origin they have another."""
-        request, place, handle, inputs = planned.request, planned.place, planned.handle, planned.inputs
+        """The plan for decoded rows of some items, which differs if they have another shape, length or origin."""
+        request, index, handle, inputs = planned.request, planned.input_index, planned.handle, planned.inputs
         model, count, shapes = handle.model, len(next(iter(rows.values()))), get_row_shapes(rows)
-        preprocessed = find_preprocessed_by(items, inputs, shapes)
-        identity = _identify(request, model, inputs, preprocessed, shapes)
-        lengths = await self._measure_lengths(rows, inputs, deadline)
+        tower = inputs.for_shapes(shapes)
+        preprocessed = find_preprocessed_by(items, tower, shapes)
+        identity = _identify(request, model, tower, preprocessed, shapes)
+        lengths = await self._measure_lengths(rows, tower, deadline)
         resumption, catalog = planned.resumption, planned.catalog
+        plan, fingerprints = planned.plan, planned.fingerprints
         if shapes != planned.catalog_shapes:
             model_shapes = _get_model_shapes(rows, resumption, inputs)
-            if model.catalogs.get_catalog(model_shapes) is None:  # what is refused all the same need not be surveyed
-                plan = planned.plan
+            if model.catalogs.get_catalog(model_shapes) is None:  # a request that is refused anyway needs no survey
+                likely = plan
                 if lengths is not None:
-                    plan = (await self._make_plan(request, place, handle, catalog, identity, lengths, deadline)).plan
-                check_reply_size(await self._scale(plan, shapes, inputs, deadline), count, request.reply)
-            catalog = await self._survey(handle, model_shapes, deadline, functions=names_functions(request))
+                    likely, _ = await self._make_plan(request, index, handle, catalog, identity, lengths, deadline)
+                check_reply_size(await self._scale(likely, shapes, tower, deadline), count, request.reply)
+            catalog = await self._survey(handle, model_shapes, deadline, functions=_names_functions(request))
             if request.resume is not None:
                 resumption = await self._resume(request.resume, handle, model_shapes, catalog, deadline)
                 catalog = resumption.catalog
-        fingerprinted = FingerprintedPlan(planned.plan, catalog, planned.fingerprints)
         known = catalog is planned.catalog and lengths is None and identity == planned.identity
         if not known or request.input_options:
-            fingerprinted = await self._make_plan(request, place, handle, catalog, identity, lengths, deadline)
-        check_reply_size(fingerprinted.plan, count, request.reply)
+            plan, fingerprints = await self._make_plan(request, index, handle, catalog, identity, lengths, deadline)
+        check_reply_size(plan, count, request.reply)
         return replace(
             planned,
+            tower=tower,
             resumption=resumption,
             catalog=catalog,
             catalog_shapes=shapes,
-            plan=fingerprinted.plan,
-            fingerprints=fingerprinted.fingerprints,
+            plan=plan,
+            fingerprints=fingerprints,
             identity=identity,
             preprocessed=preprocessed,
             shapes=shapes,
             rows=count,
         )
 
+    async def _choose_catalog(
+        self, request: ExtractRequest, handle: ModelHandle, rows: PredictedRows, deadline: float
+    ) -> tuple[Catalog, Shapes | None]:
+        """The catalogue to plan rows by and the shape that it was measured with; None if theirs is not surveyed yet."""
+        model, tower = handle.model, rows.tower
+        catalog = model.get_catalog(tower)
+        shapes: Shapes | None = tower.shapes
+        if tower.text is None:  # a text's length is measured later
+            known = model.catalogs.get_catalog(rows.shapes) if rows.uniform else None
+            catalog, shapes = (known, rows.shapes) if known else (model.catalogs.get_unsized(tower.shapes), None)
+            if shapes is None and rows.uniform and _names_unseen_calls(request, catalog):
+                catalog, shapes = await self._survey(handle, rows.shapes, deadline), rows.shapes
+        if _names_functions(request):
+            catalog = await self._survey(handle, shapes or tower.shapes, deadline, functions=True)
+            catalog = catalog if shapes else model.catalogs.get_unsized(tower.shapes)
+        return catalog, shapes
+
     async def _make_plan(
         self,
         request: ExtractRequest,
-        place: int,
+        input_index: int,
         handle: ModelHandle,
         catalog: Catalog,
         identity: str,
         lengths: TextLengths | None,
         deadline: float,
-    ) -> FingerprintedPlan:
-        """The plan of what the input at a place asks for; RequestError."""
-        asked = request.for_input(place)
-        cached = handle.plans.get(asked, catalog, identity, lengths)
-        if cached is None:
-            make = partial(make_fingerprinted_plan, asked, identity, catalog, self._settings.max_results, lengths)
+    ) -> tuple[Plan, Fingerprints]:
+        """The plan of what one input asks for; RequestError."""
+        asked = request.for_input(input_index)
+        made = handle.plans.get(asked, catalog, identity, lengths)
+        if made is None:
+            make = partial(make_request_plan, asked, catalog, identity, lengths, self._settings.max_results)
             try:
-                cached = await self._run_in_thread(make, deadline)
+                made = await self._run_in_thread(make, deadline)
             except RequestError as error:
-                raise request.locate(error, place) from None
-            handle.plans.put(asked, identity, lengths, cached)
-        return cached
+                raise request.locate(error, input_index) from None
+            handle.plans.put(asked, catalog, identity, lengths, *made)
+        return made
 
-    async def _scale(self, plan: Plan, shapes: Shapes, inputs: ModelInputs, deadline: float) -> Plan:
-        """What a plan for the configured shape is at least, for rows of another."""
-        inputs = inputs.for_shapes(shapes)
-        if inputs.text is not None:  # how much of a tensor is a text's own, its mask tells, and a plan knows
-            shapes = tuple(map(min, shapes, inputs.shapes))
-        return await self._run_in_thread(partial(scale_plan, plan, shapes, inputs.shapes), deadline)
+    async def _scale(self, plan: Plan, shapes: Shapes, tower: ModelInputs, deadline: float) -> Plan:
+        """The least that a plan for the configured shape gives for rows of another shape."""
+        if tower.text is not None:  # the mask shows which tokens are a text's own, and the plan accounts for it
+            shapes = tuple(map(min, shapes, tower.shapes))
+        return await self._run_in_thread(partial(_scale_plan, plan, shapes, tower.shapes), deadline)
 
-    async def _measure_lengths(self, rows: Rows, inputs: ModelInputs, deadline: float) -> TextLengths | None:
-        """How many tokens the texts of rows have; None of a model that takes none."""
-        text = inputs.for_shapes(get_row_shapes(rows)).text
-        if text is None:
+    async def _measure_lengths(self, rows: Rows, tower: ModelInputs, deadline: float) -> TextLengths | None:
+        """The token counts of the texts in rows; None for rows that are not of texts."""
+        if tower.text is None:
             return None
-        measure = partial(measure_lengths, rows, text)
+        measure = partial(measure_lengths, rows, tower.text)
         short = sum(value.numel() for value in rows.values()) <= SHORT_NUMBERS
         return measure() if short else await self._run_in_thread(measure, deadline)
 
     async def _survey(
         self, handle: ModelHandle, shapes: Shapes, deadline: float, *, functions: bool = False
     ) -> Catalog:
-        """What the model does with rows of a shape; with ``functions`` also what these return."""
+        """The catalogue of a shape, measured if it is not known; with ``functions`` also what functions return."""
         cached = handle.model.catalogs.get_catalog(shapes)
         if cached is not None and (cached.has_functions or not functions):
             return cached
@@ -227,7 +242,7 @@ class Planner:
     async def _resume(
         self, start: Selector, handle: ModelHandle, shapes: Shapes, catalog: Catalog, deadline: float
     ) -> Resumption:
-        """How forwards of rows of a shape go on from a layer; RequestError."""
+        """How forwards of a shape continue from a layer; RequestError."""
         try:
             find = partial(find_start, start, catalog)  # a glob may take long
             point, tensor = await self._run_in_thread(find, deadline)
@@ -237,8 +252,43 @@ class Planner:
             raise RequestError.from_faults([error.to_fault("/resume")]) from None
 
 
+def find_tower(model: ModelInfo, selectors: Iterable[Selector]) -> ModelInputs:
+    """The inputs of the tower in whose forwards all these layers run; all inputs if there is none."""
+    patterns = [selector.pattern for selector in selectors]
+
+    def runs_all(tower: ModelInputs) -> bool:
+        layers = model.get_catalog(tower).layers
+        return all(layers[pattern].calls for pattern in patterns if pattern in layers)
+
+    towers = model.model_inputs.towers
+    return next((tower for tower in reversed(towers) if tower.tower and runs_all(tower)), model.model_inputs)
+
+
+def _names_functions(request: ExtractRequest) -> bool:
+    """Whether a request names what functions take or return, which only a survey with functions shows."""
+    return any(selector.function is not None for selector in request.selectors)
+
+
+def _names_unseen_calls(request: ExtractRequest, catalog: Catalog) -> bool:
+    """Whether a request names a layer, or a call of it, that does not run for the configured shape.
+
+    It may run for another shape, which has to be surveyed first.
+    """
+    selectors = [*request.selectors, *(change.selector for change in request.interventions)]
+    if request.objective is not None and request.objective.selector is not None:
+        selectors.append(request.objective.selector)
+    for selector in selectors:
+        layer = catalog.layers.get(selector.pattern)
+        if layer is None:
+            continue
+        calls = len(layer.calls)
+        if not calls or (isinstance(selector.call, int) and not -calls <= selector.call < calls):
+            return True
+    return False
+
+
 def _name_embedding(request: ExtractRequest, model: ModelInfo, tower: ModelInputs) -> ExtractRequest:
-    """The request with the embedding that it asks for as the first that it names, where it asks for one."""
+    """The request with the embedding that it asks for, if any, as its first selector."""
     embedding = request.embedding
     if embedding is None:
         return request
@@ -252,7 +302,7 @@ def _name_embedding(request: ExtractRequest, model: ModelInfo, tower: ModelInput
 
 
 def _put_prompt(request: ExtractRequest, model: ModelInfo) -> ExtractRequest:
-    """The request with its prompt, or the model's default, in front of each text; RequestError for an unknown one."""
+    """The request with its prompt, or the model's default, before each text; RequestError for an unknown prompt."""
     prompts, prompt = model.text.prompts if model.text else {}, model.text.default_prompt if model.text else ""
     if request.prompt is not None:
         if request.prompt not in prompts:
@@ -262,31 +312,57 @@ def _put_prompt(request: ExtractRequest, model: ModelInfo) -> ExtractRequest:
         prompt = prompts[request.prompt]
     if not prompt:
         return request
-    items = ((place, TextItem(prompt + it.text) if isinstance(it, TextItem) else it) for place, it in request.items)
+    items = ((index, TextItem(prompt + it.text) if isinstance(it, TextItem) else it) for index, it in request.items)
     return replace(request, items=tuple(items))
 
 
 def _identify(
-    request: ExtractRequest, model: ModelInfo, inputs: ModelInputs, preprocessed: Preprocessed, shapes: Shapes
+    request: ExtractRequest, model: ModelInfo, tower: ModelInputs, preprocessed: Preprocessed, shapes: Shapes
 ) -> str:
     """The model's part of the fingerprints of rows of a shape."""
-    identity, tower = model.identity, inputs.for_shapes(shapes).tower
+    identity = model.identity
     if request.prompt is not None and model.text and model.text.prompts[request.prompt] != model.text.default_prompt:
         identity = fingerprint.digest_prompt(identity, model.text.prompts[request.prompt])
-    return fingerprint.digest_rows(identity, preprocessed, shapes if is_reshaped(inputs, shapes) else None, tower)
+    reshaped = shapes if is_reshaped(tower, shapes) else None
+    return fingerprint.digest_rows(identity, preprocessed, reshaped, tower.tower)
 
 
-def _assume_lengths(inputs: ModelInputs) -> TextLengths | None:
-    """How many tokens texts may have that nobody looked at yet."""
-    if inputs.text is None:
+def _assume_lengths(tower: ModelInputs) -> TextLengths | None:
+    """The token counts that texts may have before they are tokenized."""
+    if tower.text is None:
         return None
-    most = inputs.text.max_tokens
+    most = tower.text.max_tokens
     return TextLengths(1, most, most, most, known=False)
 
 
 def _get_model_shapes(rows: Rows, resumption: Resumption | None, inputs: ModelInputs) -> Shapes:
-    """The shape of the model's own inputs: rows that a layer made of texts have as many tokens as these."""
+    """The shape of the model's own inputs, which have as many tokens as a layer's outputs for texts."""
     if resumption is None or inputs.text is None:
         return get_row_shapes(rows)
     tokens = rows[inputs.text.ids].shape[1 + inputs.text.axis]
     return tuple((tokens,) for _ in resumption.inputs)
+
+
+def _scale_plan(plan: Plan, shapes: Shapes, known: Shapes) -> Plan:
+    """A plan for rows of another shape, with sizes that err low.
+
+    Maps grow with the picture; results that are pooled, or are statistics, keep their size. For smaller rows every
+    other result counts as a single number. Of several inputs the one that grew least counts, because it is not known
+    which layers see which.
+    """
+    ratio = min(prod(new) / prod(old) for new, old in zip(shapes, known, strict=True))
+    if ratio >= 1 and ratio * GROWTH <= 1:
+        return plan
+    return replace(plan, results=tuple(_scale_result(result, ratio) for result in plan.results))
+
+
+def _scale_result(result: Result, ratio: float) -> Result:
+    tensor, reduction = result.capture.tensor, result.capture.reduction
+    if reduction.pool not in ("none", "flatten") or reduction.stats is not None:
+        return result
+    sizes = [1] * len(tensor.shape) if ratio < 1 else list(tensor.shape)
+    if ratio >= 1 and reduction.tokens is None:
+        growing = (axis for axis, letter in enumerate(tensor.layout or "") if letter in "HT" and sizes[axis] > SMALL)
+        for axis in (*growing,)[:1]:
+            sizes[axis] = math.ceil(sizes[axis] * ratio * GROWTH)
+    return replace(result, capture=replace(result.capture, tensor=replace(tensor, shape=tuple(sizes))))

@@ -20,9 +20,17 @@ from layertap.service.engine.admit.limits import show_shapes
 from layertap.service.engine.execute.forward_batch import Results, UndecodedError
 from layertap.service.engine.plan.planner import PlannedRequest, RunInThread
 from layertap.service.engine.request import Job
-from layertap.service.engine.rows.item_rows import pad_texts
-from layertap.service.engine.rows.picture_rows import normalize_rows
-from layertap.service.engine.rows.rows import Attempt, Fetched, ItemAttempts, Items, Rows, get_row_shapes, join_rows
+from layertap.service.engine.rows.rows import (
+    Attempt,
+    Fetched,
+    ItemAttempts,
+    Items,
+    Rows,
+    get_row_shapes,
+    join_rows,
+    normalize_rows,
+    pad_texts,
+)
 from layertap.service.engine.schedule.batch_formation import are_few_rows
 from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.inputs.items import ImageItem, LocalItem
@@ -196,7 +204,7 @@ def split_evenly(items: Sequence[LocalItem], slots: int, limit: int) -> list[Seq
 def _is_as_planned(rows: Rows, planned: PlannedRequest) -> bool:
     count = len(next(iter(rows.values())))
     # A text's length, and with it the plan, shows only now.
-    fixed = planned.inputs.for_shapes(planned.shapes).text is None
+    fixed = planned.tower.text is None
     return fixed and count == planned.rows and get_row_shapes(rows) == planned.shapes == planned.catalog_shapes
 
 

@@ -1,4 +1,4 @@
-"""Inputs at URLs become pictures, before anything of the request is decoded."""
+"""Inputs at URLs are fetched and become pictures, before anything of the request is decoded."""
 
 from __future__ import annotations
 
@@ -9,43 +9,36 @@ from layertap.models.errors import InputError, LayertapError, RequestError, TooL
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.deadline import wait_until
-from layertap.service.engine.plan.planner import PlannedRequest
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.rows.picture_rows import get_preprocessing
-from layertap.service.engine.rows.rows import Fetched, Items
+from layertap.service.engine.rows.rows import Fetched, Items, get_preprocessing
 from layertap.service.fetch.download_budget import DownloadBudget
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.fetch.urls import FetchTarget
 from layertap.service.inputs.items import ImageItem, InputItem, UrlItem
 
-MAX_PARALLEL = 8  # fetches of one request, so that none takes all that the server may have under way
+MAX_PARALLEL = 8  # fetches of one request at a time, so that none takes all that the server allows
 
 
-async def fetch_inputs(planned: PlannedRequest, fetcher: Fetcher, ticket: Ticket) -> Items:
-    """The items of a planned request with their places; as ``fetch_items``."""
-    return await fetch_items(planned.request, planned.inputs, planned.rows, fetcher, ticket)
-
-
-async def fetch_items(
+async def fetch_inputs(
     request: ExtractRequest, inputs: ModelInputs, rows: int, fetcher: Fetcher, ticket: Ticket
 ) -> Items:
-    """The items of a request for some rows with their places, a picture in place of each URL, or why it can't be had.
+    """The items of a request for some rows, with their indexes; for each URL its picture, or why it can't be fetched.
 
-    While they are fetched the request keeps a single place in the queue. RequestError, TooLargeError where it wants all
-    or nothing; QueueFullError, DeadlineError.
+    While fetching, the request holds a single row of the queue. RequestError, TooLargeError if one fails and the
+    request leaves none out; QueueFullError, DeadlineError.
     """
-    places = [place for place, _ in request.items]
+    indexes = [input_index for input_index, _ in request.items]
     targets = [_find_target(item, inputs, fetcher) for _, item in request.items]
     items = [target for target in targets if not isinstance(target, FetchTarget)]
     if len(items) < len(targets):
-        _check_all_are_good(request, places, targets)
+        _check_all_are_good(request, indexes, targets)
         ticket.resize(1)
         with request.timings.step("fetch"):
             fetching = _fetch_all(targets, fetcher, fetcher.create_budget(ticket.reserve_bytes))
             items = await wait_until(ticket.deadline, fetching)
         ticket.resize(rows)
-    _check_all_are_good(request, places, items)
-    return list(zip(places, items, strict=True))
+    _check_all_are_good(request, indexes, items)
+    return list(zip(indexes, items, strict=True))
 
 
 def _find_target(item: InputItem, inputs: ModelInputs, fetcher: Fetcher) -> Fetched | FetchTarget:
@@ -73,20 +66,22 @@ async def _fetch_all(
                 return error
 
     try:
-        async with asyncio.TaskGroup() as group:  # where one ends the request, the others end as well
+        async with asyncio.TaskGroup() as group:  # if one fails the request, the others are cancelled
             tasks = [group.create_task(fetch(target)) for target in targets]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
-def _check_all_are_good(request: ExtractRequest, places: Sequence[int], items: Sequence[Fetched | FetchTarget]) -> None:
-    """RequestError, TooLargeError where some are not, and the request leaves none out."""
-    errors = [(place, item) for place, item in zip(places, items, strict=True) if isinstance(item, LayertapError)]
+def _check_all_are_good(
+    request: ExtractRequest, indexes: Sequence[int], items: Sequence[Fetched | FetchTarget]
+) -> None:
+    """RequestError or TooLargeError if some are errors and the request leaves none out."""
+    errors = [(index, item) for index, item in zip(indexes, items, strict=True) if isinstance(item, LayertapError)]
     if request.on_error == "skip" or not errors:
         return
     too_large = [error for _, error in errors if isinstance(error, TooLargeError)]
     first = too_large[0] if too_large else errors[0][1]
-    faults = tuple(error.to_fault(f"/inputs/{place}", place) for place, error in errors)
+    faults = tuple(error.to_fault(f"/inputs/{index}", index) for index, error in errors)
     kind = TooLargeError if too_large else RequestError
     raise kind(first.detail, hint=first.hint, faults=faults)

@@ -1,21 +1,52 @@
-"""Rows: for each input of a model a tensor with the rows on axis 0."""
+"""Items made into rows, for each input of a model a tensor with the rows on axis 0: decoded, preprocessed, checked.
+
+Runs in the decode pool.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
 
+import numpy as np
+import torch
+from PIL import Image
 from torch import Tensor
+from torch.nn import functional
 
 from layertap.models.devices import transfer
-from layertap.models.errors import LayertapError
-from layertap.models.spec import Shapes
-from layertap.service.inputs.items import LocalItem
+from layertap.models.devices.dtypes import DTYPES
+from layertap.models.errors import InputError, LayertapError, TooLargeError
+from layertap.models.inputs.geometry import compute_resized_size
+from layertap.models.inputs.library_processor import Preprocessing
+from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.inputs.preprocess import compute_least_size, make_row, normalize
+from layertap.models.inputs.text import TextSpec
+from layertap.models.spec import InputSpec, PreprocessSpec, Shapes
+from layertap.service.engine.rows.predicted_rows import (
+    choose_tower,
+    fits,
+    get_batch_shape,
+    get_pictures,
+    is_pixels,
+    name_arrays,
+)
+from layertap.service.features import Array
+from layertap.service.inputs.arrays import require_finite
+from layertap.service.inputs.images import Picture, decode_image, decode_reduced, get_plain_jpeg_size
+from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem, TokensItem
+from layertap.service.settings import Settings
 
 Rows = Mapping[str, Tensor]
-Attempt = Rows | LayertapError  # what was made of an item, or why nothing was
+Attempt = Rows | LayertapError  # the rows of an item, or why there are none
 ItemAttempts = list[Sequence[Attempt]]  # of each item, which may be a batch
-Fetched = LocalItem | LayertapError  # an input, or why it can't be had from where it is
-Items = Sequence[tuple[int, Fetched]]  # with their places in the request
+Fetched = LocalItem | LayertapError  # an input, or why it can't be fetched
+Items = Sequence[tuple[int, Fetched]]  # with their indexes in the request
+
+CHARACTERS = 16  # of a text, for each token that a model takes: bounds the time that a tokenizer takes
+CUT_CHARACTERS = 2**20  # of a text that may be cut: a tokenizer reads all of it
 
 
 def count_rows(attempts: ItemAttempts) -> int:
@@ -34,3 +65,297 @@ def join_rows(parts: Sequence[Rows]) -> dict[str, Tensor]:
     if len(parts) == 1:
         return dict(parts[0])
     return {name: transfer.join_rows([part[name] for part in parts]) for name in parts[0]}
+
+
+def try_to_decode(item: LocalItem, inputs: ModelInputs, settings: Settings) -> Sequence[Attempt]:
+    """One item as rows, or why there are none; raises nothing that its sender should not see."""
+    try:
+        return decode_item(item, inputs, settings)
+    except (InputError, TooLargeError) as error:
+        return [error]
+    except MemoryError:
+        return [TooLargeError("there is no memory to decode this input", hint="send a smaller one")]
+
+
+def decode_item(item: LocalItem, inputs: ModelInputs, settings: Settings) -> list[Attempt]:
+    """One item as rows; InputError, TooLargeError.
+
+    A batch comes in one piece. If some of its rows are not finite it comes row by row, with an error in place of each
+    of these. The numbers of a batch with more rows than allowed are not checked.
+    """
+    inputs = choose_tower(item, inputs)
+    if isinstance(item, ImageItem):
+        return [{inputs.specs[0].name: decode_picture(item, inputs, settings)}]
+    if is_pixels(item, inputs):
+        return [_fit_pixels(item, inputs, settings)]
+    rows = _convert_arrays(item, inputs, settings) if isinstance(item, ArraysItem) else _tokenize(item, inputs)
+    if len(next(iter(rows.values()))) > settings.max_inputs or _find_error(rows, inputs) is None:
+        return [rows]
+    return [_find_error(row, inputs) or row for row in _split_rows(rows)]
+
+
+def _split_rows(rows: Rows) -> Iterator[Rows]:
+    for row in range(len(next(iter(rows.values())))):
+        yield {name: value[row : row + 1] for name, value in rows.items()}
+
+
+def _find_error(rows: Rows, inputs: ModelInputs) -> InputError | None:
+    """What is wrong with the numbers in rows, in the dtype that the model gets: float16 holds less than float64."""
+    try:
+        for spec, value in zip(inputs.specs, rows.values(), strict=True):
+            if value.is_floating_point():
+                require_finite(value.to(inputs.dtype).float().numpy())
+            elif spec.values is not None:
+                _require_within(value, spec.name, min(spec.values[0], 0), spec.values[1] - 1)
+        text = inputs.text
+        if text is not None and text.mask is not None and not bool(rows[text.mask].any(1).all()):
+            raise InputError("the mask leaves no token", hint="send 1 for each token that counts")
+    except InputError as error:
+        return error
+    return None
+
+
+def _require_within(value: Tensor, name: str, least: int, most: int) -> None:
+    outside = value[(value < least) | (value > most)]
+    if outside.numel():
+        raise InputError(
+            f"input '{name}' holds {int(outside[0])}, which is not among its values",
+            hint=f"send whole numbers from {least} to {most}",
+        )
+
+
+def get_preprocessing(inputs: ModelInputs) -> Preprocessing:
+    """How pictures become a model's rows; InputError if it takes none."""
+    if inputs.preprocess is not None and inputs.takes_pictures:
+        return inputs.preprocess
+    reason = f": {inputs.no_pictures}" if inputs.no_pictures else ""
+    of_text = inputs.text is not None and inputs.text.is_read
+    hint = _format_hint(inputs.text) if inputs.text is not None and of_text else f"send {_describe_inputs(inputs)}"
+    raise InputError(f"model {inputs.model} takes {'text' if of_text else 'tensors'}, not pictures{reason}", hint=hint)
+
+
+def decode_picture(item: ImageItem, inputs: ModelInputs, settings: Settings) -> Tensor:
+    """A picture as a row of pixels (uint8), to be normalised later, or as the model takes it.
+
+    Pixels take a quarter of the bytes while rows wait or are sent to another process. InputError, TooLargeError.
+    """
+    row = decode_on_device(item, inputs, settings)
+    if row is not None:
+        return row
+    spec = get_preprocessing(inputs)
+    check = partial(_check_resized, spec, settings.max_resized_pixels)
+    if inputs.decode == "fast":
+        least_size = partial(compute_least_size, spec)
+        picture = decode_reduced(item.data, settings.max_pixels, least_size, check, spec.background)
+    else:
+        image = decode_image(item.data, settings.max_pixels, check, spec.background)
+        picture = Picture(image, image.size)
+    return make_row(picture.image, spec, picture.size, picture.box).unsqueeze(0)
+
+
+def decode_on_device(item: ImageItem, inputs: ModelInputs, settings: Settings) -> Tensor | None:
+    """A picture as a row that is on the model's GPU; None if the CPU has to decode or refuse it.
+
+    TooLargeError.
+    """
+    if inputs.decoder is None:
+        return None
+    check = partial(_check_resized, get_preprocessing(inputs), settings.max_resized_pixels)
+    size = get_plain_jpeg_size(item.data, settings.max_pixels, check)
+    row = None if size is None else inputs.decoder.decode_row(item.data, size)
+    return None if row is None else row.unsqueeze(0)
+
+
+def normalize_rows(rows: Rows, inputs: ModelInputs) -> Rows:
+    """Rows as the model takes them: rows of pixels are normalised, others stay as they are.
+
+    Arrays have their input's dtype by now, and no input of pictures is one of bytes.
+    """
+    spec = inputs.preprocess
+    if not isinstance(spec, PreprocessSpec) or all(value.dtype != torch.uint8 for value in rows.values()):
+        return rows
+    return {name: normalize(value, spec) for name, value in rows.items()}
+
+
+def _fit_pixels(item: ArraysItem, inputs: ModelInputs, settings: Settings) -> Rows:
+    """Decoded pictures as rows of pixels, to be normalised later; the same rows as of these pictures in PNG.
+
+    InputError; TooLargeError for more pixels than a picture may have.
+    """
+    spec, pictures = get_preprocessing(inputs), get_pictures(item, inputs)
+    height, width = pictures.shape[1:3]
+    if height * width > settings.max_pixels:
+        detail = f"the picture has {height * width} pixels ({width} by {height}); the limit is {settings.max_pixels}"
+        raise TooLargeError(detail, hint="send a smaller picture")
+    _check_resized(spec, settings.max_resized_pixels, width, height)
+    rows = [make_row(Image.fromarray(np.ascontiguousarray(picture)), spec) for picture in pictures]
+    return {inputs.specs[0].name: torch.stack(rows)}
+
+
+def _check_resized(how: Preprocessing, limit: int, width: int, height: int) -> None:
+    """TooLargeError for a picture that would be too large once resized, in either orientation."""
+    spec = how if isinstance(how, PreprocessSpec) else how.nearest
+    pixels = prod(compute_resized_size(spec, width, height)) if spec is not None else 0
+    if pixels > limit:
+        raise TooLargeError(
+            f"the picture would be resized to {pixels} pixels, the limit is {limit}",
+            hint="send a picture that is less long and narrow",
+        )
+
+
+def _convert_arrays(item: ArraysItem, inputs: ModelInputs, settings: Settings) -> Rows:
+    """Arrays as rows; InputError if the model does not take them, TooLargeError."""
+    by_name, text = name_arrays(item, inputs), inputs.text
+    rows = {
+        spec.name: _to_tensor(by_name[spec.name], spec, item.may_batch) for spec in inputs.specs if spec.name in by_name
+    }
+    if text is not None and text.mask is not None and text.mask not in rows:
+        rows[text.mask] = _make_mask(rows[text.ids], text)
+    lengths = set()
+    for spec, value in zip(inputs.specs, rows.values(), strict=True):
+        pixels = prod(value.shape[2:])  # height and width may be others than the configured ones, but not any
+        if pixels > max(settings.max_resized_pixels, prod(spec.shape[1:])):
+            raise TooLargeError(
+                f"input '{spec.name}' has {pixels} pixels, the limit is {settings.max_resized_pixels}",
+                hint=f"send shape {list(spec.shape)}",
+            )
+        if spec.longest:
+            lengths.add(value.shape[1 + spec.long_axis])
+    if len(lengths) > 1:
+        raise InputError("the model's inputs have different lengths", hint="send as many mask entries as tokens")
+    counts = {len(value) for value in rows.values()}
+    if len(counts) != 1:
+        raise InputError(f"the model's inputs have different numbers of rows: {sorted(counts)}")
+    if counts == {0}:
+        raise InputError("the batch holds no rows")
+    if text is not None and text.is_read and text.has_left_padding(rows):
+        _pad_in_front(rows, text)
+    return rows if text is None or text.pads else _cut_padding(rows, text)
+
+
+def _to_tensor(array: Array, spec: InputSpec, may_batch: bool) -> Tensor:
+    batch = array.reshape(get_batch_shape(array, spec, may_batch))
+    if not fits(batch.shape[1:], spec):
+        longest = f", axis {spec.long_axis} from 1 to {spec.longest}" if spec.longest else ""
+        raise InputError(
+            f"a tensor of shape {list(array.shape)} does not fit input '{spec.name}'",
+            hint=f"send shape {list(spec.shape)}, dtype {spec.dtype}{longest}",
+        )
+    dtype = DTYPES[spec.dtype]
+    if (batch.dtype.kind == "f") != dtype.is_floating_point:
+        hint = "send a picture as a picture, or preprocess it yourself" if dtype.is_floating_point else ""
+        raise InputError(f"input '{spec.name}' takes {spec.dtype}, not {batch.dtype.name}", hint=hint)
+    if batch.dtype.kind == "u" and batch.dtype.itemsize > 1:
+        batch = batch.astype(np.int64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the array is read-only; the cast below or the model's copy owns
+        tensor = torch.from_numpy(np.ascontiguousarray(batch))
+    return tensor.to(dtype)
+
+
+def _make_mask(ids: Tensor, text: TextSpec) -> Tensor:
+    """The mask of texts that come without one: each is as long as its tensor.
+
+    InputError if a layer's output ends like the padding of a shorter text among longer ones.
+    """
+    tokens = ids.movedim(1 + text.axis, 1)
+    if not text.is_read and not bool(tokens[:, -1].flatten(1).any(1).all()):
+        raise InputError(
+            "the last position is 0 in every channel, as in a text that was captured beside longer ones",
+            hint=f"send the positions of its own tokens only, or an npz with '{text.mask}' beside it",
+        )
+    return torch.ones(tokens.shape[:2], dtype=torch.int64)
+
+
+def _pad_in_front(rows: dict[str, Tensor], text: TextSpec) -> None:
+    """Put the padding id wherever the mask leaves out tokens in front; InputError if the model can't take any."""
+    if text.left_padding == "refused":
+        raise InputError(
+            "the mask begins with 0, and this model would count the tokens in front of the text as its own",
+            hint="send the ids without them",
+        )
+    in_front = rows[text.mask or ""].cumsum(1) == 0
+    rows[text.ids] = rows[text.ids].masked_fill(in_front, text.pad)
+
+
+def _cut_padding(rows: dict[str, Tensor], text: TextSpec) -> dict[str, Tensor]:
+    """Rows without the padding behind their texts, for a model that can't take any; InputError if lengths differ."""
+    if text.mask is None:
+        return rows
+    mask = rows[text.mask].bool()
+    lengths = mask.shape[1] - mask.flip(1).int().argmax(1)  # the whole length for a row without a token
+    if bool((lengths != lengths[0]).any()):
+        detail = "padding would change this model's texts, and these have several lengths"
+        raise InputError(detail, hint="send each as an input of its own")
+    return {name: value.narrow(1 + text.axis * (name == text.ids), 0, int(lengths[0])) for name, value in rows.items()}
+
+
+def _tokenize(item: TextItem | TokensItem, inputs: ModelInputs) -> dict[str, Tensor]:
+    """One text as a row, as long as it is; InputError if the model does not take it."""
+    text = inputs.text
+    if text is None or not text.is_read:
+        raise InputError(f"model {inputs.model} takes no text", hint=f"send {_describe_inputs(inputs)}")
+    tokens = _encode_text(item.text, text, inputs.model) if isinstance(item, TextItem) else item.tokens
+    if len(tokens) > text.max_tokens:
+        raise InputError(
+            f"the text has {len(tokens)} tokens, the limit is {text.max_tokens}", hint="send it in several inputs"
+        )
+    ids = torch.tensor([tokens], dtype=torch.int64)
+    return {text.ids: ids} if text.mask is None else {text.ids: ids, text.mask: torch.ones_like(ids)}
+
+
+def _encode_text(content: str, text: TextSpec, name: str) -> list[int]:
+    if text.encode is None:
+        raise InputError(f"model {name} has no tokenizer", hint=_format_hint(text))
+    most = max(CHARACTERS * text.max_tokens, CUT_CHARACTERS if text.cuts else 0)
+    if len(content) > most:
+        raise InputError(
+            f"the text has {len(content)} characters, the limit is {most}", hint="send it in several inputs"
+        )
+    try:
+        tokens = text.encode(content)
+    except Exception as error:  # a tokenizer of a third party; lone surrogates, for one
+        raise InputError(f"the text can't be tokenized ({type(error).__name__})") from error
+    if not tokens:
+        raise InputError("the text has no tokens", hint="send a text that is not empty")
+    return tokens
+
+
+def pad_texts(items: Items, attempts: Sequence[Sequence[Attempt]], text: TextSpec) -> list[Sequence[Attempt]]:
+    """The rows of items with texts and tokens padded to one length; arrays of ids stay as they are.
+
+    So do all arrays that a layer made of texts, and all texts of a model that runs each at its own length.
+    """
+    kinds = (TextItem, TokensItem) if text.is_read else (ArraysItem,)
+    texts = [number for number, (_, item) in enumerate(items) if isinstance(item, kinds)]
+    axis = 1 + text.axis
+    lengths = [rows[text.ids].shape[axis] for each in texts for rows in attempts[each] if isinstance(rows, Mapping)]
+    padded = list(attempts)
+    if text.mask is not None and text.pads and lengths:
+        size = text.get_padded_length(max(lengths))
+        for each in texts:
+            padded[each] = [_pad_rows(rows, size, text) if isinstance(rows, Mapping) else rows for rows in padded[each]]
+    return padded
+
+
+def _pad_rows(rows: Rows, size: int, text: TextSpec) -> dict[str, Tensor]:
+    """Rows with padding behind their tokens, which the mask leaves out."""
+    pads, axes = {text.ids: text.pad if text.is_read else 0}, {text.ids: 1 + text.axis}
+
+    def fill(name: str, value: Tensor) -> Tensor:
+        axis = axes.get(name, 1)
+        behind = (0, 0) * (value.ndim - axis - 1)  # of the axes after it, the last one first
+        return functional.pad(value, (*behind, 0, size - value.shape[axis]), value=pads.get(name, 0))
+
+    return {name: fill(name, value) for name, value in rows.items()}
+
+
+def _format_hint(text: TextSpec) -> str:
+    """What to send to a model of texts."""
+    return 'send {"text": "a cat"}' if text.encode else 'send token ids: {"tokens": [0, 5]}'
+
+
+def _describe_inputs(inputs: ModelInputs) -> str:
+    """What a model takes, input by input."""
+    pictures = "pictures, or " if inputs.preprocess is not None else ""
+    return pictures + "; ".join(f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in inputs.specs)

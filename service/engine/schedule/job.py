@@ -53,7 +53,7 @@ def make_job(
         fingerprints = {key: fingerprint.digest_batch(digest) for key, digest in fingerprints.items()}
     if not catalog.traits.deterministic:
         fingerprints = dict.fromkeys(fingerprints, fingerprint.make_unrepeatable())
-    text = planned.inputs.for_shapes(planned.shapes).text
+    text = planned.tower.text
     return Job(
         model=handle.name,
         catalog=catalog,

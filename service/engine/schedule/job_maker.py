@@ -9,9 +9,9 @@ from functools import partial
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
 from layertap.service.engine.collect.joined_inputs import ANOTHER_SHAPE, check_entries, find_others, list_entries
 from layertap.service.engine.plan.planner import PlannedRequest, Planner, RunInThread
-from layertap.service.engine.plan.row_shapes import find_preprocessed_by
 from layertap.service.engine.request import Job
 from layertap.service.engine.rows.decoder import DecodedInputs, DecodedRows, join_decoded
+from layertap.service.engine.rows.predicted_rows import find_preprocessed_by
 from layertap.service.engine.schedule.job import make_job
 from layertap.service.engine.schedule.sources import prepare_sources
 
@@ -62,13 +62,13 @@ class JobMaker:
         plans: dict[object, PlannedRequest | LayertapError] = {}
         keys = []
         for part in parts:
-            kind = find_preprocessed_by(part.items, planned.inputs, part.shapes)
+            kind = find_preprocessed_by(part.items, planned.inputs.for_shapes(part.shapes), part.shapes)
             options = planned.request.input_options.get(part.place)
             keys.append((part.shapes, kind, options, part.place if planned.inputs.text is not None else None))
             if keys[-1] in plans:
                 continue
             try:
-                of_input = replace(planned, place=part.place)
+                of_input = replace(planned, input_index=part.place)
                 plans[keys[-1]] = await self._planner.replan(of_input, part.rows, part.items, deadline)
             except (RequestError, TooLargeError) as error:
                 skips = planned.request.on_error == "skip" and isinstance(error, (InputError, TooLargeError))
@@ -122,7 +122,7 @@ def _check(planned: PlannedRequest) -> None:
             "or want different things"
         )
         raise RequestError(detail, hint=f"{HINT}, or leave 'isolated' out: each then runs alone")
-    if request.verify and request.for_input(planned.place).interventions:
+    if request.verify and request.for_input(planned.input_index).interventions:
         detail = "an input with interventions of its own can't be verified"
         raise RequestError(detail, hint="leave 'verify' out, or its interventions")
     if request.probe:

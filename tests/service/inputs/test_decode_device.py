@@ -20,8 +20,7 @@ from layertap.models.inputs.device_decoder import DeviceDecoder
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.spec import ModelSpec, PreprocessSpec
 from layertap.service.config.configuration import Configuration, read_configuration
-from layertap.service.engine.rows.item_rows import decode_item
-from layertap.service.engine.rows.picture_rows import normalize_rows
+from layertap.service.engine.rows.rows import decode_item, normalize_rows
 from layertap.service.inputs.images import get_plain_jpeg_size
 from layertap.service.inputs.items import ImageItem
 from layertap.service.settings import Settings

@@ -12,8 +12,7 @@ from layertap.service.engine.execute.executor import InProcessExecutor
 from layertap.service.engine.execute.processes.messages import HostOptions
 from layertap.service.engine.execute.processes.worker_pool import MAX_DECODE_ITEMS, WorkerPool, choose_worker_bytes
 from layertap.service.engine.execute.processes.worker_process import ModelHost, OnRestart
-from layertap.service.engine.rows.picture_rows import decode_on_device
-from layertap.service.engine.rows.rows import Attempt, ItemAttempts
+from layertap.service.engine.rows.rows import Attempt, ItemAttempts, decode_on_device
 from layertap.service.inputs.items import ImageItem, LocalItem
 from layertap.service.settings import Settings
 

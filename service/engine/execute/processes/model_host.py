@@ -43,7 +43,7 @@ from layertap.service.engine.execute.processes.messages import (
 )
 from layertap.service.engine.execute.processes.progress import Progress
 from layertap.service.engine.execute.processes.worker import DecodingWorker, Worker
-from layertap.service.engine.rows.item_rows import try_to_decode
+from layertap.service.engine.rows.rows import try_to_decode
 
 T = TypeVar("T")
 CreateWorker = Callable[[Progress], DecodingWorker]

@@ -36,8 +36,7 @@ from layertap.service.engine.execute.processes.worker_pool import (
 )
 from layertap.service.engine.execute.processes.worker_process import ModelHost, OnRestart, WorkerDiedError
 from layertap.service.engine.execute.threads import publish_name
-from layertap.service.engine.rows.item_rows import try_to_decode
-from layertap.service.engine.rows.rows import ItemAttempts
+from layertap.service.engine.rows.rows import ItemAttempts, try_to_decode
 from layertap.service.engine.schedule.batch import CPU
 from layertap.service.errors import ForwardError, UnavailableError
 from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem
