@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from layertap.models.catalog.catalog import Costs
 from layertap.service.types import BatchReason, Priority
@@ -13,6 +13,8 @@ MIN_EFFICIENT_ROWS = 4  # an efficient forward has so many rows even where its f
 MAX_FIXED_COST_RATIO = 0.1  # in an efficient forward: a row's share of the fixed cost, divided by the row's own cost
 SHORT_BATCH_RATIO = 3.0  # seconds of a short batch, divided by those of a row alone
 SMOOTHING = 0.2  # the newest batch's part in a mean
+FIRST_PAUSE_S = 60.0  # from a lack of memory to a trial of more rows; twice as long after each trial that fails
+MAX_PAUSE_S = 3600.0
 
 
 @dataclass(eq=False)
@@ -21,8 +23,9 @@ class BatchKey:
 
     ``model`` is what one loading of a model has and no other, ``name`` what it is called: two versions of a model may
     be there at once.
-    ``max_rows``: of one forward, by memory and settings; it sinks where memory runs out. ``max_bytes``: what a
-    forward's values and what is kept of them may take. ``padded_rows``: every forward is given so many rows.
+    ``max_rows``: the most rows of a forward, by settings and by the memory that was free at loading; ``fitting_rows``:
+    as many of them as fit now, fewer for a while after a forward ran out of memory. ``pads``: every forward is filled
+    up to so many. ``max_bytes``: what a forward's values and what is kept of them may take.
     ``devices``: where the model is, each once; a forward runs on one of them. ``slots``: what a batch of several rows
     takes of it; ``replicas``: how many batches the model runs at once on one device.
     ``decode_seconds``: what decoding a row's picture took of late, where batches decode theirs themselves.
@@ -33,17 +36,44 @@ class BatchKey:
     costs: Costs
     max_rows: int
     max_bytes: int = 2**62
-    padded_rows: int | None = None
+    pads: bool = False
     slots: int = 1
     replicas: int = 2**62
     decode_seconds: float = 0.0
     name: str = ""
+    fitting_rows: int = field(init=False)
+    _pause: float = field(init=False, default=FIRST_PAUSE_S)
+    _pause_ends_at: float = field(init=False, default=-math.inf)
+
+    def __post_init__(self) -> None:
+        self.fitting_rows = self.max_rows
+
+    def reduce_rows(self, rows: int, now: float) -> None:
+        """Let at most half as many rows fit as a forward had that ran out of memory, for a while."""
+        if rows // 2 >= self.fitting_rows:  # it began before another one that ran out of memory too
+            return
+        self.fitting_rows = max(rows // 2, 1)
+        self._pause = min(2 * self._pause, MAX_PAUSE_S) if now < self._pause_ends_at else FIRST_PAUSE_S
+        self._pause_ends_at = now + self._pause
+
+    def try_more_rows(self, now: float) -> None:
+        """Let twice as many rows fit, ``max_rows`` at most, once memory has sufficed for a while."""
+        if self.fitting_rows < self.max_rows and now >= self._pause_ends_at:
+            self.fitting_rows = min(2 * self.fitting_rows, self.max_rows)
+            self._pause_ends_at = now + self._pause
+
+    @property
+    def padded_rows(self) -> int | None:
+        """Rows that every forward is filled up to; None where none is."""
+        return self.fitting_rows if self.pads else None
 
     @property
     def efficient_rows(self) -> int:
         """Rows from which on a forward gets hardly cheaper for each of them."""
+        if self.pads:
+            return self.fitting_rows
         rows = math.ceil(self.costs.base / (MAX_FIXED_COST_RATIO * self.costs.per_row))
-        return min(max(rows, MIN_EFFICIENT_ROWS), self.max_rows)
+        return min(max(rows, MIN_EFFICIENT_ROWS), self.fitting_rows)
 
     @property
     def short_rows(self) -> int:
@@ -116,7 +146,8 @@ class RowSlice:
 class Batch:
     """Rows that share a forward, whose they are, how long it should take, and why just these.
 
-    ``slots`` is what it takes of its ``device``, and ``slots_alone`` what a forward of just one of its rows would.
+    ``slots`` is what it takes of its ``device``, and ``slots_alone`` what a forward of just one of its rows would;
+    ``padded_rows``: the rows that its forward is filled up to.
     """
 
     key: BatchKey
@@ -127,6 +158,7 @@ class Batch:
     depth: float
     seconds: float
     reason: BatchReason
+    padded_rows: int | None = None
 
     @property
     def rows(self) -> int:

@@ -37,7 +37,8 @@ def form_batch(candidates: Sequence[QueuedRequest], state: DeviceState, short: b
     if slots > 1 and is_single_row(key, rows):
         seconds /= key.costs.speedup
     reason = find_batch_reason(slices, left_out=len(shareable) - len(companions))
-    return Batch(key, state.name, slices, slots, count_slots(key, 1, device), depth, seconds, reason)
+    padded_rows = None if candidates[0].unsplittable else key.padded_rows
+    return Batch(key, state.name, slices, slots, count_slots(key, 1, device), depth, seconds, reason, padded_rows)
 
 
 def extend_batch(
@@ -60,7 +61,8 @@ def extend_batch(
     ]
     rows = sum(request.waiting_rows for request in joining)
     share = math.ceil((running_rows + rows) / count_parallel(key, device))
-    room = min(limit_rows([first, *joining], device, short), share) - batch.rows
+    limit = limit_rows([first, *joining], device, short)
+    room = min(limit, share, batch.padded_rows or limit) - batch.rows
     few = is_single_row(key, batch.rows) and are_few_rows(key, batch.rows + rows)
     if first.runs_alone or not joining or room <= 0 or few:
         return batch
@@ -112,7 +114,7 @@ def choose_rows(companions: Sequence[QueuedRequest], state: DeviceState, short: 
     key, device = companions[0].key, state.device
     waiting_rows = sum(request.waiting_rows for request in companions)
     if companions[0].runs_alone:
-        return min(waiting_rows, key.padded_rows or key.max_rows, key.max_rows)
+        return min(waiting_rows, key.fitting_rows)
     single_row = is_single_row(key, 1)
     all_free = state.free_slots == device.slots > 1
     if all_free and are_few_rows(key, waiting_rows):
@@ -130,11 +132,11 @@ def limit_rows(requests: Sequence[QueuedRequest], device: DeviceSlots, short: bo
     12 and 8.
     """
     key = requests[0].key
-    limit = min(key.padded_rows or key.efficient_rows, key.max_rows)
+    limit = key.efficient_rows
     if short:
         return min(limit, key.short_rows)
     total, parallel = requests[0].rows, count_parallel(key, device)
-    if parallel == 1 or total <= limit or key.padded_rows or any(each is not requests[0] for each in requests):
+    if parallel == 1 or total <= limit or key.pads or any(each is not requests[0] for each in requests):
         return limit
     rounds = math.ceil(total / (limit * parallel))
     return max(math.ceil(total / (rounds * parallel)), math.ceil(limit / 2))

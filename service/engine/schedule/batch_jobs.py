@@ -34,9 +34,8 @@ def make_forward_batch(batch: Batch, jobs: Jobs, first: int = 0) -> ForwardBatch
         place = places[each.request]
         slices.append(ForwardSlice(place, each.start, each.stop, inputs, job.spec, job.joined, encoded, job.first_row))
     unsplittable = batch.slices[0].request.unsplittable
-    padded_rows = None if unsplittable else batch.key.padded_rows
     deadline = max(request.deadline for request in jobs)
-    return ForwardBatch(tuple(slices), batch.slots, batch.slots_alone, padded_rows, unsplittable, deadline)
+    return ForwardBatch(tuple(slices), batch.slots, batch.slots_alone, batch.padded_rows, unsplittable, deadline)
 
 
 def record_batch(metrics: Metrics, batch: Batch, failures: BatchFailures, seconds: float) -> None:

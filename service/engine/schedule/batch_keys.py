@@ -54,8 +54,8 @@ class BatchKeys:
 
     @property
     def max_rows(self) -> int:
-        """The most rows of a forward, of the shape that was used last; 0 before any was."""
-        return next((key.max_rows for _, key in reversed(self._keys.values())), 0)
+        """The most rows that fit into a forward, of the shape that was used last; 0 before any was."""
+        return next((key.fitting_rows for _, key in reversed(self._keys.values())), 0)
 
     def create(self, catalog: Catalog, costs: Costs, together: bool = False) -> BatchKey:
         """A new key."""
@@ -69,7 +69,7 @@ class BatchKeys:
             costs=costs,
             max_rows=max_rows if catalog.rowwise or together else 1,
             max_bytes=self._max_bytes,
-            padded_rows=max_rows if settings.fixed_batch_rows and catalog.rowwise else None,
+            pads=settings.fixed_batch_rows is not None and catalog.rowwise,
             slots=max(settings.cpu_threads // self._replicas, 1) if costs.speedup > 1 else 1,
             replicas=self._replicas,
         )

@@ -67,11 +67,9 @@ class Batcher:
         known = [self._devices[name] for name in devices]
         return sum(device.slots // slots if device.parallel else 1 for device in known)
 
-    @staticmethod
-    def reduce_max_rows(key: BatchKey, rows: int) -> None:
-        """Lower a key's limit after so many rows did not fit into memory: to half of them, if it is not lower."""
-        key.max_rows = max(1, min(key.max_rows, rows // 2))
-        key.padded_rows = key.padded_rows and min(key.padded_rows, key.max_rows)
+    def reduce_max_rows(self, key: BatchKey, rows: int) -> None:
+        """Have smaller batches of a key for a while after a forward of so many rows ran out of memory."""
+        key.reduce_rows(rows, self._clock())
 
     # What waits
 
@@ -235,12 +233,13 @@ class Batcher:
     def _is_ready(self, request: QueuedRequest, now: float) -> bool:
         """Whether the forward of a key's first request is worth its start now, though more rows may come."""
         key = request.key
-        rows = key.padded_rows or key.efficient_rows
+        rows = key.efficient_rows
         if self._waiting[key].rows >= rows:
             return True
         return now - request.enqueued_at >= MAX_WAIT_IN_FORWARDS * key.estimate_seconds(rows, request.depth)
 
     def _form_batch(self, key: BatchKey, state: DeviceState, now: float) -> Batch | None:
+        key.try_more_rows(now)
         candidates = self._waiting[key].list_candidates(now)
         return form_batch(candidates, state, self._should_be_short(candidates, now))
 

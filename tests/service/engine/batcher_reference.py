@@ -20,12 +20,12 @@ CPU, GPU, GPUS = ("cpu",), ("gpu",), ("gpu", "gpu1")
 def make_keys() -> list[BatchKey]:
     return [
         BatchKey("a", CPU, Costs(base=0.0, per_row=1.0, row_bytes=2), 6, max_bytes=20),
-        BatchKey("a", CPU, Costs(base=0.5, per_row=0.25, row_bytes=1), 5, padded_rows=3),
+        BatchKey("a", CPU, Costs(base=0.5, per_row=0.25, row_bytes=1), 3, pads=True),
         BatchKey("b", CPU, Costs(base=0.5, per_row=1.0, row_bytes=3, speedup=2.0), 8, max_bytes=24),
         BatchKey("b", CPU, Costs(base=0.0, per_row=0.5, row_bytes=1, speedup=2.5), 1),
         BatchKey("c", GPU, Costs(base=4.0, per_row=0.5, row_bytes=4), 12, max_bytes=40),
         BatchKey("d", GPU, Costs(base=1.0, per_row=1.0, row_bytes=1), 7),
-        BatchKey("d", GPU, Costs(base=1.0, per_row=1.0, row_bytes=1), 7, padded_rows=4),
+        BatchKey("d", GPU, Costs(base=1.0, per_row=1.0, row_bytes=1), 4, pads=True),
         BatchKey("e", GPUS, Costs(base=1.0, per_row=0.5, row_bytes=1), 9),
     ]
 
@@ -72,14 +72,6 @@ class ExpectedRequest:
         return self.bulk and now < self.due_at
 
 
-@dataclass
-class QueueLimits:
-    """The most rows of a key's forward, and those it is padded to."""
-
-    max_rows: int
-    padded_rows: int | None
-
-
 def cuts(depths: Sequence[float]) -> Iterator[list[Sequence[float]]]:
     """All ways to cut a sequence into pieces."""
     for count in range(len(depths)):
@@ -108,7 +100,6 @@ class BatcherReference:
     def __init__(self) -> None:
         self.now = 0.0
         self.keys = make_keys()
-        self.limits = {key: QueueLimits(key.max_rows, key.padded_rows) for key in self.keys}
         self.requests: list[ExpectedRequest] = []
         self.pictures: list[tuple[DecodeTask, float]] = []  # that wait, each with the moment at which it is due
         self.running: list[RunningTask] = []
@@ -172,8 +163,8 @@ class BatcherReference:
 
     def lacks_slots(self, key: BatchKey) -> bool:
         """Whether the key's next forward is one of a single row that needs all slots, and some are busy."""
-        limits, device = self.limits[key], key.devices[0]  # none of such a model on several
-        if key.costs.speedup == 1 or limits.padded_rows not in (None, 1):
+        device = key.devices[0]  # none of such a model on several
+        if key.costs.speedup == 1 or key.padded_rows not in (None, 1):
             return False
         if self.free_slots(device) == DEVICES[device].slots:
             return False
@@ -185,7 +176,7 @@ class BatcherReference:
                 for request in companions
                 for _ in range(request.waiting_rows)
             ][:2]
-            two_fit = limits.max_rows > 1 and sum(row_bytes) <= key.max_bytes and len(row_bytes) > 1
+            two_fit = key.fitting_rows > 1 and sum(row_bytes) <= key.max_bytes and len(row_bytes) > 1
             sizes.append(first.rows if first.request.unsplittable else 1 + two_fit)
         return min(sizes) == 1
 
@@ -222,9 +213,7 @@ class BatcherReference:
 
     def is_ready(self, key: BatchKey, first: ExpectedRequest, expired_rows: int = 0) -> bool:
         """Whether a forward is worth its start: it has rows enough, or the first one has waited for long."""
-        rows = self.limits[key].padded_rows or min(
-            max(4, math.ceil(10 * key.costs.base / key.costs.per_row)), self.limits[key].max_rows
-        )
+        rows = key.padded_rows or min(max(4, math.ceil(10 * key.costs.base / key.costs.per_row)), key.fitting_rows)
         waiting_rows = sum(
             request.waiting_rows for request in self.requests if request.key is key and not request.removed
         )
@@ -260,7 +249,7 @@ class BatcherReference:
         for key in keys:
             first = self.waiting(key)[0]
             waiting_rows = sum(request.waiting_rows for request in self.waiting(key))
-            has_rows = waiting_rows >= (self.limits[key].padded_rows or key.efficient_rows)
+            has_rows = waiting_rows >= key.efficient_rows
             if first.deferred(self.now) < deferred:
                 return True
             if first.deferred(self.now) == deferred and has_rows and first.due_at <= due_at + BULK_DELAY:

@@ -89,4 +89,4 @@ def test_padded() -> None:
     """Fewer rows would take as long where each forward has a fixed number of them."""
     harness = make_harness()
     run_interactive(harness)
-    assert start_bulk(harness, padded_rows=16).rows == 16
+    assert start_bulk(harness, rows=90, pads=True).rows == 64

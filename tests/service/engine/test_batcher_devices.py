@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from layertap.service.engine.schedule.batch import Batch, DecodeTask, DeviceSlots
-from layertap.service.engine.schedule.batcher import Batcher
 from tests.service.engine.batcher_harness import (
     CORES,
     CPU_LIKE,
@@ -46,7 +45,7 @@ def test_slots_are_free_again() -> None:
     harness.finish(harness.running[0])
     harness.batcher.remove(removed)
     harness.now = 2.0
-    Batcher.reduce_max_rows(key, 8)
+    harness.batcher.reduce_max_rows(key, 8)
     assert isinstance(harness.start(), DecodeTask)
     assert harness.start() is None
     for task in list(harness.running):
@@ -155,7 +154,7 @@ def test_many_rows_side_by_side() -> None:
 def test_padded_rows_never_take_all_cores() -> None:
     """A forward padded to several rows is none of a single row, nor is it made for one where more wait."""
     harness = BatcherHarness(cpu=DeviceSlots(2))
-    harness.add(make_key("cpu", FASTER_ON_ALL_CORES, padded_rows=4), 6)
+    harness.add(make_key("cpu", FASTER_ON_ALL_CORES, pads=True), 6)
     assert [(batch.rows, batch.slots) for batch in harness.start_batches()] == [(3, 1), (3, 1)]
 
 

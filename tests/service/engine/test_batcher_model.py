@@ -82,12 +82,7 @@ class BatcherEvents(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 7), rows=st.integers(1, 20))
     def reduce_max_rows(self, number: int, rows: int) -> None:
-        key = self.reference.keys[number]
-        limits = self.reference.limits[key]
-        limits.max_rows = max(min(limits.max_rows, rows // 2), 1)
-        limits.padded_rows = min(limits.padded_rows, limits.max_rows) if limits.padded_rows else None
-        Batcher.reduce_max_rows(key, rows)
-        assert (key.max_rows, key.padded_rows) == (limits.max_rows, limits.padded_rows)
+        self.batcher.reduce_max_rows(self.reference.keys[number], rows)
 
     # What must hold
 
@@ -143,25 +138,26 @@ class BatcherEvents(RuleBasedStateMachine):
 
     def check_slices(self, batch: Batch) -> None:
         """Whose rows these are: the oldest of those that may share, as many as are allowed, and the reason is true."""
-        key, limits = batch.key, self.reference.limits[batch.key]
+        key = batch.key
         assert all(row_slice.start < row_slice.stop for row_slice in batch.slices)
         assert batch.rows == sum(row_slice.stop - row_slice.start for row_slice in batch.slices)
         answers = [self.expected(requests, reason, batch) for requests, reason in self.reference.sharing(key)]
         slices = [(row_slice.request, row_slice.start, row_slice.stop) for row_slice in batch.slices]
         assert (slices, batch.reason) in answers
         if not batch.slices[0].request.unsplittable:
-            assert batch.rows <= min(limits.max_rows, limits.padded_rows or limits.max_rows)
+            assert batch.rows <= key.fitting_rows
+            assert batch.padded_rows == key.padded_rows
             used_bytes = sum((stop - start) * (key.costs.row_bytes + of.row_bytes) for of, start, stop in slices)
             assert used_bytes <= key.max_bytes or batch.rows == 1
         first, costs = batch.slices[0].request, key.costs
-        if first.priority == "bulk" and not limits.padded_rows and not first.runs_alone:
+        if first.priority == "bulk" and not key.padded_rows and not first.runs_alone:
             others = any(row_slice.request.priority == "interactive" for row_slice in batch.slices)
             short = costs.base + batch.rows * costs.per_row <= 3 * (costs.base + costs.per_row) + 1e-9
             assert short or others or not any(map(self.reference.is_interactive_device, key.devices))
         assert batch.depth == max(row_slice.request.depth for row_slice in batch.slices)
-        single_row = (limits.padded_rows or batch.rows) == 1 and key.costs.speedup > 1
+        single_row = (key.padded_rows or batch.rows) == 1 and key.costs.speedup > 1
         assert batch.slots == (DEVICES[batch.device].slots if single_row else 1)
-        assert self.slots_by_size.setdefault((key, limits.padded_rows, batch.rows), batch.slots) == batch.slots
+        assert self.slots_by_size.setdefault((key, key.padded_rows, batch.rows), batch.slots) == batch.slots
 
     def expected(
         self, requests: list[ExpectedRequest], reason: str, batch: Batch

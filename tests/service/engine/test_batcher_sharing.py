@@ -51,7 +51,7 @@ def test_depths(costs: Costs, sizes: list[tuple[int, float]], places: list[list[
 
 def test_padding_is_shared_by_all_depths() -> None:
     """Rows that only fill up a padded forward cost nothing: other depths are welcome as far as it has room."""
-    harness, key = BatcherHarness(), make_key(padded_rows=4)
+    harness, key = BatcherHarness(), make_key(pads=True)
     for depth in (0.5, 1.0):
         harness.add(key, depth=depth)
     assert (harness.start_batch().reason, harness.batcher.count_waiting_rows("a")) == ("sharing_pays", 0)
@@ -79,18 +79,18 @@ def test_shares_with_nobody(flag: str) -> None:
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 16)), min_size=1, max_size=8),
     st.sampled_from([0.0, 0.5, 1.0, 3.0, 10.0, 40.0]),
-    st.sampled_from([None, 4]),
+    st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
-def test_cheapest_cut(sizes: list[tuple[int, int]], base: float, padded_rows: int | None) -> None:
+def test_cheapest_cut(sizes: list[tuple[int, int]], base: float, pads: bool) -> None:
     """What runs with the first request is its piece of a cheapest cut of all depths, found by trying all of them."""
     costs = Costs(base=base, per_row=1.0)
-    harness, key = BatcherHarness(), make_key(costs=costs, max_rows=999, padded_rows=padded_rows)
+    harness, key = BatcherHarness(), make_key(costs=costs, max_rows=4 if pads else 999, pads=pads)
     requests = [ExpectedRequest(harness.add(key, rows, depth=depth / 16)) for rows, depth in sizes]
     depths = {part.request.depth for part in harness.start_batch().slices}
     pieces = [next(piece for piece in cut if requests[0].depth in piece) for cut in cheapest_cuts(key, requests)]
     assert any(depths <= set(piece) for piece in pieces)
-    if sum(rows for rows, _ in sizes) <= min(key.efficient_rows, padded_rows or 999):
+    if sum(rows for rows, _ in sizes) <= key.efficient_rows:
         assert depths in [set(piece) for piece in pieces]
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.schedule.batch import DeviceSlots
-from layertap.service.engine.schedule.batcher import Batcher
+from layertap.service.engine.schedule.batch import FIRST_PAUSE_S, MAX_PAUSE_S, BatchKey, DeviceSlots
 from tests.service.engine.batcher_harness import GPU_LIKE, BatcherHarness, make_key
 
 
@@ -29,21 +28,72 @@ def test_no_larger_than_pays() -> None:
 def test_padded(isolated: bool) -> None:
     """A padded forward holds no more rows than it is padded to, and takes as long with one row as with all."""
     harness = BatcherHarness()
-    harness.add(make_key(max_rows=16, padded_rows=4), 9, requires_isolation=isolated)
+    harness.add(make_key(pads=True), 9, requires_isolation=isolated)
     batches = list(harness.run_in_turn())
     assert [(batch.rows, batch.seconds) for batch in batches] == [(4, 4.0), (4, 4.0), (1, 4.0)]
 
 
-@pytest.mark.parametrize(("rows", "max_rows"), [(4, 2), (5, 2), (16, 8), (1, 1)])
-def test_reduced_max_rows(rows: int, max_rows: int) -> None:
-    """Half of what did not fit into memory, never more than before."""
-    harness, key = BatcherHarness(), make_key(max_rows=8, padded_rows=8, costs=GPU_LIKE)
-    Batcher.reduce_max_rows(key, rows)
-    harness.add(key, 16)
-    assert {batch.rows for batch in harness.run_in_turn()} == {max_rows}
-
-
 # Memory
+
+
+def find_rows(harness: BatcherHarness, key: BatchKey, seconds: float) -> int:
+    """Rows of a batch so much later, whatever waits."""
+    harness.now += seconds
+    request = harness.add(key, 64)
+    batch = harness.start_batch()
+    harness.finish(batch)
+    harness.batcher.remove(request)
+    assert batch.padded_rows in (None, batch.rows)
+    return batch.rows
+
+
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize(("rows", "fitting_rows"), [(4, 2), (5, 2), (16, 8), (2, 1)])
+def test_out_of_memory(rows: int, fitting_rows: int, pads: bool) -> None:
+    """Half of the rows that did not fit, never more than before."""
+    harness, key = BatcherHarness(), make_key(max_rows=8, pads=pads, costs=GPU_LIKE)
+    harness.batcher.reduce_max_rows(key, rows)
+    assert find_rows(harness, key, 0.0) == fitting_rows
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_memory_is_free_again(pads: bool) -> None:
+    """After a pause twice as many rows are tried, and so on up to as many as fitted when the model was loaded."""
+    harness, key = BatcherHarness(), make_key(max_rows=12, pads=pads, costs=GPU_LIKE)
+    harness.batcher.reduce_max_rows(key, 8)
+    pauses = (0.0, FIRST_PAUSE_S - 1, 1.0, 0.0, FIRST_PAUSE_S, 10 * FIRST_PAUSE_S)
+    assert [find_rows(harness, key, pause) for pause in pauses] == [4, 4, 8, 8, 12, 12]
+
+
+def test_trials_that_fail_get_rarer() -> None:
+    """Each lasts twice as long as the one before, up to a limit; a lack long after a trial is a new one."""
+    harness, key = BatcherHarness(), make_key(max_rows=8, costs=GPU_LIKE)
+    pauses = []
+    for _ in range(9):
+        harness.batcher.reduce_max_rows(key, 8)
+        harness.batcher.reduce_max_rows(key, 8)  # beside the first: it began with as many rows
+        began = harness.now
+        while find_rows(harness, key, FIRST_PAUSE_S) == 4:
+            pass
+        pauses.append((harness.now - began) / FIRST_PAUSE_S)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert find_rows(harness, key, MAX_PAUSE_S) == 8
+    harness.batcher.reduce_max_rows(key, 8)
+    assert [find_rows(harness, key, FIRST_PAUSE_S - 1), find_rows(harness, key, 1.0)] == [4, 8]
+
+
+def test_batch_keeps_what_it_is_padded_to() -> None:
+    """More rows may fit since it began: it is neither filled up further nor takes in more than that."""
+    harness, key = BatcherHarness(cpu=DeviceSlots(2)), make_key("cpu", max_rows=8, pads=True)
+    harness.batcher.reduce_max_rows(key, 8)
+    harness.add(key)
+    batch = harness.start_batch()
+    harness.now += FIRST_PAUSE_S
+    harness.add(key, 8)
+    assert harness.start_batch().padded_rows == 8
+    harness.add(key, 8)
+    extended = harness.batcher.extend(batch)
+    assert (extended.rows, extended.padded_rows) == (4, 4)
 
 
 def test_max_bytes() -> None:
