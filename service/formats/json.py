@@ -6,13 +6,11 @@ infinity: in lists they become null; ``encoding: base64`` keeps them.
 
 from __future__ import annotations
 
-from binascii import b2a_base64
 from typing import Any
 
-import orjson
-
 from layertap.service.features import Array, Features
-from layertap.service.formats.buffers import Buffers, to_little_endian
+from layertap.service.formats.buffers import Buffers, to_little_endian, view_bytes
+from layertap.service.formats.json_writer import write_json
 from layertap.service.formats.plain_data import describe_errors, describe_receipts, describe_top_classes
 from layertap.service.formats.reply_format import EncodeOptions, Encoding
 
@@ -36,7 +34,7 @@ def encode(features: Features, options: EncodeOptions) -> Buffers:
         **({"warnings": features.warnings} if features.warnings else {}),
         **({"top_classes": describe_top_classes(features)} if features.top_classes else {}),
     }
-    return [orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)]
+    return write_json(document)
 
 
 def estimate_bytes(encoding: Encoding, numbers: int, nbytes: int) -> int:
@@ -46,7 +44,7 @@ def estimate_bytes(encoding: Encoding, numbers: int, nbytes: int) -> int:
 
 def _make_entry(features: Features, key: str, encoding: Encoding) -> dict[str, Any]:
     array = to_little_endian(features.arrays[key])
-    data = b2a_base64(array.data, newline=False).decode("ascii") if encoding == "base64" else _to_list(array)
+    data = view_bytes(array) if encoding == "base64" else _to_list(array)
     entry = {"shape": array.shape, "dtype": array.dtype.name, "data": data}
     if key in features.scales:
         entry["scale"] = _to_list(to_little_endian(features.scales[key]))

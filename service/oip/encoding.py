@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import orjson
@@ -12,6 +13,7 @@ from layertap.models.errors import Fault
 from layertap.service.features import Array, Features
 from layertap.service.formats.buffers import Buffers, name_arrays, to_little_endian, view_bytes
 from layertap.service.formats.json import estimate_bytes
+from layertap.service.formats.json_writer import write_json
 from layertap.service.formats.reply_format import EncodeOptions, ReplyFormat
 from layertap.service.http.problems import MAX_DETAIL, Problem
 from layertap.service.oip.datatypes import DATATYPES
@@ -20,8 +22,10 @@ HEADER = "Inference-Header-Content-Length"
 VERSION = "1"  # the only one of each model
 
 
-def encode_reply(features: Features, request_id: str, binary: Mapping[str, bool], binary_default: bool) -> Buffers:
-    """The JSON of a reply, and behind it a buffer for each output that is sent so: little-endian, in C order.
+def encode_reply(
+    features: Features, request_id: str, binary: Mapping[str, bool], binary_default: bool
+) -> tuple[Buffers, Buffers]:
+    """The JSON of a reply, and a buffer for each output that is sent behind it: little-endian, in C order.
 
     ``binary`` tells of outputs by their names whether they are sent behind the JSON. Of those that a glob or a layer of
     several tensors stands for all are, where any such name is. In JSON numbers stand one after another; what is not
@@ -39,8 +43,7 @@ def encode_reply(features: Features, request_id: str, binary: Mapping[str, bool]
         "parameters": {"fingerprint": features.fingerprint} | warnings,
         "outputs": [_describe_output(name, array, features, name in behind) for name, array in arrays.items()],
     }
-    json = orjson.dumps(head, option=orjson.OPT_SERIALIZE_NUMPY)
-    return [json, *(view_bytes(array) for name, array in arrays.items() if name in behind)]
+    return write_json(head), [view_bytes(array) for name, array in arrays.items() if name in behind]
 
 
 def _describe_output(name: str, array: Array, features: Features, is_behind: bool) -> dict[str, Any]:
@@ -58,16 +61,13 @@ def _describe_output(name: str, array: Array, features: Features, is_behind: boo
     }
 
 
-def _encode_bytes(features: Features, options: EncodeOptions) -> Buffers:
-    return encode_reply(features, "", {}, binary_default=True)
+def _encode(features: Features, options: EncodeOptions, binary_default: bool) -> Buffers:
+    head, behind = encode_reply(features, "", {}, binary_default)
+    return head + behind
 
 
-def _encode_json(features: Features, options: EncodeOptions) -> Buffers:
-    return encode_reply(features, "", {}, binary_default=False)
-
-
-JSON = ReplyFormat("json", "application/json", _encode_json, estimate_bytes, binary=False)
-BINARY = ReplyFormat("binary", "application/octet-stream", _encode_bytes)
+JSON = ReplyFormat("json", "application/json", partial(_encode, binary_default=False), estimate_bytes, binary=False)
+BINARY = ReplyFormat("binary", "application/octet-stream", partial(_encode, binary_default=True))
 FORMATS = {each.name: each for each in (JSON, BINARY)}
 
 

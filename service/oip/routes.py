@@ -48,10 +48,10 @@ async def infer(request: Request) -> Response:
         with parsed.extract.timings.step("encode"):
             encode = partial(encode_reply, features, parsed.id, parsed.binary, parsed.binary_default)
             is_short = sum(array.size for array in features.arrays.values()) <= FEW_NUMBERS
-            head, *behind = encode() if is_short else await engine.run_in_thread(encode, ticket.deadline)
+            head, behind = encode() if is_short else await engine.run_in_thread(encode, ticket.deadline)
         if behind:
-            headers[HEADER] = str(len(head))
-        return make_response([head, *behind], headers, (BINARY if behind else JSON).media_type)
+            headers[HEADER] = str(sum(map(len, head)))
+        return make_response(head + behind, headers, (BINARY if behind else JSON).media_type)
 
 
 async def check_version(request: Request) -> None:

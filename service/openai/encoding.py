@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from binascii import b2a_base64
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,13 +14,15 @@ from numpy.typing import NDArray
 from layertap.models.errors import Fault, RequestError
 from layertap.models.fingerprint import digest_dimensions
 from layertap.service.features import Features
+from layertap.service.formats.buffers import Buffers, view_bytes
+from layertap.service.formats.json_writer import write_json
 from layertap.service.formats.reply_format import Encoding
 from layertap.service.http.problems import MAX_DETAIL, Problem
 
 Vector = NDArray[np.float32]
 
 
-def encode_embeddings(features: Features, model_id: str, encoding: Encoding) -> bytes:
+def encode_embeddings(features: Features, model_id: str, encoding: Encoding) -> Buffers:
     """Features with one result, a vector an input, as the JSON of a list of embeddings.
 
     Numbers are written so that reading them back into float32 gives the same bits; ``base64`` is of little-endian
@@ -38,14 +39,13 @@ def encode_embeddings(features: Features, model_id: str, encoding: Encoding) -> 
         "fingerprint": features.fingerprint,
         "usage": {"prompt_tokens": features.tokens, "total_tokens": features.tokens},
     }
-    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    return write_json(body)
 
 
-def _write_base64(vector: Vector) -> str:
-    return b2a_base64(vector.astype("<f4").tobytes(), newline=False).decode()
-
-
-WRITERS: dict[Encoding, Callable[[Vector], Any]] = {"list": np.ascontiguousarray, "base64": _write_base64}
+WRITERS: dict[Encoding, Callable[[Vector], Any]] = {
+    "list": np.ascontiguousarray,
+    "base64": lambda vector: view_bytes(np.ascontiguousarray(vector, "<f4")),
+}
 
 
 STATUS = {422: 400}  # all others are the same

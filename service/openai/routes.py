@@ -14,8 +14,10 @@ from layertap.service.engine.engine import Engine
 from layertap.service.engine.plan.planner import PlannedRequest
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.features import Features, join_features
+from layertap.service.formats.buffers import Buffers
 from layertap.service.formats.table import FORMATS
 from layertap.service.http import timeout
+from layertap.service.http.buffers_response import make_response
 from layertap.service.http.dependencies import EngineDependency
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.plain_route import PlainRoute
@@ -43,7 +45,7 @@ async def create_embeddings(request: Request) -> Response:
         with parsed.extract.timings.step("encode"):
             encode = partial(_encode, features, parsed)
             joined, data = await engine.run_in_thread(encode, ticket.deadline)
-        return Response(data, media_type="application/json", headers=describe_features(joined))
+        return make_response(data, describe_features(joined), "application/json")
 
 
 ROUTE = PlainRoute("/v1/embeddings", create_embeddings)
@@ -61,7 +63,7 @@ async def show_model(engine: EngineDependency, model_id: str) -> Json:
     return await _describe(engine, model_id)
 
 
-def _encode(parts: Sequence[Features], request: EmbeddingsRequest) -> tuple[Features, bytes]:
+def _encode(parts: Sequence[Features], request: EmbeddingsRequest) -> tuple[Features, Buffers]:
     """The features of some inputs after others, and their reply."""
     features = join_features(parts)
     if request.dimensions is not None:

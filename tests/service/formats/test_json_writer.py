@@ -1,0 +1,68 @@
+"""Large JSON in pieces: the bytes of one document, none of whose pieces keeps other threads waiting."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from layertap.service.features import Features
+from layertap.service.formats.buffers import Buffers
+from layertap.service.formats.json_writer import write_json
+from layertap.service.formats.reply_format import EncodeOptions
+from layertap.service.formats.table import FORMATS
+from layertap.service.oip.encoding import encode_reply
+from layertap.service.openai.encoding import encode_embeddings
+from tests.service.formats.test_encoders import features
+
+MAX_PIECE = 2**20  # bytes
+CHANCE = np.random.default_rng(3)
+SHAPES = ((200_000,), (3, 40_000), (2, 3, 20_000), (30_000, 2, 3), (16_385, 1), (100_000, 0), (2, 16_384), (5, 4))
+ENCODERS: dict[str, Callable[[Features], Buffers]] = {
+    "list": lambda given: FORMATS["json"].encode(given, EncodeOptions()),
+    "base64": lambda given: FORMATS["json"].encode(given, EncodeOptions("base64")),
+    "embeddings as lists": lambda given: encode_embeddings(given, "net", "list"),
+    "embeddings as base64": lambda given: encode_embeddings(given, "net", "base64"),
+    "open inference": lambda given: encode_reply(given, "7", {}, binary_default=False)[0],
+}
+
+
+def dump(document: Any) -> bytes:
+    """What orjson writes at once, with memoryviews as base64."""
+    return orjson.dumps(document, default=lambda view: b64encode(view).decode(), option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int64, np.float16, np.bool_])
+def test_same_bytes(dtype: type) -> None:
+    """Pieces of arrays, in dictionaries and lists, are what orjson writes of the whole."""
+    arrays = [(CHANCE.standard_normal(shape) * 9).astype(dtype) for shape in SHAPES]
+    document = {
+        "a": 1,
+        'quoted "é"': [{"of": each, "shape": each.shape} for each in arrays],
+        "none": None,
+        "not finite": np.array([np.nan, np.inf] * 20_000),
+        "encoded": [memoryview(CHANCE.bytes(size)) for size in (0, 1, 2_000_000, 3 * 2**18, 3 * 2**18 + 1)],
+        "empty": ({}, [], ()),
+        "many": {str(number): list(range(100)) for number in range(1000)},
+    }
+    assert b"".join(write_json(document)) == dump(document)
+
+
+@pytest.mark.parametrize("value", [{}, [], (), None, "text", 1.5, np.zeros((0, 3)), np.zeros(16_384), memoryview(b"")])
+def test_short(value: Any) -> None:
+    """What is short is one piece."""
+    assert write_json(value) == [dump(value)]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_bounded(name: str) -> None:
+    """No reply, whoever's clients read it, is written at once where it is large."""
+    result = features({"embedding": CHANCE.standard_normal((500, 4096)).astype(np.float32)}, rows=500)
+    buffers = ENCODERS[name](result)
+    assert sum(map(len, buffers)) > 2_000_000 * 4
+    assert max(map(len, buffers)) <= MAX_PIECE
+    assert orjson.loads(b"".join(buffers))
