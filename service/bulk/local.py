@@ -14,8 +14,7 @@ from layertap.service.bulk.job import Answer, Outline, Question, make_column
 from layertap.service.bulk.pipeline import BatchExtractor
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.explain.probe_inputs import TEXT, make_picture
-from layertap.service.explain.prober import Prober
+from layertap.service.explain.prober import TEXT, Prober, make_picture
 from layertap.service.formats.plain_data import describe_receipts
 from layertap.service.inputs.items import ImageItem, TextItem
 

@@ -1,4 +1,4 @@
-"""The methods of ``/explain``: where each looks, what it has captured there, and what it makes of that."""
+"""The methods of ``/explain``: where each looks, what is captured there, and the map made of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VALUES, GRADIENT_VALUES = "values", "gradients"
 
 @dataclass(frozen=True)
 class Captured:
-    """What was captured for a method: point by point, in the order of the forward; empty where it wants none."""
+    """What was captured for a method, point by point in the order of the forward; empty if it takes none."""
 
     values: Sequence[Array]
     gradients: Sequence[Array]
@@ -41,10 +41,10 @@ class Captured:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """Where a method looks, at which sites of each point, and what it makes of that.
+    """Where a method looks, at which sites of each point, and the map that it makes.
 
-    ``options`` are the fields of ``Explanation`` that it takes. ``perturbation`` is what it makes of changed inputs,
-    in place of ``make_map``. ``guided``: what is below 0 of the gradients at ReLUs is cut off.
+    ``options`` are the fields of ``Explanation`` that it takes. A method of changed inputs has a ``perturbation``
+    instead of ``make_map``. ``guided``: negative gradients at ReLUs are clamped to 0.
     """
 
     find_points: Callable[[Explanation, ModelInfo], list[PointInfo]]
@@ -57,7 +57,7 @@ class MethodSpec:
 
     @property
     def measures_scores(self) -> bool:
-        """Whether it is made of scores of changed inputs: without a backward, and of all classes at once."""
+        """Whether its maps are made of scores of changed inputs: no backward, and all classes at once."""
         return self.perturbation is not None and self.perturbation.measures == "score"
 
     @property
@@ -67,12 +67,17 @@ class MethodSpec:
 
     @property
     def takes_layer(self) -> bool:
-        """Whether it is of one layer, which may be named."""
+        """Whether it looks at one layer, which may be named."""
         return "selector" in self.options
 
 
+def make_selector(point: HookPoint, alias: str) -> Selector:
+    """A selector that names a point and nothing else."""
+    return Selector(point.text, point.layer, point.call, point.path, point.site, alias=alias)
+
+
 def guide_gradients(catalog: Catalog, objective: ResolvedObjective) -> tuple[Intervention, ...]:
-    """The changes that make backpropagation guided: at every ReLU on the objective's way; SelectorError without one."""
+    """The interventions that guide backpropagation: at every ReLU before the objective; SelectorError without one."""
     interventions = []
     for name, layer in catalog.layers.items():
         if layer.type != "ReLU" or not layer.calls:
@@ -83,7 +88,7 @@ def guide_gradients(catalog: Catalog, objective: ResolvedObjective) -> tuple[Int
                 for match in find_matches(selector, catalog)[0]:
                     check_gradient(match, objective, catalog)
             except SelectorError:
-                continue  # nothing of the objective comes by there
+                continue  # the objective does not depend on this call
             interventions.append(Intervention(selector, Operation("clamp", min=0.0)))
     if not interventions:
         raise SelectorError(
@@ -94,7 +99,7 @@ def guide_gradients(catalog: Catalog, objective: ResolvedObjective) -> tuple[Int
 
 
 def find_unguided(catalog: Catalog) -> list[str]:
-    """The layers in whose own forwards a ReLU is a function, which guided backpropagation passes by."""
+    """The layers in whose own forwards a ReLU is a function, which guided backpropagation does not see."""
     return [
         name
         for name, layer in catalog.layers.items()
@@ -105,7 +110,7 @@ def find_unguided(catalog: Catalog) -> list[str]:
 def _find_layer(explanation: Explanation, model: ModelInfo) -> list[PointInfo]:
     """The layer asked for."""
     if explanation.selector is None:
-        raise ValueError("the layer is to be found out")
+        raise ValueError("the default layer has not been found yet")
     matches, _ = find_matches(explanation.selector, model.catalog)
     of_maps = [match for match in matches if maps.is_map(match.tensor) and match.point.site == "output"]
     if len(of_maps) != 1:
@@ -126,7 +131,7 @@ def _find_input(explanation: Explanation, model: ModelInfo) -> list[PointInfo]:
 
 
 def _find_only_input(explanation: Explanation, model: ModelInfo) -> list[PointInfo]:
-    """The model's input, which must be the only one: others would stay what they are while it changes."""
+    """The model's input, which must be the only one: others would stay as they are while it changes."""
     points = _find_input(explanation, model)
     if len(model.inputs) != 1 or "H" not in (points[0][1].layout or ""):
         raise SelectorError("this method changes pictures, and this model takes more", hint="use method 'saliency'")
@@ -153,36 +158,28 @@ def _find_relevance(captured: Captured) -> Array:
 
 
 def _weight_by_gradients(captured: Captured) -> list[Array]:
-    pairs = zip(captured.values, captured.gradients, strict=True)  # by layer: a backward meets them in the other order
+    pairs = zip(captured.values, captured.gradients, strict=True)  # by layer: a backward runs the other way
     return [maps.weight_by_gradient(*pair) for pair in pairs]
 
 
 _OF_LAYER: dict[str, Site] = {VALUES: "output", GRADIENT_VALUES: "grad_output"}
+_GRADIENTS: dict[str, Site] = {GRADIENT_VALUES: "grad_input"}
 _OF_INPUT: dict[str, Site] = {VALUES: "input", GRADIENT_VALUES: "grad_input"}
 _OF_ATTENTION: dict[str, Site] = {VALUES: "attention", GRADIENT_VALUES: "attention_grad"}
+_LAYER = frozenset({"selector"})
 
 METHODS: dict[Method, MethodSpec] = {
     "grad_cam": MethodSpec(
-        _find_layer,
-        _OF_LAYER,
-        lambda captured: maps.grad_cam(captured.values[0], captured.gradients[0], captured.tensor),
-        frozenset({"selector"}),
+        _find_layer, _OF_LAYER, lambda it: maps.grad_cam(it.values[0], it.gradients[0], it.tensor), _LAYER
     ),
     "grad_cam_plusplus": MethodSpec(
-        _find_layer,
-        _OF_LAYER,
-        lambda captured: maps.grad_cam_plusplus(captured.values[0], captured.gradients[0], captured.tensor),
-        frozenset({"selector"}),
+        _find_layer, _OF_LAYER, lambda it: maps.grad_cam_plusplus(it.values[0], it.gradients[0], it.tensor), _LAYER
     ),
-    "saliency": MethodSpec(
-        _find_input,
-        {GRADIENT_VALUES: "grad_input"},
-        lambda captured: maps.saliency(captured.gradients[0], captured.tensor),
-    ),
+    "saliency": MethodSpec(_find_input, _GRADIENTS, lambda it: maps.saliency(it.gradients[0], it.tensor)),
     "guided_backpropagation": MethodSpec(
         _find_input,
-        {GRADIENT_VALUES: "grad_input"},
-        lambda captured: maps.sign_pixels(captured.gradients[0], captured.tensor),
+        _GRADIENTS,
+        lambda it: maps.sign_pixels(it.gradients[0], it.tensor),
         layout="NCHW",
         guided=True,
     ),

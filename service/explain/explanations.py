@@ -1,4 +1,4 @@
-"""Explanations: for each method and class what is captured, and the map that is made of it."""
+"""Explanations: for each method and class, what is captured and the map made of it; and each row's best classes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from layertap.models import fingerprint
 from layertap.models.catalog.catalog import Catalog
-from layertap.models.errors import RequestError, escape
+from layertap.models.errors import LayertapError, RequestError, escape
 from layertap.models.explanations import maps
 from layertap.models.explanations.sensitivity import PointInfo, make_trial_objective
 from layertap.models.gradients.resolve_objective import resolve_objective
@@ -24,7 +26,7 @@ from layertap.service.engine.engine import Engine
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.rows.predicted_rows import predict_rows
-from layertap.service.explain.changed_inputs import ChangedInputs
+from layertap.service.explain import map_requests
 from layertap.service.explain.explanation_methods import (
     GRADIENT_VALUES,
     VALUES,
@@ -32,30 +34,25 @@ from layertap.service.explain.explanation_methods import (
     MethodSpec,
     find_unguided,
     guide_gradients,
+    make_selector,
 )
-from layertap.service.explain.map_requests import (
-    MapRequest,
-    check_maps,
-    list_changed_rows,
-    list_maps,
-    name_savings,
-)
+from layertap.service.explain.map_requests import ChangedInputs, MapRequest, list_maps
 from layertap.service.explain.perturbing import PerturbedMethod, perturb
-from layertap.service.explain.top_classes import find_scores, make_selector, take_top_classes
-from layertap.service.features import Array, Features, merge_results
+from layertap.service.features import Array, Features, TopClass, merge_results
 from layertap.service.formats.table import FORMATS
 
 MAX_SHOWN = 16  # rows in a warning
+SCORES = "class-scores"  # no method has this name
 
 
 async def prepare(engine: Engine, request: ExtractRequest, ticket: Ticket) -> ExtractRequest:
-    """The request, checked, for ``explain``; what is at a URL is fetched where it is wanted more than once.
+    """The request, checked, for ``explain``; URLs are fetched if several forwards or the reply need the pictures.
 
     RequestError, TooLargeError before any forward, and what ``Engine.fetch`` raises.
     """
     explanation = _get_explanation(request)
     handle = await engine.get_handle(request.model, ticket)
-    check = partial(check_maps, request, explanation, _get_model(handle, request), engine.settings)
+    check = partial(map_requests.check_maps, request, explanation, _get_model(handle, request), engine.settings)
     await engine.run_in_thread(check, ticket.deadline)
     several = len(explanation.methods) > 1 or len(explanation.classes) > 1
     return await engine.fetch(request, ticket) if several or request.reply.format.is_picture else request
@@ -64,8 +61,8 @@ async def prepare(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Ex
 async def explain(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Features:
     """The maps that a prepared request asks for, one for each row, under each method's name.
 
-    What ``Engine.extract`` raises. Where it names classes, the key is ``METHOD.CLASS``. Without an objective a map is
-    of each row's own highest score.
+    What ``Engine.extract`` raises. If the request names classes, the keys are ``METHOD.CLASS``. Without an objective a
+    map is of each row's own highest score.
     """
     return await engine.compute_once(request, ticket, partial(_explain, engine, request, ticket))
 
@@ -73,7 +70,7 @@ async def explain(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Fe
 async def _explain(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Features:
     explanation = _get_explanation(request)
     handle = await engine.get_handle(request.model, ticket)
-    if request.reply.format.is_picture:  # nothing that is captured is drawn
+    if request.reply.format.is_picture:  # what is captured is not drawn
         request = replace(request, reply=replace(request.reply, format=FORMATS["npz"]))
     changed = ChangedInputs(engine.settings.max_changed_inputs)
     work = await engine.run_in_thread(partial(_plan_work, request, explanation, handle), ticket.deadline)
@@ -95,9 +92,9 @@ async def _explain(engine: Engine, request: ExtractRequest, ticket: Ticket) -> F
 def _plan_work(request: ExtractRequest, explanation: Explanation, handle: ModelHandle) -> PlannedWork:
     """The changed inputs of all maps, as far as shapes are known."""
     model = _get_model(handle, request)
-    changed = list_changed_rows(list_maps(request, explanation), request, model)
+    changed = map_requests.list_changed_rows(list_maps(request, explanation), request, model)
     seconds = sum(each.estimate_seconds(model) for each in changed)
-    smaller = name_savings(request, explanation, model)
+    smaller = map_requests.name_savings(request, explanation, model)
     return PlannedWork(handle, sum(each.count for each in changed), seconds, smaller)
 
 
@@ -120,7 +117,7 @@ async def _make_maps(
     top_classes: int,
     changed: ChangedInputs,
 ) -> Features:
-    """The maps that are made of the same forwards, of all inputs."""
+    """The maps of all inputs that are made of the same forwards."""
     method, request = asked.spec, asked.request
     model = _get_model(handle, request)
     objective = request.objective or (Objective() if method.has_objective else None)
@@ -137,64 +134,47 @@ async def _make_maps(
         if method.guided:
             guide = partial(guide_gradients, model.catalog, resolved)
             interventions = await engine.run_in_thread(guide, ticket.deadline)
-            warnings = _warn_of_unguided(await _survey_functions(handle, model, ticket.deadline))
+            survey = engine.planner.survey(handle, model.shapes, ticket.deadline, functions=True)
+            warnings = _warn_of_unguided(await survey)
         if method.perturbation is not None:
             perturbed = PerturbedMethod(asked, method.perturbation, points[0], resolved, model)
     selectors = _make_selectors(points, method)
     wanted = replace(request, selectors=selectors, interventions=interventions, objective=objective)
     if perturbed is not None:
         wanted = perturbed.prepare(wanted)
-    if top_classes and (scores := find_scores(model)) is not None:
+    if top_classes and (scores := _find_scores(model)) is not None:
         wanted = replace(wanted, selectors=(*wanted.selectors, scores))
     captured = await engine.extract_parts(wanted, ticket)
     take = partial(_take_top_classes, captured, top_classes, model.labels)
     parts = await engine.run_in_thread(take, ticket.deadline)
     if perturbed is not None:
         made = [await perturb(engine, perturbed, ticket, part, changed) for part in parts]
-        return await engine.run_in_thread(partial(_join_features, made, asked, points), ticket.deadline)
-    make = partial(_make_all, parts, asked, points, model.prefix_tokens)
+        make = partial(_join_features, made, asked, points)
+    else:
+        make = partial(_make_features, parts, asked, points, model.prefix_tokens)
     features = await engine.run_in_thread(make, ticket.deadline)
     return replace(features, warnings=(*features.warnings, *warnings))
 
 
 async def _resolve(engine: Engine, objective: Objective, model: ModelInfo, deadline: float) -> ResolvedObjective:
-    """An objective of a model's output; RequestError where it has no such one."""
+    """An objective resolved for a model; RequestError if it has no such objective."""
     try:
         return await engine.run_in_thread(partial(resolve_objective, objective, model.catalog), deadline)
     except RequestError as error:
         raise RequestError.from_faults([error.to_fault("/objective")]) from None
 
 
-async def _survey_functions(handle: ModelHandle, model: ModelInfo, deadline: float) -> Catalog:
-    """The model's catalogue with what functions take and return."""
-    shapes = model.model_inputs.shapes
-    cached = handle.model.catalogs.get_catalog(shapes)
-    if cached is not None and cached.has_functions:
-        return cached
-    return await handle.survey(shapes, deadline, functions=True)
-
-
 async def _find_default_layer(
     engine: Engine, handle: ModelHandle, model: ModelInfo, objective: Objective, deadline: float
 ) -> PointInfo:
-    """The last layer of maps that an objective depends on; RequestError where the model has no such objective."""
+    """The last layer of maps that an objective depends on; RequestError if the model has no such objective."""
     trial = make_trial_objective(await _resolve(engine, objective, model, deadline))
     cached = handle.model.catalogs.get_grad_cam_layer(trial)
     return cached or await handle.find_grad_cam_layer(trial, deadline)
 
 
-def _take_top_classes(parts: Sequence[Features], count: int, labels: Labels | None) -> list[Features]:
-    return [take_top_classes(part, count, labels) for part in parts]
-
-
-def _make_all(
-    parts: Sequence[Features], asked: MapRequest, points: Sequence[PointInfo], prefix_tokens: int
-) -> Features:
-    return _join_features([_make_features(part, asked, points, prefix_tokens) for part in parts], asked, points)
-
-
 def _join_features(made: Sequence[Features], asked: MapRequest, points: Sequence[PointInfo]) -> Features:
-    """The maps of all inputs; those of several shapes are made by input."""
+    """The maps of all inputs, with a warning for maps of zeros."""
     starts = [sum(part.rows for part in made[:number]) for number in range(len(made))]
     warnings: list[str] = []
     for key in asked.requests:
@@ -203,15 +183,22 @@ def _join_features(made: Sequence[Features], asked: MapRequest, points: Sequence
         warnings += _warn(rows, key, asked, points)
     return replace(
         join_inputs(made),
-        interventions=(),  # those of guided backpropagation are no one's wish
+        interventions=(),  # those of guided backpropagation were not asked for
         warnings=tuple(warnings),
         top_classes=tuple(row for part in made for row in part.top_classes),
     )
 
 
-def _make_features(features: Features, asked: MapRequest, points: Sequence[PointInfo], prefix_tokens: int) -> Features:
+def _make_features(
+    parts: Sequence[Features], asked: MapRequest, points: Sequence[PointInfo], prefix_tokens: int
+) -> Features:
+    """The features of all inputs, with maps in place of what was captured."""
+    return _join_features([_make_map(part, asked, points, prefix_tokens) for part in parts], asked, points)
+
+
+def _make_map(features: Features, asked: MapRequest, points: Sequence[PointInfo], prefix_tokens: int) -> Features:
     def select(name: str) -> list[Array]:
-        keys = [f"{name}{place}" for place in range(len(points))]
+        keys = [f"{name}{number}" for number in range(len(points))]
         return [features.arrays[key] for key in keys if key in features.arrays]
 
     discard = (asked.explanation.discard if "discard" in asked.spec.options else None) or 0.0
@@ -234,7 +221,7 @@ def _make_features(features: Features, asked: MapRequest, points: Sequence[Point
 
 
 def _warn(rows: Sequence[int], key: str, asked: MapRequest, points: Sequence[PointInfo]) -> Iterator[str]:
-    """That a map is all zeros, where one is: it explains nothing, and does not look so once it is scaled and drawn."""
+    """A warning of maps that are all zeros: they explain nothing, which does not show once they are drawn."""
     if rows:
         shown = ", ".join(map(str, rows[:MAX_SHOWN])) + (" and others" if len(rows) > MAX_SHOWN else "")
         which = f"the maps of rows {shown} are" if len(rows) > 1 else f"the map of row {shown} is"
@@ -245,7 +232,7 @@ def _warn(rows: Sequence[int], key: str, asked: MapRequest, points: Sequence[Poi
 
 
 def _warn_of_unguided(catalog: Catalog) -> tuple[str, ...]:
-    """That ReLUs that are functions let gradients below 0 through, with the layers that call them."""
+    """A warning of the layers whose ReLUs are functions, which let negative gradients through."""
     names = [escape(name) for name in find_unguided(catalog)]
     if not names:
         return ()
@@ -255,7 +242,38 @@ def _warn_of_unguided(catalog: Catalog) -> tuple[str, ...]:
 
 def _make_selectors(points: Sequence[PointInfo], method: MethodSpec) -> tuple[Selector, ...]:
     return tuple(
-        make_selector(replace(point, site=site), f"{name}{place}")
-        for place, (point, _) in enumerate(points)
+        make_selector(replace(point, site=site), f"{name}{number}")
+        for number, (point, _) in enumerate(points)
         for name, site in method.sites.items()
+    )
+
+
+def _find_scores(model: ModelInfo) -> Selector | None:
+    """A selector of a model's scores of classes; None if it has none, or not one for each row."""
+    try:
+        return make_selector(resolve_objective(Objective(), model.catalog).point, SCORES)
+    except LayertapError:
+        return None
+
+
+def _take_top_classes(parts: Sequence[Features], count: int, labels: Labels | None) -> list[Features]:
+    """Parts with the best classes of each row in place of their scores, if these were captured."""
+    taken = []
+    for part in parts:
+        arrays, receipts = dict(part.arrays), dict(part.receipts)
+        scores, _ = arrays.pop(SCORES, None), receipts.pop(SCORES, None)
+        rows = scores.reshape(len(scores), -1) if scores is not None and scores.ndim < 3 else ()
+        best = tuple(_find_best(row, count, labels) for row in rows)
+        taken.append(replace(part, arrays=arrays, receipts=receipts, top_classes=best))
+    return taken
+
+
+def _find_best(scores: Array, count: int, labels: Labels | None) -> tuple[TopClass, ...]:
+    exact = scores.astype(np.float64)
+    powers = np.exp(exact - exact.max())
+    shares: list[float | None] = (powers / powers.sum()).tolist() if len(scores) > 1 else [None]
+    named = labels.names if labels is not None and len(labels.names) == len(scores) else None
+    best = np.argsort(-exact, kind="stable")[:count].tolist()
+    return tuple(
+        TopClass(number, float(exact[number]), shares[number], named[number] if named else None) for number in best
     )

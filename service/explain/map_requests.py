@@ -1,23 +1,25 @@
-"""The maps that a request for explanations asks for, and what is refused of them before any forward."""
+"""The maps that a request for explanations asks for, the changed inputs that they need, and what is refused of them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
-from layertap.models.errors import Fault, RequestError, SelectorError, escape
+from layertap.models.errors import Fault, RequestError, SelectorError, TooLargeError, escape
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Class, Explanation, Method, Objective
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.rows.predicted_rows import predict_rows
-from layertap.service.explain.changed_inputs import ChangedInputs, ChangedRows
+from layertap.service.engine.rows.predicted_rows import count_numbers, predict_rows
 from layertap.service.explain.explanation_methods import METHODS, MethodSpec
 from layertap.service.pictures.panels import ResultInfo
 from layertap.service.settings import Settings
 
-# The fields of an explanation that some methods take, as a body calls them, and what they are for.
+CHUNK_ROWS = 32  # changed inputs that are extracted by one request
+
+# The fields of an explanation that some methods take, by their name in a body, and what they are for.
 OPTIONS = {
     "selector": ("layer", "Grad-CAM"),
     "discard": ("discard_ratio", "rollouts"),
@@ -29,7 +31,7 @@ OPTIONS = {
     "stride": ("stride", "occlusion"),
 }
 
-# What makes the changed inputs of a method fewer, by the option that it takes.
+# How a request gets by with fewer changed inputs, by the option that a method takes.
 SAVINGS = {"steps": "fewer 'steps'", "samples": "fewer 'samples'", "window": "a larger 'window' and 'stride'"}
 
 
@@ -37,8 +39,8 @@ SAVINGS = {"steps": "fewer 'steps'", "samples": "fewer 'samples'", "window": "a 
 class MapRequest:
     """Maps of one method that are made of the same forwards.
 
-    ``requests`` has, by each map's key in the reply, the request with the objective that the map is of: several where
-    one set of scores tells all of them.
+    ``requests`` has, by each map's key in the reply, the request with the map's objective: several if all of them are
+    made of one set of scores.
     """
 
     method: Method
@@ -47,24 +49,62 @@ class MapRequest:
 
     @property
     def spec(self) -> MethodSpec:
-        """What the method does."""
+        """The method's row in the table."""
         return METHODS[self.method]
 
     @property
     def request(self) -> ExtractRequest:
-        """That of the first map."""
+        """The request of the first map."""
         return next(iter(self.requests.values()))
 
-    def list_objectives(self, place: int | None) -> dict[str, Objective]:
-        """The objective of each map, by key, for the input at a place, or (None) for all inputs alike."""
-        bases = {
-            key: each if place is None else each.for_input(place) for key, each in self.requests.items()
-        }  # an input may have an objective of its own
-        return {key: base.objective or Objective() for key, base in bases.items()}
+    def list_objectives(self, input_index: int | None) -> dict[str, Objective]:
+        """The objective of each map, by key, for one input, which may have its own, or (None) for all inputs."""
+        return {
+            key: (each if input_index is None else each.for_input(input_index)).objective or Objective()
+            for key, each in self.requests.items()
+        }
+
+
+@dataclass(frozen=True)
+class ChangedRows:
+    """Changed inputs of a shape (1, …), for gradients or only for scores."""
+
+    count: int
+    shape: tuple[int, ...]
+    has_graph: bool
+
+    def estimate_seconds(self, model: ModelInfo) -> float:
+        """A low estimate of the seconds of their forwards on one thread, by what was measured at loading."""
+        shapes = (self.shape[1:],)
+        surveyed = model.catalogs.get_catalog(shapes)
+        catalog = surveyed or model.catalog
+        costs = catalog.graph_costs if self.has_graph else catalog.costs
+        share = 1.0 if surveyed else min(count_numbers(shapes) / count_numbers(model.shapes), 1.0)
+        return self.count * share * costs.estimate_seconds(CHUNK_ROWS) / CHUNK_ROWS
+
+
+class ChangedInputs:
+    """How many changed inputs a request has had of those that it may have."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._count = 0
+
+    def add(self, count: int, rows: int) -> None:
+        """Count more changed inputs, of some rows; TooLargeError if the request has too many then."""
+        total = self._count + count
+        if total > self._limit:
+            most = rows * self._limit // total
+            raise TooLargeError(
+                f"the request would run the model on {total} changed inputs, the limit is {self._limit}",
+                hint=(f"send at most {most} inputs at once, or " if most else "")
+                + "ask for fewer methods, classes, 'steps' or 'samples', or a larger 'stride'",
+            )
+        self._count = total
 
 
 def list_maps(request: ExtractRequest, explanation: Explanation) -> list[MapRequest]:
-    """Every map: of each method for each class; of a method without an objective one."""
+    """Every map: of each method for each class; a single one of a method without an objective."""
     return [each for method in explanation.methods for each in _list_of_method(method, request, explanation)]
 
 
@@ -85,30 +125,23 @@ def _set_class(request: ExtractRequest, klass: Class) -> ExtractRequest:
 
 
 def list_changed_rows(asked: Sequence[MapRequest], request: ExtractRequest, model: ModelInfo) -> list[ChangedRows]:
-    """The changed inputs that some maps take, as far as shapes are known: SelectorError."""
-    changing = [each for each in asked if each.spec.perturbation is not None]
-    predicted = [predict_rows([item], model.model_inputs) for _, item in request.items] if changing else []
+    """The changed inputs that some maps take, as far as shapes are known; SelectorError."""
     rows = Counter[tuple[int, ...]]()
-    for of_item in predicted:
-        rows[(1, *of_item.shapes[0])] += of_item.count
-    return [
-        ChangedRows(count * _count_changed(each, model, shape), shape, not each.spec.measures_scores)
-        for each in changing
-        for shape, count in rows.items()
-    ]
-
-
-def _count_changed(asked: MapRequest, model: ModelInfo, shape: Sequence[int]) -> int:
-    """How many changed inputs a method tries for a row, (1, …); 0 for one that changes none. SelectorError."""
-    kind = asked.spec.perturbation
-    if kind is None:
-        return 0
-    layout = asked.spec.find_points(asked.explanation, model)[0][1].layout or ""
-    return kind.count(kind.choose_settings(asked.explanation, shape, layout), shape, layout)
+    for _, item in request.items:
+        predicted = predict_rows([item], model.model_inputs)
+        rows[(1, *predicted.shapes[0])] += predicted.count
+    changed = []
+    for each in asked:
+        if (kind := each.spec.perturbation) is not None:
+            layout = each.spec.find_points(each.explanation, model)[0][1].layout or ""
+            for shape, count in rows.items():
+                of_row = kind.count(kind.choose_settings(each.explanation, shape, layout), shape, layout)
+                changed.append(ChangedRows(count * of_row, shape, not each.spec.measures_scores))
+    return changed
 
 
 def name_savings(request: ExtractRequest, explanation: Explanation, model: ModelInfo) -> str:
-    """What a request whose changed inputs are too many may ask for instead."""
+    """What a request with too many changed inputs may ask for instead."""
     methods = [METHODS[method] for method in explanation.methods if METHODS[method].perturbation is not None]
     rows = predict_rows([item for _, item in request.items], model.model_inputs).count
     savings = [saving for option, saving in SAVINGS.items() if any(option in each.options for each in methods)]
@@ -118,7 +151,7 @@ def name_savings(request: ExtractRequest, explanation: Explanation, model: Model
 
 
 def check_maps(request: ExtractRequest, explanation: Explanation, model: ModelInfo, settings: Settings) -> None:
-    """RequestError, SelectorError, TooLargeError for what makes no sense for these methods, or would be too much."""
+    """RequestError, SelectorError or TooLargeError, before any forward, for what these methods can't do."""
     if model.text is not None:
         raise SelectorError(
             "explanations are maps of pictures, and this model takes text",
@@ -146,17 +179,17 @@ def check_maps(request: ExtractRequest, explanation: Explanation, model: ModelIn
 
 
 def _check_objectives(request: ExtractRequest, explanation: Explanation) -> None:
-    """SelectorError where an input has an objective of its own, which is more than a class, for a method of one."""
+    """SelectorError if an input's own objective differs in more than its class, for a method that takes just one."""
     methods = [method for method in explanation.methods if METHODS[method].guided or METHODS[method].perturbation]
     base = request.objective or Objective()
-    for place, options in request.input_options.items():
+    for input_index, options in request.input_options.items():
         own = options.objective or base
         if methods and replace(own, klass=base.klass, target=base.target) != base:
             detail = (
                 f"method {escape(methods[0])} takes one objective for all inputs, of which each may have its own class"
             )
             raise SelectorError.from_faults(
-                [Fault(detail, "send them in requests of their own", f"/inputs/{place}", place)]
+                [Fault(detail, "send them in requests of their own", f"/inputs/{input_index}", input_index)]
             )
 
 
@@ -168,7 +201,7 @@ def _check_classes(request: ExtractRequest, explanation: Explanation, model: Mod
             resolve_objective(_set_class(request, klass).objective or Objective(), model.catalog)
         except RequestError as error:
             faults.append(error.to_fault(f"/classes/{number}"))
-    if any(METHODS[method].measures_scores for method in explanation.methods):  # others are told where they are planned
+    if any(METHODS[method].measures_scores for method in explanation.methods):  # plans check the others
         faults += _find_wrong_objectives(request, model)
     if faults:
         raise RequestError.from_faults(faults)
@@ -176,17 +209,16 @@ def _check_classes(request: ExtractRequest, explanation: Explanation, model: Mod
 
 def _find_wrong_objectives(request: ExtractRequest, model: ModelInfo) -> Iterator[Fault]:
     """What is wrong with objectives that inputs have of their own."""
-    seen: dict[Objective, RequestError | None] = {}
-    for place, options in request.input_options.items():
-        own = options.objective
-        if own is None:
-            continue
-        if own not in seen:
-            seen[own] = None
-            try:
-                resolve_objective(own, model.catalog)
-            except RequestError as error:
-                seen[own] = error
-        if (error_of_own := seen[own]) is not None:
-            located = RequestError.from_faults([error_of_own.to_fault("/objective")])
-            yield from request.locate(located, place).faults
+
+    @cache
+    def find_error(objective: Objective) -> RequestError | None:
+        try:
+            resolve_objective(objective, model.catalog)
+        except RequestError as error:
+            return error
+        return None
+
+    for input_index, options in request.input_options.items():
+        if options.objective is not None and (error := find_error(options.objective)) is not None:
+            located = RequestError.from_faults([error.to_fault("/objective")])
+            yield from request.locate(located, input_index).faults

@@ -1,28 +1,45 @@
-"""Probes of what requests ask for: one more row, alone in its forward, once for each result."""
+"""Probes of what requests ask for: a fixed input, alone in its forward, once for each result.
+
+The fixed inputs are the same on every machine and for ever, because they depend on nothing but the numbers here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from io import BytesIO
+from math import prod, sqrt
+
+import numpy as np
+from PIL import Image
 
 from layertap.models.errors import RequestError
+from layertap.models.inputs.examples import find_example
+from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.lru_cache import LRUCache
 from layertap.models.selection.hook_points import Embedding, Selector
+from layertap.models.spec import InputSpec
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.plan.planner import find_tower
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.rows.predicted_rows import predict_rows
-from layertap.service.explain.probe_inputs import make_probe_input
-from layertap.service.features import Features
-from layertap.service.probes import Probe
+from layertap.service.features import Array, Features
+from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem, TokensItem
+from layertap.service.probes import Probe, ProbeInput
 
 MAX_CACHED = 4096  # probes, of about 300 bytes each
 Key = tuple[str, str]  # a model's name and a fingerprint
 
+WIDTH, HEIGHT = 320, 256
+TEXT = "a photo of a cat beside a dog"
+TOKENS = 8
+BITS = 64
+FLOATS = ("float16", "float32", "float64")
+
 
 class Prober:
-    """Answers what layers give for the fixed input, and remembers it. Used on the event loop, which it never blocks."""
+    """Answers what layers give for the fixed input, and caches it. Used on the event loop, which it never blocks."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -40,7 +57,7 @@ class Prober:
     ) -> Features:
         """The fixed input's features, with a probe in each receipt; any error of the tree.
 
-        ``preprocessed``: it is sent as tensors, not as picture or text; ``sent``: to the tower that takes such items.
+        ``preprocessed``: it is sent as tensors, not as a picture or text; ``sent``: to the tower that takes such items.
         """
         with self._engine.admission.admit(deadline) as ticket:
             return await self._probe(model, selectors, embedding, ticket, preprocessed, sent)
@@ -78,13 +95,13 @@ class Prober:
         sent = [item for _, item in request.items]
         probed = await self._probe(request.model, request.selectors, request.embedding, ticket, preprocessed, sent)
         probes = {key: receipt.probe for key, receipt in probed.receipts.items() if receipt.probe is not None}
-        for key, probe in probes.items():  # where rows of another shape were sent it has another fingerprint
+        for key, probe in probes.items():  # rows of another shape have another fingerprint
             self._probes.put(keys[key], probe)
         return _add_probes(features, probes)
 
 
 def check_probed(request: ExtractRequest) -> None:
-    """RequestError where probes are asked for of what a fixed input can't show."""
+    """RequestError if a request with probes asks for what a fixed input can't show."""
     for what, given in (
         ("interventions", request.interventions),
         ("an objective", request.objective),
@@ -98,3 +115,53 @@ def check_probed(request: ExtractRequest) -> None:
 def _add_probes(features: Features, probes: dict[str, Probe]) -> Features:
     receipts = {key: replace(receipt, probe=probes.get(key)) for key, receipt in features.receipts.items()}
     return replace(features, receipts=receipts)
+
+
+def make_probe_input(inputs: ModelInputs, *, preprocessed: bool) -> tuple[ProbeInput, LocalItem]:
+    """The fixed input for a model: a picture or a text if it takes one, else, or if ``preprocessed``, tensors."""
+    if preprocessed:
+        return "tensors", _make_arrays(inputs)
+    if inputs.preprocess is not None:
+        return "picture", ImageItem(make_picture())
+    text = inputs.text
+    if text is None or not text.is_read:
+        return "tensors", _make_arrays(inputs)
+    if text.encode is not None:
+        return "text", TextItem(TEXT)
+    ids = _draw(min(TOKENS, text.max_tokens)) % np.uint64(text.vocabulary)
+    return "tokens", TokensItem(tuple(int(each) for each in ids))
+
+
+def make_picture() -> bytes:
+    """A PNG with edges, slopes and noise in all three channels."""
+    down, across = np.mgrid[0:HEIGHT, 0:WIDTH]
+    checks = (down // 16 + across // 24) % 2 * 255
+    drawn = np.stack([across * 255 // WIDTH, down * 255 // HEIGHT, checks], axis=-1)
+    noise = (_draw(drawn.size) >> np.uint64(BITS - 6)).astype(np.int64).reshape(drawn.shape)
+    stream = BytesIO()
+    Image.fromarray((drawn * 3 // 4 + noise).astype(np.uint8)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def _make_arrays(inputs: ModelInputs) -> ArraysItem:
+    arrays: dict[str | None, Array] = {spec.name: _make_array(spec) for spec in inputs.specs}
+    if inputs.text is not None and inputs.text.mask is not None:
+        arrays[inputs.text.mask] = np.ones_like(arrays[inputs.text.mask])
+    return ArraysItem(arrays, may_batch=False, by_name=True)
+
+
+def _make_array(spec: InputSpec) -> Array:
+    """The example of an input, else uniform numbers of variance 1, or integers that the model takes."""
+    if (example := find_example(spec)) is not None:
+        found: Array = example[0].float().numpy() if example.is_floating_point() else example[0].numpy()
+        return found
+    drawn = _draw(prod(spec.shape)).reshape(spec.shape)
+    if spec.dtype.endswith(FLOATS):
+        return ((drawn / 2.0 ** (BITS - 1) - 1) * sqrt(3)).astype(np.float32)
+    low, high = spec.values or (0, 2)
+    return (low + (drawn % np.uint64(high - low)).astype(np.int64)).astype(spec.dtype)
+
+
+def _draw(count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """Random integers of 64 bits. numpy promises that a bit generator never changes, and nothing above it."""
+    return np.random.PCG64(0).random_raw(count)

@@ -24,9 +24,8 @@ from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.app import create_engine
 from layertap.service.engine.admit.workload import PlannedWork
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.explain.changed_inputs import ChangedInputs
 from layertap.service.explain.explanation_methods import METHODS
-from layertap.service.explain.map_requests import MapRequest
+from layertap.service.explain.map_requests import ChangedInputs, MapRequest
 from layertap.service.explain.perturbing import PerturbedMethod, perturb
 from layertap.service.inputs.items import ArraysItem
 from layertap.service.settings import Settings as ServiceSettings

@@ -20,7 +20,7 @@ from layertap.service.engine.engine import Engine
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.schedule.batch import Batch, QueuedRequest, RowSlice
 from layertap.service.errors import DeadlineError, QueueTooLongError
-from layertap.service.explain.changed_inputs import ChangedRows
+from layertap.service.explain.map_requests import ChangedRows
 from layertap.service.settings import Settings
 from tests.server import Live
 from tests.service.conftest import Serve

@@ -19,7 +19,7 @@ from layertap.models.errors import LayertapError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.text import TextSpec
 from layertap.models.spec import InputSpec
-from layertap.service.explain.probe_inputs import make_picture, make_probe_input
+from layertap.service.explain.prober import make_picture, make_probe_input
 from layertap.service.inputs.items import ArraysItem, TextItem, TokensItem
 from layertap.service.probes import Probe, is_rounding, measure_change, parse_probe
 from tests.conftest import net_spec

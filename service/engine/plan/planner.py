@@ -149,7 +149,7 @@ class Planner:
                 if lengths is not None:
                     likely, _ = await self._make_plan(request, index, handle, catalog, identity, lengths, deadline)
                 check_reply_size(await self._scale(likely, shapes, tower, deadline), count, request.reply)
-            catalog = await self._survey(handle, model_shapes, deadline, functions=_names_functions(request))
+            catalog = await self.survey(handle, model_shapes, deadline, functions=_names_functions(request))
             if request.resume is not None:
                 resumption = await self._resume(request.resume, handle, model_shapes, catalog, deadline)
                 catalog = resumption.catalog
@@ -171,6 +171,19 @@ class Planner:
             rows=count,
         )
 
+    async def survey(self, handle: ModelHandle, shapes: Shapes, deadline: float, *, functions: bool = False) -> Catalog:
+        """The catalogue of a shape, measured if it is not known; with ``functions`` also what functions return."""
+        cached = handle.model.catalogs.get_catalog(shapes)
+        if cached is not None and (cached.has_functions or not functions):
+            return cached
+        check_survey(handle.model, shapes, self._settings)
+        try:
+            return await handle.survey(shapes, deadline, functions=functions)
+        except InputError as error:
+            fields = {"model": handle.name, "shape": show_shapes(shapes)}
+            log.info("a model's forward raised", exc_info=error, extra={"fields": fields})
+            raise
+
     async def _choose_catalog(
         self, request: ExtractRequest, handle: ModelHandle, rows: PredictedRows, deadline: float
     ) -> tuple[Catalog, Shapes | None]:
@@ -182,9 +195,9 @@ class Planner:
             known = model.catalogs.get_catalog(rows.shapes) if rows.uniform else None
             catalog, shapes = (known, rows.shapes) if known else (model.catalogs.get_unsized(tower.shapes), None)
             if shapes is None and rows.uniform and _names_unseen_calls(request, catalog):
-                catalog, shapes = await self._survey(handle, rows.shapes, deadline), rows.shapes
+                catalog, shapes = await self.survey(handle, rows.shapes, deadline), rows.shapes
         if _names_functions(request):
-            catalog = await self._survey(handle, shapes or tower.shapes, deadline, functions=True)
+            catalog = await self.survey(handle, shapes or tower.shapes, deadline, functions=True)
             catalog = catalog if shapes else model.catalogs.get_unsized(tower.shapes)
         return catalog, shapes
 
@@ -223,21 +236,6 @@ class Planner:
         measure = partial(measure_lengths, rows, tower.text)
         short = sum(value.numel() for value in rows.values()) <= SHORT_NUMBERS
         return measure() if short else await self._run_in_thread(measure, deadline)
-
-    async def _survey(
-        self, handle: ModelHandle, shapes: Shapes, deadline: float, *, functions: bool = False
-    ) -> Catalog:
-        """The catalogue of a shape, measured if it is not known; with ``functions`` also what functions return."""
-        cached = handle.model.catalogs.get_catalog(shapes)
-        if cached is not None and (cached.has_functions or not functions):
-            return cached
-        check_survey(handle.model, shapes, self._settings)
-        try:
-            return await handle.survey(shapes, deadline, functions=functions)
-        except InputError as error:
-            fields = {"model": handle.name, "shape": show_shapes(shapes)}
-            log.info("a model's forward raised", exc_info=error, extra={"fields": fields})
-            raise
 
     async def _resume(
         self, start: Selector, handle: ModelHandle, shapes: Shapes, catalog: Catalog, deadline: float
