@@ -116,9 +116,9 @@ class Features:
     for each int8 key, to multiply along axis 0; ``rows`` counts the inputs that were used; ``errors`` names the others.
     ``verified``: outputs, put back in a second forward, gave the model's own again. ``interventions`` names, for each
     that was asked for, what it changed. ``warnings`` say where an answer may mislead. ``files`` names
-    those that the rows are of, where they came from files. ``place`` is that of the only input in a request that has
-    others, of other shapes; ``by_input`` are the keys of results of one such input. ``tokens`` counts
-    those of all texts, special ones among them, padding not.
+    those that the rows are of, where they came from files. ``input_index`` is set for features of a single input,
+    beside others of other shapes; ``by_input`` are the keys of results of one such input. ``tokens`` counts those of
+    all texts, special ones among them, padding not.
     ``top_classes`` has each row's best classes, the best one first, where they were asked for.
     """
 
@@ -133,7 +133,7 @@ class Features:
     interventions: tuple[tuple[str, ...], ...] = ()
     warnings: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
-    place: int | None = None
+    input_index: int | None = None
     by_input: frozenset[str] = frozenset()
     tokens: int = 0
     top_classes: tuple[tuple[TopClass, ...], ...] = ()
@@ -145,12 +145,12 @@ class Features:
 
     @property
     def skipped(self) -> tuple[int, ...]:
-        """The places in the request of the inputs that were left out."""
+        """The indexes in the request of the inputs that were left out."""
         return list_skipped(self.errors)
 
 
 def list_skipped(faults: Iterable[Fault]) -> tuple[int, ...]:
-    """The places in a request of the inputs that faults are of."""
+    """The indexes in a request of the inputs that faults are of."""
     return tuple(sorted({fault.input for fault in faults if fault.input is not None}))
 
 

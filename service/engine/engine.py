@@ -135,11 +135,11 @@ class Engine:
         handle = await self.get_handle(request.model, ticket)
         count = len(request.items)
         items = await fetch_inputs(request, handle.model.model_inputs, count, self.fetcher, ticket)
-        failed = [(place, item) for place, item in items if isinstance(item, LayertapError)]
-        faults = tuple(error.to_fault(f"/inputs/{place}", place) for place, error in failed)
+        failed = [(index, item) for index, item in items if isinstance(item, LayertapError)]
+        faults = tuple(error.to_fault(f"/inputs/{index}", index) for index, error in failed)
         if len(faults) == count:
             raise RequestError.from_faults((*request.faults, *faults))
-        fetched = tuple((place, item) for place, item in items if not isinstance(item, LayertapError))
+        fetched = tuple((index, item) for index, item in items if not isinstance(item, LayertapError))
         return replace(request, items=fetched, faults=(*request.faults, *faults))
 
     async def fetch_shown(self, request: ExtractRequest, ticket: Ticket) -> ExtractRequest:
@@ -173,7 +173,7 @@ class Engine:
         """
         handle = ticket.find_handle(request.model)
         spec = handle.model.model_inputs.preprocess if handle is not None else None
-        items = [item for place, item in request.items if place not in features.skipped]
+        items = [item for index, item in request.items if index not in features.skipped]
         if not isinstance(spec, PreprocessSpec) or len(items) != features.rows:
             return ()
         limit = self.settings.max_pixels

@@ -52,13 +52,13 @@ class ReplyOptions:
 class ExtractRequest:
     """What a request asks for, parsed and validated, whatever it was sent as.
 
-    ``items`` carry their places in the request; ``faults`` are of inputs that were already left out; ``resume`` names
+    ``items`` carry their indexes in the request; ``faults`` are of inputs that were already left out; ``resume`` names
     the layer whose outputs the items are, if they are not the model's inputs; ``embedding`` is asked for before
     ``selectors``, ``explanation`` made of what is captured; ``isolated`` shares a forward with no other request;
     ``decode_with_batch`` has its pictures decoded where such a forward runs: for one who keeps all slots busy anyway;
     ``prompt`` names what the model's folder has to be put in front of each text; None: its default.
     ``verify`` puts outputs back in one; ``probe`` adds what the fixed input gives; ``dry_run`` runs none.
-    ``input_options`` has what some inputs want of their own, by their places: each input is then a job of its own.
+    ``input_options`` has the options of single inputs, by their indexes: each input is then a job of its own.
     """
 
     model: str | None
@@ -82,9 +82,9 @@ class ExtractRequest:
     reply: ReplyOptions = ReplyOptions()
     timings: Timings = field(default_factory=Timings)
 
-    def for_input(self, place: int) -> ExtractRequest:
-        """What the input at a place asks for: what the request does, with its own options."""
-        options = self.input_options.get(place)
+    def for_input(self, input_index: int) -> ExtractRequest:
+        """The request as it is for one input: with this input's own options."""
+        options = self.input_options.get(input_index)
         if options is None:
             return self
         changes = (*self.interventions, *options.interventions)
@@ -102,14 +102,14 @@ class ExtractRequest:
             raise error
         return replace(self, selectors=selectors)
 
-    def locate(self, error: RequestError, place: int) -> RequestError:
+    def locate(self, error: RequestError, input_index: int) -> RequestError:
         """The error of ``for_input``'s request with pointers into this one."""
-        options, count = self.input_options.get(place, InputOptions()), len(self.interventions)
+        options, count = self.input_options.get(input_index, InputOptions()), len(self.interventions)
         own = {f"/interventions/{count + k}": f"interventions/{k}" for k in range(len(options.interventions))}
         if options.objective is not None:
             own["/objective"] = "objective"
         error.faults = tuple(
-            replace(fault, pointer=f"/inputs/{place}/{own[fault.pointer]}", input=place)
+            replace(fault, pointer=f"/inputs/{input_index}/{own[fault.pointer]}", input=input_index)
             if fault.pointer in own
             else fault
             for fault in error.faults
@@ -124,7 +124,7 @@ class Job:
     ``spec`` is what its forwards are to give, ``queued`` what the batcher sees of it. ``fingerprints`` holds that of
     each result by its key. ``mask`` names the input that tells tokens from padding. ``single_forward``: its rows affect
     each other, and are one batch. ``preprocessed`` tells by whom its rows were. ``labels`` names the model's classes.
-    ``first_row`` is its first row's number in the request; ``place`` that of its input, where other inputs are jobs of
+    ``first_row`` is its first row's number in the request; ``input_index`` is its input's, if other inputs are jobs of
     their own. ``changed`` names what each intervention of the request changes, its input's own left out. ``tokens`` are
     those of its texts, padding not counted. ``cut_to``: of so many tokens texts may
     have been longer. ``joined`` takes the results of its rows from several forwards.
@@ -147,7 +147,7 @@ class Job:
     labels: Labels | None = None
     encoded: tuple[ImageItem, ...] = ()
     first_row: int = 0
-    place: int | None = None
+    input_index: int | None = None
     changed: tuple[tuple[str, ...], ...] = ()
     tokens: int = 0
     cut_to: int | None = None

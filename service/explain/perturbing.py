@@ -170,7 +170,7 @@ def _make_receipts(method: PerturbedMethod, part: Features, settings: Settings) 
     made_by = " ".join([asked.method, *(f"{name} {value}" for name, value in settings.items())])
     captured = [receipt.fingerprint for receipt in part.receipts.values()]
     receipts = {}
-    for key, objective in asked.list_objectives(part.place).items():
+    for key, objective in asked.list_objectives(part.input_index).items():
         receipt, results = part.receipts[X if method.by_score else SLOPES], captured
         if method.by_score:
             resolved = resolve_objective(objective, method.model.catalog)
@@ -187,7 +187,7 @@ def _find_classes(resolved: ResolvedObjective, part: Features) -> tuple[int, ...
     """The class of each row's highest score, or the class that an input names; as in receipts of gradients."""
     klass = resolved.objective.klass
     if isinstance(klass, int):
-        return (klass,) * part.rows if part.place is not None else None
+        return (klass,) * part.rows if part.input_index is not None else None
     if klass is None:
         return None
     scores = torch.from_numpy(np.array(part.arrays[SCORE])).float()
@@ -199,7 +199,7 @@ def _list_objectives(
 ) -> list[Objective]:
     """The objective of each map of a row: of the unchanged row's class, even if a changed row scores another higher."""
     objectives = []
-    for key, objective in method.asked.list_objectives(part.place).items():
+    for key, objective in method.asked.list_objectives(part.input_index).items():
         classes = receipts[key].classes
         of_classes = OBJECTIVES[objective.kind].of_classes and objective.target is None
         klass = classes[number] if classes is not None else objective.klass

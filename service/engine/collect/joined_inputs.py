@@ -79,14 +79,14 @@ def list_entries(jobs: Sequence[Job]) -> list[Entry]:
             entries.append(Entry(key, results[0][key], len(jobs)))
         else:
             of_jobs = zip(jobs, results, strict=True)
-            entries += [Entry(_name_entry(key, job.place), each[key], 1) for job, each in of_jobs if key in each]
+            entries += [Entry(_name_entry(key, job.input_index), each[key], 1) for job, each in of_jobs if key in each]
     return entries
 
 
 def find_others(jobs: Sequence[Job]) -> set[int | None]:
     """The indexes of inputs whose results have other shapes than the first input's."""
     first, *rest = [_outline_job(job) for job in jobs]
-    return {job.place for job, outlines in zip(jobs[1:], rest, strict=True) if outlines != first}
+    return {job.input_index for job, outlines in zip(jobs[1:], rest, strict=True) if outlines != first}
 
 
 def check_entries(entries: Sequence[Entry], rows: int, reply: ReplyOptions, max_results: int) -> None:
@@ -121,7 +121,7 @@ def join_inputs(parts: Sequence[Features]) -> Features:
                 scales[key] = np.concatenate([part.scales[key] for part in parts])
             continue
         for part in parts:
-            name = _name_entry(key, part.place)
+            name = _name_entry(key, part.input_index)
             if key in part.arrays:
                 arrays[name], receipts[name] = part.arrays[key], part.receipts[key]
                 by_input.add(name)
@@ -135,7 +135,7 @@ def join_inputs(parts: Sequence[Features]) -> Features:
         scales=scales,
         receipts=receipts,
         interventions=join_changes(part.interventions for part in parts),
-        place=None,
+        input_index=None,
         by_input=frozenset(by_input),
         tokens=sum(part.tokens for part in parts),
     )
@@ -153,8 +153,8 @@ def _list_keys(outlines: Sequence[Mapping[str, _Outline]]) -> Iterator[tuple[str
         yield key, first is not None and first.has_rows and all(each.get(key) == first for each in outlines)
 
 
-def _name_entry(key: str, place: int | None) -> str:
-    return f"{key}.input{place}"
+def _name_entry(key: str, input_index: int | None) -> str:
+    return f"{key}.input{input_index}"
 
 
 def _outline_job(job: Job) -> dict[str, _Outline]:

@@ -47,7 +47,7 @@ def collect_features(job: Job, results: Results) -> Features:
         verified=job.spec.verified_by is not None,
         warnings=(*job.spec.plan.warnings, *_warn_of_cuts(job)),
         interventions=job.changed,
-        place=job.place,
+        input_index=job.input_index,
         tokens=job.tokens,
     )
 
@@ -63,7 +63,7 @@ def _warn_of_cuts(job: Job) -> tuple[str, ...]:
 def _find_classes(job: Job, results: Results) -> tuple[int, ...] | None:
     """The class of each row if the objective is its highest score, or the class that an input names; else None."""
     scores, objective = job.spec.plan.scores, job.spec.plan.objective
-    if objective is not None and job.place is not None and isinstance(objective.objective.klass, int):
+    if objective is not None and job.input_index is not None and isinstance(objective.objective.klass, int):
         return (objective.objective.klass,) * job.rows  # those of other inputs may be others
     if scores is None or objective is None:
         return None

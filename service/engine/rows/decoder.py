@@ -38,11 +38,11 @@ from layertap.service.inputs.items import ImageItem, LocalItem
 
 @dataclass(frozen=True)
 class DecodedRows:
-    """Rows of one shape, the items that they were made of, and the place in the request of the first."""
+    """Rows of one shape, the items that they were made of, and the first item's index in the request."""
 
     rows: dict[str, Tensor]
     items: Sequence[Fetched]
-    place: int
+    input_index: int
 
     @property
     def shapes(self) -> Shapes:
@@ -113,7 +113,10 @@ class InputDecoder:
             return job, results
         except UndecodedError as error:
             refused = 0 if len(items) == 1 else error.row
-            items = [(place, error.refusal if row == refused else item) for row, (place, item) in enumerate(items)]
+            items = [
+                (input_index, error.refusal if row == refused else item)
+                for row, (input_index, item) in enumerate(items)
+            ]
         return await self.decode(planned, items, job.queued.deadline)
 
     async def _decode_groups(
@@ -142,15 +145,15 @@ class InputDecoder:
                 attempts = pad() if len(attempts) == 1 else await self._run_in_thread(pad, deadline)
         parts: list[DecodedRows] = []
         faults = list(request.faults)
-        for place, item, attempt in _number(items, attempts):
+        for input_index, item, attempt in _number(items, attempts):
             if isinstance(attempt, LayertapError):
-                faults.append(attempt.to_fault(f"/inputs/{place}", place))
+                faults.append(attempt.to_fault(f"/inputs/{input_index}", input_index))
                 if request.on_error == "fail" and isinstance(attempt, TooLargeError):
                     raise TooLargeError.from_faults(faults[-1:])
-            elif (misfit := _find_misfit(planned, attempt, place)) is not None:
+            elif (misfit := _find_misfit(planned, attempt, input_index)) is not None:
                 faults.append(misfit)
             else:
-                parts.append(DecodedRows(dict(attempt), (item,), place))
+                parts.append(DecodedRows(dict(attempt), (item,), input_index))
         faults.sort(key=lambda fault: fault.input or 0)
         if faults and (request.on_error == "fail" or not parts):
             raise RequestError.from_faults(faults)
@@ -169,7 +172,7 @@ def join_decoded(parts: Sequence[DecodedRows], inputs: ModelInputs) -> list[Deco
     rows: Sequence[Rows] = [part.rows for part in parts]
     if len({tuple(value.dtype for value in each.values()) for each in rows}) > 1:
         rows = [normalize_rows(each, inputs) for each in rows]
-    return [DecodedRows(join_rows(rows), [item for part in parts for item in part.items], parts[0].place)]
+    return [DecodedRows(join_rows(rows), [item for part in parts for item in part.items], parts[0].input_index)]
 
 
 def make_encoded_job(planned: PlannedRequest, items: Items, make_job: Callable[..., Job]) -> Job | None:
@@ -197,7 +200,7 @@ def split_evenly(items: Sequence[LocalItem], slots: int, limit: int) -> list[Seq
     """Groups of at most so many items, as many for each slot, so that all slots end at about the same time."""
     rounds = math.ceil(len(items) / (slots * limit))
     count = min(slots * rounds, len(items))
-    bounds = [len(items) * place // max(count, 1) for place in range(count + 1)]
+    bounds = [len(items) * group // max(count, 1) for group in range(count + 1)]
     return [items[start:stop] for start, stop in pairwise(bounds)]
 
 
@@ -209,16 +212,16 @@ def _is_as_planned(rows: Rows, planned: PlannedRequest) -> bool:
 
 
 def _number(items: Items, attempts: Sequence[Sequence[Attempt]]) -> Iterator[tuple[int, Fetched, Attempt]]:
-    """Every input's place, its item and what became of it; a batch is one item of several inputs."""
-    for (place, item), item_attempts in zip(items, attempts, strict=True):
+    """Each input's index, its item and its attempt; a batch is one item of several inputs."""
+    for (input_index, item), item_attempts in zip(items, attempts, strict=True):
         for row, attempt in enumerate(item_attempts):
-            yield place + row, item, attempt
+            yield input_index + row, item, attempt
 
 
-def _find_misfit(planned: PlannedRequest, rows: Rows, place: int) -> Fault | None:
+def _find_misfit(planned: PlannedRequest, rows: Rows, input_index: int) -> Fault | None:
     """What is wrong with the shape of rows: that of a layer's output is fixed."""
     inputs, shapes = planned.inputs, get_row_shapes(rows)
     if planned.request.resume is not None and inputs.text is None and shapes != inputs.shapes:
         detail = f"an output of {inputs.specs[0].name!r} has another shape than {show_shapes(shapes)}"
-        return Fault(detail, f"send shape {show_shapes(inputs.shapes)}", input=place)
+        return Fault(detail, f"send shape {show_shapes(inputs.shapes)}", input=input_index)
     return None

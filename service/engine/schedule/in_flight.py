@@ -62,17 +62,17 @@ class InFlight:
         self.notes["fill"] = f"{result.rows}/{batch.key.max_rows}"
         self.notes["depth"] = f"{batch.depth:.4g}"
         if isinstance(result.results, Exception):
-            return self._name_input(result.results, self.jobs[queued].place)
+            return self._name_input(result.results, self.jobs[queued].input_index)
         self.results[queued] = result.results
         self.missing -= result.stop - result.start
         return None if self.missing else [self.results[each] for each in self.jobs]
 
     @staticmethod
-    def _name_input(error: LayertapError | RuntimeError, place: int | None) -> LayertapError | RuntimeError:
+    def _name_input(error: LayertapError | RuntimeError, input_index: int | None) -> LayertapError | RuntimeError:
         """The error with the input that it is of, where a job has just one, and its sender may do something."""
-        if place is None or not isinstance(error, (RequestError, TooLargeError)):
+        if input_index is None or not isinstance(error, (RequestError, TooLargeError)):
             return error
-        return error.of_input(place)
+        return error.of_input(input_index)
 
     def record(self) -> None:
         """Tell the request how long each step took, each second once though parts ran side by side."""

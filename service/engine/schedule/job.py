@@ -29,7 +29,7 @@ def make_job(
     deadline: float,
     encoded: tuple[ImageItem, ...] = (),
     first_row: int = 0,
-    place: int | None = None,
+    input_index: int | None = None,
 ) -> Job:
     """The job of a request whose rows are there, or will be, or, for a dry run, are not; any thread may make it.
 
@@ -70,7 +70,7 @@ def make_job(
         labels=handle.model.labels,
         encoded=encoded,
         first_row=first_row,
-        place=place,
+        input_index=input_index,
         changed=plan.changed_selectors[: len(request.interventions)],
         tokens=_count_tokens(inputs, text),
         cut_to=text.max_tokens if text and text.cuts else None,

@@ -43,7 +43,7 @@ class JobMaker:
                 if not others:
                     return jobs
                 plans = [
-                    InputError(ANOTHER_SHAPE) if part.place in others else plan
+                    InputError(ANOTHER_SHAPE) if part.input_index in others else plan
                     for part, plan in zip(parts, plans, strict=True)
                 ]
             left = await self._run_in_thread(partial(_leave_out, planned, decoded, plans), deadline)
@@ -63,17 +63,17 @@ class JobMaker:
         keys = []
         for part in parts:
             kind = find_preprocessed_by(part.items, planned.inputs.for_shapes(part.shapes), part.shapes)
-            options = planned.request.input_options.get(part.place)
-            keys.append((part.shapes, kind, options, part.place if planned.inputs.text is not None else None))
+            options = planned.request.input_options.get(part.input_index)
+            keys.append((part.shapes, kind, options, part.input_index if planned.inputs.text is not None else None))
             if keys[-1] in plans:
                 continue
             try:
-                of_input = replace(planned, input_index=part.place)
+                of_input = replace(planned, input_index=part.input_index)
                 plans[keys[-1]] = await self._planner.replan(of_input, part.rows, part.items, deadline)
             except (RequestError, TooLargeError) as error:
                 skips = planned.request.on_error == "skip" and isinstance(error, (InputError, TooLargeError))
                 if not skips:
-                    raise error.of_input(part.place) from None
+                    raise error.of_input(part.input_index) from None
                 plans[keys[-1]] = error
         return [plans[key] for key in keys]
 
@@ -88,9 +88,11 @@ class JobMaker:
         for number, (plan, part) in enumerate(zip(plans, parts, strict=True)):
             try:
                 _check(plan)
-                job = make_job(plan, part.rows, faults, deadline=deadline, first_row=number, place=part.place)
+                job = make_job(
+                    plan, part.rows, faults, deadline=deadline, first_row=number, input_index=part.input_index
+                )
             except (RequestError, TooLargeError) as error:
-                raise error.of_input(part.place) from None
+                raise error.of_input(part.input_index) from None
             jobs.append(job)
         check_entries(list_entries(jobs), len(jobs), request.reply, self._max_results)
         return prepare_sources(jobs)
@@ -103,7 +105,7 @@ def _leave_out(
     left, faults = [], list(decoded.faults)
     for part, plan in zip(decoded.parts, plans, strict=True):
         if isinstance(plan, LayertapError):
-            faults.append(plan.to_fault(f"/inputs/{part.place}", part.place))
+            faults.append(plan.to_fault(f"/inputs/{part.input_index}", part.input_index))
         else:
             left.append(part)
     faults.sort(key=lambda fault: fault.input or 0)

@@ -23,14 +23,14 @@ Stage = list[int]  # numbers of jobs that may run together
 
 def plan_stages(jobs: Sequence[Job]) -> list[Stage]:
     """Which jobs of a request run one after another; RequestError where a source is left out, or waits in turn."""
-    numbers = {job.place: number for number, job in enumerate(jobs)}
+    numbers = {job.input_index: number for number, job in enumerate(jobs)}
     sorter = TopologicalSorter[int]()
     for number, job in enumerate(jobs):
         sources = _list_sources(job)
-        for place in sources:
-            if place not in numbers:
-                raise _refuse(job, f"input {place}, which 'from' names, is not there, or was left out", "name another")
-        sorter.add(number, *(numbers[place] for place in sources))
+        for index in sources:
+            if index not in numbers:
+                raise _refuse(job, f"input {index}, which 'from' names, is not there, or was left out", "name another")
+        sorter.add(number, *(numbers[index] for index in sources))
     stages = []
     try:
         sorter.prepare()
@@ -52,10 +52,11 @@ def prepare_sources(jobs: Sequence[Job]) -> list[Job]:
     for stage in stages:
         for number in stage:
             job = jobs[number]
-            of_sources = [digest for place in _list_sources(job) if (digest := changes[place]) is not None]
+            of_sources = [digest for index in _list_sources(job) if (digest := changes[index]) is not None]
             own = fingerprint.digest_changes(job.spec.plan.resolved_interventions)
-            changes[job.place] = fingerprint.digest_sources(own or "", of_sources) if of_sources else own
-            plan = replace(job.spec.plan, extra=frozenset(extra[job.place])) if extra[job.place] else job.spec.plan
+            changes[job.input_index] = fingerprint.digest_sources(own or "", of_sources) if of_sources else own
+            taken = extra[job.input_index]
+            plan = replace(job.spec.plan, extra=frozenset(taken)) if taken else job.spec.plan
             digests = job.fingerprints
             if of_sources:
                 digests = {key: fingerprint.digest_sources(digest, of_sources) for key, digest in digests.items()}
@@ -72,17 +73,18 @@ def fill_tensors(job: Job, answers: Iterable[tuple[Job, Results]]) -> Job:
     """A job whose changes have what they take of others; RequestError where a text has other tokens than another."""
     if not _list_sources(job):
         return job
-    by_place = {source.place: (source, results) for source, results in answers}
+    by_input = {source.input_index: (source, results) for source, results in answers}
 
     def fill(change: ResolvedIntervention) -> ResolvedIntervention:
         if change.source is None:
             return change
-        source, results = by_place[_get_input(change)]
+        source, results = by_input[_get_input(change)]
         value = results[change.source].values
         try:
             tensor = take_part(value, change.source, change, _get_mask(source), _get_mask(job))
         except SelectorError as error:
-            raise RequestError.from_faults([error.to_fault(f"/inputs/{job.place}/interventions", job.place)]) from None
+            fault = error.to_fault(f"/inputs/{job.input_index}/interventions", job.input_index)
+            raise RequestError.from_faults([fault]) from None
         return replace(change, operation=replace(change.operation, tensor=tensor, source=None), source=None)
 
     changes = tuple(tuple(fill(change) for change in each) for each in job.spec.plan.interventions)
@@ -91,14 +93,14 @@ def fill_tensors(job: Job, answers: Iterable[tuple[Job, Results]]) -> Job:
 
 def _collect_sources(jobs: Sequence[Job]) -> Mapping[int | None, set[Capture]]:
     """What is captured of each input for others; RequestError where it has another shape than theirs has there."""
-    by_place = {job.place: job for job in jobs}
+    by_input = {job.input_index: job for job in jobs}
     captures: dict[int | None, set[Capture]] = defaultdict(set)
     for job in jobs:
         for change in _list_taking(job):
-            source, place = change.source, _get_input(change)
+            source, index = change.source, _get_input(change)
             if source is not None:
-                _check_shape(job, source, by_place[place])
-                captures[place].add(source)
+                _check_shape(job, source, by_input[index])
+                captures[index].add(source)
     return captures
 
 
@@ -121,7 +123,7 @@ def _list_taking(job: Job) -> list[ResolvedIntervention]:
 
 
 def _list_sources(job: Job) -> list[int]:
-    """The places of the inputs of which a job takes something."""
+    """The indexes of the inputs whose tensors a job takes."""
     return sorted({_get_input(change) for change in _list_taking(job)})
 
 
@@ -138,4 +140,4 @@ def _get_mask(job: Job) -> Tensor | None:
 
 
 def _refuse(job: Job, detail: str, hint: str) -> RequestError:
-    return RequestError.from_faults([Fault(detail, hint, f"/inputs/{job.place}/interventions", job.place)])
+    return RequestError.from_faults([Fault(detail, hint, f"/inputs/{job.input_index}/interventions", job.input_index)])
