@@ -1,1 +1,1 @@
-"""Explanations and probes: requests to the engine, and what is made of their features."""
+"""Explanations and probes: requests to the engine, and what they make of its features."""

@@ -1,1 +1,1 @@
-"""What forwards gave, as features."""
+"""The results of forwards, collected as features."""

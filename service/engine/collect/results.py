@@ -35,27 +35,26 @@ def collect_features(job: Job, results: Results) -> Features:
         arrays[result.key] = merge_rows(values, reduction.stats or ()) if reduction.over else values
         if whole.scale is not None:
             scales[result.key] = whole.scale.numpy()
-    classes = _find_classes(job, results)
+    classes, token_counts = _find_classes(job, results), _count_tokens(job)
     return Features(
         model=job.model,
         fingerprint=job.fingerprint,
         rows=job.rows,
         arrays=arrays,
         scales=scales,
-        receipts={result.key: make_receipt(job, result, classes) for result in job.spec.plan.results},
+        receipts={result.key: make_receipt(job, result, classes, token_counts) for result in job.spec.plan.results},
         errors=job.faults,
         verified=job.spec.verified_by is not None,
-        warnings=(*job.spec.plan.warnings, *_warn_of_cuts(job)),
+        warnings=(*job.spec.plan.warnings, *_warn_of_cuts(job, token_counts or ())),
         interventions=job.changed,
         input_index=job.input_index,
         tokens=job.tokens,
     )
 
 
-def _warn_of_cuts(job: Job) -> tuple[str, ...]:
+def _warn_of_cuts(job: Job, token_counts: tuple[int, ...]) -> tuple[str, ...]:
     """A warning if a text has exactly as many tokens as longer texts are cut to, and so may be cut itself."""
-    counts = _count_tokens(job) or () if job.cut_to is not None else ()
-    if job.cut_to not in counts:
+    if job.cut_to not in token_counts:
         return ()
     return (f"a text has {job.cut_to} tokens, to which longer ones are cut as sentence-transformers cuts them",)
 
@@ -88,8 +87,10 @@ def _count_tokens(job: Job) -> tuple[int, ...] | None:
     return None if mask is None else tuple(mask.bool().sum(1).tolist())
 
 
-def make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None = None) -> Receipt:
-    """Where a result comes from; ``classes`` are those of its rows' highest scores."""
+def make_receipt(
+    job: Job, result: Result, classes: tuple[int, ...] | None = None, token_counts: tuple[int, ...] | None = None
+) -> Receipt:
+    """Where a result comes from; ``classes`` are those of its rows' highest scores, ``token_counts`` of its texts."""
     point, info, reduction = result.capture.point, result.capture.tensor, result.capture.reduction
     classes = classes if point.site in GRADIENTS else None
     function, site, path = point.place
@@ -118,7 +119,7 @@ def make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None = Non
         resumed=job.catalog.start,
         forward="compiled" if job.spec.compiled else "",
         classes=classes,
-        token_counts=_count_tokens(job) if info.token_axes else None,
+        token_counts=token_counts if info.token_axes else None,
         labels=name_classes(job.labels, classes) if classes is not None else None,
         rows_per_forward=job.rows_per_forward,
         preprocessed=job.preprocessed,

@@ -1,1 +1,1 @@
-"""What a request names, as what is captured for it."""
+"""Plans: what a request names, resolved to what is captured for it."""
