@@ -26,12 +26,13 @@ Results = dict[str, dict[str, dict[str, dict[str, float]]]]  # by model, load, r
 
 def make_table(model: str, loads: dict[str, dict[str, dict[str, float]]]) -> Table:
     """A model's figures: those of the batcher as it is in themselves, the others as ratios to them."""
-    table = Table("load", "rule", "answers/s", "p50 ms", "p99 ms", "rows", "lone rows", title=model)
+    table = Table("load", "rule", "answers/s", "p50 ms", "p99 ms", "rows", "lone rows", "large s", title=model)
     for load, rules in loads.items():
         for rule, figures in rules.items():
             suffix = "" if rule == GROWING else "_ratio"
             compared = [f"{figures[name + suffix]:.4g}" for name in ("per_s", "p50_ms", "p99_ms")]
-            table.add_row(load, rule, *compared, f"{figures['rows']:.1f}", f"{figures['lone_rows']:.2f}")
+            others = [f"{figures['rows']:.1f}", f"{figures['lone_rows']:.2f}", f"{figures['large_s']:.2f}"]
+            table.add_row(load, rule, *compared, *others)
             load = ""
         table.add_section()
     return table

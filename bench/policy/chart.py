@@ -22,7 +22,7 @@ def draw(told: Mapping[str, Any], file: Path) -> None:
     """A row of panels for each model: a rule's figures as multiples of those of the batcher as it is, by clients."""
     models = [model for model in SHOWN if model in told["results"]]
     shown_rules = [rule for rule in RULES if rule != GROWING]
-    clients = [load for load in LOADS if load.clients and not load.bulk]
+    clients = [load for load in LOADS if load.clients and not load.bulk and not load.large]
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, HEIGHT * len(models) + 0.8), layout="constrained")
         axes = figure.subplots(len(models), len(FIGURES), sharex=True, squeeze=False)

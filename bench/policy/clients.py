@@ -11,11 +11,13 @@ TRANSPORT_S = 0.3e-3  # from an answer to the next request of a client that wait
 START_S = 0.1e-3  # between the first requests of two clients
 
 
-def add_closed_loop(server: SimulatedServer, clients: int, priority: Priority = "interactive") -> None:
+def add_closed_loop(
+    server: SimulatedServer, clients: int, priority: Priority = "interactive", rows: int = 1, row_bytes: int = 0
+) -> None:
     """Clients that send the next request as soon as they have an answer."""
 
     def send() -> None:
-        server.send(SimulatedRequest(priority, server.now, send_later))
+        server.send(SimulatedRequest(priority, server.now, send_later, rows, row_bytes))
 
     def send_later() -> None:
         server.call_at(server.now + server.vary(TRANSPORT_S), send)

@@ -14,23 +14,29 @@ from bench.policy.server import Record, SimulatedServer
 
 ANSWERS = 2000  # of a run, about
 ANSWERS_OF_CLIENT = 10  # at least, of a closed loop
+LARGE_ROWS = 256
+ANSWERS_OF_LARGE = 10  # at least
 WARM_UP = 0.2  # of a run, before it
 CAPACITY_CLIENTS = 64
 
 
 @dataclass(frozen=True)
 class Load:
-    """``clients`` in closed loop, ``bulk`` ones beside them; or an open loop, as a share of the capacity."""
+    """``clients`` in closed loop, ``bulk`` ones beside them; or an open loop, as a share of the capacity.
+
+    ``large``: clients beside them whose requests are of ``LARGE_ROWS`` rows each, and of all layers.
+    """
 
     clients: int = 0
     bulk: int = 0
+    large: int = 0
     share: float = 0.0
 
     @property
     def title(self) -> str:
+        beside = f" and {self.bulk} of bulk" if self.bulk else f" and {self.large} large" if self.large else ""
         if self.share:
-            return f"open loop, {self.share:.0%}"
-        beside = f" and {self.bulk} of bulk" if self.bulk else ""
+            return f"open loop, {self.share:.0%}{beside}"
         return f"{self.clients} client{'s' if self.clients > 1 else ''}{beside}"
 
 
@@ -39,18 +45,24 @@ LOADS = (
     *(Load(share=share) for share in (0.5, 0.8, 0.95)),
     Load(clients=4, bulk=16),
     Load(clients=4, bulk=64),
+    Load(clients=4, large=1),
+    Load(share=0.3, large=1),
 )
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Answers a second of all, milliseconds of interactive ones, rows of a forward, rows that ran alone."""
+    """Answered rows a second, milliseconds of interactive requests of one row, rows of a forward, rows that ran alone.
+
+    ``large_s``: seconds of requests of many rows; 0 where none came.
+    """
 
     per_s: float
     p50_ms: float
     p99_ms: float
     rows: float
     lone_rows: float
+    large_s: float
 
 
 def simulate(model: str, load: Load, rule: str, cores: int, seed: int) -> Figures:
@@ -62,8 +74,10 @@ def simulate(model: str, load: Load, rule: str, cores: int, seed: int) -> Figure
         add_closed_loop(server, load.clients)
         add_closed_loop(server, load.bulk, "bulk")
     simulated, clients = MODELS[model], load.clients + load.bulk
+    add_closed_loop(server, load.large, rows=LARGE_ROWS, row_bytes=simulated.layer_bytes)
     row_seconds = simulated.decode + simulated.receive + simulated.reply + simulated.costs.estimate_seconds(1)
-    seconds = max(ANSWERS, ANSWERS_OF_CLIENT * clients) * row_seconds / cores
+    rows = max(ANSWERS, ANSWERS_OF_CLIENT * clients) + load.large * ANSWERS_OF_LARGE * LARGE_ROWS
+    seconds = rows * row_seconds / cores
     server.run(WARM_UP * seconds)
     server.record = Record()
     server.run(seconds)
@@ -82,11 +96,12 @@ def summarize(record: Record, seconds: float) -> Figures:
     percentiles = quantiles(interactive, n=100)
     rows = sum(rows * forwards for rows, forwards in record.forwards.items())
     return Figures(
-        per_s=sum(map(len, record.seconds.values())) / seconds,
+        per_s=record.rows / seconds,
         p50_ms=1000 * percentiles[49],
         p99_ms=1000 * percentiles[98],
         rows=rows / record.forwards.total(),
         lone_rows=record.forwards[1] / rows,
+        large_s=fmean(record.large_seconds or [0.0]),
     )
 
 

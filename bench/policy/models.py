@@ -11,13 +11,15 @@ from layertap.models.catalog.catalog import Costs
 class SimulatedModel:
     """``costs`` of a forward on one core, ``decode`` seconds of a picture.
 
-    ``receive`` and ``reply``: seconds of the front for a request and for its answer.
+    ``receive`` and ``reply``: seconds of the front for a request and for its answer. ``layer_bytes``: all layers of a
+    picture.
     """
 
     costs: Costs
     decode: float
     receive: float = 0.55e-3
     reply: float = 0.4e-3
+    layer_bytes: int = 25 * 10**6
 
 
 # About what one core takes in bench/results/serving-2026-11-23.json: an image of MobileNetV3-small cost 14.0, 11.6, 9.2
@@ -29,7 +31,7 @@ MODELS = {
     "mobilenet, slow decoding": SimulatedModel(MOBILENET, decode=12e-3),
     "mobilenet, quick decoding": SimulatedModel(MOBILENET, decode=1e-3),
     "mobilenet, slow front": SimulatedModel(MOBILENET, decode=4e-3, receive=1.1e-3, reply=0.8e-3),
-    "resnet50": SimulatedModel(Costs(base=12e-3, per_row=80e-3, speedup=1.5), decode=4e-3),
-    "vit_b_16": SimulatedModel(Costs(base=40e-3, per_row=230e-3, speedup=1.6), decode=4e-3),
-    "digits": SimulatedModel(Costs(base=0.5e-3, per_row=0.5e-3), decode=0.4e-3),
+    "resnet50": SimulatedModel(Costs(base=12e-3, per_row=80e-3, speedup=1.5), decode=4e-3, layer_bytes=125 * 10**6),
+    "vit_b_16": SimulatedModel(Costs(base=40e-3, per_row=230e-3, speedup=1.6), decode=4e-3, layer_bytes=90 * 10**6),
+    "digits": SimulatedModel(Costs(base=0.5e-3, per_row=0.5e-3), decode=0.4e-3, layer_bytes=10**5),
 }

@@ -19,17 +19,24 @@ from layertap.service.types import Priority
 
 MODEL = "model"
 MAX_ROWS = 64
+CAPTURED_BYTES_PER_S = 1e9  # reduced, copied and kept
 SPREAD = 0.1  # of every time that something takes: the deviation of its logarithm
 Callback = Callable[[], None]
 
 
 @dataclass(eq=False)
 class SimulatedRequest:
-    """A picture on its way: when it was sent, and what its client does with the answer."""
+    """Pictures on their way: when they were sent, and what their client does with the answer.
+
+    ``row_bytes``: what is captured of each.
+    """
 
     priority: Priority
     sent_at: float
     on_reply: Callback = lambda: None
+    rows: int = 1
+    row_bytes: int = 0
+    answered_rows: int = 0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -51,9 +58,14 @@ class RunningBatch:
 
 @dataclass
 class Record:
-    """What has come of it: seconds until each answer, by priority, and forwards by their rows as they begin."""
+    """What has come of it: seconds until each answer, answered rows, and forwards by their rows as they begin.
+
+    ``seconds`` are by priority, those of requests of several rows in ``large_seconds``.
+    """
 
     seconds: dict[Priority, list[float]] = field(default_factory=lambda: {"interactive": [], "bulk": []})
+    large_seconds: list[float] = field(default_factory=list)
+    rows: int = 0
     forwards: Counter[int] = field(default_factory=Counter)
 
 
@@ -133,17 +145,18 @@ class SimulatedServer:
         self._dispatch()
 
     def _end_decode(self, picture: Picture) -> None:
-        self._batcher.finish(picture, self._model.decode)
+        self._batcher.finish(picture, self._model.decode * picture.request.rows)
         self._enqueue(picture.request)
         self._dispatch()
 
     def _enqueue(self, request: SimulatedRequest) -> None:
-        queued = QueuedRequest(self._key, 1, priority=request.priority)
+        queued = QueuedRequest(self._key, request.rows, row_bytes=request.row_bytes, priority=request.priority)
         self._requests[queued] = request
         self._batcher.add(queued)
 
     def _reply(self, request: SimulatedRequest) -> None:
-        self.record.seconds[request.priority].append(self.now - request.sent_at)
+        seconds = self.record.large_seconds if request.rows > 1 else self.record.seconds[request.priority]
+        seconds.append(self.now - request.sent_at)
         self._returning.append(self.now + RETURN_S)
         self.call_at(self.now + RETURN_S, self._dispatch)
         request.on_reply()
@@ -157,7 +170,8 @@ class SimulatedServer:
             if isinstance(task, Batch):
                 self._start(task)
             elif isinstance(task, Picture):
-                self._processor.run(self.vary(self._model.decode), partial(self._end_decode, task))
+                seconds = self._model.decode * task.request.rows
+                self._processor.run(self.vary(seconds), partial(self._end_decode, task))
 
     # The road of a batch
 
@@ -204,10 +218,11 @@ class SimulatedServer:
     def _run_forward(self, running: RunningBatch) -> None:
         batch = running.batch
         self.record.forwards[batch.rows] += 1
-        seconds = self.vary(self._model.costs.estimate_seconds(batch.rows))
+        seconds = self._model.costs.estimate_seconds(batch.rows)
         if batch.slots > 1:
             seconds /= self._model.costs.speedup
-        self._processor.run(seconds, partial(self._end_batch, running), batch.slots)
+        seconds += sum(each.rows * each.request.row_bytes for each in batch.slices) / CAPTURED_BYTES_PER_S
+        self._processor.run(self.vary(seconds), partial(self._end_batch, running), batch.slots)
 
     def _end_batch(self, running: RunningBatch) -> None:
         decode_seconds = self._model.decode * running.batch.rows if self._rule.grows else 0.0
@@ -215,5 +230,10 @@ class SimulatedServer:
         self._idle_replicas += 1
         self._running_rows -= running.batch.rows
         for row_slice in running.batch.slices:
-            self._call_soon(self._model.reply, partial(self._reply, self._requests.pop(row_slice.request)))
+            request = self._requests[row_slice.request]
+            self.record.rows += row_slice.rows
+            request.answered_rows += row_slice.rows
+            if request.answered_rows == request.rows:
+                del self._requests[row_slice.request]
+                self._call_soon(self._model.reply, partial(self._reply, request))
         self._dispatch()

@@ -101,6 +101,14 @@ def test_rules_are_told_apart(rule: str, rows: int) -> None:
     assert server.record.forwards.most_common(1)[0][0] == rows
 
 
+@pytest.mark.parametrize("rule", ["threads", GROWING])
+def test_large_request_beside_small_ones(rule: str) -> None:
+    """256 rows of all layers take seconds, and a single row beside them a small part of one."""
+    alone, beside = (simulate(MODEL, load, rule, 2, 0) for load in (Load(clients=4), Load(clients=4, large=1)))
+    assert beside.p99_ms < alone.p99_ms + 150
+    assert 3.0 < beside.large_s < 7.0
+
+
 def test_interactive_clients_are_first() -> None:
     """Beside bulk ones, which get what is left."""
     server = SimulatedServer(MODELS[MODEL], RULES[GROWING], cores=2, seed=0)

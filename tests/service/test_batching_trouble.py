@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 import httpx
@@ -382,23 +383,24 @@ def test_too_little_time_of_the_servers_own(serve: Serve) -> None:
 
 def test_too_many_bytes(serve: Serve) -> None:
     """Bodies, rows and replies of what waits count together; all of it is given back."""
+    isolated = partial(extract_request, model="tower", layers="tail", isolated="true")
     with serving_nets(serve, "tower", max_queue_bytes=50_000, max_queue_rows=2000) as live:
         ledger, large = MetricsDelta(live, "tower"), extract_request(random_rows(256), "tower", "linear")
         assert "50000" in problem(post(live, large), 413)["detail"]  # no queue could hold it
         with hold_queue(live, "tower") as pile:
-            waits = [pile.enqueue(extract_request(random_rows(256, seed), "tower", "tail"), 256) for seed in range(4)]
+            waits = [pile.enqueue(isolated(random_rows(256, seed)), 256) for seed in range(4)]
             used = live.engine.admission.used_bytes
             assert 4 * 256 * (16 + 16 + 8) <= used <= 50_000  # a row as sent, as decoded, and its result
             assert all(retry(post(live, extract_request(random_rows(256), "tower", "tail"))) >= 1 for _ in range(3))
             wait_until(lambda: live.engine.admission.used_bytes == used)
-            waits.append(pile.enqueue(extract_request(random_rows(2), "tower", "tail"), 2))
+            waits.append(pile.enqueue(isolated(random_rows(2)), 2))
         assert [reply.result().status_code for reply in waits] == [200] * 5
         wait_idle(live)
-        assert post(live, extract_request(random_rows(256), "tower", "tail")).status_code == 200
+        assert post(live, isolated(random_rows(256))).status_code == 200
         rows = 4 * 256 + 2 + 256
         times = 4 * 8 + 1 + 8  # forwards of 32 rows
         ledger.check(
-            HELD_COUNTS, batch_counts("single", rows, times, times), row_counts(rows), {"refused:queue_bytes": 3.0}
+            HELD_COUNTS, batch_counts("isolated", rows, times, times), row_counts(rows), {"refused:queue_bytes": 3.0}
         )
         wait_idle(live)
 

@@ -11,6 +11,7 @@ from layertap.service.types import BatchReason, Priority
 CPU = "cpu"  # the device on which pictures are decoded
 MIN_EFFICIENT_ROWS = 4  # an efficient forward has so many rows even where its fixed cost is nothing
 MAX_FIXED_COST_RATIO = 0.1  # in an efficient forward: a row's share of the fixed cost, divided by the row's own cost
+CAPTURED_BYTES_PER_S = 1e9  # roughly: reduced, copied to the host and kept for the answer
 SHORT_BATCH_RATIO = 3.0  # seconds of a short batch, divided by those of a row alone
 SMOOTHING = 0.2  # the newest batch's part in a mean
 FIRST_PAUSE_S = 60.0  # from a lack of memory to a trial of more rows; twice as long after each trial that fails
@@ -78,8 +79,6 @@ class BatchKey:
     @property
     def short_rows(self) -> int:
         """Rows of a batch that takes little longer than one of a single row."""
-        if self.padded_rows is not None:
-            return self.padded_rows
         seconds = SHORT_BATCH_RATIO * self.estimate_seconds(1)
         return int((seconds - self.costs.base) / (self.costs.per_row + self.decode_seconds))
 
@@ -98,7 +97,7 @@ class BatchKey:
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """A request's rows that wait for a forward.
+    """A request's rows that wait for a forward, the least ``due_at`` first.
 
     ``depth``: the share of a forward's cost at which its last layer is reached; ``row_bytes``: what is kept of each
     row; ``requires_isolation``: shares a forward with no other request; ``unsplittable``: all rows in one forward, and
@@ -123,6 +122,30 @@ class QueuedRequest:
         return self.rows - self.taken_rows
 
     @property
+    def captured_seconds(self) -> float:
+        """What it takes to keep what is captured of a row."""
+        return self.row_bytes / CAPTURED_BYTES_PER_S
+
+    @property
+    def weight(self) -> float:
+        """What one of its rows costs, divided by what a row costs that passes all layers and is not captured."""
+        per_row, decoding = self.key.costs.per_row, self.key.decode_seconds
+        return (self.depth * per_row + decoding + self.captured_seconds) / (per_row + decoding)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it needs more than one efficient forward."""
+        return self.rows > self.key.efficient_rows
+
+    @property
+    def yields(self) -> bool:
+        """Whether a batch has few of its rows while small interactive requests come, which should not wait for it long.
+
+        So bulk and large requests do, except where the number of rows in a forward decides the bits of an answer.
+        """
+        return (self.is_large or self.priority == "bulk") and not self.runs_alone and not self.key.pads
+
+    @property
     def runs_alone(self) -> bool:
         """Whether its rows share no forward with those of others."""
         return self.requires_isolation or self.unsplittable
@@ -140,6 +163,11 @@ class RowSlice:
     def rows(self) -> int:
         """How many rows these are."""
         return self.stop - self.start
+
+    def estimate_seconds(self) -> float:
+        """What they take in a forward of their own, and to keep what is captured of them."""
+        request = self.request
+        return request.key.estimate_seconds(self.rows, request.depth) + self.rows * request.captured_seconds
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,21 @@ DEPTH_LEVELS = 32  # depths that differ by less than such a part of a forward co
 MIN_PARALLEL_ROWS = 2  # of each forward in parallel, where one of a single row would take all slots
 
 
-def form_batch(candidates: Sequence[QueuedRequest], state: DeviceState, short: bool = False) -> Batch | None:
+def form_batch(
+    candidates: Sequence[QueuedRequest], state: DeviceState, yielding_rows: float = math.inf
+) -> Batch | None:
     """The next batch of a batch key on a device, None where it needs more slots than are free.
 
     ``candidates``: requests of one batch key with rows that wait, at least one; the first one is in the batch.
-    ``short``: somebody may come soon who should not wait for it long.
+    ``yielding_rows``: the most rows of requests that yield.
     """
     key, device = candidates[0].key, state.device
     shareable = [request for request in candidates if not request.runs_alone]
     if candidates[0].runs_alone:
         shareable = [candidates[0]]
     companions = choose_companions(shareable)
-    rows = choose_rows(companions, state, short)
-    slices = tuple(slice_rows(companions, rows))
+    rows = choose_rows(companions, state)
+    slices = tuple(slice_rows(companions, rows, yielding_rows))
     rows = sum(row_slice.rows for row_slice in slices)
     slots = count_slots(key, rows, device)
     if slots > state.free_slots:
@@ -36,13 +38,14 @@ def form_batch(candidates: Sequence[QueuedRequest], state: DeviceState, short: b
     seconds = key.estimate_seconds(rows, depth)
     if slots > 1 and is_single_row(key, rows):
         seconds /= key.costs.speedup
+    seconds += sum(row_slice.rows * row_slice.request.captured_seconds for row_slice in slices)
     reason = find_batch_reason(slices, left_out=len(shareable) - len(companions))
     padded_rows = None if candidates[0].unsplittable else key.padded_rows
     return Batch(key, state.name, slices, slots, count_slots(key, 1, device), depth, seconds, reason, padded_rows)
 
 
 def extend_batch(
-    batch: Batch, candidates: Sequence[QueuedRequest], device: DeviceSlots, running_rows: int, short: bool = False
+    batch: Batch, candidates: Sequence[QueuedRequest], device: DeviceSlots, running_rows: int, yielding_rows: float
 ) -> Batch:
     """A batch with those of the candidates that it would have had, had they come before it was started; or as it is.
 
@@ -60,20 +63,20 @@ def extend_batch(
         and not (interactive and request.priority == "bulk")
     ]
     rows = sum(request.waiting_rows for request in joining)
-    share = math.ceil((running_rows + rows) / count_parallel(key, device))
-    limit = limit_rows([first, *joining], device, short)
-    room = min(limit, share, batch.padded_rows or limit) - batch.rows
     few = is_single_row(key, batch.rows) and are_few_rows(key, batch.rows + rows)
-    if first.runs_alone or not joining or room <= 0 or few:
+    share = math.ceil((running_rows + rows) / count_parallel(key, device))
+    limit = limit_rows([first, *joining], device)
+    rows = min(limit, share, batch.padded_rows or limit)
+    if first.runs_alone or not joining or few:
         return batch
-    taken_bytes = sum(each.rows * (key.costs.row_bytes + each.request.row_bytes) for each in batch.slices)
-    slices = tuple(slice_rows(joining, room, key.max_bytes - taken_bytes))
+    slices = tuple(slice_rows(joining, rows, yielding_rows, batch.slices))
     if not slices:
         return batch
     slices = (*batch.slices, *slices)
     rows = sum(row_slice.rows for row_slice in slices)
     reason = find_batch_reason(slices, left_out=0)
     seconds = key.estimate_seconds(rows, batch.depth)
+    seconds += sum(row_slice.rows * row_slice.request.captured_seconds for row_slice in slices)
     slots = count_slots(key, rows, device)
     return replace(batch, slices=slices, slots=slots, seconds=seconds, reason=reason)
 
@@ -109,7 +112,7 @@ def find_level_range(key: BatchKey, rows_by_level: Mapping[int, int], level: int
     return levels[cuts[stop][1]], levels[stop - 1]
 
 
-def choose_rows(companions: Sequence[QueuedRequest], state: DeviceState, short: bool = False) -> int:
+def choose_rows(companions: Sequence[QueuedRequest], state: DeviceState) -> int:
     """How many rows the next forward should have, as far as memory allows."""
     key, device = companions[0].key, state.device
     waiting_rows = sum(request.waiting_rows for request in companions)
@@ -121,10 +124,10 @@ def choose_rows(companions: Sequence[QueuedRequest], state: DeviceState, short: 
         return 1  # one after the other on all slots ends sooner than in parallel
     parallel = min(state.free_slots // key.slots, state.idle_replicas) if device.parallel else 1
     rows = max(split_rows(key, waiting_rows, parallel * state.idle_devices), MIN_PARALLEL_ROWS if single_row else 1)
-    return min(rows, limit_rows(companions, device, short))
+    return min(rows, limit_rows(companions, device))
 
 
-def limit_rows(requests: Sequence[QueuedRequest], device: DeviceSlots, short: bool = False) -> int:
+def limit_rows(requests: Sequence[QueuedRequest], device: DeviceSlots) -> int:
     """Rows that a forward of theirs should have at most.
 
     Those of one request alone are shared out evenly over the forwards that it needs: 32 rows, of which 12 make an
@@ -133,8 +136,6 @@ def limit_rows(requests: Sequence[QueuedRequest], device: DeviceSlots, short: bo
     """
     key = requests[0].key
     limit = key.efficient_rows
-    if short:
-        return min(limit, key.short_rows)
     total, parallel = requests[0].rows, count_parallel(key, device)
     if parallel == 1 or total <= limit or key.pads or any(each is not requests[0] for each in requests):
         return limit
@@ -154,23 +155,37 @@ def split_rows(key: BatchKey, rows: int, parallel: int) -> int:
     return rows if key.estimate_seconds(rows) < MIN_SPLIT_SPEEDUP * key.estimate_seconds(share) else share
 
 
-def slice_rows(companions: Sequence[QueuedRequest], rows: int, more_bytes: int | None = None) -> Iterator[RowSlice]:
-    """The first so many rows, within the memory that a forward may take; at least one, all of what is unsplittable.
+def slice_rows(
+    companions: Sequence[QueuedRequest], rows: int, yielding_rows: float, taken: Sequence[RowSlice] = ()
+) -> Iterator[RowSlice]:
+    """Rows for a batch that has ``taken`` some, if any, and may have so many, within the memory that a forward may use.
 
-    Of those that join a batch, which takes ``more_bytes`` at most, there may be none.
+    The first request has at least one row where nothing is taken, all its rows where it is unsplittable. Requests that
+    yield have no more than ``yielding_rows`` in all, by their weight, unless the batch would be one of a single row.
     """
-    free_rows, free_bytes = rows, companions[0].key.max_bytes if more_bytes is None else more_bytes
+    key = companions[0].key
+    free_rows, free_bytes, least = rows, key.max_bytes, MIN_PARALLEL_ROWS
+    for each in taken:
+        free_rows -= each.rows
+        free_bytes -= each.rows * (key.costs.row_bytes + each.request.row_bytes)
+        yielding_rows -= each.rows * each.request.weight
+        least -= each.rows
     for request in companions:
-        row_bytes = request.key.costs.row_bytes + request.row_bytes
+        row_bytes = key.costs.row_bytes + request.row_bytes
         count = min(request.waiting_rows, free_rows, free_bytes // max(row_bytes, 1))
-        if request is companions[0] and more_bytes is None:
+        if request.yields:
+            count = int(min(count, max(yielding_rows / request.weight, least)))
+        if request is companions[0] and not taken:
             count = request.waiting_rows if request.unsplittable else max(count, 1)
         if count <= 0:
             return
         yield RowSlice(request, request.taken_rows, request.taken_rows + count)
         if count < request.waiting_rows:
             return  # rows of others do not pass what is left of it
-        free_rows, free_bytes = free_rows - count, free_bytes - count * row_bytes
+        free_rows -= count
+        free_bytes -= count * row_bytes
+        yielding_rows -= count * request.weight
+        least -= count
 
 
 def count_slots(key: BatchKey, rows: int, device: DeviceSlots) -> int:

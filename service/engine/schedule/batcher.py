@@ -20,13 +20,15 @@ from layertap.service.engine.schedule.batch import (
     DeviceSlots,
     DeviceState,
     QueuedRequest,
+    RowSlice,
 )
-from layertap.service.engine.schedule.batch_formation import extend_batch, form_batch
+from layertap.service.engine.schedule.batch_formation import count_parallel, extend_batch, form_batch
 from layertap.service.engine.schedule.fair_share import FairShare
 from layertap.service.engine.schedule.waiting import WaitingEntries, WaitingRequests, get_urgency
 
 Clock = Callable[[], float]
 IdleReplicas = Mapping[str, Mapping[str, int]]  # by model, then by device
+TURN_FACTOR = 4.0  # what is left of a large request lets others pass: for how long, divided by what a part of it took
 MAX_WAIT_IN_FORWARDS = 2.0  # from then on a request is ready: seconds it waited, divided by an efficient forward's
 
 
@@ -34,8 +36,8 @@ class Batcher:
     """Takes requests in, gives batches out. Not for several threads at once.
 
     ``bulk_delay``: seconds after which a bulk request counts as an interactive one that came just now; rows that come
-    that much later than a picture do not overtake it. As long after an interactive request bulk has short batches: it
-    is likely that the next one comes, and it can't go before a batch that runs.
+    that much later than a picture do not overtake it. As long after a small interactive request, bulk and large
+    requests have small batches: it is likely that the next one comes, and it can't go before a batch that runs.
     """
 
     def __init__(self, devices: Mapping[str, DeviceSlots], clock: Clock, bulk_delay: float = 5.0) -> None:
@@ -48,7 +50,7 @@ class Batcher:
         self._running_batches: dict[str, int] = {}  # by model
         self._running_rows: dict[BatchKey, int] = {}  # no entry is 0
         self._running_decodes = 0
-        self._interactive_at: dict[str, float] = {}  # by device: when an interactive request came last
+        self._small_came_at: dict[str, float] = {}  # by device: when a small interactive request came last
         self._fair_share = FairShare()
 
     # Devices and limits
@@ -79,8 +81,8 @@ class Batcher:
         if not self._wants_device(key.model):
             self._fair_share.join(key.model, key.devices)
         self._set_arrival(request)
-        if request.priority == "interactive":
-            self._interactive_at.update(dict.fromkeys(key.devices, request.enqueued_at))
+        if request.priority == "interactive" and not request.is_large:
+            self._small_came_at.update(dict.fromkeys(key.devices, request.enqueued_at))
         self._waiting.setdefault(key, WaitingRequests()).add(request)
 
     def remove(self, request: QueuedRequest) -> None:
@@ -125,10 +127,8 @@ class Batcher:
                 continue
             batch = self._form_batch(key, state, now)
             if batch is not None:
-                return self._start_batch(batch)
-            if now - request.enqueued_at > key.costs.estimate_seconds(
-                1
-            ):  # overdue: others have passed it for long enough
+                return self._start_batch(batch, now)
+            if now - request.enqueued_at > key.costs.estimate_seconds(1):  # others have passed it for long enough
                 reserved.add(state.name)
         if task is not None and CPU not in reserved:
             return self._start_decode(task)
@@ -141,11 +141,9 @@ class Batcher:
             return batch
         now, device = self._clock(), self._devices[batch.device]
         candidates = waiting.list_candidates(now)
-        short = self._should_be_short([each.request for each in batch.slices] + candidates, now)
-        extended = extend_batch(batch, candidates, device, self._running_rows[batch.key], short)
-        for row_slice in extended.slices[len(batch.slices) :]:
-            waiting.take(row_slice)
-        self._forget_if_empty(batch.key)
+        yielding_rows = self._limit_yielding_rows([each.request for each in batch.slices] + candidates, now)
+        extended = extend_batch(batch, candidates, device, self._running_rows[batch.key], yielding_rows)
+        self._take(extended.slices[len(batch.slices) :], batch.device, now)
         self._running_rows[batch.key] += extended.rows - batch.rows
         self._free_slots[batch.device] += batch.slots - extended.slots
         self._fair_share.recharge(batch, extended)
@@ -241,27 +239,40 @@ class Batcher:
     def _form_batch(self, key: BatchKey, state: DeviceState, now: float) -> Batch | None:
         key.try_more_rows(now)
         candidates = self._waiting[key].list_candidates(now)
-        return form_batch(candidates, state, self._should_be_short(candidates, now))
+        return form_batch(candidates, state, self._limit_yielding_rows(candidates, now))
 
-    def _should_be_short(self, requests: Sequence[QueuedRequest], now: float) -> bool:
-        """Whether a batch of such requests must not take long: all are bulk, and interactive ones come now and then."""
-        if any(request.priority == "interactive" for request in requests):
-            return False
-        came_at = max(self._interactive_at.get(name, -math.inf) for name in requests[0].key.devices)
-        return now - came_at < self._bulk_delay
+    def _limit_yielding_rows(self, requests: Sequence[QueuedRequest], now: float) -> float:
+        """The most rows that a batch of such requests may have of those that yield.
+
+        Small interactive requests that come now and then should not wait long for it: it takes no longer than an
+        efficient batch of which nothing is captured, and is short where none of these requests is interactive.
+        """
+        key = requests[0].key
+        came_at = max(self._small_came_at.get(name, -math.inf) for name in key.devices)
+        if now - came_at >= self._bulk_delay:
+            return math.inf
+        return key.efficient_rows if any(request.priority == "interactive" for request in requests) else key.short_rows
 
     # Starting it
 
-    def _start_batch(self, batch: Batch) -> Batch:
-        model, waiting = batch.key.model, self._waiting[batch.key]
-        for row_slice in batch.slices:
-            waiting.take(row_slice)
-        self._forget_if_empty(batch.key)
+    def _start_batch(self, batch: Batch, now: float) -> Batch:
+        model = batch.key.model
+        self._take(batch.slices, batch.device, now)
         self._free_slots[batch.device] -= batch.slots
         self._running_batches[model] = self._running_batches.get(model, 0) + 1
         self._running_rows[batch.key] = self._running_rows.get(batch.key, 0) + batch.rows
         self._fair_share.charge(batch)
         return batch
+
+    def _take(self, slices: Sequence[RowSlice], device: str, now: float) -> None:
+        """Take rows off what waits; what is left of a large request goes behind what comes in the next few forwards."""
+        for row_slice in slices:
+            request, due_at = row_slice.request, row_slice.request.due_at
+            if request.is_large:
+                seconds = row_slice.estimate_seconds() / count_parallel(request.key, self._devices[device])
+                due_at = max(due_at, min(due_at, now) + TURN_FACTOR * seconds)
+            self._waiting[request.key].take(row_slice, due_at)
+            self._forget_if_empty(request.key)
 
     def _start_decode(self, task: DecodeTask) -> DecodeTask:
         self._waiting_decodes.remove(task)

@@ -38,10 +38,12 @@ class ExpectedRequest:
     enqueued_at: float = 0.0
     removed: bool = False
     rows: int = field(init=False)
+    due_at: float = field(init=False)
     taken_rows: int = 0
 
     def __post_init__(self) -> None:
         self.rows = self.request.rows
+        self.due_at = self.enqueued_at + BULK_DELAY * self.bulk
 
     @property
     def key(self) -> BatchKey:
@@ -63,13 +65,20 @@ class ExpectedRequest:
     def bulk(self) -> bool:
         return self.request.priority == "bulk"
 
-    @property
-    def due_at(self) -> float:
-        """When it came, or seems to have come."""
-        return self.enqueued_at + BULK_DELAY * self.bulk
-
     def deferred(self, now: float) -> bool:
         return self.bulk and now < self.due_at
+
+    def take(self, stop: int, now: float) -> None:
+        """Rows up to one run; the rest of a large request goes behind what comes in four times as long as they take."""
+        rows, costs, devices = stop - self.taken_rows, self.key.costs, self.key.devices
+        forwards, forward_rows = -(-rows // (self.key.padded_rows or rows)), self.key.padded_rows or rows
+        seconds = (
+            forwards * self.depth * (costs.base + forward_rows * costs.per_row) + rows * self.request.row_bytes / 1e9
+        )
+        parallel = sum(DEVICES[device].slots if DEVICES[device].parallel else 1 for device in devices)
+        if self.request.is_large:
+            self.due_at = max(self.due_at, min(self.due_at, now) + 4 * seconds / parallel)
+        self.taken_rows = stop
 
 
 def cuts(depths: Sequence[float]) -> Iterator[list[Sequence[float]]]:
@@ -221,10 +230,11 @@ class BatcherReference:
         return waiting_rows - expired_rows >= rows or self.now - first.enqueued_at >= seconds
 
     def is_interactive_device(self, device: str) -> bool:
-        """Whether an interactive request has come lately for any key of a device."""
+        """Whether a small interactive request has come lately for any key of a device."""
         return any(
             not request.bulk and device in request.key.devices and self.now - request.enqueued_at < BULK_DELAY
             for request in self.requests
+            if not request.request.is_large
         )
 
     # Forwards and pictures

@@ -191,7 +191,7 @@ class BatcherEvents(RuleBasedStateMachine):
         assert not request.removed
         assert request.request.deadline > self.reference.now
         assert row_slice.start == request.taken_rows
-        request.taken_rows = row_slice.stop
+        request.take(row_slice.stop, self.reference.now)
 
     def teardown(self) -> None:
         """Run all that waits: it ends, every row was given that was neither removed nor expired, all slots are free."""

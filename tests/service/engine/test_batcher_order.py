@@ -91,7 +91,8 @@ def test_bulk_ages() -> None:
     order = []
     for second in range(8):
         harness.now = float(second)
-        harness.add(key, 2, str(second))
+        for _ in range(2):
+            harness.add(key, 1, str(second))
         batch = harness.start_batch()
         order.append(harness.describe(batch)[0][0])
         harness.finish(batch)

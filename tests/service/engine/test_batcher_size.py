@@ -124,7 +124,7 @@ def test_isolated_is_split_and_unsplittable_is_not() -> None:
     harness.add(key, 6, "x", requires_isolation=True)
     harness.add(key, 6, "y", unsplittable=True)
     slices = [harness.describe(batch) for batch in harness.run_in_turn()]
-    assert slices == [[("x", 0, 3)], [("x", 3, 6)], [("y", 0, 6)]]
+    assert slices == [[("x", 0, 3)], [("y", 0, 6)], [("x", 3, 6)]]
 
 
 # Split over slots

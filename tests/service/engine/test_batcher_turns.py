@@ -1,0 +1,148 @@
+"""A large request gives way to small ones that come while it runs, and has its share of the device all the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from layertap.models.catalog.catalog import Costs
+from layertap.service.engine.schedule.batch import Batch, DeviceSlots, QueuedRequest
+from tests.service.engine.batcher_harness import BULK_DELAY, CPU_LIKE, FASTER_ON_ALL_CORES, BatcherHarness, make_key
+
+SECOND_OF_COPYING = 10**9  # bytes
+
+
+def make_harness(slots: int = 1) -> BatcherHarness:
+    return BatcherHarness(cpu=DeviceSlots(slots))
+
+
+def run_batch(harness: BatcherHarness) -> Batch:
+    batch = harness.start_batch()
+    harness.now += batch.seconds
+    harness.finish(batch)
+    return batch
+
+
+def sum_seconds(batches: list[Batch], request: QueuedRequest) -> float:
+    """What the parts of a request took."""
+    return sum(part.estimate_seconds() for batch in batches for part in batch.slices if part.request is request)
+
+
+@pytest.mark.parametrize("fields", [{}, {"requires_isolation": True}, {"priority": "bulk"}])
+def test_small_requests_do_not_wait_for_all_of_a_large_one(fields: dict[str, object]) -> None:
+    """One that comes a little later is in the next batch, and so is one of another key, whatever is left of it."""
+    harness, key, other = make_harness(), make_key("cpu"), make_key("cpu")
+    harness.add(key, 64, "large", **fields)
+    for small_key in (key, other, key):
+        run_batch(harness)
+        harness.now -= 0.1
+        harness.add(small_key, 1, "small")
+        harness.now += 0.1
+        assert harness.describe(run_batch(harness))[0] == ("small", 0, 1)
+
+
+def test_requests_of_one_forward_keep_their_order() -> None:
+    """The row that a batch had no room for is first in the next one: only a large request gives way."""
+    harness, key = make_harness(), make_key("cpu")
+    for name in ("x", "y", "z"):
+        harness.add(key, 3, name)
+        harness.now += 0.1
+    assert [harness.describe(batch)[0][0] for batch in harness.run_in_turn()] == ["x", "y", "z"]
+
+
+@pytest.mark.parametrize("head_start", [0.0, 40.0])
+def test_large_request_is_not_held_up(head_start: float) -> None:
+    """It has a fifth of a device that small ones fill, at once, though it had all of it before they came."""
+    harness, key, batches = make_harness(), make_key("cpu"), list[Batch]()
+    large = harness.add(key, 200, "large")
+    while harness.now < head_start:
+        run_batch(harness)
+    for _ in range(200):
+        for _ in range(2):
+            harness.add(key, 1, depth=0.5)
+        batches.append(run_batch(harness))
+    assert 0.15 < sum_seconds(batches, large) / sum(batch.seconds for batch in batches) < 0.4
+
+
+def test_large_requests_take_turns_by_cost() -> None:
+    """Of two, one of which is captured much of, that one has no more time, though its rows take twice as long."""
+    harness, key = make_harness(), make_key("cpu")
+    plain = harness.add(key, 200, "plain")
+    costly = harness.add(key, 200, "costly", row_bytes=SECOND_OF_COPYING)
+    batches = [run_batch(harness) for _ in range(40)]
+    assert 1.0 <= sum_seconds(batches, plain) / sum_seconds(batches, costly) < 2.0
+
+
+def test_several_large_requests_keep_no_small_one_waiting() -> None:
+    """It is in the next batch or the one after that, however many of theirs have run."""
+    harness, key = make_harness(), make_key("cpu")
+    for _ in range(3):
+        harness.add(key, 200, "large")
+    for _ in range(30):
+        run_batch(harness)
+    for _ in range(20):
+        harness.add(key, 1, "small")
+        names = [name for _ in range(2) for name, _, _ in harness.describe(run_batch(harness))]
+        assert "small" in names
+
+
+# The size of its parts
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows"),
+    [
+        pytest.param({}, 10, id="nothing captured"),
+        pytest.param({"row_bytes": SECOND_OF_COPYING}, 5, id="twice the cost"),
+        pytest.param({"row_bytes": 100 * SECOND_OF_COPYING}, 2, id="two rows at least"),
+        pytest.param({"depth": 0.5, "row_bytes": SECOND_OF_COPYING}, 6, id="half the layers"),
+        pytest.param({"requires_isolation": True, "row_bytes": SECOND_OF_COPYING}, 40, id="isolated"),
+    ],
+)
+def test_parts_are_as_short_as_a_plain_batch(fields: dict[str, object], rows: int) -> None:
+    """While small requests come; where none does, as many rows as pay."""
+    costs = Costs(base=1.0, per_row=1.0)
+    for small, expected in ((True, rows), (False, 40 if "requires_isolation" in fields else 10)):
+        harness = make_harness()
+        if small:
+            harness.add(make_key("cpu", costs))
+            run_batch(harness)
+        harness.add(make_key("cpu", costs, 40), 80, **fields)
+        assert harness.start_batch().rows == expected
+
+
+def test_what_is_captured_counts_in_a_batch() -> None:
+    """In its expected seconds, and in those of a batch that has taken it in."""
+    harness, key = make_harness(), make_key("cpu")
+    harness.add(key)
+    batch = harness.start_batch()
+    harness.add(key, row_bytes=SECOND_OF_COPYING)
+    assert (batch.seconds, harness.batcher.extend(batch).seconds) == (1.0, 3.0)
+
+
+def test_joins_a_small_one_as_far_as_that_stays_short() -> None:
+    """In the batch of a small request there is room for few costly rows of a large one, from its start or later."""
+    harness, key = make_harness(), make_key("cpu", Costs(base=1.0, per_row=1.0), 40)
+    harness.add(key, name="small")
+    harness.add(key, 80, "large", row_bytes=SECOND_OF_COPYING)
+    batch = harness.start_batch()
+    assert harness.describe(batch) == [("small", 0, 1), ("large", 0, 4)]
+    assert harness.batcher.extend(batch) is batch
+
+
+def test_never_a_single_row_on_all_cores() -> None:
+    """A small request that would need all cores for itself takes one row of a large one along, and one core."""
+    harness, key = make_harness(slots=2), make_key("cpu", FASTER_ON_ALL_CORES, 40)
+    harness.add(key, name="small")
+    harness.add(key, 80, "large", row_bytes=100 * SECOND_OF_COPYING)
+    batch = harness.start_batch()
+    assert (harness.describe(batch), batch.slots) == ([("small", 0, 1), ("large", 0, 1)], 1)
+
+
+@pytest.mark.parametrize("pause", [BULK_DELAY - 0.1, BULK_DELAY])
+def test_as_many_rows_as_pay_once_no_small_ones_come(pause: float) -> None:
+    harness = make_harness()
+    harness.add(make_key("cpu", CPU_LIKE))
+    run_batch(harness)
+    harness.now = pause
+    harness.add(make_key("cpu", CPU_LIKE), 80, row_bytes=SECOND_OF_COPYING)
+    assert harness.start_batch().rows == (2 if pause < BULK_DELAY else 4)
