@@ -83,7 +83,8 @@ class Receipt:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; what has its default is left out."""
-        return {key: value for key, value in asdict(self).items() if key not in DEFAULTS or value != DEFAULTS[key]}
+        values = {key: value for key, value in vars(self).items() if key not in DEFAULTS or value != DEFAULTS[key]}
+        return values if self.probe is None else {**values, "probe": asdict(self.probe)}
 
 
 DEFAULTS = {each.name: each.default for each in fields(Receipt) if each.default is not MISSING}

@@ -16,7 +16,7 @@ from layertap.models.spec import PreprocessSpec
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
 from layertap.service.engine.collect.answer_cache import AnswerCache, digest_layers, digest_request
 from layertap.service.engine.collect.joined_inputs import join_inputs
-from layertap.service.engine.collect.results import add_warnings, collect_features, has_few_numbers
+from layertap.service.engine.collect.results import FEW_RESULTS, add_warnings, collect_features, has_few_numbers
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.forward_batch import Results
 from layertap.service.engine.execute.threads import start_single_threaded
@@ -38,6 +38,7 @@ from layertap.service.pictures.sent import SentPicture
 from layertap.service.settings import Settings
 
 T = TypeVar("T")
+U = TypeVar("U")
 MAX_LEFT_OUT = 16  # times that a request is asked again without some tensors
 SHORT_BODY = 2**16  # bytes that are digested in about the time that a way to another thread and back takes
 Answer = tuple[Job, Results]  # with what its forwards gave
@@ -120,11 +121,7 @@ class Engine:
         handle = await self.get_handle(request.model, ticket)
         statistics = self.metrics.get_statistics(handle.name)
         with statistics.measure_request(request.timings.steps), ticket.queue_rows(handle, len(request.items)):
-            planned = await self.planner.plan(request, handle, ticket.deadline)
-            request.timings.describe(rows=max(request.timings.facts.rows, planned.rows))
-            ticket.resize(planned.rows)  # before anything is decoded, or run to get to know a shape
-            items = await fetch_inputs(planned.request, planned.inputs, planned.rows, self.fetcher, ticket)
-            ticket.reserve_bytes(planned.nbytes)
+            planned, items = await self._plan_and_fetch(request, handle, ticket)
             answers = await self._decode_and_run(planned, items, ticket)
             return await self._collect_features(answers, ticket.deadline)
 
@@ -149,19 +146,21 @@ class Engine:
             await self.planner.plan(request, handle, ticket.deadline)
         return await self.fetch(request, ticket)
 
-    async def dry_run(self, request: ExtractRequest, ticket: Ticket) -> list[Job]:
-        """A request up to its forwards, and no further; any error of the tree."""
+    async def dry_run(self, request: ExtractRequest, ticket: Ticket, describe: Callable[[list[Job]], T]) -> T:
+        """What ``describe`` makes, in a thread, of the jobs of a request that never run; any error of the tree."""
         self._describe(request)
-        return await _ask_again(request, lambda asked: self._dry_run(asked, ticket))
+        return await _ask_again(request, lambda asked: self._dry_run(asked, ticket, describe))
 
-    async def _dry_run(self, request: ExtractRequest, ticket: Ticket) -> list[Job]:
+    async def _dry_run(self, request: ExtractRequest, ticket: Ticket, describe: Callable[[list[Job]], T]) -> T:
         handle = await self.get_handle(request.model, ticket)
-        planned = await self.planner.plan(request, handle, ticket.deadline)
-        items = await fetch_inputs(planned.request, planned.inputs, planned.rows, self.fetcher, ticket)
-        ticket.reserve_bytes(planned.nbytes)
-        if not items:
-            return [make_job(planned, {}, request.faults, deadline=ticket.deadline)]
-        return await self._prepare(planned, await self.decoder.decode(planned, items, ticket.deadline), ticket)
+        with ticket.queue_rows(handle, len(request.items)):
+            planned, items = await self._plan_and_fetch(request, handle, ticket)
+            if items:
+                decoded = await self.decoder.decode(planned, items, ticket.deadline)
+                jobs = await self._prepare(planned, decoded, ticket)
+            else:
+                jobs = [make_job(planned, {}, request.faults, deadline=ticket.deadline)]
+            return await self.run_in_thread(partial(_consume, describe, jobs), ticket.deadline)
 
     def list_pictures(
         self, request: ExtractRequest, features: Features, ticket: Ticket
@@ -245,7 +244,18 @@ class Engine:
         parts = await _ask_again(request, lambda asked: self.extract_parts(asked, ticket))
         if len(parts) == 1:
             return parts[0]
-        return await self.run_in_thread(partial(join_inputs, parts), ticket.deadline)
+        return await self.run_in_thread(partial(_consume, join_inputs, parts), ticket.deadline)
+
+    async def _plan_and_fetch(
+        self, request: ExtractRequest, handle: ModelHandle, ticket: Ticket
+    ) -> tuple[PlannedRequest, Items]:
+        """A request's plan, of whose rows and bytes the ticket holds all from then on, and its items."""
+        planned = await self.planner.plan(request, handle, ticket.deadline)
+        request.timings.describe(rows=max(request.timings.facts.rows, planned.rows))
+        ticket.resize(planned.rows)  # before anything is decoded, or run to get to know a shape
+        items = await fetch_inputs(planned.request, planned.inputs, planned.rows, self.fetcher, ticket)
+        ticket.reserve_bytes(planned.nbytes)
+        return planned, items
 
     async def _decode_and_run(self, planned: PlannedRequest, items: Items, ticket: Ticket) -> list[Answer]:
         """The jobs of the rows that items are made into, and what their forwards gave."""
@@ -285,10 +295,9 @@ class Engine:
     async def _collect_features(self, answers: list[Answer], deadline: float) -> list[Features]:
         for job, _ in answers:
             self.metrics.count_answered(job.model, job.rows)
-        collect = partial(_collect, answers)
-        if len(answers) == 1:
-            return collect()
-        return await self.run_in_thread(collect, deadline)
+        collect = partial(_consume, _collect, answers)
+        has_few_results = sum(len(job.spec.plan.results) for job, _ in answers) <= FEW_RESULTS
+        return collect() if has_few_results else await self.run_in_thread(collect, deadline)
 
 
 async def _ask_again(request: ExtractRequest, ask: Callable[[ExtractRequest], Awaitable[T]]) -> T:
@@ -309,6 +318,14 @@ def _warn_of_embedding(request: ExtractRequest, model: ModelInfo) -> tuple[str, 
 
 def _call_all(functions: Sequence[Callable[[], T]]) -> list[T]:
     return [function() for function in functions]
+
+
+def _consume(function: Callable[[list[U]], T], values: list[U]) -> T:
+    """What a function makes of values, which are then let go of one by one, as other threads wait for that."""
+    result = function(values)
+    while values:
+        values.pop()
+    return result
 
 
 def _collect(answers: list[Answer]) -> list[Features]:

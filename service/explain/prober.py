@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
 from math import prod, sqrt
 
@@ -80,10 +81,11 @@ class Prober:
         )
         with ticket.return_bytes():
             features = await self._engine.extract(request, ticket)
-        probes = {key: Probe.of(kind, array, features.scales.get(key)) for key, array in features.arrays.items()}
-        for key, probe in probes.items():
-            self._probes.put((features.model, features.receipts[key].fingerprint), probe)
-        return _add_probes(features, probes)
+        probed = await self._engine.run_in_thread(partial(_make_probes, kind, features), ticket.deadline)
+        for receipt in probed.receipts.values():
+            if receipt.probe is not None:
+                self._probes.put((probed.model, receipt.fingerprint), receipt.probe)
+        return probed
 
     async def add_probes(self, features: Features, request: ExtractRequest, ticket: Ticket) -> Features:
         """The features of a request with a probe in each receipt; any error of the tree."""
@@ -110,6 +112,11 @@ def check_probed(request: ExtractRequest) -> None:
     ):
         if given:
             raise RequestError(f"a request with {what} has no probes", hint="leave 'probe' out")
+
+
+def _make_probes(kind: ProbeInput, features: Features) -> Features:
+    probes = {key: Probe.of(kind, array, features.scales.get(key)) for key, array in features.arrays.items()}
+    return _add_probes(features, probes)
 
 
 def _add_probes(features: Features, probes: dict[str, Probe]) -> Features:

@@ -235,7 +235,7 @@ def install(app: FastAPI) -> None:
             app.openapi_schema = schema
         return app.openapi_schema
 
-    async def show_document(request: Request) -> Response:
+    def show_document(request: Request) -> Response:
         return JSONResponse(app.openapi())
 
     app.openapi = document  # type: ignore[method-assign]

@@ -30,7 +30,7 @@ from layertap.service.settings import Settings
 from layertap.service.timings import Timings
 
 SHORT = 2048  # bytes
-FEW_NUMBERS = 4096
+FEW_NUMBERS, FEW_RESULTS = 4096, 64
 
 
 class ParsedRequest(Protocol):
@@ -100,11 +100,17 @@ async def encode_response(features: Features, request: ExtractRequest, engine: E
     with request.timings.step("encode"):
         pictures = engine.list_pictures(request, features, ticket) if reply.format.is_picture else ()
         encode = partial(reply.format.encode, features, EncodeOptions(reply.encoding, reply.picture, pictures))
-        if sum(array.size for array in features.arrays.values()) <= FEW_NUMBERS and not reply.format.in_thread:
+        if is_short(features) and not reply.format.in_thread:
             buffers = encode()
         else:
             buffers = await engine.run_in_thread(encode, ticket.deadline)
     return make_response(buffers, describe_features(features), reply.format.media_type)
+
+
+def is_short(features: Features) -> bool:
+    """Whether encoding features takes less time than a way to another thread and back."""
+    arrays = features.arrays.values()
+    return len(arrays) <= FEW_RESULTS and sum(array.size for array in arrays) <= FEW_NUMBERS
 
 
 def describe_features(features: Features) -> dict[str, str]:

@@ -21,7 +21,7 @@ from layertap.service.http.dependencies import EngineDependency
 from layertap.service.http.json_document import read_document
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.plain_route import PlainRoute
-from layertap.service.http.request_handler import FEW_NUMBERS, describe_features, receive
+from layertap.service.http.request_handler import describe_features, is_short, receive
 from layertap.service.http.routes import health, models
 from layertap.service.http.timeout import Timeout
 from layertap.service.oip import metadata
@@ -47,8 +47,7 @@ async def infer(request: Request) -> Response:
         headers = describe_features(features)
         with parsed.extract.timings.step("encode"):
             encode = partial(encode_reply, features, parsed.id, parsed.binary, parsed.binary_default)
-            is_short = sum(array.size for array in features.arrays.values()) <= FEW_NUMBERS
-            head, behind = encode() if is_short else await engine.run_in_thread(encode, ticket.deadline)
+            head, behind = encode() if is_short(features) else await engine.run_in_thread(encode, ticket.deadline)
         if behind:
             headers[HEADER] = str(sum(map(len, head)))
         return make_response(head + behind, headers, (BINARY if behind else JSON).media_type)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from tests.server import Live
 from tests.service.bad_requests import BAD
-from tests.service.gated_server import gated_module
+from tests.service.gated_server import admitted_rows, gated_module, hold_model, post_rows, wait_until
 from tests.service.support import Control, Json, arrays_of, image, npy, picture, problem, raw, rows, tensor
 
 DRY = {"dry_run": "true"}
@@ -47,6 +49,23 @@ def test_no_forward(live: Live) -> None:
     reply = live.client.post("/extract", **request)
     assert reply.json()["features"]["linear"]["shape"] == [7, 3]
     assert module.forwards == []
+
+
+def test_place_in_the_queue(limited: Live) -> None:
+    """A dry run needs room in the queue for its rows, as what it stands for does."""
+
+    def ask(count: int) -> httpx.Response:
+        request = raw(npy(rows(count)), "application/x-npy", model="gated", layers="linear", **DRY)
+        return limited.client.post("/extract", **request)
+
+    with ThreadPoolExecutor(1) as pool, hold_model(limited):
+        waiting = pool.submit(post_rows, limited, 3)
+        wait_until(lambda: admitted_rows(limited) == 4)
+        problem(ask(3), 429, seconds=True)
+        assert ask(2).json()["rows"] == 2
+        gated_module(limited).gate.set()
+        assert waiting.result().status_code == 200
+    assert ask(3).json()["rows"] == 3
 
 
 def test_without_a_body(live: Live) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
@@ -71,22 +71,23 @@ def list_entries(jobs: Sequence[Job]) -> list[Entry]:
     """The results in the reply to a request's jobs, in the order asked for."""
     if len(jobs) == 1:
         return [Entry(result.key, result, jobs[0].rows) for result in jobs[0].spec.plan.results]
-    outlines = [_outline_job(job) for job in jobs]
-    results = [{result.key: result for result in job.spec.plan.results} for job in jobs]
+    plans = {id(job.spec.plan): job.spec.plan for job in jobs}
+    results = {number: {result.key: result for result in plan.results} for number, plan in plans.items()}
+    of_jobs = [(job, results[id(job.spec.plan)]) for job in jobs]
     entries = []
-    for key, is_common in _list_keys(outlines):
+    for key, is_common in _find_common(_outline_plans(jobs).values()).items():
         if is_common:
-            entries.append(Entry(key, results[0][key], len(jobs)))
+            entries.append(Entry(key, of_jobs[0][1][key], len(jobs)))
         else:
-            of_jobs = zip(jobs, results, strict=True)
             entries += [Entry(_name_entry(key, job.input_index), each[key], 1) for job, each in of_jobs if key in each]
     return entries
 
 
 def find_others(jobs: Sequence[Job]) -> set[int | None]:
     """The indexes of inputs whose results have other shapes than the first input's."""
-    first, *rest = [_outline_job(job) for job in jobs]
-    return {job.input_index for job, outlines in zip(jobs[1:], rest, strict=True) if outlines != first}
+    outlines = _outline_plans(jobs)
+    first = outlines[id(jobs[0].spec.plan)]
+    return {job.input_index for job in jobs if outlines[id(job.spec.plan)] != first}
 
 
 def check_entries(entries: Sequence[Entry], rows: int, reply: ReplyOptions, max_results: int) -> None:
@@ -112,7 +113,7 @@ def join_inputs(parts: Sequence[Features]) -> Features:
     if len(parts) == 1:
         return first
     arrays, scales, receipts, by_input = dict[str, Array](), dict[str, Array](), dict[str, Receipt](), set[str]()
-    for key, is_common in _list_keys([_outline_features(part) for part in parts]):
+    for key, is_common in _find_common(map(_outline_features, parts)).items():
         if is_common:
             of_inputs = [part.receipts[key] for part in parts]
             arrays[key] = _join_arrays([part.arrays[key] for part in parts], of_inputs)
@@ -146,15 +147,24 @@ def join_changes(changes: Iterable[tuple[tuple[str, ...], ...]]) -> tuple[tuple[
     return tuple(tuple(dict.fromkeys(chain.from_iterable(each))) for each in zip(*changes, strict=True))
 
 
-def _list_keys(outlines: Sequence[Mapping[str, _Outline]]) -> Iterator[tuple[str, bool]]:
-    """Each key, and whether one array holds the results of all inputs."""
-    for key in dict.fromkeys(chain.from_iterable(outlines)):
-        first = outlines[0].get(key)
-        yield key, first is not None and first.has_rows and all(each.get(key) == first for each in outlines)
+def _find_common(outlines: Iterable[Mapping[str, _Outline]]) -> dict[str, bool]:
+    """Each key, and whether one array holds the results of all inputs; outlines are looked at one after another."""
+    rest = iter(outlines)
+    first = next(rest)
+    common = {key: outline.has_rows for key, outline in first.items()}
+    for each in rest:
+        for key in dict.fromkeys((*common, *each)):
+            common[key] = common.get(key, False) and each.get(key) == first[key]
+    return common
 
 
 def _name_entry(key: str, input_index: int | None) -> str:
     return f"{key}.input{input_index}"
+
+
+def _outline_plans(jobs: Sequence[Job]) -> dict[int, dict[str, _Outline]]:
+    """The outlines of jobs by the ``id`` of their plans: jobs with the same plan have the same."""
+    return {number: _outline_job(job) for number, job in {id(job.spec.plan): job for job in jobs}.items()}
 
 
 def _outline_job(job: Job) -> dict[str, _Outline]:

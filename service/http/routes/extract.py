@@ -32,8 +32,8 @@ async def extract(request: Request) -> Response:
     engine: Engine = request.app.state.engine
     async with receive(request, engine, parse) as (parsed, ticket):
         if parsed.dry_run:
-            jobs, handle = await engine.dry_run(parsed, ticket), await engine.get_handle(parsed.model, ticket)
-            return _make_estimate(jobs, handle.model.warnings)
+            handle = await engine.get_handle(parsed.model, ticket)
+            return await engine.dry_run(parsed, ticket, partial(_make_estimate, warnings=handle.model.warnings))
         if parsed.probe:
             check_probed(parsed)
         if parsed.reply.format.is_picture:

@@ -103,12 +103,13 @@ class ListingFormat:
 
 
 @router.get("/models", response_model=None, responses={200: describe_reply(ModelsReply), **OTHER_PROBLEMS})
-def list_models(engine: EngineDependency) -> Json:
+def list_models(engine: EngineDependency) -> Response:
     """Every configured model and its state, and the limits that requests are to keep within."""
     models = [describe_model(entry) for entry in engine.manager.registry]
     limits = {name: getattr(engine.settings, name) for name in LIMITS}
     registry = engine.manager.registry
-    return {"default": engine.manager.default, "aliases": registry.aliases, "models": models, "limits": limits}
+    default, aliases = engine.manager.default, registry.aliases
+    return _make_json({"default": default, "aliases": aliases, "models": models, "limits": limits})
 
 
 @router.get("/models/{name}", response_model=None, responses=MODEL_RESPONSES)

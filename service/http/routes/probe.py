@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request
+import orjson
+from fastapi import APIRouter, Query, Request, Response
 
 from layertap.models.selection.hook_points import ReplyDType
 from layertap.models.selection.poolings import Pool
 from layertap.service.errors import DeadlineError
 from layertap.service.explain.prober import Prober
+from layertap.service.features import Features
 from layertap.service.formats.plain_data import describe_receipts
 from layertap.service.http import query
 from layertap.service.http.dependencies import EngineDependency
@@ -45,7 +48,7 @@ async def probe_layers(
     normalize: bool | None = None,
     dtype: ReplyDType | None = None,
     preprocessed: Literal["caller"] | None = None,
-) -> Json:
+) -> Response:
     """What layers give for a fixed picture, text or tensor: receipts with probes, by the keys of a reply."""
     parsed = query.Query.parse(request.scope["query_string"])
     parsed.check_names(OF_BODY | {"preprocessed"})
@@ -60,12 +63,14 @@ async def probe_layers(
         features = await prober.probe(
             name, asked.selectors, asked.embedding, timeout.deadline, preprocessed=preprocessed == "caller"
         )
+        data = await engine.run_in_thread(partial(_encode, features), timeout.deadline)
     except DeadlineError as error:
         timeout.explain(error, otherwise="come again later")
         error.retry_after = engine.estimate_wait(name)
         raise
-    return {
-        "model": features.model,
-        "fingerprint": features.fingerprint,
-        "receipts": describe_receipts(features),
-    }
+    return Response(data, media_type="application/json")
+
+
+def _encode(features: Features) -> bytes:
+    receipts = describe_receipts(features)
+    return orjson.dumps({"model": features.model, "fingerprint": features.fingerprint, "receipts": receipts})

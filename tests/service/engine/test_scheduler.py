@@ -64,7 +64,7 @@ async def run_together(live: Live, *counts: int) -> list[Results]:
             selectors=(Selector("conv", "conv", reduction=Reduction(dtype="int8")),),
         )
         with live.engine.admission.admit(time.monotonic() + WAIT_S) as ticket:
-            (results,) = await live.engine.manager.scheduler.run(await live.engine.dry_run(request, ticket))
+            (results,) = await live.engine.manager.scheduler.run(await live.engine.dry_run(request, ticket, list))
             return results
 
     return await asyncio.gather(*map(run, counts))

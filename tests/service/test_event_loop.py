@@ -1,0 +1,210 @@
+"""The event loop is free: of no request, as large as the limits allow, does it compute for long."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import uvicorn
+from torch import Tensor, nn
+
+from layertap.models.spec import EmbeddingSpec, InputSpec, PreprocessSpec
+from tests.server import Live, serving
+from tests.service import nets_http
+from tests.service.support import Json, configured, image, net, npy, picture, raw, tensor
+
+pytestmark = pytest.mark.slow
+LONGEST_S = 0.05
+TRIES = 4  # a processor that others use, too, takes longer
+TICK_S = 0.002
+LAYERS, ROWS, SHAPED_ROWS = 1000, 256, 32
+CHANCE = np.random.default_rng(5)
+
+
+class Deep(nn.Module):
+    """Has as many layers as a request may have results, which take rows of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Hardtanh(-9, 9) for _ in range(LAYERS)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+class Broad(nn.Module):
+    """A layer whose outputs are long, and one whose outputs are as long as embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.long = nn.Linear(3, 2**16)
+        self.embedding = nn.Linear(3, 4096)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.mean((2, 3))
+        self.long(x)
+        out: Tensor = self.embedding(x)
+        return out
+
+
+class LoopWatch:
+    """For how long a loop's thread computed without a turn: by its own processor time, which no other work adds to."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._before = self._longest = 0.0
+        loop.call_soon_threadsafe(self._tick)
+
+    def take_longest(self) -> float:
+        """The longest time since the last call, in seconds."""
+        return asyncio.run_coroutine_threadsafe(self._take(), self._loop).result()
+
+    async def _take(self) -> float:
+        self._note()
+        longest, self._longest = self._longest, 0.0
+        return longest
+
+    def _tick(self) -> None:
+        self._note()
+        self._loop.call_later(TICK_S, self._tick)
+
+    def _note(self) -> None:
+        now = time.thread_time()
+        self._longest = max(self._longest, now - self._before)
+        self._before = now
+
+
+@pytest.fixture(scope="module")
+def watched() -> Iterator[tuple[Live, LoopWatch]]:
+    """A server and what watches its event loop."""
+    loops: list[asyncio.AbstractEventLoop] = []
+    start = uvicorn.Server.startup
+
+    async def startup(self: uvicorn.Server, sockets: Any = None) -> None:
+        loops.append(asyncio.get_running_loop())
+        await start(self, sockets)
+
+    models = (
+        net("deep", "Deep", InputSpec("x", (1, 2, 2))),
+        net(
+            "broad",
+            "Broad",
+            InputSpec("x", (3, 32, 32)),
+            preprocess=PreprocessSpec(),
+            embedding=EmbeddingSpec("embedding"),
+        ),
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(nets_http, "Deep", Deep, raising=False)
+        patched.setattr(nets_http, "Broad", Broad, raising=False)
+        patched.setattr(uvicorn.Server, "startup", startup)
+        with serving(configured(*models), deadline_s=120) as live:
+            gc.collect()
+            gc.freeze()  # as the command does: what is imported is not looked through again
+            yield live, LoopWatch(loops[0])
+            gc.unfreeze()
+
+
+def many(rows: int = ROWS, **query: Any) -> Json:
+    """A request for very many results."""
+    body = CHANCE.random((rows, 1, 2, 2), np.float32)
+    query = {"model": "deep", "layers": "layers.*", **query}
+    return {"method": "POST", "url": "/extract", **raw(npy(body), "application/x-npy", **query)}
+
+
+def long(rows: int, **query: Any) -> Json:
+    """A request for a result of very many numbers."""
+    body = CHANCE.random((rows, 3, 32, 32), np.float32)
+    query = {"model": "broad", "layers": "long", **query}
+    return {"method": "POST", "url": "/extract", **raw(npy(body), "application/x-npy", **query)}
+
+
+def shaped(**query: Any) -> Json:
+    """A request for very many results of inputs of several shapes."""
+    inputs = [tensor(CHANCE.random((1, 2 + number % 2, 2), np.float32)) for number in range(SHAPED_ROWS)]
+    body = {"model": "deep", "layers": ["layers.*"], "pool": "mean", "inputs": inputs}
+    return {"method": "POST", "url": "/extract", "params": query, "json": body}
+
+
+def infer(**output: Any) -> Json:
+    """The same by the Open Inference Protocol."""
+    data = CHANCE.random(ROWS * 4).tolist()
+    sent = {"name": "x", "shape": [ROWS, 1, 2, 2], "datatype": "FP32", "data": data}
+    body = {"inputs": [sent], "outputs": [{"name": "layers.*", **output}]}
+    return {"method": "POST", "url": "/v2/models/deep/infer", "json": body}
+
+
+def embed(encoding: str) -> Json:
+    """As many embeddings as a client of OpenAI's may ask for at once."""
+    inputs = ["data:image/png;base64," + image(PNG)["image"]] * ROWS
+    body = {"model": "broad", "input": inputs, "encoding_format": encoding}
+    return {"method": "POST", "url": "/v1/embeddings", "json": body}
+
+
+def get(path: str, **headers: str) -> Json:
+    return {"method": "GET", "url": path, "headers": headers}
+
+
+PNG = picture(1, (32, 32))
+PICTURES = [image(picture(seed, (200, 200))) for seed in range(32)]
+MAPS: Json = {"method": ["grad_cam", "occlusion", "saliency"], "top_classes": 5, "inputs": PICTURES}
+REQUESTS: dict[str, Json] = {
+    **{f"many results as {name}": many(format=name) for name in ("json", "npz", "safetensors", "arrow")},
+    "many results as base64": many(encoding="base64"),
+    "many results of few numbers": many(1),
+    "many results as int8": many(8, dtype="int8", pool="flatten"),
+    "many results with probes": many(1, probe="true"),
+    "many results, verified": many(1, verify="true"),
+    "many results, compressed": many() | {"headers": {"content-type": "application/x-npy", "accept-encoding": "gzip"}},
+    **{f"many numbers as {name}": long(ROWS, format=name) for name in ("npy", "npz", "safetensors", "arrow")},
+    "many numbers as json": long(ROWS // 3),
+    "many numbers as base64": long(ROWS, encoding="base64"),
+    "several shapes": shaped(),
+    "a dry run": many(dry_run="true"),
+    "a dry run of several shapes": shaped(dry_run="true"),
+    "pictures": {"method": "POST", "url": "/extract", "json": {"layers": ["*"], "pool": "mean", "inputs": PICTURES}},
+    "drawings": {
+        "method": "POST",
+        "url": "/extract?format=png",
+        "json": {"layers": ["block?"], "inputs": PICTURES[:16]},
+    },
+    "explanations": {"method": "POST", "url": "/explain", "json": MAPS},
+    "drawn explanations": {"method": "POST", "url": "/explain?format=png", "json": MAPS | {"inputs": PICTURES[:8]}},
+    "inference as JSON": infer(),
+    "inference as bytes": infer(parameters={"binary_data": True}),
+    "embeddings as lists": embed("float"),
+    "embeddings as base64": embed("base64"),
+    "faults": {
+        "method": "POST",
+        "url": "/extract",
+        "json": {"layers": ["head"], "on_error": "skip", "inputs": [{"image": "!"}] * (ROWS - 1) + [image(PNG)]},
+    },
+    "text of layers": get("/models/deep/layers", accept="text/plain"),
+    **{
+        path: get(path)
+        for path in (
+            *("/models/deep/layers", "/models/deep/layers?functions=true", "/models/deep/probe?layers=layers.*"),
+            *("/models", "/models/deep", "/models/digits/labels", "/metrics", "/readyz", "/openapi.json", "/docs", "/"),
+            *("/v1/models", "/v2/models/deep", "/v2/models/deep/config", "/v2/models/stats"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_no_pause(watched: tuple[Live, LoopWatch], name: str) -> None:
+    """The loop takes other turns while a request is read, planned, collected, written and forgotten."""
+    live, watch = watched
+    pauses: list[float] = []
+    while not pauses or (min(pauses) > LONGEST_S and len(pauses) < TRIES):
+        watch.take_longest()
+        reply = live.client.request(**REQUESTS[name])
+        assert reply.status_code == 200, reply.text[:1000]
+        pauses.append(watch.take_longest())
+    assert min(pauses) <= LONGEST_S
