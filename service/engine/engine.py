@@ -64,7 +64,8 @@ class Engine:
         """The handle that answers a request, the same from first to last; as ``ModelManager.get_handle``."""
         if (held := ticket.find_handle(name)) is not None:
             return held
-        handle = self.manager.find_handle(name)
+        entry = self.manager.registry.get_entry(self.manager.find_name(name))
+        handle = self.manager.handles.get(entry.spec.name)
         is_loaded = handle is not None and handle.loaded.done()
         with nullcontext() if is_loaded else ticket.timings.step("load"):
             return ticket.hold(name, await self.manager.get_handle(name, ticket.deadline))
