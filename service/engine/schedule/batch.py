@@ -164,11 +164,6 @@ class RowSlice:
         """How many rows these are."""
         return self.stop - self.start
 
-    def estimate_seconds(self) -> float:
-        """What they take in a forward of their own, and to keep what is captured of them."""
-        request = self.request
-        return request.key.estimate_seconds(self.rows, request.depth) + self.rows * request.captured_seconds
-
 
 @dataclass(frozen=True)
 class Batch:

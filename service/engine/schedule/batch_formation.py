@@ -34,11 +34,7 @@ def form_batch(
     slots = count_slots(key, rows, device)
     if slots > state.free_slots:
         return None
-    depth = max(row_slice.request.depth for row_slice in slices)
-    seconds = key.estimate_seconds(rows, depth)
-    if slots > 1 and is_single_row(key, rows):
-        seconds /= key.costs.speedup
-    seconds += sum(row_slice.rows * row_slice.request.captured_seconds for row_slice in slices)
+    depth, seconds = max(row_slice.request.depth for row_slice in slices), estimate_seconds(slices, slots)
     reason = find_batch_reason(slices, left_out=len(shareable) - len(companions))
     padded_rows = None if candidates[0].unsplittable else key.padded_rows
     return Batch(key, state.name, slices, slots, count_slots(key, 1, device), depth, seconds, reason, padded_rows)
@@ -75,10 +71,8 @@ def extend_batch(
     slices = (*batch.slices, *slices)
     rows = sum(row_slice.rows for row_slice in slices)
     reason = find_batch_reason(slices, left_out=0)
-    seconds = key.estimate_seconds(rows, batch.depth)
-    seconds += sum(row_slice.rows * row_slice.request.captured_seconds for row_slice in slices)
     slots = count_slots(key, rows, device)
-    return replace(batch, slices=slices, slots=slots, seconds=seconds, reason=reason)
+    return replace(batch, slices=slices, slots=slots, seconds=estimate_seconds(slices), reason=reason)
 
 
 def choose_companions(shareable: Sequence[QueuedRequest]) -> list[QueuedRequest]:
@@ -186,6 +180,15 @@ def slice_rows(
         free_bytes -= count * row_bytes
         yielding_rows -= count * request.weight
         least -= count
+
+
+def estimate_seconds(slices: Sequence[RowSlice], slots: int = 1) -> float:
+    """How long a batch of these rows should take: decoding, its forward, and keeping what is captured."""
+    key, rows = slices[0].request.key, sum(row_slice.rows for row_slice in slices)
+    seconds = key.estimate_seconds(rows, max(row_slice.request.depth for row_slice in slices))
+    if slots > 1 and is_single_row(key, rows):
+        seconds /= key.costs.speedup
+    return seconds + sum(row_slice.rows * row_slice.request.captured_seconds for row_slice in slices)
 
 
 def count_slots(key: BatchKey, rows: int, device: DeviceSlots) -> int:

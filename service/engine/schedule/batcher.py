@@ -22,7 +22,7 @@ from layertap.service.engine.schedule.batch import (
     QueuedRequest,
     RowSlice,
 )
-from layertap.service.engine.schedule.batch_formation import count_parallel, extend_batch, form_batch
+from layertap.service.engine.schedule.batch_formation import count_parallel, estimate_seconds, extend_batch, form_batch
 from layertap.service.engine.schedule.fair_share import FairShare
 from layertap.service.engine.schedule.waiting import WaitingEntries, WaitingRequests, get_urgency
 
@@ -269,7 +269,7 @@ class Batcher:
         for row_slice in slices:
             request, due_at = row_slice.request, row_slice.request.due_at
             if request.is_large:
-                seconds = row_slice.estimate_seconds() / count_parallel(request.key, self._devices[device])
+                seconds = estimate_seconds([row_slice]) / count_parallel(request.key, self._devices[device])
                 due_at = max(due_at, min(due_at, now) + TURN_FACTOR * seconds)
             self._waiting[request.key].take(row_slice, due_at)
             self._forget_if_empty(request.key)

@@ -6,6 +6,7 @@ import pytest
 
 from layertap.models.catalog.catalog import Costs
 from layertap.service.engine.schedule.batch import Batch, DeviceSlots, QueuedRequest
+from layertap.service.engine.schedule.batch_formation import estimate_seconds
 from tests.service.engine.batcher_harness import BULK_DELAY, CPU_LIKE, FASTER_ON_ALL_CORES, BatcherHarness, make_key
 
 SECOND_OF_COPYING = 10**9  # bytes
@@ -24,7 +25,7 @@ def run_batch(harness: BatcherHarness) -> Batch:
 
 def sum_seconds(batches: list[Batch], request: QueuedRequest) -> float:
     """What the parts of a request took."""
-    return sum(part.estimate_seconds() for batch in batches for part in batch.slices if part.request is request)
+    return sum(estimate_seconds([part]) for batch in batches for part in batch.slices if part.request is request)
 
 
 @pytest.mark.parametrize("fields", [{}, {"requires_isolation": True}, {"priority": "bulk"}])
