@@ -101,7 +101,8 @@ class QueuedRequest:
 
     ``depth``: the share of a forward's cost at which its last layer is reached; ``row_bytes``: what is kept of each
     row; ``requires_isolation``: shares a forward with no other request; ``unsplittable``: all rows in one forward, and
-    no others; ``taken_rows`` are in batches already. Moments are on the batcher's clock, which sets the last two.
+    no others; ``taken_rows`` are in batches already. Moments are on the batcher's clock, which sets the last three;
+    ``slowdown``: what the last of its batches that ended took, divided by what it should have.
     """
 
     key: BatchKey
@@ -115,6 +116,7 @@ class QueuedRequest:
     taken_rows: int = 0
     enqueued_at: float = 0.0
     due_at: float = 0.0
+    slowdown: float = 1.0
 
     @property
     def waiting_rows(self) -> int:

@@ -165,6 +165,8 @@ class Batcher:
                 del self._running_rows[task.key]
             self._fair_share.correct(task, seconds)
             task.key.note_decode_seconds(decode_seconds / task.rows)
+            for row_slice in task.slices:
+                row_slice.request.slowdown = seconds / task.seconds if task.seconds else 1.0
 
     # In which order
 
@@ -269,8 +271,9 @@ class Batcher:
         for row_slice in slices:
             request, due_at = row_slice.request, row_slice.request.due_at
             if request.is_large:
-                seconds = estimate_seconds([row_slice]) / count_parallel(request.key, self._devices[device])
-                due_at = max(due_at, min(due_at, now) + TURN_FACTOR * seconds)
+                seconds = request.slowdown * estimate_seconds([row_slice])
+                parallel = count_parallel(request.key, self._devices[device])
+                due_at = max(due_at, min(due_at, now) + TURN_FACTOR * seconds / parallel)
             self._waiting[request.key].take(row_slice, due_at)
             self._forget_if_empty(request.key)
 

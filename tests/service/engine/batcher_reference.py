@@ -40,6 +40,7 @@ class ExpectedRequest:
     rows: int = field(init=False)
     due_at: float = field(init=False)
     taken_rows: int = 0
+    slowdown: float = 1.0
 
     def __post_init__(self) -> None:
         self.rows = self.request.rows
@@ -77,7 +78,7 @@ class ExpectedRequest:
         )
         parallel = sum(DEVICES[device].slots if DEVICES[device].parallel else 1 for device in devices)
         if self.request.is_large:
-            self.due_at = max(self.due_at, min(self.due_at, now) + 4 * seconds / parallel)
+            self.due_at = max(self.due_at, min(self.due_at, now) + 4 * self.slowdown * seconds / parallel)
         self.taken_rows = stop
 
 

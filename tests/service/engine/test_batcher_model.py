@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from layertap.service.engine.schedule.batch import Batch, BatchKey, DecodeTask, QueuedRequest, RowSlice
 from layertap.service.engine.schedule.batcher import Batcher
 from layertap.service.types import Priority
-from tests.service.engine.batcher_harness import BULK_DELAY, CPU_LIKE
+from tests.service.engine.batcher_harness import BULK_DELAY, CPU_LIKE, RunningTask
 from tests.service.engine.batcher_reference import DEVICES, REPLICAS, BatcherReference, ExpectedRequest, IdleReplicas
 
 
@@ -78,7 +78,7 @@ class BatcherEvents(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, seconds: float) -> None:
         task = data.draw(st.sampled_from(self.reference.running))
         self.reference.running.remove(task)
-        self.batcher.finish(task, seconds)
+        self.finish_task(task, seconds)
 
     @rule(number=st.integers(0, 7), rows=st.integers(1, 20))
     def reduce_max_rows(self, number: int, rows: int) -> None:
@@ -186,6 +186,15 @@ class BatcherEvents(RuleBasedStateMachine):
         assert not reference.must_precede_picture(keys, *picture)
         reference.pictures.remove(picture)
 
+    def finish_task(self, task: RunningTask, seconds: float) -> None:
+        """End something, and know how much longer it took than expected."""
+        self.batcher.finish(task, seconds)
+        if isinstance(task, Batch):
+            requests = [row_slice.request for row_slice in task.slices]
+            for expected in self.reference.requests:
+                if expected.request in requests:
+                    expected.slowdown = seconds / task.seconds
+
     def record(self, row_slice: RowSlice) -> None:
         request = next(request for request in self.reference.requests if request.request is row_slice.request)
         assert not request.removed
@@ -205,7 +214,7 @@ class BatcherEvents(RuleBasedStateMachine):
             if not reference.running:
                 break
             reference.now += 0.3
-            self.batcher.finish(reference.running.pop(0), 1.0)
+            self.finish_task(reference.running.pop(0), 1.0)
         assert not reference.running
         assert not reference.pictures
         left = [request for request in reference.requests if request.waiting_rows and not request.removed]

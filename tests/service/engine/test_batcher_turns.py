@@ -16,10 +16,10 @@ def make_harness(slots: int = 1) -> BatcherHarness:
     return BatcherHarness(cpu=DeviceSlots(slots))
 
 
-def run_batch(harness: BatcherHarness) -> Batch:
+def run_batch(harness: BatcherHarness, slowdown: float = 1.0) -> Batch:
     batch = harness.start_batch()
-    harness.now += batch.seconds
-    harness.finish(batch)
+    harness.now += slowdown * batch.seconds
+    harness.finish(batch, slowdown * batch.seconds)
     return batch
 
 
@@ -39,6 +39,20 @@ def test_small_requests_do_not_wait_for_all_of_a_large_one(fields: dict[str, obj
         harness.add(small_key, 1, "small")
         harness.now += 0.1
         assert harness.describe(run_batch(harness))[0] == ("small", 0, 1)
+
+
+def test_measured_cost_counts() -> None:
+    """Where its parts take ten times as long as expected, it lets others pass for ten times as long."""
+    harness, key = make_harness(), make_key("cpu")
+    harness.add(key, 64, "large")
+    for _ in range(2):
+        run_batch(harness, slowdown=10.0)
+    other, began = run_batch(harness, slowdown=10.0), harness.now
+    harness.add(key, 1, "first", depth=0.5)
+    run_batch(harness)
+    harness.now = began + 3 * 10 * other.seconds - 0.1
+    harness.add(key, 1, "second", depth=0.5)
+    assert harness.describe(run_batch(harness)) == [("second", 0, 1)]
 
 
 def test_requests_of_one_forward_keep_their_order() -> None:
