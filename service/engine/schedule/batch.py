@@ -1,4 +1,4 @@
-"""What a batcher takes in and gives out: plain data about batch keys, requests, batches and devices."""
+"""The batcher's input and output: batch keys, requests, batches and devices, as plain data."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from layertap.models.catalog.catalog import Costs
 from layertap.service.types import BatchReason, Priority
 
 CPU = "cpu"  # the device on which pictures are decoded
-MIN_EFFICIENT_ROWS = 4  # an efficient forward has so many rows even where its fixed cost is nothing
+MIN_EFFICIENT_ROWS = 4  # of an efficient forward, even if its fixed cost is zero
 MAX_FIXED_COST_RATIO = 0.1  # in an efficient forward: a row's share of the fixed cost, divided by the row's own cost
 CAPTURED_BYTES_PER_S = 1e9  # roughly: reduced, copied to the host and kept for the answer
-SHORT_BATCH_RATIO = 3.0  # seconds of a short batch, divided by those of a row alone
-SMOOTHING = 0.2  # the newest batch's part in a mean
-FIRST_PAUSE_S = 60.0  # from a lack of memory to a trial of more rows; twice as long after each trial that fails
+SHORT_BATCH_RATIO = 3.0  # seconds of a short batch, divided by those of a single row
+SMOOTHING = 0.2  # weight of the newest batch in a moving average
+FIRST_PAUSE_S = 60.0  # between running out of memory and a trial of more rows; doubled by each trial that fails
 MAX_PAUSE_S = 3600.0
 
 
@@ -22,14 +22,13 @@ MAX_PAUSE_S = 3600.0
 class BatchKey:
     """Rows with the same key may share a forward: they have one shape and run through one model.
 
-    ``model`` is what one loading of a model has and no other, ``name`` what it is called: two versions of a model may
-    be there at once.
-    ``max_rows``: the most rows of a forward, by settings and by the memory that was free at loading; ``fitting_rows``:
-    as many of them as fit now, fewer for a while after a forward ran out of memory. ``pads``: every forward is filled
-    up to so many. ``max_bytes``: what a forward's values and what is kept of them may take.
-    ``devices``: where the model is, each once; a forward runs on one of them. ``slots``: what a batch of several rows
-    takes of it; ``replicas``: how many batches the model runs at once on one device.
-    ``decode_seconds``: what decoding a row's picture took of late, where batches decode theirs themselves.
+    ``model`` identifies one loaded version of a model; ``name`` is its name, which two loaded versions may share.
+    ``max_rows``: the most rows of a forward, by settings and by the memory that was free at loading. ``fitting_rows``:
+    the most rows that fit now; fewer than ``max_rows`` for a while after a forward ran out of memory. ``pads``: every
+    forward is padded to ``fitting_rows``. ``max_bytes``: the limit for a forward's values and its captures.
+    ``devices``: the devices that hold the model, each once; a forward runs on one of them. ``slots``: how many slots a
+    batch of several rows takes. ``replicas``: how many batches the model runs at once on one device.
+    ``decode_seconds``: moving average of the seconds that a batch takes to decode one row; 0 if batches do not decode.
     """
 
     model: str
@@ -50,27 +49,27 @@ class BatchKey:
         self.fitting_rows = self.max_rows
 
     def reduce_rows(self, rows: int, now: float) -> None:
-        """Let at most half as many rows fit as a forward had that ran out of memory, for a while."""
-        if rows // 2 >= self.fitting_rows:  # it began before another one that ran out of memory too
+        """A forward of so many rows ran out of memory: fit at most half as many for a while."""
+        if rows // 2 >= self.fitting_rows:  # a batch that ran beside it has lowered the limit already
             return
         self.fitting_rows = max(rows // 2, 1)
         self._pause = min(2 * self._pause, MAX_PAUSE_S) if now < self._pause_ends_at else FIRST_PAUSE_S
         self._pause_ends_at = now + self._pause
 
     def try_more_rows(self, now: float) -> None:
-        """Let twice as many rows fit, ``max_rows`` at most, once memory has sufficed for a while."""
+        """Fit twice as many rows, at most ``max_rows``, if the pause is over."""
         if self.fitting_rows < self.max_rows and now >= self._pause_ends_at:
             self.fitting_rows = min(2 * self.fitting_rows, self.max_rows)
             self._pause_ends_at = now + self._pause
 
     @property
     def padded_rows(self) -> int | None:
-        """Rows that every forward is filled up to; None where none is."""
+        """The number of rows that every forward is padded to; None without padding."""
         return self.fitting_rows if self.pads else None
 
     @property
     def efficient_rows(self) -> int:
-        """Rows from which on a forward gets hardly cheaper for each of them."""
+        """The number of rows beyond which a forward hardly gets cheaper per row."""
         if self.pads:
             return self.fitting_rows
         rows = math.ceil(self.costs.base / (MAX_FIXED_COST_RATIO * self.costs.per_row))
@@ -78,12 +77,12 @@ class BatchKey:
 
     @property
     def short_rows(self) -> int:
-        """Rows of a batch that takes little longer than one of a single row."""
+        """Rows of a short batch: one that takes little longer than a single row."""
         seconds = SHORT_BATCH_RATIO * self.estimate_seconds(1)
         return int((seconds - self.costs.base) / (self.costs.per_row + self.decode_seconds))
 
     def estimate_seconds(self, rows: int, depth: float = 1.0) -> float:
-        """Decoding and forwards of so many rows up to a share of their cost; padding costs what rows cost."""
+        """Seconds to decode so many rows and run them up to a depth; padding costs as much as rows."""
         decoding = rows * self.decode_seconds
         if self.padded_rows is None:
             return decoding + self.costs.estimate_seconds(rows, depth)
@@ -91,18 +90,18 @@ class BatchKey:
         return decoding + forwards * self.costs.estimate_seconds(self.padded_rows, depth)
 
     def note_decode_seconds(self, seconds: float) -> None:
-        """Know what decoding took a row of the last batch; 0 where its pictures were decoded before."""
+        """Update the average with a batch's seconds of decoding per row, 0 if its pictures were decoded before."""
         self.decode_seconds += SMOOTHING * (seconds - self.decode_seconds)
 
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """A request's rows that wait for a forward, the least ``due_at`` first.
+    """A request whose rows wait for a forward.
 
-    ``depth``: the share of a forward's cost at which its last layer is reached; ``row_bytes``: what is kept of each
-    row; ``requires_isolation``: shares a forward with no other request; ``unsplittable``: all rows in one forward, and
-    no others; ``taken_rows`` are in batches already. Moments are on the batcher's clock, which sets the last three;
-    ``slowdown``: what the last of its batches that ended took, divided by what it should have.
+    ``depth``: the share of a whole forward's cost up to its deepest layer. ``row_bytes``: bytes captured of each row.
+    ``requires_isolation``: it shares no forward with other requests. ``unsplittable``: all its rows run in one forward,
+    alone. The batcher sets the rest, times on its own clock: ``taken_rows`` are in batches already; the request with
+    the least ``due_at`` is first; ``slowdown``: measured seconds of its last batch, divided by the expected ones.
     """
 
     key: BatchKey
@@ -125,12 +124,12 @@ class QueuedRequest:
 
     @property
     def captured_seconds(self) -> float:
-        """What it takes to keep what is captured of a row."""
+        """Seconds to reduce and copy the captures of one row."""
         return self.row_bytes / CAPTURED_BYTES_PER_S
 
     @property
     def weight(self) -> float:
-        """What one of its rows costs, divided by what a row costs that passes all layers and is not captured."""
+        """The cost of one of its rows, relative to a row that passes all layers without captures."""
         per_row, decoding = self.key.costs.per_row, self.key.decode_seconds
         return (self.depth * per_row + decoding + self.captured_seconds) / (per_row + decoding)
 
@@ -141,15 +140,15 @@ class QueuedRequest:
 
     @property
     def yields(self) -> bool:
-        """Whether a batch has few of its rows while small interactive requests come, which should not wait for it long.
+        """Whether it gets small batches while small interactive requests arrive, so that these do not wait long.
 
-        So bulk and large requests do, except where the number of rows in a forward decides the bits of an answer.
+        True of bulk and large requests, unless the number of rows in a forward decides the bits of their results.
         """
         return (self.is_large or self.priority == "bulk") and not self.runs_alone and not self.key.pads
 
     @property
     def runs_alone(self) -> bool:
-        """Whether its rows share no forward with those of others."""
+        """Whether it shares no forward with other requests."""
         return self.requires_isolation or self.unsplittable
 
 
@@ -163,16 +162,17 @@ class RowSlice:
 
     @property
     def rows(self) -> int:
-        """How many rows these are."""
+        """The number of rows."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows that share a forward, whose they are, how long it should take, and why just these.
+    """Rows that share a forward.
 
-    ``slots`` is what it takes of its ``device``, and ``slots_alone`` what a forward of just one of its rows would;
-    ``padded_rows``: the rows that its forward is filled up to.
+    ``slots``: how many slots of its ``device`` it takes; ``slots_alone``: how many one of its rows would take alone.
+    ``depth``: that of its deepest request. ``seconds``: its expected duration. ``reason``: why it has these rows.
+    ``padded_rows``: the number of rows that its forward is padded to.
     """
 
     key: BatchKey
@@ -187,13 +187,13 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """Rows of requests; padding is not counted."""
+        """The number of rows, without padding."""
         return sum(row_slice.rows for row_slice in self.slices)
 
 
 @dataclass(eq=False)
 class DecodeTask:
-    """Items of a request that wait to be decoded; ``priority`` is its request's, the batcher sets the moments."""
+    """Items of a request that wait to be decoded; the batcher sets the times."""
 
     priority: Priority = "interactive"
     enqueued_at: float = 0.0
@@ -202,10 +202,10 @@ class DecodeTask:
 
 @dataclass(frozen=True)
 class DeviceSlots:
-    """Slots for batches; ``parallel`` where batches in different slots run at the same time.
+    """A device's slots for batches; ``parallel``: batches in different slots compute at the same time.
 
-    Where they only overlap, one's copies with another's forward, a batch starts beside another one only when more rows
-    would make it no cheaper.
+    If they only overlap, one's copies with another's forward, a second batch starts only with so many rows that more
+    would not make it cheaper.
     """
 
     slots: int
@@ -214,9 +214,9 @@ class DeviceSlots:
 
 @dataclass(frozen=True)
 class DeviceState:
-    """A device on which a batch of a model may start now: its slots that are free, the model's replicas that are idle.
+    """A device on which a batch may start now, with its free slots and the model's idle replicas.
 
-    ``idle_devices``: how many of the model's devices, itself included, could start one.
+    ``idle_devices``: how many of the model's devices could start a batch, this one included.
     """
 
     name: str

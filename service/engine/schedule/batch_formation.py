@@ -1,4 +1,4 @@
-"""What a batch starts with: whose rows, how many of them, on how many slots. Pure functions."""
+"""Which rows a batch has, and how many slots it takes. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from itertools import accumulate
 from layertap.service.engine.schedule.batch import Batch, BatchKey, DeviceSlots, DeviceState, QueuedRequest, RowSlice
 from layertap.service.types import BatchReason
 
-MIN_SPLIT_SPEEDUP = 1.3  # rows are split: seconds of one forward of all, divided by seconds of the forwards in parallel
-DEPTH_LEVELS = 32  # depths that differ by less than such a part of a forward count as one
-MIN_PARALLEL_ROWS = 2  # of each forward in parallel, where one of a single row would take all slots
+MIN_SPLIT_SPEEDUP = 1.3  # to split rows: seconds of one forward of all, divided by those of forwards in parallel
+DEPTH_LEVELS = 32  # depths are rounded up to such parts of a whole forward
+MIN_PARALLEL_ROWS = 2  # of a forward that should not run as a single row, which may take all slots
 
 
 def form_batch(
     candidates: Sequence[QueuedRequest], state: DeviceState, yielding_rows: float = math.inf
 ) -> Batch | None:
-    """The next batch of a batch key on a device, None where it needs more slots than are free.
+    """The next batch of a key on a device; None if it needs more slots than are free.
 
-    ``candidates``: requests of one batch key with rows that wait, at least one; the first one is in the batch.
-    ``yielding_rows``: the most rows of requests that yield.
+    ``candidates``: at least one request of one key, sorted; the first one is in the batch. ``yielding_rows``: the most
+    rows of yielding requests, by weight.
     """
     key, device = candidates[0].key, state.device
     shareable = [request for request in candidates if not request.runs_alone]
@@ -43,10 +43,10 @@ def form_batch(
 def extend_batch(
     batch: Batch, candidates: Sequence[QueuedRequest], device: DeviceSlots, running_rows: int, yielding_rows: float
 ) -> Batch:
-    """A batch with those of the candidates that it would have had, had they come before it was started; or as it is.
+    """The batch with rows of the candidates that it would have had, had they arrived earlier; itself if there are none.
 
-    None that makes its forward deeper; no more than an efficient one has, nor than its share of all that wait and of
-    the ``running_rows`` of its key: what one forward took beyond that, the others of its device would go without.
+    They do not make its forward deeper. It gets no more rows than an efficient batch has, and no more than its share of
+    the waiting rows and the ``running_rows`` of its key: the other replicas of the device need rows too.
     """
     key, first = batch.key, batch.slices[0].request
     lowest = min(row_slice.request.depth for row_slice in batch.slices)
@@ -76,7 +76,7 @@ def extend_batch(
 
 
 def choose_companions(shareable: Sequence[QueuedRequest]) -> list[QueuedRequest]:
-    """The requests that run with the first one, itself included: those of about its depth."""
+    """The requests that run with the first one, itself included: those of similar depth."""
     levels = [math.ceil(request.depth * DEPTH_LEVELS) for request in shareable]
     rows_by_level = dict.fromkeys(sorted(set(levels)), 0)
     for request, level in zip(shareable, levels, strict=True):
@@ -86,10 +86,10 @@ def choose_companions(shareable: Sequence[QueuedRequest]) -> list[QueuedRequest]
 
 
 def find_level_range(key: BatchKey, rows_by_level: Mapping[int, int], level: int) -> tuple[int, int]:
-    """The levels of depth, from the lowest to the highest, that run together with one of them so that all end soonest.
+    """The lowest and the highest level of depth that run together with one level.
 
-    A shared forward goes to the deepest layer with all rows, but pays its fixed part once. Of all ways to cut the
-    sorted levels into ranges the cheapest is taken, by the sum of the ranges' forwards.
+    A shared forward runs all its rows up to the deepest layer, but pays its fixed cost once. The sorted levels are cut
+    into the ranges whose forwards take least time in all.
     """
     levels = list(rows_by_level)
     rows_before = list(accumulate(rows_by_level.values(), initial=0))
@@ -107,7 +107,7 @@ def find_level_range(key: BatchKey, rows_by_level: Mapping[int, int], level: int
 
 
 def choose_rows(companions: Sequence[QueuedRequest], state: DeviceState) -> int:
-    """How many rows the next forward should have, as far as memory allows."""
+    """How many rows the next forward should have, apart from the memory of captures."""
     key, device = companions[0].key, state.device
     waiting_rows = sum(request.waiting_rows for request in companions)
     if companions[0].runs_alone:
@@ -115,18 +115,17 @@ def choose_rows(companions: Sequence[QueuedRequest], state: DeviceState) -> int:
     single_row = is_single_row(key, 1)
     all_free = state.free_slots == device.slots > 1
     if all_free and are_few_rows(key, waiting_rows):
-        return 1  # one after the other on all slots ends sooner than in parallel
+        return 1  # one after the other on all slots is quicker than in parallel
     parallel = min(state.free_slots // key.slots, state.idle_replicas) if device.parallel else 1
     rows = max(split_rows(key, waiting_rows, parallel * state.idle_devices), MIN_PARALLEL_ROWS if single_row else 1)
     return min(rows, limit_rows(companions, device))
 
 
 def limit_rows(requests: Sequence[QueuedRequest], device: DeviceSlots) -> int:
-    """Rows that a forward of theirs should have at most.
+    """The most rows that a forward of these requests should have.
 
-    Those of one request alone are shared out evenly over the forwards that it needs: 32 rows, of which 12 make an
-    efficient forward, are four times 8 on two slots, as nobody would use the slot that is idle beside the last of 12,
-    12 and 8.
+    A single request is split evenly over the forwards that it needs: on two slots, with 12 rows in an efficient
+    forward, 32 rows run as four times 8. As 12, 12 and 8 they would leave one slot idle at the end.
     """
     key = requests[0].key
     limit = key.efficient_rows
@@ -138,13 +137,13 @@ def limit_rows(requests: Sequence[QueuedRequest], device: DeviceSlots) -> int:
 
 
 def count_parallel(key: BatchKey, device: DeviceSlots) -> int:
-    """How many forwards of a key run side by side on all of its devices, which are alike."""
+    """How many forwards of a key run in parallel on its devices, which are alike."""
     on_each = min(max(device.slots // key.slots, 1), key.replicas) if device.parallel else 1
     return on_each * len(key.devices)
 
 
 def split_rows(key: BatchKey, rows: int, parallel: int) -> int:
-    """Rows of each forward in parallel; all of them where the fixed part of more forwards is more than they gain."""
+    """Rows of each parallel forward; all rows if the fixed cost of more forwards outweighs the gain."""
     share = math.ceil(rows / max(parallel, 1))
     return rows if key.estimate_seconds(rows) < MIN_SPLIT_SPEEDUP * key.estimate_seconds(share) else share
 
@@ -152,10 +151,10 @@ def split_rows(key: BatchKey, rows: int, parallel: int) -> int:
 def slice_rows(
     companions: Sequence[QueuedRequest], rows: int, yielding_rows: float, taken: Sequence[RowSlice] = ()
 ) -> Iterator[RowSlice]:
-    """Rows for a batch that has ``taken`` some, if any, and may have so many, within the memory that a forward may use.
+    """Slices of the requests, in order, for a batch of so many rows that has ``taken`` some already.
 
-    The first request has at least one row where nothing is taken, all its rows where it is unsplittable. Requests that
-    yield have no more than ``yielding_rows`` in all, by their weight, unless the batch would be one of a single row.
+    They fit into ``max_bytes``. A new batch has at least one row of the first request, all rows of an unsplittable one.
+    Yielding requests get at most ``yielding_rows`` by weight, unless the batch would have a single row.
     """
     key = companions[0].key
     free_rows, free_bytes, least = rows, key.max_bytes, MIN_PARALLEL_ROWS
@@ -175,7 +174,7 @@ def slice_rows(
             return
         yield RowSlice(request, request.taken_rows, request.taken_rows + count)
         if count < request.waiting_rows:
-            return  # rows of others do not pass what is left of it
+            return  # later requests do not pass the rest of this one
         free_rows -= count
         free_bytes -= count * row_bytes
         yielding_rows -= count * request.weight
@@ -183,7 +182,7 @@ def slice_rows(
 
 
 def estimate_seconds(slices: Sequence[RowSlice], slots: int = 1) -> float:
-    """How long a batch of these rows should take: decoding, its forward, and keeping what is captured."""
+    """The expected seconds of a batch: decoding, forward and captures."""
     key, rows = slices[0].request.key, sum(row_slice.rows for row_slice in slices)
     seconds = key.estimate_seconds(rows, max(row_slice.request.depth for row_slice in slices))
     if slots > 1 and is_single_row(key, rows):
@@ -192,25 +191,25 @@ def estimate_seconds(slices: Sequence[RowSlice], slots: int = 1) -> float:
 
 
 def count_slots(key: BatchKey, rows: int, device: DeviceSlots) -> int:
-    """All of them for a single row that gains by it, else the key's: it depends on nothing but the number of rows.
+    """The slots of a batch: all of them for a single row that gains by it, else the key's.
 
-    Other threads make other bits, so that a batch of the same shape must always get the same number of them.
+    They depend on the number of rows only: another number of threads gives other bits.
     """
     return device.slots if is_single_row(key, rows) else min(key.slots, device.slots)
 
 
 def is_single_row(key: BatchKey, rows: int) -> bool:
-    """Whether a forward of so many rows is one of a single row that ends sooner on all slots."""
+    """Whether a forward of so many rows has a single row, and is quicker on all slots."""
     return (key.padded_rows or rows) == 1 and key.costs.speedup > 1
 
 
 def are_few_rows(key: BatchKey, rows: int) -> bool:
-    """Whether so many rows end sooner one after the other, each on all slots, than in parallel."""
+    """Whether so many rows are quicker one after the other, each on all slots, than in parallel."""
     return is_single_row(key, 1) and rows <= MIN_PARALLEL_ROWS * key.costs.speedup
 
 
 def find_batch_reason(slices: Sequence[RowSlice], left_out: int) -> BatchReason:
-    """Why a batch has just these rows; ``left_out``: requests that could have shared it, were their depth near."""
+    """Why a batch has these rows; ``left_out``: how many requests it leaves out because of their depth."""
     if slices[0].request.runs_alone:
         return "isolated"
     if left_out:

@@ -16,7 +16,7 @@ from layertap.service.engine.schedule.batch import BatchKey
 from layertap.service.settings import Settings
 
 MAX_KEYS = 4 * MAX_CATALOGS  # with a graph and without, from the beginning and from a layer, compiled
-MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}  # of what is free when a model is loaded: what its forwards may take
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}  # of the memory that is free at loading: the share for forwards
 KeyParts = tuple[int, Shapes, bool, CompiledPlan | None, bool]
 
 
@@ -47,14 +47,14 @@ class BatchKeys:
         that affect each other and run ``together``.
         """
         costs = compiled.costs if compiled else catalog.graph_costs if has_graph else catalog.costs
-        # An id of what the entry keeps is nobody else's.
+        # The entry keeps the catalog alive, so that no other one gets its id.
         parts = id(catalog), shapes, has_graph, compiled, together
         _, key = self._keys.get_or_create(parts, lambda: (catalog, self.create(catalog, costs, together)))
         return key
 
     @property
     def max_rows(self) -> int:
-        """The most rows that fit into a forward, of the shape that was used last; 0 before any was."""
+        """The most rows of a forward, for the shape that was used last; 0 before the first use."""
         return next((key.fitting_rows for _, key in reversed(self._keys.values())), 0)
 
     def create(self, catalog: Catalog, costs: Costs, together: bool = False) -> BatchKey:
@@ -76,10 +76,10 @@ class BatchKeys:
 
 
 def _measure_max_bytes(devices: Sequence[str], replicas: int, settings: Settings) -> int:
-    """Bytes that one forward may take, of several on each device; where one of them has least, that is the limit."""
+    """The bytes that one forward may use beside the others of its device, by the device that has least."""
     if settings.batch_memory_bytes is not None:
         return settings.batch_memory_bytes
     known = [resolve_device(name) for name in devices]
     free = [memory.measure_available_bytes(device) * MEMORY_SHARE[device.type] for device in known]
-    on_host = sum(device.type == "cpu" for device in known)  # they share its memory
+    on_host = sum(device.type == "cpu" for device in known)  # these share the memory of the host
     return int(min(free) / replicas / max(on_host, 1))

@@ -1,10 +1,11 @@
-"""Which waiting rows share the next forward, and when it starts: decisions only, on a clock that is passed in.
+"""The batcher decides which waiting rows share the next forward and when it starts; it has no threads and no I/O.
 
-Nothing here waits for more rows to come: batches grow while others run. A device has slots, a CPU one for each core, a
-GPU one in all, or one for each stream; a batch takes one, or all of them for a single row that all cores compute
-together. Pictures are decoded on the CPU's slots as well, ahead of forwards but only until a batch is worth its start.
+A batch never waits for more rows: batches grow while others run. A device has slots, a CPU one for each core, a GPU one
+for each stream. A batch takes one slot, or all of them for a single row that all cores compute together. Pictures are
+decoded on the CPU's slots too: before forwards, until a batch is large enough to be worth its start.
 
-``waiting.py`` has what waits, ``fair_share.py`` which model is next, ``batch_formation.py`` what a batch starts with.
+``waiting.py`` keeps what waits in order, ``fair_share.py`` says which model is next, ``batch_formation.py`` which rows
+a batch has.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from layertap.service.engine.schedule.waiting import WaitingEntries, WaitingRequ
 
 Clock = Callable[[], float]
 IdleReplicas = Mapping[str, Mapping[str, int]]  # by model, then by device
-TURN_FACTOR = 4.0  # what is left of a large request lets others pass: for how long, divided by what a part of it took
-MAX_WAIT_IN_FORWARDS = 2.0  # from then on a request is ready: seconds it waited, divided by an efficient forward's
+TURN_FACTOR = 4.0  # a large request lets others pass for so many times as long as its last batch took
+MAX_WAIT_IN_FORWARDS = 2.0  # a request is ready after waiting as long as so many efficient forwards take
 
 
 class Batcher:
-    """Takes requests in, gives batches out. Not for several threads at once.
+    """Takes requests and gives batches. Not thread-safe.
 
-    ``bulk_delay``: seconds after which a bulk request counts as an interactive one that came just now; rows that come
-    that much later than a picture do not overtake it. As long after a small interactive request, bulk and large
-    requests have small batches: it is likely that the next one comes, and it can't go before a batch that runs.
+    ``bulk_delay``: seconds after which a bulk request counts as an interactive one that has just arrived. Rows that
+    arrive that much later than a picture do not overtake it. For as long after a small interactive request, bulk and
+    large requests get small batches: another one is likely to arrive, and would wait for the batch that runs.
     """
 
     def __init__(self, devices: Mapping[str, DeviceSlots], clock: Clock, bulk_delay: float = 5.0) -> None:
@@ -50,13 +51,13 @@ class Batcher:
         self._running_batches: dict[str, int] = {}  # by model
         self._running_rows: dict[BatchKey, int] = {}  # no entry is 0
         self._running_decodes = 0
-        self._small_came_at: dict[str, float] = {}  # by device: when a small interactive request came last
+        self._small_came_at: dict[str, float] = {}  # by device: the arrival of its last small interactive request
         self._fair_share = FairShare()
 
     # Devices and limits
 
     def add_device(self, name: str, device: DeviceSlots) -> None:
-        """Know of a device; one that is known stays as it is."""
+        """Add a device, if it is not there yet."""
         if name not in self._devices:
             self._devices[name], self._free_slots[name] = device, device.slots
 
@@ -65,18 +66,18 @@ class Batcher:
         return {name: device.slots for name, device in self._devices.items()}
 
     def count_parallel_batches(self, devices: Sequence[str], slots: int) -> int:
-        """How many batches of so many slots some devices compute at the same time."""
+        """How many batches of so many slots these devices compute at the same time."""
         known = [self._devices[name] for name in devices]
         return sum(device.slots // slots if device.parallel else 1 for device in known)
 
     def reduce_max_rows(self, key: BatchKey, rows: int) -> None:
-        """Have smaller batches of a key for a while after a forward of so many rows ran out of memory."""
+        """A forward of so many rows ran out of memory: batches of its key are smaller for a while."""
         key.reduce_rows(rows, self._clock())
 
     # What waits
 
     def add(self, request: QueuedRequest) -> None:
-        """Let a request wait for its forward."""
+        """Add a request."""
         key = request.key
         if not self._wants_device(key.model):
             self._fair_share.join(key.model, key.devices)
@@ -86,40 +87,43 @@ class Batcher:
         self._waiting.setdefault(key, WaitingRequests()).add(request)
 
     def remove(self, request: QueuedRequest) -> None:
-        """Forget what still waits of a request."""
+        """Remove the rows of a request that are in no batch."""
         if request.key in self._waiting:
             self._waiting[request.key].remove(request)
             self._forget_if_empty(request.key)
 
     def add_decode(self, task: DecodeTask) -> None:
-        """Let a picture wait to be decoded."""
+        """Add a picture to decode."""
         self._set_arrival(task)
         self._waiting_decodes.add(task)
 
     def remove_decode(self, task: DecodeTask) -> None:
-        """Forget a picture that was to be decoded, where that has not begun."""
+        """Remove a picture, unless its decoding has begun."""
         self._waiting_decodes.remove(task)
 
     def remove_model(self, model: str) -> None:
-        """Forget a model of which nothing waits or runs."""
+        """Forget a model without waiting or running rows."""
         self._fair_share.remove(model)
         self._running_batches.pop(model, None)
         for key in [key for key in self._waiting if key.model == model]:
-            del self._waiting[key]  # what is past its deadline may still be here
+            del self._waiting[key]  # requests past their deadline may still be here
 
     def count_waiting_rows(self, model: str) -> int:
-        """Rows of a model that are in no batch yet."""
+        """The rows of a model that are in no batch."""
         return sum(waiting.rows for key, waiting in self._waiting.items() if key.model == model)
 
     # What starts
 
     def start_next(self, idle_replicas: IdleReplicas) -> Batch | DecodeTask | None:
-        """What starts now, None where nothing may; ``idle_replicas`` are those that could run a batch."""
+        """Start the next batch or decode task; None if nothing can start now.
+
+        ``idle_replicas``: the replicas that can run a batch, by model and device.
+        """
         now = self._clock()
         requests, task = self._list_first_requests(idle_replicas, now), self._find_first_decode(now)
         if task is not None and not any(self._precedes(request, task, now) for request in requests):
             requests = [request for request in requests if CPU not in request.key.devices]
-        reserved: set[str] = set()  # devices whose slots are kept free for a row that needs all of them
+        reserved: set[str] = set()  # devices that keep their slots free for a row that needs all of them
         for request in requests:
             key = request.key
             state = self._find_device(request, idle_replicas[key.model], reserved, now)
@@ -135,7 +139,7 @@ class Batcher:
         return None
 
     def extend(self, batch: Batch) -> Batch:
-        """A batch that has begun, and not its forward, with rows that may still join it; or as it is."""
+        """A batch whose forward has not begun, with the waiting rows that may join it; itself if there are none."""
         waiting = self._waiting.get(batch.key)
         if waiting is None:
             return batch
@@ -144,15 +148,16 @@ class Batcher:
         yielding_rows = self._limit_yielding_rows([each.request for each in batch.slices] + candidates, now)
         extended = extend_batch(batch, candidates, device, self._running_rows[batch.key], yielding_rows)
         self._take(extended.slices[len(batch.slices) :], batch.device, now)
+        self._forget_if_empty(batch.key)
         self._running_rows[batch.key] += extended.rows - batch.rows
         self._free_slots[batch.device] += batch.slots - extended.slots
         self._fair_share.recharge(batch, extended)
         return extended
 
     def finish(self, task: Batch | DecodeTask, seconds: float, decode_seconds: float = 0.0) -> None:
-        """A batch has ended, or the decoding of a picture; its slots are free again.
+        """A batch or decode task has ended after so many seconds: free its slots.
 
-        ``decode_seconds`` of these the batch decoded its rows' pictures.
+        ``decode_seconds``: the part of them in which the batch decoded pictures.
         """
         if isinstance(task, DecodeTask):
             self._free_slots[CPU] += 1
@@ -171,9 +176,9 @@ class Batcher:
     # In which order
 
     def _list_first_requests(self, idle_replicas: IdleReplicas, now: float) -> list[QueuedRequest]:
-        """The first request of each key that could start something.
+        """The first request of each key that has a free device, sorted.
 
-        Interactive ones are before bulk, then those of the model that has used least time, then the oldest.
+        Interactive requests are before bulk; then the model that used least time is first; then what is due first.
         """
         requests = []
         for key, waiting in list(self._waiting.items()):
@@ -190,9 +195,9 @@ class Batcher:
         return sorted(requests, key=order)
 
     def _find_first_decode(self, now: float) -> DecodeTask | None:
-        """The picture that is decoded next, if the CPU has a slot for it; where batches have all, one more is lent.
+        """The picture to decode next, if the CPU has a slot for it; if batches have all slots, one more is lent.
 
-        A bad picture is then refused at once, and a good one ready for the next batch, however long forwards take.
+        So a bad picture is refused at once, and a good one is ready for the next batch, however long forwards take.
         """
         lent_slots = 0 if self._running_decodes else 1
         if CPU not in self._devices or self._free_slots[CPU] + lent_slots <= 0:
@@ -213,7 +218,7 @@ class Batcher:
     def _find_device(
         self, request: QueuedRequest, idle_replicas: Mapping[str, int], reserved: Collection[str], now: float
     ) -> DeviceState | None:
-        """Where a batch of a request's key may start: of several devices that with most free slots."""
+        """The device on which a batch of the request's key may start; of several the one with most free slots."""
         free = self._list_free_devices(request.key, idle_replicas)
         may_start = [name for name in free if name not in reserved and self._may_start_on_device(name, request, now)]
         if not may_start:
@@ -222,16 +227,16 @@ class Batcher:
         return DeviceState(name, self._devices[name], self._free_slots[name], idle_replicas[name], len(may_start))
 
     def _list_free_devices(self, key: BatchKey, idle_replicas: Mapping[str, int]) -> list[str]:
-        """The devices of a key that have a free slot and an idle replica of its model."""
+        """The devices of a key that have a free slot and an idle replica of the model."""
         return [name for name in key.devices if self._free_slots[name] > 0 and idle_replicas.get(name, 0) > 0]
 
     def _may_start_on_device(self, name: str, request: QueuedRequest, now: float) -> bool:
-        """Whether a batch may start beside what runs on a device: where these only overlap, only what is ready."""
+        """Whether a batch may start beside those of a device; if batches only overlap there, it has to be ready."""
         device = self._devices[name]
         return device.parallel or self._free_slots[name] == device.slots or self._is_ready(request, now)
 
     def _is_ready(self, request: QueuedRequest, now: float) -> bool:
-        """Whether the forward of a key's first request is worth its start now, though more rows may come."""
+        """Whether a forward that begins with this request is worth its start now, though more rows may come."""
         key = request.key
         rows = key.efficient_rows
         if self._waiting[key].rows >= rows:
@@ -244,10 +249,10 @@ class Batcher:
         return form_batch(candidates, state, self._limit_yielding_rows(candidates, now))
 
     def _limit_yielding_rows(self, requests: Sequence[QueuedRequest], now: float) -> float:
-        """The most rows that a batch of such requests may have of those that yield.
+        """The most rows, by weight, of yielding requests in a batch that is chosen from these requests.
 
-        Small interactive requests that come now and then should not wait long for it: it takes no longer than an
-        efficient batch of which nothing is captured, and is short where none of these requests is interactive.
+        If a small interactive request arrived recently, the batch takes no longer than an efficient one without
+        captures, and is a short one if all these requests are bulk.
         """
         key = requests[0].key
         came_at = max(self._small_came_at.get(name, -math.inf) for name in key.devices)
@@ -260,6 +265,7 @@ class Batcher:
     def _start_batch(self, batch: Batch, now: float) -> Batch:
         model = batch.key.model
         self._take(batch.slices, batch.device, now)
+        self._forget_if_empty(batch.key)
         self._free_slots[batch.device] -= batch.slots
         self._running_batches[model] = self._running_batches.get(model, 0) + 1
         self._running_rows[batch.key] = self._running_rows.get(batch.key, 0) + batch.rows
@@ -267,7 +273,7 @@ class Batcher:
         return batch
 
     def _take(self, slices: Sequence[RowSlice], device: str, now: float) -> None:
-        """Take rows off what waits; what is left of a large request goes behind what comes in the next few forwards."""
+        """Take rows for a batch; the rest of a large request is due later, so that others can pass it."""
         for row_slice in slices:
             request, due_at = row_slice.request, row_slice.request.due_at
             if request.is_large:
@@ -275,7 +281,6 @@ class Batcher:
                 parallel = count_parallel(request.key, self._devices[device])
                 due_at = max(due_at, min(due_at, now) + TURN_FACTOR * seconds / parallel)
             self._waiting[request.key].take(row_slice, due_at)
-            self._forget_if_empty(request.key)
 
     def _start_decode(self, task: DecodeTask) -> DecodeTask:
         self._waiting_decodes.remove(task)
@@ -288,7 +293,7 @@ class Batcher:
         entry.due_at = entry.enqueued_at + (self._bulk_delay if entry.priority == "bulk" else 0.0)
 
     def _wants_device(self, model: str) -> bool:
-        """Whether anything of a model waits or runs."""
+        """Whether rows of a model wait or run."""
         return self._running_batches.get(model, 0) > 0 or any(key.model == model for key in self._waiting)
 
     def _forget_if_empty(self, key: BatchKey) -> None:

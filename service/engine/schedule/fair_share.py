@@ -1,4 +1,4 @@
-"""Which model is next: each gets the same time on a device that several want."""
+"""Fair shares: models that want the same device get the same time on it."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from layertap.service.engine.schedule.batch import Batch
 
 
 class FairShare:
-    """The seconds of slots that each model has used; the one that used least goes first.
+    """The slot seconds that each model has used; the model that used least goes first.
 
-    ``used_seconds`` only compare, they do not add up to the time since a start: a model that wants its device anew
-    begins where those stand that kept it busy meanwhile, so that it neither saves up time nor pays for time that
-    nobody else wanted. This is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with a batch's expected
-    seconds at its start and what it took in truth at its end.
+    ``used_seconds`` are for comparison, not totals: a model that was idle begins at the level of the models that kept
+    its device busy meanwhile, so that it neither saves up time nor pays for time that no other model wanted. This is
+    start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with a batch's expected seconds when it starts and
+    its measured ones when it ends.
     """
 
     def __init__(self) -> None:
         self.used_seconds: dict[str, float] = {}
-        self._device_seconds: dict[str, float] = {}  # the most that a model had used when a batch of it started there
+        self._device_seconds: dict[str, float] = {}  # the most that a model had used when it started a batch
 
     def join(self, model: str, devices: Sequence[str]) -> None:
-        """Let a model of which nothing waits or runs begin on its devices: where the least busy one stands."""
+        """Begin to count a model of which nothing waits or runs, at the level of its least used device."""
         device_seconds = min(self._device_seconds.get(device, 0.0) for device in devices)
         self.used_seconds[model] = max(self.used_seconds.get(model, 0.0), device_seconds)
 
     def charge(self, batch: Batch) -> None:
-        """Count the seconds that a batch should take on its slots."""
+        """Add the expected seconds of a batch that starts."""
         model, device = batch.key.model, batch.device
         self._device_seconds[device] = max(self._device_seconds.get(device, 0.0), self.used_seconds[model])
         self.used_seconds[model] += batch.seconds * batch.slots
 
     def recharge(self, batch: Batch, extended: Batch) -> None:
-        """Count a batch that has more rows by now as what it is."""
+        """Add what a batch that took in more rows is expected to take longer."""
         self.used_seconds[batch.key.model] += extended.seconds * extended.slots - batch.seconds * batch.slots
 
     def correct(self, batch: Batch, seconds: float) -> None:
-        """Count the seconds that a batch has taken instead of those it should have."""
+        """Replace the expected seconds of a batch by the measured ones."""
         self.used_seconds[batch.key.model] += (seconds - batch.seconds) * batch.slots
 
     def remove(self, model: str) -> None:

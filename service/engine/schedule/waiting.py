@@ -1,4 +1,4 @@
-"""What waits, by priority and by when it is due, and which of it comes first."""
+"""Waiting requests and pictures, sorted by priority and by when they are due."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Generic, NamedTuple, TypeVar
 from layertap.service.engine.schedule.batch import DecodeTask, QueuedRequest, RowSlice
 from layertap.service.types import Priority
 
-MAX_NUM_CANDIDATES = 128  # requests of each priority that a batch is chosen from: the first ones
+MAX_NUM_CANDIDATES = 128  # a batch is chosen from the first so many requests of each priority
 EntryT = TypeVar("EntryT", QueuedRequest, DecodeTask)
 
 
 class Urgency(NamedTuple):
-    """Sorts what waits: interactive before bulk, then by when it is due.
+    """The order of waiting entries: interactive before bulk, then by when they are due.
 
-    ``due_at``: the arrival, of bulk some seconds later, and later again after each part of a request that has run.
-    From that moment on bulk counts as interactive that came just then; before it is ``deferred``.
+    ``due_at``: the time of arrival; for bulk some seconds later; for the rest of a large request later after each of
+    its batches. ``deferred``: bulk before that time; from then on it counts as interactive.
     """
 
     deferred: bool
@@ -25,12 +25,12 @@ class Urgency(NamedTuple):
 
 
 def get_urgency(entry: QueuedRequest | DecodeTask, now: float) -> Urgency:
-    """How urgent something is at a moment; the least is the most urgent."""
+    """The urgency of an entry at a time; the least is the most urgent."""
     return Urgency(entry.priority == "bulk" and now < entry.due_at, entry.due_at)
 
 
 class WaitingEntries(Generic[EntryT]):
-    """What waits for the same thing."""
+    """Entries that wait for the same thing."""
 
     def __init__(self) -> None:
         self._entries: dict[Priority, list[EntryT]] = {"interactive": [], "bulk": []}  # each sorted by ``due_at``
@@ -39,11 +39,11 @@ class WaitingEntries(Generic[EntryT]):
         return any(self._entries.values())
 
     def add(self, entry: EntryT) -> None:
-        """Let an entry wait, behind all that are due as soon."""
+        """Add an entry, behind all that are due at the same time."""
         insort(self._entries[entry.priority], entry, key=attrgetter("due_at"))
 
     def remove(self, entry: EntryT) -> bool:
-        """Forget an entry; whether it was there."""
+        """Remove an entry; return whether it was waiting."""
         entries = self._entries[entry.priority]
         start = bisect_left(entries, entry.due_at, key=attrgetter("due_at"))
         for place in range(start, len(entries)):
@@ -71,12 +71,12 @@ class WaitingRequests(WaitingEntries[QueuedRequest]):
         self.rows = 0
 
     def add(self, entry: QueuedRequest) -> None:
-        """Let the rows of a request wait that are in no batch yet."""
+        """Add a request with its remaining rows."""
         super().add(entry)
         self.rows += entry.waiting_rows
 
     def remove(self, entry: QueuedRequest) -> bool:
-        """Forget a request: no row of it waits any more; whether it was there."""
+        """Remove a request, whose remaining rows then never run; return whether it was waiting."""
         found = super().remove(entry)
         if found:
             self.rows -= entry.waiting_rows
@@ -84,7 +84,7 @@ class WaitingRequests(WaitingEntries[QueuedRequest]):
         return found
 
     def take(self, row_slice: RowSlice, due_at: float) -> None:
-        """Give rows to a batch; what is left of their request is due at a moment."""
+        """Take rows for a batch; the rest of their request is due at ``due_at``."""
         request = row_slice.request
         self.rows -= row_slice.rows
         request.taken_rows = row_slice.stop
@@ -103,7 +103,7 @@ class WaitingRequests(WaitingEntries[QueuedRequest]):
         return super().find_first(now)
 
     def list_candidates(self, now: float) -> list[QueuedRequest]:
-        """What the next batch is chosen from, sorted: deferred bulk only where nothing interactive waits."""
+        """The requests to choose the next batch from, sorted; deferred bulk only if nothing interactive waits."""
         interactive, bulk = self._list_first("interactive", now), self._list_first("bulk", now)
         if interactive:
             bulk = [request for request in bulk if not get_urgency(request, now).deferred]
