@@ -103,9 +103,9 @@ def describe_error(error: Exception, request_id: str) -> Problem:
 
 
 def format_retry_after(seconds: float) -> str:
-    """A value of ``Retry-After``: so many seconds, at least 1, and up to a quarter more by chance.
+    """A value of ``Retry-After``: so many seconds, at least 1, and by chance up to a quarter and a second more.
 
-    Clients that are refused together do not come back together.
+    So clients that are refused together do not come back together.
     """
     earliest = max(1, math.ceil(seconds))
     return str(random.randint(earliest, earliest + 1 + earliest // 4))  # noqa: S311 - this is no secret
