@@ -24,7 +24,9 @@ from sysconfig import get_path
 from traceback import extract_tb
 from typing import Any, Literal, Self
 
-Failure = Literal["", "source", "code", "weights", "device", "forward", "embedding", "labels", "warm", "lost", "other"]
+Failure = Literal[
+    "", "source", "code", "weights", "device", "forward", "embedding", "labels", "warm", "lost", "killed", "other"
+]
 
 MAX_SHOWN_NAMES = 3
 MAX_COMPARED = 200  # characters: comparing takes time by their square

@@ -44,6 +44,10 @@ class ModelEntry:
         """Forget a model that could not be loaded, or was and then turned out not to run."""
         self.model, self.state, self.reason, self.kind = None, "failed", reason, kind
 
+    def recover(self, model: ModelInfo) -> None:
+        """Be ready, also after a failure."""
+        self.model, self.state, self.reason, self.kind = model, "ready", "", ""
+
     def unload(self) -> None:
         """Forget a loaded model; it can be loaded again."""
         self.model, self.state, self.reason, self.kind = None, "available", "", ""

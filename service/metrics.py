@@ -18,6 +18,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHER = "other"
 Reason = Literal["queue_rows", "queue_bytes", "deadline"]
 Cause = Literal["memory", "error"]
+Task = Literal["tidy", "once"]  # what unloads idle models, again and again; whatever runs once beside requests
 ConnectionReason = Literal["bad_request", "head_timeout", "head_too_large", "limit", "descriptors"]
 
 
@@ -77,6 +78,7 @@ class Metrics:
         self._refused_connections = {
             reason: self._families.refused_connections.labels(reason) for reason in get_args(ConnectionReason)
         }
+        self._task_failures = {task: self._families.task_failures.labels(task) for task in get_args(Task)}
         self._cached = {result: self._families.cached.labels(result) for result in get_args(CacheResult)}
 
     def observe_request(
@@ -158,6 +160,10 @@ class Metrics:
     def count_worker_restart(self, model: str, reason: RestartReason) -> None:
         """A worker process that ended, or was ended, and was replaced."""
         self._get_model(model).worker_restarts[reason].inc()
+
+    def count_task_failure(self, task: Task) -> None:
+        """A task of the server that runs beside requests has raised something."""
+        self._task_failures[task].inc()
 
     def count_out_of_memory(self, model: str) -> None:
         """A forward that the device had no memory for."""
@@ -296,6 +302,9 @@ class _MetricFamilies:
         self.expired = counter("expired_total", "Requests whose deadline passed in the queue.", "model")
         self.cancelled = counter("cancelled_total", "Requests whose client went away while they waited.", "model")
         self.split = counter("split_total", "Batches that were run again in parts.", "model", "cause")
+        self.task_failures = counter(
+            "task_failures_total", "Failures of the server's own tasks beside requests.", "task"
+        )
         self.worker_restarts = counter(
             "worker_restarts_total", "Worker processes that were replaced.", "model", "reason"
         )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import uvicorn
@@ -26,6 +27,8 @@ STARTUP_TRIES = 600
 WORKERS = int(os.environ.get("TEST_WORKERS", "0"))  # where nothing else is asked for; 0 lets tests look at models
 CACHE = Path(gettempdir()) / "layertap-tests"  # of servers that are processes: not that of whoever runs the tests
 TRY_S = 0.1
+RUN_S = 120.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,11 @@ class Live:
     url: str
     engine: Engine
     client: httpx.Client
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What a coroutine gives on the server's event loop."""
+        loop = next(iter(self.engine.manager._tasks)).get_loop()
+        return asyncio.run_coroutine_threadsafe(work, loop).result(RUN_S)
 
 
 @contextmanager

@@ -13,8 +13,10 @@ from random import Random
 from bench.policy.models import SimulatedModel
 from bench.policy.processor import Processor
 from bench.policy.rules import RETURN_S, Expected, Rule
-from layertap.service.engine.schedule.batch import CPU, Batch, BatchKey, DecodeTask, DeviceSlots, QueuedRequest
+from layertap.service.engine.batch import CPU, Batch, BatchKey, QueuedRequest
+from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from layertap.service.engine.schedule.batcher import Batcher
+from layertap.service.engine.schedule.waiting import DecodeTask
 from layertap.service.types import Priority
 
 MODEL = "model"

@@ -47,7 +47,7 @@ def show_status(text: str) -> Iterator[None]:
 @contextmanager
 def show_loading(name: str, action: str = "loading") -> Iterator[None]:
     """A note while a model is loaded; what the operator's own code raised is shown with its traceback."""
-    from layertap.service.engine.models.model_manager import OWN_CODE
+    from layertap.service.engine.models.model_handle import OWN_CODE
 
     try:
         with show_status(f"{action} {name}"):

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
 
 from layertap.service.errors import DeadlineError
 
 T = TypeVar("T")
 LONGEST_S = 86_400.0  # a timer takes no infinity
+
+
+class RunInThread(Protocol):
+    """Runs a function that computes in a pool of threads; DeadlineError."""
+
+    def __call__(self, function: Callable[[], T], deadline: float) -> Awaitable[T]:
+        """The function's result; ``deadline`` is a moment on the monotonic clock."""
 
 
 async def wait_until(deadline: float, awaited: Awaitable[T]) -> T:

@@ -14,11 +14,11 @@ from layertap.models.errors import LayertapError, RequestError
 from layertap.models.model_info import ModelInfo
 from layertap.models.spec import PreprocessSpec
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
+from layertap.service.engine.batch import Results
 from layertap.service.engine.collect.answer_cache import AnswerCache, digest_layers, digest_request
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.collect.results import FEW_RESULTS, add_warnings, collect_features, has_few_numbers
 from layertap.service.engine.deadline import wait_until
-from layertap.service.engine.execute.forward_batch import Results
 from layertap.service.engine.execute.threads import start_single_threaded
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.models.model_manager import ModelManager
@@ -26,10 +26,10 @@ from layertap.service.engine.plan.planner import PlannedRequest, Planner
 from layertap.service.engine.request import ExtractRequest, Job
 from layertap.service.engine.rows.decoder import DecodedInputs, InputDecoder, make_encoded_job
 from layertap.service.engine.rows.fetch_inputs import fetch_inputs
+from layertap.service.engine.rows.job import make_job
+from layertap.service.engine.rows.job_maker import JobMaker
 from layertap.service.engine.rows.rows import Items
-from layertap.service.engine.schedule.job import make_job
-from layertap.service.engine.schedule.job_maker import JobMaker
-from layertap.service.engine.schedule.sources import count_taken_bytes, fill_tensors, plan_stages
+from layertap.service.engine.rows.sources import count_taken_bytes, fill_tensors, plan_stages
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.inputs.items import ImageItem, UrlItem
@@ -66,7 +66,7 @@ class Engine:
             return held
         entry = self.manager.registry.get_entry(self.manager.find_name(name))
         handle = self.manager.handles.get(entry.spec.name)
-        is_loaded = handle is not None and handle.loaded.done()
+        is_loaded = handle is not None and handle.is_settled
         with nullcontext() if is_loaded else ticket.timings.step("load"):
             return ticket.hold(name, await self.manager.get_handle(name, ticket.deadline))
 
@@ -193,7 +193,7 @@ class Engine:
         """What is so at this moment, for the metrics; called by any thread."""
         entries, workers = list(self.manager.registry), self.manager.list_handles()
         answering = dict(self.manager.handles)  # new requests; others finish what they have
-        waiting = sum(self.manager.scheduler.count_waiting_rows(handle) for handle in workers)
+        waiting = sum(self.manager.scheduler.count_waiting_rows(handle.key) for handle in workers)
         rows = sum(handle.rows for handle in workers)
         ceilings = {name: handle.max_batch_rows for name, handle in answering.items()}
         return Snapshot(
@@ -215,7 +215,7 @@ class Engine:
     def _measure_load(self, handle: ModelHandle) -> ModelLoad:
         return ModelLoad(
             admitted_rows=handle.rows,
-            waiting_rows=self.manager.scheduler.count_waiting_rows(handle),
+            waiting_rows=self.manager.scheduler.count_waiting_rows(handle.key),
             queue_seconds=self.admission.estimate_wait(handle, handle.rows),
             replicas=handle.replicas,
             busy_replicas=handle.busy_replicas,
@@ -264,8 +264,6 @@ class Engine:
         answer: DecodedInputs | Answer
         if (job := make_encoded_job(planned, items, make)) is not None:
             answer = await self.decoder.run_encoded(planned, items, job)
-        elif planned.rows == len(items) == 1 and not planned.request.input_options:
-            answer = await self.decoder.decode_and_run(planned, items, make, ticket.deadline)
         else:
             answer = await self.decoder.decode(planned, items, ticket.deadline)
         if isinstance(answer, tuple):

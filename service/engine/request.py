@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from torch import Tensor
-
 from layertap.models import fingerprint
-from layertap.models.capture.joined_rows import JoinedRows
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import Fault, LayertapError, RequestError
 from layertap.models.labels import Labels
@@ -22,11 +19,10 @@ from layertap.models.selection.hook_points import (
     Selector,
 )
 from layertap.models.spec import Preprocessed
-from layertap.service.engine.execute.forward_batch import ForwardSpec
-from layertap.service.engine.schedule.batch import QueuedRequest
+from layertap.service.engine.batch import ForwardSpec, QueuedRequest
 from layertap.service.formats.reply_format import Encoding, ReplyFormat
 from layertap.service.formats.table import FORMATS
-from layertap.service.inputs.items import ImageItem, InputItem
+from layertap.service.inputs.items import InputItem
 from layertap.service.pictures.options import PictureOptions
 from layertap.service.timings import Timings
 from layertap.service.types import Priority
@@ -117,27 +113,20 @@ class ExtractRequest:
         return error
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
+@dataclass(eq=False, kw_only=True)
+class Job(QueuedRequest):
     """A request ready to run: its rows are decoded, its layers are resolved, its reply's size is known.
 
-    ``spec`` is what its forwards are to give, ``queued`` what the batcher sees of it. ``fingerprints`` holds that of
-    each result by its key. ``mask`` names the input that tells tokens from padding. ``single_forward``: its rows affect
-    each other, and are one batch. ``preprocessed`` tells by whom its rows were. ``labels`` names the model's classes.
-    ``first_row`` is its first row's number in the request; ``input_index`` is its input's, if other inputs are jobs of
-    their own. ``changed`` names what each intervention of the request changes, its input's own left out. ``tokens`` are
-    those of its texts, padding not counted. ``cut_to``: of so many tokens texts may
-    have been longer. ``joined`` takes the results of its rows from several forwards.
-
-    Pictures that their batches decode are its ``encoded``, one for each row; it has no ``inputs`` then.
+    ``fingerprints`` holds that of each result by its key. ``mask`` names the input that tells tokens from padding.
+    ``single_forward``: its rows affect each other, and are one batch. ``preprocessed`` tells by whom its rows were.
+    ``labels`` names the model's classes. ``input_index`` is its input's, where other inputs are jobs of their
+    own. ``changed`` names what each intervention of the request changes, its input's own left out. ``tokens`` are
+    those of its texts, padding not counted. ``cut_to``: of so many tokens texts may have been longer.
     """
 
     model: str
     catalog: Catalog
     spec: ForwardSpec
-    inputs: Mapping[str, Tensor]
-    rows: int
-    queued: QueuedRequest
     faults: tuple[Fault, ...]
     timings: Timings
     fingerprints: Mapping[str, str]
@@ -145,13 +134,10 @@ class Job:
     single_forward: bool = False
     preprocessed: Preprocessed = ""
     labels: Labels | None = None
-    encoded: tuple[ImageItem, ...] = ()
-    first_row: int = 0
     input_index: int | None = None
     changed: tuple[tuple[str, ...], ...] = ()
     tokens: int = 0
     cut_to: int | None = None
-    joined: JoinedRows | None = None
 
     @property
     def nbytes(self) -> int:

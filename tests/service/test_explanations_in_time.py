@@ -16,9 +16,9 @@ from layertap.models.catalog.catalog import Costs
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.app import create_engine
 from layertap.service.engine.admit.workload import PlannedWork
+from layertap.service.engine.batch import Batch, QueuedRequest, RowSlice
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.models.model_handle import ModelHandle
-from layertap.service.engine.schedule.batch import Batch, QueuedRequest, RowSlice
 from layertap.service.errors import DeadlineError, QueueTooLongError
 from layertap.service.explain.map_requests import ChangedRows
 from layertap.service.settings import Settings
@@ -152,7 +152,7 @@ def test_a_slow_batch_locks_nobody_out(served: Live) -> None:
     """Rows that were slow of late, for whatever reason, refuse no one who would be alone with the device."""
     worker = served.engine.manager.find_handle("held")
     assert worker is not None
-    worker.add_batch_time(make_batch(worker), 1000.0, 1, False)
+    worker._pace.add_batch(make_batch(worker), 1000.0, 1, decoded=False)
     assert explain(served, SIXTEEN).status_code == 200
 
 

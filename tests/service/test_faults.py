@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 
-from layertap.models.errors import LoadError
-from layertap.models.loaded_model import LoadedModel
+from layertap.models.errors import LayertapError, LoadError
 from layertap.models.registry import ModelEntry
 from layertap.models.spec import ModelSpec, WarmSpec
+from layertap.service.engine.execute.executor import Executor
+from layertap.service.engine.execute.threads import run_in_new_thread
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.metrics import Metrics
@@ -119,18 +122,11 @@ def ask(live: Live, value: float = 1.0) -> httpx.Response:
     return live.client.post("/extract", **request)
 
 
-def _fail() -> None:
-    raise RuntimeError
-
-
-@pytest.mark.parametrize("way", [*WAYS, "thread"])
+@pytest.mark.parametrize("way", WAYS)
 def test_failure_that_lasts(doomed: Live, way: str) -> None:
-    """A device, a model or a thread that fails for good: whoever asks gets 503 and is told so, never 200 again."""
+    """A device or a model that fails for good: every request gets 503 with the reason, never 200 again."""
     assert ask(doomed).status_code == 200
-    if way == "thread":
-        doomed.engine.manager.handles["doomed"].submit(0, _fail)
-    else:
-        assert ask(doomed, mark(way)).status_code == 503
+    assert ask(doomed, mark(way)).status_code == 503
     wait_until(lambda: ask(doomed).status_code != 200)
     for _ in range(3):
         assert "restarted" in str(problem(ask(doomed), 503, seconds=True))
@@ -156,16 +152,17 @@ def test_exit_while_loading(serve: Serve) -> None:
 def test_end_of_loading_without_a_forward() -> None:
     """Where nothing of a fixed number of rows has run, none is blamed for what ended the loading."""
 
-    def load() -> LoadedModel:
+    def load() -> Executor:
         raise SystemExit
 
+    async def fail() -> LayertapError | None:
+        begin = partial(run_in_new_thread, "load", load)
+        handle = ModelHandle(entry, begin, Scheduler(Metrics(), 1), Settings())
+        await handle.wait_until_settled()
+        return handle.error
+
     entry = ModelEntry(ModelSpec("leaving", "python:none:none"))
-    scheduler = Scheduler(Metrics(), 1)
-    try:
-        model = ModelHandle(entry, load, scheduler, Settings())
-        error = model.loaded.exception(END_S)
-    finally:
-        scheduler.close()
+    error = asyncio.run(fail())
     assert isinstance(error, LoadError)
     assert error.detail == "loading ended in SystemExit"
     assert (entry.state, entry.reason.partition(";")[0], entry.kind) == ("failed", error.detail, "other")

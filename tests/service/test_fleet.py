@@ -86,7 +86,7 @@ def test_when_to_come_again(serve: Serve, maker: Maker) -> None:
     maker.gate.clear()
     with serve(configured(net("made", "made")), wait=False) as live:
         assert maker.entered.wait(30)
-        live.engine.manager.handles["made"].began -= 40
+        live.engine.manager.handles["made"]._began -= 40
         replies = [live.client.get(path) for path in ("/readyz", "/v2/models/made/ready")]
         replies.append(post_rows(live, model="made", timeout="0.1"))
         assert [reply.status_code for reply in replies] == [503] * 3
@@ -129,7 +129,7 @@ def test_unload_finishes_the_queue(serve: Serve, maker: Maker) -> None:
             wait_until(lambda: admitted_rows(live) == 3)
             unloading = pool.submit(live.client.post, "/models/gated/unload")
             wait_until(lambda: post_rows(live, 3, timeout="0.1").status_code == 503)
-            live.engine.manager.handles["gated"].add_decode_time(50.0, 1)  # so that a row takes 10 s
+            live.engine.manager.handles["gated"]._pace.add_decode(50.0, 1)  # so that a row takes 10 s
             refused = post_rows(live, 3)
             problem(refused, 503, seconds=True)
             assert int(refused.headers["retry-after"]) >= 30  # by the three rows that wait

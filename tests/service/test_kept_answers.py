@@ -326,7 +326,7 @@ def test_unloaded_while_it_answers(serve: Serve, tmp_path: Path) -> None:
             for _ in range(5):  # rounds of the event loop, in which what has arrived comes to wait for the first
                 live.client.get("/livez")
             unloading = pool.submit(live.client.post, "/models/file/unload")
-            wait_until(lambda: live.engine.manager.handles["file"].stopping)
+            wait_until(lambda: live.engine.manager.handles["file"].answers == "none")
             save(1.0)
         finally:
             module.gate.set()

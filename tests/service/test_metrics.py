@@ -26,7 +26,7 @@ ROUTES = {
     *("/extract", "/models", "/models/{name}", "/models/{name}/layers", "/models/{name}/load", "/models/{name}/unload"),
     *("/livez", "/readyz", "/metrics", "/", "other"),
 }
-LABELS = {"route", "status", "step", "model", "why", "reason", "result", "cause", "state", "device"}
+LABELS = {"route", "status", "step", "model", "why", "reason", "result", "cause", "task", "state", "device"}
 STEPS = ("unpack", "parse", "load", "fetch", "decode", "queue", "forward", "copy", "encode")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 ROUNDING_S = 0.005 / 1000  # of a step in Server-Timing
@@ -265,7 +265,7 @@ def test_load(server: Live) -> None:
             found = figures(scraped(server))
         assert waiting.result().status_code == 200
     assert found[f"layertap_model_busy_replicas{of}"] == 1
-    assert found[f"layertap_model_replicas{of}"] == server.engine.manager.handles["gated"].executor.replicas
+    assert found[f"layertap_model_replicas{of}"] == server.engine.manager.handles["gated"].replicas
     worker = server.engine.manager.handles["gated"]
     assert found[f"layertap_model_queue_seconds{of}"] > 0
     assert found["layertap_max_queue_rows"] == server.engine.settings.max_queue_rows

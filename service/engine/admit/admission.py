@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from layertap.models.errors import TooLargeError
 from layertap.service.engine.admit.workload import WAIT_MARGIN, PlannedWork, Workload
 from layertap.service.engine.models.model_handle import ModelHandle
-from layertap.service.engine.models.unavailable import unloading_error
+from layertap.service.engine.unavailable import unloading_error
 from layertap.service.errors import QueueFullError, QueueTooLongError
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
@@ -139,7 +139,7 @@ class Ticket:
     @contextmanager
     def queue_rows(self, handle: ModelHandle, rows: int) -> Iterator[None]:
         """Hold so many rows of a model's queue until the block ends; as ``resize``, UnavailableError."""
-        if handle.stopping:
+        if handle.answers == "none":
             raise unloading_error(handle.name, self._control.estimate_wait(handle, handle.rows))
         self._handle = handle
         try:

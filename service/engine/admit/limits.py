@@ -10,8 +10,8 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.selection.plan import Plan, Result
 from layertap.models.selection.statistics import list_columns
 from layertap.models.spec import Shapes
+from layertap.service.engine.batch import BatchKey
 from layertap.service.engine.request import ReplyOptions
-from layertap.service.engine.schedule.batch import BatchKey
 from layertap.service.formats.reply_format import check_names
 from layertap.service.pictures.panels import ResultInfo
 from layertap.service.settings import Settings

@@ -16,7 +16,7 @@ from layertap.models.labels import name_classes
 from layertap.models.selection.hook_points import format_path
 from layertap.models.selection.plan import ResolvedObjective, Result
 from layertap.models.selection.statistics import list_columns, merge_rows
-from layertap.service.engine.execute.forward_batch import Results
+from layertap.service.engine.batch import Results
 from layertap.service.engine.request import Job
 from layertap.service.features import Array, Features, Receipt
 

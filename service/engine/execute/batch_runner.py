@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,71 +14,73 @@ from layertap.models.devices import memory, threads, transfer
 from layertap.models.errors import LayertapError, OutOfMemoryError, clear_tracebacks, out_of_memory_error
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import Replica
-from layertap.service.engine.execute.forward_batch import (
-    BatchFailures,
-    BatchOutcome,
-    ForwardBatch,
-    ForwardSlice,
-    ForwardSpec,
-    SliceResult,
-)
-from layertap.service.engine.execute.futures import wrap_error
+from layertap.service.engine.batch import Batch, BatchFailures, BatchResult, ForwardSpec, Results, RowSlice, SliceResult
+from layertap.service.engine.execute.threads import wrap_error
 from layertap.service.engine.rows.rows import Rows, normalize_rows
 from layertap.service.errors import ForwardError
 
 log = logging.getLogger("layertap")
+Part = tuple[int, RowSlice]  # rows of a slice, and the slice's index in the batch
 
 
 class BatchRunner:
-    """Runs one batch; made and used in the thread of its replica."""
+    """Runs one batch; created and used in the thread of its replica. ``note`` hears of each failure as it happens."""
 
-    def __init__(self, model: LoadedModel, replica: Replica, batch: ForwardBatch) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        replica: Replica,
+        batch: Batch,
+        note: Callable[[BatchFailures], None] = lambda failures: None,
+    ) -> None:
         self._failures = BatchFailures()
         self._failure = ""
         self._model = model
         self._replica = replica
         self._batch = batch
         self._padded_rows = batch.padded_rows
+        self._note = note
 
-    def run(self) -> BatchOutcome:
+    def run(self) -> BatchResult:
         """One result or several for each slice of the batch; nothing is raised."""
+        parts = list(enumerate(self._batch.slices))
         try:
-            results = self._attempt(self._batch.slices)
-        except BaseException as error:  # not of a forward: a device that is lost, for one
+            results = self._attempt(parts)
+        except BaseException as error:  # not of a forward: a device that is lost, or memory that ran out beside it
             wrapped = wrap_error(error)
             self._failure = self._failure or find_lasting_failure(wrapped, self._model, self._replica)
-            results = _refuse(self._batch.slices, wrapped, self._batch.rows)
-        return BatchOutcome(results, self._failures, self._failure)
+            results = _refuse(parts, wrapped)
+        return BatchResult(results, self._failures, self._failure)
 
-    def _attempt(self, slices: Sequence[ForwardSlice]) -> list[SliceResult]:
+    def _attempt(self, parts: Sequence[Part]) -> list[SliceResult]:
         """Whatever can't run together is tried in two halves, until a request stands alone with what it caused."""
-        outcome = RuntimeError(self._failure) if self._failure else self._try(slices)
+        outcome = RuntimeError(self._failure) if self._failure else self._try(parts)
         if isinstance(outcome, list):
             return outcome
         # Here, outside the except block, all that the failed forward held is let go.
         if isinstance(outcome, OutOfMemoryError):
-            return self._retry_smaller(slices, outcome)
-        halves = _halve_by_request(slices)
+            return self._retry_smaller(parts, outcome)
+        halves = _halve_by_request(parts)
         if halves is None or _is_device_error(outcome):  # else the halves tell sooner who is to blame
             self._failure = self._failure or find_lasting_failure(outcome, self._model, self._replica)
         if self._failure:
             halves = None
         if halves is None:
-            return _refuse(slices, outcome, _count_rows(slices))
+            return _refuse(parts, outcome)
         del outcome  # its traceback holds what the forward held
         self._count_failure(error_splits=1)
         return [outcome for half in halves for outcome in self._attempt(half)]
 
-    def _retry_smaller(self, slices: Sequence[ForwardSlice], error: OutOfMemoryError) -> list[SliceResult]:
+    def _retry_smaller(self, parts: Sequence[Part], error: OutOfMemoryError) -> list[SliceResult]:
         """The same without padding, or in two halves by rows; a row that has no room alone is to blame itself."""
-        rows = max(self._padded_rows or 0, _count_rows(slices))
-        pieces: Sequence[Sequence[ForwardSlice]] | None = (slices,)
-        if rows <= _count_rows(slices):
-            pieces = None if self._batch.unsplittable else _halve_by_rows(slices, rows)
+        rows = max(self._padded_rows or 0, _count_rows(parts))
+        pieces: Sequence[Sequence[Part]] | None = (parts,)
+        if rows <= _count_rows(parts):
+            pieces = None if self._batch.unsplittable else _halve_by_rows(parts, rows)
         self._count_failure(out_of_memory=1, memory_splits=pieces is not None)
         _release_memory(self._model.device)
         if pieces is None:
-            return _refuse(slices, error, rows)
+            return _refuse(parts, error, rows)
         self._padded_rows = None
         outcomes = [outcome for piece in pieces for outcome in self._attempt(piece)]
         if not any(isinstance(outcome.results, OutOfMemoryError) for outcome in outcomes):
@@ -89,12 +91,13 @@ class BatchRunner:
         self._failures = replace(
             self._failures, **{name: getattr(self._failures, name) + count for name, count in more.items()}
         )
+        self._note(self._failures)
 
-    def _try(self, slices: Sequence[ForwardSlice]) -> list[SliceResult] | LayertapError | RuntimeError:
+    def _try(self, parts: Sequence[Part]) -> list[SliceResult] | LayertapError | RuntimeError:
         try:
-            return self._run(slices)
+            return self._run(parts)
         except LayertapError as error:
-            if len(slices) == 1 and error.__cause__ is not None:
+            if len(parts) == 1 and error.__cause__ is not None:
                 fields = {"model": self._model.spec.name}
                 log.info("a model's forward raised", exc_info=error, extra={"fields": fields})
             clear_tracebacks(error)  # its frames hold the batch
@@ -103,11 +106,11 @@ class BatchRunner:
         except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio has its own
             if not memory.is_out_of_memory(error):
                 return wrap_error(error, ForwardError)
-        return out_of_memory_error(_count_rows(slices))
+        return out_of_memory_error(_count_rows(parts))
 
-    def _run(self, slices: Sequence[ForwardSlice]) -> list[SliceResult]:
+    def _run(self, parts: Sequence[Part]) -> list[SliceResult]:
         requests, start = [], 0
-        for each in slices:
+        for _, each in parts:
             plan = each.spec.plan
             requests.append(
                 RequestSlice(
@@ -116,14 +119,14 @@ class BatchRunner:
                     plan.captures,
                     plan.resolved_interventions,
                     plan.objective,
-                    each.first_row + each.start,
+                    each.first_row,
                 )
             )
             start += each.rows
         started = time.perf_counter()
-        pieces = [normalize_rows(each.inputs, self._model.model_inputs) for each in slices]
-        with threads.use_threads(self._batch.threads if start > 1 else self._batch.threads_alone):
-            activations = self._forward(pieces, requests, slices[0].spec)
+        pieces = [normalize_rows(each.inputs, self._model.model_inputs) for _, each in parts]
+        with threads.use_threads(self._batch.slots if start > 1 else self._batch.slots_alone):
+            activations = self._forward(pieces, requests, parts[0][1].spec)
         if self._model.device.type == "cuda":
             transfer.synchronize_stream(self._model.device)
         computed = time.perf_counter()
@@ -131,15 +134,15 @@ class BatchRunner:
         copied = time.perf_counter()
         return [
             SliceResult(
-                each.place,
+                index,
                 each.start,
                 each.stop,
-                each.keep(each.start, each.stop, activations.select(request)),
+                _keep(each, activations.select(request)),
                 start,
                 (started, computed),
                 (computed, copied),
             )
-            for each, request in zip(slices, requests, strict=True)
+            for (index, each), request in zip(parts, requests, strict=True)
         ]
 
     def _forward(self, pieces: list[Rows], requests: list[RequestSlice], first: ForwardSpec) -> BatchActivations:
@@ -152,12 +155,24 @@ class BatchRunner:
         )
 
 
-def _refuse(slices: Sequence[ForwardSlice], error: LayertapError | RuntimeError, rows: int) -> list[SliceResult]:
-    return [SliceResult(each.place, each.start, each.stop, error, rows) for each in slices]
+def refuse(batch: Batch, error: LayertapError | RuntimeError) -> BatchResult:
+    """An error for all that a batch has."""
+    return BatchResult(_refuse(list(enumerate(batch.slices)), error))
 
 
-def _count_rows(slices: Sequence[ForwardSlice]) -> int:
-    return sum(each.rows for each in slices)
+def _refuse(parts: Sequence[Part], error: LayertapError | RuntimeError, rows: int | None = None) -> list[SliceResult]:
+    rows = _count_rows(parts) if rows is None else rows
+    return [SliceResult(index, each.start, each.stop, error, rows) for index, each in parts]
+
+
+def _count_rows(parts: Sequence[Part]) -> int:
+    return sum(each.rows for _, each in parts)
+
+
+def _keep(row_slice: RowSlice, results: Results) -> Results:
+    """A request's results, with those of some of its rows among them."""
+    joined = row_slice.request.joined
+    return results if joined is None else joined.add(row_slice.start, row_slice.stop, results)
 
 
 def find_lasting_failure(error: BaseException, model: LoadedModel, replica: Replica) -> str:
@@ -185,22 +200,22 @@ def _release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _halve_by_rows(slices: Sequence[ForwardSlice], rows: int) -> tuple[list[ForwardSlice], list[ForwardSlice]] | None:
+def _halve_by_rows(parts: Sequence[Part], rows: int) -> tuple[list[Part], list[Part]] | None:
     if rows < 2:
         return None
-    first: list[ForwardSlice] = []
-    second: list[ForwardSlice] = []
+    first: list[Part] = []
+    second: list[Part] = []
     room = rows // 2
-    for each in slices:
+    for index, each in parts:
         cut = each.start + min(room, each.rows)
         if cut > each.start:
-            first.append(each.take(each.start, cut) if cut < each.stop else each)
+            first.append((index, each.take(each.start, cut)))
         if cut < each.stop:
-            second.append(each.take(cut, each.stop) if cut > each.start else each)
+            second.append((index, each.take(cut, each.stop)))
         room -= cut - each.start
     return first, second
 
 
-def _halve_by_request(slices: Sequence[ForwardSlice]) -> tuple[Sequence[ForwardSlice], Sequence[ForwardSlice]] | None:
-    half = len(slices) // 2
-    return (slices[:half], slices[half:]) if half else None
+def _halve_by_request(parts: Sequence[Part]) -> tuple[Sequence[Part], Sequence[Part]] | None:
+    half = len(parts) // 2
+    return (parts[:half], parts[half:]) if half else None

@@ -1,9 +1,15 @@
-"""Where a model's forwards run and what is sent to it is decoded: here in this process."""
+"""Where a model's forwards run and what is sent to it is decoded: in threads of this process, on one device or several.
+
+``processes/process_executor.py`` has the one whose forwards run in worker processes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -11,39 +17,55 @@ from layertap.models.devices import transfer
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_info import ModelInfo
+from layertap.service.engine.batch import Batch, BatchFailures, BatchResult
 from layertap.service.engine.execute.batch_runner import BatchRunner, find_lasting_failure
-from layertap.service.engine.execute.forward_batch import BatchOutcome, ForwardBatch
-from layertap.service.engine.execute.futures import Failed, call_and_catch
-from layertap.service.engine.execute.threads import start_single_threaded
+from layertap.service.engine.execute.threads import Failed, WorkerThread, call_and_catch, start_single_threaded
 from layertap.service.engine.rows.rows import ItemAttempts, try_to_decode
 from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
 
 ModelFunction = Callable[[LoadedModel], Any]
-Extend = Callable[[], ForwardBatch | None]
+
+
+class ModelLostError(Exception):
+    """The process that had loaded the model has ended: what was asked of it may be asked again once it is back."""
 
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """What a function of a model gave, or raised; ``failure`` says why nothing can be answered any more."""
+    """What a function of the model gave, or raised; ``failure`` says why nothing can be answered any more."""
 
     result: Any | Failed
     failure: str = ""
 
 
-class Executor(Protocol):
-    """Runs what a model computes, in so many replicas at once; each is used by a thread at a time.
+class RunningBatch:
+    """A batch that has begun, and grows until its forward does; ``batch`` is what it has by now."""
 
-    Nothing is raised: what went wrong is told in place of results.
+    def __init__(self, batch: Batch, extend: Callable[[Batch], Batch] = lambda batch: batch) -> None:
+        """``extend`` gives the batch with what joins it now."""
+        self.batch = batch
+        self._extend = extend
+
+    def extend(self) -> Batch | None:
+        """What joins it now, as a batch; None where nothing does."""
+        before = self.batch
+        self.batch = self._extend(before)
+        joining = self.batch.slices[len(before.slices) :]
+        return replace(self.batch, slices=joining) if joining else None
+
+
+class Executor(Protocol):
+    """Runs what a model computes, in so many replicas at once. For the event loop only, but for its creation.
+
+    ``on_idle`` is called when a replica has become idle otherwise than by the end of what it was asked for.
     """
+
+    on_idle: Callable[[], None]
 
     @property
     def model(self) -> ModelInfo:
         """What is known of the model."""
-
-    @property
-    def replicas(self) -> int:
-        """How many batches it runs at once."""
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -51,7 +73,7 @@ class Executor(Protocol):
 
     @property
     def memory_bytes(self) -> int:
-        """What the model takes in memory, with processes that it has."""
+        """What the model takes in memory, with processes that it has; any thread may ask."""
 
     @property
     def decodes_batches(self) -> bool:
@@ -61,79 +83,228 @@ class Executor(Protocol):
     def max_decode_items(self) -> int:
         """How many items it is given to decode at a time, at most."""
 
-    def start_thread(self, replica: int) -> None:
-        """Prepare a thread that will use a replica; called in it."""
+    def start(self) -> None:
+        """Begin to answer."""
 
-    def run_batch(self, replica: int, batch: ForwardBatch, extend: Extend) -> BatchOutcome:
-        """One forward for all rows of a batch, or more where it can't be done in one.
+    def count_idle(self) -> Mapping[str, int]:
+        """How many replicas are idle, by device."""
 
-        Whoever decodes pictures of a batch asks what may join it before its forward, until nothing does.
+    def run(self, running: RunningBatch) -> Awaitable[BatchResult]:
+        """One forward for all rows of a batch, or more where it can't be done in one, in an idle replica of its device.
+
+        The replica is idle no more once this returns. Whoever decodes pictures of a batch asks what joins it before its
+        forward, until nothing does. What goes wrong is in the result.
         """
 
     def note_waiting_rows(self, rows_wait: bool) -> None:
-        """Know whether rows of the model are in no batch yet; any thread may tell."""
+        """Know whether rows of the model are in no batch yet."""
 
-    def call(self, function: ModelFunction) -> CallOutcome:
-        """A function of the model, on the first replica; one that can be pickled, as its result can."""
+    async def call(self, function: ModelFunction, deadline: float) -> CallOutcome:
+        """A function of the model, on a replica once that is idle; it can be pickled, as its result can.
 
-    def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
-        """Items as rows, or why there are none; any thread may ask.
+        It may be ended at a moment on the monotonic clock. ModelLostError.
+        """
+
+    async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
+        """Items as rows, or why there are none.
 
         Of several some may have nothing at all: their process died of another one. They are to be asked for alone.
+        ModelLostError, UnavailableError.
         """
 
-    def close(self) -> None:
-        """Let go of the model; nothing of it runs any more."""
+    async def wait_until_lost(self) -> None:
+        """Return once the model is not there any more, since its process has ended."""
+
+    async def restart(self) -> None:
+        """Load a model that was lost again; LoadError where it can't be, or is another one now."""
+
+    async def close(self) -> None:
+        """Let go of the model; nothing of it runs any more once this returns."""
 
 
-class InProcessExecutor:
-    """Forwards and decoding in the threads that ask for them."""
+class ModelRunner:
+    """Runs what a model in this process computes, in the calling thread; one thread at a time uses a replica."""
 
-    def __init__(self, model: LoadedModel, settings: Settings, device: str | None = None) -> None:
-        """``device`` is the name of the model's device, where that is not what torch calls it."""
+    def __init__(self, model: LoadedModel, settings: Settings) -> None:
         self.model = model
-        self.replicas = len(model.replicas)
-        self.devices = (device or str(model.device),) * self.replicas
-        self.decodes_batches = False  # decoding here takes turns with other models' forwards
-        self.max_decode_items = 1
         self._settings = settings
 
-    @property
-    def memory_bytes(self) -> int:
-        """The weights and buffers."""
-        return self.model.memory_bytes
+    def run(self, replica: int, batch: Batch, note: Callable[[BatchFailures], None] = lambda _: None) -> BatchResult:
+        """The batch, or why not; ``note`` hears of each failure."""
+        return BatchRunner(self.model, self.model.replicas[replica], batch, note).run()
 
-    def start_thread(self, replica: int) -> None:
-        """Prepare a thread that will use a replica: torch's operations in it use no other thread."""
-        del replica  # all are on one device
-        start_single_threaded()
-        if self.model.device.type == "cuda":
-            transfer.use_own_stream(self.model.device)
-
-    def run_batch(self, replica: int, batch: ForwardBatch, extend: Extend) -> BatchOutcome:
-        """The batch as it is, in the calling thread."""
-        del extend  # its rows are decoded: the forward begins at once
-        return BatchRunner(self.model, self.model.replicas[replica], batch).run()
-
-    def note_waiting_rows(self, rows_wait: bool) -> None:
-        """Nothing: no batch grows here."""
-
-    def call(self, function: ModelFunction) -> CallOutcome:
-        """The function, in the calling thread, until the device has done it."""
+    def call(self, replica: int, function: ModelFunction) -> CallOutcome:
+        """What a function gives, once the device has computed it."""
         result = call_and_catch(partial(self._call, function))
         if isinstance(result, Exception):
-            return CallOutcome(result, find_lasting_failure(result, self.model, self.model.replicas[0]))
+            return CallOutcome(result, find_lasting_failure(result, self.model, self.model.replicas[replica]))
         return CallOutcome(result)
 
     def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
-        """The items' rows, in the calling thread."""
+        """The items' rows; any thread may ask."""
         return [try_to_decode(item, inputs, self._settings) for item in items]
-
-    def close(self) -> None:
-        """Nothing: whoever holds the model lets go of it."""
 
     def _call(self, function: ModelFunction) -> Any:
         result = function(self.model)
         if self.model.device.type == "cuda":
             transfer.synchronize_stream(self.model.device)  # threads with other streams may use the result
         return result
+
+
+class InProcessExecutor:
+    """Forwards in a thread for each replica, decoding in a pool of threads."""
+
+    def __init__(self, model: LoadedModel, settings: Settings, device: str | None = None) -> None:
+        """``device`` is the name of the model's device, where that is not what torch calls it."""
+        self.on_idle: Callable[[], None] = lambda: None
+        self.model = model
+        self.devices = (device or str(model.device),) * len(model.replicas)
+        self.decodes_batches = False  # decoding here takes turns with other models' forwards
+        self.max_decode_items = 1
+        self.first_thread = 0  # its number, among those of the same model on all devices
+        self._settings = settings
+        self._runner = ModelRunner(model, settings)
+        self._pool = ThreadPoolExecutor(settings.cpu_threads, "decode", initializer=start_single_threaded)
+        self._threads: list[WorkerThread] = []
+        self._idle: list[int] = []
+
+    @property
+    def memory_bytes(self) -> int:
+        """The weights and buffers."""
+        return self.model.memory_bytes
+
+    def start(self) -> None:
+        """Start the threads.
+
+        None of them is the one that loaded the model: one that computed on all cores keeps helpers, and libgomp lets
+        none spin where there are more of these than cores, which makes every other model's rows on all cores slower.
+        """
+        self._idle = list(range(len(self.devices)))
+        names = (f"model-{self.first_thread + number}-{self.model.spec.name}" for number in self._idle)
+        self._threads = [WorkerThread(name, self._begin) for name in names]
+
+    def count_idle(self) -> Mapping[str, int]:
+        """Its threads that have nothing to do, all on one device."""
+        return {self.devices[0]: len(self._idle)}
+
+    def run(self, running: RunningBatch) -> Awaitable[BatchResult]:
+        """The batch as it is, in the thread of the first idle replica: its rows are decoded."""
+        replica = min(self._idle)
+        return self._work(replica, partial(self._runner.run, replica, running.batch))
+
+    def note_waiting_rows(self, rows_wait: bool) -> None:
+        """Nothing: no batch grows here."""
+
+    async def call(self, function: ModelFunction, deadline: float) -> CallOutcome:
+        """The function, in the first replica's thread, after what that does; a thread can't be ended."""
+        del deadline
+        outcome: CallOutcome = await self._work(0, partial(self._runner.call, 0, function))
+        return outcome
+
+    async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
+        """The items' rows, in a thread of the pool."""
+        decode = partial(self._runner.decode, items, inputs)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, decode)
+
+    async def wait_until_lost(self) -> None:
+        """Wait for ever: the model is there as long as this process."""
+        await asyncio.Event().wait()
+
+    async def restart(self) -> None:
+        """Nothing: the model is there."""
+
+    async def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        threads, self._threads = self._threads, []  # which know this executor: it shall not wait for the collector
+        for thread in threads:
+            await thread.close()
+
+    def _begin(self) -> None:
+        start_single_threaded()
+        if self.model.device.type == "cuda":
+            transfer.use_own_stream(self.model.device)
+
+    def _work(self, replica: int, function: Callable[[], Any]) -> Awaitable[Any]:
+        if replica in self._idle:
+            self._idle.remove(replica)
+        return self._wait(replica, self._threads[replica].run(function))
+
+    async def _wait(self, replica: int, result: Awaitable[Any]) -> Any:
+        thread = self._threads[replica]
+        try:
+            return await result
+        finally:
+            if thread.is_idle and replica not in self._idle:
+                self._idle.append(replica)
+
+
+class MultiDeviceExecutor:
+    """An executor for each device, whose replicas take batches of one queue; the first one decodes, and is called."""
+
+    def __init__(self, model: ModelInfo, executors: Mapping[str, InProcessExecutor]) -> None:
+        """``executors`` by the names of their devices."""
+        threads = 0
+        for executor in executors.values():
+            executor.first_thread, threads = threads, threads + len(executor.devices)
+        self.model = model
+        self._executors = dict(executors)
+        self._first = next(iter(self._executors.values()))
+        self.devices = tuple(device for each in self._executors.values() for device in each.devices)
+        self.decodes_batches = False
+        self.max_decode_items = self._first.max_decode_items
+
+    @property
+    def on_idle(self) -> Callable[[], None]:
+        """What is called when a replica of any device has become idle."""
+        return self._first.on_idle
+
+    @on_idle.setter
+    def on_idle(self, function: Callable[[], None]) -> None:
+        for executor in self._executors.values():
+            executor.on_idle = function
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the model takes on all devices."""
+        return sum(executor.memory_bytes for executor in self._executors.values())
+
+    def start(self) -> None:
+        """Begin to answer on all devices."""
+        for executor in self._executors.values():
+            executor.start()
+
+    def count_idle(self) -> Mapping[str, int]:
+        """The idle replicas of each device."""
+        idle = Counter[str]()
+        for executor in self._executors.values():
+            idle.update(executor.count_idle())
+        return idle
+
+    def run(self, running: RunningBatch) -> Awaitable[BatchResult]:
+        """The batch on its device."""
+        return self._executors[running.batch.device].run(running)
+
+    def note_waiting_rows(self, rows_wait: bool) -> None:
+        """Nothing: no batch grows here."""
+
+    async def call(self, function: ModelFunction, deadline: float) -> CallOutcome:
+        """The function, on the first device."""
+        return await self._first.call(function, deadline)
+
+    async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
+        """The items' rows, as the first device's executor makes them."""
+        return await self._first.decode(items, inputs)
+
+    async def wait_until_lost(self) -> None:
+        """As the first device's executor."""
+        await self._first.wait_until_lost()
+
+    async def restart(self) -> None:
+        """Load what was lost again."""
+        await self._first.restart()
+
+    async def close(self) -> None:
+        """Let go of the model on all devices."""
+        for executor in self._executors.values():
+            await executor.close()

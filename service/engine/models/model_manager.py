@@ -10,26 +10,25 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from layertap.models.errors import Failure, LayertapError, LoadError
+from layertap.models.devices import transfer
+from layertap.models.errors import LayertapError, LoadError
 from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry, Registry
 from layertap.service import allocator
-from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.executor import Executor
+from layertap.service.engine.execute.threads import run_in_new_thread
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.models.model_room import ModelRoom
-from layertap.service.engine.models.unavailable import ending_error, failure_error, unloading_error
 from layertap.service.engine.schedule.scheduler import Scheduler
+from layertap.service.engine.unavailable import ending_error, failure_error, unloading_error
 from layertap.service.errors import DeadlineError, UnavailableError
-from layertap.service.metrics import Metrics
+from layertap.service.metrics import Metrics, Task
 from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap")
-FAILED_RETRY_S = 60.0
 ABORT_S = 2.0  # for forwards that nobody waits for
 TIDY_INTERVAL_S = 1.0
 NO_ROOM_HINT = "POST /models/{}/unload first, or raise LAYERTAP_MODEL_MEMORY_BYTES or LAYERTAP_MAX_LOADED_MODELS"
-OWN_CODE = frozenset[Failure]({"code", "forward", "other"})  # failures of what the operator has written, or may have
 
 
 class ModelManager:
@@ -56,7 +55,7 @@ class ModelManager:
             metrics, settings.cpu_threads, on_failure=self._fail_all, gpu_streams=settings.gpu_streams
         )
         self._others: set[ModelHandle] = set()
-        self.room = ModelRoom(self.handles, self._others, settings, self.scheduler.is_idle, self._unload_now)
+        self.room = ModelRoom(self.handles, self._others, settings, self._is_idle, self._unload_now)
         self._tasks: set[asyncio.Task[None]] = set()
         self._startup: set[str] = set()  # models that were wanted from the start
         self._unseen: set[str] = set()  # those of them that were never there
@@ -64,6 +63,7 @@ class ModelManager:
         self._ending = False
         self._aborted = asyncio.Event()
         self._settings = settings
+        self._metrics = metrics
         self._create_executor = create_executor
 
     def start(self) -> None:
@@ -72,20 +72,19 @@ class ModelManager:
         self._unseen = set(self._startup)
         for name in self._startup:
             self._start(self.registry.get_entry(name))
-        self.run_beside(self._tidy())
+        self.run_beside(self._supervise("tidy", self._tidy))
 
     async def wait_until_loaded(self) -> None:
         """Return once every model that began to load is loaded or has failed."""
-        loading = [asyncio.wrap_future(handle.settled) for handle in self.handles.values()]
-        if loading:
-            await asyncio.wait(loading)  # which cancels none of them
+        for handle in list(self.handles.values()):
+            await handle.wait_until_settled()
 
     @property
     def ready(self) -> bool:
         """Whether every model wanted from the start was loaded or has failed, and the server is not draining."""
         handles = {name: handle for name in self._unseen if (handle := self.handles.get(name)) is not None}
         self._unseen -= {name for name, handle in handles.items() if handle.is_active}
-        settled = all(handles[name].loaded.done() for name in self._unseen & handles.keys())
+        settled = all(handles[name].is_settled for name in self._unseen & handles.keys())
         return settled and not self.draining and not self._ending
 
     @property
@@ -128,7 +127,6 @@ class ModelManager:
         await asyncio.gather(*(self._stop(handle, limit_s) for handle in self.list_handles()))
         for task in self._tasks:
             task.cancel()
-        self.scheduler.close()
 
     def list_handles(self) -> list[ModelHandle]:
         """All that are loaded or load; called by any thread."""
@@ -156,21 +154,15 @@ class ModelManager:
             if self.scheduler.failure:
                 raise failure_error(self.scheduler.failure)
             handle = self.handles.get(entry.spec.name) or self._start_one_more(entry)
-            if handle.stopping:
+            if handle.answers == "none":
                 raise unloading_error(handle.name, handle.rows * handle.seconds_per_row)
             handle.last_used = time.monotonic()
-            if not handle.loaded.done():
+            if not handle.is_settled:
                 await self._wait_for(handle, deadline)
-            if not handle.replaced.is_set():
-                break
-        # Looked at, not raised again: an exception that many requests raise keeps the frames of all of them.
-        error = handle.loaded.exception()
-        if error is None:
-            return handle
-        detail, hint = (error.detail, error.hint) if isinstance(error, LayertapError) else (type(error).__name__, "")
-        detail = f"model {handle.name} could not be loaded: {detail}"
-        hint = "; ".join(filter(None, (hint, f"POST /models/{handle.name}/load tries again")))
-        raise UnavailableError(detail, hint=hint, retry_after=FAILED_RETRY_S)
+            if handle.failed:  # a new error each time: one that many requests raise keeps the frames of all of them
+                raise handle.make_error()
+            if handle.answers == "all":
+                return handle
 
     async def load(self, name: str, deadline: float) -> None:
         """Load a model, also one whose loading failed before."""
@@ -193,12 +185,13 @@ class ModelManager:
         UnavailableError where there is no room for it, and all is as it was.
         """
         self.room.make_for(entry, NO_ROOM_HINT.format(entry.spec.name))
-        handle = self._create_worker(entry)
+        handle = self._create_handle(entry)
         self._others.add(handle)
-        await asyncio.wait((asyncio.wrap_future(handle.settled),))
-        error = handle.loaded.exception()
+        await handle.wait_until_settled()
+        error = handle.error
         if error is not None or self.draining:
             self._others.discard(handle)
+            await handle.stop(0.0 if error is None else None)
             raise error or ending_error()
         self.put_entry(entry)
         self._others.discard(handle)
@@ -223,13 +216,32 @@ class ModelManager:
         """Run something beside requests, until it ends or the server does."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._end_task)
         return task
+
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, LayertapError):
+            log.error("a task beside requests failed", exc_info=error)
+            self._metrics.count_task_failure("once")
+
+    async def _supervise(self, name: Task, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run something as long as the server lasts, and again where it raises."""
+        while True:
+            try:
+                await work()
+            except Exception:
+                log.exception("a task beside requests failed", extra={"fields": {"task": name}})
+                self._metrics.count_task_failure(name)
+            await asyncio.sleep(TIDY_INTERVAL_S)
+
+    def _is_idle(self, handle: ModelHandle) -> bool:
+        return self.scheduler.is_idle(handle.key)
 
     def _let_go(self, name: str) -> None:
         handle = self.handles.pop(name, None)
         if handle is not None:
-            handle.replaced.set()
+            handle.let_go()
             self._others.add(handle)
             self.run_beside(self._stop_when_released(handle))
 
@@ -239,12 +251,10 @@ class ModelManager:
         log.info("a model's former version is unloaded", extra={"fields": {"model": handle.name}})
 
     async def _tidy(self) -> None:
-        while True:
-            await asyncio.sleep(TIDY_INTERVAL_S)
-            if self._has_unloaded:  # and by now let go of what it had
-                self._has_unloaded = False
-                await asyncio.to_thread(allocator.release_memory)
-            self.room.tidy()
+        if self._has_unloaded:  # and by now let go of what it had
+            self._has_unloaded = False
+            await asyncio.to_thread(allocator.release_memory)
+        self.room.tidy()
 
     def _fail_all(self, reason: str) -> None:
         """No model can be relied on, as long as this process lasts."""
@@ -258,15 +268,15 @@ class ModelManager:
 
         UnavailableError where that lasts too long, or is given up.
         """
-        events = [asyncio.ensure_future(event.wait()) for event in (self._aborted, handle.replaced)]
-        waiting: list[asyncio.Future[Any]] = [asyncio.wrap_future(handle.settled), *events]
+        loading = asyncio.ensure_future(handle.wait_until_loaded(deadline))
+        aborted = asyncio.ensure_future(self._aborted.wait())
         try:
             with suppress(DeadlineError), handle.hold():
-                await wait_until(deadline, asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED))
+                await asyncio.wait((loading, aborted), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for event in events:
-                event.cancel()
-        if not handle.loaded.done() and not handle.replaced.is_set():
+            loading.cancel()
+            aborted.cancel()
+        if not handle.is_settled and handle.answers == "all":
             raise UnavailableError(f"model {handle.name} is loading", retry_after=handle.seconds_to_load)
 
     def _start_one_more(self, entry: ModelEntry) -> ModelHandle:
@@ -274,37 +284,40 @@ class ModelManager:
         return self._start(entry)
 
     def _start(self, entry: ModelEntry) -> ModelHandle:
-        handle = self.handles[entry.spec.name] = self._create_worker(entry)
+        handle = self.handles[entry.spec.name] = self._create_handle(entry)
         return handle
 
-    def _create_worker(self, entry: ModelEntry) -> ModelHandle:
+    def _create_handle(self, entry: ModelEntry) -> ModelHandle:
         entry.state = "loading"
         return ModelHandle(entry, partial(self._load, entry), self.scheduler, self._settings)
 
-    def _load(self, entry: ModelEntry) -> Executor:
-        name = entry.spec.name
+    async def _load(self, entry: ModelEntry) -> Executor:
+        """What runs a model, once it is loaded; LayertapError."""
+        executor = await run_in_new_thread(f"load-{entry.spec.name}", partial(self._load_here, entry))
         try:
-            model = self.registry.load_entry(entry)
-            if model.report is not None and (report := model.report.describe()):
-                log.info("a checkpoint was read", extra={"fields": {"model": name, **report}})
-            try:
-                executor = self._create_executor(model)
-                self.room.measure(entry, executor)
-            except LoadError as error:
-                entry.fail(error.detail, error.kind or "other")
-                raise
-        except LayertapError as error:
-            fields = {"model": name, "reason": error.detail, "hint": error.hint}
-            traceback = error if isinstance(error, LoadError) and error.kind in OWN_CODE else None
-            log.error("a model could not be loaded", exc_info=traceback, extra={"fields": fields})
+            self.room.check_size(entry)
+        except LoadError:
+            await executor.close()
             raise
+        return executor
+
+    def _load_here(self, entry: ModelEntry) -> Executor:
+        """The same in a thread, whatever the model takes."""
+        model = self.registry.load_entry(entry)
+        entry.state = "loading"  # until it can be asked
+        if model.report is not None and (report := model.report.describe()):
+            log.info("a checkpoint was read", extra={"fields": {"model": entry.spec.name, **report}})
+        executor = self._create_executor(model)
+        entry.memory_bytes = executor.memory_bytes
+        if model.device.type == "cuda":
+            transfer.synchronize_device(model.device)
         return executor
 
     def _unload_now(self, handle: ModelHandle) -> None:
         """Let go of a handle that nobody uses."""
         log.info("a model is unloaded", extra={"fields": {"model": handle.name}})
-        self.scheduler.remove_model(handle)
         self._forget(handle)
+        self.run_beside(handle.stop(None))
 
     async def _stop(self, handle: ModelHandle, limit_s: float | None) -> None:
         # The handle keeps its place until its threads have ended: others would be more threads in the model.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Set
 
 from layertap.models.errors import LoadError
 from layertap.models.registry import ModelEntry
-from layertap.service.engine.execute.executor import Executor
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.errors import UnavailableError
 from layertap.service.settings import Settings
@@ -65,15 +64,10 @@ class ModelRoom:
         for handle in going:
             self._unload(handle)
 
-    def measure(self, entry: ModelEntry, executor: Executor) -> None:
-        """Note what a model takes, in the thread that loads it.
-
-        LoadError, and the executor is closed, where that is more than all models may.
-        """
-        entry.memory_bytes = executor.memory_bytes
+    def check_size(self, entry: ModelEntry) -> None:
+        """LoadError where a model that has been loaded takes more than all models may."""
         budget = self._settings.model_memory_bytes
         if budget is not None and entry.memory_bytes > budget:
-            executor.close()
             raise LoadError(
                 f"it takes {entry.memory_bytes} bytes, and all models together may have {budget}",
                 hint="set LAYERTAP_MODEL_MEMORY_BYTES",
@@ -119,7 +113,7 @@ class ModelRoom:
     def _is_unused(self, handle: ModelHandle) -> bool:
         replacement = handle.entry.replacement
         is_replaced = replacement is not None and replacement.state != "failed"
-        in_use = handle.stopping or handle.rows or handle.holders or is_replaced or not handle.is_active
+        in_use = handle.answers == "none" or handle.rows or handle.holders or is_replaced or not handle.is_active
         return not in_use and self._is_idle(handle)
 
     def _get_timeout(self, handle: ModelHandle) -> float | None:

@@ -22,9 +22,8 @@ from layertap.service.config.checks import check_specs
 from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.config.document import ConfigError
 from layertap.service.config.parsing import parse_entry
-from layertap.service.engine.deadline import wait_until
+from layertap.service.engine.deadline import RunInThread, wait_until
 from layertap.service.engine.models.model_manager import ModelManager
-from layertap.service.engine.plan.planner import RunInThread
 from layertap.service.errors import ConflictError, ForbiddenError
 
 log = logging.getLogger("layertap")
@@ -167,7 +166,7 @@ class ModelUpdates:
         changing = (self._change(entries[name], specs[name], changes) for name in changes.changed)
         exchanges = [exchange for exchange in changing if exchange is not None]
         loading = [handles[name] for name in (*changes.added, *again, *changes.changed) if name in handles]
-        return [*exchanges, *(asyncio.wrap_future(handle.settled) for handle in loading)]
+        return [*exchanges, *(asyncio.ensure_future(handle.wait_until_settled()) for handle in loading)]
 
     async def _apply(
         self, configuration: Configuration, changes: Changes, loading: Sequence[asyncio.Future[Any]]

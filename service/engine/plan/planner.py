@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Protocol, TypeVar
+from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from layertap.models import fingerprint
 from layertap.models.capture import verification
@@ -23,8 +24,9 @@ from layertap.models.selection.hook_points import Selector
 from layertap.models.selection.plan import Plan, Result
 from layertap.models.spec import Preprocessed, Shapes
 from layertap.service.engine.admit.limits import check_count, check_reply_size, check_survey, show_shapes
+from layertap.service.engine.deadline import RunInThread
 from layertap.service.engine.models.model_handle import ModelHandle
-from layertap.service.engine.plan.plan_cache import Fingerprints, make_request_plan
+from layertap.service.engine.plan.plan_cache import Fingerprints, PlanCache, make_request_plan
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.rows.predicted_rows import PredictedRows, find_preprocessed_by, is_reshaped, predict_rows
 from layertap.service.engine.rows.rows import Rows, get_row_shapes
@@ -37,13 +39,6 @@ log = logging.getLogger("layertap")
 SHORT_NUMBERS = 2**17  # so many are looked through in less than half a millisecond
 SMALL = 8  # pixels or tokens: axes no longer than this may have that size for any input
 GROWTH = 0.75  # of how much more a row holds: borders and rounding take some of it
-
-
-class RunInThread(Protocol):
-    """Runs a function that computes in a pool of threads; DeadlineError."""
-
-    def __call__(self, function: Callable[[], T], deadline: float) -> Awaitable[T]:
-        """The function's result; ``deadline`` is a moment on the monotonic clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +74,7 @@ class Planner:
     def __init__(self, settings: Settings, run_in_thread: RunInThread) -> None:
         self._settings = settings
         self._run_in_thread = run_in_thread
+        self._plans = WeakKeyDictionary[ModelHandle, PlanCache]()
 
     async def plan(self, request: ExtractRequest, handle: ModelHandle, deadline: float) -> PlannedRequest:
         """A request's plan before anything is decoded, by the shapes of its arrays; RequestError, TooLargeError."""
@@ -171,6 +167,9 @@ class Planner:
             rows=count,
         )
 
+    def _get_plans(self, handle: ModelHandle) -> PlanCache:
+        return self._plans.setdefault(handle, PlanCache())
+
     async def survey(self, handle: ModelHandle, shapes: Shapes, deadline: float, *, functions: bool = False) -> Catalog:
         """The catalogue of a shape, measured if it is not known; with ``functions`` also what functions return."""
         cached = handle.model.catalogs.get_catalog(shapes)
@@ -213,14 +212,14 @@ class Planner:
     ) -> tuple[Plan, Fingerprints]:
         """The plan of what one input asks for; RequestError."""
         asked = request.for_input(input_index)
-        made = handle.plans.get(asked, catalog, identity, lengths)
+        made = self._get_plans(handle).get(asked, catalog, identity, lengths)
         if made is None:
             make = partial(make_request_plan, asked, catalog, identity, lengths, self._settings.max_results)
             try:
                 made = await self._run_in_thread(make, deadline)
             except RequestError as error:
                 raise request.locate(error, input_index) from None
-            handle.plans.put(asked, catalog, identity, lengths, *made)
+            self._get_plans(handle).put(asked, catalog, identity, lengths, *made)
         return made
 
     async def _scale(self, plan: Plan, shapes: Shapes, tower: ModelInputs, deadline: float) -> Plan:

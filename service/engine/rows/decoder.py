@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -17,8 +16,10 @@ from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.preprocess import compute_output_size
 from layertap.models.spec import Shapes
 from layertap.service.engine.admit.limits import show_shapes
-from layertap.service.engine.execute.forward_batch import Results, UndecodedError
-from layertap.service.engine.plan.planner import PlannedRequest, RunInThread
+from layertap.service.engine.batch import Results, UndecodedError
+from layertap.service.engine.deadline import RunInThread
+from layertap.service.engine.execute.executor import ModelLostError
+from layertap.service.engine.plan.planner import PlannedRequest
 from layertap.service.engine.request import Job
 from layertap.service.engine.rows.rows import (
     Attempt,
@@ -77,32 +78,6 @@ class InputDecoder:
             attempts = [[item] if isinstance(item, LayertapError) else next(decoded) for _, item in items]
         return await self._join(planned, items, attempts, deadline)
 
-    async def decode_and_run(
-        self, planned: PlannedRequest, items: Items, make_job: Callable[[Rows], Job], deadline: float
-    ) -> tuple[Job, Results] | DecodedInputs:
-        """A lone item that is decoded, planned and queued in one thread, with no way back to the event loop.
-
-        What turns out to be something else than was planned is given back decoded, to be planned anew.
-        """
-        ((_, item),) = items
-        if isinstance(item, LayertapError):
-            return await self.decode(planned, items, deadline)
-
-        def decode() -> Job | ItemAttempts:
-            attempts = planned.handle.executor.decode([item], planned.inputs)
-            rows = attempts[0][0]
-            if len(attempts[0]) == 1 and isinstance(rows, Mapping) and _is_as_planned(rows, planned):
-                return make_job(rows)
-            return attempts
-
-        started, steps = time.perf_counter(), planned.request.timings.steps
-        try:
-            answer = await self._scheduler.decode_and_run(planned.handle, decode, planned.request.priority, deadline)
-        finally:
-            if "decode" not in steps:  # of a job the scheduler tells when it was decoded
-                planned.request.timings.add_span("decode", started, time.perf_counter())
-        return answer if isinstance(answer, tuple) else await self._join(planned, items, answer, deadline)
-
     async def run_encoded(self, planned: PlannedRequest, items: Items, job: Job) -> tuple[Job, Results] | DecodedInputs:
         """The results of pictures that are decoded with their batches; raises what ``decode`` does.
 
@@ -117,7 +92,7 @@ class InputDecoder:
                 (input_index, error.refusal if row == refused else item)
                 for row, (input_index, item) in enumerate(items)
             ]
-        return await self.decode(planned, items, job.queued.deadline)
+        return await self.decode(planned, items, job.deadline)
 
     async def _decode_groups(
         self, planned: PlannedRequest, groups: Sequence[Sequence[LocalItem]], deadline: float
@@ -127,8 +102,12 @@ class InputDecoder:
         return chain.from_iterable(decoded)
 
     async def _decode_group(self, planned: PlannedRequest, items: Sequence[LocalItem], deadline: float) -> ItemAttempts:
-        decode = partial(planned.handle.executor.decode, items, planned.inputs)
-        attempts = await self._scheduler.decode(planned.handle, decode, planned.request.priority, deadline)
+        handle, priority = planned.handle, planned.request.priority
+        try:
+            attempts = await self._scheduler.decode(handle.key, items, planned.inputs, priority, deadline)
+        except ModelLostError:
+            await handle.wait_until_loaded(deadline)
+            attempts = await self._scheduler.decode(handle.key, items, planned.inputs, priority, deadline)
         left = [[item] for item, of_item in zip(items, attempts, strict=True) if not of_item]
         if not left:
             return attempts
@@ -189,10 +168,8 @@ def make_encoded_job(planned: PlannedRequest, items: Items, make_job: Callable[.
     if not known or not planned.handle.executor.decodes_batches or not len(pictures) == len(items) == planned.rows:
         return None
     job = make_job({}, encoded=pictures)
-    if job.queued.runs_alone:
-        side_by_side = not planned.request.decode_with_batch
-    else:
-        side_by_side = are_few_rows(job.queued.key, job.rows)
+    alone, with_batch = job.runs_alone, planned.request.decode_with_batch
+    side_by_side = not with_batch if alone else are_few_rows(job.key, job.rows)
     return None if job.rows > 1 and side_by_side else job
 
 
@@ -202,13 +179,6 @@ def split_evenly(items: Sequence[LocalItem], slots: int, limit: int) -> list[Seq
     count = min(slots * rounds, len(items))
     bounds = [len(items) * group // max(count, 1) for group in range(count + 1)]
     return [items[start:stop] for start, stop in pairwise(bounds)]
-
-
-def _is_as_planned(rows: Rows, planned: PlannedRequest) -> bool:
-    count = len(next(iter(rows.values())))
-    # A text's length, and with it the plan, shows only now.
-    fixed = planned.tower.text is None
-    return fixed and count == planned.rows and get_row_shapes(rows) == planned.shapes == planned.catalog_shapes
 
 
 def _number(items: Items, attempts: Sequence[Sequence[Attempt]]) -> Iterator[tuple[int, Fetched, Attempt]]:

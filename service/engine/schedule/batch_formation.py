@@ -4,15 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from layertap.service.engine.schedule.batch import Batch, BatchKey, DeviceSlots, DeviceState, QueuedRequest, RowSlice
+from layertap.service.engine.batch import Batch, BatchKey, QueuedRequest, RowSlice
 from layertap.service.types import BatchReason
 
 MIN_SPLIT_SPEEDUP = 1.3  # to split rows: seconds of one forward of all, divided by those of forwards in parallel
 DEPTH_LEVELS = 32  # depths are rounded up to such parts of a whole forward
 MIN_PARALLEL_ROWS = 2  # of a forward that should not run as a single row, which may take all slots
+
+
+@dataclass(frozen=True)
+class DeviceSlots:
+    """A device's slots for batches; ``parallel``: batches in different slots compute at the same time.
+
+    If they only overlap, one's copies with another's forward, a second batch starts only with so many rows that more
+    would not make it cheaper.
+    """
+
+    slots: int
+    parallel: bool = True
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """A device on which a batch may start now, with its free slots and the model's idle replicas.
+
+    ``idle_devices``: how many of the model's devices could start a batch, this one included.
+    """
+
+    name: str
+    device: DeviceSlots
+    free_slots: int
+    idle_replicas: int
+    idle_devices: int = 1
 
 
 def form_batch(

@@ -12,7 +12,7 @@ from layertap.models.devices.devices import resolve_device
 from layertap.models.lru_cache import LRUCache
 from layertap.models.model_info import ModelInfo
 from layertap.models.spec import Shapes
-from layertap.service.engine.schedule.batch import BatchKey
+from layertap.service.engine.batch import BatchKey
 from layertap.service.settings import Settings
 
 MAX_KEYS = 4 * MAX_CATALOGS  # with a graph and without, from the beginning and from a layer, compiled

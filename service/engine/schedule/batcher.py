@@ -13,19 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from layertap.service.engine.schedule.batch import (
-    CPU,
-    Batch,
-    BatchKey,
-    DecodeTask,
+from layertap.service.engine.batch import CPU, Batch, BatchKey, QueuedRequest, RowSlice
+from layertap.service.engine.schedule.batch_formation import (
     DeviceSlots,
     DeviceState,
-    QueuedRequest,
-    RowSlice,
+    count_parallel,
+    estimate_seconds,
+    extend_batch,
+    form_batch,
 )
-from layertap.service.engine.schedule.batch_formation import count_parallel, estimate_seconds, extend_batch, form_batch
 from layertap.service.engine.schedule.fair_share import FairShare
-from layertap.service.engine.schedule.waiting import WaitingEntries, WaitingRequests, get_urgency
+from layertap.service.engine.schedule.waiting import DecodeTask, WaitingEntries, WaitingRequests, get_urgency
 
 Clock = Callable[[], float]
 IdleReplicas = Mapping[str, Mapping[str, int]]  # by model, then by device
@@ -52,6 +50,7 @@ class Batcher:
         self._running_rows: dict[BatchKey, int] = {}  # no entry is 0
         self._running_decodes = 0
         self._small_came_at: dict[str, float] = {}  # by device: the arrival of its last small interactive request
+        self._again: list[Batch] = []  # batches to run once more
         self._fair_share = FairShare()
 
     # Devices and limits
@@ -101,16 +100,22 @@ class Batcher:
         """Remove a picture, unless its decoding has begun."""
         self._waiting_decodes.remove(task)
 
+    def add_again(self, batch: Batch) -> None:
+        """Add a batch that has to run once more: it starts before all waiting requests."""
+        self._again.append(batch)
+
     def remove_model(self, model: str) -> None:
         """Forget a model without waiting or running rows."""
         self._fair_share.remove(model)
         self._running_batches.pop(model, None)
         for key in [key for key in self._waiting if key.model == model]:
             del self._waiting[key]  # requests past their deadline may still be here
+        self._again = [batch for batch in self._again if batch.key.model != model]
 
     def count_waiting_rows(self, model: str) -> int:
-        """The rows of a model that are in no batch."""
-        return sum(waiting.rows for key, waiting in self._waiting.items() if key.model == model)
+        """The rows of a model that are in no running batch; any thread may ask."""
+        again = sum(batch.rows for batch in list(self._again) if batch.key.model == model)
+        return again + sum(waiting.rows for key, waiting in list(self._waiting.items()) if key.model == model)
 
     # What starts
 
@@ -120,10 +125,12 @@ class Batcher:
         ``idle_replicas``: the replicas that can run a batch, by model and device.
         """
         now = self._clock()
+        reserved: set[str] = set()  # devices whose slots are kept free for a batch that needs more than there are
+        if (again := self._take_again(idle_replicas, reserved, now)) is not None:
+            return self._start_again(again)
         requests, task = self._list_first_requests(idle_replicas, now), self._find_first_decode(now)
         if task is not None and not any(self._precedes(request, task, now) for request in requests):
             requests = [request for request in requests if CPU not in request.key.devices]
-        reserved: set[str] = set()  # devices that keep their slots free for a row that needs all of them
         for request in requests:
             key = request.key
             state = self._find_device(request, idle_replicas[key.model], reserved, now)
@@ -260,12 +267,27 @@ class Batcher:
             return math.inf
         return key.efficient_rows if any(request.priority == "interactive" for request in requests) else key.short_rows
 
+    def _take_again(self, idle_replicas: IdleReplicas, reserved: set[str], now: float) -> Batch | None:
+        """The first batch to run once more that may start; a device without enough free slots for one is reserved."""
+        self._again = [batch for batch in self._again if batch.deadline > now]
+        for batch in self._again:
+            if not idle_replicas.get(batch.key.model, {}).get(batch.device, 0):
+                continue
+            if batch.slots <= self._free_slots[batch.device]:
+                self._again.remove(batch)
+                return batch
+            reserved.add(batch.device)
+        return None
+
     # Starting it
 
     def _start_batch(self, batch: Batch, now: float) -> Batch:
-        model = batch.key.model
         self._take(batch.slices, batch.device, now)
         self._forget_if_empty(batch.key)
+        return self._start_again(batch)
+
+    def _start_again(self, batch: Batch) -> Batch:
+        model = batch.key.model
         self._free_slots[batch.device] -= batch.slots
         self._running_batches[model] = self._running_batches.get(model, 0) + 1
         self._running_rows[batch.key] = self._running_rows.get(batch.key, 0) + batch.rows
@@ -294,7 +316,8 @@ class Batcher:
 
     def _wants_device(self, model: str) -> bool:
         """Whether rows of a model wait or run."""
-        return self._running_batches.get(model, 0) > 0 or any(key.model == model for key in self._waiting)
+        keys = [*self._waiting, *(batch.key for batch in self._again)]
+        return self._running_batches.get(model, 0) > 0 or any(key.model == model for key in keys)
 
     def _forget_if_empty(self, key: BatchKey) -> None:
         if not self._waiting[key]:

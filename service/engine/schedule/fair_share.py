@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from layertap.service.engine.schedule.batch import Batch
+from layertap.service.engine.batch import Batch
 
 
 class FairShare:

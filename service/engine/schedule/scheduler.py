@@ -1,42 +1,67 @@
-"""Starts what the batcher says: batches in their models' threads, decoding in a pool. Answers go to the event loop."""
+"""Starts what the batcher says: batches in the executors of their models, decoding and calls on slots of the CPU."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
-from layertap.service.engine.deadline import set_deadline
-from layertap.service.engine.execute.executor import ModelFunction
-from layertap.service.engine.execute.forward_batch import ForwardBatch, Results
-from layertap.service.engine.execute.futures import call_and_catch, deliver, settle
-from layertap.service.engine.execute.threads import start_single_threaded
-from layertap.service.engine.models.unavailable import failure_error
+from layertap.models.errors import LayertapError
+from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, Results
+from layertap.service.engine.deadline import set_deadline, wait_until
+from layertap.service.engine.execute.batch_runner import refuse
+from layertap.service.engine.execute.executor import Executor, ModelFunction, RunningBatch
+from layertap.service.engine.execute.threads import wrap_error
 from layertap.service.engine.request import Job
 from layertap.service.engine.rows.rows import ItemAttempts, count_rows
-from layertap.service.engine.schedule.batch import CPU, Batch, DeviceSlots, QueuedRequest
-from layertap.service.engine.schedule.batch_jobs import RunningBatch, make_forward_batch, record_batch, record_unserved
+from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from layertap.service.engine.schedule.batcher import Batcher, Clock
-from layertap.service.engine.schedule.in_flight import InFlight, PendingDecode, start_jobs
+from layertap.service.engine.schedule.in_flight import InFlight
+from layertap.service.engine.schedule.pace import Pace
+from layertap.service.engine.schedule.waiting import DecodeTask
+from layertap.service.errors import UnavailableError
+from layertap.service.inputs.items import LocalItem
 from layertap.service.metrics import Metrics
 from layertap.service.types import Priority
 
-if TYPE_CHECKING:
-    from layertap.service.engine.models.model_handle import ModelHandle
-
+T = TypeVar("T")
+EARLY_S = 0.05  # an event loop counts from where its turn began, in milliseconds: its timers may end so much too soon
+FAILURE_RETRY_S = 60.0
 log = logging.getLogger("layertap")
 
 
+@dataclass(eq=False)
+class ScheduledModel:
+    """A model that takes batches: ``busy`` counts what runs of it, ``idle`` is set once nothing of it waits or runs.
+
+    ``idle`` is None as long as nobody waits for that.
+    """
+
+    key: str
+    name: str
+    executor: Executor
+    pace: Pace
+    busy: int = 0
+    idle: asyncio.Event | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class Turn(DecodeTask):
+    """Something that wants a slot of the CPU; ``begun`` is set once it has one."""
+
+    begun: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
 class Scheduler:
-    """One for a process. Its methods may be called from any thread unless they say otherwise.
+    """One for a process. For the event loop only.
 
     ``failure`` says why this process can't go on, where that is so (CUDA asks for a new one after some errors of a
-    device): nothing is answered any more. ``on_failure`` is told once, in any thread. ``gpu_streams``: forwards that a
-    GPU may have begun at a time.
+    device): nothing is answered any more. ``on_failure`` is called with it once. ``gpu_streams``: forwards that a GPU
+    may have begun at a time.
     """
 
     def __init__(
@@ -53,252 +78,263 @@ class Scheduler:
         self._on_failure = on_failure
         self._metrics = metrics
         self._batcher = Batcher({CPU: DeviceSlots(slots)}, clock)
-        self._lock = threading.RLock()
-        self._handles: dict[str, ModelHandle] = {}  # by their keys
-        self._in_flight: dict[QueuedRequest, InFlight] = {}
-        self._pool = ThreadPoolExecutor(slots, "decode", initializer=start_single_threaded)
+        self._models: dict[str, ScheduledModel] = {}
+        self._in_flight: dict[Job, InFlight] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
 
-    def add_model(self, handle: ModelHandle, devices: Sequence[str]) -> None:
-        """A model is loaded on some devices: its replicas take batches from now on."""
-        with self._lock:
-            self._handles[handle.key] = handle
-            for device in set(devices) - {CPU}:
-                self._batcher.add_device(device, DeviceSlots(self._gpu_streams, parallel=False))
+    def add_model(self, key: str, name: str, executor: Executor, pace: Pace) -> None:
+        """Have a model take batches from now on; ``key`` is what one loading of it has and no other."""
+        self._models[key] = ScheduledModel(key, name, executor, pace)
+        for device in set(executor.devices) - {CPU}:
+            self._batcher.add_device(device, DeviceSlots(self._gpu_streams, parallel=False))
+        executor.on_idle = self._dispatch
+        executor.start()
+        self._dispatch()
 
-    def remove_model(self, handle: ModelHandle) -> Future[None]:
-        """Take no more for a model; done when all that was given is, and its threads are told to end."""
-        with self._lock:
-            if handle.key not in self._handles:
-                handle.drained = Future()
-                handle.drained.set_result(None)
-            elif handle.drained is None:
-                handle.drained = Future()
-                self._dispatch()
-            return handle.drained
+    async def drain(self, key: str) -> None:
+        """Return once nothing of a model waits or runs, and forget it."""
+        model = self._models.get(key)
+        while model is not None and not self.is_idle(key):
+            model.idle = model.idle or asyncio.Event()
+            model.idle.clear()
+            await model.idle.wait()
+        self.remove_model(key)
 
-    def is_idle(self, handle: ModelHandle) -> bool:
-        """Whether a model has nothing to do."""
-        with self._lock:
-            return handle.is_idle and not self._batcher.count_waiting_rows(handle.key)
+    def remove_model(self, key: str) -> None:
+        """Forget a model of which nothing waits or runs."""
+        if self._models.pop(key, None) is not None:
+            self._batcher.remove_model(key)
 
-    def count_waiting_rows(self, handle: ModelHandle) -> int:
-        """Rows of a model that are in no batch yet."""
-        with self._lock:
-            return self._batcher.count_waiting_rows(handle.key)
+    def is_idle(self, key: str) -> bool:
+        """Whether nothing of a model waits or runs."""
+        model = self._models.get(key)
+        return model is None or (not model.busy and not self._batcher.count_waiting_rows(key))
+
+    def refuse_waiting(self, key: str, error: Exception) -> None:
+        """Answer all jobs of a model that wait with an error: it can't be asked any more."""
+        for job, flight in list(self._in_flight.items()):
+            if job.key.model == key:
+                flight.fail(error)
+
+    def count_waiting_rows(self, key: str) -> int:
+        """Rows of a model that are in no batch yet; any thread may ask."""
+        return self._batcher.count_waiting_rows(key)
 
     def count_slots(self) -> dict[str, int]:
-        """How many batches of one slot each device runs at once, by device."""
-        with self._lock:
-            return self._batcher.count_slots()
-
-    def close(self) -> None:
-        """End the pool; models have been removed before."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def call(self, handle: ModelHandle, function: ModelFunction) -> Future[Any]:
-        """Run a function of a model in its first replica's thread, when it does nothing else."""
-        future: Future[Any] = Future()
-        with self._lock:
-            handle.calls.append((function, future))
-            self._dispatch()
-        return future
+        """How many batches of one slot each device runs at once, by device; any thread may ask."""
+        return self._batcher.count_slots()
 
     def fail_permanently(self, reason: str) -> None:
-        """Nothing can be answered any more: whoever waits is told."""
-        with self._lock:
-            if not self.failure:
-                self.failure = reason
-                self._on_failure(reason)
-            for queued, flight in self._in_flight.items():
-                self._batcher.remove(queued)
-                deliver([(flight.answer, failure_error(reason))])
-            self._in_flight.clear()
-            for handle in self._handles.values():
-                while handle.calls:
-                    _, future = handle.calls.popleft()
-                    if future.set_running_or_notify_cancel():
-                        future.set_exception(failure_error(reason))
-
-    async def decode(
-        self, handle: ModelHandle, decode: Callable[[], ItemAttempts], priority: Priority, deadline: float
-    ) -> ItemAttempts:
-        """Run something that decodes for a model when the batcher lets it.
-
-        Called on the event loop. Cancelled before its turn, or past the deadline (DeadlineError), it never runs.
-        """
-        return cast("ItemAttempts", await self.decode_and_run(handle, decode, priority, deadline))
-
-    async def decode_and_run(
-        self, handle: ModelHandle, decode: Callable[[], ItemAttempts | Job], priority: Priority, deadline: float
-    ) -> ItemAttempts | tuple[Job, Results]:
-        """As ``decode``; a job that it gives is queued at once, in the same thread, and comes back with its results."""
-        task = PendingDecode(priority=priority, handle=handle, decode=decode, flight=InFlight())
-        with self._lock:
-            self._batcher.add_decode(task)
-            self._dispatch()
-        answer = await self._wait(task.flight, deadline, task)
-        return next(zip(task.flight.jobs.values(), answer, strict=True)) if task.flight.jobs else answer
+        """Nothing can be answered any more: whoever waits gets UnavailableError."""
+        if not self.failure:
+            self.failure = reason
+            self._on_failure(reason)
+        for flight in list(self._in_flight.values()):
+            flight.fail(make_failure_error(reason))
 
     async def run(self, jobs: Sequence[Job]) -> list[Results]:
         """The results of jobs of a request, in the host's memory.
 
-        Called on the event loop. Cancelled, or past the deadline (DeadlineError), what still waits never runs.
+        Cancelled, or past the deadline (DeadlineError), what still waits never runs.
         """
-        flight = InFlight()
-        with self._lock:
-            if self.failure:
-                raise failure_error(self.failure)
-            self._queue(flight, jobs)
-            self._dispatch()
-        results: list[Results] = await self._wait(flight, jobs[0].queued.deadline)
-        return results
-
-    async def _wait(self, flight: InFlight, deadline: float, task: PendingDecode | None = None) -> Any:
-        timer = set_deadline(flight.answer, deadline)
+        if self.failure:
+            raise make_failure_error(self.failure)
+        flight = InFlight(jobs)
+        for job in jobs:
+            self._in_flight[job] = flight
+            self._batcher.add(job)
+        self._dispatch()
+        timer = set_deadline(flight.answer, jobs[0].deadline)
         try:
             return await flight.answer
         finally:
             timer.cancel()
-            with self._lock:
-                if task is not None:
-                    self._batcher.remove_decode(task)  # hold no picture that nobody waits for
-                self._forget(flight)
+            for job in jobs:
+                del self._in_flight[job]
+                self._batcher.remove(job)
             flight.record()
-            if flight.jobs and not flight.started:
-                record_unserved(self._metrics, next(iter(flight.jobs)))
+            if not flight.started:
+                self._record_unserved(jobs[0])
+            self._note_idle(jobs[0].key.model)
 
-    def _queue(self, flight: InFlight, jobs: Sequence[Job]) -> None:
-        """Let jobs wait for their forwards; under the lock."""
-        for job in jobs:
-            flight.add_job(job)
-            self._in_flight[job.queued] = flight
-            self._batcher.add(job.queued)
+    async def decode(
+        self, key: str, items: Sequence[LocalItem], inputs: ModelInputs, priority: Priority, deadline: float
+    ) -> ItemAttempts:
+        """The rows of items of a model, decoded when the batcher lets them.
 
-    def _forget(self, flight: InFlight) -> None:
-        """Let nothing wait that is still there of a flight; under the lock."""
-        for queued in flight.jobs:
-            if self._in_flight.pop(queued, None) is not None:
-                self._batcher.remove(queued)
-
-    def _dispatch(self, decoder: bool = False) -> PendingDecode | None:
-        """Start all that may start now; under the lock.
-
-        Something to decode is handed back to a ``decoder``: going on takes less time than waking another thread.
+        Cancelled before their turn, or past the deadline (DeadlineError), they never are. ModelLostError,
+        UnavailableError.
         """
-        for handle in self._handles.values():
-            if handle.calls and 0 in handle.idle_replicas:
-                handle.idle_replicas.remove(0)
-                handle.submit(0, partial(self._call, handle, *handle.calls.popleft()))
-        handed_back: PendingDecode | None = None
-        workers = self._handles.items()
-        while starting := self._batcher.start_next({key: each.count_idle_replicas() for key, each in workers}):
-            if isinstance(starting, Batch):
-                self._start(starting)
-            elif decoder and handed_back is None:
-                handed_back = cast("PendingDecode", starting)
-            else:
-                self._pool.submit(self._decode_on, cast("PendingDecode", starting))
-        for handle in list(self._handles.values()):
-            handle.note_waiting_rows(self._batcher.count_waiting_rows(handle.key))
-            self._end_if_idle(handle)
-        return handed_back
+        model = self._get_model(key)
 
-    def _decode_on(self, task: PendingDecode | None) -> None:
-        """Decode, and go on as long as there is something; in a thread of the pool."""
+        async def decode() -> ItemAttempts:
+            started = time.perf_counter()
+            attempts = await model.executor.decode(items, inputs)
+            seconds = time.perf_counter() - started
+            model.pace.add_decode(seconds / self.slots, count_rows(attempts))
+            self._metrics.add_busy_seconds(model.name, CPU, seconds)
+            return attempts
+
+        return await self._take_turn(model, decode, priority, deadline)
+
+    async def call(
+        self, key: str, function: ModelFunction, keep: Callable[[Any], None], deadline: float, limit_s: float
+    ) -> Any:
+        """What a function of a model gives, or raises; ``keep`` gets it, too, also where nobody waits any more.
+
+        DeadlineError; ModelLostError. It may be ended after ``limit_s`` seconds.
+        """
+        model = self._get_model(key)
+
+        async def call() -> Any:
+            outcome = await model.executor.call(function, time.monotonic() + limit_s)
+            if outcome.failure:
+                self.fail_permanently(outcome.failure)
+                raise make_failure_error(outcome.failure)
+            if isinstance(outcome.result, Exception):
+                raise outcome.result
+            keep(outcome.result)
+            return outcome.result
+
+        return await self._take_turn(model, call, "interactive", deadline)
+
+    async def _take_turn(
+        self, model: ScheduledModel, work: Callable[[], Coroutine[Any, Any, T]], priority: Priority, deadline: float
+    ) -> T:
+        """What ``work`` gives once it has a slot of the CPU, which it keeps to its end though nobody waits for it."""
+        turn = Turn(priority=priority)
+        self._batcher.add_decode(turn)
+        model.busy += 1
+        self._dispatch()
         try:
-            while task is not None:
-                self._run_decode(task)
-                with self._lock:
-                    task = self._dispatch(decoder=True)
-        except BaseException:  # a bug of ours, which would cost a slot for good
-            log.critical("decoding failed", exc_info=True)
-            self.fail_permanently("a thread that decodes failed")
-            if task is not None:
-                deliver([(task.flight.answer, failure_error(self.failure))])
+            await wait_until(deadline, turn.begun) if not turn.begun.done() else None
+        except BaseException:
+            if turn.begun.done() and not turn.begun.cancelled():
+                self._batcher.finish(turn, 0.0)
+            self._batcher.remove_decode(turn)
+            self._leave(model)
+            raise
+        return await wait_until(deadline, asyncio.shield(self._start_task(self._finish_turn(model, turn, work()))))
 
-    def _run_decode(self, task: PendingDecode) -> None:
-        """Decode, and queue what is ready to run; in a thread of the pool."""
-        started, flight = time.perf_counter(), task.flight
-        result = RuntimeError("nobody waits") if flight.answer.done() else call_and_catch(task.decode)
-        ended = time.perf_counter()
-        with self._lock:
-            self._batcher.finish(task, ended - started)
-            if not isinstance(result, Exception):
-                rows = result.rows if isinstance(result, Job) else count_rows(result)
-                task.handle.add_decode_time((ended - started) / self.slots, rows)
-                self._metrics.add_busy_seconds(task.handle.name, CPU, ended - started)
-            if isinstance(result, Job):
-                if flight.answer.done():  # cancelled or late: nothing is queued that nobody would take off again
-                    return
-                if not self.failure:
-                    flight.decoded = ended
-                    self._queue(flight, [result])
-                    return
-                result = failure_error(self.failure)
-        deliver([(flight.answer, result)])
-
-    def _end_if_idle(self, handle: ModelHandle) -> None:
-        """End a model's threads as soon as it has nothing left to do; under the lock."""
-        if handle.drained is not None and self.is_idle(handle):
-            del self._handles[handle.key]
-            self._batcher.remove_model(handle.key)
-            handle.close()
-            handle.drained.set_result(None)
-
-    def _start(self, batch: Batch) -> None:
-        handle = self._handles[batch.key.model]
-        replica = handle.take_idle_replica(batch.device)
-        running = RunningBatch(batch, start_jobs(batch.slices, self._in_flight))
-        handle.submit(replica, partial(self._run, handle, replica, running))
-
-    def _extend(self, running: RunningBatch) -> ForwardBatch | None:
-        """What joins a batch before its forward; None where nothing does. In the thread of its replica."""
-        with self._lock:
-            before = running.batch
-            running.batch = self._batcher.extend(before)
-            if running.batch is before:
-                return None
-            running.jobs |= start_jobs(running.batch.slices[len(before.slices) :], self._in_flight)
-            self._dispatch()  # a batch of several rows may need fewer slots than one of a single row
-        return make_forward_batch(running.batch, running.jobs, len(before.slices))
-
-    def _run(self, handle: ModelHandle, replica: int, running: RunningBatch) -> None:
-        """A batch, from its start to its answers; in the thread of its replica."""
+    async def _finish_turn(self, model: ScheduledModel, turn: Turn, work: Awaitable[T]) -> T:
         started = time.perf_counter()
-        first = make_forward_batch(running.batch, running.jobs)
-        outcome = handle.executor.run_batch(replica, first, partial(self._extend, running))
-        seconds = time.perf_counter() - started
-        batch = running.batch
-        with self._lock:
-            if outcome.failure:
-                self.fail_permanently(outcome.failure)
-            if outcome.failures.too_many_rows is not None:
-                self._batcher.reduce_max_rows(batch.key, outcome.failures.too_many_rows)
-            self._batcher.finish(batch, seconds, outcome.decode_seconds)
-            parallel = self._batcher.count_parallel_batches(batch.key.devices, batch.slots)
-            if any(not isinstance(result.results, Exception) for result in outcome.results):
-                handle.add_batch_time(batch, seconds, parallel, outcome.decode_seconds > 0)
-            handle.idle_replicas.append(replica)
-            answers = []
-            requests = list(running.jobs)
-            for result in outcome.results:
-                queued = requests[result.place]
-                flight = self._in_flight.get(queued)  # None: cancelled, or failed in another part
-                answer = flight.add(queued, batch, result) if flight is not None else None
-                if flight is not None and answer is not None:
-                    answers.append((flight.answer, answer))
-                    self._forget(flight)
-            deliver(answers)
-            self._dispatch()
-        record_batch(self._metrics, batch, outcome.failures, seconds)
+        try:
+            return await work
+        finally:
+            self._batcher.finish(turn, time.perf_counter() - started)
+            self._leave(model)
 
-    def _call(self, handle: ModelHandle, function: ModelFunction, future: Future[Any]) -> None:
-        """Run a function in the thread of the first replica."""
-        if future.set_running_or_notify_cancel():
-            outcome = handle.executor.call(function)
-            if outcome.failure:
-                self.fail_permanently(outcome.failure)
-            settle(future, failure_error(outcome.failure) if outcome.failure else outcome.result)
-        with self._lock:
-            handle.idle_replicas.append(0)
-            self._dispatch()
+    def _get_model(self, key: str) -> ScheduledModel:
+        model = self._models.get(key)
+        if model is None:
+            raise UnavailableError(f"model {key.partition('@')[0]} is being unloaded", retry_after=1.0)
+        return model
+
+    def _dispatch(self) -> None:
+        """Start all that may start now."""
+        models = self._models if not self.failure else {}
+        while starting := self._batcher.start_next({key: each.executor.count_idle() for key, each in models.items()}):
+            if isinstance(starting, Batch):
+                model = models[starting.key.model]
+                model.busy += 1
+                self._note_started(starting)
+                running = RunningBatch(starting, self._extend)
+                self._start_task(self._run(model, running, model.executor.run(running)))
+            elif (turn := cast("Turn", starting)).begun.done():  # given up just now
+                self._batcher.finish(turn, 0.0)
+            else:
+                turn.begun.set_result(None)
+        for key, model in models.items():
+            model.executor.note_waiting_rows(self._batcher.count_waiting_rows(key) > 0)
+
+    def _extend(self, batch: Batch) -> Batch:
+        """A batch that has begun, and not its forward, with what may join it."""
+        extended = self._batcher.extend(batch)
+        if extended is not batch:
+            self._note_started(extended)
+            self._dispatch()  # a batch of several rows may need fewer slots than one of a single row
+        return extended
+
+    def _note_started(self, batch: Batch) -> None:
+        for each in batch.slices:
+            if (flight := self._in_flight.get(cast("Job", each.request))) is not None:
+                flight.started = True
+
+    def _start_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)  # the loop itself keeps no reference
+        task.add_done_callback(self._forget_task)
+        return task
+
+    def _forget_task(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waited has it
+
+    async def _run(self, model: ScheduledModel, running: RunningBatch, awaited: Awaitable[BatchResult]) -> None:
+        """A batch, from its start to its answers. Whatever goes wrong is its own."""
+        started = time.perf_counter()
+        try:
+            result = await awaited
+        except Exception as error:
+            log.exception("a batch failed", extra={"fields": {"model": model.name}})
+            result = refuse(running.batch, error if isinstance(error, LayertapError) else wrap_error(error))
+        seconds = time.perf_counter() - started
+        self._finish(model, running.batch, result, seconds)
+        self._record(running.batch, result.failures, seconds)
+        self._leave(model)
+
+    def _finish(self, model: ScheduledModel, batch: Batch, result: BatchResult, seconds: float) -> None:
+        if result.failure:
+            self.fail_permanently(result.failure)
+        if result.failures.too_many_rows is not None:
+            self._batcher.reduce_max_rows(batch.key, result.failures.too_many_rows)
+        decode_seconds = result.decode_seconds
+        self._batcher.finish(batch, seconds, decode_seconds)
+        if any(not isinstance(each.results, Exception) for each in result.results):
+            parallel = self._batcher.count_parallel_batches(batch.key.devices, batch.slots)
+            model.pace.add_batch(batch, seconds, parallel, decoded=decode_seconds > 0)
+        for each in result.results:
+            job = cast("Job", batch.slices[each.index].request)
+            flight = self._in_flight.get(job)
+            if flight is not None:  # else it was cancelled, or failed in another part
+                flight.add(job, batch, each)
+        for again in result.again:
+            waiting = [each for each in again.slices if cast("Job", each.request) in self._in_flight]
+            if waiting:
+                self._batcher.add_again(again.take(waiting, again.tries))
+
+    def _leave(self, model: ScheduledModel) -> None:
+        """Something of a model has ended: others may start."""
+        model.busy -= 1
+        self._dispatch()
+        self._note_idle(model.key)
+
+    def _note_idle(self, key: str) -> None:
+        model = self._models.get(key)
+        if model is not None and model.idle is not None and self.is_idle(key):
+            model.idle.set()
+
+    def _record(self, batch: Batch, failures: BatchFailures, seconds: float) -> None:
+        """Count a batch, which took so long, and what went wrong in it."""
+        metrics, model = self._metrics, batch.key.name
+        requests = len({each.request for each in batch.slices})
+        max_rows, depth = max(batch.key.max_rows, batch.rows), min(batch.depth, 1.0)
+        metrics.observe_batch(model, batch.rows, max_rows, requests, depth, seconds, batch.reason)
+        metrics.add_busy_seconds(model, batch.device, seconds * batch.slots)
+        for _ in range(failures.out_of_memory):
+            metrics.count_out_of_memory(model)
+        for _ in range(failures.memory_splits):
+            metrics.count_split(model, "memory")
+        for _ in range(failures.error_splits):
+            metrics.count_split(model, "error")
+
+    def _record_unserved(self, job: Job) -> None:
+        """Count a request that never came to a forward."""
+        late = time.monotonic() >= job.deadline - EARLY_S
+        (self._metrics.count_expired if late else self._metrics.count_cancelled)(job.key.name)
+
+
+def make_failure_error(reason: str) -> UnavailableError:
+    """The answer where this process can't go on."""
+    return UnavailableError(reason, hint="the server has to be restarted", retry_after=FAILURE_RETRY_S)

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
 
-from layertap.service.engine.schedule.batch import DecodeTask, QueuedRequest, RowSlice
+from layertap.service.engine.batch import QueuedRequest, RowSlice
 from layertap.service.types import Priority
 
 MAX_NUM_CANDIDATES = 128  # a batch is chosen from the first so many requests of each priority
+
+
+@dataclass(eq=False)
+class DecodeTask:
+    """Items of a request that wait to be decoded; the batcher sets the times."""
+
+    priority: Priority = "interactive"
+    enqueued_at: float = 0.0
+    due_at: float = 0.0
+
+
 EntryT = TypeVar("EntryT", QueuedRequest, DecodeTask)
 
 

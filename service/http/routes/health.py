@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter
 
 from layertap.models.registry import ModelEntry
-from layertap.service.engine.models.model_manager import FAILED_RETRY_S
+from layertap.service.engine.models.model_handle import FAILED_RETRY_S
 from layertap.service.errors import UnavailableError
 from layertap.service.http.dependencies import EngineDependency
 from layertap.service.http.model_descriptions import Json

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.schedule.batch import Batch, BatchKey, DecodeTask, DeviceSlots, QueuedRequest
+from layertap.service.engine.batch import Batch, BatchKey, QueuedRequest
+from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from layertap.service.engine.schedule.batcher import Batcher
+from layertap.service.engine.schedule.waiting import DecodeTask
 from layertap.service.types import Priority
 
 BULK_DELAY = 5.0

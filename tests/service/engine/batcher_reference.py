@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.schedule.batch import Batch, BatchKey, DecodeTask, DeviceSlots, QueuedRequest
+from layertap.service.engine.batch import Batch, BatchKey, QueuedRequest
+from layertap.service.engine.schedule.batch_formation import DeviceSlots
+from layertap.service.engine.schedule.waiting import DecodeTask
 from tests.service.engine.batcher_harness import BULK_DELAY, RunningTask
 
 DEVICES = {"cpu": DeviceSlots(3), "gpu": DeviceSlots(2, parallel=False), "gpu1": DeviceSlots(1, parallel=False)}

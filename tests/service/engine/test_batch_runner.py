@@ -11,8 +11,8 @@ from layertap.models.loading import load_model
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Selector
 from layertap.models.spec import ModelSpec
+from layertap.service.engine.batch import CPU, Batch, BatchKey, ForwardSpec, QueuedRequest, RowSlice
 from layertap.service.engine.execute.batch_runner import BatchRunner
-from layertap.service.engine.execute.forward_batch import ForwardBatch, ForwardSlice, ForwardSpec
 from tests.service.support import ROW
 
 REFUSED = 1000.0  # the survey's noise is far below
@@ -41,10 +41,12 @@ def test_threads_of_a_row_alone() -> None:
     model = load_model(spec)
     plan = make_plan([Selector("linear", "linear")], model.catalog)
     rows = [torch.ones(1, 4), torch.full((1, 4), REFUSED)]
-    slices = [ForwardSlice(place, 0, 1, {ROW.name: row}, ForwardSpec(plan)) for place, row in enumerate(rows)]
+    key = BatchKey("observed", (CPU,), model.catalog.costs, 2)
+    requests = [QueuedRequest(key, 1, inputs={ROW.name: row}, spec=ForwardSpec(plan)) for row in rows]
+    slices = tuple(RowSlice(request, 0, 1) for request in requests)
+    batch = Batch(key, CPU, slices, slots=1, slots_alone=2, depth=1.0, seconds=1.0, reason="single")
     Observed.seen.clear()
-    outcome = BatchRunner(model, model.replicas[0], ForwardBatch(tuple(slices), threads=1, threads_alone=2)).run()
-    good, refused = outcome.results
+    good, refused = BatchRunner(model, model.replicas[0], batch).run().results
     assert isinstance(refused.results, Exception)
     assert not isinstance(good.results, Exception)
     assert Observed.seen[:3] == [(2, 1), (1, 2), (1, 2)]

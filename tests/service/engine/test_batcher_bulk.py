@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.schedule.batch import Batch, DeviceSlots
+from layertap.service.engine.batch import Batch
+from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from tests.service.engine.batcher_harness import BULK_DELAY, BatcherHarness, make_key
 
 COSTS = Costs(base=2.0, per_row=1.0)  # 3 seconds alone: 7 rows take 9

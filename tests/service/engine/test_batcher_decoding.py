@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.schedule.batch import Batch, DecodeTask, DeviceSlots
+from layertap.service.engine.batch import Batch
+from layertap.service.engine.schedule.batch_formation import DeviceSlots
+from layertap.service.engine.schedule.waiting import DecodeTask
 from layertap.service.types import Priority
 from tests.service.engine.batcher_harness import CORES, BatcherHarness, make_key
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from layertap.service.engine.schedule.batch import Batch, DecodeTask, DeviceSlots
+from layertap.service.engine.batch import Batch
+from layertap.service.engine.schedule.batch_formation import DeviceSlots
+from layertap.service.engine.schedule.waiting import DecodeTask
 from tests.service.engine.batcher_harness import (
     CORES,
     CPU_LIKE,

@@ -7,7 +7,8 @@ from itertools import islice
 import pytest
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.schedule.batch import Batch, DeviceSlots
+from layertap.service.engine.batch import Batch
+from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from tests.service.engine.batcher_harness import (
     CORES,
     FASTER_ON_ALL_CORES,

@@ -9,8 +9,9 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from layertap.service.engine.schedule.batch import Batch, BatchKey, DecodeTask, QueuedRequest, RowSlice
+from layertap.service.engine.batch import Batch, BatchKey, QueuedRequest, RowSlice
 from layertap.service.engine.schedule.batcher import Batcher
+from layertap.service.engine.schedule.waiting import DecodeTask
 from layertap.service.types import Priority
 from tests.service.engine.batcher_harness import BULK_DELAY, CPU_LIKE, RunningTask
 from tests.service.engine.batcher_reference import DEVICES, REPLICAS, BatcherReference, ExpectedRequest, IdleReplicas

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.schedule.batch import BatchKey
+from layertap.service.engine.batch import BatchKey
 from tests.service.engine.batcher_harness import BULK_DELAY, CPU_LIKE, GPU_LIKE, BatcherHarness, make_key
 from tests.service.engine.batcher_reference import ExpectedRequest, cheapest_cuts
 

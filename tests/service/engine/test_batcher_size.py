@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.schedule.batch import FIRST_PAUSE_S, MAX_PAUSE_S, BatchKey, DeviceSlots
+from layertap.service.engine.batch import FIRST_PAUSE_S, MAX_PAUSE_S, BatchKey
+from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from tests.service.engine.batcher_harness import GPU_LIKE, BatcherHarness, make_key
 
 

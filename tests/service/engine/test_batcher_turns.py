@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.schedule.batch import Batch, DeviceSlots, QueuedRequest
-from layertap.service.engine.schedule.batch_formation import estimate_seconds
+from layertap.service.engine.batch import Batch, QueuedRequest
+from layertap.service.engine.schedule.batch_formation import DeviceSlots, estimate_seconds
 from tests.service.engine.batcher_harness import BULK_DELAY, CPU_LIKE, FASTER_ON_ALL_CORES, BatcherHarness, make_key
 
 SECOND_OF_COPYING = 10**9  # bytes

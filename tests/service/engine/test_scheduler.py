@@ -1,40 +1,37 @@
-"""What becomes of the server where code of ours fails, and of a request's memory while its other rows run."""
+"""What becomes of a request where code of ours fails, and of a request's memory while its other rows run."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, cast
 
 import pytest
 
 from layertap.models.selection.hook_points import Reduction, Selector
-from layertap.service.engine.execute.forward_batch import Results
+from layertap.service.engine.batch import Results
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.errors import UnavailableError
 from layertap.service.inputs.items import ArraysItem
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import wait_until
-from tests.service.queue_harness import hold_queue, queued_rows, random_rows, serving_nets
-from tests.service.support import problem
+from tests.service.queue_harness import extract_request, hold_queue, post, queued_rows, random_rows, serving_nets
 
 WAIT_S = 60.0
 
 
 def test_failure_while_decoding(serve: Serve) -> None:
-    """A fault of ours in a thread that decodes costs its slot for good: who waits is told, and so are balancers."""
-    with serving_nets(serve, "uphill") as live:
-        scheduler, worker = live.engine.manager.scheduler, live.engine.manager.handles["uphill"]
-
-        def decode() -> Any:
-            return cast("Any", None)  # which is no rows
-
-        with pytest.raises(UnavailableError, match="decodes failed"):
-            asyncio.run(scheduler.decode(worker, decode, "interactive", time.monotonic() + WAIT_S))
-        wait_until(lambda: live.client.get("/livez").status_code == 503)
-        problem(live.client.get("/readyz"), 503, seconds=True)
+    """A bug of ours in a decode is that request's alone: its slot is free again, and the server lives."""
+    with serving_nets(serve, "uphill", cpu_threads=1) as live:
+        handle = live.engine.manager.handles["uphill"]
+        decode = partial(live.engine.manager.scheduler.decode, handle.key)
+        for _ in range(3):
+            with pytest.raises(TypeError):
+                live.run(decode(cast("Any", None), handle.model.model_inputs, "interactive", time.monotonic() + WAIT_S))
+        assert live.client.get("/livez").status_code == 200
+        assert post(live, extract_request(random_rows(1), "uphill", "linear")).status_code == 200
 
 
 def test_part_of_a_request(serve: Serve) -> None:
@@ -44,7 +41,7 @@ def test_part_of_a_request(serve: Serve) -> None:
         hold_queue(live, "tower") as pile,
         ThreadPoolExecutor(1) as pool,
     ):
-        running = pool.submit(asyncio.run, run_together(live, 3, 5))
+        running = pool.submit(live.run, run_together(live, 3, 5))
         wait_until(lambda: queued_rows(live) == 8)
         pile.module.gate.set()
         requests = running.result()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from layertap.models.errors import TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
@@ -20,7 +22,7 @@ from layertap.service.settings import Settings
 class DecodingExecutor(InProcessExecutor):
     """For a model that takes pictures, on whatever device. What its GPU decodes is decoded there, as without workers.
 
-    Texts are made into tokens here: a tokenizer can't be sent to another process.
+    Texts become tokens here: a tokenizer can't be sent to another process.
     """
 
     def __init__(
@@ -33,7 +35,7 @@ class DecodingExecutor(InProcessExecutor):
         host = ModelHost(options, on_restart)
         host.load()
         self.max_decode_items = MAX_DECODE_ITEMS
-        self._pool = WorkerPool(host, settings)
+        self._workers = WorkerPool(host, settings)
         self._host = host
 
     @property
@@ -41,20 +43,45 @@ class DecodingExecutor(InProcessExecutor):
         """The weights and buffers, wherever they are, and what the workers have now."""
         return super().memory_bytes + self._host.measure_worker_bytes()
 
-    def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
-        """Pictures on the GPU or in a worker, all else in the calling thread."""
-        return self._pool.complete(items, [self._decode_here(item, inputs) for item in items])
+    def start(self) -> None:
+        """Start the threads, and begin to ask the workers."""
+        super().start()
+        self._workers.start()
 
-    def close(self) -> None:
-        """End the workers."""
-        self._pool.close()
+    async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
+        """Pictures on the GPU or in a worker, all else in a thread."""
+        if inputs is self.model.model_inputs and inputs.decoder is None and _are_pictures(items):
+            return await self._workers.decode(items)
+        decode = partial(self._decode_here, items, inputs)
+        decoded = await asyncio.get_running_loop().run_in_executor(self._pool, decode)
+        return await self._workers.complete(items, decoded)
 
-    def _decode_here(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt] | None:
-        """What is made of an item in this process; None where a worker is to decode it."""
+    async def wait_until_lost(self) -> None:
+        """Return once the process that starts workers has ended."""
+        await self._workers.wait_until_lost()
+
+    async def restart(self) -> None:
+        """Start the workers again; LoadError."""
+        await self._workers.restart()
+
+    async def close(self) -> None:
+        """End the threads and the workers."""
+        await super().close()
+        await self._workers.close()
+
+    def _decode_here(self, items: Sequence[LocalItem], inputs: ModelInputs) -> list[Sequence[Attempt] | None]:
+        """What is made of items in this process; None for each that a worker is to decode."""
+        return [self._try_here(item, inputs) for item in items]
+
+    def _try_here(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt] | None:
         if not isinstance(item, ImageItem) or inputs is not self.model.model_inputs:
-            return super().decode([item], inputs)[0]
+            return self._runner.decode([item], inputs)[0]
         try:
             row = decode_on_device(item, inputs, self._settings)
         except TooLargeError as error:
             return [error]
         return None if row is None else [{inputs.pictures.specs[0].name: row}]
+
+
+def _are_pictures(items: Sequence[LocalItem]) -> bool:
+    return all(isinstance(item, ImageItem) for item in items)

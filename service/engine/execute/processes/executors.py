@@ -11,11 +11,10 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.multi_device_model import MultiDeviceModel, join_devices
 from layertap.models.registry import ModelLoader
 from layertap.models.spec import ModelSpec
-from layertap.service.engine.execute.executor import Executor, InProcessExecutor
-from layertap.service.engine.execute.multi_device_executor import MultiDeviceExecutor
+from layertap.service.engine.batch import CPU
+from layertap.service.engine.execute.executor import Executor, InProcessExecutor, MultiDeviceExecutor
 from layertap.service.engine.execute.processes.decoding_executor import DecodingExecutor
 from layertap.service.engine.execute.processes.process_executor import HostedModel, ProcessExecutor, load_in_host
-from layertap.service.engine.schedule.batch import CPU
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
 
@@ -41,10 +40,9 @@ def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> E
         return ProcessExecutor(model, settings)
     if isinstance(model, MultiDeviceModel):
         first, *others = zip(model.models, model.names, strict=True)
-        decoding = _create_here(*first, settings, metrics)
-        return MultiDeviceExecutor(
-            model, [decoding, *(InProcessExecutor(each, settings, name) for each, name in others)]
-        )
+        executors = {first[1]: _create_here(*first, settings, metrics)}
+        executors |= {name: InProcessExecutor(each, settings, name) for each, name in others}
+        return MultiDeviceExecutor(model, executors)
     if not isinstance(model, LoadedModel):
         raise TypeError(f"a model that is nowhere: {type(model).__name__}")
     return _create_here(model, str(model.device), settings, metrics)
@@ -60,7 +58,7 @@ def _load_here(spec: ModelSpec, settings: Settings, plans: Path | None, replicas
     return ModelLoader(replicas, settings.cpu_threads, plans, settings.gpu_streams, costs)(spec)
 
 
-def _create_here(model: LoadedModel, device: str, settings: Settings, metrics: Metrics) -> Executor:
+def _create_here(model: LoadedModel, device: str, settings: Settings, metrics: Metrics) -> InProcessExecutor:
     """What runs a model in this process; where its device is no CPU, workers decode its pictures."""
     if settings.workers and device != CPU and model.model_inputs.takes_pictures:
         return DecodingExecutor(model, settings, metrics.count_worker_restart, device)

@@ -58,7 +58,7 @@ def run(descriptor: int) -> NoReturn:
 
 def _serve(channel: Channel) -> None:
     while True:
-        message, descriptors = channel.receive_with_descriptors(1)
+        message, descriptors = channel.receive_with_descriptors()
         if isinstance(message, StartHost):
             _import_library(message.options.spec)
             channel.send(_start_host(channel, descriptors[0], message.options))

@@ -82,21 +82,21 @@ class ForkServer:
 
 
 class HostProcess:
-    """A host's process; whoever started it ends it."""
+    """A host's process; whoever started it ends it. ``descriptor`` can be read once it has ended."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self._server = server
         self._pid = pid
-        self._descriptor = os.pidfd_open(pid)  # nobody waits for it before ``end`` does: the number is still its own
+        self.descriptor = os.pidfd_open(pid)  # nobody waits for it before ``end`` does: the number is still its own
 
     def end(self, seconds: float = 0.0) -> int | None:
         """Its exit status; it is killed if it has not ended in so many seconds. None where nobody knows."""
         poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
+        poll.register(self.descriptor, select.POLLIN)
         poll.poll(seconds * 1000)
         with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-        os.close(self._descriptor)
+            signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
+        os.close(self.descriptor)
         with suppress(EOFError, OSError):
             return self._server.wait_for_host(self._pid)
         return None

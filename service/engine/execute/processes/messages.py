@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from layertap.models.capture.reduction import ReducedTensor
-from layertap.models.errors import LayertapError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.selection.plan import Capture
 from layertap.models.spec import ModelSpec
-from layertap.service.engine.execute.executor import CallOutcome, ModelFunction
-from layertap.service.engine.execute.forward_batch import BatchFailures, ForwardSpec, Interval
-from layertap.service.engine.execute.processes.channel import LargeBytes
-from layertap.service.engine.rows.rows import ItemAttempts, Rows
+from layertap.service.engine.batch import Batch
+from layertap.service.engine.execute.executor import ModelFunction
 from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
-
-NO_TIME: Interval = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -95,92 +88,9 @@ class Hello:
 
 @dataclass(frozen=True)
 class DecodeItems:
-    """To a worker: make rows of pictures, which are bytes, and of other items. Its answer is a ``DecodedItems``."""
+    """To a worker: make rows of items. Its answer is an ``ItemAttempts``."""
 
-    items: Sequence[LargeBytes | LocalItem]
-
-
-@dataclass(frozen=True)
-class DecodedItems:
-    """The rows of each item, or why there are none."""
-
-    attempts: ItemAttempts
-
-
-@dataclass(frozen=True)
-class SentSlice:
-    """A ``ForwardSlice`` whose spec is in a place of the worker's table; pictures' bytes are ``encoded``."""
-
-    place: int
-    start: int
-    stop: int
-    inputs: Rows
-    spec: int
-    encoded: tuple[LargeBytes, ...]
-    first_row: int
-
-
-@dataclass(frozen=True)
-class SentSpec:
-    """A spec, and the order in which its captures come back: a set has another order in each process."""
-
-    spec: ForwardSpec
-    captures: tuple[Capture, ...]
-
-
-@dataclass(frozen=True)
-class RunBatch:
-    """To a worker: run a ``ForwardBatch``. Its answer is a ``BatchRun``.
-
-    Before, ``new_specs`` take their places in its table. Where it is ``open`` and rows wait, a ``BatchDecoded`` comes
-    before that.
-    """
-
-    slices: tuple[SentSlice, ...]
-    new_specs: Mapping[int, SentSpec]
-    threads: int
-    threads_alone: int
-    padded_rows: int | None
-    unsplittable: bool
-    open: bool
-
-
-@dataclass(frozen=True)
-class BatchDecoded:
-    """From a worker: the pictures of a batch are decoded. It waits for an ``ExtendBatch``."""
-
-
-@dataclass(frozen=True)
-class ExtendBatch:
-    """To a worker: what joins the batch, whose forward begins where there is nothing; ``threads`` as it is then."""
-
-    slices: tuple[SentSlice, ...]
-    new_specs: Mapping[int, SentSpec]
-    threads: int
-
-
-@dataclass(frozen=True)
-class SentResult:
-    """A ``SliceResult`` whose results are in the order of its spec's captures."""
-
-    place: int
-    start: int
-    stop: int
-    results: Sequence[ReducedTensor] | LayertapError | RuntimeError
-    rows: int
-    forward: Interval = NO_TIME
-    copy: Interval = NO_TIME
-    decode: Interval = NO_TIME
-
-
-@dataclass(frozen=True)
-class BatchRun:
-    """What became of a batch; ``hooks``: those of ours that are left on the model."""
-
-    results: Sequence[SentResult]
-    failures: BatchFailures
-    failure: str
-    hooks: int
+    items: Sequence[LocalItem]
 
 
 @dataclass(frozen=True)
@@ -190,5 +100,9 @@ class CallModel:
     function: ModelFunction
 
 
-ToWorker = DecodeItems | RunBatch | ExtendBatch | CallModel
-FromWorker = DecodedItems | BatchRun | BatchDecoded | CallOutcome
+@dataclass(frozen=True)
+class BatchDecoded:
+    """From a worker, where rows wait: the pictures of its batch are decoded. It waits for a batch of what joins."""
+
+
+ToWorker = DecodeItems | Batch | CallModel  # the answer to a batch is one ``BatchResult``, or several

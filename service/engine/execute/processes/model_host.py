@@ -29,7 +29,7 @@ from layertap.models.loading import load_model
 from layertap.models.model_info import ModelInfo
 from layertap.models.sources.python import add_search_folders
 from layertap.service import allocator, logs
-from layertap.service.engine.execute.executor import InProcessExecutor
+from layertap.service.engine.execute.executor import ModelRunner
 from layertap.service.engine.execute.processes.channel import Channel, connect
 from layertap.service.engine.execute.processes.limits import be_killed_first, end_with_parent, limit_memory
 from layertap.service.engine.execute.processes.messages import (
@@ -42,6 +42,7 @@ from layertap.service.engine.execute.processes.messages import (
     WaitForProcess,
 )
 from layertap.service.engine.execute.processes.progress import Progress
+from layertap.service.engine.execute.processes.references import WorkerReferences
 from layertap.service.engine.execute.processes.worker import DecodingWorker, Worker
 from layertap.service.engine.rows.rows import try_to_decode
 
@@ -89,8 +90,8 @@ def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo, CreateWork
     )
     if options.plans:
         model = prepare_warm_plans(model, options.plans, run_in_copy, take_turn, options.reload)
-    executor = InProcessExecutor(model, settings)
-    return _describe(model), lambda progress: Worker(executor, progress, settings.decode_timeout_s)
+    runner = ModelRunner(model, settings)
+    return _describe(model), lambda progress: Worker(runner, progress, settings.decode_timeout_s)
 
 
 @contextmanager
@@ -185,7 +186,7 @@ def _serve(channel: Channel, create_worker: CreateWorker, options: HostOptions) 
     """Start workers, and tell how they ended, as the server asks; EOFError once it closes the connection."""
     ended: dict[int, int] = {}  # how those ended that nobody has asked for
     while True:
-        message, descriptors = channel.receive_with_descriptors(2)
+        message, descriptors = channel.receive_with_descriptors()
         if isinstance(message, WaitForProcess):
             channel.send(ProcessEnded(ended.pop(message.pid) if message.pid in ended else _wait(message.pid)))
         else:
@@ -221,7 +222,13 @@ def _start_worker(
     pid = os.fork()
     if pid == 0:
         channel.close()
-        _work_and_exit(Channel(socket.socket(fileno=connection)), Progress(memory), create_worker, options, parent)
+        _work_and_exit(
+            Channel(socket.socket(fileno=connection), WorkerReferences()),
+            Progress(memory),
+            create_worker,
+            options,
+            parent,
+        )
     os.close(connection)
     os.close(memory)
     return pid

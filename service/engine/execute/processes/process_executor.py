@@ -2,48 +2,44 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
-from layertap.models.errors import LayertapError, LoadError
 from layertap.models.inputs.library_processor import LibraryProcessor
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.model_info import ModelInfo
 from layertap.models.sources.python import list_search_folders
 from layertap.models.spec import ModelSpec
-from layertap.service.engine.execute.executor import CallOutcome, Extend, ModelFunction
-from layertap.service.engine.execute.forward_batch import (
-    BatchOutcome,
-    ForwardBatch,
-    ForwardSlice,
-    SliceResult,
-    UndecodedError,
-)
-from layertap.service.engine.execute.processes.messages import BatchDecoded, BatchRun, CallModel, HostOptions
-from layertap.service.engine.execute.processes.sent_batch import make_extension, make_run_batch, restore_result
+from layertap.service.engine.batch import CPU, Batch, BatchResult, RowSlice, SliceResult, UndecodedError
+from layertap.service.engine.execute.batch_runner import refuse
+from layertap.service.engine.execute.executor import CallOutcome, ModelFunction, ModelLostError, RunningBatch
+from layertap.service.engine.execute.processes.channel import LARGE_BYTES
+from layertap.service.engine.execute.processes.messages import CallModel, HostOptions
 from layertap.service.engine.execute.processes.worker_pool import (
     GRACE_SECONDS,
     MAX_DECODE_ITEMS,
-    TRIES,
     WorkerPool,
-    ask,
     choose_worker_bytes,
-    make_unavailable,
 )
-from layertap.service.engine.execute.processes.worker_process import ModelHost, OnRestart, WorkerDiedError
-from layertap.service.engine.execute.threads import publish_name
-from layertap.service.engine.rows.rows import ItemAttempts, try_to_decode
-from layertap.service.engine.schedule.batch import CPU
+from layertap.service.engine.execute.processes.worker_process import (
+    ModelHost,
+    OnRestart,
+    WorkerDiedError,
+    WorkerProcess,
+)
+from layertap.service.engine.execute.threads import start_single_threaded, wrap_error
+from layertap.service.engine.rows.rows import Attempt, ItemAttempts, try_to_decode
 from layertap.service.errors import ForwardError, UnavailableError
 from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem
 from layertap.service.settings import Settings
 
-CALL_SECONDS = 600.0  # a survey that takes so long hangs
 DIED = "the model's process ended"
+PARTS_AT_ONCE = 2  # threads that turn arrays into rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +50,7 @@ class HostedModel(ModelInfo):
 
     @property
     def hooks(self) -> int:
-        """Hooks of ours that are on the model in its workers, as they said last: 0."""
+        """Hooks of ours that are on the model in its workers after their last batches: 0."""
         return sum(worker.hooks for worker in self.host.workers)
 
 
@@ -69,144 +65,137 @@ def load_in_host(spec: ModelSpec, settings: Settings, plans: Path | None, on_res
     return HostedModel(host=host, **{each.name: getattr(info, each.name) for each in fields(ModelInfo)})
 
 
-def no_more() -> None:
-    """Of a batch that nothing joins."""
-
-
-class OpenBatch:
-    """A batch that grows until its forward begins; ``batch`` is what it has by now."""
-
-    def __init__(self, batch: ForwardBatch, extend: Extend) -> None:
-        self.batch = batch
-        self._extend = extend
-
-    def extend(self) -> Sequence[ForwardSlice]:
-        """What joins it now."""
-        more = self._extend()
-        if more is None:
-            return ()
-        self.batch = replace(more, slices=(*self.batch.slices, *more.slices))
-        return more.slices
-
-    def get_timeout(self) -> float | None:
-        """Seconds until nobody waits for it; None where somebody always does."""
-        deadline = self.batch.deadline
-        return None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0) + GRACE_SECONDS
-
-
 class ProcessExecutor:
     """Workers of one model: any of them that is idle does what comes next."""
 
     def __init__(self, model: HostedModel, settings: Settings) -> None:
         """Start the workers; LoadError where they can't be started."""
         self.model = model
-        self.replicas = settings.workers
-        self.devices = (CPU,) * self.replicas
+        self.devices = (CPU,) * settings.workers
         self.decodes_batches = True
         self.max_decode_items = MAX_DECODE_ITEMS
         self._settings = settings
-        self._pool = WorkerPool(model.host, settings)
+        self._workers = WorkerPool(model.host, settings)
+        self._pool = ThreadPoolExecutor(PARTS_AT_ONCE, "decode", initializer=start_single_threaded)
+
+    @property
+    def on_idle(self) -> Callable[[], None]:
+        """What is called when a worker has become idle."""
+        return self._workers.on_idle
+
+    @on_idle.setter
+    def on_idle(self, function: Callable[[], None]) -> None:
+        self._workers.on_idle = function
 
     @property
     def memory_bytes(self) -> int:
         """What the host had for itself when it had loaded the model, and what its workers have now."""
         return (self.model.process_bytes or self.model.memory_bytes) + self.model.host.measure_worker_bytes()
 
-    def start_thread(self, replica: int) -> None:
-        """Prepare a thread, which waits for workers."""
-        publish_name()
+    def start(self) -> None:
+        """Begin to ask the workers."""
+        self._workers.start()
 
-    def run_batch(self, replica: int, batch: ForwardBatch, extend: Extend) -> BatchOutcome:
-        """The batch, in a worker; where that dies, what it decoded then is decoded alone, and the rest run again."""
-        del replica  # any worker does
-        open_batch = OpenBatch(batch, extend)
+    def count_idle(self) -> Mapping[str, int]:
+        """The idle workers."""
+        return {CPU: self._workers.idle}
+
+    def run(self, running: RunningBatch) -> Awaitable[BatchResult]:
+        """The batch, in a worker; where that dies, the slice whose pictures it decoded then is blamed, or each."""
+        return self._run(running, self._workers.take())
+
+    async def _run(self, running: RunningBatch, worker: WorkerProcess) -> BatchResult:
+        batch = running.batch
         try:
-            return self._run(open_batch)
-        except LoadError as error:
-            return _refuse(open_batch.batch, make_unavailable(error))
+            result: BatchResult = await self._workers.ask(batch, batch.deadline + GRACE_SECONDS, worker, running.extend)
+            return await self._join(running.batch, replace(result, failure=""))  # that ended with its worker
+        except ModelLostError:
+            return BatchResult(again=(running.batch,))
+        except UnavailableError as error:
+            return refuse(running.batch, error)
         except WorkerDiedError as error:
-            batch = open_batch.batch
-            if error.timed_out:  # nobody waits any more
-                return _refuse(batch, ForwardError(DIED))
-            if error.decoding >= 0:
-                return self._run_without(batch, error)
-            return _join([self._run_alone(replace(batch, slices=(each,))) for each in batch.slices])
-
-    def _run_without(self, batch: ForwardBatch, error: WorkerDiedError) -> BatchOutcome:
-        """The batch after the worker died of a slice's picture: the others again, and then that one, decoded alone."""
-        slices = list(batch.slices)
-        blamed = slices.pop(error.decoding)
-        outcomes = [self.run_batch(0, replace(batch, slices=tuple(slices)), no_more)] if slices else []
-        alone = replace(batch, slices=(blamed,))
-        if self._pool.is_out_of_time(error) or len(blamed.encoded) != 1:
-            return _join([*outcomes, _refuse(alone, UndecodedError(self._pool.make_refusal(error)))])
-        try:
-            ((attempt,),) = self._pool.decode(blamed.encoded, tries=TRIES - 1)
-        except UnavailableError as failure:
-            return _join([*outcomes, _refuse(alone, failure)])
-        if isinstance(attempt, LayertapError):
-            return _join([*outcomes, _refuse(alone, UndecodedError(attempt, blamed.start))])
-        decoded = replace(blamed, inputs=attempt, encoded=())
-        return _join([*outcomes, self._run_alone(replace(batch, slices=(decoded,)))])
+            return replace(self._blame(running.batch, error), failures=error.failures)
 
     def note_waiting_rows(self, rows_wait: bool) -> None:
         """Workers look at it when they have decoded a batch."""
-        self.model.host.note_waiting_rows(rows_wait)
+        self._workers.note_waiting_rows(rows_wait)
 
-    def call(self, function: ModelFunction) -> CallOutcome:
-        """The function, in a worker."""
+    async def call(self, function: ModelFunction, deadline: float) -> CallOutcome:
+        """The function, in a worker, which is ended at a moment on the monotonic clock."""
         try:
-            with self._pool.borrow() as worker:
-                outcome = cast("CallOutcome", ask(worker, CallModel(function), CALL_SECONDS))
-                if outcome.failure:
-                    worker.replace("failure")
-                return CallOutcome(outcome.result)
+            outcome: CallOutcome = await self._workers.ask(CallModel(function), deadline)
         except WorkerDiedError:
             return CallOutcome(ForwardError(DIED))
-        except LoadError as error:
-            return CallOutcome(make_unavailable(error))
+        except UnavailableError as error:
+            return CallOutcome(error)
+        return CallOutcome(outcome.result)
 
-    def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
+    async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
         """Pictures and texts in a worker; one that dies of an item dies of it twice before that is refused."""
         kinds: tuple[type, ...] = (ImageItem, TextItem) if inputs is self.model.model_inputs else ()
         if kinds and isinstance(inputs.preprocess, LibraryProcessor):  # decoded pictures go through it there
             kinds = (*kinds, ArraysItem)
-        decoded = [None if isinstance(item, kinds) else try_to_decode(item, inputs, self._settings) for item in items]
-        return self._pool.complete(items, decoded)
+        decoded: list[Sequence[Attempt] | None] = [None] * len(items)
+        here = [index for index, item in enumerate(items) if not isinstance(item, kinds)]
+        if here:
+            decode = partial(self._decode_here, [items[index] for index in here], inputs)
+            attempts = await asyncio.get_running_loop().run_in_executor(self._pool, decode)
+            for index, each in zip(here, attempts, strict=True):
+                decoded[index] = each
+        return await self._workers.complete(items, decoded)
 
-    def close(self) -> None:
+    async def wait_until_lost(self) -> None:
+        """Return once the host has ended."""
+        await self._workers.wait_until_lost()
+
+    async def restart(self) -> None:
+        """Load the model again in a host, and start its workers; LoadError."""
+        await self._workers.restart()
+
+    async def close(self) -> None:
         """End all processes."""
-        self._pool.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        await self._workers.close()
 
-    def _run(self, open_batch: OpenBatch) -> BatchOutcome:
-        with self._pool.borrow() as worker:
-            answer = ask(worker, lambda: make_run_batch(open_batch.batch, worker.specs), open_batch.get_timeout())
-            while isinstance(answer, BatchDecoded):
-                joining = open_batch.extend()
-                message = make_extension(joining, open_batch.batch.threads, worker.specs)
-                answer = worker.ask(message, open_batch.get_timeout())
-            run = cast("BatchRun", answer)
-            worker.hooks = run.hooks
-            if run.failure:
-                worker.replace("failure")
-        slices_by_place = {each.place: each for each in open_batch.batch.slices}
-        results = [restore_result(result, slices_by_place[result.place]) for result in run.results]
-        return BatchOutcome(results, run.failures)
+    def _decode_here(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
+        return [try_to_decode(item, inputs, self._settings) for item in items]
 
-    def _run_alone(self, batch: ForwardBatch) -> BatchOutcome:
+    async def _join(self, batch: Batch, result: BatchResult) -> BatchResult:
+        """The result with each slice's rows among those of its request; what is large is copied in a thread."""
+        join = partial(_join_rows, batch, result)
         try:
-            return self._run(OpenBatch(batch, no_more))
-        except WorkerDiedError:
-            return _refuse(batch, ForwardError(DIED))
-        except LoadError as error:
-            return _refuse(batch, make_unavailable(error))
+            copied = any(each.request.joined is not None and each.rows < each.request.rows for each in batch.slices)
+            large = copied and sum(each.nbytes for each in result.results) > LARGE_BYTES
+            return await asyncio.get_running_loop().run_in_executor(self._pool, join) if large else join()
+        except MemoryError as error:
+            return refuse(batch, wrap_error(error))
+
+    def _blame(self, batch: Batch, error: WorkerDiedError) -> BatchResult:
+        """What becomes of a batch whose worker died: who may have caused it runs again alone, once, others again."""
+        if error.timed_out:  # nobody waits any more
+            return refuse(batch, ForwardError(DIED))
+        if error.decoding < 0:
+            if batch.tries:
+                return refuse(batch, ForwardError(DIED))
+            return BatchResult(again=[batch.take([each], tries=1) for each in batch.slices])
+        slices = list(batch.slices)
+        blamed = slices.pop(error.decoding)
+        again = [batch.take(slices)] if slices else []
+        if batch.tries or self._workers.is_out_of_time(error) or len(blamed.encoded) != 1:
+            row = blamed.start if len(blamed.encoded) == 1 else None
+            refusal = UndecodedError(self._workers.make_refusal(error), row)
+            return BatchResult(
+                [SliceResult(error.decoding, blamed.start, blamed.stop, refusal, blamed.rows)], again=again
+            )
+        return BatchResult(again=[*again, batch.take([blamed], tries=1)])
 
 
-def _refuse(batch: ForwardBatch, error: LayertapError | RuntimeError) -> BatchOutcome:
-    """An error for all that a batch has."""
-    return BatchOutcome([SliceResult(each.place, each.start, each.stop, error, each.rows) for each in batch.slices])
+def _join_rows(batch: Batch, result: BatchResult) -> BatchResult:
+    def join(each: SliceResult) -> SliceResult:
+        whole: RowSlice = batch.slices[each.index]
+        start, stop, results = whole.start + each.start, whole.start + each.stop, each.results
+        if not isinstance(results, Exception) and whole.request.joined is not None:
+            results = whole.request.joined.add(start, stop, results)
+        return replace(each, start=start, stop=stop, results=results)
 
-
-def _join(outcomes: Sequence[BatchOutcome]) -> BatchOutcome:
-    """What became of the parts of a batch."""
-    return BatchOutcome([result for outcome in outcomes for result in outcome.results])
+    return replace(result, results=[join(each) for each in result.results])

@@ -3,46 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from layertap.models.errors import LayertapError, TooLargeError
 from layertap.models.resume.resumption import Resumption
-from layertap.models.selection.plan import Capture
 from layertap.service.allocator import release_memory
-from layertap.service.engine.execute.executor import CallOutcome, InProcessExecutor
-from layertap.service.engine.execute.forward_batch import (
-    BatchOutcome,
-    ForwardBatch,
-    ForwardSlice,
-    Interval,
-    SliceResult,
-    UndecodedError,
-)
-from layertap.service.engine.execute.processes.channel import Channel, LargeBytes
+from layertap.service.engine.batch import NEVER, Batch, BatchResult, Interval, RowSlice, SliceResult, UndecodedError
+from layertap.service.engine.execute.executor import CallOutcome, ModelRunner
+from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel
 from layertap.service.engine.execute.processes.limits import limit_seconds
-from layertap.service.engine.execute.processes.messages import (
-    NO_TIME,
-    BatchDecoded,
-    BatchRun,
-    CallModel,
-    DecodedItems,
-    DecodeItems,
-    ExtendBatch,
-    FromWorker,
-    Hello,
-    RunBatch,
-    SentResult,
-    SentSlice,
-    SentSpec,
-    ToWorker,
-)
+from layertap.service.engine.execute.processes.messages import BatchDecoded, CallModel, DecodeItems, Hello
 from layertap.service.engine.execute.processes.progress import Progress
 from layertap.service.engine.execute.threads import start_single_threaded
 from layertap.service.engine.rows.rows import Attempt, Rows, join_rows
-from layertap.service.inputs.items import ImageItem, LocalItem
+from layertap.service.inputs.items import LocalItem
 
 Decode = Callable[[LocalItem], Sequence[Attempt]]
 
@@ -57,19 +34,19 @@ class DecodingWorker:
 
     def serve(self, channel: Channel) -> None:
         """Answer until the server closes the connection."""
-        self._channel = channel
         start_single_threaded()
         channel.send(Hello())
         with suppress(EOFError):
             while True:
-                channel.send(self._answer(channel.receive()))
+                message = channel.receive()
+                self._progress.note_taken()
+                for answer in self._answer(message, channel):
+                    channel.send(answer)
 
-    def _answer(self, message: Any) -> FromWorker:
-        return self._decode(message)
-
-    def _decode(self, message: DecodeItems) -> DecodedItems:
-        items = (ImageItem(bytes(each.data)) if isinstance(each, LargeBytes) else each for each in message.items)
-        return DecodedItems([self._decode_item(number, item) for number, item in enumerate(items)])
+    def _answer(self, message: Any, channel: Channel) -> Iterator[object]:
+        del channel
+        if isinstance(message, DecodeItems):
+            yield [self._decode_item(number, item) for number, item in enumerate(message.items)]
 
     def _decode_item(self, number: int, item: LocalItem) -> Sequence[Attempt]:
         with self._progress.decoding(number), limit_seconds(self._decode_seconds):
@@ -82,124 +59,93 @@ class DecodingWorker:
 class Worker(DecodingWorker):
     """Answers also what the server asks of a model in this process."""
 
-    def __init__(self, executor: InProcessExecutor, progress: Progress, decode_seconds: float) -> None:
-        inputs = executor.model.model_inputs
-        super().__init__(lambda item: executor.decode([item], inputs)[0], progress, decode_seconds)
-        self._executor = executor
-        self._specs: dict[int, SentSpec | LayertapError] = {}  # as many as the server has places for
+    def __init__(self, runner: ModelRunner, progress: Progress, decode_seconds: float) -> None:
+        inputs = runner.model.model_inputs
+        super().__init__(lambda item: runner.decode([item], inputs)[0], progress, decode_seconds)
+        self._runner = runner
 
-    def _answer(self, message: ToWorker) -> FromWorker:
-        return ANSWERS[type(message)](self, message)
+    def _answer(self, message: Any, channel: Channel) -> Iterator[object]:
+        if isinstance(message, Batch):
+            yield from split_results(self._run(message, channel))
+        elif isinstance(message, CallModel):
+            yield self._call(message)
+        else:
+            yield from super()._answer(message, channel)
 
     def _call(self, message: CallModel) -> CallOutcome:
-        outcome = self._executor.call(message.function)
+        outcome = self._runner.call(0, message.function)
         if isinstance(outcome.result, Resumption):  # what calls returned may be of any type, and stays here
             return replace(outcome, result=replace(outcome.result, skipped={}))
         return outcome
 
-    def _run(self, message: RunBatch) -> BatchRun:
-        batch = _DecodedBatch()
-        self._add(batch, message)
-        threads, is_open = message.threads, message.open
-        while is_open and self._progress.rows_wait:  # else nothing would join: the forward begins without a question
-            self._channel.send(BatchDecoded())
-            more: ExtendBatch = self._channel.receive()
-            self._add(batch, more)
-            threads, is_open = more.threads, bool(more.slices)
-        outcome = BatchOutcome()
-        if batch.slices:
-            whole = ForwardBatch(
-                tuple(batch.slices), threads, message.threads_alone, message.padded_rows, message.unsplittable
-            )
-            outcome = self._executor.run_batch(0, whole, lambda: None)
-        if outcome.failures.out_of_memory:
-            release_memory()
-        results = [batch.make_sent(result) for result in outcome.results]
-        return BatchRun([*batch.refused, *results], outcome.failures, outcome.failure, self._executor.model.hooks)
+    def _run(self, batch: Batch, channel: Channel) -> BatchResult:
+        """The batch, after its pictures are decoded; what can't be prepared is refused, and the others run.
 
-    def _add(self, batch: _DecodedBatch, message: RunBatch | ExtendBatch) -> None:
-        """Decode what comes for a batch."""
-        for place, new in message.new_specs.items():
-            self._specs[place] = self._restore(new)
-        for sent in message.slices:
-            spec = self._specs[sent.spec]
-            if isinstance(spec, LayertapError):
-                batch.refuse(sent, spec)
-                continue
-            inputs: Rows | UndecodedError = sent.inputs
-            if sent.encoded:
+        Whatever waits by then may join it: a batch grows until its forward begins.
+        """
+        refused: list[SliceResult] = []
+        ready: dict[int, RowSlice] = {}  # by their indices in the batch
+        decodes: list[Interval] = []
+        self._progress.note_failures(BatchResult().failures)
+        joining, may_grow = batch.slices, not batch.unsplittable and any(each.encoded for each in batch.slices)
+        while joining:
+            for each in joining:
                 started = time.perf_counter()
-                inputs = self._decode_pictures(batch.count, sent)
-                batch.decodes[sent.place, sent.start] = started, time.perf_counter()
-            if isinstance(inputs, UndecodedError):
-                batch.refuse(sent, inputs)
-            else:
-                batch.add(sent, inputs, spec)
+                try:
+                    ready[len(decodes)] = self._prepare(len(decodes), each)
+                except (LayertapError, UndecodedError) as error:
+                    refused.append(SliceResult(len(decodes), 0, each.rows, error, 1))
+                decodes.append((started, time.perf_counter()) if each.encoded else NEVER)
+            joining = ()
+            if may_grow and self._progress.rows_wait:  # else nothing would join: the forward begins without a question
+                channel.send(BatchDecoded())
+                more: Batch = channel.receive()
+                joining, batch = more.slices, replace(batch, slots=more.slots)
+        result = BatchResult()
+        if ready:
+            whole = replace(batch, slices=tuple(ready.values()))
+            result = self._runner.run(0, whole, self._progress.note_failures)
+        if result.failures.out_of_memory:
+            release_memory()
+        indices = list(ready)
+        results = [*refused, *(replace(each, index=indices[each.index]) for each in result.results)]
+        self._progress.hooks = self._runner.model.hooks
+        return replace(result, results=[replace(each, decode=decodes[each.index]) for each in results])
 
-    def _decode_pictures(self, number: int, sent: SentSlice) -> Rows | UndecodedError:
-        """The rows of a slice's pictures, or why there is none of the first one that has none."""
+    def _prepare(self, index: int, each: RowSlice) -> RowSlice:
+        """A slice with all that its forward needs; LayertapError, UndecodedError.
+
+        Another worker may have found out how forwards go on from a layer. Nothing that goes wrong is kept: a lack of
+        memory passes.
+        """
+        request, known = each.request, each.spec.resumption
+        if known is not None:
+            shapes = tuple(spec.shape for spec in known.inputs)
+            resumption = self._runner.model.catalogs.verify_resumption(known.point, known.leaf, shapes)
+            request = replace(request, spec=replace(each.spec, resumption=resumption))
+        if each.encoded:
+            request = replace(request, inputs=self._decode_pictures(index, each), encoded=())
+        return replace(each, request=request)
+
+    def _decode_pictures(self, index: int, each: RowSlice) -> Rows:
+        """The rows of a slice's pictures; UndecodedError for the first one that has none."""
         parts: list[Rows] = []
-        for row, each in enumerate(sent.encoded, sent.start):
-            (attempt,) = self._decode_item(number, ImageItem(bytes(each.data)))
+        for row, picture in enumerate(each.encoded, each.first_row):
+            (attempt,) = self._decode_item(index, picture)
             if isinstance(attempt, LayertapError):
-                return UndecodedError(attempt, row)
+                raise UndecodedError(attempt, row)
             parts.append(attempt)
         return join_rows(parts)
 
-    def _restore(self, sent: SentSpec) -> SentSpec | LayertapError:
-        """A spec with all that its forwards need; another worker may have found out how they go on from a layer."""
-        known = sent.spec.resumption
-        if known is None:
-            return sent
-        shapes = tuple(each.shape for each in known.inputs)
-        try:
-            resumption = self._executor.model.catalogs.verify_resumption(known.point, known.leaf, shapes)
-        except LayertapError as error:
-            return error
-        return replace(sent, spec=replace(sent.spec, resumption=resumption))
 
-
-@dataclass
-class _DecodedBatch:
-    """What a batch has by now: rows for its forward, and what is refused. Captures come back in the order asked for."""
-
-    slices: list[ForwardSlice] = field(default_factory=list)
-    refused: list[SentResult] = field(default_factory=list)
-    captures: dict[int, tuple[Capture, ...]] = field(default_factory=dict)
-    decodes: dict[tuple[int, int], Interval] = field(default_factory=dict)  # by a slice's request and first row
-
-    @property
-    def count(self) -> int:
-        """How many slices there were."""
-        return len(self.slices) + len(self.refused)
-
-    def add(self, sent: SentSlice, inputs: Rows, spec: SentSpec) -> None:
-        """Rows for the forward."""
-        self.captures[sent.place] = spec.captures
-        rows = sent.place, sent.start, sent.stop
-        self.slices.append(ForwardSlice(*rows, inputs, spec.spec, first_row=sent.first_row))
-
-    def refuse(self, sent: SentSlice, error: LayertapError | RuntimeError) -> None:
-        """Rows that there are none of."""
-        decode = self._find_decode(sent.place, sent.start)
-        self.refused.append(SentResult(sent.place, sent.start, sent.stop, error, 1, decode=decode))
-
-    def make_sent(self, result: SliceResult) -> SentResult:
-        """What became of rows, as it goes to the server."""
-        found, decode = result.results, self._find_decode(result.place, result.start)
-        sent = found if isinstance(found, Exception) else [found[each] for each in self.captures[result.place]]
-        return SentResult(
-            result.place, result.start, result.stop, sent, result.rows, result.forward, result.copy, decode
-        )
-
-    def _find_decode(self, place: int, row: int) -> Interval:
-        """When the slice was decoded that a request's row is in; it may have been halved since."""
-        starts = [start for of, start in self.decodes if of == place and start <= row]
-        return self.decodes[place, max(starts)] if starts else NO_TIME
-
-
-ANSWERS: Mapping[type[Any], Callable[[Worker, Any], FromWorker]] = {
-    DecodeItems: Worker._decode,
-    RunBatch: Worker._run,
-    CallModel: Worker._call,
-}
+def split_results(result: BatchResult) -> Iterator[BatchResult]:
+    """A result as messages: what is large comes by itself, so that nobody who keeps a part of it keeps all."""
+    part: list[SliceResult] = []
+    nbytes = 0
+    for each in result.results:
+        if part and nbytes + each.nbytes > MAX_INLINE_BYTES // 2:
+            yield BatchResult(part, more=True)
+            part, nbytes = [], 0
+        part.append(each)
+        nbytes += each.nbytes
+    yield replace(result, results=part)

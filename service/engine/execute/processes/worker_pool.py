@@ -1,23 +1,38 @@
-"""Workers of one model as threads of the server use them: any that is idle does what comes next."""
+"""Workers of one model: any of them that is idle does what comes next, and another one takes the place of the dead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from queue import LifoQueue
-from typing import cast
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, cast
 
 import torch
 
 from layertap.models.devices import memory
 from layertap.models.errors import InputError, LoadError
-from layertap.service.engine.execute.processes.channel import LargeBytes
-from layertap.service.engine.execute.processes.messages import DecodedItems, DecodeItems, FromWorker, ToWorker
-from layertap.service.engine.execute.processes.worker_process import ModelHost, WorkerDiedError, WorkerProcess
+from layertap.models.model_info import ModelInfo
+from layertap.service.engine.execute.executor import ModelLostError
+from layertap.service.engine.execute.processes.messages import DecodeItems, Hello, ToWorker
+from layertap.service.engine.execute.processes.worker_process import (
+    Extend,
+    ModelHost,
+    StartedWorker,
+    WorkerDiedError,
+    WorkerProcess,
+    find_reason,
+)
+from layertap.service.engine.execute.threads import run_in_new_thread
 from layertap.service.engine.rows.rows import Attempt, ItemAttempts
 from layertap.service.errors import UnavailableError
-from layertap.service.inputs.items import ImageItem, LocalItem
+from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import MIN_WORKER_MEMORY_BYTES, Settings
+from layertap.service.types import RestartReason
 
 MEMORY_SHARE = 0.5  # of what is free when a model is loaded: what its workers may take, each its part
 GRACE_SECONDS = 1.0  # beyond the moment at which nobody waits any more
@@ -25,6 +40,7 @@ MAX_DECODE_ITEMS = 8  # of a request in one message
 TRIES = 2  # a worker may die of something else
 SEND_TRIES = 3
 RETRY_SECONDS = 5.0
+log = logging.getLogger("layertap")
 
 
 def choose_worker_bytes(settings: Settings) -> int:
@@ -36,58 +52,119 @@ def choose_worker_bytes(settings: Settings) -> int:
 
 
 class WorkerPool:
-    """As many workers as the settings say."""
+    """As many workers as the settings say. For the event loop only, but for its creation."""
 
     def __init__(self, host: ModelHost, settings: Settings) -> None:
-        """Start them; LoadError where they can't be started."""
+        """Start the workers; LoadError where they can't be started."""
+        self.on_idle: Callable[[], None] = lambda: None
         self._host = host
+        self._count = settings.workers
         self._decode_seconds = settings.decode_timeout_s
-        self._idle: LifoQueue[WorkerProcess] = LifoQueue()  # the one whose memory was used last comes first
+        self._idle: list[WorkerProcess] = []  # the one whose memory was used last comes last, and is taken first
+        self._waiting: deque[asyncio.Future[WorkerProcess]] = deque()
+        self._rows_wait = False
+        self._lost = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._descriptor: int | None = None  # that can be read once the host has ended
         try:
-            workers = host.start_workers(settings.workers)
+            self._started = self._start_workers()
         except BaseException:
             host.close()
             raise
-        for worker in workers:
-            self._idle.put(worker)
 
-    @contextmanager
-    def borrow(self) -> Iterator[WorkerProcess]:
-        """A worker for the calling thread alone, waited for until one is idle."""
-        worker = self._idle.get()
+    def start(self) -> None:
+        """Begin to ask the workers that were started, and to look whether their host is there."""
+        self._lost.clear()
+        started, self._started = self._started, []
         try:
-            yield worker
-        finally:
-            self._idle.put(worker)
+            self._descriptor = self._host.open_descriptor()
+        except LoadError:
+            self._lose()
+        else:
+            asyncio.get_running_loop().add_reader(self._descriptor, self._bury_host)
+        for each in started:
+            self._add(WorkerProcess(each, self._bury))
 
-    def decode(self, items: Sequence[LocalItem], tries: int = TRIES) -> ItemAttempts:
-        """What a worker makes of items; UnavailableError where there is none.
+    def note_waiting_rows(self, rows_wait: bool) -> None:
+        """Let the workers know whether rows of their model are in no batch yet."""
+        if rows_wait != self._rows_wait:
+            self._rows_wait = rows_wait
+            for worker in self._host.workers:
+                worker.note_waiting_rows(rows_wait)
 
-        One that so many die of is refused. Of the others there is nothing then: they are to be asked for alone.
+    @property
+    def idle(self) -> int:
+        """How many workers are idle, and not waited for."""
+        return 0 if self._waiting else len(self._idle)
+
+    def take(self) -> WorkerProcess:
+        """An idle worker, for ``ask``."""
+        return self._idle.pop()
+
+    async def ask(
+        self,
+        message: ToWorker,
+        deadline: float,
+        worker: WorkerProcess | None = None,
+        extend: Extend = lambda: None,
+    ) -> Any:
+        """The answer of a worker that was taken, or else of one that is idle, once one is; as ``WorkerProcess.ask``.
+
+        One that was dead before it had the message is passed over.
+
+        WorkerDiedError; ModelLostError where the host has ended; UnavailableError where nothing can be passed on.
         """
-        message = DecodeItems([LargeBytes(each.data) if isinstance(each, ImageItem) else each for each in items])
+        for _ in range(SEND_TRIES):
+            worker = worker or await self._borrow()
+            try:
+                answer = await worker.ask(message, deadline, extend)
+            except WorkerDiedError as error:
+                self._replace(worker, "timeout" if error.timed_out else None)
+                if self._lost.is_set():
+                    raise ModelLostError from error
+                if error.taken or error.timed_out:
+                    raise
+                worker = None
+            except (OSError, MemoryError) as error:  # of this process; the worker is well
+                self._add(worker)
+                reason = error.strerror if isinstance(error, OSError) else "no memory"
+                detail = f"nothing can be passed to a worker ({reason})"
+                raise UnavailableError(detail, retry_after=RETRY_SECONDS) from error
+            except BaseException:
+                self._replace(worker, "failure")
+                raise
+            else:
+                if getattr(answer, "failure", ""):
+                    self._replace(worker, "failure")
+                else:
+                    self._add(worker)
+                return answer
+        raise UnavailableError("workers end before they are asked", retry_after=RETRY_SECONDS)
+
+    async def decode(self, items: Sequence[LocalItem], tries: int = TRIES) -> ItemAttempts:
+        """What a worker makes of items. One that so many workers die of is refused.
+
+        Of the others there is nothing then: they are to be asked for alone. ModelLostError, UnavailableError.
+        """
         try:
-            with self.borrow() as worker:
-                answer = ask(worker, message, len(items) * self._decode_seconds + GRACE_SECONDS)
-                return cast("DecodedItems", answer).attempts
-        except LoadError as error:
-            raise make_unavailable(error) from error
+            deadline = time.monotonic() + len(items) * self._decode_seconds + GRACE_SECONDS
+            return cast("ItemAttempts", await self.ask(DecodeItems(items), deadline))
         except WorkerDiedError as error:
             attempts: ItemAttempts = [[] for _ in items]
             blamed = error.decoding if len(items) > 1 else 0
             if blamed >= 0:
-                attempts[blamed] = self._decode_again(items[blamed], error, tries - 1)
+                attempts[blamed] = await self._decode_again(items[blamed], error, tries - 1)
             return attempts
 
-    def _decode_again(self, item: LocalItem, error: WorkerDiedError, tries: int) -> Sequence[Attempt]:
+    async def _decode_again(self, item: LocalItem, error: WorkerDiedError, tries: int) -> Sequence[Attempt]:
         if tries and not self.is_out_of_time(error):
-            return self.decode([item], tries)[0]
+            return (await self.decode([item], tries))[0]
         return [self.make_refusal(error)]
 
-    def complete(self, items: Sequence[LocalItem], decoded: Sequence[Sequence[Attempt] | None]) -> ItemAttempts:
+    async def complete(self, items: Sequence[LocalItem], decoded: Sequence[Sequence[Attempt] | None]) -> ItemAttempts:
         """What is made of items, those among it of which there is None by a worker."""
         missing = [item for item, attempts in zip(items, decoded, strict=True) if attempts is None]
-        more = iter(self.decode(missing) if missing else ())
+        more = iter(await self.decode(missing) if missing else ())
         return [next(more) if attempts is None else attempts for attempts in decoded]
 
     def make_refusal(self, error: WorkerDiedError) -> InputError:
@@ -101,22 +178,126 @@ class WorkerPool:
         """Whether a worker died because it decoded too long, and another would."""
         return error.decode_seconds >= self._decode_seconds
 
-    def close(self) -> None:
+    async def wait_until_lost(self) -> None:
+        """Return once the host has ended, and with it all workers."""
+        await self._lost.wait()
+
+    async def restart(self) -> ModelInfo | Hello:
+        """Load the model again, and start its workers; LoadError."""
+        info = await run_in_new_thread(f"load-{self._host.name}", self._host.load)
+        self._started = await run_in_new_thread(f"start-{self._host.name}", self._start_workers)
+        self.start()
+        return info
+
+    async def close(self) -> None:
         """End all processes."""
-        self._host.close()
+        pids = [worker.pid for worker in self._host.workers]
+        self._lose()
+        await asyncio.gather(*self._tasks)
+        await run_in_new_thread(f"end-{self._host.name}", partial(self._host.close, pids))
 
-
-def ask(worker: WorkerProcess, message: ToWorker | Callable[[], ToWorker], timeout: float | None) -> FromWorker:
-    """A worker's answer; one that was dead before it had the message is replaced, and asked again."""
-    for _ in range(SEND_TRIES):
+    def _start_workers(self) -> list[StartedWorker]:
+        started: list[StartedWorker] = []
         try:
-            return worker.ask(message() if callable(message) else message, timeout)
-        except WorkerDiedError as error:
-            if error.taken or error.timed_out:
-                raise
-    raise LoadError("workers end before they are asked")
+            while len(started) < self._count:
+                started.append(self._host.start_worker())
+        except BaseException:
+            for each in started:
+                each.connection.close()
+            raise
+        return started
 
+    async def _borrow(self) -> WorkerProcess:
+        """A worker for the caller alone, once one is idle; ModelLostError."""
+        if self._lost.is_set():
+            raise ModelLostError
+        if self._idle and not self._waiting:
+            return self._idle.pop()
+        waiting: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
+                self._add(waiting.result())
+            raise
 
-def make_unavailable(error: LoadError) -> UnavailableError:
-    """What to tell whoever asks while no worker can be started; the next request tries again."""
-    return UnavailableError(error.detail, hint=error.hint, retry_after=RETRY_SECONDS)
+    def _add(self, worker: WorkerProcess) -> None:
+        """Have a worker be asked next."""
+        if worker not in self._host.workers:
+            if self._lost.is_set():
+                worker.close()
+                return
+            worker.note_waiting_rows(self._rows_wait)
+            self._host.workers.append(worker)
+        elif worker.is_closed:
+            return
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.done():
+                waiting.set_result(worker)
+                return
+        self._idle.append(worker)
+        self.on_idle()
+
+    def _bury(self, worker: WorkerProcess) -> None:
+        """A worker has died while it did nothing."""
+        if worker in self._idle:
+            self._idle.remove(worker)
+            self._replace(worker)
+
+    def _replace(self, worker: WorkerProcess, reason: RestartReason | None = None) -> None:
+        """End a worker, and have another one take its place; without a reason it has ended by itself."""
+        worker.close()
+        if worker in self._host.workers:
+            self._host.workers.remove(worker)
+        if not self._lost.is_set():
+            task = asyncio.get_running_loop().create_task(self._start_another(worker.pid, reason))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _start_another(self, pid: int, reason: RestartReason | None) -> None:
+        name = self._host.name
+        status = await run_in_new_thread(f"end-{name}", partial(self._host.wait_for_worker, pid))
+        reason = reason or find_reason(status)
+        log.warning(
+            "a worker is replaced", extra={"fields": {"model": name, "pid": pid, "reason": reason, "status": status}}
+        )
+        self._host.on_restart(name, reason)
+        while not self._lost.is_set():
+            try:
+                started = await run_in_new_thread(f"start-{name}", self._host.start_worker)
+            except LoadError as error:
+                self._refuse(UnavailableError(error.detail, hint=error.hint, retry_after=RETRY_SECONDS))
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._lost.wait(), RETRY_SECONDS)
+            else:
+                self._add(WorkerProcess(started, self._bury))
+                return
+
+    def _bury_host(self) -> None:
+        """The host has died, and its workers with it; nobody knows why."""
+        for _ in self._host.workers:
+            self._host.on_restart(self._host.name, "unknown")
+        self._lose()
+
+    def _lose(self) -> None:
+        """The host has ended, or is about to, and its workers with it."""
+        if self._descriptor is not None:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = None
+        self._lost.set()
+        self._idle.clear()
+        workers, self._host.workers = self._host.workers, []
+        for worker in workers:
+            worker.close()
+        self._refuse(ModelLostError())
+
+    def _refuse(self, error: Exception) -> None:
+        """Tell whoever waits for a worker that there is none."""
+        if not self._host.workers or self._lost.is_set():
+            while self._waiting:
+                waiting = self._waiting.popleft()
+                if not waiting.done():
+                    waiting.set_exception(error)

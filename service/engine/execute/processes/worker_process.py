@@ -1,25 +1,30 @@
-"""A model's host and its workers as the server sees them: started, asked, replaced where they die."""
+"""A model's host and its workers as the server sees them: started, asked, ended."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from layertap.models.devices.memory import measure_private_bytes
 from layertap.models.errors import IN_THE_LOG, LayertapError, LoadError
 from layertap.models.model_info import ModelInfo
 from layertap.models.turns import build_beside, take_turn
-from layertap.service.engine.execute.processes.channel import Channel, connect
+from layertap.service.engine.batch import Batch, BatchFailures, BatchResult, SliceResult
+from layertap.service.engine.execute.processes.channel import LoopChannel, connect
 from layertap.service.engine.execute.processes.host_process import HostProcess, start_host
 from layertap.service.engine.execute.processes.messages import (
-    ExtendBatch,
-    FromWorker,
+    BatchDecoded,
+    DecodeItems,
     Hello,
     HostOptions,
     ProcessEnded,
@@ -32,11 +37,15 @@ from layertap.service.engine.execute.processes.messages import (
     WaitForProcess,
 )
 from layertap.service.engine.execute.processes.progress import Progress, create_progress
-from layertap.service.engine.execute.processes.sent_batch import SpecTable
+from layertap.service.engine.execute.processes.references import ServerReferences
+from layertap.service.inputs.items import ImageItem
 from layertap.service.types import RestartReason
 
-START_TRIES = 3
 START_SECONDS = 60.0  # for a copy of a process to say that it is ready, on a machine that does much else
+LOAD_SECONDS = 3600.0  # for a host to load its model, which may be downloaded first
+MIN_RELOAD_SECONDS = 120.0
+RELOAD_FACTOR = 10.0  # loading again may take so many times what it took at first
+Extend = Callable[[], Batch | None]
 OnRestart = Callable[[str, RestartReason], None]
 SIGNALS: Mapping[int, RestartReason] = {signal.SIGALRM: "decode_timeout", signal.SIGKILL: "killed"}
 log = logging.getLogger("layertap")
@@ -47,71 +56,87 @@ class WorkerDiedError(Exception):
 
     ``taken``: it may have died of the message; else it was dead before. ``timed_out``: it was given all the time that
     there was. ``decoding`` is the number of the item that it decoded then, and ``decode_seconds`` for how long; -1
-    where it decoded none.
+    where it decoded none. ``failures`` had gone wrong in its batch.
     """
 
-    def __init__(self, *, taken: bool, timed_out: bool, decoding: int, decode_seconds: float) -> None:
+    def __init__(
+        self, *, taken: bool, timed_out: bool, decoding: int, decode_seconds: float, failures: BatchFailures
+    ) -> None:
         super().__init__("a worker died")
         self.taken = taken
         self.timed_out = timed_out
         self.decoding = decoding
         self.decode_seconds = decode_seconds
+        self.failures = failures
 
 
 def find_reason(status: int | None) -> RestartReason:
-    """Why a worker ended that nobody of ours has ended."""
+    """Why a worker ended that the server has not ended."""
     if status is None:
         return "unknown"
     return SIGNALS.get(-status, "crash") if status < 0 else "exit"
 
 
-class ModelHost:
-    """The process that has loaded a model, or only decodes for one, and starts workers; any thread may use it.
+@dataclass(frozen=True)
+class StartedWorker:
+    """A worker that has just been started: its process's number, the connection to it, and what it tells."""
 
-    ``workers`` are those that have been started; ``rows_wait`` is what ``note_waiting_rows`` said last.
+    pid: int
+    connection: socket.socket
+    progress: Progress
+
+
+class ModelHost:
+    """The process that has loaded a model, or only decodes for one, and starts workers.
+
+    ``workers`` are those that the event loop asks. The other methods wait for the process: they belong into threads,
+    of which any may call them.
     """
 
     def __init__(self, options: HostOptions, on_restart: OnRestart) -> None:
-        """``on_restart`` is told the model's name, and why a worker was replaced, in any thread."""
+        """``on_restart`` is called with the model's name and why a worker was replaced."""
         self.on_restart = on_restart
-        self.workers: Sequence[WorkerProcess] = ()
-        self.rows_wait = False
+        self.workers: list[WorkerProcess] = []
         self.name = options.spec.name
         self._options = options
         self._lock = threading.Lock()
         self._closed = False
         self._identity: object = None  # of the model as it was loaded first
-        self._channel: Channel
+        self._load_seconds = 0.0  # that this took
+        self._channel, unused = connect()  # each process has one of its own
+        unused.close()
         self._process: HostProcess | None = None
 
     def load(self) -> ModelInfo | Hello:
-        """Start the process, and wait until it has loaded the model, if it is to; LoadError where it can't."""
+        """Start the process, and wait until it has loaded the model, if it is to.
+
+        LoadError where it can't, or has loaded another model than before; of the kind "killed" where the process was
+        killed, does not answer, or could not be started: that may pass.
+        """
         with self._lock:
+            if self._closed:
+                raise LoadError(f"model {self.name} is unloaded")
+            self._end()
             return self._load()
 
-    def start_worker(self) -> tuple[int, Channel, Progress]:
-        """Start a worker: its process's number, the connection to it, and what it decodes.
-
-        Where the host died, it is loaded anew first; LoadError where that fails.
-        """
-        for _ in range(START_TRIES):
-            progress, memory = create_progress()
-            try:
-                pid, channel = self._copy_host(memory)
-            finally:
-                os.close(memory)
-            try:
-                channel.receive(START_SECONDS)  # it is ready
-            except (EOFError, OSError):
-                channel.close()
-                continue
-            return pid, channel, progress
-        raise LoadError(f"workers of model {self.name} end before they are ready", hint=IN_THE_LOG)
-
-    def start_workers(self, count: int) -> list[WorkerProcess]:
-        """Start so many workers; LoadError where they can't be started."""
-        self.workers = [WorkerProcess(self) for _ in range(count)]
-        return self.workers
+    def start_worker(self) -> StartedWorker:
+        """Start a worker; LoadError where the host is gone, or has no process for it."""
+        progress, memory = create_progress()
+        channel, connection = connect()
+        own = channel.connection
+        try:
+            with self._lock, closing(connection):
+                pid = self._ask_for_copy(connection.fileno(), memory)
+            channel.receive(START_SECONDS)  # it is ready
+            return StartedWorker(pid, own, progress)
+        except (EOFError, OSError) as error:
+            own.close()
+            progress.close()
+            refusal = LoadError(f"no worker of model {self.name} can be started", hint=IN_THE_LOG)
+            refusal.kind = "killed"
+            raise refusal from error
+        finally:
+            os.close(memory)
 
     def wait_for_worker(self, pid: int) -> int | None:
         """The exit status of a worker that ends; None where nobody knows."""
@@ -124,42 +149,47 @@ class ModelHost:
                 return None
         return ended.status
 
-    def note_waiting_rows(self, rows_wait: bool) -> None:
-        """Let the workers know whether rows of their model are in no batch yet."""
-        if rows_wait != self.rows_wait:
-            self.rows_wait = rows_wait
-            for worker in self.workers:
-                worker.note_waiting_rows(rows_wait)
+    def open_descriptor(self) -> int:
+        """A descriptor that can be read once the process has ended, the caller's to close; LoadError where it has."""
+        with self._lock:
+            if self._process is None:
+                raise LoadError(f"the process of model {self.name} has ended")
+            return os.dup(self._process.descriptor)
 
     def measure_worker_bytes(self) -> int:
         """Memory of the workers that no other process has."""
-        return sum(measure_private_bytes(worker.pid) for worker in self.workers)
+        return sum(measure_private_bytes(worker.pid) for worker in list(self.workers))
 
-    def close(self) -> None:
-        """End the process, and with it its workers; none is started any more."""
+    def close(self, workers: Sequence[int] = ()) -> None:
+        """End the process, and with it its workers, those of these numbers before: none is started any more."""
         with self._lock:
             self._closed = True
-        for worker in self.workers:  # while there is somebody who waits for them: nobody else would where this is PID 1
-            worker.close()
-            self.wait_for_worker(worker.pid)
-            worker.forget()
+        for pid in workers:  # while there is somebody who waits for them: nobody else would where this is PID 1
+            self.wait_for_worker(pid)
         with self._lock:
             self._end()
 
     def _load(self) -> ModelInfo | Hello:
         self._channel, connection = connect()
+        started = time.monotonic()
+        again = self._identity is not None
+        seconds = max(MIN_RELOAD_SECONDS, RELOAD_FACTOR * self._load_seconds) if again else LOAD_SECONDS
         with closing(connection):
             try:
-                self._process = start_host(connection, replace(self._options, reload=self._identity is not None))
-            except LoadError:
+                self._process = start_host(connection, replace(self._options, reload=again))
+            except LoadError as error:
                 self._channel.close()
+                error.kind = "killed"
                 raise
         try:
-            answer = self._receive_model()
+            answer = self._receive_model(started + seconds)
         except EOFError:
             status, self._process = self._process.end(START_SECONDS), None
             answer = LoadError(f"the process that loads it has ended (status {status})")
-            answer.kind = "other"
+            answer.kind = "killed" if status in (None, -signal.SIGKILL) else "other"
+        except TimeoutError:
+            answer = LoadError(f"the process that loads it took more than {seconds:.0f} s")
+            answer.kind = "killed"
         if isinstance(answer, LayertapError):
             self._end()
             raise answer
@@ -168,48 +198,31 @@ class ModelHost:
         if self._identity not in (None, identity):
             self._end()
             raise LoadError(
-                "it is another model than before: its weights have changed, or the graphs of its warm plans",
-                hint="unload it, then load it again",
+                "it is another model than before: its weights have changed, or the graphs of its warm plans"
             )
-        self._identity = identity
+        self._identity, self._load_seconds = identity, self._load_seconds or time.monotonic() - started
         return info
 
-    def _receive_model(self) -> ModelInfo | Hello | LayertapError:
+    def _receive_model(self, deadline: float) -> ModelInfo | Hello | LayertapError:
         """What the host says when it has loaded the model; before that it asks for turns with other models."""
         with ExitStack() as turn:
             if self._options.pictures is None:
                 turn.enter_context(build_beside())  # until it wants to measure
-            while isinstance(message := self._channel.receive(), (TakeTurn, TurnEnded)):
+            while True:
+                message = self._channel.receive(max(deadline - time.monotonic(), 0.0))
+                if not isinstance(message, (TakeTurn, TurnEnded)):
+                    answer: ModelInfo | Hello | LayertapError = message
+                    return answer
                 turn.close()
                 if isinstance(message, TakeTurn):
                     turn.enter_context(take_turn())
                     self._channel.send(TurnTaken())
-            answer: ModelInfo | Hello | LayertapError = message
-            return answer
-
-    def _copy_host(self, memory: int) -> tuple[int, Channel]:
-        channel, connection = connect()
-        try:
-            with self._lock, closing(connection):
-                return self._ask_for_copy(connection.fileno(), memory), channel
-        except BaseException:
-            channel.close()
-            raise
 
     def _ask_for_copy(self, *descriptors: int) -> int:
-        """The number of a new copy's process; the host is started anew where it died."""
-        if self._closed:
-            raise LoadError(f"model {self.name} is unloaded")
-        try:
-            return self._send_request(descriptors)
-        except (EOFError, TimeoutError):
-            log.warning("a model's process died, and is started anew", extra={"fields": {"model": self.name}})
-            self._end()
-            self._load()
-            return self._send_request(descriptors)
-
-    def _send_request(self, descriptors: Sequence[int]) -> int:
-        self._channel.send(StartWorker(), descriptors)
+        """The number of a new copy's process."""
+        if self._closed or self._process is None:
+            raise LoadError(f"model {self.name} is unloaded" if self._closed else "the model's process has ended")
+        self._channel.send(StartWorker(), descriptors, START_SECONDS)
         started: ProcessStarted = self._channel.receive(START_SECONDS)
         return started.pid
 
@@ -221,68 +234,74 @@ class ModelHost:
 
 
 def _identify(info: ModelInfo | Hello) -> object:
-    """What must be the same of a model that is loaded anew: its weights, and which of its warm plans have graphs."""
-    return None if isinstance(info, Hello) else (info.identity, tuple(each is None for each in info.compiled))
+    """What must be the same of a model that is loaded again: its weights, and which of its warm plans have graphs."""
+    return Hello if isinstance(info, Hello) else (info.identity, tuple(each is None for each in info.compiled))
 
 
 class WorkerProcess:
-    """A worker, or the one that took its place; a thread at a time may ask it.
+    """A worker as the event loop asks it, one message at a time; ``pid`` is its process's number."""
 
-    ``pid`` is its number, ``specs`` are those that it knows, ``hooks`` those of ours that were on its model when it
-    answered last.
-    """
-
-    def __init__(self, host: ModelHost) -> None:
-        self.hooks = 0
-        self._host = host
+    def __init__(self, started: StartedWorker, on_lost: Callable[[WorkerProcess], None]) -> None:
+        """``on_lost`` is called with it where it dies while it is asked nothing."""
+        self.pid = started.pid
+        self._progress = started.progress
+        self._on_lost = on_lost
         self._process: int | None = None  # a descriptor: its number may be another process's by now
-        self._channel: Channel
-        self._progress: Progress
-        self._start()
+        with suppress(ProcessLookupError):  # it has died since: the next message tells
+            self._process = os.pidfd_open(self.pid)
+        self._open(started.connection)
 
-    def ask(self, message: ToWorker, timeout: float | None = None) -> FromWorker:
-        """Its answer; WorkerDiedError where it dies, or is killed for it has not answered after so many seconds.
-
-        Another one has taken its place then; LoadError where there is none.
-        """
-        taken = isinstance(message, ExtendBatch)  # what it belongs to is
-        started = time.monotonic()
-        try:
-            self._channel.send(message, timeout=timeout)
-            taken = True
-            left = None if timeout is None else timeout - (time.monotonic() - started)
-            answer: FromWorker = self._channel.receive(left)
-        except (EOFError, TimeoutError) as error:
-            decoding, since = self._progress.item
-            seconds = time.monotonic() - since if decoding >= 0 else 0.0
-            timed_out = isinstance(error, TimeoutError)
-            self.replace("timeout" if timed_out else None)
-            raise WorkerDiedError(
-                taken=taken, timed_out=timed_out, decoding=decoding, decode_seconds=seconds
-            ) from error
-        except OSError as error:  # of this process; the worker is well
-            self.specs = SpecTable()  # of those that the message had it may know none
-            if isinstance(message, ExtendBatch):
-                self.replace("failure")  # it would wait for ever
-            raise LoadError(f"nothing can be passed to a worker ({error.strerror})") from error
-        return answer
+    @property
+    def hooks(self) -> int:
+        """Hooks of ours that were on its model after its last batch: 0."""
+        return self._progress.hooks
 
     def note_waiting_rows(self, rows_wait: bool) -> None:
-        """Let it know whether rows are in no batch yet: else it need not ask what joins its own. Any thread may."""
+        """Let it know whether rows of its model are in no batch yet: else it need not ask what joins its own."""
         self._progress.rows_wait = rows_wait
 
-    def replace(self, reason: RestartReason | None = None) -> None:
-        """End the process and start another one; LoadError where that can't be done. None: it has ended by itself."""
-        self.close()
-        status = self._host.wait_for_worker(self.pid)
-        reason = reason or find_reason(status)
-        fields = {"model": self._host.name, "pid": self.pid, "reason": reason, "status": status}
-        log.warning("a worker is replaced", extra={"fields": fields})
-        self._host.on_restart(self._host.name, reason)
-        self._start()
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was ended."""
+        return self._channel.is_closed
+
+    async def ask(self, message: ToWorker, deadline: float, extend: Extend = lambda: None) -> Any:
+        """Its answer; WorkerDiedError where it has died, or has not answered at a moment on the monotonic clock.
+
+        ``extend`` gives what joins a batch whose pictures are decoded. Any other error is this process's own, and the
+        worker is well.
+        """
+        taken, results = self._progress.taken, list[SliceResult]()
+        try:
+            async with asyncio.timeout(_count_seconds(deadline)) as limit:
+                await self._channel.send(message, _count_bytes(message))
+                while True:
+                    answer = await self._channel.receive()
+                    if isinstance(answer, BatchDecoded):
+                        more = extend() or cast("Batch", message).take(())
+                        await self._channel.send(more, _count_bytes(more))
+                        if more.slices and (seconds := _count_seconds(max(deadline, more.deadline))) is not None:
+                            limit.reschedule(asyncio.get_running_loop().time() + seconds)
+                    elif isinstance(answer, BatchResult) and answer.more:
+                        results += answer.results
+                    else:
+                        break
+        except (EOFError, TimeoutError) as error:
+            decoding, since = self._progress.item
+            raise WorkerDiedError(
+                taken=self._progress.taken > taken,
+                timed_out=isinstance(error, TimeoutError),
+                decoding=decoding,
+                decode_seconds=time.monotonic() - since if decoding >= 0 else 0.0,
+                failures=self._progress.failures,
+            ) from error
+        except Exception:  # of the specs that the message had the worker may know none
+            self._channel.references = ServerReferences()
+            raise
+        return replace(answer, results=[*results, *answer.results]) if results else answer
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, whatever it does."""
         self._channel.close()
         if self._process is not None:
             with suppress(ProcessLookupError):
@@ -290,16 +309,20 @@ class WorkerProcess:
             os.close(self._process)
             self._process = None
 
-    def forget(self) -> None:
-        """Let go of what the process decoded, once it has ended for good."""
-        self._progress.close()
+    def _open(self, connection: socket.socket) -> None:
+        self._channel = LoopChannel(connection, ServerReferences(), lambda: self._on_lost(self))
 
-    def _start(self) -> None:
-        self.specs = SpecTable()
-        try:
-            self.pid, self._channel, self._progress = self._host.start_worker()
-            self.note_waiting_rows(self._host.rows_wait)
-            with suppress(ProcessLookupError):  # it has died since: the next message tells
-                self._process = os.pidfd_open(self.pid)
-        except (EOFError, OSError) as error:
-            raise LoadError(f"no worker of model {self._host.name} can be started", hint=IN_THE_LOG) from error
+
+def _count_seconds(deadline: float) -> float | None:
+    """Until a moment on the monotonic clock, at least none; None where that never comes."""
+    return None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0)
+
+
+def _count_bytes(message: ToWorker) -> int:
+    """About how many bytes cross with a message that may be large."""
+    if isinstance(message, Batch):
+        pictures = sum(len(picture.data) for each in message.slices for picture in each.encoded)
+        return pictures + sum(value.nbytes for each in message.slices for value in each.inputs.values())
+    if isinstance(message, DecodeItems):
+        return sum(len(item.data) for item in message.items if isinstance(item, ImageItem))
+    return 0

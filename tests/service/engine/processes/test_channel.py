@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +20,7 @@ from layertap.service.engine.execute.processes.channel import (
     MAX_BUFFERS_A_WRITE,
     MAX_INLINE_BYTES,
     Channel,
+    LoopChannel,
     connect,
 )
 from layertap.service.engine.execute.processes.progress import create_progress
@@ -131,7 +133,7 @@ def test_descriptors() -> None:
     large = torch.arange(MAX_INLINE_BYTES)
     channel.send(large, [writer])
     os.close(writer)
-    received, (descriptor,) = other.receive_with_descriptors(1)
+    received, (descriptor,) = other.receive_with_descriptors()
     assert torch.equal(received, large)
     os.write(descriptor, b"x")
     os.close(descriptor)
@@ -216,17 +218,6 @@ def test_no_descriptors_for_progress() -> None:
     assert list_descriptors() == before
 
 
-def test_closed_progress() -> None:
-    """Once it is closed, by whoever ends a worker, nothing is decoded, and nobody who still asks or tells fails."""
-    progress, descriptor = create_progress()
-    with progress.decoding(3):
-        assert progress.item[0] == 3
-    os.close(descriptor)
-    progress.close()
-    assert progress.item[0] == -1
-    progress.rows_wait = True
-
-
 def test_messages_one_after_another() -> None:
     channel, connection = connect()
     other = Channel(connection)
@@ -234,7 +225,7 @@ def test_messages_one_after_another() -> None:
     channel.send("first")
     channel.send("second", [write])
     assert other.receive() == "first"
-    message, (received,) = other.receive_with_descriptors(1)
+    message, (received,) = other.receive_with_descriptors()
     assert message == "second"
     os.write(received, b"x")
     assert os.read(read, 1) == b"x"
@@ -242,3 +233,57 @@ def test_messages_one_after_another() -> None:
         os.close(each)
     channel.close()
     other.close()
+
+
+class Numbers:
+    """References of one end of a connection: to a value that both ends know."""
+
+    def __init__(self) -> None:
+        self.value = ("known",)
+        self.learned: dict[int, object] = {}
+
+    def take_new(self, message: object) -> dict[int, object]:
+        return {7: "new"}
+
+    def learn(self, new: Mapping[int, object]) -> None:
+        self.learned |= new
+
+    def find(self, value: object) -> int | None:
+        return 7 if value is self.value else None
+
+    def get(self, reference: int) -> object:
+        assert reference == 7
+        return self.value
+
+
+def test_loop() -> None:
+    """The event loop reads messages one by one, small and large, with what both ends know, until the other is gone."""
+    large = torch.arange(MAX_INLINE_BYTES)
+
+    async def receive() -> list[Any]:
+        lost = asyncio.Event()
+        other, connection = connect()
+        own, others = Numbers(), Numbers()
+        other = Channel(other.connection, others)
+        channel = LoopChannel(connection, own, lost.set)
+        await asyncio.to_thread(other.send, ["a", others.value])
+        await asyncio.to_thread(other.send, large)
+        found = [await channel.receive(), await channel.receive()]
+        sending = asyncio.create_task(channel.send(large, large.nbytes))
+        found.append(await asyncio.to_thread(other.receive))
+        await sending
+        other.close()
+        await lost.wait()
+        with pytest.raises(EOFError):
+            await channel.receive()
+        with pytest.raises(EOFError):
+            await channel.send("x")
+        assert found[0][1] is own.value
+        assert own.learned == others.learned == {7: "new"}
+        channel.close()
+        return found
+
+    first, second, third = asyncio.run(receive())
+    assert first[0] == "a"
+    assert torch.equal(second, large)
+    assert torch.equal(third, large)

@@ -6,14 +6,15 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -28,12 +29,11 @@ from layertap.models.registry import ModelLoader, Registry
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.execute.executor import Executor, InProcessExecutor
+from layertap.service.engine.execute.executor import Executor, InProcessExecutor, ModelLostError, ModelRunner
 from layertap.service.engine.execute.processes.decoding_executor import DecodingExecutor
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.rows.rows import Attempt, ItemAttempts
-from layertap.service.errors import UnavailableError
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem
@@ -46,6 +46,7 @@ from tests.service.inputs.test_decode_device import OTHERS, PLAIN
 from tests.service.server_process import descendants
 
 MIB = 2**20
+T = TypeVar("T")
 SPEC = ModelSpec(
     "net",
     "python:layertap.models.digits:digits",
@@ -77,15 +78,46 @@ class Decoding:
         before = set(descendants(os.getpid()))
         self.executor = DecodingExecutor(model, self.settings, lambda _, reason: self.restarts.append(reason))
         self.pids = [pid for pid in descendants(os.getpid()) if pid not in before]
+        self.loop = asyncio.new_event_loop()
+        self.thread = Thread(target=self.loop.run_forever)
+        self.thread.start()
+        self.life = asyncio.run_coroutine_threadsafe(self.live(), self.loop)
+
+    async def live(self) -> None:
+        """Start the workers again where they are lost, as a model's handle does."""
+        self.executor.start()
+        while True:
+            await self.executor.wait_until_lost()
+            await self.executor.restart()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What a coroutine gives on the executor's event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(LONG_S)
+
+    def close(self) -> None:
+        """End the executor, and its event loop."""
+        self.life.cancel()
+        self.run(self.executor.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
 
     def decode(self, item: LocalItem) -> Attempt:
-        """What becomes of an item in a worker."""
-        ((attempt,),) = self.executor.decode([item], self.model.model_inputs)
+        """What becomes of an item in a worker, once there is one."""
+        ((attempt,),) = self.run(self.decode_items([item]))
         return attempt
+
+    async def decode_items(self, items: Sequence[LocalItem]) -> ItemAttempts:
+        """What becomes of items, once there is a worker."""
+        while True:
+            try:
+                return await self.executor.decode(items, self.model.model_inputs)
+            except ModelLostError:
+                await asyncio.sleep(0.01)
 
     def decode_here(self, item: LocalItem) -> Attempt:
         """The same without workers."""
-        ((attempt,),) = InProcessExecutor(self.model, self.settings).decode([item], self.model.model_inputs)
+        ((attempt,),) = ModelRunner(self.model, self.settings).decode([item], self.model.model_inputs)
         return attempt
 
 
@@ -95,7 +127,7 @@ def decoding(model: LoadedModel, **settings: Any) -> Iterator[Decoding]:
     try:
         yield made
     finally:
-        made.executor.close()
+        made.close()
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +202,7 @@ def test_fatal(fatal_model: LoadedModel, size: tuple[int, int]) -> None:
             check_same(*each)
         assert isinstance(refusal, kind)
         assert detail in refusal.detail
-        assert workers.restarts == reasons
+        wait_until(lambda: workers.restarts == reasons)
 
 
 def has_ended(pid: int) -> bool:
@@ -185,9 +217,9 @@ def test_stopped(model: LoadedModel) -> None:
     """A worker that has decoded nothing when it is ended costs none of several pictures: each may be sent again."""
     with decoding(model, workers=1, decode_timeout_s=SHORT_S) as workers:
         os.kill(workers.pids[1], signal.SIGSTOP)
-        assert workers.executor.decode([png((9, 7)), png((7, 9))], model.model_inputs) == [[], []]
+        assert workers.run(workers.decode_items([png((9, 7)), png((7, 9))])) == [[], []]
         check_same(workers.decode(png((9, 7))), workers.decode_here(png((9, 7))))
-        assert workers.restarts == ["timeout"]
+        wait_until(lambda: workers.restarts == ["timeout"])
 
 
 @pytest.mark.parametrize("which", ["host", "workers"])
@@ -202,16 +234,18 @@ def test_killed(model: LoadedModel, which: str) -> None:
         with ThreadPoolExecutor(CLIENTS) as pool:
             for found in pool.map(lambda _: workers.decode(png((9, 7))), range(EACH)):
                 check_same(found, wanted)
-        assert set(workers.restarts) == {"killed" if which == "workers" else "unknown"}  # nobody is left to tell
+        wait_until(lambda: workers.restarts == ["killed" if which == "workers" else "unknown"] * len(others))
 
 
 def test_closed(model: LoadedModel) -> None:
-    """Closed, it leaves no process behind; who asks then is told to come again."""
+    """Closed, it leaves no process behind, and decodes nothing."""
     with decoding(model) as workers:
         assert len(workers.pids) == 3  # a host, and its two workers
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers.pids))
-    with pytest.raises(UnavailableError, match="net is unloaded"):
-        workers.decode(png((9, 7)))
+        workers.life.cancel()
+        workers.run(workers.executor.close())
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers.pids))
+        with pytest.raises(ModelLostError):
+            workers.run(workers.executor.decode([png((9, 7))], model.model_inputs))
 
 
 @contextmanager
@@ -268,10 +302,10 @@ class RecordingExecutor(DecodingExecutor):
         super().__init__(model, settings, on_restart)
         self.sizes: list[int] = []
 
-    def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
+    async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
         """As it does."""
         self.sizes.append(len(items))
-        return super().decode(items, inputs)
+        return await super().decode(items, inputs)
 
 
 @pytest.mark.parametrize("size", REFUSALS, ids=["crash", "hang", "bomb"])

@@ -81,7 +81,7 @@ def kill_host(live: Live) -> None:
 def check_refused(reply: Any) -> None:
     found = problem(reply, 503, seconds=True)
     assert "it is another model than before" in found["detail"]
-    assert found["errors"][0]["hint"] == "unload it, then load it again"
+    assert found["errors"][0]["hint"] == f"POST /models/{SPEC.name}/load tries again"
 
 
 @pytest.mark.slow

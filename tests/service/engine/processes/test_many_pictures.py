@@ -99,7 +99,7 @@ def test_who_decodes(
     with serve(workers=2) as live:
         executor = live.engine.manager.handles["digits"].executor
         decode = executor.decode
-        monkeypatch.setattr(executor, "decode", lambda group, inputs: items.extend(group) or decode(group, inputs))
+        monkeypatch.setattr(executor, "decode", lambda group, inputs: (items.extend(group), decode(group, inputs))[1])
         assert live.client.post("/extract", files=files).status_code == 200
     assert sorted(item.data for item in items) == sorted(decoded)
 
@@ -117,7 +117,7 @@ def test_decoding_is_counted(either: Live) -> None:
 def test_a_slow_picture_is_forgotten(either: Live) -> None:
     """What one picture took to decode does not stay in the expected wait of all that come after it."""
     worker = either.engine.manager.handles["digits"]
-    worker.add_decode_time(100.0, 1)
+    worker._pace.add_decode(100.0, 1)
     for each in PICTURES:
         assert either.client.post("/extract", **raw(each, "image/png", **QUERY)).status_code == 200
     assert worker.seconds_per_row < 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -18,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES
 from layertap.service.engine.execute.processes.messages import DecodeItems
-from layertap.service.engine.execute.processes.process_executor import HostedModel
+from layertap.service.engine.execute.processes.process_executor import HostedModel, ProcessExecutor
 from layertap.service.engine.execute.processes.worker_process import WorkerDiedError, WorkerProcess
 from layertap.service.inputs.items import TextItem
 from tests.server import Live
@@ -148,10 +149,17 @@ def test_worker_killed(fatal: Live) -> None:
 def test_worker_stopped(fatal: Live) -> None:
     """A worker that reads nothing is given up after the time that a message has, however large that is."""
     good = send_row(fatal, 1.0)
-    worker = list_handles(fatal, "doomed")[0]
-    os.kill(worker.pid, signal.SIGSTOP)
+    executor = fatal.engine.manager.handles["doomed"].executor
+    assert isinstance(executor, ProcessExecutor)
+    workers = executor._workers
+
+    async def ask_stopped() -> None:
+        worker = workers.take()
+        os.kill(worker.pid, signal.SIGSTOP)
+        await workers.ask(DecodeItems([TextItem("x" * 16 * MIB)]), time.monotonic(), worker)
+
     with pytest.raises(WorkerDiedError) as raised:
-        worker.ask(DecodeItems([TextItem("x" * 16 * MIB)]), timeout=0.0)
+        fatal.run(ask_stopped())
     assert raised.value.timed_out
     check_same([send_row(fatal, 1.0) for _ in range(4)], [good] * 4)
 
@@ -208,8 +216,9 @@ def test_restarts_are_counted(serve: Serve, reason: str) -> None:
     with serve(models, workers=2, decode_timeout_s=1.0) as live:
         good = send(live, (8, 8)), send_row(live, 1.0)
         assert [reply.status_code for reply in good] == [200, 200]
-        restarts = read_restarts(live, bring_down(live, reason))
-    assert restarts[reason] > 0
+        model = bring_down(live, reason)
+        wait_until(lambda: read_restarts(live, model)[reason] > 0)
+        restarts = read_restarts(live, model)
     assert sum(restarts.values()) == restarts[reason]
 
 

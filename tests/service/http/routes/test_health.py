@@ -64,19 +64,6 @@ def test_not_ready_while_loading(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
         assert post_rows(live, model="slow").status_code == 200
 
 
-def test_failed_thread(serve: Serve) -> None:
-    """Once a task of a model's thread raises the server says that it is not alive any more, to be started anew."""
-
-    def fail() -> None:
-        raise RuntimeError
-
-    with serve() as live:
-        live.engine.manager.handles["digits"].submit(0, fail)
-        wait_until(lambda: live.client.get("/livez").status_code == 503)
-        problem(live.client.get("/livez"), 503, seconds=True)
-        problem(live.client.get("/readyz"), 503, seconds=True)
-
-
 def test_not_ready_without_a_model(serve: Serve) -> None:
     """While a model wanted from the start has failed the server is not ready, and says what kind of failure it is.
 

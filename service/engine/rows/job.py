@@ -14,10 +14,9 @@ from layertap.models.errors import Fault
 from layertap.models.inputs.text import TextSpec
 from layertap.models.loaded_model import check_rows_fit
 from layertap.service.engine.admit.limits import check_batch, check_graph
-from layertap.service.engine.execute.forward_batch import ForwardSpec
+from layertap.service.engine.batch import ForwardSpec
 from layertap.service.engine.plan.planner import PlannedRequest
 from layertap.service.engine.request import Job
-from layertap.service.engine.schedule.batch import BatchKey, QueuedRequest
 from layertap.service.inputs.items import ImageItem
 
 
@@ -48,6 +47,8 @@ def make_job(
             check_batch(planned.rows, batch_key)
         else:
             check_rows_fit(plan, catalog, planned.rows, batch_key.max_rows)
+    # Tokens that are numbered for one text are so for all of a forward: layers of positions take other shapes then.
+    isolated = request.isolated or request.verify or handle.requires_isolation or numbers
     fingerprints = planned.fingerprints
     if together:
         fingerprints = {key: fingerprint.digest_batch(digest) for key, digest in fingerprints.items()}
@@ -60,7 +61,13 @@ def make_job(
         spec=ForwardSpec(plan, catalog if request.verify else None, planned.resumption, compiled),
         inputs=inputs,
         rows=planned.rows,
-        queued=_make_queued(planned, batch_key, compiled, together, numbers, deadline),
+        key=batch_key,
+        depth=1.0 if request.verify or compiled else plan.cost,
+        row_bytes=_count_row_bytes(planned, compiled),
+        priority=request.priority,
+        deadline=deadline,
+        requires_isolation=isolated or not plan.may_share,
+        unsplittable=together or not plan.may_split,
         faults=faults,
         timings=request.timings,
         fingerprints=fingerprints,
@@ -78,30 +85,13 @@ def make_job(
     )
 
 
-def _make_queued(
-    planned: PlannedRequest,
-    batch_key: BatchKey,
-    compiled: CompiledPlan | None,
-    together: bool,
-    numbers: bool,
-    deadline: float,
-) -> QueuedRequest:
-    request, plan = planned.request, planned.plan
-    extra = verification.list_extra_captures(plan, planned.catalog) if request.verify else ()
+def _count_row_bytes(planned: PlannedRequest, compiled: CompiledPlan | None) -> int:
+    """Bytes that are kept of each row."""
+    plan = planned.plan
+    extra = verification.list_extra_captures(plan, planned.catalog) if planned.request.verify else ()
     captures = compiled.captures if compiled else ()  # a graph gives all its captures, whoever wants which
     captured_bytes = sum(capture.nbytes(1) for capture in captures) if compiled else plan.nbytes(1)
-    # Tokens that are numbered for one text are so for all of a forward: layers of positions take other shapes then.
-    isolated = request.isolated or request.verify or planned.handle.requires_isolation or numbers
-    return QueuedRequest(
-        key=batch_key,
-        rows=planned.rows,
-        depth=1.0 if request.verify or compiled else plan.cost,
-        row_bytes=captured_bytes + 2 * sum(capture.nbytes(1) for capture in extra),
-        priority=request.priority,
-        deadline=deadline,
-        requires_isolation=isolated or not plan.may_share,
-        unsplittable=together or not plan.may_split,
-    )
+    return captured_bytes + 2 * sum(capture.nbytes(1) for capture in extra)
 
 
 def _count_tokens(inputs: Mapping[str, Tensor], text: TextSpec | None) -> int:

@@ -1,11 +1,21 @@
-"""The batcher's input and output: batch keys, requests, batches and devices, as plain data."""
+"""Plain data of the road from a job to its results, in whatever process: batch keys, batches, what became of them."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
-from layertap.models.catalog.catalog import Costs
+from layertap.models.capture.joined_rows import JoinedRows
+from layertap.models.capture.reduction import ReducedTensor
+from layertap.models.catalog.catalog import Catalog, Costs
+from layertap.models.compiled.compiled_plan import CompiledPlan
+from layertap.models.errors import LayertapError
+from layertap.models.resume.resumption import Resumption
+from layertap.models.selection.plan import Capture, Plan
+from layertap.service.engine.rows.rows import Rows
+from layertap.service.inputs.items import ImageItem
 from layertap.service.types import BatchReason, Priority
 
 CPU = "cpu"  # the device on which pictures are decoded
@@ -16,6 +26,35 @@ SHORT_BATCH_RATIO = 3.0  # seconds of a short batch, divided by those of a singl
 SMOOTHING = 0.2  # weight of the newest batch in a moving average
 FIRST_PAUSE_S = 60.0  # between running out of memory and a trial of more rows; doubled by each trial that fails
 MAX_PAUSE_S = 3600.0
+Results = dict[Capture, ReducedTensor]
+Interval = tuple[float, float]
+NEVER: Interval = (0.0, 0.0)  # when a forward ran that failed, or pictures were decoded that came decoded
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardSpec:
+    """What a request wants of its forwards, the same for all of its rows.
+
+    ``resumption`` and ``compiled`` are the same for all rows with one batch key. Where outputs are put back to see
+    whether the model's own come out again, ``verified_by`` is the catalogue that tells how.
+    """
+
+    plan: Plan
+    verified_by: Catalog | None = None
+    resumption: Resumption | None = None
+    compiled: CompiledPlan | None = None
+
+
+class UndecodedError(RuntimeError):
+    """A picture that its batch was to decode could not be; ``refusal`` says why.
+
+    ``row`` is its number in the request; None where it is one of several, and not known which.
+    """
+
+    def __init__(self, refusal: LayertapError, row: int | None = None) -> None:
+        super().__init__(refusal, row)  # what it is made of again in another process
+        self.refusal = refusal
+        self.row = row
 
 
 @dataclass(eq=False)
@@ -96,12 +135,16 @@ class BatchKey:
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """A request whose rows wait for a forward.
+    """A request whose rows wait for a forward, and what it wants of one.
 
     ``depth``: the share of a whole forward's cost up to its deepest layer. ``row_bytes``: bytes captured of each row.
     ``requires_isolation``: it shares no forward with other requests. ``unsplittable``: all its rows run in one forward,
     alone. The batcher sets the rest, times on its own clock: ``taken_rows`` are in batches already; the request with
     the least ``due_at`` is first; ``slowdown``: measured seconds of its last batch, divided by the expected ones.
+
+    A forward takes ``inputs``, or makes them of the pictures that are still ``encoded``, one for each row, and gives
+    what ``spec`` says; the batcher looks at none of these. ``first_row``: the first row's number in the request.
+    ``joined`` takes results of several forwards.
     """
 
     key: BatchKey
@@ -116,6 +159,11 @@ class QueuedRequest:
     enqueued_at: float = 0.0
     due_at: float = 0.0
     slowdown: float = 1.0
+    inputs: Rows = field(default_factory=dict)
+    encoded: tuple[ImageItem, ...] = ()
+    spec: ForwardSpec | None = None
+    first_row: int = 0
+    joined: JoinedRows | None = None
 
     @property
     def waiting_rows(self) -> int:
@@ -154,16 +202,68 @@ class QueuedRequest:
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Rows ``start`` to ``stop`` of a request."""
+    """Rows ``start`` to ``stop`` of a request. Another process gets these rows alone, and not what waits for them."""
 
     request: QueuedRequest
     start: int
     stop: int
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        whole = self.request
+        return _make_slice, (
+            whole.key,
+            self.rows,
+            whole.unsplittable,
+            self.inputs,
+            self.encoded,
+            self.spec,
+            self.first_row,
+        )
+
     @property
     def rows(self) -> int:
         """The number of rows."""
         return self.stop - self.start
+
+    @property
+    def inputs(self) -> Rows:
+        """The rows' inputs; views."""
+        return {name: value[self.start : self.stop] for name, value in self.request.inputs.items()}
+
+    @property
+    def spec(self) -> ForwardSpec:
+        """What the forward is to give of them."""
+        return cast("ForwardSpec", self.request.spec)
+
+    @property
+    def encoded(self) -> tuple[ImageItem, ...]:
+        """The pictures that become these rows."""
+        return self.request.encoded[self.start : self.stop]
+
+    @property
+    def first_row(self) -> int:
+        """The first row's number in the request."""
+        return self.request.first_row + self.start
+
+    def take(self, start: int, stop: int) -> RowSlice:
+        """Some of these rows, by their numbers among the request's."""
+        return RowSlice(self.request, start, stop)
+
+
+def _make_slice(
+    key: BatchKey,
+    rows: int,
+    unsplittable: bool,
+    inputs: Rows,
+    encoded: tuple[ImageItem, ...],
+    spec: ForwardSpec,
+    first_row: int,
+) -> RowSlice:
+    """A slice that came from another process: all rows of a request that has no others."""
+    request = QueuedRequest(
+        key, rows, unsplittable=unsplittable, inputs=inputs, encoded=encoded, spec=spec, first_row=first_row
+    )
+    return RowSlice(request, 0, rows)
 
 
 @dataclass(frozen=True)
@@ -172,7 +272,8 @@ class Batch:
 
     ``slots``: how many slots of its ``device`` it takes; ``slots_alone``: how many one of its rows would take alone.
     ``depth``: that of its deepest request. ``seconds``: its expected duration. ``reason``: why it has these rows.
-    ``padded_rows``: the number of rows that its forward is padded to.
+    ``padded_rows``: the number of rows that its forward is padded to. ``tries``: how often it ran
+    alone, and its process died.
     """
 
     key: BatchKey
@@ -184,43 +285,86 @@ class Batch:
     seconds: float
     reason: BatchReason
     padded_rows: int | None = None
+    tries: int = 0
 
     @property
     def rows(self) -> int:
         """The number of rows, without padding."""
         return sum(row_slice.rows for row_slice in self.slices)
 
+    @property
+    def deadline(self) -> float:
+        """The moment from which on nobody waits for it, on the clock of ``time.monotonic``."""
+        return max(row_slice.request.deadline for row_slice in self.slices)
 
-@dataclass(eq=False)
-class DecodeTask:
-    """Items of a request that wait to be decoded; the batcher sets the times."""
+    @property
+    def unsplittable(self) -> bool:
+        """Whether it has all rows in one forward, or fails."""
+        return self.slices[0].request.unsplittable
 
-    priority: Priority = "interactive"
-    enqueued_at: float = 0.0
-    due_at: float = 0.0
-
-
-@dataclass(frozen=True)
-class DeviceSlots:
-    """A device's slots for batches; ``parallel``: batches in different slots compute at the same time.
-
-    If they only overlap, one's copies with another's forward, a second batch starts only with so many rows that more
-    would not make it cheaper.
-    """
-
-    slots: int
-    parallel: bool = True
+    def take(self, slices: Sequence[RowSlice], tries: int = 0) -> Batch:
+        """A batch of some of its slices."""
+        alone = sum(each.rows for each in slices) == 1
+        return replace(
+            self, slices=tuple(slices), slots=self.slots_alone if alone else self.slots, tries=tries, reason="isolated"
+        )
 
 
 @dataclass(frozen=True)
-class DeviceState:
-    """A device on which a batch may start now, with its free slots and the model's idle replicas.
+class SliceResult:
+    """Results of rows ``start`` to ``stop`` of a job, or why there are none; ``index`` is its slice's in the batch.
 
-    ``idle_devices``: how many of the model's devices could start a batch, this one included.
+    Results are in the host's memory, and may be the whole job's, with rows that are not there yet. ``rows`` shared the
+    forward. ``forward``, ``copy`` to the host, and ``decode`` where that was part of it, began and ended then, on the
+    clock of ``time.perf_counter``, in seconds.
     """
 
-    name: str
-    device: DeviceSlots
-    free_slots: int
-    idle_replicas: int
-    idle_devices: int = 1
+    index: int
+    start: int
+    stop: int
+    results: Results | LayertapError | RuntimeError
+    rows: int
+    forward: Interval = NEVER
+    copy: Interval = NEVER
+    decode: Interval = NEVER
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its results."""
+        if isinstance(self.results, Exception):
+            return 0
+        scales = [each.scale for each in self.results.values() if each.scale is not None]
+        return sum(each.values.nbytes for each in self.results.values()) + sum(each.nbytes for each in scales)
+
+
+@dataclass(frozen=True)
+class BatchFailures:
+    """What went wrong: forwards without enough memory, how often the batch was split for that, and for other errors.
+
+    ``too_many_rows``: rows that memory does not hold, though it holds each of them.
+    """
+
+    out_of_memory: int = 0
+    memory_splits: int = 0
+    error_splits: int = 0
+    too_many_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What became of a batch: one result or several for each slice that is not in ``again``.
+
+    ``again`` are batches of slices that are to run again, since their process died. ``failure`` says why nothing can be
+    answered any more, where that is so. ``more``: results of the same batch follow.
+    """
+
+    results: Sequence[SliceResult] = ()
+    failures: BatchFailures = BatchFailures()
+    failure: str = ""
+    again: Sequence[Batch] = ()
+    more: bool = False
+
+    @property
+    def decode_seconds(self) -> float:
+        """How long its pictures were decoded."""
+        return sum(end - begin for begin, end in {result.decode for result in self.results})

@@ -1,0 +1,251 @@
+"""One model's trouble is nobody else's: hosts that die, or load for ever, and what a model says of itself meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import save_file
+
+from layertap.models.capture.reduction import ReducedTensor
+from layertap.models.digits import spec as digits
+from layertap.models.spec import InputSpec, ModelSpec
+from layertap.service.config.configuration import Configuration
+from layertap.service.engine.batch import BatchResult, SliceResult
+from layertap.service.engine.execute.processes import process_executor
+from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel, connect
+from layertap.service.engine.execute.processes.worker import split_results
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.engine.processes.fatal_pictures import HANGS
+from tests.service.engine.processes.test_decoding_executor import has_ended
+from tests.service.engine.processes.test_trouble import PICTURES, list_pids, parent, picture, send
+from tests.service.gated_server import wait_until
+from tests.service.slow_models import LETHAL
+from tests.service.support import ROW, configured, npy, problem, raw, rows, tensor
+
+DIGIT = raw(Path("examples/digit.png").read_bytes(), "image/png", layers="pool", model="digits")
+SMALL_BYTES, LARGE_BYTES = 400, 30 * 2**20
+
+
+def slow_spec(factory: str, name: str, **fields: Any) -> ModelSpec:
+    return ModelSpec(
+        name,
+        f"python:tests.service.slow_models:{factory}",
+        weights="random:0",
+        device="cpu",
+        inputs=fields.pop("inputs", (ROW,)),
+        **fields,
+    )
+
+
+def ask(live: Live, model: str, value: float = 0.5, count: int = 1) -> Any:
+    return live.client.post(
+        "/extract", **raw(npy(rows(count, value)), "application/x-npy", layers="linear", model=model)
+    )
+
+
+def metric(live: Live, name: str, **labels: str) -> float:
+    """A figure; 0 where there is none."""
+    families = text_string_to_metric_families(live.client.get("/metrics").text)
+    samples = [each for family in families for each in family.samples if each.name == name]
+    return sum(each.value for each in samples if labels.items() <= each.labels.items())
+
+
+def state(live: Live, model: str) -> str:
+    found: str = live.client.get(f"/models/{model}").json()["state"]
+    return found
+
+
+def kill_host_of(live: Live, model: str) -> None:
+    """As the system does where it runs out of memory; its workers end with it."""
+    pids = list_pids(live, model)
+    os.kill(parent(pids[0]), signal.SIGKILL)
+    wait_until(lambda: all(has_ended(pid) for pid in pids))
+
+
+def test_another_model_loads_again(serve: Serve, tmp_path: Path) -> None:
+    """While a model's host is started again, however long that lasts, its requests wait, and another model answers."""
+    gate = tmp_path / "gate"
+    gate.touch()
+    with serve(configured(slow_spec("GatedLoad", "slow", args={"gate": str(gate)})), workers=2) as live:
+        good = ask(live, "slow").json()["features"]
+        assert live.client.post("/extract", **DIGIT).status_code == 200
+        gate.unlink()
+        kill_host_of(live, "slow")
+        with ThreadPoolExecutor(4) as pool:
+            waiting = [pool.submit(ask, live, "slow") for _ in range(4)]
+            wait_until(lambda: state(live, "slow") == "loading")
+            for _ in range(20):
+                assert live.client.post("/extract", **DIGIT).status_code == 200
+            assert state(live, "slow") == "loading"
+            assert not any(each.done() for each in waiting)
+            gate.touch()
+            assert [each.result().json()["features"] for each in waiting] == [good] * 4
+        assert state(live, "slow") == "ready"
+
+
+@pytest.mark.parametrize("which", ["host", "worker"])
+def test_noticed_while_idle(serve: Serve, which: str) -> None:
+    """A host that dies while nobody asks is started again at once, and so is a worker."""
+    with serve(configured(), workers=2) as live:
+        before = list_pids(live, "digits")
+        os.kill(parent(before[0]) if which == "host" else before[0], signal.SIGKILL)
+        wait_until(lambda: len(pids := list_pids(live, "digits")) == 2 and before[0] not in pids)
+        assert live.client.post("/extract", **DIGIT).status_code == 200
+
+
+def find_children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_killed_while_loading(serve: Serve, tmp_path: Path) -> None:
+    """A host that the system kills while it loads is tried again; the model is not failed for good."""
+    gate = tmp_path / "gate"
+    begun = Path(f"{gate}.begun")
+    spec = slow_spec("GatedLoad", "slow", args={"gate": str(gate)})
+    with serve(Configuration((digits(), spec), "digits"), wait=False, workers=1) as live:
+        wait_until(lambda: begun.exists() and state(live, "digits") == "ready")
+        host = parent(list_pids(live, "digits")[0])
+        (loading,) = [pid for pid in find_children(parent(host)) if pid != host]
+        begun.unlink()
+        os.kill(loading, signal.SIGKILL)
+        wait_until(lambda: state(live, "slow") == "failed")
+        assert "has ended (status -9)" in live.client.get("/models/slow").json()["reason"]
+        wait_until(begun.exists)  # another one has begun
+        gate.touch()
+        wait_until(lambda: state(live, "slow") == "ready")
+        assert ask(live, "slow").status_code == 200
+        assert live.client.get("/readyz").status_code == 200
+
+
+def test_another_model_now(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model whose weights are others when it is loaded again is failed, wherever one looks."""
+    path = tmp_path / "weights.safetensors"
+    weights = torch.nn.Linear(4, 3).state_dict()
+    save_file({f"linear.{name}": value for name, value in weights.items()}, path)
+    spec = ModelSpec("file", "python:tests.service.fatal_models:Doomed", weights=str(path), device="cpu", inputs=(ROW,))
+    with serve(Configuration((spec, digits()), "file"), workers=2) as live:
+        assert ask(live, "file").status_code == 200
+        save_file({f"linear.{name}": value + 1 for name, value in weights.items()}, path)
+        kill_host_of(live, "file")
+        wait_until(lambda: state(live, "file") == "failed")
+        assert "it is another model than before" in live.client.get("/models/file").json()["reason"]
+        assert problem(live.client.get("/readyz"), 503, seconds=True)["detail"].startswith("1 of the models")
+        assert "another model" in problem(ask(live, "file"), 503, seconds=True)["detail"]
+        assert metric(live, "layertap_model_state", model="file", state="failed") == 1
+        assert live.client.post("/extract", **DIGIT).status_code == 200
+        (line,) = [each for each in caplog.records if each.message == "a model could not be loaded"]
+        assert "another model" in vars(line)["fields"]["reason"]
+        assert live.client.post("/models/file/load").status_code == 200
+        assert ask(live, "file").status_code == 200
+
+
+def test_call_that_hangs(serve: Serve) -> None:
+    """What has to be tried out for a request, and hangs, is ended soon after the request: the worker answers again."""
+    spec = slow_spec("HangsOnWide", "hangs", inputs=(InputSpec("x", (1, 2, 2)),))
+    body = {"model": "hangs", "layers": ["conv"]}
+    good = {**body, "inputs": [tensor(np.ones((1, 2, 2), np.float32))]}
+    wide = {**body, "inputs": [tensor(np.ones((1, 2, 3), np.float32))]}
+    with serve(configured(spec), workers=1, deadline_s=2.0) as live:
+        assert live.client.post("/extract", json=good).status_code == 200
+        problem(live.client.post("/extract", json=wide), 504, seconds=True)
+        wait_until(lambda: live.client.post("/extract", json=good).status_code == 200)
+
+
+def test_failures_before_a_crash(serve: Serve) -> None:
+    """What went wrong in a batch is counted though its worker dies before it has said so."""
+    with serve(configured(slow_spec("Crowded", "crowded")), workers=1) as live:
+        reply = live.client.post(
+            "/extract", **raw(npy(rows(2, LETHAL)), "application/x-npy", layers="linear", model="crowded")
+        )
+        problem(reply, 500)
+        wait_until(lambda: metric(live, "layertap_out_of_memory_total", model="crowded") > 0)
+        assert metric(live, "layertap_split_total", model="crowded", cause="memory") > 0
+
+
+def test_no_memory_for_results(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where results find no memory once they are back, their request fails, and nothing else does."""
+
+    def fail(*_: object) -> BatchResult:
+        raise MemoryError
+
+    with serve(configured(), workers=2) as live:
+        with monkeypatch.context() as patch:
+            patch.setattr(process_executor, "_join_rows", fail)
+            assert live.client.post("/extract", **DIGIT).status_code == 500
+        assert live.client.get("/livez").status_code == 200
+        assert live.client.post("/extract", **DIGIT).status_code == 200
+
+
+def test_decoding_is_work(serve: Serve) -> None:
+    """A model that still decodes is not idle, though nobody waits for that any more."""
+    with serve(configured(PICTURES), workers=2, decode_timeout_s=3.0) as live:
+        handle, is_idle = live.engine.manager.handles["pictures"], live.engine.manager.scheduler.is_idle
+        files = [("images", (name, picture(size), "image/png")) for name, size in (("a", HANGS), ("b", (8, 8)))]
+        query = {"model": "pictures", "layers": "linear", "isolated": "true"}
+        late = live.client.post("/extract", files=files, params=query, headers={"x-request-timeout": "0.5"})
+        problem(late, 504, seconds=True)
+        assert not is_idle(handle.key)
+        wait_until(lambda: is_idle(handle.key))
+        assert send(live, (8, 8)).status_code == 200
+
+
+def list_mappings() -> list[int]:
+    """Bytes of the memory that came with messages and is mapped here."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:layertap" in line]
+    return [int(end, 16) - int(begin, 16) for begin, _, end in (line[0].partition("-") for line in lines)]
+
+
+def test_memory_of_neighbours() -> None:
+    """Who keeps a small result of a batch keeps nothing of the large one beside it."""
+    channel, connection = connect()
+    other = Channel(connection)
+    sizes = (SMALL_BYTES, LARGE_BYTES, SMALL_BYTES)
+    results = [
+        SliceResult(index, 0, 1, {index: make_result(size)}, 3)  # type: ignore[dict-item]  (any capture does)
+        for index, size in enumerate(sizes)
+    ]
+    received: list[SliceResult] = []
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(lambda: [channel.send(each) for each in split_results(BatchResult(results))])
+        while len(received) < len(sizes):
+            received += other.receive().results
+        sending.result()
+    assert [each.nbytes for each in received] == list(sizes)
+    assert max(list_mappings()) >= LARGE_BYTES
+    del received[1]
+    assert max(list_mappings(), default=0) <= MAX_INLINE_BYTES
+    channel.close()
+    other.close()
+
+
+def make_result(nbytes: int) -> Any:
+    return ReducedTensor(torch.ones(nbytes // 4))
+
+
+def test_tidy_goes_on(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What unloads idle models fails, is counted, and goes on."""
+    with serve(configured(), workers=0) as live:
+        room, seen = live.engine.manager.room, asyncio.Event()
+
+        def fail() -> None:
+            seen.set()
+            raise RuntimeError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(room, "tidy", fail)
+            wait_until(lambda: metric(live, "layertap_task_failures_total", task="tidy") > 0)
+        calls: list[Callable[[], None]] = []
+        tidy = room.tidy
+        monkeypatch.setattr(room, "tidy", lambda: (calls.append(tidy), tidy())[1])
+        wait_until(lambda: bool(calls))
