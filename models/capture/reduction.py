@@ -38,6 +38,13 @@ def clone_reduced(reduced: ReducedTensor) -> ReducedTensor:
     return ReducedTensor(reduced.values.clone(), None if reduced.scale is None else reduced.scale.clone())
 
 
+def own_memory(reduced: ReducedTensor) -> ReducedTensor:
+    """The same numbers in memory that holds nothing else."""
+    parts = [reduced.values] if reduced.scale is None else [reduced.values, reduced.scale]
+    alone = all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
+    return reduced if alone else clone_reduced(reduced)
+
+
 def reduce(
     value: Tensor, leaf: TensorInfo, reduction: Reduction, real: Tensor | None = None, length: int | None = None
 ) -> ReducedTensor:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
+from layertap.models.capture.reduction import own_memory
 from layertap.models.devices import memory, threads, transfer
 from layertap.models.errors import LayertapError, OutOfMemoryError, clear_tracebacks, out_of_memory_error
 from layertap.models.loaded_model import LoadedModel
@@ -137,7 +138,7 @@ class BatchRunner:
                 index,
                 each.start,
                 each.stop,
-                _keep(each, activations.select(request)),
+                _keep(each, activations.select(request), len(parts) > 1),
                 start,
                 (started, computed),
                 (computed, copied),
@@ -169,10 +170,15 @@ def _count_rows(parts: Sequence[Part]) -> int:
     return sum(each.rows for _, each in parts)
 
 
-def _keep(row_slice: RowSlice, results: Results) -> Results:
-    """A request's results, with those of some of its rows among them."""
+def _keep(row_slice: RowSlice, results: Results, shared: bool) -> Results:
+    """A request's results, with those of some of its rows among them.
+
+    From a forward that was ``shared`` they are in memory of their own: whoever keeps them keeps no neighbour's.
+    """
     joined = row_slice.request.joined
-    return results if joined is None else joined.add(row_slice.start, row_slice.stop, results)
+    if joined is not None and row_slice.rows < row_slice.request.rows:
+        return joined.add(row_slice.start, row_slice.stop, results)
+    return {capture: own_memory(reduced) for capture, reduced in results.items()} if shared else results
 
 
 def find_lasting_failure(error: BaseException, model: LoadedModel, replica: Replica) -> str:

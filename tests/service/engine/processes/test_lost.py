@@ -7,23 +7,42 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.digits import spec as digits
+from layertap.models.errors import OutOfMemoryError
+from layertap.models.planner import make_plan
+from layertap.models.resume.resumption import find_start
+from layertap.models.selection.hook_points import Selector
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
-from layertap.service.engine.batch import BatchResult, SliceResult
+from layertap.service.engine.batch import (
+    CPU,
+    Batch,
+    BatchKey,
+    BatchResult,
+    ForwardSpec,
+    QueuedRequest,
+    RowSlice,
+    SliceResult,
+)
+from layertap.service.engine.execute.executor import ModelRunner
 from layertap.service.engine.execute.processes import process_executor
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel, connect
-from layertap.service.engine.execute.processes.worker import split_results
+from layertap.service.engine.execute.processes.progress import create_progress
+from layertap.service.engine.execute.processes.worker import Worker, split_results
+from layertap.service.settings import Settings
+from tests.loading import load_model
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.engine.processes.fatal_pictures import HANGS
@@ -198,6 +217,51 @@ def test_decoding_is_work(serve: Serve) -> None:
         assert not is_idle(handle.key)
         wait_until(lambda: is_idle(handle.key))
         assert send(live, (8, 8)).status_code == 200
+
+
+class Starved(nn.Module):
+    """Has no memory for a forward while it lacks some."""
+
+    lacks: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.lacks:
+            raise torch.OutOfMemoryError
+        out: Tensor = self.second(self.first(x))
+        return out
+
+
+def test_memory_that_was_lacking() -> None:
+    """A worker without memory to prepare a forward that begins at a layer has it prepared the next time."""
+    spec = ModelSpec("starved", f"python:{__name__}:Starved", weights="random:0", device="cpu", inputs=(ROW,))
+    known, model = load_model(spec), load_model(spec)
+    point, info = find_start(Selector("first", "first"), known.catalog)
+    resumption = known.catalogs.verify_resumption(point, info, (ROW.shape,))
+    plan = make_plan([Selector("second", "second")], resumption.catalog)
+    key = BatchKey("starved", (CPU,), model.catalog.costs, 1)
+    inputs = {resumption.takes.name: torch.ones(1, 4)}
+    wanted = ForwardSpec(plan, resumption=replace(resumption, skipped={}))
+    request = QueuedRequest(key, 1, inputs=inputs, spec=wanted)
+    batch = Batch(key, CPU, (RowSlice(request, 0, 1),), 1, 1, 1.0, 1.0, "single")
+    progress, memory = create_progress()
+    os.close(memory)
+    channel, connection = connect()
+    worker = Worker(ModelRunner(model, Settings()), progress, decode_seconds=60.0)
+    Starved.lacks = True
+    try:
+        (refused,) = worker._run(batch, channel).results
+    finally:
+        Starved.lacks = False
+    (answered,) = worker._run(batch, channel).results
+    assert isinstance(refused.results, OutOfMemoryError)
+    assert not isinstance(answered.results, Exception)
+    channel.close()
+    connection.close()
 
 
 def list_mappings() -> list[int]:
