@@ -58,7 +58,7 @@ class RunningBatch:
 class Executor(Protocol):
     """Runs what a model computes, in so many replicas at once. For the event loop only, but for its creation.
 
-    ``on_idle`` is called when a replica has become idle otherwise than by the end of what it was asked for.
+    ``on_idle`` is called when there is a new replica, which is idle.
     """
 
     on_idle: Callable[[], None]
@@ -99,10 +99,10 @@ class Executor(Protocol):
     def note_waiting_rows(self, rows_wait: bool) -> None:
         """Know whether rows of the model are in no batch yet."""
 
-    async def call(self, function: ModelFunction, deadline: float) -> CallOutcome:
+    async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
         """A function of the model, on a replica once that is idle; it can be pickled, as its result can.
 
-        It may be ended at a moment on the monotonic clock. ModelLostError.
+        It may be ended after so many seconds. ModelLostError.
         """
 
     async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
@@ -195,9 +195,9 @@ class InProcessExecutor:
     def note_waiting_rows(self, rows_wait: bool) -> None:
         """Nothing: no batch grows here."""
 
-    async def call(self, function: ModelFunction, deadline: float) -> CallOutcome:
+    async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
         """The function, in the first replica's thread, after what that does; a thread can't be ended."""
-        del deadline
+        del seconds
         outcome: CallOutcome = await self._work(0, partial(self._runner.call, 0, function))
         return outcome
 
@@ -288,9 +288,9 @@ class MultiDeviceExecutor:
     def note_waiting_rows(self, rows_wait: bool) -> None:
         """Nothing: no batch grows here."""
 
-    async def call(self, function: ModelFunction, deadline: float) -> CallOutcome:
+    async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
         """The function, on the first device."""
-        return await self._first.call(function, deadline)
+        return await self._first.call(function, seconds)
 
     async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
         """The items' rows, as the first device's executor makes them."""

@@ -86,11 +86,15 @@ class WorkerThread:
         await asyncio.shield(self._ended)
 
     def _work(self) -> None:
-        self._initialize()
+        failure: Exception | None = None
+        try:
+            self._initialize()
+        except BaseException as error:  # whatever it is given fails then
+            failure = wrap_error(error)
         while (task := self._tasks.get()) is not None:
             future, function = task
             try:
-                self._tell(future, None, function())
+                self._tell(future, failure, None if failure is not None else function())
             except BaseException as error:
                 clean = error if isinstance(error, Exception) and not isinstance(error, StopIteration) else None
                 self._tell(future, clean or wrap_error(error), None)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import IN_THE_LOG, Failure, LayertapError, LoadError, make_load_error
@@ -32,6 +33,7 @@ from layertap.service.engine.unavailable import unloading_error
 from layertap.service.errors import UnavailableError
 from layertap.service.settings import Settings
 
+T = TypeVar("T")
 log = logging.getLogger("layertap")
 LONGEST_LOAD_S = 60.0  # that a caller is told to wait for a model that loads
 FIRST_PAUSE_S = 1.0  # until a model is loaded again whose process was killed; twice as long each time
@@ -84,6 +86,7 @@ class ModelHandle:
         self._scheduler = scheduler
         self._settings = settings
         self._changed = asyncio.Event()
+        self._calling = asyncio.Lock()
         self._life: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(self._live())
         self._life.add_done_callback(self._end_life)
 
@@ -210,6 +213,17 @@ class ModelHandle:
         """Return once its model is loaded, has failed, or answers nobody new; DeadlineError."""
         await wait_until(deadline, self._wait_for(lambda: self.is_settled or self.answers != "all"))
 
+    async def ask_again(self, ask: Callable[[], Awaitable[T]], deadline: float) -> T:
+        """What ``ask`` gives, asked once more where the model was lost meanwhile; DeadlineError, UnavailableError."""
+        try:
+            return await ask()
+        except ModelLostError:
+            await wait_until(deadline, self.wait_until_settled())
+        try:
+            return await ask()
+        except ModelLostError:
+            raise self.make_error() from None
+
     async def wait_until_released(self) -> None:
         """Return once no request holds it."""
         await self._wait_for(lambda: not self.holders)
@@ -234,7 +248,7 @@ class ModelHandle:
 
     async def _live(self) -> None:
         """Load the model, and load it again where its process is lost, until it can't be."""
-        pause = FIRST_PAUSE_S
+        pause, began, quick = FIRST_PAUSE_S, -math.inf, False
         while True:
             try:
                 await (self._begin() if self._executor is None else self._executor.restart())
@@ -245,13 +259,16 @@ class ModelHandle:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
             else:
-                pause = FIRST_PAUSE_S
                 self._succeed()
+                quick, began = time.monotonic() - began < LONGEST_PAUSE_S, time.monotonic()
                 await self.executor.wait_until_lost()
+                pause = min(2 * pause, LONGEST_PAUSE_S) if quick else FIRST_PAUSE_S
                 log.warning("a model's process has died, and is started again", extra={"fields": {"model": self.name}})
             self._began = time.monotonic()
             self.entry.state = "loading"
             self._set(ModelState.LOADING)
+            if self.error is None and quick:  # it was lost not long ago, too
+                await asyncio.sleep(pause)
 
     async def _begin(self) -> None:
         """Load the model for the first time, and have it take batches."""
@@ -279,6 +296,10 @@ class ModelHandle:
             is_invariant = await self._scheduler.call(self.key, function, lambda _: None, float("inf"), float("inf"))
         except LayertapError:
             raise
+        except ModelLostError as error:
+            refusal = LoadError("the process that loads it has ended")
+            refusal.kind = "killed"
+            raise refusal from error
         except Exception as error:
             cause = error.__cause__ or error
             refusal = LoadError(f"a forward of {rows} rows ended in {type(cause).__name__}", hint=IN_THE_LOG)
@@ -294,6 +315,7 @@ class ModelHandle:
 
     def _succeed(self) -> None:
         self.error = None
+        self._scheduler.refuse(self.key, None)
         self.entry.recover(self.model)
         self.last_used = time.monotonic()
         self._set(ModelState.READY)
@@ -314,20 +336,18 @@ class ModelHandle:
         self.entry.fail(reason, (refusal.kind if isinstance(refusal, LoadError) else "") or "other")
         self.error = refusal
         self._set(ModelState.FAILED)
-        self._scheduler.refuse_waiting(self.key, self.make_error())
+        self._scheduler.refuse(self.key, self.make_error)
         return refusal
 
     async def _call(self, function: ModelFunction, keep: Callable[[Any], None], deadline: float) -> Any:
         """What a function of the model gives, which is kept for who asks next; raises what it does, DeadlineError."""
         limit_s = max(deadline - time.monotonic(), self._settings.deadline_s)
+        call = partial(self._scheduler.call, self.key, function, keep, deadline, limit_s)
+        await wait_until(deadline, self._calling.acquire())  # one that hangs takes one slot, not all of them
         try:
-            return await self._scheduler.call(self.key, function, keep, deadline, limit_s)
-        except ModelLostError:
-            await self.wait_until_loaded(deadline)
-        try:
-            return await self._scheduler.call(self.key, function, keep, deadline, limit_s)
-        except ModelLostError:
-            raise self.make_error() from None
+            return await self.ask_again(call, deadline)
+        finally:
+            self._calling.release()
 
     async def _close(self) -> None:
         self._end_loading()

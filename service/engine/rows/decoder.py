@@ -18,7 +18,6 @@ from layertap.models.spec import Shapes
 from layertap.service.engine.admit.limits import show_shapes
 from layertap.service.engine.batch import Results, UndecodedError
 from layertap.service.engine.deadline import RunInThread
-from layertap.service.engine.execute.executor import ModelLostError
 from layertap.service.engine.plan.planner import PlannedRequest
 from layertap.service.engine.request import Job
 from layertap.service.engine.rows.rows import (
@@ -103,11 +102,8 @@ class InputDecoder:
 
     async def _decode_group(self, planned: PlannedRequest, items: Sequence[LocalItem], deadline: float) -> ItemAttempts:
         handle, priority = planned.handle, planned.request.priority
-        try:
-            attempts = await self._scheduler.decode(handle.key, items, planned.inputs, priority, deadline)
-        except ModelLostError:
-            await handle.wait_until_loaded(deadline)
-            attempts = await self._scheduler.decode(handle.key, items, planned.inputs, priority, deadline)
+        decode = partial(self._scheduler.decode, handle.key, items, planned.inputs, priority, deadline)
+        attempts = await handle.ask_again(decode, deadline)
         left = [[item] for item, of_item in zip(items, attempts, strict=True) if not of_item]
         if not left:
             return attempts

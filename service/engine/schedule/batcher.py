@@ -87,6 +87,11 @@ class Batcher:
 
     def remove(self, request: QueuedRequest) -> None:
         """Remove the rows of a request that are in no batch."""
+        if any(each.request is request for batch in self._again for each in batch.slices):
+            rest = ([each for each in batch.slices if each.request is not request] for batch in self._again)
+            self._again = [
+                batch.take(slices, batch.tries) for batch, slices in zip(self._again, rest, strict=True) if slices
+            ]
         if request.key in self._waiting:
             self._waiting[request.key].remove(request)
             self._forget_if_empty(request.key)

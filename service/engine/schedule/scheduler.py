@@ -23,14 +23,13 @@ from layertap.service.engine.schedule.batcher import Batcher, Clock
 from layertap.service.engine.schedule.in_flight import InFlight
 from layertap.service.engine.schedule.pace import Pace
 from layertap.service.engine.schedule.waiting import DecodeTask
-from layertap.service.errors import UnavailableError
+from layertap.service.engine.unavailable import failure_error, unloading_error
 from layertap.service.inputs.items import LocalItem
 from layertap.service.metrics import Metrics
 from layertap.service.types import Priority
 
 T = TypeVar("T")
 EARLY_S = 0.05  # an event loop counts from where its turn began, in milliseconds: its timers may end so much too soon
-FAILURE_RETRY_S = 60.0
 log = logging.getLogger("layertap")
 
 
@@ -38,7 +37,7 @@ log = logging.getLogger("layertap")
 class ScheduledModel:
     """A model that takes batches: ``busy`` counts what runs of it, ``idle`` is set once nothing of it waits or runs.
 
-    ``idle`` is None as long as nobody waits for that.
+    ``idle`` is None as long as nobody waits for that. ``make_error`` is there where the model can't be asked now.
     """
 
     key: str
@@ -47,6 +46,7 @@ class ScheduledModel:
     pace: Pace
     busy: int = 0
     idle: asyncio.Event | None = None
+    make_error: Callable[[], Exception] | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -110,11 +110,13 @@ class Scheduler:
         model = self._models.get(key)
         return model is None or (not model.busy and not self._batcher.count_waiting_rows(key))
 
-    def refuse_waiting(self, key: str, error: Exception) -> None:
-        """Answer all jobs of a model that wait with an error: it can't be asked any more."""
+    def refuse(self, key: str, make_error: Callable[[], Exception] | None) -> None:
+        """Answer all jobs of a model with an error, also those that come, until that is None again."""
+        if (model := self._models.get(key)) is not None:
+            model.make_error = make_error
         for job, flight in list(self._in_flight.items()):
-            if job.key.model == key:
-                flight.fail(error)
+            if job.key.model == key and make_error is not None:
+                flight.fail(make_error())
 
     def count_waiting_rows(self, key: str) -> int:
         """Rows of a model that are in no batch yet; any thread may ask."""
@@ -130,7 +132,7 @@ class Scheduler:
             self.failure = reason
             self._on_failure(reason)
         for flight in list(self._in_flight.values()):
-            flight.fail(make_failure_error(reason))
+            flight.fail(failure_error(reason))
 
     async def run(self, jobs: Sequence[Job]) -> list[Results]:
         """The results of jobs of a request, in the host's memory.
@@ -138,19 +140,21 @@ class Scheduler:
         Cancelled, or past the deadline (DeadlineError), what still waits never runs.
         """
         if self.failure:
-            raise make_failure_error(self.failure)
+            raise failure_error(self.failure)
+        for key in {job.key.model for job in jobs}:
+            self._get_model(key)
         flight = InFlight(jobs)
-        for job in jobs:
-            self._in_flight[job] = flight
-            self._batcher.add(job)
-        self._dispatch()
         timer = set_deadline(flight.answer, jobs[0].deadline)
         try:
+            for job in jobs:
+                self._in_flight[job] = flight
+                self._batcher.add(job)
+            self._dispatch()
             return await flight.answer
         finally:
             timer.cancel()
             for job in jobs:
-                del self._in_flight[job]
+                self._in_flight.pop(job, None)
                 self._batcher.remove(job)
             flight.record()
             if not flight.started:
@@ -187,10 +191,10 @@ class Scheduler:
         model = self._get_model(key)
 
         async def call() -> Any:
-            outcome = await model.executor.call(function, time.monotonic() + limit_s)
+            outcome = await model.executor.call(function, limit_s)
             if outcome.failure:
                 self.fail_permanently(outcome.failure)
-                raise make_failure_error(outcome.failure)
+                raise failure_error(outcome.failure)
             if isinstance(outcome.result, Exception):
                 raise outcome.result
             keep(outcome.result)
@@ -227,7 +231,9 @@ class Scheduler:
     def _get_model(self, key: str) -> ScheduledModel:
         model = self._models.get(key)
         if model is None:
-            raise UnavailableError(f"model {key.partition('@')[0]} is being unloaded", retry_after=1.0)
+            raise unloading_error(key.partition("@")[0], 1.0)
+        if model.make_error is not None:
+            raise model.make_error()
         return model
 
     def _dispatch(self) -> None:
@@ -276,21 +282,28 @@ class Scheduler:
         started = time.perf_counter()
         try:
             result = await awaited
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # a pool that is shut down cancels
             log.exception("a batch failed", extra={"fields": {"model": model.name}})
             result = refuse(running.batch, error if isinstance(error, LayertapError) else wrap_error(error))
         seconds = time.perf_counter() - started
-        self._finish(model, running.batch, result, seconds)
-        self._record(running.batch, result.failures, seconds)
-        self._leave(model)
+        try:
+            self._finish(model, running.batch, result, seconds)
+            self._record(running.batch, result.failures, seconds)
+        except Exception as error:
+            log.exception("a batch could not be answered", extra={"fields": {"model": model.name}})
+            for each in running.batch.slices:
+                if (flight := self._in_flight.get(cast("Job", each.request))) is not None:
+                    flight.fail(wrap_error(error))
+        finally:
+            self._leave(model)
 
     def _finish(self, model: ScheduledModel, batch: Batch, result: BatchResult, seconds: float) -> None:
+        decode_seconds = result.decode_seconds
+        self._batcher.finish(batch, seconds, decode_seconds)
         if result.failure:
             self.fail_permanently(result.failure)
         if result.failures.too_many_rows is not None:
             self._batcher.reduce_max_rows(batch.key, result.failures.too_many_rows)
-        decode_seconds = result.decode_seconds
-        self._batcher.finish(batch, seconds, decode_seconds)
         if any(not isinstance(each.results, Exception) for each in result.results):
             parallel = self._batcher.count_parallel_batches(batch.key.devices, batch.slots)
             model.pace.add_batch(batch, seconds, parallel, decoded=decode_seconds > 0)
@@ -333,8 +346,3 @@ class Scheduler:
         """Count a request that never came to a forward."""
         late = time.monotonic() >= job.deadline - EARLY_S
         (self._metrics.count_expired if late else self._metrics.count_cancelled)(job.key.name)
-
-
-def make_failure_error(reason: str) -> UnavailableError:
-    """The answer where this process can't go on."""
-    return UnavailableError(reason, hint="the server has to be restarted", retry_after=FAILURE_RETRY_S)

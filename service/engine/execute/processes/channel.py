@@ -55,6 +55,10 @@ class References(Protocol):
         """The object of a reference."""
 
 
+class UnsentError(Exception):
+    """A message was not sent, since this process has no descriptor or no memory for it: the other end is well."""
+
+
 class NoReferences:
     """For connections whose messages cross as they are."""
 
@@ -135,6 +139,7 @@ class LoopChannel:
         self._incoming = Incoming()
         self._messages: deque[tuple[Any, Exception | None]] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._room = asyncio.Event()  # set once the socket may be written to, or is lost
         self._lost = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(connection, self._read)
@@ -155,13 +160,11 @@ class LoopChannel:
         return self._socket.fileno() < 0
 
     async def send(self, message: object, nbytes: int = 0) -> None:
-        """Send a message whose tensors and pictures have about so many bytes."""
+        """Send a message whose tensors and pictures have about so many bytes; UnsentError."""
         with _end_where_lost():
             if self._lost:
                 raise EOFError("the other process has ended")
-            make = partial(pack, message, self.references)
-            packed = await asyncio.to_thread(make) if nbytes > LARGE_BYTES else make()
-            with closing(packed) as outgoing:
+            with closing(await self._pack(message, nbytes)) as outgoing:
                 while not outgoing.write(self._socket):
                     await self._wait_for_room()
 
@@ -180,11 +183,26 @@ class LoopChannel:
             raise error
         return message
 
-    async def _wait_for_room(self) -> None:
-        room = asyncio.Event()
-        self._loop.add_writer(self._socket, room.set)
+    async def _pack(self, message: object, nbytes: int) -> Outgoing:
+        """The message ready to be sent; what is large is packed in a thread."""
+        make = partial(pack, message, self.references)
         try:
-            await room.wait()
+            if nbytes <= LARGE_BYTES:
+                return make()
+            packing = asyncio.ensure_future(asyncio.to_thread(make))
+            try:
+                return await asyncio.shield(packing)
+            except asyncio.CancelledError:
+                packing.add_done_callback(_close_packed)
+                raise
+        except (OSError, MemoryError) as error:
+            raise UnsentError(error.strerror if isinstance(error, OSError) else "no memory") from error
+
+    async def _wait_for_room(self) -> None:
+        self._room.clear()
+        self._loop.add_writer(self._socket, self._room.set)
+        try:
+            await self._room.wait()
         finally:
             if self._socket.fileno() >= 0:
                 self._loop.remove_writer(self._socket)
@@ -211,8 +229,15 @@ class LoopChannel:
             return None, error
 
     def _wake(self) -> None:
+        if self._lost:
+            self._room.set()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _close_packed(packing: asyncio.Future[Outgoing]) -> None:
+    if not packing.cancelled() and packing.exception() is None:
+        packing.result().close()
 
 
 class Outgoing:

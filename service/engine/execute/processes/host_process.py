@@ -89,14 +89,19 @@ class HostProcess:
         self._pid = pid
         self.descriptor = os.pidfd_open(pid)  # nobody waits for it before ``end`` does: the number is still its own
 
+    def kill(self) -> None:
+        """End it at once; any thread may, also beside ``end``."""
+        with suppress(OSError):
+            signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
+
     def end(self, seconds: float = 0.0) -> int | None:
         """Its exit status; it is killed if it has not ended in so many seconds. None where nobody knows."""
         poll = select.poll()
         poll.register(self.descriptor, select.POLLIN)
         poll.poll(seconds * 1000)
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
-        os.close(self.descriptor)
+        self.kill()
+        descriptor, self.descriptor = self.descriptor, -1
+        os.close(descriptor)
         with suppress(EOFError, OSError):
             return self._server.wait_for_host(self._pid)
         return None

@@ -21,12 +21,12 @@ from layertap.service.engine.execute.executor import CallOutcome, ModelFunction,
 from layertap.service.engine.execute.processes.channel import LARGE_BYTES
 from layertap.service.engine.execute.processes.messages import CallModel, HostOptions
 from layertap.service.engine.execute.processes.worker_pool import (
-    GRACE_SECONDS,
     MAX_DECODE_ITEMS,
     WorkerPool,
     choose_worker_bytes,
 )
 from layertap.service.engine.execute.processes.worker_process import (
+    GRACE_SECONDS,
     ModelHost,
     OnRestart,
     WorkerDiedError,
@@ -107,7 +107,8 @@ class ProcessExecutor:
     async def _run(self, running: RunningBatch, worker: WorkerProcess) -> BatchResult:
         batch = running.batch
         try:
-            result: BatchResult = await self._workers.ask(batch, batch.deadline + GRACE_SECONDS, worker, running.extend)
+            deadline, extend = batch.deadline + GRACE_SECONDS, running.extend
+            result: BatchResult = await self._workers.ask(batch, deadline=deadline, worker=worker, extend=extend)
             return await self._join(running.batch, replace(result, failure=""))  # that ended with its worker
         except ModelLostError:
             return BatchResult(again=(running.batch,))
@@ -120,10 +121,10 @@ class ProcessExecutor:
         """Workers look at it when they have decoded a batch."""
         self._workers.note_waiting_rows(rows_wait)
 
-    async def call(self, function: ModelFunction, deadline: float) -> CallOutcome:
-        """The function, in a worker, which is ended at a moment on the monotonic clock."""
+    async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
+        """The function, in a worker, which is ended after so many seconds."""
         try:
-            outcome: CallOutcome = await self._workers.ask(CallModel(function), deadline)
+            outcome: CallOutcome = await self._workers.ask(CallModel(function), seconds=seconds)
         except WorkerDiedError:
             return CallOutcome(ForwardError(DIED))
         except UnavailableError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -18,8 +19,10 @@ from layertap.models.devices import memory
 from layertap.models.errors import InputError, LoadError
 from layertap.models.model_info import ModelInfo
 from layertap.service.engine.execute.executor import ModelLostError
+from layertap.service.engine.execute.processes.channel import UnsentError
 from layertap.service.engine.execute.processes.messages import DecodeItems, Hello, ToWorker
 from layertap.service.engine.execute.processes.worker_process import (
+    GRACE_SECONDS,
     Extend,
     ModelHost,
     StartedWorker,
@@ -35,7 +38,7 @@ from layertap.service.settings import MIN_WORKER_MEMORY_BYTES, Settings
 from layertap.service.types import RestartReason
 
 MEMORY_SHARE = 0.5  # of what is free when a model is loaded: what its workers may take, each its part
-GRACE_SECONDS = 1.0  # beyond the moment at which nobody waits any more
+BORROW_SECONDS = 300.0  # for a worker to be idle: longer than any batch has that anybody waits for
 MAX_DECODE_ITEMS = 8  # of a request in one message
 TRIES = 2  # a worker may die of something else
 SEND_TRIES = 3
@@ -74,11 +77,10 @@ class WorkerPool:
 
     def start(self) -> None:
         """Begin to ask the workers that were started, and to look whether their host is there."""
-        self._lost.clear()
+        self._lost = asyncio.Event()  # of this host: tasks of the one before keep theirs
         started, self._started = self._started, []
-        try:
-            self._descriptor = self._host.open_descriptor()
-        except LoadError:
+        self._descriptor = self._host.take_descriptor()
+        if self._descriptor is None:
             self._lose()
         else:
             asyncio.get_running_loop().add_reader(self._descriptor, self._bury_host)
@@ -104,20 +106,23 @@ class WorkerPool:
     async def ask(
         self,
         message: ToWorker,
-        deadline: float,
+        *,
+        deadline: float = math.inf,
+        seconds: float = math.inf,
         worker: WorkerProcess | None = None,
         extend: Extend = lambda: None,
     ) -> Any:
         """The answer of a worker that was taken, or else of one that is idle, once one is; as ``WorkerProcess.ask``.
 
-        One that was dead before it had the message is passed over.
+        It has until ``deadline``, and so many ``seconds`` once a worker is there. One that was dead before it had the
+        message is passed over.
 
         WorkerDiedError; ModelLostError where the host has ended; UnavailableError where nothing can be passed on.
         """
         for _ in range(SEND_TRIES):
             worker = worker or await self._borrow()
             try:
-                answer = await worker.ask(message, deadline, extend)
+                answer = await worker.ask(message, min(deadline, time.monotonic() + seconds), extend)
             except WorkerDiedError as error:
                 self._replace(worker, "timeout" if error.timed_out else None)
                 if self._lost.is_set():
@@ -125,11 +130,14 @@ class WorkerPool:
                 if error.taken or error.timed_out:
                     raise
                 worker = None
-            except (OSError, MemoryError) as error:  # of this process; the worker is well
+            except UnsentError as error:
                 self._add(worker)
-                reason = error.strerror if isinstance(error, OSError) else "no memory"
-                detail = f"nothing can be passed to a worker ({reason})"
-                raise UnavailableError(detail, retry_after=RETRY_SECONDS) from error
+                raise UnavailableError(
+                    f"nothing can be passed to a worker ({error})", retry_after=RETRY_SECONDS
+                ) from error
+            except (OSError, MemoryError) as error:  # of this process, in the midst of the answer
+                self._replace(worker, "failure")
+                raise UnavailableError("an answer could not be received", retry_after=RETRY_SECONDS) from error
             except BaseException:
                 self._replace(worker, "failure")
                 raise
@@ -147,8 +155,8 @@ class WorkerPool:
         Of the others there is nothing then: they are to be asked for alone. ModelLostError, UnavailableError.
         """
         try:
-            deadline = time.monotonic() + len(items) * self._decode_seconds + GRACE_SECONDS
-            return cast("ItemAttempts", await self.ask(DecodeItems(items), deadline))
+            seconds = len(items) * self._decode_seconds + GRACE_SECONDS
+            return cast("ItemAttempts", await self.ask(DecodeItems(items), seconds=seconds))
         except WorkerDiedError as error:
             attempts: ItemAttempts = [[] for _ in items]
             blamed = error.decoding if len(items) > 1 else 0
@@ -159,6 +167,8 @@ class WorkerPool:
     async def _decode_again(self, item: LocalItem, error: WorkerDiedError, tries: int) -> Sequence[Attempt]:
         if tries and not self.is_out_of_time(error):
             return (await self.decode([item], tries))[0]
+        if not error.taken:
+            raise UnavailableError("no worker takes this input", retry_after=RETRY_SECONDS)
         return [self.make_refusal(error)]
 
     async def complete(self, items: Sequence[LocalItem], decoded: Sequence[Sequence[Attempt] | None]) -> ItemAttempts:
@@ -193,7 +203,7 @@ class WorkerPool:
         """End all processes."""
         pids = [worker.pid for worker in self._host.workers]
         self._lose()
-        await asyncio.gather(*self._tasks)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await run_in_new_thread(f"end-{self._host.name}", partial(self._host.close, pids))
 
     def _start_workers(self) -> list[StartedWorker]:
@@ -216,7 +226,10 @@ class WorkerPool:
         waiting: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
         try:
-            return await waiting
+            async with asyncio.timeout(BORROW_SECONDS):
+                return await waiting
+        except TimeoutError:
+            raise UnavailableError("no worker is idle", retry_after=RETRY_SECONDS) from None
         except asyncio.CancelledError:
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
                 self._add(waiting.result())
@@ -230,6 +243,7 @@ class WorkerPool:
                 return
             worker.note_waiting_rows(self._rows_wait)
             self._host.workers.append(worker)
+            asyncio.get_running_loop().call_soon(self.on_idle)
         elif worker.is_closed:
             return
         while self._waiting:
@@ -238,7 +252,6 @@ class WorkerPool:
                 waiting.set_result(worker)
                 return
         self._idle.append(worker)
-        self.on_idle()
 
     def _bury(self, worker: WorkerProcess) -> None:
         """A worker has died while it did nothing."""
@@ -252,11 +265,12 @@ class WorkerPool:
         if worker in self._host.workers:
             self._host.workers.remove(worker)
         if not self._lost.is_set():
-            task = asyncio.get_running_loop().create_task(self._start_another(worker.pid, reason))
+            task = asyncio.get_running_loop().create_task(self._start_another(worker.pid, reason, self._lost))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _start_another(self, pid: int, reason: RestartReason | None) -> None:
+    async def _start_another(self, pid: int, reason: RestartReason | None, lost: asyncio.Event) -> None:
+        """Have another worker take the place of a dead one, tried until its host is ``lost``."""
         name = self._host.name
         status = await run_in_new_thread(f"end-{name}", partial(self._host.wait_for_worker, pid))
         reason = reason or find_reason(status)
@@ -264,16 +278,20 @@ class WorkerPool:
             "a worker is replaced", extra={"fields": {"model": name, "pid": pid, "reason": reason, "status": status}}
         )
         self._host.on_restart(name, reason)
-        while not self._lost.is_set():
+        while not lost.is_set():
             try:
                 started = await run_in_new_thread(f"start-{name}", self._host.start_worker)
-            except LoadError as error:
-                self._refuse(UnavailableError(error.detail, hint=error.hint, retry_after=RETRY_SECONDS))
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._lost.wait(), RETRY_SECONDS)
-            else:
-                self._add(WorkerProcess(started, self._bury))
+                if lost.is_set():
+                    started.connection.close()
+                else:
+                    self._add(WorkerProcess(started, self._bury))
                 return
+            except Exception as error:
+                detail = error.detail if isinstance(error, LoadError) else f"no worker of model {name} can be started"
+                log.warning("no worker can be started", exc_info=error, extra={"fields": {"model": name}})
+                self._refuse(partial(UnavailableError, detail, retry_after=RETRY_SECONDS))
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(lost.wait(), RETRY_SECONDS)
 
     def _bury_host(self) -> None:
         """The host has died, and its workers with it; nobody knows why."""
@@ -292,12 +310,12 @@ class WorkerPool:
         workers, self._host.workers = self._host.workers, []
         for worker in workers:
             worker.close()
-        self._refuse(ModelLostError())
+        self._refuse(ModelLostError)
 
-    def _refuse(self, error: Exception) -> None:
+    def _refuse(self, make_error: Callable[[], Exception]) -> None:
         """Tell whoever waits for a worker that there is none."""
         if not self._host.workers or self._lost.is_set():
             while self._waiting:
                 waiting = self._waiting.popleft()
                 if not waiting.done():
-                    waiting.set_exception(error)
+                    waiting.set_exception(make_error())

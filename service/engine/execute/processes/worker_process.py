@@ -20,7 +20,7 @@ from layertap.models.errors import IN_THE_LOG, LayertapError, LoadError
 from layertap.models.model_info import ModelInfo
 from layertap.models.turns import build_beside, take_turn
 from layertap.service.engine.batch import Batch, BatchFailures, BatchResult, SliceResult
-from layertap.service.engine.execute.processes.channel import LoopChannel, connect
+from layertap.service.engine.execute.processes.channel import Channel, LoopChannel, UnsentError, connect
 from layertap.service.engine.execute.processes.host_process import HostProcess, start_host
 from layertap.service.engine.execute.processes.messages import (
     BatchDecoded,
@@ -38,9 +38,10 @@ from layertap.service.engine.execute.processes.messages import (
 )
 from layertap.service.engine.execute.processes.progress import Progress, create_progress
 from layertap.service.engine.execute.processes.references import ServerReferences
-from layertap.service.inputs.items import ImageItem
+from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem
 from layertap.service.types import RestartReason
 
+GRACE_SECONDS = 1.0  # beyond the moment at which nobody waits any more
 START_SECONDS = 60.0  # for a copy of a process to say that it is ready, on a machine that does much else
 LOAD_SECONDS = 3600.0  # for a host to load its model, which may be downloaded first
 MIN_RELOAD_SECONDS = 120.0
@@ -103,6 +104,7 @@ class ModelHost:
         self._closed = False
         self._identity: object = None  # of the model as it was loaded first
         self._load_seconds = 0.0  # that this took
+        self._descriptor: int | None = None
         self._channel, unused = connect()  # each process has one of its own
         unused.close()
         self._process: HostProcess | None = None
@@ -117,26 +119,30 @@ class ModelHost:
             if self._closed:
                 raise LoadError(f"model {self.name} is unloaded")
             self._end()
-            return self._load()
+            try:
+                info = self._load()
+                self._descriptor = os.dup(self._process.descriptor) if self._process is not None else None
+            except OSError as error:  # no descriptor is left in this process
+                self._end()
+                refusal = LoadError(f"no process can be started to load it ({error.strerror})")
+                refusal.kind = "killed"
+                raise refusal from error
+            return info
 
     def start_worker(self) -> StartedWorker:
         """Start a worker; LoadError where the host is gone, or has no process for it."""
-        progress, memory = create_progress()
-        channel, connection = connect()
-        own = channel.connection
         try:
-            with self._lock, closing(connection):
-                pid = self._ask_for_copy(connection.fileno(), memory)
-            channel.receive(START_SECONDS)  # it is ready
-            return StartedWorker(pid, own, progress)
+            progress, memory = create_progress()
+            try:
+                channel, connection = connect()
+                with closing(connection):
+                    return self._start_worker(channel, progress, (connection.fileno(), memory))
+            finally:
+                os.close(memory)
         except (EOFError, OSError) as error:
-            own.close()
-            progress.close()
             refusal = LoadError(f"no worker of model {self.name} can be started", hint=IN_THE_LOG)
             refusal.kind = "killed"
             raise refusal from error
-        finally:
-            os.close(memory)
 
     def wait_for_worker(self, pid: int) -> int | None:
         """The exit status of a worker that ends; None where nobody knows."""
@@ -145,16 +151,14 @@ class ModelHost:
                 self._channel.send(WaitForProcess(pid), timeout=START_SECONDS)
                 ended: ProcessEnded = self._channel.receive(START_SECONDS)
             except (EOFError, OSError):
-                self._channel.close()  # what it answers later would be taken for another answer
+                self._end()  # what it answers later would be taken for another answer
                 return None
         return ended.status
 
-    def open_descriptor(self) -> int:
-        """A descriptor that can be read once the process has ended, the caller's to close; LoadError where it has."""
-        with self._lock:
-            if self._process is None:
-                raise LoadError(f"the process of model {self.name} has ended")
-            return os.dup(self._process.descriptor)
+    def take_descriptor(self) -> int | None:
+        """A descriptor that can be read once the process has ended, from now on the caller's; None where it has."""
+        descriptor, self._descriptor = self._descriptor, None
+        return descriptor
 
     def measure_worker_bytes(self) -> int:
         """Memory of the workers that no other process has."""
@@ -162,8 +166,9 @@ class ModelHost:
 
     def close(self, workers: Sequence[int] = ()) -> None:
         """End the process, and with it its workers, those of these numbers before: none is started any more."""
-        with self._lock:
-            self._closed = True
+        self._closed = True
+        if self._lock.locked() and self._process is not None:  # it loads: nobody waits for that any more
+            self._process.kill()
         for pid in workers:  # while there is somebody who waits for them: nobody else would where this is PID 1
             self.wait_for_worker(pid)
         with self._lock:
@@ -218,16 +223,32 @@ class ModelHost:
                     turn.enter_context(take_turn())
                     self._channel.send(TurnTaken())
 
-    def _ask_for_copy(self, *descriptors: int) -> int:
+    def _start_worker(self, channel: Channel, progress: Progress, descriptors: Sequence[int]) -> StartedWorker:
+        try:
+            with self._lock:
+                pid = self._ask_for_copy(descriptors)
+            channel.receive(START_SECONDS)  # it is ready
+        except BaseException:
+            channel.close()
+            raise
+        return StartedWorker(pid, channel.connection, progress)
+
+    def _ask_for_copy(self, descriptors: Sequence[int]) -> int:
         """The number of a new copy's process."""
         if self._closed or self._process is None:
             raise LoadError(f"model {self.name} is unloaded" if self._closed else "the model's process has ended")
-        self._channel.send(StartWorker(), descriptors, START_SECONDS)
-        started: ProcessStarted = self._channel.receive(START_SECONDS)
+        try:
+            self._channel.send(StartWorker(), descriptors, START_SECONDS)
+            started: ProcessStarted = self._channel.receive(START_SECONDS)
+        except TimeoutError:
+            self._end()  # what it answers later would be taken for another answer
+            raise
         return started.pid
 
     def _end(self) -> None:
         self._channel.close()
+        if (descriptor := self.take_descriptor()) is not None:
+            os.close(descriptor)
         if self._process is not None:
             self._process.end()
             self._process = None
@@ -268,8 +289,8 @@ class WorkerProcess:
     async def ask(self, message: ToWorker, deadline: float, extend: Extend = lambda: None) -> Any:
         """Its answer; WorkerDiedError where it has died, or has not answered at a moment on the monotonic clock.
 
-        ``extend`` gives what joins a batch whose pictures are decoded. Any other error is this process's own, and the
-        worker is well.
+        ``extend`` gives what joins a batch whose pictures are decoded. UnsentError where it has not got the message,
+        and is well. After any other error it may be in the midst of an answer, and is of no use any more.
         """
         taken, results = self._progress.taken, list[SliceResult]()
         try:
@@ -279,8 +300,9 @@ class WorkerProcess:
                     answer = await self._channel.receive()
                     if isinstance(answer, BatchDecoded):
                         more = extend() or cast("Batch", message).take(())
-                        await self._channel.send(more, _count_bytes(more))
-                        if more.slices and (seconds := _count_seconds(max(deadline, more.deadline))) is not None:
+                        await self._send_more(more)
+                        deadline = max(deadline, more.deadline + GRACE_SECONDS) if more.slices else deadline
+                        if more.slices and (seconds := _count_seconds(deadline)) is not None:
                             limit.reschedule(asyncio.get_running_loop().time() + seconds)
                     elif isinstance(answer, BatchResult) and answer.more:
                         results += answer.results
@@ -295,10 +317,16 @@ class WorkerProcess:
                 decode_seconds=time.monotonic() - since if decoding >= 0 else 0.0,
                 failures=self._progress.failures,
             ) from error
-        except Exception:  # of the specs that the message had the worker may know none
+        except UnsentError:  # the worker knows none of the specs that the message would have brought
             self._channel.references = ServerReferences()
             raise
         return replace(answer, results=[*results, *answer.results]) if results else answer
+
+    async def _send_more(self, more: Batch) -> None:
+        try:
+            await self._channel.send(more, _count_bytes(more))
+        except UnsentError as error:  # the worker waits for it
+            raise OSError(str(error)) from error
 
     def close(self) -> None:
         """End the process, whatever it does."""
@@ -323,6 +351,15 @@ def _count_bytes(message: ToWorker) -> int:
     if isinstance(message, Batch):
         pictures = sum(len(picture.data) for each in message.slices for picture in each.encoded)
         return pictures + sum(value.nbytes for each in message.slices for value in each.inputs.values())
-    if isinstance(message, DecodeItems):
-        return sum(len(item.data) for item in message.items if isinstance(item, ImageItem))
+    return sum(map(_count_item_bytes, message.items)) if isinstance(message, DecodeItems) else 0
+
+
+def _count_item_bytes(item: LocalItem) -> int:
+    match item:
+        case ImageItem():
+            return len(item.data)
+        case TextItem():
+            return len(item.text)
+        case ArraysItem():
+            return sum(array.nbytes for array in item.arrays.values())
     return 0

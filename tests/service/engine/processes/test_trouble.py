@@ -156,7 +156,7 @@ def test_worker_stopped(fatal: Live) -> None:
     async def ask_stopped() -> None:
         worker = workers.take()
         os.kill(worker.pid, signal.SIGSTOP)
-        await workers.ask(DecodeItems([TextItem("x" * 16 * MIB)]), time.monotonic(), worker)
+        await workers.ask(DecodeItems([TextItem("x" * 16 * MIB)]), deadline=time.monotonic(), worker=worker)
 
     with pytest.raises(WorkerDiedError) as raised:
         fatal.run(ask_stopped())
@@ -174,6 +174,7 @@ def test_no_descriptors(fatal: Live) -> None:
     def send_input(data: bytes) -> Any:
         return fatal.client.post("/extract", **raw(data, "image/png", model="pictures", layers="linear:input"))
 
+    wait_until(lambda: all(len(list_pids(fatal, model)) == 2 for model in ("pictures", "doomed")))  # none is replaced
     before = list_pids(fatal, "pictures")
     send(fatal, (8, 8))
     with leave_descriptors(0):
