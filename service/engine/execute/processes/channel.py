@@ -152,6 +152,7 @@ class LoopChannel:
             self._incoming.close()
             self._socket.close()
         self._lost = True
+        self._on_lost = _ignore  # which knows the owner: it shall not wait for the collector
         self._wake()
 
     @property
@@ -233,6 +234,10 @@ class LoopChannel:
             self._room.set()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _ignore() -> None:
+    """Of an end that is closed."""
 
 
 def _close_packed(packing: asyncio.Future[Outgoing]) -> None:
