@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +13,6 @@ from layertap.service.access_log import REQUEST, SLOW_REQUEST, format_request
 
 # Not orjson: it refuses lone surrogates, and leaves U+2028 as it is, which some take for the end of a line.
 ENCODER = json.JSONEncoder(default=str)
-COLOURS = {"WARNING": "33", "ERROR": "31", "CRITICAL": "31"}
 SENTENCES: dict[tuple[str, str], Callable[[Mapping[str, object]], str]] = {
     # of our loggers' messages whose fields people would have to put together
     ("layertap.access", REQUEST): format_request,
@@ -46,11 +44,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A record as a line for people, in ``colours`` where it is trouble; what a terminal might obey is escaped."""
-
-    def __init__(self, colours: bool = False) -> None:
-        super().__init__()
-        self._colours = colours
+    """A record as a line for people; what a terminal might obey is escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The time of day here and what is said; an exception stands in lines of its own."""
@@ -60,8 +54,6 @@ class TextFormatter(logging.Formatter):
             if record.levelno < logging.WARNING
             else f"{level.lower()}: {_format_sentence(record)}"
         )
-        if self._colours and level in COLOURS:
-            text = f"\x1b[{COLOURS[level]}m{text}\x1b[0m"
         lines = [f"{self.formatTime(record, '%H:%M:%S')}  {text}"]
         if record.exc_info:
             lines += map(escape_unprintable, self.formatException(record.exc_info).splitlines())
@@ -79,9 +71,7 @@ def configure(level: str, text: bool) -> None:
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        TextFormatter(sys.stderr.isatty() and not os.environ.get("NO_COLOR")) if text else JsonFormatter()
-    )
+    handler.setFormatter(TextFormatter() if text else JsonFormatter())
     logging.captureWarnings(True)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if text and level == "info":  # uvicorn tells of its steps; ours say the same
