@@ -190,11 +190,11 @@ class Engine:
         return min(seconds, self.settings.deadline_s)
 
     def take_snapshot(self) -> Snapshot:
-        """What is so at this moment, for the metrics; called by any thread."""
-        entries, workers = list(self.manager.registry), self.manager.list_handles()
+        """The figures of this moment, for the metrics; called by any thread."""
+        entries, handles = list(self.manager.registry), self.manager.list_handles()
         answering = dict(self.manager.handles)  # new requests; others finish what they have
-        waiting = sum(self.manager.scheduler.count_waiting_rows(handle.key) for handle in workers)
-        rows = sum(handle.rows for handle in workers)
+        waiting = sum(self.manager.scheduler.count_waiting_rows(handle.key) for handle in handles)
+        rows = sum(handle.rows for handle in handles)
         ceilings = {name: handle.max_batch_rows for name, handle in answering.items()}
         return Snapshot(
             queue_rows=waiting,

@@ -108,7 +108,7 @@ class Executor(Protocol):
     async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
         """Items as rows, or why there are none.
 
-        Of several some may have nothing at all: their process died of another one. They are to be asked for alone.
+        Of several items some may have no attempts: another one killed their process. They are to be sent again, alone.
         ModelLostError, UnavailableError.
         """
 

@@ -137,7 +137,7 @@ class ModelManager:
         return self.handles.get(self.find_name(name))
 
     def find_name(self, name: str | None) -> str:
-        """A model's own name by its name or alias (None: the default); of one that there is not as it is."""
+        """A model's own name by its name or alias (None: the default); an unknown name is returned as it is."""
         name = self.default if name is None else name
         return self.registry.aliases.get(name, name)
 

@@ -48,14 +48,14 @@ class ModelRoom:
     @property
     def used_bytes(self) -> int:
         """What all models take, and those that load are thought to take."""
-        return _count_bytes(self._list_workers())
+        return _count_bytes(self._list_handles())
 
     def make_for(self, entry: ModelEntry, hint: str = COME_AGAIN) -> None:
         """Unload models until one more may be loaded.
 
         UnavailableError with the hint, and none is unloaded, where those that are in use leave no room.
         """
-        staying, unused, going = self._list_workers(), self._list_unused(), list[ModelHandle]()
+        staying, unused, going = self._list_handles(), self._list_unused(), list[ModelHandle]()
         while shortage := self._find_shortage(entry, staying):
             if not unused:
                 raise UnavailableError(shortage, hint=hint, retry_after=NO_ROOM_RETRY_S)
@@ -101,7 +101,7 @@ class ModelRoom:
             return f"{taken if entry.memory_bytes else ''}models in use have {used} of {budget} bytes"
         return ""
 
-    def _list_workers(self) -> list[ModelHandle]:
+    def _list_handles(self) -> list[ModelHandle]:
         return [handle for handle in (*self._handles.values(), *self._others) if not handle.failed]
 
     def _list_unused(self) -> list[ModelHandle]:

@@ -132,7 +132,7 @@ class Batcher:
         now = self._clock()
         reserved: set[str] = set()  # devices whose slots are kept free for a batch that needs more than there are
         if (again := self._take_again(idle_replicas, reserved, now)) is not None:
-            return self._start_again(again)
+            return self._begin(again)
         requests, task = self._list_first_requests(idle_replicas, now), self._find_first_decode(now)
         if task is not None and not any(self._precedes(request, task, now) for request in requests):
             requests = [request for request in requests if CPU not in request.key.devices]
@@ -289,9 +289,9 @@ class Batcher:
     def _start_batch(self, batch: Batch, now: float) -> Batch:
         self._take(batch.slices, batch.device, now)
         self._forget_if_empty(batch.key)
-        return self._start_again(batch)
+        return self._begin(batch)
 
-    def _start_again(self, batch: Batch) -> Batch:
+    def _begin(self, batch: Batch) -> Batch:
         model = batch.key.model
         self._free_slots[batch.device] -= batch.slots
         self._running_batches[model] = self._running_batches.get(model, 0) + 1

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from layertap.models.model_info import ModelInfo
-from layertap.service.engine.batch import Batch, BatchKey
-
-SMOOTHING = 0.2  # the newest batch's part in a mean
+from layertap.service.engine.batch import SMOOTHING, Batch, BatchKey
 
 
 class Pace:

@@ -184,7 +184,7 @@ class Scheduler:
     async def call(
         self, key: str, function: ModelFunction, keep: Callable[[Any], None], deadline: float, limit_s: float
     ) -> Any:
-        """What a function of a model gives, or raises; ``keep`` gets it, too, also where nobody waits any more.
+        """What a function of a model gives, or raises. ``keep`` is called with it even if the caller has gone.
 
         DeadlineError; ModelLostError. It may be ended after ``limit_s`` seconds.
         """

@@ -101,7 +101,7 @@ class ProcessExecutor:
         return {CPU: self._workers.idle}
 
     def run(self, running: RunningBatch) -> Awaitable[BatchResult]:
-        """The batch, in a worker; where that dies, the slice whose pictures it decoded then is blamed, or each."""
+        """The batch, in a worker. If that dies, the slice that it was decoding is blamed, or else each slice."""
         return self._run(running, self._workers.take())
 
     async def _run(self, running: RunningBatch, worker: WorkerProcess) -> BatchResult:
@@ -172,7 +172,7 @@ class ProcessExecutor:
             return refuse(batch, wrap_error(error))
 
     def _blame(self, batch: Batch, error: WorkerDiedError) -> BatchResult:
-        """What becomes of a batch whose worker died: who may have caused it runs again alone, once, others again."""
+        """The result of a batch whose worker died: a blamed slice runs once more, alone; the others run again."""
         if error.timed_out:  # nobody waits any more
             return refuse(batch, ForwardError(DIED))
         if error.decoding < 0:

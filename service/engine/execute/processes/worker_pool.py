@@ -150,9 +150,10 @@ class WorkerPool:
         raise UnavailableError("workers end before they are asked", retry_after=RETRY_SECONDS)
 
     async def decode(self, items: Sequence[LocalItem], tries: int = TRIES) -> ItemAttempts:
-        """What a worker makes of items. One that so many workers die of is refused.
+        """What a worker makes of items. An item that kills so many workers is refused.
 
-        Of the others there is nothing then: they are to be asked for alone. ModelLostError, UnavailableError.
+        The attempts of the others are empty then: they are to be sent again, each alone. ModelLostError,
+        UnavailableError.
         """
         try:
             seconds = len(items) * self._decode_seconds + GRACE_SECONDS
@@ -172,7 +173,7 @@ class WorkerPool:
         return [self.make_refusal(error)]
 
     async def complete(self, items: Sequence[LocalItem], decoded: Sequence[Sequence[Attempt] | None]) -> ItemAttempts:
-        """What is made of items, those among it of which there is None by a worker."""
+        """The attempts at items; a worker decodes each item whose attempt is None."""
         missing = [item for item, attempts in zip(items, decoded, strict=True) if attempts is None]
         more = iter(await self.decode(missing) if missing else ())
         return [next(more) if attempts is None else attempts for attempts in decoded]

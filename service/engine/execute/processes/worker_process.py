@@ -317,7 +317,7 @@ class WorkerProcess:
                 decode_seconds=time.monotonic() - since if decoding >= 0 else 0.0,
                 failures=self._progress.failures,
             ) from error
-        except UnsentError:  # the worker knows none of the specs that the message would have brought
+        except UnsentError:  # the specs of the message did not reach the worker
             self._channel.references = ServerReferences()
             raise
         return replace(answer, results=[*results, *answer.results]) if results else answer
