@@ -16,11 +16,10 @@ LETHAL = 1000.0
 
 
 class GatedLoad(nn.Module):
-    """Is built once there is a file, and says that it is being built by another."""
+    """Is built once there is a file; which process builds it stands in another."""
 
     def __init__(self, gate: str) -> None:
         super().__init__()
-        Path(f"{gate}.begun").touch()
         wait_for_file(gate)
         self.linear = nn.Linear(4, 3)
 
@@ -59,7 +58,23 @@ class Crowded(nn.Module):
         return out
 
 
+class GatedForward(nn.Module):
+    """Has its first forward once there is a file; which process runs it stands in another."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.gate = gate
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wait_for_file(self.gate)
+        out: Tensor = self.linear(x)
+        return out
+
+
 def wait_for_file(path: str) -> None:
-    """Return once there is a file."""
+    """Return once there is a file; who waits stands in another."""
+    if not Path(path).exists():
+        Path(f"{path}.begun").write_text(str(os.getpid()))
     while not Path(path).exists():
         time.sleep(TRY_S)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -132,8 +133,9 @@ def run_in_copy(function: Callable[[], T]) -> T:
     channel.close()
     _, status = os.waitpid(pid, 0)
     if ended:
-        refusal = LoadError(f"a forward ended its process (status {os.waitstatus_to_exitcode(status)})")
-        refusal.kind = "forward"
+        ended_with = os.waitstatus_to_exitcode(status)
+        refusal = LoadError(f"a forward ended its process (status {ended_with})")
+        refusal.kind = "killed" if ended_with == -signal.SIGKILL else "forward"
         raise refusal
     if isinstance(result, LayertapError):
         raise result
