@@ -173,7 +173,7 @@ def _count_rows(parts: Sequence[Part]) -> int:
 def _keep(row_slice: RowSlice, results: Results, shared: bool) -> Results:
     """A request's results, with those of some of its rows among them.
 
-    From a forward that was ``shared`` they are in memory of their own: whoever keeps them keeps no neighbour's.
+    Results of a forward that was ``shared`` are copied, so that a kept result holds no other request's memory.
     """
     joined = row_slice.request.joined
     if joined is not None and row_slice.rows < row_slice.request.rows:

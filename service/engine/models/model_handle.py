@@ -343,7 +343,7 @@ class ModelHandle:
         """What a function of the model gives, which is kept for who asks next; raises what it does, DeadlineError."""
         limit_s = max(deadline - time.monotonic(), self._settings.deadline_s)
         call = partial(self._scheduler.call, self.key, function, keep, deadline, limit_s)
-        await wait_until(deadline, self._calling.acquire())  # one that hangs takes one slot, not all of them
+        await wait_until(deadline, self._calling.acquire())  # one at a time, as long as its caller waits
         try:
             return await self.ask_again(call, deadline)
         finally:

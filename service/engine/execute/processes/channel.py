@@ -402,7 +402,7 @@ def _unpickle(body: memoryview, buffers: Iterator[memoryview], references: Refer
 
 
 def _align_copy(payload: memoryview) -> memoryview:
-    """The bytes in memory of their own, which begins where numbers may."""
+    """A copy of the bytes that is aligned for any dtype."""
     return memoryview(bytearray(payload))
 
 

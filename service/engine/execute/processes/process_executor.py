@@ -44,7 +44,7 @@ PARTS_AT_ONCE = 2  # threads that turn arrays into rows
 
 @dataclass(frozen=True, kw_only=True)
 class HostedModel(ModelInfo):
-    """A model that has been loaded by a process of its own."""
+    """A model that its host process has loaded."""
 
     host: ModelHost
 

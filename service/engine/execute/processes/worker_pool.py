@@ -17,10 +17,9 @@ import torch
 
 from layertap.models.devices import memory
 from layertap.models.errors import InputError, LoadError
-from layertap.models.model_info import ModelInfo
 from layertap.service.engine.execute.executor import ModelLostError
 from layertap.service.engine.execute.processes.channel import UnsentError
-from layertap.service.engine.execute.processes.messages import DecodeItems, Hello, ToWorker
+from layertap.service.engine.execute.processes.messages import DecodeItems, ToWorker
 from layertap.service.engine.execute.processes.worker_process import (
     GRACE_SECONDS,
     Extend,
@@ -193,12 +192,11 @@ class WorkerPool:
         """Return once the host has ended, and with it all workers."""
         await self._lost.wait()
 
-    async def restart(self) -> ModelInfo | Hello:
+    async def restart(self) -> None:
         """Load the model again, and start its workers; LoadError."""
-        info = await run_in_new_thread(f"load-{self._host.name}", self._host.load)
+        await run_in_new_thread(f"load-{self._host.name}", self._host.load)
         self._started = await run_in_new_thread(f"start-{self._host.name}", self._start_workers)
         self.start()
-        return info
 
     async def close(self) -> None:
         """End all processes."""
@@ -229,11 +227,11 @@ class WorkerPool:
         try:
             async with asyncio.timeout(BORROW_SECONDS):
                 return await waiting
-        except TimeoutError:
-            raise UnavailableError("no worker is idle", retry_after=RETRY_SECONDS) from None
-        except asyncio.CancelledError:
+        except (TimeoutError, asyncio.CancelledError) as error:
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
-                self._add(waiting.result())
+                self._add(waiting.result())  # it came at the same moment
+            if isinstance(error, TimeoutError):
+                raise UnavailableError("no worker is idle", retry_after=RETRY_SECONDS) from None
             raise
 
     def _add(self, worker: WorkerProcess) -> None:
