@@ -10,6 +10,7 @@ from layertap.models.selection.plan import Capture
 from layertap.service.engine.batch import Batch, ForwardSpec
 
 MAX_SPECS = 64  # a batch with more has a larger table
+RESET = -1  # comes with the first specs of a table: a worker forgets what it knew from another one
 Key = tuple[int, int, int, int]
 Known = tuple[ForwardSpec, tuple[Capture, ...]]  # a spec, and its captures in one order: a set has another elsewhere
 CaptureNumber = tuple[int, int]  # of a spec, and among its captures
@@ -31,7 +32,7 @@ class ServerReferences:
             if key in self._numbers:
                 self._numbers.move_to_end(key)
         size = max(MAX_SPECS, len(specs))
-        new: dict[int, object] = {}
+        new: dict[int, object] = {} if self._numbers else {RESET: None}
         for key, spec in specs.items():
             if key not in self._numbers:
                 full = len(self._numbers) >= size
@@ -66,8 +67,10 @@ class WorkerReferences:
 
     def learn(self, new: Mapping[int, object]) -> None:
         """Know what came with a batch."""
+        if RESET in new:
+            self._specs.clear()
         if new:
-            self._specs |= cast("Mapping[int, Known]", new)
+            self._specs |= {number: cast("Known", known) for number, known in new.items() if number != RESET}
             self._captures = {
                 capture: (number, index)
                 for number, (_, captures) in self._specs.items()

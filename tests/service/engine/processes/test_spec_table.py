@@ -11,7 +11,13 @@ from layertap.models.catalog.catalog import Costs
 from layertap.models.planner import make_plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.service.engine.batch import CPU, Batch, BatchKey, ForwardSpec, QueuedRequest, RowSlice
-from layertap.service.engine.execute.processes.references import MAX_SPECS, Known, ServerReferences, WorkerReferences
+from layertap.service.engine.execute.processes.references import (
+    MAX_SPECS,
+    RESET,
+    Known,
+    ServerReferences,
+    WorkerReferences,
+)
 from tests.conftest import net_spec
 from tests.loading import load_model
 
@@ -29,7 +35,8 @@ def make_batch(specs: Sequence[ForwardSpec]) -> Batch:
 
 
 def take_new(table: ServerReferences, specs: Sequence[ForwardSpec]) -> Mapping[int, Known]:
-    return cast("Mapping[int, Known]", table.take_new(make_batch(specs)))
+    new = table.take_new(make_batch(specs))
+    return cast("Mapping[int, Known]", {number: known for number, known in new.items() if number != RESET})
 
 
 def test_sent_once() -> None:
@@ -61,4 +68,14 @@ def test_captures() -> None:
     table, worker, (spec,) = ServerReferences(), WorkerReferences(), make_specs(1)
     worker.learn(take_new(table, [spec]))
     for capture in spec.plan.captures:
+        assert table.get(worker.find(capture)) is capture
+
+
+def test_begun_again() -> None:
+    """A worker forgets its specs where the server begins another table: each capture has a number that both know."""
+    worker, specs = WorkerReferences(), make_specs(2)
+    worker.learn(ServerReferences().take_new(make_batch(specs)))
+    table = ServerReferences()
+    worker.learn(table.take_new(make_batch(specs[1:])))
+    for capture in specs[1].plan.captures:
         assert table.get(worker.find(capture)) is capture
