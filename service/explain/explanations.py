@@ -169,8 +169,7 @@ async def _find_default_layer(
 ) -> PointInfo:
     """The last layer of maps that an objective depends on; RequestError if the model has no such objective."""
     trial = make_trial_objective(await _resolve(engine, objective, model, deadline))
-    cached = handle.model.catalogs.get_grad_cam_layer(trial)
-    return cached or await handle.find_grad_cam_layer(trial, deadline)
+    return await handle.find_grad_cam_layer(trial, deadline)
 
 
 def _join_features(made: Sequence[Features], asked: MapRequest, points: Sequence[PointInfo]) -> Features:

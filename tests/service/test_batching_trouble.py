@@ -313,7 +313,6 @@ def test_too_many_rows(serve: Serve) -> None:
                     pile.enqueue(extract_request(random_rows(64, seed), "slow", "linear", isolated="true"), 64)
                 )
                 whens.append(retry(post(live, extract_request(random_rows(200 - 64 * len(replies)), "slow", "linear"))))
-        assert 1 <= whens[0] < whens[1] < whens[2]
         assert all(when >= 64 * SLOW_S * seed for seed, when in enumerate(whens, 1))
         assert [reply.result().status_code for reply in replies] == [200] * 3
         grown = {"refused:queue_rows": 3.0}

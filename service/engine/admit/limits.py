@@ -99,6 +99,8 @@ def check_batch(rows: int, key: BatchKey) -> None:
 
 def check_survey(model: ModelInfo, shapes: Shapes, settings: Settings) -> None:
     """TooLargeError for a shape so much larger than the configured one that its catalogue would keep others waiting."""
+    if model.catalogs.get_catalog(shapes) is not None:
+        return
     # Of several inputs the one that grew most counts: which layers see which is not known.
     tower = model.model_inputs.for_shapes(shapes)
     catalog = model.get_catalog(tower)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import IN_THE_LOG, Failure, LayertapError, LoadError, make_load_error
@@ -168,26 +168,30 @@ class ModelHandle:
 
         With ``functions`` it says what these return.
         """
-        keep = partial(self.model.catalogs.put_catalog, shapes)
+        catalogs = self.model.catalogs
+
+        def find() -> Catalog | None:
+            catalog = catalogs.get_catalog(shapes)
+            return catalog if catalog is not None and (catalog.has_functions or not functions) else None
+
         survey = partial(model_functions.survey, shapes=shapes, functions=functions)
-        catalog: Catalog = await self._call(survey, keep, deadline)
-        return catalog
+        return await self._find_or_call(find, survey, partial(catalogs.put_catalog, shapes), deadline)
 
     async def verify_resumption(
         self, point: HookPoint, tensor: TensorInfo, shapes: Shapes, deadline: float
     ) -> Resumption:
         """How forwards of rows of a shape go on from a point; SelectorError where they can't, DeadlineError."""
+        catalogs = self.model.catalogs
+        find, keep = partial(catalogs.get_resumption, point, shapes), partial(catalogs.put_resumption, point, shapes)
         verify = partial(model_functions.verify_resumption, point=point, leaf=tensor, shapes=shapes)
-        keep = partial(self.model.catalogs.put_resumption, point, shapes)
-        resumption: Resumption = await self._call(verify, keep, deadline)
-        return resumption
+        return await self._find_or_call(find, verify, keep, deadline)
 
     async def find_grad_cam_layer(self, objective: ResolvedObjective, deadline: float) -> PointInfo:
         """The last layer of maps that an objective depends on; SelectorError where there is none, DeadlineError."""
-        find = partial(model_functions.find_grad_cam_layer, objective=objective)
-        keep = partial(self.model.catalogs.put_grad_cam_layer, objective)
-        layer: PointInfo = await self._call(find, keep, deadline)
-        return layer
+        catalogs = self.model.catalogs
+        find, keep = partial(catalogs.get_grad_cam_layer, objective), partial(catalogs.put_grad_cam_layer, objective)
+        search = partial(model_functions.find_grad_cam_layer, objective=objective)
+        return await self._find_or_call(find, search, keep, deadline)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -339,13 +343,18 @@ class ModelHandle:
         self._scheduler.refuse(self.key, self.make_error)
         return refusal
 
-    async def _call(self, function: ModelFunction, keep: Callable[[Any], None], deadline: float) -> Any:
-        """What a function of the model gives, which is kept for who asks next; raises what it does, DeadlineError."""
+    async def _find_or_call(
+        self, find: Callable[[], T | None], function: ModelFunction, keep: Callable[[T], None], deadline: float
+    ) -> T:
+        """What ``find`` gives, or a function of the model, which is kept; raises what that does, DeadlineError."""
+        if (found := find()) is not None:
+            return found
         limit_s = max(deadline - time.monotonic(), self._settings.deadline_s)
         call = partial(self._scheduler.call, self.key, function, keep, deadline, limit_s)
         await wait_until(deadline, self._calling.acquire())  # one at a time, as long as its caller waits
         try:
-            return await self.ask_again(call, deadline)
+            found = find()  # whoever had its turn before may have asked the same
+            return found if found is not None else cast("T", await self.ask_again(call, deadline))
         finally:
             self._calling.release()
 

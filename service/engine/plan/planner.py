@@ -172,9 +172,6 @@ class Planner:
 
     async def survey(self, handle: ModelHandle, shapes: Shapes, deadline: float, *, functions: bool = False) -> Catalog:
         """The catalogue of a shape, measured if it is not known; with ``functions`` also what functions return."""
-        cached = handle.model.catalogs.get_catalog(shapes)
-        if cached is not None and (cached.has_functions or not functions):
-            return cached
         check_survey(handle.model, shapes, self._settings)
         try:
             return await handle.survey(shapes, deadline, functions=functions)
@@ -243,8 +240,7 @@ class Planner:
         try:
             find = partial(find_start, start, catalog)  # a glob may take long
             point, tensor = await self._run_in_thread(find, deadline)
-            cached = handle.model.catalogs.get_resumption(point, shapes)
-            return cached or await handle.verify_resumption(point, tensor, shapes, deadline)
+            return await handle.verify_resumption(point, tensor, shapes, deadline)
         except RequestError as error:
             raise RequestError.from_faults([error.to_fault("/resume")]) from None
 

@@ -139,7 +139,7 @@ async def list_layers(
     model = handle.model
     try:
         with handle.hold():
-            if functions and not model.catalog.has_functions:
+            if functions:
                 await handle.survey(model.shapes, timeout.deadline, functions=True)
             data = await engine.run_in_thread(
                 lambda: listing_format.encode(model, filter_layers(model.catalog, match, type, leaf), functions),

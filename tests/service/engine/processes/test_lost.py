@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -54,6 +55,7 @@ from tests.service.support import ROW, configured, npy, problem, raw, rows, tens
 
 DIGIT = raw(Path("examples/digit.png").read_bytes(), "image/png", layers="pool", model="digits")
 SMALL_BYTES, LARGE_BYTES = 400, 30 * 2**20
+WAIT_S = 60.0
 
 
 def slow_spec(factory: str, name: str, **fields: Any) -> ModelSpec:
@@ -291,6 +293,22 @@ def test_memory_of_neighbours() -> None:
 
 def make_result(nbytes: int) -> Any:
     return ReducedTensor(torch.ones(nbytes // 4))
+
+
+def test_asked_once(serve: Serve) -> None:
+    """What several requests want to know of a model at once is found out once: no other forward delays the others."""
+    with serve(configured(), workers=2) as live:
+        handle = live.engine.manager.handles["digits"]
+
+        async def ask() -> list[Any]:
+            point, info = find_start(Selector("pool", "pool"), handle.model.catalog)
+            deadline = time.monotonic() + WAIT_S
+            asked = (handle.verify_resumption(point, info, handle.model.shapes, deadline) for _ in range(3))
+            surveyed = (handle.survey(handle.model.shapes, deadline, functions=True) for _ in range(3))
+            return await asyncio.gather(*asked, *surveyed)
+
+        answers = live.run(ask())
+        assert len({id(answer) for answer in answers}) == 2
 
 
 def test_tidy_goes_on(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
