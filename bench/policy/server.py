@@ -13,7 +13,7 @@ from random import Random
 from bench.policy.models import SimulatedModel
 from bench.policy.processor import Processor
 from bench.policy.rules import RETURN_S, Expected, Rule
-from layertap.service.engine.batch import CPU, Batch, BatchKey, QueuedRequest
+from layertap.service.engine.batch import CPU, Batch, BatchKey, Job
 from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from layertap.service.engine.schedule.batcher import Batcher
 from layertap.service.engine.schedule.waiting import DecodeTask
@@ -86,7 +86,7 @@ class SimulatedServer:
         self._processor = Processor(cores)
         self._idle_replicas = cores
         self._arriving = 0  # requests that have been sent, and not received
-        self._requests: dict[QueuedRequest, SimulatedRequest] = {}
+        self._requests: dict[Job, SimulatedRequest] = {}
         self._waiting_batches: list[RunningBatch] = []  # decoded, and not in their forward
         self._running_rows = 0
         self._returning: deque[float] = deque()  # answers after which no request has come, until they count no more
@@ -152,7 +152,7 @@ class SimulatedServer:
         self._dispatch()
 
     def _enqueue(self, request: SimulatedRequest) -> None:
-        queued = QueuedRequest(self._key, request.rows, row_bytes=request.row_bytes, priority=request.priority)
+        queued = Job(self._key, request.rows, row_bytes=request.row_bytes, priority=request.priority)
         self._requests[queued] = request
         self._batcher.add(queued)
 
@@ -223,7 +223,7 @@ class SimulatedServer:
         seconds = self._model.costs.estimate_seconds(batch.rows)
         if batch.slots > 1:
             seconds /= self._model.costs.speedup
-        seconds += sum(each.rows * each.request.row_bytes for each in batch.slices) / CAPTURED_BYTES_PER_S
+        seconds += sum(each.rows * each.job.row_bytes for each in batch.slices) / CAPTURED_BYTES_PER_S
         self._processor.run(self.vary(seconds), partial(self._end_batch, running), batch.slots)
 
     def _end_batch(self, running: RunningBatch) -> None:
@@ -232,10 +232,10 @@ class SimulatedServer:
         self._idle_replicas += 1
         self._running_rows -= running.batch.rows
         for row_slice in running.batch.slices:
-            request = self._requests[row_slice.request]
+            request = self._requests[row_slice.job]
             self.record.rows += row_slice.rows
             request.answered_rows += row_slice.rows
             if request.answered_rows == request.rows:
-                del self._requests[row_slice.request]
+                del self._requests[row_slice.job]
                 self._call_soon(self._model.reply, partial(self._reply, request))
         self._dispatch()

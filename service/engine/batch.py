@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 from layertap.models.capture.joined_rows import JoinedRows
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.catalog import Catalog, Costs
 from layertap.models.compiled.compiled_plan import CompiledPlan
-from layertap.models.errors import LayertapError
+from layertap.models.errors import Fault, LayertapError
+from layertap.models.labels import Labels
 from layertap.models.resume.resumption import Resumption
+from layertap.models.selection.hook_points import HookPoint
 from layertap.models.selection.plan import Capture, Plan
+from layertap.models.spec import Preprocessed
 from layertap.service.engine.rows.rows import Rows
 from layertap.service.inputs.items import ImageItem
+from layertap.service.timings import Timings
 from layertap.service.types import BatchReason, Priority
 
 CPU = "cpu"  # the device on which pictures are decoded
@@ -133,18 +137,29 @@ class BatchKey:
         self.decode_seconds += SMOOTHING * (seconds - self.decode_seconds)
 
 
+NOTHING = ForwardSpec(Plan((), HookPoint("", 0, (), "output"), 0.0, ()))
+NO_CATALOG = Catalog({}, 0.0, rowwise=True)
+
+
 @dataclass(eq=False)
-class QueuedRequest:
-    """A request whose rows wait for a forward, and what it wants of one.
+class Job:
+    """Rows of a request that are ready to run: what the batcher, their forwards and their reply need of them.
 
     ``depth``: the share of a whole forward's cost up to its deepest layer. ``row_bytes``: bytes captured of each row.
-    ``requires_isolation``: it shares no forward with other requests. ``unsplittable``: all its rows run in one forward,
-    alone. The batcher sets the rest, times on its own clock: ``taken_rows`` are in batches already; the request with
-    the least ``due_at`` is first; ``slowdown``: measured seconds of its last batch, divided by the expected ones.
+    ``isolated``: no other job shares its forwards. ``unsplittable``: all its rows run in one, alone. The batcher
+    sets the times, on its own clock: the job with the least ``due_at`` is first. ``taken_rows`` are in batches already;
+    ``slowdown``: measured seconds of its last batch, divided by the expected ones.
 
     A forward takes ``inputs``, or makes them of the pictures that are still ``encoded``, one for each row, and gives
-    what ``spec`` says; the batcher looks at none of these. ``first_row``: the first row's number in the request.
-    ``joined`` takes results of several forwards.
+    what ``spec`` says. ``first_row``: the first row's number in the request. ``joined`` takes results of several
+    forwards.
+
+    The rest is for the reply. ``fingerprints`` holds that of each result by its key. ``mask`` names the input that
+    tells tokens from padding. ``rows_per_forward``: how many rows a forward has where rows affect each other.
+    ``preprocessed`` says who preprocessed the rows. ``labels`` names the model's classes. ``input_index`` is its
+    input's, where other inputs are jobs of their own. ``changed`` names what each intervention of the request changes,
+    its input's own left out. ``tokens`` are those of its texts, padding not counted. ``cut_to``: of so many tokens
+    texts may have been longer.
     """
 
     key: BatchKey
@@ -153,17 +168,35 @@ class QueuedRequest:
     row_bytes: int = 0
     priority: Priority = "interactive"
     deadline: float = math.inf
-    requires_isolation: bool = False
+    isolated: bool = False
     unsplittable: bool = False
+
     taken_rows: int = 0
     enqueued_at: float = 0.0
     due_at: float = 0.0
     slowdown: float = 1.0
+
     inputs: Rows = field(default_factory=dict)
     encoded: tuple[ImageItem, ...] = ()
-    spec: ForwardSpec | None = None
+    spec: ForwardSpec = NOTHING
     first_row: int = 0
     joined: JoinedRows | None = None
+
+    catalog: Catalog = NO_CATALOG
+    timings: Timings = field(default_factory=Timings)
+    faults: tuple[Fault, ...] = ()
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    mask: str | None = None
+    rows_per_forward: int | None = None
+    preprocessed: Preprocessed = ""
+    labels: Labels | None = None
+    input_index: int | None = None
+    changed: tuple[tuple[str, ...], ...] = ()
+    tokens: int = 0
+    cut_to: int | None = None
+
+    def __post_init__(self) -> None:
+        self.isolated = self.isolated or self.unsplittable
 
     @property
     def waiting_rows(self) -> int:
@@ -188,37 +221,36 @@ class QueuedRequest:
 
     @property
     def yields(self) -> bool:
-        """Whether it gets small batches while small interactive requests arrive, so that these do not wait long.
+        """Whether it gets small batches while small interactive jobs arrive, so that these do not wait long.
 
-        True of bulk and large requests, unless the number of rows in a forward decides the bits of their results.
+        True of bulk and large jobs, unless the number of rows in a forward decides the bits of their results.
         """
-        return (self.is_large or self.priority == "bulk") and not self.runs_alone and not self.key.pads
+        return (self.is_large or self.priority == "bulk") and not self.isolated and not self.key.pads
 
     @property
-    def runs_alone(self) -> bool:
-        """Whether it shares no forward with other requests."""
-        return self.requires_isolation or self.unsplittable
+    def nbytes(self) -> int:
+        """Bytes of its rows and of its results."""
+        extra = sum(capture.nbytes(self.rows) for capture in self.spec.plan.extra)
+        return self.spec.plan.nbytes(self.rows) + extra + sum(value.nbytes for value in self.inputs.values())
 
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Rows ``start`` to ``stop`` of a request. Another process gets these rows alone, and not what waits for them."""
+    """Rows ``start`` to ``stop`` of a job. Another process gets these rows alone, and nothing that is for the reply."""
 
-    request: QueuedRequest
+    job: Job
     start: int
     stop: int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        whole = self.request
-        return _make_slice, (
-            whole.key,
-            self.rows,
-            whole.unsplittable,
-            self.inputs,
-            self.encoded,
-            self.spec,
-            self.first_row,
-        )
+        fields = {
+            "unsplittable": self.job.unsplittable,
+            "inputs": self.inputs,
+            "encoded": self.encoded,
+            "spec": self.spec,
+            "first_row": self.first_row,
+        }
+        return _make_slice, (self.job.key, self.rows, fields)
 
     @property
     def rows(self) -> int:
@@ -228,42 +260,31 @@ class RowSlice:
     @property
     def inputs(self) -> Rows:
         """The rows' inputs; views."""
-        return {name: value[self.start : self.stop] for name, value in self.request.inputs.items()}
+        return {name: value[self.start : self.stop] for name, value in self.job.inputs.items()}
 
     @property
     def spec(self) -> ForwardSpec:
         """What the forward is to give of them."""
-        return cast("ForwardSpec", self.request.spec)
+        return self.job.spec
 
     @property
     def encoded(self) -> tuple[ImageItem, ...]:
         """The pictures that become these rows."""
-        return self.request.encoded[self.start : self.stop]
+        return self.job.encoded[self.start : self.stop]
 
     @property
     def first_row(self) -> int:
         """The first row's number in the request."""
-        return self.request.first_row + self.start
+        return self.job.first_row + self.start
 
     def take(self, start: int, stop: int) -> RowSlice:
-        """Some of these rows, by their numbers among the request's."""
-        return RowSlice(self.request, start, stop)
+        """Some of these rows, by their numbers among the job's."""
+        return RowSlice(self.job, start, stop)
 
 
-def _make_slice(
-    key: BatchKey,
-    rows: int,
-    unsplittable: bool,
-    inputs: Rows,
-    encoded: tuple[ImageItem, ...],
-    spec: ForwardSpec,
-    first_row: int,
-) -> RowSlice:
-    """A slice that came from another process: all rows of a request that has no others."""
-    request = QueuedRequest(
-        key, rows, unsplittable=unsplittable, inputs=inputs, encoded=encoded, spec=spec, first_row=first_row
-    )
-    return RowSlice(request, 0, rows)
+def _make_slice(key: BatchKey, rows: int, fields: Mapping[str, Any]) -> RowSlice:
+    """A slice that came from another process: all rows of a job that has no others."""
+    return RowSlice(Job(key, rows, **fields), 0, rows)
 
 
 @dataclass(frozen=True)
@@ -295,12 +316,12 @@ class Batch:
     @property
     def deadline(self) -> float:
         """The moment from which on nobody waits for it, on the clock of ``time.monotonic``."""
-        return max(row_slice.request.deadline for row_slice in self.slices)
+        return max(row_slice.job.deadline for row_slice in self.slices)
 
     @property
     def unsplittable(self) -> bool:
         """Whether it has all rows in one forward, or fails."""
-        return self.slices[0].request.unsplittable
+        return self.slices[0].job.unsplittable
 
     def take(self, slices: Sequence[RowSlice], tries: int = 0) -> Batch:
         """A batch of some of its slices."""

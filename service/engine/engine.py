@@ -14,7 +14,7 @@ from layertap.models.errors import LayertapError, RequestError
 from layertap.models.model_info import ModelInfo
 from layertap.models.spec import PreprocessSpec
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
-from layertap.service.engine.batch import Results
+from layertap.service.engine.batch import Job, Results
 from layertap.service.engine.collect.answer_cache import AnswerCache, digest_layers, digest_request
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.collect.results import FEW_RESULTS, add_warnings, collect_features, has_few_numbers
@@ -23,7 +23,7 @@ from layertap.service.engine.execute.threads import start_single_threaded
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.plan.planner import PlannedRequest, Planner
-from layertap.service.engine.request import ExtractRequest, Job
+from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.rows.decoder import DecodedInputs, InputDecoder, make_encoded_job
 from layertap.service.engine.rows.fetch_inputs import fetch_inputs
 from layertap.service.engine.rows.job import make_job
@@ -293,7 +293,7 @@ class Engine:
 
     async def _collect_features(self, answers: list[Answer], deadline: float) -> list[Features]:
         for job, _ in answers:
-            self.metrics.count_answered(job.model, job.rows)
+            self.metrics.count_answered(job.key.name, job.rows)
         collect = partial(_consume, _collect, answers)
         has_few_results = sum(len(job.spec.plan.results) for job, _ in answers) <= FEW_RESULTS
         return collect() if has_few_results else await self.run_in_thread(collect, deadline)

@@ -1,4 +1,4 @@
-"""What a request asks for, and what it becomes once it is ready to run."""
+"""What a request asks for."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from layertap.models import fingerprint
-from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import Fault, LayertapError, RequestError
-from layertap.models.labels import Labels
 from layertap.models.selection.hook_points import (
     Embedding,
     Explanation,
@@ -18,8 +15,6 @@ from layertap.models.selection.hook_points import (
     Objective,
     Selector,
 )
-from layertap.models.spec import Preprocessed
-from layertap.service.engine.batch import ForwardSpec, QueuedRequest
 from layertap.service.formats.reply_format import Encoding, ReplyFormat
 from layertap.service.formats.table import FORMATS
 from layertap.service.inputs.items import InputItem
@@ -111,48 +106,3 @@ class ExtractRequest:
             for fault in error.faults
         )
         return error
-
-
-@dataclass(eq=False, kw_only=True)
-class Job(QueuedRequest):
-    """A request ready to run: its rows are decoded, its layers are resolved, its reply's size is known.
-
-    ``fingerprints`` holds that of each result by its key. ``mask`` names the input that tells tokens from padding.
-    ``single_forward``: its rows affect each other, and are one batch. ``preprocessed`` tells by whom its rows were.
-    ``labels`` names the model's classes. ``input_index`` is its input's, where other inputs are jobs of their
-    own. ``changed`` names what each intervention of the request changes, its input's own left out. ``tokens`` are
-    those of its texts, padding not counted. ``cut_to``: of so many tokens texts may have been longer.
-    """
-
-    model: str
-    catalog: Catalog
-    spec: ForwardSpec
-    faults: tuple[Fault, ...]
-    timings: Timings
-    fingerprints: Mapping[str, str]
-    mask: str | None = None
-    single_forward: bool = False
-    preprocessed: Preprocessed = ""
-    labels: Labels | None = None
-    input_index: int | None = None
-    changed: tuple[tuple[str, ...], ...] = ()
-    tokens: int = 0
-    cut_to: int | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its rows and of its results."""
-        extra = sum(capture.nbytes(self.rows) for capture in self.spec.plan.extra)
-        return self.spec.plan.nbytes(self.rows) + extra + sum(value.nbytes for value in self.inputs.values())
-
-    @property
-    def rows_per_forward(self) -> int | None:
-        """How many rows a forward has where rows affect each other; None where they don't."""
-        if self.catalog.rowwise:
-            return None
-        return self.rows if self.single_forward else 1
-
-    @property
-    def fingerprint(self) -> str:
-        """The fingerprint of the whole reply."""
-        return fingerprint.digest_reply(self.fingerprints.values())

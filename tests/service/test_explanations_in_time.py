@@ -16,7 +16,7 @@ from layertap.models.catalog.catalog import Costs
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.app import create_engine
 from layertap.service.engine.admit.workload import PlannedWork
-from layertap.service.engine.batch import Batch, QueuedRequest, RowSlice
+from layertap.service.engine.batch import Batch, Job, RowSlice
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.errors import DeadlineError, QueueTooLongError
@@ -145,7 +145,7 @@ def test_beside_others(served: Live) -> None:
 def make_batch(worker: ModelHandle) -> Batch:
     """A batch of one row."""
     key = worker.batch_keys.create(worker.model.catalog, worker.model.catalog.costs)
-    return Batch(key, "cpu", (RowSlice(QueuedRequest(key, 1), 0, 1),), 1, 1, 1.0, 0.0, "single")
+    return Batch(key, "cpu", (RowSlice(Job(key, 1), 0, 1),), 1, 1, 1.0, 0.0, "single")
 
 
 def test_a_slow_batch_locks_nobody_out(served: Live) -> None:

@@ -16,8 +16,9 @@ from layertap.models.selection.hook_points import AXES
 from layertap.models.selection.plan import Result
 from layertap.models.selection.statistics import merge_rows
 from layertap.service.engine.admit.limits import check_results, check_sizes
+from layertap.service.engine.batch import Job
 from layertap.service.engine.collect.results import make_receipt
-from layertap.service.engine.request import Job, ReplyOptions
+from layertap.service.engine.request import ReplyOptions
 from layertap.service.features import Array, Features, Receipt
 
 ANOTHER_SHAPE = "its results have another shape than the first"

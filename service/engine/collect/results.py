@@ -10,14 +10,14 @@ from torch import Tensor
 
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import escape
+from layertap.models.fingerprint import digest_reply
 from layertap.models.gradients.position import describe_position, select_position
 from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.labels import name_classes
 from layertap.models.selection.hook_points import format_path
 from layertap.models.selection.plan import ResolvedObjective, Result
 from layertap.models.selection.statistics import list_columns, merge_rows
-from layertap.service.engine.batch import Results
-from layertap.service.engine.request import Job
+from layertap.service.engine.batch import Job, Results
 from layertap.service.features import Array, Features, Receipt
 
 MAX_NAMED = 8  # results that warnings name; a header holds no more
@@ -37,8 +37,8 @@ def collect_features(job: Job, results: Results) -> Features:
             scales[result.key] = whole.scale.numpy()
     classes, token_counts = _find_classes(job, results), _count_tokens(job)
     return Features(
-        model=job.model,
-        fingerprint=job.fingerprint,
+        model=job.key.name,
+        fingerprint=digest_reply(job.fingerprints.values()),
         rows=job.rows,
         arrays=arrays,
         scales=scales,
@@ -111,7 +111,9 @@ def make_receipt(
         fingerprint=job.fingerprints[result.key],
         row_axis=axis,
         entries_per_row=entries,
-        row_order="forward" if axis is not None and (info.mixed or (job.single_forward and entries > 1)) else "",
+        row_order="forward"
+        if axis is not None and (info.mixed or (job.rows_per_forward == job.rows > 1 and entries > 1))
+        else "",
         stats=list_columns(reduction.stats) if reduction.stats is not None else None,
         by=reduction.by,
         over=reduction.over,

@@ -16,10 +16,9 @@ from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.preprocess import compute_output_size
 from layertap.models.spec import Shapes
 from layertap.service.engine.admit.limits import show_shapes
-from layertap.service.engine.batch import Results, UndecodedError
+from layertap.service.engine.batch import Job, Results, UndecodedError
 from layertap.service.engine.deadline import RunInThread
 from layertap.service.engine.plan.planner import PlannedRequest
-from layertap.service.engine.request import Job
 from layertap.service.engine.rows.rows import (
     Attempt,
     Fetched,
@@ -164,7 +163,7 @@ def make_encoded_job(planned: PlannedRequest, items: Items, make_job: Callable[.
     if not known or not planned.handle.executor.decodes_batches or not len(pictures) == len(items) == planned.rows:
         return None
     job = make_job({}, encoded=pictures)
-    alone, with_batch = job.runs_alone, planned.request.decode_with_batch
+    alone, with_batch = job.isolated, planned.request.decode_with_batch
     side_by_side = not with_batch if alone else are_few_rows(job.key, job.rows)
     return None if job.rows > 1 and side_by_side else job
 

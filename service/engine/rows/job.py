@@ -14,9 +14,8 @@ from layertap.models.errors import Fault
 from layertap.models.inputs.text import TextSpec
 from layertap.models.loaded_model import check_rows_fit
 from layertap.service.engine.admit.limits import check_batch, check_graph
-from layertap.service.engine.batch import ForwardSpec
+from layertap.service.engine.batch import ForwardSpec, Job
 from layertap.service.engine.plan.planner import PlannedRequest
-from layertap.service.engine.request import Job
 from layertap.service.inputs.items import ImageItem
 
 
@@ -36,27 +35,26 @@ def make_job(
     """
     request, plan, catalog, handle = planned.request, planned.plan, planned.catalog, planned.handle
     text = handle.model.text
-    together = request.isolated and catalog.batches and not catalog.rowwise and planned.rows > 1
+    unsplittable = request.isolated and catalog.batches and not catalog.rowwise and planned.rows > 1
     runs = bool(inputs) or bool(encoded)
     numbers = text is not None and planned.resumption is None and text.numbers(inputs)
     compiled = _find_compiled(planned) if runs and not numbers else None
-    batch_key = handle.batch_keys.get(catalog, planned.shapes, plan.has_graph, compiled, together)
+    batch_key = handle.batch_keys.get(catalog, planned.shapes, plan.has_graph, compiled, unsplittable)
     if runs:
         check_graph(plan, batch_key)
-        if together:
+        if unsplittable:
             check_batch(planned.rows, batch_key)
         else:
             check_rows_fit(plan, catalog, planned.rows, batch_key.max_rows)
     # Tokens that are numbered for one text are so for all of a forward: layers of positions take other shapes then.
     isolated = request.isolated or request.verify or handle.requires_isolation or numbers
     fingerprints = planned.fingerprints
-    if together:
+    if unsplittable:
         fingerprints = {key: fingerprint.digest_batch(digest) for key, digest in fingerprints.items()}
     if not catalog.traits.deterministic:
         fingerprints = dict.fromkeys(fingerprints, fingerprint.make_unrepeatable())
     text = planned.tower.text
     return Job(
-        model=handle.name,
         catalog=catalog,
         spec=ForwardSpec(plan, catalog if request.verify else None, planned.resumption, compiled),
         inputs=inputs,
@@ -66,13 +64,13 @@ def make_job(
         row_bytes=_count_row_bytes(planned, compiled),
         priority=request.priority,
         deadline=deadline,
-        requires_isolation=isolated or not plan.may_share,
-        unsplittable=together or not plan.may_split,
+        isolated=isolated or not plan.may_share,
+        unsplittable=unsplittable or not plan.may_split,
+        rows_per_forward=None if catalog.rowwise else planned.rows if unsplittable else 1,
         faults=faults,
         timings=request.timings,
         fingerprints=fingerprints,
         mask=text.mask if text else None,
-        single_forward=together,
         preprocessed=planned.preprocessed,
         labels=handle.model.labels,
         encoded=encoded,

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
+from layertap.service.engine.batch import Job
 from layertap.service.engine.collect.joined_inputs import ANOTHER_SHAPE, check_entries, find_others, list_entries
 from layertap.service.engine.deadline import RunInThread
 from layertap.service.engine.plan.planner import PlannedRequest, Planner
-from layertap.service.engine.request import Job
 from layertap.service.engine.rows.decoder import DecodedInputs, DecodedRows, join_decoded
 from layertap.service.engine.rows.job import make_job
 from layertap.service.engine.rows.predicted_rows import find_preprocessed_by

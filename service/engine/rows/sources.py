@@ -15,8 +15,7 @@ from layertap.models.errors import Fault, RequestError, SelectorError, escape
 from layertap.models.interventions.apply import compute_part_shape
 from layertap.models.interventions.sources import find_tensor, take_part
 from layertap.models.selection.plan import Capture, ResolvedIntervention
-from layertap.service.engine.batch import Results
-from layertap.service.engine.request import Job
+from layertap.service.engine.batch import Job, Results
 
 Stage = list[int]  # numbers of jobs that may run together
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from layertap.service.engine.batch import Batch, BatchKey, QueuedRequest, RowSlice
+from layertap.service.engine.batch import Batch, BatchKey, Job, RowSlice
 from layertap.service.types import BatchReason
 
 MIN_SPLIT_SPEEDUP = 1.3  # to split rows: seconds of one forward of all, divided by those of forwards in parallel
@@ -41,17 +41,15 @@ class DeviceState:
     idle_devices: int = 1
 
 
-def form_batch(
-    candidates: Sequence[QueuedRequest], state: DeviceState, yielding_rows: float = math.inf
-) -> Batch | None:
+def form_batch(candidates: Sequence[Job], state: DeviceState, yielding_rows: float = math.inf) -> Batch | None:
     """The next batch of a key on a device; None if it needs more slots than are free.
 
-    ``candidates``: at least one request of one key, sorted; the first one is in the batch. ``yielding_rows``: the most
-    rows of yielding requests, by weight.
+    ``candidates``: at least one job of one key, sorted; the first one is in the batch. ``yielding_rows``: the most
+    rows of yielding jobs, by weight.
     """
     key, device = candidates[0].key, state.device
-    shareable = [request for request in candidates if not request.runs_alone]
-    if candidates[0].runs_alone:
+    shareable = [job for job in candidates if not job.isolated]
+    if candidates[0].isolated:
         shareable = [candidates[0]]
     companions = choose_companions(shareable)
     rows = choose_rows(companions, state)
@@ -60,36 +58,34 @@ def form_batch(
     slots = count_slots(key, rows, device)
     if slots > state.free_slots:
         return None
-    depth, seconds = max(row_slice.request.depth for row_slice in slices), estimate_seconds(slices, slots)
+    depth, seconds = max(row_slice.job.depth for row_slice in slices), estimate_seconds(slices, slots)
     reason = find_batch_reason(slices, left_out=len(shareable) - len(companions))
     padded_rows = None if candidates[0].unsplittable else key.padded_rows
     return Batch(key, state.name, slices, slots, count_slots(key, 1, device), depth, seconds, reason, padded_rows)
 
 
 def extend_batch(
-    batch: Batch, candidates: Sequence[QueuedRequest], device: DeviceSlots, running_rows: int, yielding_rows: float
+    batch: Batch, candidates: Sequence[Job], device: DeviceSlots, running_rows: int, yielding_rows: float
 ) -> Batch:
     """The batch with rows of the candidates that it would have had, had they arrived earlier; itself if there are none.
 
     They do not make its forward deeper. It gets no more rows than an efficient batch has, and no more than its share of
     the waiting rows and the ``running_rows`` of its key: the other replicas of the device need rows too.
     """
-    key, first = batch.key, batch.slices[0].request
-    lowest = min(row_slice.request.depth for row_slice in batch.slices)
-    interactive = any(row_slice.request.priority == "interactive" for row_slice in batch.slices)
+    key, first = batch.key, batch.slices[0].job
+    lowest = min(row_slice.job.depth for row_slice in batch.slices)
+    interactive = any(row_slice.job.priority == "interactive" for row_slice in batch.slices)
     joining = [
-        request
-        for request in candidates
-        if not request.runs_alone
-        and lowest <= request.depth <= batch.depth
-        and not (interactive and request.priority == "bulk")
+        job
+        for job in candidates
+        if not job.isolated and lowest <= job.depth <= batch.depth and not (interactive and job.priority == "bulk")
     ]
-    rows = sum(request.waiting_rows for request in joining)
+    rows = sum(job.waiting_rows for job in joining)
     few = is_single_row(key, batch.rows) and are_few_rows(key, batch.rows + rows)
     share = math.ceil((running_rows + rows) / count_parallel(key, device))
     limit = limit_rows([first, *joining], device)
     rows = min(limit, share, batch.padded_rows or limit)
-    if first.runs_alone or not joining or few:
+    if first.isolated or not joining or few:
         return batch
     slices = tuple(slice_rows(joining, rows, yielding_rows, batch.slices))
     if not slices:
@@ -101,14 +97,14 @@ def extend_batch(
     return replace(batch, slices=slices, slots=slots, seconds=estimate_seconds(slices), reason=reason)
 
 
-def choose_companions(shareable: Sequence[QueuedRequest]) -> list[QueuedRequest]:
-    """The requests that run with the first one, itself included: those of similar depth."""
-    levels = [math.ceil(request.depth * DEPTH_LEVELS) for request in shareable]
+def choose_companions(shareable: Sequence[Job]) -> list[Job]:
+    """The jobs that run with the first one, itself included: those of similar depth."""
+    levels = [math.ceil(job.depth * DEPTH_LEVELS) for job in shareable]
     rows_by_level = dict.fromkeys(sorted(set(levels)), 0)
-    for request, level in zip(shareable, levels, strict=True):
-        rows_by_level[level] += request.waiting_rows
+    for job, level in zip(shareable, levels, strict=True):
+        rows_by_level[level] += job.waiting_rows
     lowest, highest = find_level_range(shareable[0].key, rows_by_level, levels[0])
-    return [request for request, level in zip(shareable, levels, strict=True) if lowest <= level <= highest]
+    return [job for job, level in zip(shareable, levels, strict=True) if lowest <= level <= highest]
 
 
 def find_level_range(key: BatchKey, rows_by_level: Mapping[int, int], level: int) -> tuple[int, int]:
@@ -132,11 +128,11 @@ def find_level_range(key: BatchKey, rows_by_level: Mapping[int, int], level: int
     return levels[cuts[stop][1]], levels[stop - 1]
 
 
-def choose_rows(companions: Sequence[QueuedRequest], state: DeviceState) -> int:
+def choose_rows(companions: Sequence[Job], state: DeviceState) -> int:
     """How many rows the next forward should have, apart from the memory of captures."""
     key, device = companions[0].key, state.device
-    waiting_rows = sum(request.waiting_rows for request in companions)
-    if companions[0].runs_alone:
+    waiting_rows = sum(job.waiting_rows for job in companions)
+    if companions[0].isolated:
         return min(waiting_rows, key.fitting_rows)
     single_row = is_single_row(key, 1)
     all_free = state.free_slots == device.slots > 1
@@ -147,16 +143,16 @@ def choose_rows(companions: Sequence[QueuedRequest], state: DeviceState) -> int:
     return min(rows, limit_rows(companions, device))
 
 
-def limit_rows(requests: Sequence[QueuedRequest], device: DeviceSlots) -> int:
-    """The most rows that a forward of these requests should have.
+def limit_rows(jobs: Sequence[Job], device: DeviceSlots) -> int:
+    """The most rows that a forward of these jobs should have.
 
-    A single request is split evenly over the forwards that it needs: on two slots, with 12 rows in an efficient
+    A single job is split evenly over the forwards that it needs: on two slots, with 12 rows in an efficient
     forward, 32 rows run as four times 8. As 12, 12 and 8 they would leave one slot idle at the end.
     """
-    key = requests[0].key
+    key = jobs[0].key
     limit = key.efficient_rows
-    total, parallel = requests[0].rows, count_parallel(key, device)
-    if parallel == 1 or total <= limit or key.pads or any(each is not requests[0] for each in requests):
+    total, parallel = jobs[0].rows, count_parallel(key, device)
+    if parallel == 1 or total <= limit or key.pads or any(each is not jobs[0] for each in jobs):
         return limit
     rounds = math.ceil(total / (limit * parallel))
     return max(math.ceil(total / (rounds * parallel)), math.ceil(limit / 2))
@@ -175,45 +171,45 @@ def split_rows(key: BatchKey, rows: int, parallel: int) -> int:
 
 
 def slice_rows(
-    companions: Sequence[QueuedRequest], rows: int, yielding_rows: float, taken: Sequence[RowSlice] = ()
+    companions: Sequence[Job], rows: int, yielding_rows: float, taken: Sequence[RowSlice] = ()
 ) -> Iterator[RowSlice]:
-    """Slices of the requests, in order, for a batch of so many rows that has ``taken`` some already.
+    """Slices of the jobs, in order, for a batch of so many rows that has ``taken`` some already.
 
-    They fit into ``max_bytes``. A new batch has at least one row of the first request, all rows of an unsplittable one.
-    Yielding requests get at most ``yielding_rows`` by weight, unless the batch would have a single row.
+    They fit into ``max_bytes``. A new batch has at least one row of the first job, all rows of an unsplittable one.
+    Yielding jobs get at most ``yielding_rows`` by weight, unless the batch would have a single row.
     """
     key = companions[0].key
     free_rows, free_bytes, least = rows, key.max_bytes, MIN_PARALLEL_ROWS
     for each in taken:
         free_rows -= each.rows
-        free_bytes -= each.rows * (key.costs.row_bytes + each.request.row_bytes)
-        yielding_rows -= each.rows * each.request.weight
+        free_bytes -= each.rows * (key.costs.row_bytes + each.job.row_bytes)
+        yielding_rows -= each.rows * each.job.weight
         least -= each.rows
-    for request in companions:
-        row_bytes = key.costs.row_bytes + request.row_bytes
-        count = min(request.waiting_rows, free_rows, free_bytes // max(row_bytes, 1))
-        if request.yields:
-            count = int(min(count, max(yielding_rows / request.weight, least)))
-        if request is companions[0] and not taken:
-            count = request.waiting_rows if request.unsplittable else max(count, 1)
+    for job in companions:
+        row_bytes = key.costs.row_bytes + job.row_bytes
+        count = min(job.waiting_rows, free_rows, free_bytes // max(row_bytes, 1))
+        if job.yields:
+            count = int(min(count, max(yielding_rows / job.weight, least)))
+        if job is companions[0] and not taken:
+            count = job.waiting_rows if job.unsplittable else max(count, 1)
         if count <= 0:
             return
-        yield RowSlice(request, request.taken_rows, request.taken_rows + count)
-        if count < request.waiting_rows:
-            return  # later requests do not pass the rest of this one
+        yield RowSlice(job, job.taken_rows, job.taken_rows + count)
+        if count < job.waiting_rows:
+            return  # later jobs do not pass the rest of this one
         free_rows -= count
         free_bytes -= count * row_bytes
-        yielding_rows -= count * request.weight
+        yielding_rows -= count * job.weight
         least -= count
 
 
 def estimate_seconds(slices: Sequence[RowSlice], slots: int = 1) -> float:
     """The expected seconds of a batch: decoding, forward and captures."""
-    key, rows = slices[0].request.key, sum(row_slice.rows for row_slice in slices)
-    seconds = key.estimate_seconds(rows, max(row_slice.request.depth for row_slice in slices))
+    key, rows = slices[0].job.key, sum(row_slice.rows for row_slice in slices)
+    seconds = key.estimate_seconds(rows, max(row_slice.job.depth for row_slice in slices))
     if slots > 1 and is_single_row(key, rows):
         seconds /= key.costs.speedup
-    return seconds + sum(row_slice.rows * row_slice.request.captured_seconds for row_slice in slices)
+    return seconds + sum(row_slice.rows * row_slice.job.captured_seconds for row_slice in slices)
 
 
 def count_slots(key: BatchKey, rows: int, device: DeviceSlots) -> int:
@@ -235,11 +231,11 @@ def are_few_rows(key: BatchKey, rows: int) -> bool:
 
 
 def find_batch_reason(slices: Sequence[RowSlice], left_out: int) -> BatchReason:
-    """Why a batch has these rows; ``left_out``: how many requests it leaves out because of their depth."""
-    if slices[0].request.runs_alone:
+    """Why a batch has these rows; ``left_out``: how many jobs it leaves out because of their depth."""
+    if slices[0].job.isolated:
         return "isolated"
     if left_out:
         return "sharing_costs"
     if len(slices) == 1:
         return "single"
-    return "same_depth" if len({row_slice.request.depth for row_slice in slices}) == 1 else "sharing_pays"
+    return "same_depth" if len({row_slice.job.depth for row_slice in slices}) == 1 else "sharing_pays"

@@ -39,17 +39,17 @@ class BatchKeys:
         shapes: Shapes,
         has_graph: bool,
         compiled: CompiledPlan | None = None,
-        together: bool = False,
+        unsplittable: bool = False,
     ) -> BatchKey:
         """The key of rows of a shape.
 
         Rows whose forward keeps its graph, begins in the middle, or is compiled, have keys of their own; so do rows
-        that affect each other and run ``together``.
+        that affect each other and run in one forward.
         """
         costs = compiled.costs if compiled else catalog.graph_costs if has_graph else catalog.costs
         # The entry keeps the catalog alive, so that no other one gets its id.
-        parts = id(catalog), shapes, has_graph, compiled, together
-        _, key = self._keys.get_or_create(parts, lambda: (catalog, self.create(catalog, costs, together)))
+        parts = id(catalog), shapes, has_graph, compiled, unsplittable
+        _, key = self._keys.get_or_create(parts, lambda: (catalog, self.create(catalog, costs, unsplittable)))
         return key
 
     @property
@@ -57,7 +57,7 @@ class BatchKeys:
         """The most rows of a forward, for the shape that was used last; 0 before the first use."""
         return next((key.fitting_rows for _, key in reversed(self._keys.values())), 0)
 
-    def create(self, catalog: Catalog, costs: Costs, together: bool = False) -> BatchKey:
+    def create(self, catalog: Catalog, costs: Costs, unsplittable: bool = False) -> BatchKey:
         """A new key."""
         model, settings = self._model, self._settings
         limit = settings.fixed_batch_rows or settings.max_batch_rows
@@ -67,7 +67,7 @@ class BatchKeys:
             name=model.spec.name,
             devices=self._devices,
             costs=costs,
-            max_rows=max_rows if catalog.rowwise or together else 1,
+            max_rows=max_rows if catalog.rowwise or unsplittable else 1,
             max_bytes=self._max_bytes,
             pads=settings.fixed_batch_rows is not None and catalog.rowwise,
             slots=max(settings.cpu_threads // self._replicas, 1) if costs.speedup > 1 else 1,

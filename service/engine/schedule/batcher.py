@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from layertap.service.engine.batch import CPU, Batch, BatchKey, QueuedRequest, RowSlice
+from layertap.service.engine.batch import CPU, Batch, BatchKey, Job, RowSlice
 from layertap.service.engine.schedule.batch_formation import (
     DeviceSlots,
     DeviceState,
@@ -23,20 +23,20 @@ from layertap.service.engine.schedule.batch_formation import (
     form_batch,
 )
 from layertap.service.engine.schedule.fair_share import FairShare
-from layertap.service.engine.schedule.waiting import DecodeTask, WaitingEntries, WaitingRequests, get_urgency
+from layertap.service.engine.schedule.waiting import DecodeTask, WaitingEntries, WaitingJobs, get_urgency
 
 Clock = Callable[[], float]
 IdleReplicas = Mapping[str, Mapping[str, int]]  # by model, then by device
-TURN_FACTOR = 4.0  # a large request lets others pass for so many times as long as its last batch took
-MAX_WAIT_IN_FORWARDS = 2.0  # a request is ready after waiting as long as so many efficient forwards take
+TURN_FACTOR = 4.0  # a large job lets others pass for so many times as long as its last batch took
+MAX_WAIT_IN_FORWARDS = 2.0  # a job is ready after waiting as long as so many efficient forwards take
 
 
 class Batcher:
-    """Takes requests and gives batches. Not thread-safe.
+    """Takes jobs and gives batches. Not thread-safe.
 
-    ``bulk_delay``: seconds after which a bulk request counts as an interactive one that has just arrived. Rows that
-    arrive that much later than a picture do not overtake it. For as long after a small interactive request, bulk and
-    large requests get small batches: another one is likely to arrive, and would wait for the batch that runs.
+    ``bulk_delay``: seconds after which a bulk job counts as an interactive one that has just arrived. Rows that
+    arrive that much later than a picture do not overtake it. For as long after a small interactive job, bulk and
+    large jobs get small batches: another one is likely to arrive, and would wait for the batch that runs.
     """
 
     def __init__(self, devices: Mapping[str, DeviceSlots], clock: Clock, bulk_delay: float = 5.0) -> None:
@@ -44,12 +44,12 @@ class Batcher:
         self._bulk_delay = bulk_delay
         self._devices = dict(devices)
         self._free_slots = {name: device.slots for name, device in devices.items()}
-        self._waiting: dict[BatchKey, WaitingRequests] = {}  # no entry is empty
+        self._waiting: dict[BatchKey, WaitingJobs] = {}  # no entry is empty
         self._waiting_decodes = WaitingEntries[DecodeTask]()
         self._running_batches: dict[str, int] = {}  # by model
         self._running_rows: dict[BatchKey, int] = {}  # no entry is 0
         self._running_decodes = 0
-        self._small_came_at: dict[str, float] = {}  # by device: the arrival of its last small interactive request
+        self._small_came_at: dict[str, float] = {}  # by device: the arrival of its last small interactive job
         self._again: list[Batch] = []  # batches to run once more
         self._fair_share = FairShare()
 
@@ -75,26 +75,26 @@ class Batcher:
 
     # What waits
 
-    def add(self, request: QueuedRequest) -> None:
-        """Add a request."""
-        key = request.key
+    def add(self, job: Job) -> None:
+        """Add a job."""
+        key = job.key
         if not self._wants_device(key.model):
             self._fair_share.join(key.model, key.devices)
-        self._set_arrival(request)
-        if request.priority == "interactive" and not request.is_large:
-            self._small_came_at.update(dict.fromkeys(key.devices, request.enqueued_at))
-        self._waiting.setdefault(key, WaitingRequests()).add(request)
+        self._set_arrival(job)
+        if job.priority == "interactive" and not job.is_large:
+            self._small_came_at.update(dict.fromkeys(key.devices, job.enqueued_at))
+        self._waiting.setdefault(key, WaitingJobs()).add(job)
 
-    def remove(self, request: QueuedRequest) -> None:
-        """Remove the rows of a request that are in no batch."""
-        if any(each.request is request for batch in self._again for each in batch.slices):
-            rest = ([each for each in batch.slices if each.request is not request] for batch in self._again)
+    def remove(self, job: Job) -> None:
+        """Remove the rows of a job that are in no batch."""
+        if any(each.job is job for batch in self._again for each in batch.slices):
+            rest = ([each for each in batch.slices if each.job is not job] for batch in self._again)
             self._again = [
                 batch.take(slices, batch.tries) for batch, slices in zip(self._again, rest, strict=True) if slices
             ]
-        if request.key in self._waiting:
-            self._waiting[request.key].remove(request)
-            self._forget_if_empty(request.key)
+        if job.key in self._waiting:
+            self._waiting[job.key].remove(job)
+            self._forget_if_empty(job.key)
 
     def add_decode(self, task: DecodeTask) -> None:
         """Add a picture to decode."""
@@ -106,7 +106,7 @@ class Batcher:
         self._waiting_decodes.remove(task)
 
     def add_again(self, batch: Batch) -> None:
-        """Add a batch that has to run once more: it starts before all waiting requests."""
+        """Add a batch that has to run once more: it starts before all waiting jobs."""
         self._again.append(batch)
 
     def remove_model(self, model: str) -> None:
@@ -114,7 +114,7 @@ class Batcher:
         self._fair_share.remove(model)
         self._running_batches.pop(model, None)
         for key in [key for key in self._waiting if key.model == model]:
-            del self._waiting[key]  # requests past their deadline may still be here
+            del self._waiting[key]  # jobs past their deadline may still be here
         self._again = [batch for batch in self._again if batch.key.model != model]
 
     def count_waiting_rows(self, model: str) -> int:
@@ -133,18 +133,18 @@ class Batcher:
         reserved: set[str] = set()  # devices whose slots are kept free for a batch that needs more than there are
         if (again := self._take_again(idle_replicas, reserved, now)) is not None:
             return self._begin(again)
-        requests, task = self._list_first_requests(idle_replicas, now), self._find_first_decode(now)
-        if task is not None and not any(self._precedes(request, task, now) for request in requests):
-            requests = [request for request in requests if CPU not in request.key.devices]
-        for request in requests:
-            key = request.key
-            state = self._find_device(request, idle_replicas[key.model], reserved, now)
+        jobs, task = self._list_first_jobs(idle_replicas, now), self._find_first_decode(now)
+        if task is not None and not any(self._precedes(job, task, now) for job in jobs):
+            jobs = [job for job in jobs if CPU not in job.key.devices]
+        for job in jobs:
+            key = job.key
+            state = self._find_device(job, idle_replicas[key.model], reserved, now)
             if state is None:
                 continue
             batch = self._form_batch(key, state, now)
             if batch is not None:
                 return self._start_batch(batch, now)
-            if now - request.enqueued_at > key.costs.estimate_seconds(1):  # others have passed it for long enough
+            if now - job.enqueued_at > key.costs.estimate_seconds(1):  # others have passed it for long enough
                 reserved.add(state.name)
         if task is not None and CPU not in reserved:
             return self._start_decode(task)
@@ -157,7 +157,7 @@ class Batcher:
             return batch
         now, device = self._clock(), self._devices[batch.device]
         candidates = waiting.list_candidates(now)
-        yielding_rows = self._limit_yielding_rows([each.request for each in batch.slices] + candidates, now)
+        yielding_rows = self._limit_yielding_rows([each.job for each in batch.slices] + candidates, now)
         extended = extend_batch(batch, candidates, device, self._running_rows[batch.key], yielding_rows)
         self._take(extended.slices[len(batch.slices) :], batch.device, now)
         self._forget_if_empty(batch.key)
@@ -183,28 +183,28 @@ class Batcher:
             self._fair_share.correct(task, seconds)
             task.key.note_decode_seconds(decode_seconds / task.rows)
             for row_slice in task.slices:
-                row_slice.request.slowdown = seconds / task.seconds if task.seconds else 1.0
+                row_slice.job.slowdown = seconds / task.seconds if task.seconds else 1.0
 
     # In which order
 
-    def _list_first_requests(self, idle_replicas: IdleReplicas, now: float) -> list[QueuedRequest]:
-        """The first request of each key that has a free device, sorted.
+    def _list_first_jobs(self, idle_replicas: IdleReplicas, now: float) -> list[Job]:
+        """The first job of each key that has a free device, sorted.
 
-        Interactive requests are before bulk; then the model that used least time is first; then what is due first.
+        Interactive jobs are before bulk; then the model that used least time is first; then what is due first.
         """
-        requests = []
+        jobs = []
         for key, waiting in list(self._waiting.items()):
             if self._list_free_devices(key, idle_replicas.get(key.model, {})):
-                request = waiting.find_first(now)
+                job = waiting.find_first(now)
                 self._forget_if_empty(key)
-                if request is not None:
-                    requests.append(request)
+                if job is not None:
+                    jobs.append(job)
 
-        def order(request: QueuedRequest) -> tuple[bool, float, float]:
-            deferred, due_at = get_urgency(request, now)
-            return deferred, self._fair_share.used_seconds[request.key.model], due_at
+        def order(job: Job) -> tuple[bool, float, float]:
+            deferred, due_at = get_urgency(job, now)
+            return deferred, self._fair_share.used_seconds[job.key.model], due_at
 
-        return sorted(requests, key=order)
+        return sorted(jobs, key=order)
 
     def _find_first_decode(self, now: float) -> DecodeTask | None:
         """The picture to decode next, if the CPU has a slot for it; if batches have all slots, one more is lent.
@@ -216,23 +216,23 @@ class Batcher:
             return None
         return self._waiting_decodes.find_first(now)
 
-    def _precedes(self, request: QueuedRequest, task: DecodeTask, now: float) -> bool:
-        """Whether a request on the CPU goes before a picture: more urgent, or as urgent, ready and not much newer."""
-        if CPU not in request.key.devices:
+    def _precedes(self, job: Job, task: DecodeTask, now: float) -> bool:
+        """Whether a job on the CPU goes before a picture: more urgent, or as urgent, ready and not much newer."""
+        if CPU not in job.key.devices:
             return False
-        urgency_of_request, urgency_of_task = get_urgency(request, now), get_urgency(task, now)
+        urgency_of_request, urgency_of_task = get_urgency(job, now), get_urgency(task, now)
         if urgency_of_request.deferred != urgency_of_task.deferred:
             return urgency_of_task.deferred
-        return self._is_ready(request, now) and request.due_at <= task.due_at + self._bulk_delay
+        return self._is_ready(job, now) and job.due_at <= task.due_at + self._bulk_delay
 
     # What may start
 
     def _find_device(
-        self, request: QueuedRequest, idle_replicas: Mapping[str, int], reserved: Collection[str], now: float
+        self, job: Job, idle_replicas: Mapping[str, int], reserved: Collection[str], now: float
     ) -> DeviceState | None:
-        """The device on which a batch of the request's key may start; of several the one with most free slots."""
-        free = self._list_free_devices(request.key, idle_replicas)
-        may_start = [name for name in free if name not in reserved and self._may_start_on_device(name, request, now)]
+        """The device on which a batch of the job's key may start; of several the one with most free slots."""
+        free = self._list_free_devices(job.key, idle_replicas)
+        may_start = [name for name in free if name not in reserved and self._may_start_on_device(name, job, now)]
         if not may_start:
             return None
         name = max(may_start, key=self._free_slots.__getitem__)  # of equals the first
@@ -242,35 +242,35 @@ class Batcher:
         """The devices of a key that have a free slot and an idle replica of the model."""
         return [name for name in key.devices if self._free_slots[name] > 0 and idle_replicas.get(name, 0) > 0]
 
-    def _may_start_on_device(self, name: str, request: QueuedRequest, now: float) -> bool:
+    def _may_start_on_device(self, name: str, job: Job, now: float) -> bool:
         """Whether a batch may start beside those of a device; if batches only overlap there, it has to be ready."""
         device = self._devices[name]
-        return device.parallel or self._free_slots[name] == device.slots or self._is_ready(request, now)
+        return device.parallel or self._free_slots[name] == device.slots or self._is_ready(job, now)
 
-    def _is_ready(self, request: QueuedRequest, now: float) -> bool:
-        """Whether a forward that begins with this request is worth its start now, though more rows may come."""
-        key = request.key
+    def _is_ready(self, job: Job, now: float) -> bool:
+        """Whether a forward that begins with this job is worth its start now, though more rows may come."""
+        key = job.key
         rows = key.efficient_rows
         if self._waiting[key].rows >= rows:
             return True
-        return now - request.enqueued_at >= MAX_WAIT_IN_FORWARDS * key.estimate_seconds(rows, request.depth)
+        return now - job.enqueued_at >= MAX_WAIT_IN_FORWARDS * key.estimate_seconds(rows, job.depth)
 
     def _form_batch(self, key: BatchKey, state: DeviceState, now: float) -> Batch | None:
         key.try_more_rows(now)
         candidates = self._waiting[key].list_candidates(now)
         return form_batch(candidates, state, self._limit_yielding_rows(candidates, now))
 
-    def _limit_yielding_rows(self, requests: Sequence[QueuedRequest], now: float) -> float:
-        """The most rows, by weight, of yielding requests in a batch that is chosen from these requests.
+    def _limit_yielding_rows(self, jobs: Sequence[Job], now: float) -> float:
+        """The most rows, by weight, of yielding jobs in a batch that is chosen from these jobs.
 
-        If a small interactive request arrived recently, the batch takes no longer than an efficient one without
-        captures, and is a short one if all these requests are bulk.
+        If a small interactive job arrived recently, the batch takes no longer than an efficient one without
+        captures, and is a short one if all these jobs are bulk.
         """
-        key = requests[0].key
+        key = jobs[0].key
         came_at = max(self._small_came_at.get(name, -math.inf) for name in key.devices)
         if now - came_at >= self._bulk_delay:
             return math.inf
-        return key.efficient_rows if any(request.priority == "interactive" for request in requests) else key.short_rows
+        return key.efficient_rows if any(job.priority == "interactive" for job in jobs) else key.short_rows
 
     def _take_again(self, idle_replicas: IdleReplicas, reserved: set[str], now: float) -> Batch | None:
         """The first batch to run once more that may start; a device without enough free slots for one is reserved."""
@@ -300,14 +300,14 @@ class Batcher:
         return batch
 
     def _take(self, slices: Sequence[RowSlice], device: str, now: float) -> None:
-        """Take rows for a batch; the rest of a large request is due later, so that others can pass it."""
+        """Take rows for a batch; the rest of a large job is due later, so that others can pass it."""
         for row_slice in slices:
-            request, due_at = row_slice.request, row_slice.request.due_at
-            if request.is_large:
-                seconds = request.slowdown * estimate_seconds([row_slice])
-                parallel = count_parallel(request.key, self._devices[device])
+            job, due_at = row_slice.job, row_slice.job.due_at
+            if job.is_large:
+                seconds = job.slowdown * estimate_seconds([row_slice])
+                parallel = count_parallel(job.key, self._devices[device])
                 due_at = max(due_at, min(due_at, now) + TURN_FACTOR * seconds / parallel)
-            self._waiting[request.key].take(row_slice, due_at)
+            self._waiting[job.key].take(row_slice, due_at)
 
     def _start_decode(self, task: DecodeTask) -> DecodeTask:
         self._waiting_decodes.remove(task)
@@ -315,7 +315,7 @@ class Batcher:
         self._running_decodes += 1
         return task
 
-    def _set_arrival(self, entry: QueuedRequest | DecodeTask) -> None:
+    def _set_arrival(self, entry: Job | DecodeTask) -> None:
         entry.enqueued_at = self._clock()
         entry.due_at = entry.enqueued_at + (self._bulk_delay if entry.priority == "bulk" else 0.0)
 

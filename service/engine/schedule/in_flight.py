@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from layertap.models.errors import LayertapError, RequestError, TooLargeError
-from layertap.service.engine.batch import NEVER, Batch, Interval, Results, SliceResult
-from layertap.service.engine.request import Job
+from layertap.service.engine.batch import NEVER, Batch, Interval, Job, Results, SliceResult
 from layertap.service.timings import Span
 
 

@@ -11,12 +11,11 @@ from typing import Any, TypeVar, cast
 
 from layertap.models.errors import LayertapError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, Results
+from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, Job, Results
 from layertap.service.engine.deadline import set_deadline, wait_until
 from layertap.service.engine.execute.batch_runner import refuse
 from layertap.service.engine.execute.executor import Executor, ModelFunction, RunningBatch
 from layertap.service.engine.execute.threads import wrap_error
-from layertap.service.engine.request import Job
 from layertap.service.engine.rows.rows import ItemAttempts, count_rows
 from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from layertap.service.engine.schedule.batcher import Batcher, Clock
@@ -263,7 +262,7 @@ class Scheduler:
 
     def _note_started(self, batch: Batch) -> None:
         for each in batch.slices:
-            if (flight := self._in_flight.get(cast("Job", each.request))) is not None:
+            if (flight := self._in_flight.get(each.job)) is not None:
                 flight.started = True
 
     def _start_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -292,7 +291,7 @@ class Scheduler:
         except Exception as error:
             log.exception("a batch could not be answered", extra={"fields": {"model": model.name}})
             for each in running.batch.slices:
-                if (flight := self._in_flight.get(cast("Job", each.request))) is not None:
+                if (flight := self._in_flight.get(each.job)) is not None:
                     flight.fail(wrap_error(error))
         finally:
             self._leave(model)
@@ -308,12 +307,12 @@ class Scheduler:
             parallel = self._batcher.count_parallel_batches(batch.key.devices, batch.slots)
             model.pace.add_batch(batch, seconds, parallel, decoded=decode_seconds > 0)
         for each in result.results:
-            job = cast("Job", batch.slices[each.index].request)
+            job = batch.slices[each.index].job
             flight = self._in_flight.get(job)
             if flight is not None:  # else it was cancelled, or failed in another part
                 flight.add(job, batch, each)
         for again in result.again:
-            waiting = [each for each in again.slices if cast("Job", each.request) in self._in_flight]
+            waiting = [each for each in again.slices if each.job in self._in_flight]
             if waiting:
                 self._batcher.add_again(again.take(waiting, again.tries))
 
@@ -331,7 +330,7 @@ class Scheduler:
     def _record(self, batch: Batch, failures: BatchFailures, seconds: float) -> None:
         """Count a batch, which took so long, and what went wrong in it."""
         metrics, model = self._metrics, batch.key.name
-        requests = len({each.request for each in batch.slices})
+        requests = len({each.job for each in batch.slices})
         max_rows, depth = max(batch.key.max_rows, batch.rows), min(batch.depth, 1.0)
         metrics.observe_batch(model, batch.rows, max_rows, requests, depth, seconds, batch.reason)
         metrics.add_busy_seconds(model, batch.device, seconds * batch.slots)

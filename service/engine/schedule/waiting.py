@@ -1,4 +1,4 @@
-"""Waiting requests and pictures, sorted by priority and by when they are due."""
+"""Waiting jobs and pictures, sorted by priority and by when they are due."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
 
-from layertap.service.engine.batch import QueuedRequest, RowSlice
+from layertap.service.engine.batch import Job, RowSlice
 from layertap.service.types import Priority
 
-MAX_NUM_CANDIDATES = 128  # a batch is chosen from the first so many requests of each priority
+MAX_NUM_CANDIDATES = 128  # a batch is chosen from the first so many jobs of each priority
 
 
 @dataclass(eq=False)
 class DecodeTask:
-    """Items of a request that wait to be decoded; the batcher sets the times."""
+    """Items of a job that wait to be decoded; the batcher sets the times."""
 
     priority: Priority = "interactive"
     enqueued_at: float = 0.0
     due_at: float = 0.0
 
 
-EntryT = TypeVar("EntryT", QueuedRequest, DecodeTask)
+EntryT = TypeVar("EntryT", Job, DecodeTask)
 
 
 class Urgency(NamedTuple):
     """The order of waiting entries: interactive before bulk, then by when they are due.
 
-    ``due_at``: the time of arrival; for bulk some seconds later; for the rest of a large request later after each of
+    ``due_at``: the time of arrival; for bulk some seconds later; for the rest of a large job later after each of
     its batches. ``deferred``: bulk before that time; from then on it counts as interactive.
     """
 
@@ -36,7 +36,7 @@ class Urgency(NamedTuple):
     due_at: float
 
 
-def get_urgency(entry: QueuedRequest | DecodeTask, now: float) -> Urgency:
+def get_urgency(entry: Job | DecodeTask, now: float) -> Urgency:
     """The urgency of an entry at a time; the least is the most urgent."""
     return Urgency(entry.priority == "bulk" and now < entry.due_at, entry.due_at)
 
@@ -72,8 +72,8 @@ class WaitingEntries(Generic[EntryT]):
         return min(first, key=lambda entry: get_urgency(entry, now), default=None)
 
 
-class WaitingRequests(WaitingEntries[QueuedRequest]):
-    """The requests of a ``BatchKey`` that have rows in no batch yet; ``rows`` counts these.
+class WaitingJobs(WaitingEntries[Job]):
+    """The jobs of a ``BatchKey`` that have rows in no batch yet; ``rows`` counts these.
 
     Requests past their deadline are dropped by ``find_first`` and ``list_candidates``; until then they are counted.
     """
@@ -82,13 +82,13 @@ class WaitingRequests(WaitingEntries[QueuedRequest]):
         super().__init__()
         self.rows = 0
 
-    def add(self, entry: QueuedRequest) -> None:
-        """Add a request with its remaining rows."""
+    def add(self, entry: Job) -> None:
+        """Add a job with its remaining rows."""
         super().add(entry)
         self.rows += entry.waiting_rows
 
-    def remove(self, entry: QueuedRequest) -> bool:
-        """Remove a request, whose remaining rows then never run; return whether it was waiting."""
+    def remove(self, entry: Job) -> bool:
+        """Remove a job, whose remaining rows then never run; return whether it was waiting."""
         found = super().remove(entry)
         if found:
             self.rows -= entry.waiting_rows
@@ -96,34 +96,34 @@ class WaitingRequests(WaitingEntries[QueuedRequest]):
         return found
 
     def take(self, row_slice: RowSlice, due_at: float) -> None:
-        """Take rows for a batch; the rest of their request is due at ``due_at``."""
-        request = row_slice.request
+        """Take rows for a batch; the rest of their job is due at ``due_at``."""
+        job = row_slice.job
         self.rows -= row_slice.rows
-        request.taken_rows = row_slice.stop
-        if request.waiting_rows == 0:
-            super().remove(request)
-        elif due_at != request.due_at:
-            super().remove(request)
-            request.due_at = due_at
-            super().add(request)
+        job.taken_rows = row_slice.stop
+        if job.waiting_rows == 0:
+            super().remove(job)
+        elif due_at != job.due_at:
+            super().remove(job)
+            job.due_at = due_at
+            super().add(job)
 
-    def find_first(self, now: float) -> QueuedRequest | None:
-        """The most urgent request that is not past its deadline."""
-        for requests in self._entries.values():
-            while requests and requests[0].deadline <= now:
-                self.remove(requests[0])
+    def find_first(self, now: float) -> Job | None:
+        """The most urgent job that is not past its deadline."""
+        for jobs in self._entries.values():
+            while jobs and jobs[0].deadline <= now:
+                self.remove(jobs[0])
         return super().find_first(now)
 
-    def list_candidates(self, now: float) -> list[QueuedRequest]:
-        """The requests to choose the next batch from, sorted; deferred bulk only if nothing interactive waits."""
+    def list_candidates(self, now: float) -> list[Job]:
+        """The jobs to choose the next batch from, sorted; deferred bulk only if nothing interactive waits."""
         interactive, bulk = self._list_first("interactive", now), self._list_first("bulk", now)
         if interactive:
-            bulk = [request for request in bulk if not get_urgency(request, now).deferred]
-        return sorted([*interactive, *bulk], key=lambda request: request.due_at)
+            bulk = [job for job in bulk if not get_urgency(job, now).deferred]
+        return sorted([*interactive, *bulk], key=lambda job: job.due_at)
 
-    def _list_first(self, priority: Priority, now: float) -> list[QueuedRequest]:
-        requests = self._entries[priority][:MAX_NUM_CANDIDATES]
-        for request in [request for request in requests if request.deadline <= now]:
-            self.remove(request)
-            requests.remove(request)
-        return requests
+    def _list_first(self, priority: Priority, now: float) -> list[Job]:
+        jobs = self._entries[priority][:MAX_NUM_CANDIDATES]
+        for job in [job for job in jobs if job.deadline <= now]:
+            self.remove(job)
+            jobs.remove(job)
+        return jobs

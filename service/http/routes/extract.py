@@ -10,9 +10,9 @@ import orjson
 from fastapi import Request, Response
 
 from layertap.models.catalog.catalog import BACKWARD_FACTOR
+from layertap.service.engine.batch import Job
 from layertap.service.engine.collect.joined_inputs import digest_jobs, join_changes, list_entries
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.request import Job
 from layertap.service.explain.prober import Prober, check_probed
 from layertap.service.http.parsing import EndpointSpec, parse_request
 from layertap.service.http.plain_route import PlainRoute
@@ -54,7 +54,7 @@ def _make_estimate(jobs: Sequence[Job], warnings: Sequence[str]) -> Response:
     entries, plan = list_entries(jobs), job.spec.plan
     fingerprint = digest_jobs(jobs)
     body: dict[str, Any] = {
-        "model": job.model,
+        "model": job.key.name,
         "fingerprint": fingerprint,
         "rows": sum(each.rows for each in jobs),
         "features": {
@@ -90,7 +90,7 @@ def _list_warnings(job: Job) -> list[str]:
         warnings.append(
             f"{len(job.spec.plan.skipped)} matching layers never run in a forward and are left out: {names}"
         )
-    if not job.catalog.rowwise and not job.single_forward and job.catalog.traits.deterministic:
+    if job.rows_per_forward == 1 and job.catalog.traits.deterministic:
         batch = '; "isolated": true makes one batch of them' if job.catalog.batches else ""
         warnings.append(
             f"rows of this model affect each other, or it takes one at a time: each input runs alone{batch}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.batch import Batch, BatchKey, QueuedRequest
+from layertap.service.engine.batch import Batch, BatchKey, Job
 from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from layertap.service.engine.schedule.batcher import Batcher
 from layertap.service.engine.schedule.waiting import DecodeTask
@@ -28,11 +28,11 @@ class BatcherHarness:
         self.now = 0.0
         self.devices = devices or {"cpu": DeviceSlots(CORES), "gpu": DeviceSlots(1, parallel=False)}
         self.batcher = Batcher(self.devices, lambda: self.now, BULK_DELAY)
-        self.names: dict[QueuedRequest, str] = {}
+        self.names: dict[Job, str] = {}
         self.running: list[RunningTask] = []
 
-    def add(self, key: BatchKey, rows: int = 1, name: str = "", **fields: Any) -> QueuedRequest:
-        request = QueuedRequest(key, rows, **fields)
+    def add(self, key: BatchKey, rows: int = 1, name: str = "", **fields: Any) -> Job:
+        request = Job(key, rows, **fields)
         self.names[request] = name
         self.batcher.add(request)
         return request
@@ -74,7 +74,7 @@ class BatcherHarness:
             yield batch
 
     def describe(self, batch: Batch) -> NamedSlices:
-        return [(self.names[part.request], part.start, part.stop) for part in batch.slices]
+        return [(self.names[part.job], part.start, part.stop) for part in batch.slices]
 
 
 def make_key(

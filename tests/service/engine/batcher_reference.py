@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.batch import Batch, BatchKey, QueuedRequest
+from layertap.service.engine.batch import Batch, BatchKey, Job
 from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from layertap.service.engine.schedule.waiting import DecodeTask
 from tests.service.engine.batcher_harness import BULK_DELAY, RunningTask
@@ -36,7 +36,7 @@ def make_keys() -> list[BatchKey]:
 class ExpectedRequest:
     """A request as it was asked, and how many of its rows were in batches."""
 
-    request: QueuedRequest
+    request: Job
     enqueued_at: float = 0.0
     removed: bool = False
     rows: int = field(init=False)
@@ -62,7 +62,7 @@ class ExpectedRequest:
 
     @property
     def isolated(self) -> bool:
-        return self.request.requires_isolation or self.request.unsplittable
+        return self.request.isolated or self.request.unsplittable
 
     @property
     def bulk(self) -> bool:

@@ -35,7 +35,7 @@ def test_short_while_interactive_requests_come() -> None:
         batch = start_bulk(harness)
         assert batch.rows == rows
         harness.finish(batch)
-        harness.batcher.remove(batch.slices[0].request)
+        harness.batcher.remove(batch.slices[0].job)
 
 
 def test_nobody_else_is_about() -> None:
@@ -77,7 +77,7 @@ def test_what_joins_a_short_batch() -> None:
     assert harness.batcher.extend(longer).rows == 9
 
 
-@pytest.mark.parametrize("flag", ["requires_isolation", "unsplittable"])
+@pytest.mark.parametrize("flag", ["isolated", "unsplittable"])
 def test_alone(flag: str) -> None:
     """Whose rows share no forward has forwards of the same size whoever else is about: the bits depend on it."""
     harness = make_harness()

@@ -116,7 +116,7 @@ def test_interactive_picture_before_bulk_rows() -> None:
     assert first.priority == "interactive"
     harness.finish(first)
     harness.add(make_key("cpu"))
-    assert harness.start_batch().slices[0].request.priority == "interactive"
+    assert harness.start_batch().slices[0].job.priority == "interactive"
 
 
 @pytest.mark.parametrize("priority", ["interactive", "bulk"])

@@ -57,7 +57,7 @@ def test_no_more_than_memory_holds() -> None:
         pytest.param({"depth": 1.0}, id="deeper"),
         pytest.param({"depth": 0.25}, id="less deep"),
         pytest.param({"priority": "bulk"}, id="bulk"),
-        pytest.param({"requires_isolation": True}, id="isolated"),
+        pytest.param({"isolated": True}, id="isolated"),
         pytest.param({"unsplittable": True}, id="unsplittable"),
     ],
 )
@@ -74,7 +74,7 @@ def test_what_waits_all_the_same(fields: dict[str, object]) -> None:
 def test_alone_is_left_alone() -> None:
     """Nothing joins who shares no forward, nor a batch of another key."""
     harness, key, other = BatcherHarness(cpu=DeviceSlots(1)), make_key("cpu", max_rows=8), make_key("cpu")
-    harness.add(key, requires_isolation=True)
+    harness.add(key, isolated=True)
     batch = harness.start_batch()
     harness.add(key)
     harness.add(other)
@@ -138,6 +138,6 @@ def test_all_rows_run_once(arrivals: list[tuple[int, float, bool]]) -> None:
         ended.append(batch)
         harness.start_batches()
     for request in requests:
-        parts = sorted((each.start, each.stop) for batch in ended for each in batch.slices if each.request is request)
+        parts = sorted((each.start, each.stop) for batch in ended for each in batch.slices if each.job is request)
         assert [row for start, stop in parts for row in range(start, stop)] == list(range(request.rows))
     assert all(batch.rows <= key.max_rows for batch in ended)

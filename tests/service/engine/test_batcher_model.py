@@ -9,7 +9,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from layertap.service.engine.batch import Batch, BatchKey, QueuedRequest, RowSlice
+from layertap.service.engine.batch import Batch, BatchKey, Job, RowSlice
 from layertap.service.engine.schedule.batcher import Batcher
 from layertap.service.engine.schedule.waiting import DecodeTask
 from layertap.service.types import Priority
@@ -35,7 +35,7 @@ class BatcherEvents(RuleBasedStateMachine):
         row_bytes=st.sampled_from([0, 0, 1, 4, 30]),
         bulk=st.booleans(),
         seconds_left=st.sampled_from([math.inf, math.inf, math.inf, 0.0, 0.5, 3.0, 9.0]),
-        flag=st.sampled_from(["", "", "", "requires_isolation", "unsplittable"]),
+        flag=st.sampled_from(["", "", "", "isolated", "unsplittable"]),
     )
     def add(
         self, number: int, rows: int, depth: float, row_bytes: int, bulk: bool, seconds_left: float, flag: str
@@ -43,7 +43,7 @@ class BatcherEvents(RuleBasedStateMachine):
         key, now = self.reference.keys[number], self.reference.now
         flags: dict[str, Any] = {flag: True} if flag else {}
         priority: Priority = "bulk" if bulk else "interactive"
-        request = QueuedRequest(key, rows, depth, row_bytes, priority, now + seconds_left, **flags)
+        request = Job(key, rows, depth, row_bytes, priority, now + seconds_left, **flags)
         self.reference.requests.append(ExpectedRequest(request, now))
         self.batcher.add(request)
 
@@ -143,26 +143,26 @@ class BatcherEvents(RuleBasedStateMachine):
         assert all(row_slice.start < row_slice.stop for row_slice in batch.slices)
         assert batch.rows == sum(row_slice.stop - row_slice.start for row_slice in batch.slices)
         answers = [self.expected(requests, reason, batch) for requests, reason in self.reference.sharing(key)]
-        slices = [(row_slice.request, row_slice.start, row_slice.stop) for row_slice in batch.slices]
+        slices = [(row_slice.job, row_slice.start, row_slice.stop) for row_slice in batch.slices]
         assert (slices, batch.reason) in answers
-        if not batch.slices[0].request.unsplittable:
+        if not batch.slices[0].job.unsplittable:
             assert batch.rows <= key.fitting_rows
             assert batch.padded_rows == key.padded_rows
             used_bytes = sum((stop - start) * (key.costs.row_bytes + of.row_bytes) for of, start, stop in slices)
             assert used_bytes <= key.max_bytes or batch.rows == 1
-        first, costs = batch.slices[0].request, key.costs
-        if first.priority == "bulk" and not key.padded_rows and not first.runs_alone:
-            others = any(row_slice.request.priority == "interactive" for row_slice in batch.slices)
+        first, costs = batch.slices[0].job, key.costs
+        if first.priority == "bulk" and not key.padded_rows and not first.isolated:
+            others = any(row_slice.job.priority == "interactive" for row_slice in batch.slices)
             short = costs.base + batch.rows * costs.per_row <= 3 * (costs.base + costs.per_row) + 1e-9
             assert short or others or not any(map(self.reference.is_interactive_device, key.devices))
-        assert batch.depth == max(row_slice.request.depth for row_slice in batch.slices)
+        assert batch.depth == max(row_slice.job.depth for row_slice in batch.slices)
         single_row = (key.padded_rows or batch.rows) == 1 and key.costs.speedup > 1
         assert batch.slots == (DEVICES[batch.device].slots if single_row else 1)
         assert self.slots_by_size.setdefault((key, key.padded_rows, batch.rows), batch.slots) == batch.slots
 
     def expected(
         self, requests: list[ExpectedRequest], reason: str, batch: Batch
-    ) -> tuple[list[tuple[QueuedRequest, int, int]], str]:
+    ) -> tuple[list[tuple[Job, int, int]], str]:
         """The batch that had to be formed of these requests, given how many rows it has."""
         slices, rows = [], batch.rows
         if requests[0].request.unsplittable:
@@ -191,13 +191,13 @@ class BatcherEvents(RuleBasedStateMachine):
         """End something, and know how much longer it took than expected."""
         self.batcher.finish(task, seconds)
         if isinstance(task, Batch):
-            requests = [row_slice.request for row_slice in task.slices]
+            requests = [row_slice.job for row_slice in task.slices]
             for expected in self.reference.requests:
                 if expected.request in requests:
                     expected.slowdown = seconds / task.seconds
 
     def record(self, row_slice: RowSlice) -> None:
-        request = next(request for request in self.reference.requests if request.request is row_slice.request)
+        request = next(request for request in self.reference.requests if request.request is row_slice.job)
         assert not request.removed
         assert request.request.deadline > self.reference.now
         assert row_slice.start == request.taken_rows
@@ -228,7 +228,7 @@ class BatcherEvents(RuleBasedStateMachine):
         for device, slots in DEVICES.items():
             for _ in range(slots.slots + 1):
                 key = BatchKey(f"x-{device}", (device,), CPU_LIKE, 1)
-                self.batcher.add(QueuedRequest(key, 1, requires_isolation=True))
+                self.batcher.add(Job(key, 1, isolated=True))
         idle_replicas = {f"x-{device}": {device: 9} for device in DEVICES}
         tasks = [self.batcher.start_next(idle_replicas) for _ in range(9)]
         models = [task.key.model for task in tasks if isinstance(task, Batch)]

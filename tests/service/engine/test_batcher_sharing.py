@@ -44,7 +44,7 @@ def test_depths(costs: Costs, sizes: list[tuple[int, float]], places: list[list[
     harness, key = BatcherHarness(), make_key(costs=costs)
     requests = [harness.add(key, rows, depth=depth) for rows, depth in sizes]
     batches = list(harness.run_in_turn())
-    assert [[requests.index(part.request) for part in batch.slices] for batch in batches] == places
+    assert [[requests.index(part.job) for part in batch.slices] for batch in batches] == places
     assert [batch.reason for batch in batches] == reasons
     assert [batch.depth for batch in batches] == [max(sizes[place][1] for place in batch) for batch in places]
 
@@ -61,11 +61,11 @@ def test_rows_of_one_key_only() -> None:
     harness, first, second = BatcherHarness(), make_key(), make_key()
     for key in (first, second, first, second):
         harness.add(key)
-    keys = [[part.request.key for part in batch.slices] for batch in harness.run_in_turn()]
+    keys = [[part.job.key for part in batch.slices] for batch in harness.run_in_turn()]
     assert keys == [[first, first], [second, second]]
 
 
-@pytest.mark.parametrize("flag", ["requires_isolation", "unsplittable"])
+@pytest.mark.parametrize("flag", ["isolated", "unsplittable"])
 def test_shares_with_nobody(flag: str) -> None:
     harness, key = BatcherHarness(), make_key()
     harness.add(key, 1, "x")
@@ -87,7 +87,7 @@ def test_cheapest_cut(sizes: list[tuple[int, int]], base: float, pads: bool) -> 
     costs = Costs(base=base, per_row=1.0)
     harness, key = BatcherHarness(), make_key(costs=costs, max_rows=4 if pads else 999, pads=pads)
     requests = [ExpectedRequest(harness.add(key, rows, depth=depth / 16)) for rows, depth in sizes]
-    depths = {part.request.depth for part in harness.start_batch().slices}
+    depths = {part.job.depth for part in harness.start_batch().slices}
     pieces = [next(piece for piece in cut if requests[0].depth in piece) for cut in cheapest_cuts(key, requests)]
     assert any(depths <= set(piece) for piece in pieces)
     if sum(rows for rows, _ in sizes) <= key.efficient_rows:
@@ -111,7 +111,7 @@ def test_any_number_of_depths_is_cut_in_bounded_time() -> None:
     for number in range(256):
         harness.add(key, depth=(256 - number) / 256, priority="interactive" if number % 2 else "bulk")
     harness.now = BULK_DELAY
-    depths = {part.request.depth for part in harness.start_batch().slices}
+    depths = {part.job.depth for part in harness.start_batch().slices}
     assert key.estimates < 1000
     assert min(depths) > max(depths) - 0.2
     assert len(depths) == key.efficient_rows

@@ -29,7 +29,7 @@ def test_no_larger_than_pays() -> None:
 def test_padded(isolated: bool) -> None:
     """A padded forward holds no more rows than it is padded to, and takes as long with one row as with all."""
     harness = BatcherHarness()
-    harness.add(make_key(pads=True), 9, requires_isolation=isolated)
+    harness.add(make_key(pads=True), 9, isolated=isolated)
     batches = list(harness.run_in_turn())
     assert [(batch.rows, batch.seconds) for batch in batches] == [(4, 4.0), (4, 4.0), (1, 4.0)]
 
@@ -122,7 +122,7 @@ def test_max_bytes_let_nobody_pass() -> None:
 
 def test_isolated_is_split_and_unsplittable_is_not() -> None:
     harness, key = BatcherHarness(), make_key(max_bytes=3)
-    harness.add(key, 6, "x", requires_isolation=True)
+    harness.add(key, 6, "x", isolated=True)
     harness.add(key, 6, "y", unsplittable=True)
     slices = [harness.describe(batch) for batch in harness.run_in_turn()]
     assert slices == [[("x", 0, 3)], [("y", 0, 6)], [("x", 3, 6)]]

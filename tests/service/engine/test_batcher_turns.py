@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.batch import Batch, QueuedRequest
+from layertap.service.engine.batch import Batch, Job
 from layertap.service.engine.schedule.batch_formation import DeviceSlots, estimate_seconds
 from tests.service.engine.batcher_harness import BULK_DELAY, CPU_LIKE, FASTER_ON_ALL_CORES, BatcherHarness, make_key
 
@@ -23,12 +23,12 @@ def run_batch(harness: BatcherHarness, slowdown: float = 1.0) -> Batch:
     return batch
 
 
-def sum_seconds(batches: list[Batch], request: QueuedRequest) -> float:
+def sum_seconds(batches: list[Batch], request: Job) -> float:
     """What the parts of a request took."""
-    return sum(estimate_seconds([part]) for batch in batches for part in batch.slices if part.request is request)
+    return sum(estimate_seconds([part]) for batch in batches for part in batch.slices if part.job is request)
 
 
-@pytest.mark.parametrize("fields", [{}, {"requires_isolation": True}, {"priority": "bulk"}])
+@pytest.mark.parametrize("fields", [{}, {"isolated": True}, {"priority": "bulk"}])
 def test_small_requests_do_not_wait_for_all_of_a_large_one(fields: dict[str, object]) -> None:
     """One that comes a little later is in the next batch, and so is one of another key, whatever is left of it."""
     harness, key, other = make_harness(), make_key("cpu"), make_key("cpu")
@@ -110,13 +110,13 @@ def test_several_large_requests_keep_no_small_one_waiting() -> None:
         pytest.param({"row_bytes": SECOND_OF_COPYING}, 5, id="twice the cost"),
         pytest.param({"row_bytes": 100 * SECOND_OF_COPYING}, 2, id="two rows at least"),
         pytest.param({"depth": 0.5, "row_bytes": SECOND_OF_COPYING}, 6, id="half the layers"),
-        pytest.param({"requires_isolation": True, "row_bytes": SECOND_OF_COPYING}, 40, id="isolated"),
+        pytest.param({"isolated": True, "row_bytes": SECOND_OF_COPYING}, 40, id="isolated"),
     ],
 )
 def test_parts_are_as_short_as_a_plain_batch(fields: dict[str, object], rows: int) -> None:
     """While small requests come; where none does, as many rows as pay."""
     costs = Costs(base=1.0, per_row=1.0)
-    for small, expected in ((True, rows), (False, 40 if "requires_isolation" in fields else 10)):
+    for small, expected in ((True, rows), (False, 40 if "isolated" in fields else 10)):
         harness = make_harness()
         if small:
             harness.add(make_key("cpu", costs))

@@ -165,7 +165,7 @@ class ProcessExecutor:
         """The result with each slice's rows among those of its request; what is large is copied in a thread."""
         join = partial(_join_rows, batch, result)
         try:
-            copied = any(each.request.joined is not None and each.rows < each.request.rows for each in batch.slices)
+            copied = any(each.job.joined is not None and each.rows < each.job.rows for each in batch.slices)
             large = copied and sum(each.nbytes for each in result.results) > LARGE_BYTES
             return await asyncio.get_running_loop().run_in_executor(self._pool, join) if large else join()
         except MemoryError as error:
@@ -195,8 +195,8 @@ def _join_rows(batch: Batch, result: BatchResult) -> BatchResult:
     def join(each: SliceResult) -> SliceResult:
         whole: RowSlice = batch.slices[each.index]
         start, stop, results = whole.start + each.start, whole.start + each.stop, each.results
-        if not isinstance(results, Exception) and whole.request.joined is not None:
-            results = whole.request.joined.add(start, stop, results)
+        if not isinstance(results, Exception) and whole.job.joined is not None:
+            results = whole.job.joined.add(start, stop, results)
         return replace(each, start=start, stop=stop, results=results)
 
     return replace(result, results=[join(each) for each in result.results])

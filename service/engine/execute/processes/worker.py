@@ -118,14 +118,14 @@ class Worker(DecodingWorker):
         Another worker may have found out how forwards go on from a layer. Nothing that goes wrong is kept: a lack of
         memory passes.
         """
-        request, known = each.request, each.spec.resumption
+        job, known = each.job, each.spec.resumption
         if known is not None:
             shapes = tuple(spec.shape for spec in known.inputs)
             resumption = self._runner.model.catalogs.verify_resumption(known.point, known.leaf, shapes)
-            request = replace(request, spec=replace(each.spec, resumption=resumption))
+            job = replace(job, spec=replace(each.spec, resumption=resumption))
         if each.encoded:
-            request = replace(request, inputs=self._decode_pictures(index, each), encoded=())
-        return replace(each, request=request)
+            job = replace(job, inputs=self._decode_pictures(index, each), encoded=())
+        return replace(each, job=job)
 
     def _decode_pictures(self, index: int, each: RowSlice) -> Rows:
         """The rows of a slice's pictures; UndecodedError for the first one that has none."""

@@ -33,7 +33,7 @@ from layertap.service.engine.batch import (
     BatchKey,
     BatchResult,
     ForwardSpec,
-    QueuedRequest,
+    Job,
     RowSlice,
     SliceResult,
 )
@@ -244,7 +244,7 @@ def test_memory_that_was_lacking() -> None:
     key = BatchKey("starved", (CPU,), model.catalog.costs, 1)
     inputs = {resumption.takes.name: torch.ones(1, 4)}
     wanted = ForwardSpec(plan, resumption=replace(resumption, skipped={}))
-    request = QueuedRequest(key, 1, inputs=inputs, spec=wanted)
+    request = Job(key, 1, inputs=inputs, spec=wanted)
     batch = Batch(key, CPU, (RowSlice(request, 0, 1),), 1, 1, 1.0, 1.0, "single")
     progress, memory = create_progress()
     os.close(memory)

@@ -10,7 +10,7 @@ import torch
 from layertap.models.catalog.catalog import Costs
 from layertap.models.planner import make_plan
 from layertap.models.selection.selectors import parse_selector
-from layertap.service.engine.batch import CPU, Batch, BatchKey, ForwardSpec, QueuedRequest, RowSlice
+from layertap.service.engine.batch import CPU, Batch, BatchKey, ForwardSpec, Job, RowSlice
 from layertap.service.engine.execute.processes.references import (
     MAX_SPECS,
     RESET,
@@ -30,7 +30,7 @@ def make_specs(count: int) -> list[ForwardSpec]:
 
 
 def make_batch(specs: Sequence[ForwardSpec]) -> Batch:
-    requests = [QueuedRequest(KEY, 1, inputs={"x": torch.zeros(1)}, spec=spec) for spec in specs]
+    requests = [Job(KEY, 1, inputs={"x": torch.zeros(1)}, spec=spec) for spec in specs]
     return Batch(KEY, CPU, tuple(RowSlice(each, 0, 1) for each in requests), 1, 1, 1.0, 1.0, "single")
 
 
