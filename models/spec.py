@@ -188,6 +188,7 @@ class ModelSpec:
     ``image_backend``: which of transformers' image processors makes the rows of pictures; ``interpolate_pos_encoding``:
     position tables of its vision transformers are interpolated for pictures of other sizes.
     ``idle_timeout_s``: seconds without a request after which a server unloads it; None: as its settings say.
+    ``dimensions``: the shorter vectors that the model was trained for (Matryoshka): the first so many numbers.
     """
 
     name: str
@@ -213,6 +214,7 @@ class ModelSpec:
     idle_timeout_s: float | None = None
     image_backend: ImageBackend = "pil"
     interpolate_pos_encoding: bool = False
+    dimensions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """ValueError where an argument is nothing that JSON has, a time is none, or an input is a dictionary too."""
@@ -221,6 +223,8 @@ class ModelSpec:
             raise ValueError("an input is a dictionary, by its entries' names, or an input of its own, not both")
         if self.idle_timeout_s is not None and not 0 < self.idle_timeout_s < inf:
             raise ValueError("idle_timeout_s is a number of seconds above 0")
+        if any(each < 1 for each in self.dimensions):
+            raise ValueError("dimensions are numbers from 1 on")
         try:
             json.dumps(self.args, allow_nan=False)
         except (TypeError, ValueError) as error:

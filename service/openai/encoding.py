@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -75,13 +75,16 @@ def _name_parameter(fault: Fault) -> str | None:
     return ("model" if rest and field == "layers" else field[:64]) or None  # layers are named behind the model's name
 
 
-def check_dimensions(dimensions: int, columns: int) -> None:
-    """RequestError where vectors have fewer numbers."""
-    if dimensions > columns:
-        raise RequestError(
-            f"'dimensions' is {dimensions}, and the embedding has {columns}",
-            hint=f"leave it out, or ask for at most {columns}",
-        )
+def check_dimensions(dimensions: int, columns: int, trained: Collection[int]) -> None:
+    """RequestError unless vectors have so many numbers, or their model was ``trained`` for so many."""
+    if dimensions == columns or (dimensions < columns and dimensions in trained):
+        return
+    known = ", ".join(map(str, sorted({*trained, columns})))
+    raise RequestError(
+        f"'dimensions' is {dimensions}, and this embedding has {known}",
+        hint="leave it out; of a model that was trained for shorter vectors (Matryoshka) the configuration lists "
+        "their lengths: 'dimensions: [64, 128, 256]'",
+    )
 
 
 def shorten(features: Features, dimensions: int) -> Features:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeGuard
 
-from pydantic import Field, PlainValidator, StrictInt, ValidationError, WithJsonSchema
+from pydantic import ConfigDict, Field, PlainValidator, StrictInt, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from layertap.models.errors import Fault, InputError, RequestError, SelectorError, escape
@@ -20,14 +20,15 @@ from layertap.service.formats.reply_format import Encoding
 from layertap.service.http.json_document import load_json
 from layertap.service.http.parsing import RawRequest
 from layertap.service.inputs.arrays import decode_base64
-from layertap.service.inputs.items import ImageItem, InputItem, TextItem, UrlItem
+from layertap.service.inputs.items import ImageItem, InputItem, TextItem, TokensItem, UrlItem
 from layertap.service.schemas.base import StrictBody
 from layertap.service.schemas.faults import read_field
 from layertap.service.schemas.validation_errors import convert_errors
 from layertap.service.settings import Settings
 
 MAX_INPUTS = 2048  # as OpenAI has it
-Kind = Literal["text", "image"]
+MAX_TOKEN = 2**31
+Kind = Literal["text", "image", "tokens"]
 ENTRY_SCHEMA = {
     "anyOf": [
         {"type": "string", "description": "a text; a data: URI or a URL of a picture, for a model of pictures"},
@@ -47,44 +48,51 @@ INPUT_SCHEMA = {
 class InputEntry:
     """One input as it stands in a body; ``kind`` None: by what it looks like, and by what the model takes."""
 
-    value: str
+    value: str | tuple[int, ...]
     kind: Kind | None = None
 
 
 def _parse_input(value: object) -> tuple[InputEntry, ...]:
-    entries = value if isinstance(value, list) else [value]
+    entries = [value] if not isinstance(value, list) or _are_tokens(value) else value
     if not entries or len(entries) > MAX_INPUTS:
         raise PydanticCustomError("input", f"Input should be an input, or a list of 1 to {MAX_INPUTS} of them")
-    if any(isinstance(entry, (int, list)) for entry in entries):
-        raise PydanticCustomError(
-            "tokens", "token ids are those of one tokenizer, and not of this model's: send texts as strings"
-        )
     return tuple(map(_parse_entry, entries))
+
+
+def _are_tokens(entry: object) -> TypeGuard[list[int]]:
+    are_tokens = isinstance(entry, list) and all(type(token) is int and 0 <= token < MAX_TOKEN for token in entry)
+    return are_tokens and bool(entry)
 
 
 def _parse_entry(entry: object) -> InputEntry:
     if isinstance(entry, str):
         return InputEntry(entry)
+    if _are_tokens(entry):
+        return InputEntry(tuple(entry), "tokens")
     if isinstance(entry, dict) and len(entry) == 1:
         if isinstance(image := entry.get("image"), str):
             return InputEntry(image, "image")
         if isinstance(text := entry.get("text"), str):
             return InputEntry(text, "text")
     raise PydanticCustomError(
-        "entry", 'an input is a string, {"image": "<base64, data: URI or URL>"} or {"text": "a cat"}'
+        "entry",
+        'an input is a string, {"image": "<base64, data: URI or URL>"}, {"text": "a cat"} or a list of token ids',
     )
 
 
 class EmbeddingsBody(StrictBody):
-    """The body of ``POST /v1/embeddings``.
+    """The body of ``POST /v1/embeddings``; fields of other servers' are ignored.
 
     ``model`` is ``NAME``, ``NAME:LAYER`` or one of them with ``?pool=POOL`` behind it. ``modality`` says what strings
-    are, ``prompt`` names one of the model's folder; ``user`` means nothing here.
+    are, or that lists of numbers are ids of the model's own tokenizer; ``prompt`` names one of the model's folder;
+    ``user`` means nothing here.
     """
+
+    model_config = ConfigDict(extra="allow")  # to name them
 
     model: str = Field(max_length=512)
     input: Annotated[tuple[InputEntry, ...], PlainValidator(_parse_input), WithJsonSchema(INPUT_SCHEMA)]
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: StrictInt | None = Field(None, ge=1)
     modality: Kind | None = None
     user: str | None = Field(None, max_length=512)
@@ -92,17 +100,21 @@ class EmbeddingsBody(StrictBody):
 
 
 VECTOR_POOLS = tuple(name for name in POOLINGS if name != "none")
-ENCODINGS: dict[str, Encoding] = {"float": "list", "base64": "base64"}
+ENCODINGS: dict[str | None, Encoding] = {None: "list", "float": "list", "base64": "base64"}
 URL_SCHEMES = ("http://", "https://")
 
 
 @dataclass(frozen=True)
 class EmbeddingsRequest:
-    """An extraction with what OpenAI's replies say besides: the model by the id that was sent, the vectors' length."""
+    """An extraction with what OpenAI's replies say besides: the model by the id that was sent, the vectors' length.
+
+    ``ignored`` names fields that mean nothing here.
+    """
 
     extract: ExtractRequest
     model_id: str
     dimensions: int | None
+    ignored: tuple[str, ...] = ()
 
     @property
     def model(self) -> str | None:
@@ -158,7 +170,7 @@ def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
         reply=ReplyOptions(raw.format, ENCODINGS[body.encoding_format], settings.max_reply_bytes),
         timings=raw.timings,
     )
-    return EmbeddingsRequest(extract, body.model, body.dimensions)
+    return EmbeddingsRequest(extract, body.model, body.dimensions, tuple(body.model_extra or ()))
 
 
 def _validate(value: object) -> EmbeddingsBody:
@@ -175,7 +187,7 @@ def _read_items(body: EmbeddingsBody) -> tuple[tuple[int, InputItem], ...]:
     faults: list[Fault] = []
     for place, entry in enumerate(body.input):
         try:
-            items.append((place, _read_item(entry, entry.kind or body.modality)))
+            items.append((place, _read_item(entry, body.modality)))
         except InputError as error:
             faults.append(error.to_fault(f"/input/{place}", place))
     if faults:
@@ -183,9 +195,16 @@ def _read_items(body: EmbeddingsBody) -> tuple[tuple[int, InputItem], ...]:
     return tuple(items)
 
 
-def _read_item(entry: InputEntry, kind: Kind | None) -> InputItem:
-    """An entry as an item; InputError where it is to be a picture and is none."""
-    value = entry.value
+def _read_item(entry: InputEntry, modality: Kind | None) -> InputItem:
+    """An entry as an item; InputError where it is to be a picture and is none, or may be of another tokenizer."""
+    value, kind = entry.value, entry.kind or modality
+    if isinstance(value, tuple):
+        if modality != "tokens":
+            raise InputError(
+                "token ids are those of one tokenizer, which clients choose without asking this model",
+                hint='send texts as strings, or "modality": "tokens" with ids of the model\'s own tokenizer',
+            )
+        return TokensItem(value)
     if kind == "text" or (kind is None and value[:5].lower() != "data:"):
         return TextItem(value)
     return UrlItem(value) if value.startswith(URL_SCHEMES) else ImageItem(decode_base64(value))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
-from layertap.models.errors import Fault, RequestError
+from layertap.models.errors import Fault, RequestError, escape
 from layertap.service.engine.collect.results import find_wrong_row
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.plan.planner import PlannedRequest
@@ -27,6 +28,7 @@ from layertap.service.openai.parsing import EmbeddingsRequest, parse_embeddings,
 
 TIMEOUT_HEADER = "X-Stainless-Read-Timeout"  # how long the client waits, in seconds
 ASK = "POST /extract shows the numbers; ask for another layer, or leave this input out"
+MAX_NAMED = 8
 JSON = {"json": FORMATS["json"]}
 router = APIRouter(prefix="/v1", include_in_schema=False)  # OpenAI's own document describes these
 
@@ -40,7 +42,9 @@ async def create_embeddings(request: Request) -> Response:
         parts = list(parsed.fit_to_model(handle.model).split(engine.settings.max_inputs))
         if parsed.dimensions is not None:
             planned = await engine.planner.plan(parts[0], handle, ticket.deadline)
-            check_dimensions(parsed.dimensions, _count_columns(planned))
+            own = parsed.extract.embedding is not None and not parsed.extract.embedding.layer
+            trained = handle.model.spec.dimensions if own else ()
+            check_dimensions(parsed.dimensions, _count_columns(planned), trained)
         features = [await engine.extract(part, ticket) for part in parts]
         with parsed.extract.timings.step("encode"):
             encode = partial(_encode, features, parsed)
@@ -66,6 +70,10 @@ async def show_model(engine: EngineDependency, model_id: str) -> Json:
 def _encode(parts: Sequence[Features], request: EmbeddingsRequest) -> tuple[Features, Buffers]:
     """The features of some inputs after others, and their reply."""
     features = join_features(parts)
+    if request.ignored:
+        fields = ", ".join(escape(field) for field in request.ignored[:MAX_NAMED])
+        warning = f"fields that mean nothing here were ignored: {fields}"
+        features = replace(features, warnings=(*features.warnings, warning))
     if request.dimensions is not None:
         features = shorten(features, request.dimensions)
     if (found := find_wrong_row(features)) is not None:  # no client of this dialect has a place for a null

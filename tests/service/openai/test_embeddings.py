@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import numpy as np
 import openai
 import pytest
+import transformers
 from openai import OpenAI
 
+from layertap.models.digits import spec as digits
 from layertap.models.spec import ModelSpec
 from tests.server import Live
 from tests.service.conftest import Serve
@@ -22,14 +26,20 @@ TEXTS = ["a cat sat on the mat", "the dog saw the cat", "a red dog and a cat"]
 
 
 @pytest.fixture(scope="module")
-def served(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models of texts."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def served(serve: Serve, folder: Path) -> Iterator[Live]:
     """A server of pictures and of texts, which takes four inputs a request."""
-    folder = tmp_path_factory.mktemp("models")
     for name in ("bert", "gpt2"):
         saved(name, folder / name)
         tokenizer(folder / name)
     specs = [ModelSpec(name, f"transformers:{folder / name}", device="cpu") for name in ("bert", "gpt2")]
-    with serve(configured(*specs, net("never", "Never", required=False)), max_inputs=4) as live:
+    short = replace(digits(), name="short", dimensions=(1, 16, 63))
+    with serve(configured(*specs, short, net("never", "Never", required=False)), max_inputs=4) as live:
         yield live
 
 
@@ -119,17 +129,20 @@ def test_many_inputs(served: Live, client: OpenAI) -> None:
 
 
 def test_dimensions(served: Live, client: OpenAI) -> None:
-    """Fewer dimensions are the first ones at length 1, with a fingerprint of their own; all of them change nothing."""
+    """Dimensions that a model was trained for are the first numbers at length 1, with a fingerprint of their own.
+
+    All of them change nothing.
+    """
     given = [uri(data) for data in PICTURES[:3]]
-    whole = client.embeddings.with_raw_response.create(model="digits", input=given)
+    whole = client.embeddings.with_raw_response.create(model="short", input=given)
     rows = vectors(whole.parse())
     columns = rows.shape[1]
-    same = client.embeddings.with_raw_response.create(model="digits", input=given, dimensions=columns)
+    same = client.embeddings.with_raw_response.create(model="short", input=given, dimensions=columns)
     assert vectors(same.parse()).tobytes() == rows.tobytes()
     assert same.headers["x-layertap-fingerprint"] == whole.headers["x-layertap-fingerprint"]
     seen = {whole.headers["x-layertap-fingerprint"]}
     for dimensions in (1, 16, columns - 1):
-        reply = client.embeddings.with_raw_response.create(model="digits", input=given, dimensions=dimensions)
+        reply = client.embeddings.with_raw_response.create(model="short", input=given, dimensions=dimensions)
         first = rows[:, :dimensions]
         expected = first / np.linalg.norm(first, axis=1, keepdims=True)
         np.testing.assert_allclose(vectors(reply.parse()), expected, atol=1e-6)
@@ -137,10 +150,36 @@ def test_dimensions(served: Live, client: OpenAI) -> None:
     assert len(seen) == 4
 
 
+def test_fields_of_other_servers(client: OpenAI) -> None:
+    """Optional fields may be null, and unknown ones are ignored, with a warning that names them."""
+    nothing = dict.fromkeys(("encoding_format", "dimensions", "user", "modality", "prompt"))
+    others = {"input_type": "query", "truncate": "NONE"}
+    create = client.embeddings.with_raw_response.create
+    plain = create(model="bert", input=TEXTS[0], encoding_format="float")
+    nulls = create(model="bert", input=TEXTS[0], extra_body=nothing)
+    ignored = create(model="bert", input=TEXTS[0], extra_body=others)
+    assert len({vectors(each.parse()).tobytes() for each in (plain, nulls, ignored)}) == 1
+    assert nulls.headers.get("x-layertap-warnings") == plain.headers.get("x-layertap-warnings")
+    assert "'input_type', 'truncate'" in ignored.headers["x-layertap-warnings"]
+
+
+def test_tokens(folder: Path, client: OpenAI) -> None:
+    """Ids of the model's own tokenizer, which a caller says that they are, give what its texts give."""
+    encode = transformers.AutoTokenizer.from_pretrained(folder / "bert").encode
+    ids = [encode(text) for text in TEXTS]
+    expected = vectors(client.embeddings.create(model="bert", input=TEXTS))
+    given = {"modality": "tokens"}
+    np.testing.assert_allclose(
+        vectors(client.embeddings.create(model="bert", input=ids, extra_body=given)), expected, atol=1e-6
+    )
+    one = client.embeddings.create(model="bert", input=ids[0], extra_body=given)
+    np.testing.assert_allclose(vectors(one), expected[:1], atol=1e-6)
+
+
 def test_models(served: Live, client: OpenAI) -> None:
     """Models are listed by id, with what their vectors are where they are loaded."""
     listed = {each.id: each for each in client.models.list()}
-    assert set(listed) == {"digits", "bert", "gpt2", "never"}
+    assert set(listed) == {"digits", "bert", "gpt2", "short", "never"}
     reply = client.embeddings.with_raw_response.create(model="digits", input=uri(PICTURES[0]))
     digits: Json = listed["digits"].model_dump()
     assert digits["fingerprint"] == reply.headers["x-layertap-fingerprint"]
@@ -163,14 +202,24 @@ REFUSED: dict[str, tuple[Json, type[openai.APIStatusError], str | None, str]] = 
     "no base64": ({"input": ["data:image/png;base64,%"]}, openai.BadRequestError, "input[0]", "base64"),
     "a picture for texts": ({"model": "bert"}, openai.BadRequestError, "input[0]", "text"),
     "a URL": ({"input": "http://example.org/a.png"}, openai.BadRequestError, "input[0]", "URL"),
-    "tokens": ({"input": [1, 2, 3]}, openai.BadRequestError, "input", "strings"),
-    "lists of tokens": ({"input": [[1, 2], [3]]}, openai.BadRequestError, "input", "strings"),
+    "tokens": ({"model": "bert", "input": [1, 2, 3]}, openai.BadRequestError, "input[0]", "own tokenizer"),
+    "lists of tokens": ({"input": [[1, 2], [3]]}, openai.BadRequestError, "input[0]", "as strings"),
+    "tokens for pictures": (
+        {"input": [1, 2, 3], "extra_body": {"modality": "tokens"}},
+        openai.BadRequestError,
+        "input[0]",
+        "takes no text",
+    ),
+    "no tokens": ({"input": [[1, 2**80]]}, openai.BadRequestError, "input", "token ids"),
+    "mixed": ({"input": [1, "a"]}, openai.BadRequestError, "input", "token ids"),
     "nothing": ({"input": []}, openai.BadRequestError, "input", "list of 1"),
     "too many": ({"input": ["a"] * 2049}, openai.BadRequestError, "input", "2048"),
-    "too long": ({"dimensions": 65}, openai.BadRequestError, None, "at most 64"),
+    "untrained dimensions": ({"dimensions": 32}, openai.BadRequestError, None, "dimensions: [64, 128, 256]"),
+    "other dimensions": ({"model": "short", "dimensions": 32}, openai.BadRequestError, None, "has 1, 16, 63, 64"),
+    "dimensions of a layer": ({"model": "short:head", "dimensions": 1}, openai.BadRequestError, None, "has 10"),
+    "too many dimensions": ({"model": "short", "dimensions": 65}, openai.BadRequestError, None, "has 1, 16, 63, 64"),
     "no dimensions": ({"dimensions": 0}, openai.BadRequestError, "dimensions", "greater than or equal to 1"),
     "no encoding": ({"encoding_format": "hex"}, openai.BadRequestError, "encoding_format", "base64"),
-    "an unknown field": ({"extra_body": {"layers": ["head"]}}, openai.BadRequestError, "layers", "no field 'layers'"),
     "not loaded": ({"model": "never"}, openai.InternalServerError, None, "could not be loaded"),
 }
 
