@@ -26,6 +26,11 @@ class MultiDeviceModel(ModelInfo):
         return ", ".join(self.names)
 
     @property
+    def by_device(self) -> dict[str, LoadedModel]:
+        """The model on each device."""
+        return dict(zip(self.names, self.models, strict=True))
+
+    @property
     def hooks(self) -> int:
         """Hooks of ours on all of them now: 0 when idle."""
         return sum(model.hooks for model in self.models)

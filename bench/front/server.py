@@ -12,8 +12,7 @@ from bench.front import DECODE_FIRST
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
 from layertap.service.cli.main import main
-from layertap.service.engine.execute import executor
-from layertap.service.engine.execute.processes import executors
+from layertap.service.engine.execute.processes import executors, worker
 from layertap.service.engine.execute.processes.process_executor import ProcessExecutor
 from layertap.service.engine.rows.rows import Attempt, try_to_decode
 from layertap.service.inputs.items import LocalItem
@@ -37,7 +36,7 @@ def make_executor_that_decodes_first(model: LoadedModel, settings: Settings) -> 
 
 
 if __name__ == "__main__":
-    vars(executor)["try_to_decode"] = decode_once
+    vars(worker)["try_to_decode"] = decode_once
     if DECODE_FIRST in os.environ:
         vars(executors)["ProcessExecutor"] = make_executor_that_decodes_first
     main()

@@ -13,10 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from layertap.models.errors import LayertapError
-
 T = TypeVar("T")
-Failed = LayertapError | RuntimeError
 
 
 def start_single_threaded() -> None:
@@ -36,16 +33,6 @@ def wrap_error(error: BaseException, kind: type[RuntimeError] = RuntimeError) ->
     wrapped = kind(f"the model raised {type(error).__name__}")
     wrapped.__cause__ = error
     return wrapped
-
-
-def call_and_catch(run: Callable[[], T]) -> T | Failed:
-    """What a function gives, or what it raises."""
-    try:
-        return run()
-    except LayertapError as error:
-        return error
-    except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio has its own
-        return wrap_error(error)
 
 
 class WorkerThread:

@@ -16,6 +16,7 @@ from typing import Literal, TypeVar, cast
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import IN_THE_LOG, Failure, LayertapError, LoadError, make_load_error
 from layertap.models.explanations.sensitivity import PointInfo
+from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry
 from layertap.models.resume.resumption import Resumption
@@ -25,7 +26,8 @@ from layertap.models.spec import Shapes
 from layertap.service.engine.batch import CPU
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute import model_functions
-from layertap.service.engine.execute.executor import Executor, ModelFunction, ModelLostError
+from layertap.service.engine.execute.executor import Executor, ModelLostError
+from layertap.service.engine.execute.model_functions import ModelFunction
 from layertap.service.engine.schedule.batch_keys import BatchKeys
 from layertap.service.engine.schedule.pace import Pace
 from layertap.service.engine.schedule.scheduler import Scheduler
@@ -295,7 +297,7 @@ class ModelHandle:
 
     async def _try_padding(self, rows: int) -> None:
         """See whether rows keep their bits in a batch of so many: else each request runs alone. LoadError."""
-        function = partial(model_functions.is_batch_invariant, rows=rows)
+        function = partial(LoadedModel.is_batch_invariant, rows=rows)
         try:
             is_invariant = await self._scheduler.call(self.key, function, lambda _: None, float("inf"), float("inf"))
         except LayertapError:

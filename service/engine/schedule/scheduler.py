@@ -14,7 +14,8 @@ from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, Job, Results
 from layertap.service.engine.deadline import set_deadline, wait_until
 from layertap.service.engine.execute.batch_runner import refuse
-from layertap.service.engine.execute.executor import Executor, ModelFunction, RunningBatch
+from layertap.service.engine.execute.executor import Executor, RunningBatch
+from layertap.service.engine.execute.model_functions import ModelFunction
 from layertap.service.engine.execute.threads import wrap_error
 from layertap.service.engine.rows.rows import ItemAttempts, count_rows
 from layertap.service.engine.schedule.batch_formation import DeviceSlots
@@ -86,8 +87,7 @@ class Scheduler:
         self._models[key] = ScheduledModel(key, name, executor, pace)
         for device in set(executor.devices) - {CPU}:
             self._batcher.add_device(device, DeviceSlots(self._gpu_streams, parallel=False))
-        executor.on_idle = self._dispatch
-        executor.start()
+        executor.start(self._dispatch)
         self._dispatch()
 
     async def drain(self, key: str) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from layertap.models.errors import TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
+from layertap.models.multi_device_model import MultiDeviceModel
 from layertap.service.engine.execute.executor import InProcessExecutor
 from layertap.service.engine.execute.processes.messages import HostOptions
 from layertap.service.engine.execute.processes.worker_pool import MAX_DECODE_ITEMS, WorkerPool, choose_worker_bytes
 from layertap.service.engine.execute.processes.worker_process import ModelHost, OnRestart
-from layertap.service.engine.rows.rows import Attempt, ItemAttempts, decode_on_device
+from layertap.service.engine.rows.rows import Attempt, ItemAttempts, decode_on_device, try_to_decode
 from layertap.service.inputs.items import ImageItem, LocalItem
 from layertap.service.settings import Settings
 
@@ -25,11 +26,9 @@ class DecodingExecutor(InProcessExecutor):
     Texts become tokens here: a tokenizer can't be sent to another process.
     """
 
-    def __init__(
-        self, model: LoadedModel, settings: Settings, on_restart: OnRestart, device: str | None = None
-    ) -> None:
+    def __init__(self, model: LoadedModel | MultiDeviceModel, settings: Settings, on_restart: OnRestart) -> None:
         """Start the workers; LoadError where they can't be started. ``on_restart`` as for ``ModelHost``."""
-        super().__init__(model, settings, device)
+        super().__init__(model, settings)
         pictures = replace(model.model_inputs.pictures, text=None, decoder=None)
         options = HostOptions(model.spec, settings, (), choose_worker_bytes(settings), plans=None, pictures=pictures)
         host = ModelHost(options, on_restart)
@@ -43,9 +42,9 @@ class DecodingExecutor(InProcessExecutor):
         """The weights and buffers, wherever they are, and what the workers have now."""
         return super().memory_bytes + self._host.measure_worker_bytes()
 
-    def start(self) -> None:
+    def start(self, on_idle: Callable[[], None]) -> None:
         """Start the threads, and begin to ask the workers."""
-        super().start()
+        super().start(on_idle)
         self._workers.start()
 
     async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
@@ -75,7 +74,7 @@ class DecodingExecutor(InProcessExecutor):
 
     def _try_here(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt] | None:
         if not isinstance(item, ImageItem) or inputs is not self.model.model_inputs:
-            return self._runner.decode([item], inputs)[0]
+            return try_to_decode(item, inputs, self._settings)
         try:
             row = decode_on_device(item, inputs, self._settings)
         except TooLargeError as error:

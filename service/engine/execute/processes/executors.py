@@ -12,7 +12,7 @@ from layertap.models.multi_device_model import MultiDeviceModel, join_devices
 from layertap.models.registry import ModelLoader
 from layertap.models.spec import ModelSpec
 from layertap.service.engine.batch import CPU
-from layertap.service.engine.execute.executor import Executor, InProcessExecutor, MultiDeviceExecutor
+from layertap.service.engine.execute.executor import Executor, InProcessExecutor
 from layertap.service.engine.execute.processes.decoding_executor import DecodingExecutor
 from layertap.service.engine.execute.processes.process_executor import HostedModel, ProcessExecutor, load_in_host
 from layertap.service.metrics import Metrics
@@ -35,17 +35,18 @@ def load(spec: ModelSpec, settings: Settings, metrics: Metrics, *, warm: bool = 
 
 
 def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> Executor:
-    """What runs a model where it was loaded; ``metrics`` as for ``load``."""
+    """What runs a model where it was loaded; ``metrics`` as for ``load``.
+
+    Where its device, or the first of several, is no CPU, workers decode its pictures.
+    """
     if isinstance(model, HostedModel):
         return ProcessExecutor(model, settings)
-    if isinstance(model, MultiDeviceModel):
-        first, *others = zip(model.models, model.names, strict=True)
-        executors = {first[1]: _create_here(*first, settings, metrics)}
-        executors |= {name: InProcessExecutor(each, settings, name) for each, name in others}
-        return MultiDeviceExecutor(model, executors)
-    if not isinstance(model, LoadedModel):
+    if not isinstance(model, (LoadedModel, MultiDeviceModel)):
         raise TypeError(f"a model that is nowhere: {type(model).__name__}")
-    return _create_here(model, str(model.device), settings, metrics)
+    device = model.names[0] if isinstance(model, MultiDeviceModel) else str(model.device)
+    if settings.workers and device != CPU and model.model_inputs.takes_pictures:
+        return DecodingExecutor(model, settings, metrics.count_worker_restart)
+    return InProcessExecutor(model, settings)
 
 
 def _load_on(device: str, spec: ModelSpec, settings: Settings, plans: Path | None) -> LoadedModel:
@@ -56,10 +57,3 @@ def _load_on(device: str, spec: ModelSpec, settings: Settings, plans: Path | Non
 def _load_here(spec: ModelSpec, settings: Settings, plans: Path | None, replicas: int) -> LoadedModel:
     costs = settings.cache_dir / "costs"
     return ModelLoader(replicas, settings.cpu_threads, plans, settings.gpu_streams, costs)(spec)
-
-
-def _create_here(model: LoadedModel, device: str, settings: Settings, metrics: Metrics) -> InProcessExecutor:
-    """What runs a model in this process; where its device is no CPU, workers decode its pictures."""
-    if settings.workers and device != CPU and model.model_inputs.takes_pictures:
-        return DecodingExecutor(model, settings, metrics.count_worker_restart, device)
-    return InProcessExecutor(model, settings, device)

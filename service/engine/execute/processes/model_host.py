@@ -30,7 +30,6 @@ from layertap.models.loading import load_model
 from layertap.models.model_info import ModelInfo
 from layertap.models.sources.python import add_search_folders
 from layertap.service import allocator, logs
-from layertap.service.engine.execute.executor import ModelRunner
 from layertap.service.engine.execute.processes.channel import Channel, connect
 from layertap.service.engine.execute.processes.limits import be_killed_first, end_with_parent, limit_memory
 from layertap.service.engine.execute.processes.messages import (
@@ -45,7 +44,6 @@ from layertap.service.engine.execute.processes.messages import (
 from layertap.service.engine.execute.processes.progress import Progress
 from layertap.service.engine.execute.processes.references import WorkerReferences
 from layertap.service.engine.execute.processes.worker import DecodingWorker, Worker
-from layertap.service.engine.rows.rows import try_to_decode
 
 T = TypeVar("T")
 CreateWorker = Callable[[Progress], DecodingWorker]
@@ -91,8 +89,7 @@ def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo, CreateWork
     )
     if options.plans:
         model = prepare_warm_plans(model, options.plans, run_in_copy, take_turn, options.reload)
-    runner = ModelRunner(model, settings)
-    return _describe(model), lambda progress: Worker(runner, progress, settings.decode_timeout_s)
+    return _describe(model), lambda progress: Worker(model, progress, settings)
 
 
 @contextmanager
@@ -108,9 +105,8 @@ def _take_turn(channel: Channel) -> Iterator[None]:
 
 def _prepare_decoding(options: HostOptions) -> tuple[Hello, CreateWorker]:
     """The same for workers that only decode pictures."""
-    settings = options.settings
-    decode = partial(try_to_decode, inputs=cast("ModelInputs", options.pictures), settings=settings)
-    return Hello(), lambda progress: DecodingWorker(decode, progress, settings.decode_timeout_s)
+    pictures = cast("ModelInputs", options.pictures)
+    return Hello(), lambda progress: DecodingWorker(pictures, progress, options.settings)
 
 
 def run_in_copy(function: Callable[[], T]) -> T:

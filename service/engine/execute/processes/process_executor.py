@@ -17,7 +17,8 @@ from layertap.models.sources.python import list_search_folders
 from layertap.models.spec import ModelSpec
 from layertap.service.engine.batch import CPU, Batch, BatchResult, RowSlice, SliceResult, UndecodedError
 from layertap.service.engine.execute.batch_runner import refuse
-from layertap.service.engine.execute.executor import CallOutcome, ModelFunction, ModelLostError, RunningBatch
+from layertap.service.engine.execute.executor import ModelLostError, RunningBatch, decode_items
+from layertap.service.engine.execute.model_functions import CallOutcome, ModelFunction
 from layertap.service.engine.execute.processes.channel import LARGE_BYTES
 from layertap.service.engine.execute.processes.messages import CallModel, HostOptions
 from layertap.service.engine.execute.processes.worker_pool import (
@@ -33,7 +34,7 @@ from layertap.service.engine.execute.processes.worker_process import (
     WorkerProcess,
 )
 from layertap.service.engine.execute.threads import start_single_threaded, wrap_error
-from layertap.service.engine.rows.rows import Attempt, ItemAttempts, try_to_decode
+from layertap.service.engine.rows.rows import Attempt, ItemAttempts
 from layertap.service.errors import ForwardError, UnavailableError
 from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem
 from layertap.service.settings import Settings
@@ -79,22 +80,13 @@ class ProcessExecutor:
         self._pool = ThreadPoolExecutor(PARTS_AT_ONCE, "decode", initializer=start_single_threaded)
 
     @property
-    def on_idle(self) -> Callable[[], None]:
-        """What is called when a worker has become idle."""
-        return self._workers.on_idle
-
-    @on_idle.setter
-    def on_idle(self, function: Callable[[], None]) -> None:
-        self._workers.on_idle = function
-
-    @property
     def memory_bytes(self) -> int:
         """What the host had for itself when it had loaded the model, and what its workers have now."""
         return (self.model.process_bytes or self.model.memory_bytes) + self.model.host.measure_worker_bytes()
 
-    def start(self) -> None:
+    def start(self, on_idle: Callable[[], None]) -> None:
         """Begin to ask the workers."""
-        self._workers.start()
+        self._workers.start(on_idle)
 
     def count_idle(self) -> Mapping[str, int]:
         """The idle workers."""
@@ -139,7 +131,7 @@ class ProcessExecutor:
         decoded: list[Sequence[Attempt] | None] = [None] * len(items)
         here = [index for index, item in enumerate(items) if not isinstance(item, kinds)]
         if here:
-            decode = partial(self._decode_here, [items[index] for index in here], inputs)
+            decode = partial(decode_items, [items[index] for index in here], inputs, self._settings)
             attempts = await asyncio.get_running_loop().run_in_executor(self._pool, decode)
             for index, each in zip(here, attempts, strict=True):
                 decoded[index] = each
@@ -157,9 +149,6 @@ class ProcessExecutor:
         """End all processes."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         await self._workers.close()
-
-    def _decode_here(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
-        return [try_to_decode(item, inputs, self._settings) for item in items]
 
     async def _join(self, batch: Batch, result: BatchResult) -> BatchResult:
         """The result with each slice's rows among those of its request; what is large is copied in a thread."""

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from layertap.models.errors import LayertapError, TooLargeError
+from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.loaded_model import LoadedModel
 from layertap.models.resume.resumption import Resumption
 from layertap.service.allocator import release_memory
 from layertap.service.engine.batch import NEVER, Batch, BatchResult, Interval, RowSlice, SliceResult, UndecodedError
-from layertap.service.engine.execute.executor import CallOutcome, ModelRunner
+from layertap.service.engine.execute.batch_runner import BatchRunner
+from layertap.service.engine.execute.model_functions import CallOutcome, call_model
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel
 from layertap.service.engine.execute.processes.limits import limit_seconds
 from layertap.service.engine.execute.processes.messages import BatchDecoded, CallModel, DecodeItems, Hello
 from layertap.service.engine.execute.processes.progress import Progress
 from layertap.service.engine.execute.threads import start_single_threaded
-from layertap.service.engine.rows.rows import Attempt, Rows, join_rows
+from layertap.service.engine.rows.rows import Attempt, Rows, join_rows, try_to_decode
 from layertap.service.inputs.items import LocalItem
-
-Decode = Callable[[LocalItem], Sequence[Attempt]]
+from layertap.service.settings import Settings
 
 
 class DecodingWorker:
-    """Decodes what the server sends; ``decode_seconds`` end a process that decodes longer."""
+    """Decodes what the server sends."""
 
-    def __init__(self, decode: Decode, progress: Progress, decode_seconds: float) -> None:
-        self._decode_rows = decode
+    def __init__(self, inputs: ModelInputs, progress: Progress, settings: Settings) -> None:
+        self._inputs = inputs
         self._progress = progress
-        self._decode_seconds = decode_seconds
+        self._settings = settings
 
     def serve(self, channel: Channel) -> None:
         """Answer until the server closes the connection."""
@@ -49,8 +51,8 @@ class DecodingWorker:
             yield [self._decode_item(number, item) for number, item in enumerate(message.items)]
 
     def _decode_item(self, number: int, item: LocalItem) -> Sequence[Attempt]:
-        with self._progress.decoding(number), limit_seconds(self._decode_seconds):
-            attempts = self._decode_rows(item)
+        with self._progress.decoding(number), limit_seconds(self._settings.decode_timeout_s):
+            attempts = try_to_decode(item, self._inputs, self._settings)
         if any(isinstance(attempt, TooLargeError) for attempt in attempts):
             release_memory()
         return attempts
@@ -59,10 +61,9 @@ class DecodingWorker:
 class Worker(DecodingWorker):
     """Answers also what the server asks of a model in this process."""
 
-    def __init__(self, runner: ModelRunner, progress: Progress, decode_seconds: float) -> None:
-        inputs = runner.model.model_inputs
-        super().__init__(lambda item: runner.decode([item], inputs)[0], progress, decode_seconds)
-        self._runner = runner
+    def __init__(self, model: LoadedModel, progress: Progress, settings: Settings) -> None:
+        super().__init__(model.model_inputs, progress, settings)
+        self._model = model
 
     def _answer(self, message: Any, channel: Channel) -> Iterator[object]:
         if isinstance(message, Batch):
@@ -73,7 +74,7 @@ class Worker(DecodingWorker):
             yield from super()._answer(message, channel)
 
     def _call(self, message: CallModel) -> CallOutcome:
-        outcome = self._runner.call(0, message.function)
+        outcome = call_model(self._model, self._model.replicas[0], message.function)
         if isinstance(outcome.result, Resumption):  # what calls returned may be of any type, and stays here
             return replace(outcome, result=replace(outcome.result, skipped={}))
         return outcome
@@ -104,12 +105,12 @@ class Worker(DecodingWorker):
         result = BatchResult()
         if ready:
             whole = replace(batch, slices=tuple(ready.values()))
-            result = self._runner.run(0, whole, self._progress.note_failures)
+            result = BatchRunner(self._model, self._model.replicas[0], whole, self._progress.note_failures).run()
         if result.failures.out_of_memory:
             release_memory()
         indices = list(ready)
         results = [*refused, *(replace(each, index=indices[each.index]) for each in result.results)]
-        self._progress.hooks = self._runner.model.hooks
+        self._progress.hooks = self._model.hooks
         return replace(result, results=[replace(each, decode=decodes[each.index]) for each in results])
 
     def _prepare(self, index: int, each: RowSlice) -> RowSlice:
@@ -121,7 +122,7 @@ class Worker(DecodingWorker):
         job, known = each.job, each.spec.resumption
         if known is not None:
             shapes = tuple(spec.shape for spec in known.inputs)
-            resumption = self._runner.model.catalogs.verify_resumption(known.point, known.leaf, shapes)
+            resumption = self._model.catalogs.verify_resumption(known.point, known.leaf, shapes)
             job = replace(job, spec=replace(each.spec, resumption=resumption))
         if each.encoded:
             job = replace(job, inputs=self._decode_pictures(index, each), encoded=())

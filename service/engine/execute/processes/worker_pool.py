@@ -58,7 +58,7 @@ class WorkerPool:
 
     def __init__(self, host: ModelHost, settings: Settings) -> None:
         """Start the workers; LoadError where they can't be started."""
-        self.on_idle: Callable[[], None] = lambda: None
+        self._on_idle: Callable[[], None] = lambda: None
         self._host = host
         self._count = settings.workers
         self._decode_seconds = settings.decode_timeout_s
@@ -74,17 +74,13 @@ class WorkerPool:
             host.close()
             raise
 
-    def start(self) -> None:
-        """Begin to ask the workers that were started, and to look whether their host is there."""
-        self._lost = asyncio.Event()  # of this host: tasks of the one before keep theirs
-        started, self._started = self._started, []
-        self._descriptor = self._host.take_descriptor()
-        if self._descriptor is None:
-            self._lose()
-        else:
-            asyncio.get_running_loop().add_reader(self._descriptor, self._bury_host)
-        for each in started:
-            self._add(WorkerProcess(each, self._bury))
+    def start(self, on_idle: Callable[[], None] = lambda: None) -> None:
+        """Begin to ask the workers that were started, and to look whether their host is there.
+
+        ``on_idle`` is called when there is a new one, which is idle.
+        """
+        self._on_idle = on_idle
+        self._begin()
 
     def note_waiting_rows(self, rows_wait: bool) -> None:
         """Let the workers know whether rows of their model are in no batch yet."""
@@ -196,7 +192,7 @@ class WorkerPool:
         """Load the model again, and start its workers; LoadError."""
         await run_in_new_thread(f"load-{self._host.name}", self._host.load)
         self._started = await run_in_new_thread(f"start-{self._host.name}", self._start_workers)
-        self.start()
+        self._begin()
 
     async def close(self) -> None:
         """End all processes."""
@@ -204,6 +200,17 @@ class WorkerPool:
         self._lose()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await run_in_new_thread(f"end-{self._host.name}", partial(self._host.close, pids))
+
+    def _begin(self) -> None:
+        self._lost = asyncio.Event()  # of this host: tasks of the one before keep theirs
+        started, self._started = self._started, []
+        self._descriptor = self._host.take_descriptor()
+        if self._descriptor is None:
+            self._lose()
+        else:
+            asyncio.get_running_loop().add_reader(self._descriptor, self._bury_host)
+        for each in started:
+            self._add(WorkerProcess(each, self._bury))
 
     def _start_workers(self) -> list[StartedWorker]:
         started: list[StartedWorker] = []
@@ -242,7 +249,7 @@ class WorkerPool:
                 return
             worker.note_waiting_rows(self._rows_wait)
             self._host.workers.append(worker)
-            asyncio.get_running_loop().call_soon(self.on_idle)
+            asyncio.get_running_loop().call_soon(self._on_idle)
         elif worker.is_closed:
             return
         while self._waiting:

@@ -29,11 +29,11 @@ from layertap.models.registry import ModelLoader, Registry
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.execute.executor import Executor, InProcessExecutor, ModelLostError, ModelRunner
+from layertap.service.engine.execute.executor import Executor, InProcessExecutor, ModelLostError
 from layertap.service.engine.execute.processes.decoding_executor import DecodingExecutor
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.rows.rows import Attempt, ItemAttempts
+from layertap.service.engine.rows.rows import Attempt, ItemAttempts, try_to_decode
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem
@@ -85,7 +85,7 @@ class Decoding:
 
     async def live(self) -> None:
         """Start the workers again where they are lost, as a model's handle does."""
-        self.executor.start()
+        self.executor.start(lambda: None)
         while True:
             await self.executor.wait_until_lost()
             await self.executor.restart()
@@ -117,7 +117,7 @@ class Decoding:
 
     def decode_here(self, item: LocalItem) -> Attempt:
         """The same without workers."""
-        ((attempt,),) = ModelRunner(self.model, self.settings).decode([item], self.model.model_inputs)
+        (attempt,) = try_to_decode(item, self.model.model_inputs, self.settings)
         return attempt
 
 

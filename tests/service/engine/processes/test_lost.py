@@ -37,7 +37,6 @@ from layertap.service.engine.batch import (
     RowSlice,
     SliceResult,
 )
-from layertap.service.engine.execute.executor import ModelRunner
 from layertap.service.engine.execute.processes import process_executor
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel, connect
 from layertap.service.engine.execute.processes.progress import create_progress
@@ -249,7 +248,7 @@ def test_memory_that_was_lacking() -> None:
     progress, memory = create_progress()
     os.close(memory)
     channel, connection = connect()
-    worker = Worker(ModelRunner(model, Settings()), progress, decode_seconds=60.0)
+    worker = Worker(model, progress, Settings())
     Starved.lacks = True
     try:
         (refused,) = worker._run(batch, channel).results
