@@ -195,7 +195,7 @@ class SimulatedServer:
 
     def _extend(self, running: RunningBatch) -> None:
         rows = running.batch.rows
-        running.batch = self._batcher.extend(running.batch)
+        self._batcher.extend(running.batch)
         self._running_rows += running.batch.rows - rows
 
     def _end_decode_in_batch(self, running: RunningBatch) -> None:

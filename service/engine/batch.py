@@ -287,9 +287,9 @@ def _make_slice(key: BatchKey, rows: int, fields: Mapping[str, Any]) -> RowSlice
     return RowSlice(Job(key, rows, **fields), 0, rows)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Batch:
-    """Rows that share a forward.
+    """Rows that share a forward; where pictures are decoded first, others may join until it begins.
 
     ``slots``: how many slots of its ``device`` it takes; ``slots_alone``: how many one of its rows would take alone.
     ``depth``: that of its deepest request. ``seconds``: its expected duration. ``reason``: why it has these rows.

@@ -9,7 +9,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,25 +27,11 @@ from layertap.service.engine.rows.rows import ItemAttempts, try_to_decode
 from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
 
+Extend = Callable[[], Batch | None]  # has what waits join a batch that was started; what joins, as a batch
+
 
 class ModelLostError(Exception):
     """The process that had loaded the model has ended: what was asked of it may be asked again once it is back."""
-
-
-class RunningBatch:
-    """A batch that has begun, and grows until its forward does; ``batch`` is what it has by now."""
-
-    def __init__(self, batch: Batch, extend: Callable[[Batch], Batch] = lambda batch: batch) -> None:
-        """``extend`` gives the batch with what joins it now."""
-        self.batch = batch
-        self._extend = extend
-
-    def extend(self) -> Batch | None:
-        """What joins it now, as a batch; None where nothing does."""
-        before = self.batch
-        self.batch = self._extend(before)
-        joining = self.batch.slices[len(before.slices) :]
-        return replace(self.batch, slices=joining) if joining else None
 
 
 class Executor(Protocol):
@@ -78,11 +63,11 @@ class Executor(Protocol):
     def count_idle(self) -> Mapping[str, int]:
         """How many replicas are idle, by device."""
 
-    def run(self, running: RunningBatch) -> Awaitable[BatchResult]:
+    def run(self, batch: Batch, extend: Extend) -> Awaitable[BatchResult]:
         """One forward for all rows of a batch, or more where it can't be done in one, in an idle replica of its device.
 
-        The replica is idle no more once this returns. Whoever decodes pictures of a batch asks what joins it before its
-        forward, until nothing does. What goes wrong is in the result.
+        The replica is idle no more once this returns. Whoever decodes pictures of a batch calls ``extend`` before its
+        forward, until nothing joins it. What goes wrong is in the result.
         """
 
     def note_waiting_rows(self, rows_wait: bool) -> None:
@@ -148,9 +133,9 @@ class InProcessExecutor:
         """The threads of each device that have nothing to do."""
         return Counter(self.devices[number] for number in self._idle)
 
-    def run(self, running: RunningBatch) -> Awaitable[BatchResult]:
+    def run(self, batch: Batch, extend: Extend) -> Awaitable[BatchResult]:
         """The batch as it is, in the thread of its device's first idle replica: its rows are decoded."""
-        batch = running.batch
+        del extend
         number = min(number for number in self._idle if self.devices[number] == batch.device)
         return self._work(number, BatchRunner(*self._replicas[number], batch).run)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 from layertap.service.engine.batch import Batch, BatchKey, Job, RowSlice
@@ -64,10 +64,10 @@ def form_batch(candidates: Sequence[Job], state: DeviceState, yielding_rows: flo
     return Batch(key, state.name, slices, slots, count_slots(key, 1, device), depth, seconds, reason, padded_rows)
 
 
-def extend_batch(
+def choose_joining(
     batch: Batch, candidates: Sequence[Job], device: DeviceSlots, running_rows: int, yielding_rows: float
-) -> Batch:
-    """The batch with rows of the candidates that it would have had, had they arrived earlier; itself if there are none.
+) -> tuple[RowSlice, ...]:
+    """Rows of the candidates that a batch would have had, had they arrived earlier.
 
     They do not make its forward deeper. It gets no more rows than an efficient batch has, and no more than its share of
     the waiting rows and the ``running_rows`` of its key: the other replicas of the device need rows too.
@@ -86,15 +86,8 @@ def extend_batch(
     limit = limit_rows([first, *joining], device)
     rows = min(limit, share, batch.padded_rows or limit)
     if first.isolated or not joining or few:
-        return batch
-    slices = tuple(slice_rows(joining, rows, yielding_rows, batch.slices))
-    if not slices:
-        return batch
-    slices = (*batch.slices, *slices)
-    rows = sum(row_slice.rows for row_slice in slices)
-    reason = find_batch_reason(slices, left_out=0)
-    slots = count_slots(key, rows, device)
-    return replace(batch, slices=slices, slots=slots, seconds=estimate_seconds(slices), reason=reason)
+        return ()
+    return tuple(slice_rows(joining, rows, yielding_rows, batch.slices))
 
 
 def choose_companions(shareable: Sequence[Job]) -> list[Job]:

@@ -4,8 +4,7 @@ A batch never waits for more rows: batches grow while others run. A device has s
 for each stream. A batch takes one slot, or all of them for a single row that all cores compute together. Pictures are
 decoded on the CPU's slots too: before forwards, until a batch is large enough to be worth its start.
 
-``waiting.py`` keeps what waits in order, ``fair_share.py`` says which model is next, ``batch_formation.py`` which rows
-a batch has.
+``waiting.py`` keeps what waits in order, ``batch_formation.py`` says which rows a batch has.
 """
 
 from __future__ import annotations
@@ -17,18 +16,52 @@ from layertap.service.engine.batch import CPU, Batch, BatchKey, Job, RowSlice
 from layertap.service.engine.schedule.batch_formation import (
     DeviceSlots,
     DeviceState,
+    choose_joining,
     count_parallel,
+    count_slots,
     estimate_seconds,
-    extend_batch,
+    find_batch_reason,
     form_batch,
 )
-from layertap.service.engine.schedule.fair_share import FairShare
 from layertap.service.engine.schedule.waiting import DecodeTask, WaitingEntries, WaitingJobs, get_urgency
 
 Clock = Callable[[], float]
 IdleReplicas = Mapping[str, Mapping[str, int]]  # by model, then by device
 TURN_FACTOR = 4.0  # a large job lets others pass for so many times as long as its last batch took
 MAX_WAIT_IN_FORWARDS = 2.0  # a job is ready after waiting as long as so many efficient forwards take
+
+
+class FairShare:
+    """The slot seconds that each model has used; the model that used least goes first.
+
+    ``used_seconds`` are for comparison, not totals: a model that was idle begins at the level of the models that kept
+    its device busy meanwhile, so that it neither saves up time nor pays for time that no other model wanted. This is
+    start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with a batch's expected seconds when it starts and
+    its measured ones when it ends.
+    """
+
+    def __init__(self) -> None:
+        self.used_seconds: dict[str, float] = {}
+        self._device_seconds: dict[str, float] = {}  # the most that a model had used when it started a batch
+
+    def join(self, model: str, devices: Sequence[str]) -> None:
+        """Begin to count a model of which nothing waits or runs, at the level of its least used device."""
+        device_seconds = min(self._device_seconds.get(device, 0.0) for device in devices)
+        self.used_seconds[model] = max(self.used_seconds.get(model, 0.0), device_seconds)
+
+    def start(self, batch: Batch) -> None:
+        """Add the expected seconds of a batch that starts."""
+        model, device = batch.key.model, batch.device
+        self._device_seconds[device] = max(self._device_seconds.get(device, 0.0), self.used_seconds[model])
+        self.add(batch, batch.seconds * batch.slots)
+
+    def add(self, batch: Batch, seconds: float) -> None:
+        """Add seconds of slots to what the model of a batch has used."""
+        self.used_seconds[batch.key.model] += seconds
+
+    def remove(self, model: str) -> None:
+        """Forget a model."""
+        self.used_seconds.pop(model, None)
 
 
 class Batcher:
@@ -150,21 +183,27 @@ class Batcher:
             return self._start_decode(task)
         return None
 
-    def extend(self, batch: Batch) -> Batch:
-        """A batch whose forward has not begun, with the waiting rows that may join it; itself if there are none."""
+    def extend(self, batch: Batch) -> tuple[RowSlice, ...]:
+        """Have waiting rows join a batch whose forward has not begun; the slices that join it."""
         waiting = self._waiting.get(batch.key)
         if waiting is None:
-            return batch
+            return ()
         now, device = self._clock(), self._devices[batch.device]
         candidates = waiting.list_candidates(now)
         yielding_rows = self._limit_yielding_rows([each.job for each in batch.slices] + candidates, now)
-        extended = extend_batch(batch, candidates, device, self._running_rows[batch.key], yielding_rows)
-        self._take(extended.slices[len(batch.slices) :], batch.device, now)
+        joining = choose_joining(batch, candidates, device, self._running_rows[batch.key], yielding_rows)
+        self._take(joining, batch.device, now)
         self._forget_if_empty(batch.key)
-        self._running_rows[batch.key] += extended.rows - batch.rows
-        self._free_slots[batch.device] += batch.slots - extended.slots
-        self._fair_share.recharge(batch, extended)
-        return extended
+        if joining:
+            slots, seconds = batch.slots, batch.seconds
+            batch.slices += joining
+            batch.slots = count_slots(batch.key, batch.rows, device)
+            batch.seconds = estimate_seconds(batch.slices)
+            batch.reason = find_batch_reason(batch.slices, left_out=0)
+            self._running_rows[batch.key] += sum(each.rows for each in joining)
+            self._free_slots[batch.device] += slots - batch.slots
+            self._fair_share.add(batch, batch.seconds * batch.slots - seconds * slots)
+        return joining
 
     def finish(self, task: Batch | DecodeTask, seconds: float, decode_seconds: float = 0.0) -> None:
         """A batch or decode task has ended after so many seconds: free its slots.
@@ -180,7 +219,7 @@ class Batcher:
             self._running_rows[task.key] -= task.rows
             if not self._running_rows[task.key]:
                 del self._running_rows[task.key]
-            self._fair_share.correct(task, seconds)
+            self._fair_share.add(task, (seconds - task.seconds) * task.slots)  # measured, not expected
             task.key.note_decode_seconds(decode_seconds / task.rows)
             for row_slice in task.slices:
                 row_slice.job.slowdown = seconds / task.seconds if task.seconds else 1.0
@@ -296,7 +335,7 @@ class Batcher:
         self._free_slots[batch.device] -= batch.slots
         self._running_batches[model] = self._running_batches.get(model, 0) + 1
         self._running_rows[batch.key] = self._running_rows.get(batch.key, 0) + batch.rows
-        self._fair_share.charge(batch)
+        self._fair_share.start(batch)
         return batch
 
     def _take(self, slices: Sequence[RowSlice], device: str, now: float) -> None:

@@ -6,15 +6,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from layertap.models.errors import LayertapError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, Job, Results
+from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, Job, Results, RowSlice
 from layertap.service.engine.deadline import set_deadline, wait_until
 from layertap.service.engine.execute.batch_runner import refuse
-from layertap.service.engine.execute.executor import Executor, RunningBatch
+from layertap.service.engine.execute.executor import Executor
 from layertap.service.engine.execute.model_functions import ModelFunction
 from layertap.service.engine.execute.threads import wrap_error
 from layertap.service.engine.rows.rows import ItemAttempts, count_rows
@@ -242,9 +243,9 @@ class Scheduler:
             if isinstance(starting, Batch):
                 model = models[starting.key.model]
                 model.busy += 1
-                self._note_started(starting)
-                running = RunningBatch(starting, self._extend)
-                self._start_task(self._run(model, running, model.executor.run(running)))
+                self._note_started(starting.slices)
+                running = model.executor.run(starting, partial(self._extend, starting))
+                self._start_task(self._run(model, starting, running))
             elif (turn := cast("Turn", starting)).begun.done():  # given up just now
                 self._batcher.finish(turn, 0.0)
             else:
@@ -252,16 +253,17 @@ class Scheduler:
         for key, model in models.items():
             model.executor.note_waiting_rows(self._batcher.count_waiting_rows(key) > 0)
 
-    def _extend(self, batch: Batch) -> Batch:
-        """A batch that has begun, and not its forward, with what may join it."""
-        extended = self._batcher.extend(batch)
-        if extended is not batch:
-            self._note_started(extended)
-            self._dispatch()  # a batch of several rows may need fewer slots than one of a single row
-        return extended
+    def _extend(self, batch: Batch) -> Batch | None:
+        """Have waiting rows join a batch that has begun, and not its forward; what joins, as a batch, if anything."""
+        joining = self._batcher.extend(batch)
+        if not joining:
+            return None
+        self._note_started(joining)
+        self._dispatch()  # a batch of several rows may need fewer slots than one of a single row
+        return replace(batch, slices=joining)
 
-    def _note_started(self, batch: Batch) -> None:
-        for each in batch.slices:
+    def _note_started(self, slices: Sequence[RowSlice]) -> None:
+        for each in slices:
             if (flight := self._in_flight.get(each.job)) is not None:
                 flight.started = True
 
@@ -276,21 +278,21 @@ class Scheduler:
         if not task.cancelled():
             task.exception()  # whoever waited has it
 
-    async def _run(self, model: ScheduledModel, running: RunningBatch, awaited: Awaitable[BatchResult]) -> None:
+    async def _run(self, model: ScheduledModel, batch: Batch, running: Awaitable[BatchResult]) -> None:
         """A batch, from its start to its answers. Whatever goes wrong is its own."""
         started = time.perf_counter()
         try:
-            result = await awaited
+            result = await running
         except (Exception, asyncio.CancelledError) as error:  # a pool that is shut down cancels
             log.exception("a batch failed", extra={"fields": {"model": model.name}})
-            result = refuse(running.batch, error if isinstance(error, LayertapError) else wrap_error(error))
+            result = refuse(batch, error if isinstance(error, LayertapError) else wrap_error(error))
         seconds = time.perf_counter() - started
         try:
-            self._finish(model, running.batch, result, seconds)
-            self._record(running.batch, result.failures, seconds)
+            self._finish(model, batch, result, seconds)
+            self._record(batch, result.failures, seconds)
         except Exception as error:
             log.exception("a batch could not be answered", extra={"fields": {"model": model.name}})
-            for each in running.batch.slices:
+            for each in batch.slices:
                 if (flight := self._in_flight.get(each.job)) is not None:
                     flight.fail(wrap_error(error))
         finally:

@@ -12,26 +12,19 @@ from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from tests.service.engine.batcher_harness import CPU_LIKE, FASTER_ON_ALL_CORES, BatcherHarness, make_key
 
 
-def extend(harness: BatcherHarness, batch: Batch) -> Batch:
-    """The batch with what joins it, in its place among what runs."""
-    extended = harness.batcher.extend(batch)
-    harness.running[harness.running.index(batch)] = extended
-    return extended
-
-
 def test_what_came_meanwhile() -> None:
     """Rows that come after a batch has begun join it, each once; nothing that is left starts twice."""
     harness, key = BatcherHarness(cpu=DeviceSlots(1)), make_key("cpu", max_rows=8)
     harness.add(key, name="first")
     batch = harness.start_batch()
-    assert extend(harness, batch) is batch
+    assert not harness.batcher.extend(batch)
     for name in ("second", "third"):
         harness.add(key, name=name)
-    extended = extend(harness, batch)
-    assert harness.describe(extended) == [("first", 0, 1), ("second", 0, 1), ("third", 0, 1)]
-    assert extended.seconds == pytest.approx(key.estimate_seconds(3))
+    harness.batcher.extend(batch)
+    assert harness.describe(batch) == [("first", 0, 1), ("second", 0, 1), ("third", 0, 1)]
+    assert batch.seconds == pytest.approx(key.estimate_seconds(3))
     assert harness.batcher.count_waiting_rows("a") == 0
-    harness.finish(extended)
+    harness.finish(batch)
     assert harness.start() is None
 
 
@@ -42,10 +35,10 @@ def test_no_more_than_memory_holds() -> None:
         harness.add(key)
         batch = harness.start_batch()
         harness.add(key, 9, "later")
-        extended = extend(harness, batch)
-        assert extended.rows == most
-        assert harness.describe(extended)[-1] == ("later", 0, most - 1)
-        harness.finish(extended)
+        harness.batcher.extend(batch)
+        assert batch.rows == most
+        assert harness.describe(batch)[-1] == ("later", 0, most - 1)
+        harness.finish(batch)
         assert harness.describe(harness.start_batch())[0] == ("later", most - 1, 2 * most - 1)
         harness.finish(harness.running[0])
         list(harness.run_in_turn())
@@ -67,7 +60,7 @@ def test_what_waits_all_the_same(fields: dict[str, object]) -> None:
     harness.add(key, depth=0.5)
     batch = harness.start_batch()
     harness.add(key, **({"depth": 0.5} | fields))
-    assert extend(harness, batch) is batch
+    assert not harness.batcher.extend(batch)
     assert harness.batcher.count_waiting_rows("a") == 1
 
 
@@ -78,7 +71,7 @@ def test_alone_is_left_alone() -> None:
     batch = harness.start_batch()
     harness.add(key)
     harness.add(other)
-    assert extend(harness, batch) is batch
+    assert not harness.batcher.extend(batch)
 
 
 def test_shares() -> None:
@@ -90,8 +83,9 @@ def test_shares() -> None:
     first, second = harness.start_batches()
     for _ in range(14):
         harness.add(key)
-    assert extend(harness, first).rows == 8
-    assert extend(harness, second).rows == 8
+    for batch in (first, second):
+        harness.batcher.extend(batch)
+        assert batch.rows == 8
 
 
 def test_slots_of_a_single_row() -> None:
@@ -102,11 +96,11 @@ def test_slots_of_a_single_row() -> None:
     assert batch.slots == 4
     for _ in range(4):  # with these, one after the other on all slots still ends sooner
         harness.add(key)
-    assert extend(harness, batch) is batch
+    assert not harness.batcher.extend(batch)
     for _ in range(8):
         harness.add(key)
-    extended = extend(harness, batch)
-    assert (extended.rows, extended.slots) == (4, 1)
+    harness.batcher.extend(batch)
+    assert (batch.rows, batch.slots) == (4, 1)
     assert sum(each.slots for each in harness.start_batches()) == 3
     for each in list(harness.running):
         harness.finish(each)
@@ -125,7 +119,7 @@ def test_all_rows_run_once(arrivals: list[tuple[int, float, bool]]) -> None:
         harness.start_batches()
         for running in list(harness.running):
             assert isinstance(running, Batch)
-            extend(harness, running)
+            harness.batcher.extend(running)
         if ends and harness.running:
             batch = harness.running[0]
             assert isinstance(batch, Batch)

@@ -131,7 +131,9 @@ def test_what_is_captured_counts_in_a_batch() -> None:
     harness.add(key)
     batch = harness.start_batch()
     harness.add(key, row_bytes=SECOND_OF_COPYING)
-    assert (batch.seconds, harness.batcher.extend(batch).seconds) == (1.0, 3.0)
+    assert batch.seconds == 1.0
+    harness.batcher.extend(batch)
+    assert batch.seconds == 3.0
 
 
 def test_joins_a_small_one_as_far_as_that_stays_short() -> None:
@@ -141,7 +143,7 @@ def test_joins_a_small_one_as_far_as_that_stays_short() -> None:
     harness.add(key, 80, "large", row_bytes=SECOND_OF_COPYING)
     batch = harness.start_batch()
     assert harness.describe(batch) == [("small", 0, 1), ("large", 0, 4)]
-    assert harness.batcher.extend(batch) is batch
+    assert not harness.batcher.extend(batch)
 
 
 def test_never_a_single_row_on_all_cores() -> None:

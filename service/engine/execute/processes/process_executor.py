@@ -17,7 +17,7 @@ from layertap.models.sources.python import list_search_folders
 from layertap.models.spec import ModelSpec
 from layertap.service.engine.batch import CPU, Batch, BatchResult, RowSlice, SliceResult, UndecodedError
 from layertap.service.engine.execute.batch_runner import refuse
-from layertap.service.engine.execute.executor import ModelLostError, RunningBatch, decode_items
+from layertap.service.engine.execute.executor import Extend, ModelLostError, decode_items
 from layertap.service.engine.execute.model_functions import CallOutcome, ModelFunction
 from layertap.service.engine.execute.processes.channel import LARGE_BYTES
 from layertap.service.engine.execute.processes.messages import CallModel, HostOptions
@@ -92,22 +92,21 @@ class ProcessExecutor:
         """The idle workers."""
         return {CPU: self._workers.idle}
 
-    def run(self, running: RunningBatch) -> Awaitable[BatchResult]:
+    def run(self, batch: Batch, extend: Extend) -> Awaitable[BatchResult]:
         """The batch, in a worker. If that dies, the slice that it was decoding is blamed, or else each slice."""
-        return self._run(running, self._workers.take())
+        return self._run(batch, extend, self._workers.take())
 
-    async def _run(self, running: RunningBatch, worker: WorkerProcess) -> BatchResult:
-        batch = running.batch
+    async def _run(self, batch: Batch, extend: Extend, worker: WorkerProcess) -> BatchResult:
         try:
-            deadline, extend = batch.deadline + GRACE_SECONDS, running.extend
+            deadline = batch.deadline + GRACE_SECONDS
             result: BatchResult = await self._workers.ask(batch, deadline=deadline, worker=worker, extend=extend)
-            return await self._join(running.batch, replace(result, failure=""))  # that ended with its worker
+            return await self._join(batch, replace(result, failure=""))  # that ended with its worker
         except ModelLostError:
-            return BatchResult(again=(running.batch,))
+            return BatchResult(again=(batch,))
         except UnavailableError as error:
-            return refuse(running.batch, error)
+            return refuse(batch, error)
         except WorkerDiedError as error:
-            return replace(self._blame(running.batch, error), failures=error.failures)
+            return replace(self._blame(batch, error), failures=error.failures)
 
     def note_waiting_rows(self, rows_wait: bool) -> None:
         """Workers look at it when they have decoded a batch."""

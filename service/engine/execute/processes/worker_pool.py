@@ -17,12 +17,11 @@ import torch
 
 from layertap.models.devices import memory
 from layertap.models.errors import InputError, LoadError
-from layertap.service.engine.execute.executor import ModelLostError
+from layertap.service.engine.execute.executor import Extend, ModelLostError
 from layertap.service.engine.execute.processes.channel import UnsentError
 from layertap.service.engine.execute.processes.messages import DecodeItems, ToWorker
 from layertap.service.engine.execute.processes.worker_process import (
     GRACE_SECONDS,
-    Extend,
     ModelHost,
     StartedWorker,
     WorkerDiedError,

@@ -20,6 +20,7 @@ from layertap.models.errors import IN_THE_LOG, LayertapError, LoadError
 from layertap.models.model_info import ModelInfo
 from layertap.models.turns import build_beside, take_turn
 from layertap.service.engine.batch import Batch, BatchFailures, BatchResult, SliceResult
+from layertap.service.engine.execute.executor import Extend
 from layertap.service.engine.execute.processes.channel import Channel, LoopChannel, UnsentError, connect
 from layertap.service.engine.execute.processes.host_process import HostProcess, start_host
 from layertap.service.engine.execute.processes.messages import (
@@ -46,7 +47,6 @@ START_SECONDS = 60.0  # for a copy of a process to say that it is ready, on a ma
 LOAD_SECONDS = 3600.0  # for a host to load its model, which may be downloaded first
 MIN_RELOAD_SECONDS = 120.0
 RELOAD_FACTOR = 10.0  # loading again may take so many times what it took at first
-Extend = Callable[[], Batch | None]
 OnRestart = Callable[[str, RestartReason], None]
 SIGNALS: Mapping[int, RestartReason] = {signal.SIGALRM: "decode_timeout", signal.SIGKILL: "killed"}
 log = logging.getLogger("layertap")
