@@ -18,10 +18,10 @@ import time
 import traceback
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,52 +29,30 @@ from torch import Tensor
 from layertap.models.plain_tensor import view_bytes
 from layertap.service.inputs.items import ImageItem
 
-HEADER = struct.Struct("=QQQ")  # bytes of the pickle, of the buffers behind it with their padding, how many these are
+HEADER = struct.Struct("=QQQ")  # bytes of the pickle, of the shared memory, how many buffers are there
 FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-MAX_INLINE_BYTES = 64 * 1024  # of buffers that go through the socket; more are in memory that both processes map
+MAX_INLINE_BYTES = 64 * 1024  # of a message's buffers that its pickle has; more are in memory that both processes map
 LARGE_BYTES = 2**20  # of tensors and pictures: these are packed in a thread, beside the event loop
 ALIGNMENT = 64
 LOST = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF})  # the last: closed at this end
-MAX_BUFFERS_A_WRITE = 512  # the system takes 1,024 in one call
-MAX_DESCRIPTORS = 3  # that come with one message
+ANCILLARY_BYTES = socket.CMSG_SPACE(3 * array("i").itemsize)  # of the descriptors that come with one message
+SIZE_BYTES = 8  # of a buffer's size
 
 
-class References(Protocol):
-    """Objects that both ends know, and that cross as a number or two."""
-
-    def take_new(self, message: object) -> Mapping[int, object]:
-        """What a message refers to and the other end does not know yet, by number; from now on it does."""
-
-    def learn(self, new: Mapping[int, object]) -> None:
-        """Know what came with a message."""
+class References:
+    """Objects that both ends know, and that cross as references; here there are none."""
 
     def find(self, value: object) -> Any:
         """The reference to an object; None where it crosses as it is."""
+        return None
 
     def get(self, reference: Any) -> object:
         """The object of a reference."""
+        raise pickle.UnpicklingError(f"unknown reference {reference!r}")
 
 
 class UnsentError(Exception):
     """A message was not sent, since this process has no descriptor or no memory for it: the other end is well."""
-
-
-class NoReferences:
-    """For connections whose messages cross as they are."""
-
-    def take_new(self, message: object) -> Mapping[int, object]:
-        """Nothing."""
-        return {}
-
-    def learn(self, new: Mapping[int, object]) -> None:
-        """Nothing is new."""
-
-    def find(self, value: object) -> Any:
-        """None: everything crosses as it is."""
-
-    def get(self, reference: Any) -> object:
-        """There are no references."""
-        raise pickle.UnpicklingError(f"unknown reference {reference!r}")
 
 
 class Channel:
@@ -87,7 +65,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket, references: References | None = None) -> None:
         self.connection = connection
-        self._references = references or NoReferences()
+        self._references = references or References()
 
     def close(self) -> None:
         """Close this end."""
@@ -96,10 +74,14 @@ class Channel:
     def send(self, message: object, descriptors: Sequence[int] = (), timeout: float | None = None) -> None:
         """Send a message within so many seconds, and with it descriptors of files, which stay the caller's."""
         deadline = _set_deadline(timeout)
-        with _end_where_lost(), closing(pack(message, self._references)) as outgoing:
-            outgoing.attach(descriptors)
+        with _end_where_lost(), closing(pack(message, self._references, descriptors)) as outgoing:
             while not outgoing.write(self.connection):
                 self._wait(select.POLLOUT, deadline)  # the socket is full; most messages are smaller than it
+
+    def ask(self, message: object, timeout: float | None, descriptors: Sequence[int] = ()) -> Any:
+        """Send a message and receive the next one, each within so many seconds."""
+        self.send(message, descriptors, timeout)
+        return self.receive(timeout)
 
     def receive(self, timeout: float | None = None) -> Any:
         """The next message, waited for so many seconds at most; its tensors are the caller's."""
@@ -128,32 +110,31 @@ class Channel:
 class LoopChannel:
     """An end that the event loop reads; errors as of ``Channel``, but that callers bound the time.
 
-    ``on_lost`` is called once the other end is gone and nobody waits for a message of it.
+    One task at a time may use it. ``on_lost`` is called once the other end is gone.
     """
 
     def __init__(self, connection: socket.socket, references: References, on_lost: Callable[[], None]) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self.references = references
+        self._references = references
         self._on_lost = on_lost
         self._incoming = Incoming()
         self._messages: deque[tuple[Any, Exception | None]] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._room = asyncio.Event()  # set once the socket may be written to, or is lost
+        self._changed = asyncio.Event()  # a message has come, the socket may be written to, or the other end is gone
         self._lost = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(connection, self._read)
 
     def close(self) -> None:
         """Close this end."""
-        if self._socket.fileno() >= 0:
+        if not self.is_closed:
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             self._incoming.close()
             self._socket.close()
+        self._on_lost = lambda: None  # the old one knows the owner, which shall not wait for the collector
         self._lost = True
-        self._on_lost = _ignore  # which knows the owner: it shall not wait for the collector
-        self._wake()
+        self._changed.set()
 
     @property
     def is_closed(self) -> bool:
@@ -163,22 +144,21 @@ class LoopChannel:
     async def send(self, message: object, nbytes: int = 0) -> None:
         """Send a message whose tensors and pictures have about so many bytes; UnsentError."""
         with _end_where_lost():
-            if self._lost:
-                raise EOFError("the other process has ended")
+            self._check()
             with closing(await self._pack(message, nbytes)) as outgoing:
                 while not outgoing.write(self._socket):
-                    await self._wait_for_room()
+                    self._loop.add_writer(self._socket, self._changed.set)
+                    try:
+                        await self._wait()
+                    finally:
+                        if not self.is_closed:
+                            self._loop.remove_writer(self._socket)
 
     async def receive(self) -> Any:
         """The next message; its tensors are the caller's."""
         while not self._messages:
-            if self._lost:
-                raise EOFError("the other process has ended")
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            self._check()
+            await self._wait()
         message, error = self._messages.popleft()
         if error is not None:
             raise error
@@ -186,7 +166,7 @@ class LoopChannel:
 
     async def _pack(self, message: object, nbytes: int) -> Outgoing:
         """The message ready to be sent; what is large is packed in a thread."""
-        make = partial(pack, message, self.references)
+        make = partial(pack, message, self._references)
         try:
             if nbytes <= LARGE_BYTES:
                 return make()
@@ -199,14 +179,13 @@ class LoopChannel:
         except (OSError, MemoryError) as error:
             raise UnsentError(error.strerror if isinstance(error, OSError) else "no memory") from error
 
-    async def _wait_for_room(self) -> None:
-        self._room.clear()
-        self._loop.add_writer(self._socket, self._room.set)
-        try:
-            await self._room.wait()
-        finally:
-            if self._socket.fileno() >= 0:
-                self._loop.remove_writer(self._socket)
+    def _check(self) -> None:
+        if self._lost:
+            raise EOFError("the other process has ended")
+
+    async def _wait(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
 
     def _read(self) -> None:
         """Take what has come; called by the loop."""
@@ -217,27 +196,16 @@ class LoopChannel:
         except Exception:  # also where there is no memory for the message: what follows could not be told from it
             self._loop.remove_reader(self._socket)
             self._lost = True
-            if self._waiter is None:
-                self._on_lost()
+            self._on_lost()
         if self._messages or self._lost:
-            self._wake()
+            self._changed.set()
 
     def _unpack(self, incoming: Incoming) -> tuple[Any, Exception | None]:
         try:
-            return incoming.unpack(self.references), None
+            return incoming.unpack(self._references), None
         except Exception as error:  # no descriptor, or no memory: the other end is well
             incoming.close()
             return None, error
-
-    def _wake(self) -> None:
-        if self._lost:
-            self._room.set()
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-def _ignore() -> None:
-    """Of an end that is closed."""
 
 
 def _close_packed(packing: asyncio.Future[Outgoing]) -> None:
@@ -246,16 +214,15 @@ def _close_packed(packing: asyncio.Future[Outgoing]) -> None:
 
 
 class Outgoing:
-    """A message on its way out: its bytes, and the memory that goes with it."""
+    """A message on its way out: its bytes, and the descriptors that go with the first of them.
 
-    def __init__(self, data: bytes, memory: int | None) -> None:
+    The caller's stay open, and that of its ``memory`` is closed with it: whoever received the memory has mapped it.
+    """
+
+    def __init__(self, data: bytes, descriptors: Sequence[int], memory: int | None) -> None:
         self._rest = memoryview(data)
+        self._descriptors = [*descriptors, *([] if memory is None else [memory])]
         self._memory = memory
-        self._descriptors: list[int] = [] if memory is None else [memory]
-
-    def attach(self, descriptors: Sequence[int]) -> None:
-        """Send descriptors, too, which stay the caller's."""
-        self._descriptors = [*descriptors, *self._descriptors]
 
     def write(self, connection: socket.socket) -> bool:
         """Send as much as there is room for; whether that is all."""
@@ -268,7 +235,7 @@ class Outgoing:
         return True
 
     def close(self) -> None:
-        """Let go of the memory, which whoever received it has mapped."""
+        """Let go of the memory."""
         if self._memory is not None:
             os.close(self._memory)
             self._memory = None
@@ -296,19 +263,18 @@ class Incoming:
                 self._received += count
             if self._head is not None:
                 return True
-            self._head = body_bytes, payload_bytes, count = HEADER.unpack(self._data)
-            inline_bytes = payload_bytes if payload_bytes <= MAX_INLINE_BYTES else 0
-            self._data, self._received = memoryview(bytearray(8 * count + body_bytes + inline_bytes)), 0
+            self._head = HEADER.unpack(self._data)
+            body_bytes, _, count = self._head
+            self._data, self._received = memoryview(bytearray(SIZE_BYTES * count + body_bytes)), 0
 
     def unpack(self, references: References) -> Any:
         """The message; OSError where this process had no number for the descriptor of its memory."""
         if self._head is None:
             raise ValueError("the message is not whole")
-        body_bytes, payload_bytes, count = self._head
-        sizes = struct.unpack(f"={count}Q", self._data[: 8 * count])
-        body, inline = self._data[8 * count : 8 * count + body_bytes], self._data[8 * count + body_bytes :]
-        payload = _align_copy(inline) if payload_bytes <= MAX_INLINE_BYTES else _map(payload_bytes, self.descriptors)
-        return _unpickle(body, _split(payload, sizes), references)
+        _, memory_bytes, count = self._head
+        sizes, body = self._data[: SIZE_BYTES * count].cast("Q"), self._data[SIZE_BYTES * count :]
+        buffers = _split(_map(memory_bytes, self.descriptors), sizes) if memory_bytes else ()
+        return _Unpickler(references, io.BytesIO(body), buffers=buffers).load()
 
     def close(self) -> None:
         """Close what came with it."""
@@ -316,30 +282,18 @@ class Incoming:
             os.close(self.descriptors.pop())
 
     def _read_some(self, connection: socket.socket) -> int:
-        if self._head is not None:
-            return connection.recv_into(self._data[self._received :], 0, socket.MSG_DONTWAIT)
-        size = len(self._data) - self._received
-        data, descriptors, _, _ = socket.recv_fds(connection, size, MAX_DESCRIPTORS, FLAGS)
-        self._data[self._received : self._received + len(data)] = data
-        self.descriptors += descriptors
-        return len(data)
+        count, ancillary, _, _ = connection.recvmsg_into([self._data[self._received :]], ANCILLARY_BYTES, FLAGS)
+        for _, _, data in ancillary:
+            self.descriptors += array("i", data)
+        return count
 
 
-def pack(message: object, references: References) -> Outgoing:
+def pack(message: object, references: References, descriptors: Sequence[int] = ()) -> Outgoing:
     """A message ready to be sent, which the caller closes; OSError where there is no descriptor for its memory."""
     body, buffers = _pickle(message, references)
     sizes = [buffer.nbytes for buffer in buffers]
-    payload_bytes = sum(map(_pad, sizes))
-    head = HEADER.pack(len(body), payload_bytes, len(sizes)) + struct.pack(f"={len(sizes)}Q", *sizes)
-    if payload_bytes <= MAX_INLINE_BYTES:
-        return Outgoing(b"".join([head, body, *_align(buffers)]), None)
-    memory = os.memfd_create("layertap", os.MFD_CLOEXEC)
-    try:
-        _write(memory, list(_align(buffers)))
-    except BaseException:
-        os.close(memory)
-        raise
-    return Outgoing(head + body, memory)
+    head = HEADER.pack(len(body), sum(map(_pad, sizes)), len(sizes)) + struct.pack(f"={len(sizes)}Q", *sizes)
+    return Outgoing(head + body, descriptors, _share(buffers) if buffers else None)
 
 
 def connect() -> tuple[Channel, socket.socket]:
@@ -353,7 +307,14 @@ class RemoteTracebackError(Exception):
 
 
 class _Pickler(pickle.Pickler):
-    """Writes the numbers of tensors and the bytes of pictures elsewhere, and of errors also what they came from."""
+    """Writes references, the numbers of tensors and the bytes of pictures; of errors also what they came from."""
+
+    def __init__(self, references: References, file: io.BytesIO, **options: Any) -> None:
+        super().__init__(file, protocol=5, **options)
+        self._references = references
+
+    def persistent_id(self, value: Any) -> Any:
+        return self._references.find(value)
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -367,16 +328,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-class _ReferringPickler(_Pickler):
-    def __init__(self, references: References, file: io.BytesIO, **options: Any) -> None:
-        super().__init__(file, **options)
-        self._references = references
-
-    def persistent_id(self, value: Any) -> Any:
-        return self._references.find(value)
-
-
-class _ReferringUnpickler(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):
     def __init__(self, references: References, file: io.BytesIO, **options: Any) -> None:
         super().__init__(file, **options)
         self._references = references
@@ -386,24 +338,36 @@ class _ReferringUnpickler(pickle.Unpickler):
 
 
 def _pickle(message: object, references: References) -> tuple[bytes, list[memoryview]]:
-    """A message without its large parts, and these; in front of it what it refers to and the other end lacks."""
-    buffers: list[pickle.PickleBuffer] = []
+    """A message without those buffers that would make it large, and these."""
+    room = MAX_INLINE_BYTES
+    buffers: list[memoryview] = []
+
+    def keep(buffer: pickle.PickleBuffer) -> bool:
+        """Whether a buffer stays in the pickle."""
+        nonlocal room
+        raw = buffer.raw()
+        room -= raw.nbytes
+        if room < 0:
+            buffers.append(raw)
+        return room >= 0
+
     body = io.BytesIO()
-    new = references.take_new(message)
-    _Pickler(body, protocol=5, buffer_callback=buffers.append).dump(new)
-    _ReferringPickler(references, body, protocol=5, buffer_callback=buffers.append).dump(message)
-    return body.getvalue(), [buffer.raw() for buffer in buffers]
+    _Pickler(references, body, buffer_callback=keep).dump(message)
+    return body.getvalue(), buffers
 
 
-def _unpickle(body: memoryview, buffers: Iterator[memoryview], references: References) -> Any:
-    file = io.BytesIO(body)
-    references.learn(pickle.Unpickler(file, buffers=buffers).load())  # noqa: S301  (from our own processes)
-    return _ReferringUnpickler(references, file, buffers=buffers).load()
-
-
-def _align_copy(payload: memoryview) -> memoryview:
-    """A copy of the bytes that is aligned for any dtype."""
-    return memoryview(bytearray(payload))
+def _share(buffers: Sequence[memoryview]) -> int:
+    """The descriptor of memory with buffers, each of which begins at a multiple of ``ALIGNMENT``."""
+    memory = os.memfd_create("layertap", os.MFD_CLOEXEC)
+    try:
+        with open(memory, "wb", closefd=False) as file:
+            for buffer in buffers:
+                file.write(buffer)
+                file.write(bytes(_pad(buffer.nbytes) - buffer.nbytes))
+    except BaseException:
+        os.close(memory)
+        raise
+    return memory
 
 
 def _map(size: int, descriptors: list[int]) -> memoryview:
@@ -423,7 +387,7 @@ def _make_tensor(dtype: torch.dtype, shape: tuple[int, ...], data: Any) -> Tenso
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-def _make_image(data: memoryview) -> ImageItem:
+def _make_image(data: bytes | memoryview) -> ImageItem:
     return ImageItem(bytes(data))
 
 
@@ -447,30 +411,11 @@ def _pad(size: int) -> int:
     return size + -size % ALIGNMENT
 
 
-def _align(buffers: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
-    """Buffers with what makes each begin at a multiple of ``ALIGNMENT``."""
-    for buffer in buffers:
-        yield buffer
-        if len(buffer) % ALIGNMENT:
-            yield bytes(-len(buffer) % ALIGNMENT)
-
-
 def _split(payload: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
     start = 0
     for size in sizes:
         yield payload[start : start + size]
         start += _pad(size)
-
-
-def _write(memory: int, parts: Sequence[bytes | memoryview]) -> None:
-    """Write all parts; a single call may write less, of 2 GiB and above."""
-    for first in range(0, len(parts), MAX_BUFFERS_A_WRITE):
-        group = list(parts[first : first + MAX_BUFFERS_A_WRITE])
-        missing = sum(map(len, group)) - os.writev(memory, group)
-        if missing:
-            rest = memoryview(b"".join(group))[-missing:]
-            while rest:
-                rest = rest[os.write(memory, rest) :]
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from layertap.service.engine.execute.processes.messages import (
     TurnEnded,
     WaitForProcess,
 )
-from layertap.service.engine.execute.processes.progress import Progress
+from layertap.service.engine.execute.processes.progress import Progress, map_progress
 from layertap.service.engine.execute.processes.references import WorkerReferences
 from layertap.service.engine.execute.processes.worker import DecodingWorker, Worker
 
@@ -222,7 +222,7 @@ def _start_worker(
         channel.close()
         _work_and_exit(
             Channel(socket.socket(fileno=connection), WorkerReferences()),
-            Progress(memory),
+            map_progress(memory),
             create_worker,
             options,
             parent,

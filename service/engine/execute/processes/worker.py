@@ -41,7 +41,7 @@ class DecodingWorker:
         with suppress(EOFError):
             while True:
                 message = channel.receive()
-                self._progress.note_taken()
+                self._progress.taken += 1
                 for answer in self._answer(message, channel):
                     channel.send(answer)
 

@@ -270,7 +270,8 @@ class WorkerProcess:
         self._process: int | None = None  # a descriptor: its number may be another process's by now
         with suppress(ProcessLookupError):  # it has died since: the next message tells
             self._process = os.pidfd_open(self.pid)
-        self._open(started.connection)
+        self._references = ServerReferences()
+        self._channel = LoopChannel(started.connection, self._references, lambda: self._on_lost(self))
 
     @property
     def hooks(self) -> int:
@@ -293,6 +294,8 @@ class WorkerProcess:
         and is well. After any other error it may be in the midst of an answer, and is of no use any more.
         """
         taken, results = self._progress.taken, list[SliceResult]()
+        if self._references.is_full:  # not between a batch and what joins it: the worker answers for both
+            self._references.clear()
         try:
             async with asyncio.timeout(_count_seconds(deadline)) as limit:
                 await self._channel.send(message, _count_bytes(message))
@@ -309,7 +312,7 @@ class WorkerProcess:
                     else:
                         break
         except (EOFError, TimeoutError) as error:
-            decoding, since = self._progress.item
+            decoding, since = self._progress.item, self._progress.since
             raise WorkerDiedError(
                 taken=self._progress.taken > taken,
                 timed_out=isinstance(error, TimeoutError),
@@ -318,7 +321,7 @@ class WorkerProcess:
                 failures=self._progress.failures,
             ) from error
         except UnsentError:  # the specs of the message did not reach the worker
-            self._channel.references = ServerReferences()
+            self._references.clear()
             raise
         return replace(answer, results=[*results, *answer.results]) if results else answer
 
@@ -336,9 +339,6 @@ class WorkerProcess:
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
             os.close(self._process)
             self._process = None
-
-    def _open(self, connection: socket.socket) -> None:
-        self._channel = LoopChannel(connection, ServerReferences(), lambda: self._on_lost(self))
 
 
 def _count_seconds(deadline: float) -> float | None:
