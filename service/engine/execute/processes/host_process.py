@@ -16,25 +16,21 @@ from functools import partial
 from typing import Any
 
 from layertap.models.errors import IN_THE_LOG, LoadError
-from layertap.service.engine.execute.processes import fork_server
+from layertap.service.engine.execute.processes import fork_server, forking
 from layertap.service.engine.execute.processes.channel import Channel, connect
-from layertap.service.engine.execute.processes.limits import end_with_parent
-from layertap.service.engine.execute.processes.messages import (
-    HostOptions,
-    ProcessEnded,
-    ProcessStarted,
-    StartHost,
-    WaitForProcess,
-)
+from layertap.service.engine.execute.processes.forking import fork
+from layertap.service.engine.execute.processes.messages import HostOptions, StartHost, WaitForProcess
 
+FAILED = "the process that starts models' processes failed"
 # It has the server's search path, and not the working directory before all else; signals are ignored from the first.
 RUN = f"""
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 sys.path[:] = sys.argv[2:]
+from {forking.__name__} import run_and_exit
 from {fork_server.__name__} import run
-run(int(sys.argv[1]))
+run_and_exit(lambda: run(int(sys.argv[1])), {FAILED!r})
 """
 STARTS = 2  # the fork server may have died since it was used last
 START_SECONDS = 300.0  # for a fork server that imports libraries first, on a machine that does much else
@@ -52,15 +48,15 @@ class ForkServer:
 
     def start_host(self, connection: socket.socket, options: HostOptions) -> int:
         """Start a host, and return its process's number; LoadError where the system allows no more processes."""
-        started: ProcessStarted | LoadError = self._ask(StartHost(options), START_SECONDS, [connection.fileno()])
+        started: int | LoadError = self._ask(StartHost(options), START_SECONDS, [connection.fileno()])
         if isinstance(started, LoadError):
             raise started
-        return started.pid
+        return started
 
     def wait_for_host(self, pid: int) -> int | None:
         """The exit status of a host that has ended; None where nobody knows."""
-        ended: ProcessEnded = self._ask(WaitForProcess(pid), END_SECONDS)
-        return ended.status
+        status: int | None = self._ask(WaitForProcess(pid), END_SECONDS)
+        return status
 
     def forget(self) -> None:
         """In a copy of the process that has started it: that one goes on using it."""
@@ -74,8 +70,7 @@ class ForkServer:
     def _ask(self, message: object, timeout: float, descriptors: Sequence[int] = ()) -> Any:
         with self._lock:
             try:
-                self._channel.send(message, descriptors, timeout)
-                return self._channel.receive(timeout)
+                return self._channel.ask(message, timeout, descriptors)
             except TimeoutError as error:
                 self._channel.close()  # what it answers later would be taken for another answer
                 raise EOFError("the fork server does not answer") from error
@@ -162,16 +157,10 @@ def start_host(connection: socket.socket, options: HostOptions) -> HostProcess:
 
 
 def _fork() -> ForkServer:
+    """A copy of this process."""
     channel, connection = connect()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            end_with_parent(parent)
-            fork_server.run(connection.fileno())
-        finally:
-            os._exit(1)
-    connection.close()
+    with closing(connection):
+        pid = fork(partial(fork_server.run, connection.fileno()), FAILED)
     return ForkServer(channel, partial(_end_copy, pid))
 
 

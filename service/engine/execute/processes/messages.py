@@ -50,35 +50,30 @@ class TurnEnded:
 
 @dataclass(frozen=True)
 class StartHost:
-    """To the fork server: start a host; the descriptor of its connection comes along."""
+    """To the fork server: start a host; the descriptor of its connection comes along.
+
+    The answer is the number of its process, or a LoadError.
+    """
 
     options: HostOptions
 
 
 @dataclass(frozen=True)
-class ProcessStarted:
-    """From the fork server of a host, or from a host of a worker: the number of its process."""
-
-    pid: int
-
-
-@dataclass(frozen=True)
 class WaitForProcess:
-    """To who started a host or a worker: wait for it, it ends."""
+    """To the process that started a host or a worker: wait for it, it ends.
+
+    The answer is its exit status, below 0 where a signal ended it; None where another process started it.
+    """
 
     pid: int
-
-
-@dataclass(frozen=True)
-class ProcessEnded:
-    """The exit status of a host or a worker, below 0 where a signal ended it; None for one of somebody else's."""
-
-    status: int | None
 
 
 @dataclass(frozen=True)
 class StartWorker:
-    """To a model's host: start one more worker; its connection's descriptor, and its progress's, come along."""
+    """To a model's host: start one more worker; its connection's descriptor, and its progress's, come along.
+
+    The answer is the number of its process.
+    """
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,16 @@ several would never end, since libgomp believes in threads that a copy does not 
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from functools import partial
 from typing import NoReturn, TypeVar, cast
 
 import torch
-from PIL import Image
 
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices.memory import measure_private_bytes
@@ -31,32 +29,19 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.sources.python import add_search_folders
 from layertap.service import allocator, logs
 from layertap.service.engine.execute.processes.channel import Channel, connect
-from layertap.service.engine.execute.processes.limits import be_killed_first, end_with_parent, limit_memory
-from layertap.service.engine.execute.processes.messages import (
-    Hello,
-    HostOptions,
-    ProcessEnded,
-    ProcessStarted,
-    TakeTurn,
-    TurnEnded,
-    WaitForProcess,
-)
+from layertap.service.engine.execute.processes.forking import be_killed_first, fork, limit_memory, wait_for_child
+from layertap.service.engine.execute.processes.messages import Hello, HostOptions, TakeTurn, TurnEnded, WaitForProcess
 from layertap.service.engine.execute.processes.progress import Progress, map_progress
 from layertap.service.engine.execute.processes.references import WorkerReferences
 from layertap.service.engine.execute.processes.worker import DecodingWorker, Worker
 
 T = TypeVar("T")
 CreateWorker = Callable[[Progress], DecodingWorker]
-log = logging.getLogger("layertap")
 MAX_ENDED = 64  # workers that have ended, and nobody has asked how
 
 
-def run_model_host(connection: socket.socket, options: HostOptions, parent: int) -> None:
-    """Load a model, or nothing, tell the server of it, and start workers until the server closes the connection.
-
-    ``parent`` is the number of the process that started this one, and with which it ends.
-    """
-    end_with_parent(parent)
+def run_model_host(connection: socket.socket, options: HostOptions) -> None:
+    """Load a model, or nothing, tell the server of it, and start workers until the server closes the connection."""
     logs.configure(options.settings.log_level, logs.wants_text(options.settings.log_format))
     allocator.keep_large_blocks()
     add_search_folders(options.folders)
@@ -95,8 +80,7 @@ def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo, CreateWork
 @contextmanager
 def _take_turn(channel: Channel) -> Iterator[None]:
     """Wait for other models' hosts as ``turns.take_turn`` does for models of one process: the server knows of all."""
-    channel.send(TakeTurn())
-    channel.receive()
+    channel.ask(TakeTurn(), timeout=None)
     try:
         yield
     finally:
@@ -115,41 +99,31 @@ def run_in_copy(function: Callable[[], T]) -> T:
     What it gives can be pickled.
     """
     channel, connection = connect()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        channel.close()
-        _answer_and_exit(function, Channel(connection), parent)
-    connection.close()
+    with closing(connection):
+        pid = fork(partial(_answer, function, channel, connection), "a copy of a model's process failed")
     ended = False
     try:
         result = channel.receive()
     except EOFError:
         ended = True
     channel.close()
-    _, status = os.waitpid(pid, 0)
+    status = wait_for_child(pid)
     if ended:
-        ended_with = os.waitstatus_to_exitcode(status)
-        refusal = LoadError(f"a forward ended its process (status {ended_with})")
-        refusal.kind = "killed" if ended_with == -signal.SIGKILL else "forward"
+        refusal = LoadError(f"a forward ended its process (status {status})")
+        refusal.kind = "killed" if status == -signal.SIGKILL else "forward"
         raise refusal
     if isinstance(result, LayertapError):
         raise result
     return cast("T", result)
 
 
-def _answer_and_exit(function: Callable[[], object], channel: Channel, parent: int) -> NoReturn:
-    status = 1
+def _answer(function: Callable[[], object], channel: Channel, connection: socket.socket) -> None:
+    channel.close()
     try:
-        end_with_parent(parent)
-        try:
-            result = function()
-        except BaseException as error:
-            result = error if isinstance(error, LayertapError) else _to_load_error(error)
-        channel.send(result)
-        status = 0
-    finally:
-        os._exit(status)
+        result = function()
+    except BaseException as error:
+        result = _to_load_error(error)
+    Channel(connection).send(result)
 
 
 def _to_load_error(error: BaseException) -> LayertapError:
@@ -164,20 +138,15 @@ def _describe(model: LoadedModel) -> ModelInfo:
     info = replace(info, process_bytes=measure_private_bytes())
     inputs, text = info.model_inputs, info.model_inputs.text
     if isinstance(inputs.preprocess, LibraryProcessor):
-        inputs = replace(inputs, preprocess=replace(inputs.preprocess, run=process_elsewhere))
+        inputs = replace(inputs, preprocess=replace(inputs.preprocess, run=refuse_here))
     if text is not None and text.encode is not None:
-        inputs = replace(inputs, text=replace(text, encode=encode_elsewhere))
+        inputs = replace(inputs, text=replace(text, encode=refuse_here))
     return replace(info, model_inputs=inputs)
 
 
-def encode_elsewhere(text: str) -> list[int]:
-    """In place of a tokenizer that is in another process."""
-    raise NotImplementedError(f"{len(text)} characters are to be sent to a worker")
-
-
-def process_elsewhere(image: Image.Image) -> NoReturn:
-    """In place of an image processor that is in another process."""
-    raise NotImplementedError(f"{image.width} by {image.height} pixels are to be sent to a worker")
+def refuse_here(given: object) -> NoReturn:
+    """Stands for a tokenizer or an image processor that only the model's own process has."""
+    raise NotImplementedError(f"a {type(given).__name__} is to be sent to a worker")
 
 
 def _serve(channel: Channel, create_worker: CreateWorker, options: HostOptions) -> NoReturn:
@@ -186,21 +155,12 @@ def _serve(channel: Channel, create_worker: CreateWorker, options: HostOptions) 
     while True:
         message, descriptors = channel.receive_with_descriptors()
         if isinstance(message, WaitForProcess):
-            channel.send(ProcessEnded(ended.pop(message.pid) if message.pid in ended else _wait(message.pid)))
+            channel.send(ended.pop(message.pid) if message.pid in ended else wait_for_child(message.pid))
         else:
             ended |= _collect_ended()
             for pid in list(ended)[:-MAX_ENDED]:
                 del ended[pid]
-            channel.send(ProcessStarted(_start_worker(channel, descriptors, create_worker, options)))
-
-
-def _wait(pid: int) -> int | None:
-    """The exit status of a worker, which ends; None for a process that is none of this one's."""
-    try:
-        _, status = os.waitpid(pid, 0)
-    except ChildProcessError:
-        return None
-    return os.waitstatus_to_exitcode(status)
+            channel.send(_start_worker(channel, descriptors, create_worker, options))
 
 
 def _collect_ended() -> dict[int, int]:
@@ -216,33 +176,16 @@ def _start_worker(
     channel: Channel, descriptors: Sequence[int], create_worker: CreateWorker, options: HostOptions
 ) -> int:
     connection, memory = descriptors
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        channel.close()
-        _work_and_exit(
-            Channel(socket.socket(fileno=connection), WorkerReferences()),
-            map_progress(memory),
-            create_worker,
-            options,
-            parent,
-        )
+    work = partial(_work, channel, connection, memory, create_worker, options.worker_bytes)
+    pid = fork(work, "a worker failed", options.spec.name)
     os.close(connection)
     os.close(memory)
     return pid
 
 
-def _work_and_exit(
-    channel: Channel, progress: Progress, create_worker: CreateWorker, options: HostOptions, parent: int
-) -> NoReturn:
-    status = 1
-    try:
-        end_with_parent(parent)
-        be_killed_first()
-        limit_memory(options.worker_bytes)
-        create_worker(progress).serve(channel)
-        status = 0
-    except BaseException:
-        log.critical("a worker failed", exc_info=True, extra={"fields": {"model": options.spec.name}})
-    finally:
-        os._exit(status)
+def _work(channel: Channel, connection: int, memory: int, create_worker: CreateWorker, worker_bytes: int) -> None:
+    channel.close()
+    be_killed_first()
+    limit_memory(worker_bytes)
+    worker = create_worker(map_progress(memory))
+    worker.serve(Channel(socket.socket(fileno=connection), WorkerReferences()))

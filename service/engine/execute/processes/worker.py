@@ -17,7 +17,7 @@ from layertap.service.engine.batch import NEVER, Batch, BatchResult, Interval, R
 from layertap.service.engine.execute.batch_runner import BatchRunner
 from layertap.service.engine.execute.model_functions import CallOutcome, call_model
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel
-from layertap.service.engine.execute.processes.limits import limit_seconds
+from layertap.service.engine.execute.processes.forking import limit_seconds
 from layertap.service.engine.execute.processes.messages import BatchDecoded, CallModel, DecodeItems, Hello
 from layertap.service.engine.execute.processes.progress import Progress
 from layertap.service.engine.execute.threads import start_single_threaded

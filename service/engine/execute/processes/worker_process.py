@@ -16,20 +16,18 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from layertap.models.devices.memory import measure_private_bytes
-from layertap.models.errors import IN_THE_LOG, LayertapError, LoadError
+from layertap.models.errors import IN_THE_LOG, LayertapError, LoadError, label_failures
 from layertap.models.model_info import ModelInfo
 from layertap.models.turns import build_beside, take_turn
 from layertap.service.engine.batch import Batch, BatchFailures, BatchResult, SliceResult
 from layertap.service.engine.execute.executor import Extend
-from layertap.service.engine.execute.processes.channel import Channel, LoopChannel, UnsentError, connect
+from layertap.service.engine.execute.processes.channel import LoopChannel, UnsentError, connect
 from layertap.service.engine.execute.processes.host_process import HostProcess, start_host
 from layertap.service.engine.execute.processes.messages import (
     BatchDecoded,
     DecodeItems,
     Hello,
     HostOptions,
-    ProcessEnded,
-    ProcessStarted,
     StartWorker,
     TakeTurn,
     ToWorker,
@@ -52,6 +50,7 @@ SIGNALS: Mapping[int, RestartReason] = {signal.SIGALRM: "decode_timeout", signal
 log = logging.getLogger("layertap")
 
 
+@dataclass(eq=False)
 class WorkerDiedError(Exception):
     """A worker ended, or was ended, before it answered.
 
@@ -60,15 +59,11 @@ class WorkerDiedError(Exception):
     where it decoded none. ``failures`` had gone wrong in its batch.
     """
 
-    def __init__(
-        self, *, taken: bool, timed_out: bool, decoding: int, decode_seconds: float, failures: BatchFailures
-    ) -> None:
-        super().__init__("a worker died")
-        self.taken = taken
-        self.timed_out = timed_out
-        self.decoding = decoding
-        self.decode_seconds = decode_seconds
-        self.failures = failures
+    taken: bool
+    timed_out: bool
+    decoding: int
+    decode_seconds: float
+    failures: BatchFailures
 
 
 def find_reason(status: int | None) -> RestartReason:
@@ -120,40 +115,42 @@ class ModelHost:
                 raise LoadError(f"model {self.name} is unloaded")
             self._end()
             try:
-                info = self._load()
-                self._descriptor = os.dup(self._process.descriptor) if self._process is not None else None
+                return self._load()
             except OSError as error:  # no descriptor is left in this process
                 self._end()
-                refusal = LoadError(f"no process can be started to load it ({error.strerror})")
-                refusal.kind = "killed"
-                raise refusal from error
-            return info
+                raise _refuse(f"no process can be started to load it ({error.strerror})") from error
+            except BaseException:
+                self._end()
+                raise
 
     def start_worker(self) -> StartedWorker:
         """Start a worker; LoadError where the host is gone, or has no process for it."""
         try:
-            progress, memory = create_progress()
+            channel, connection = connect()
             try:
-                channel, connection = connect()
-                with closing(connection):
-                    return self._start_worker(channel, progress, (connection.fileno(), memory))
-            finally:
-                os.close(memory)
+                with closing(connection):  # else it would not show here that the other end is gone
+                    progress, memory = create_progress()
+                    try:
+                        pid = self._ask_for_copy((connection.fileno(), memory))
+                    finally:
+                        os.close(memory)
+                channel.receive(START_SECONDS)  # it is ready
+            except BaseException:
+                channel.close()
+                raise
         except (EOFError, OSError) as error:
-            refusal = LoadError(f"no worker of model {self.name} can be started", hint=IN_THE_LOG)
-            refusal.kind = "killed"
-            raise refusal from error
+            raise _refuse(f"no worker of model {self.name} can be started", hint=IN_THE_LOG) from error
+        return StartedWorker(pid, channel.connection, progress)
 
     def wait_for_worker(self, pid: int) -> int | None:
         """The exit status of a worker that ends; None where nobody knows."""
         with self._lock:
             try:
-                self._channel.send(WaitForProcess(pid), timeout=START_SECONDS)
-                ended: ProcessEnded = self._channel.receive(START_SECONDS)
+                status: int | None = self._channel.ask(WaitForProcess(pid), START_SECONDS)
             except (EOFError, OSError):
                 self._end()  # what it answers later would be taken for another answer
                 return None
-        return ended.status
+        return status
 
     def take_descriptor(self) -> int | None:
         """A descriptor that can be read once the process has ended, from now on the caller's; None where it has."""
@@ -179,34 +176,26 @@ class ModelHost:
         started = time.monotonic()
         again = self._identity is not None
         seconds = max(MIN_RELOAD_SECONDS, RELOAD_FACTOR * self._load_seconds) if again else LOAD_SECONDS
-        with closing(connection):
-            try:
-                self._process = start_host(connection, replace(self._options, reload=again))
-            except LoadError as error:
-                self._channel.close()
-                error.kind = "killed"
-                raise
+        with closing(connection), label_failures("killed"):
+            self._process = start_host(connection, replace(self._options, reload=again))
         try:
             answer = self._receive_model(started + seconds)
         except EOFError:
             status, self._process = self._process.end(START_SECONDS), None
-            answer = LoadError(f"the process that loads it has ended (status {status})")
+            answer = _refuse(f"the process that loads it has ended (status {status})")
             answer.kind = "killed" if status in (None, -signal.SIGKILL) else "other"
         except TimeoutError:
-            answer = LoadError(f"the process that loads it took more than {seconds:.0f} s")
-            answer.kind = "killed"
+            answer = _refuse(f"the process that loads it took more than {seconds:.0f} s")
         if isinstance(answer, LayertapError):
-            self._end()
             raise answer
-        info: ModelInfo | Hello = answer
-        identity = _identify(info)
+        identity = _identify(answer)
         if self._identity not in (None, identity):
-            self._end()
             raise LoadError(
                 "it is another model than before: its weights have changed, or the graphs of its warm plans"
             )
         self._identity, self._load_seconds = identity, self._load_seconds or time.monotonic() - started
-        return info
+        self._descriptor = os.dup(self._process.descriptor) if self._process is not None else None
+        return answer
 
     def _receive_model(self, deadline: float) -> ModelInfo | Hello | LayertapError:
         """What the host says when it has loaded the model; before that it asks for turns with other models."""
@@ -223,27 +212,17 @@ class ModelHost:
                     turn.enter_context(take_turn())
                     self._channel.send(TurnTaken())
 
-    def _start_worker(self, channel: Channel, progress: Progress, descriptors: Sequence[int]) -> StartedWorker:
-        try:
-            with self._lock:
-                pid = self._ask_for_copy(descriptors)
-            channel.receive(START_SECONDS)  # it is ready
-        except BaseException:
-            channel.close()
-            raise
-        return StartedWorker(pid, channel.connection, progress)
-
     def _ask_for_copy(self, descriptors: Sequence[int]) -> int:
         """The number of a new copy's process."""
-        if self._closed or self._process is None:
-            raise LoadError(f"model {self.name} is unloaded" if self._closed else "the model's process has ended")
-        try:
-            self._channel.send(StartWorker(), descriptors, START_SECONDS)
-            started: ProcessStarted = self._channel.receive(START_SECONDS)
-        except TimeoutError:
-            self._end()  # what it answers later would be taken for another answer
-            raise
-        return started.pid
+        with self._lock:
+            if self._closed or self._process is None:
+                raise LoadError(f"model {self.name} is unloaded" if self._closed else "the model's process has ended")
+            try:
+                pid: int = self._channel.ask(StartWorker(), START_SECONDS, descriptors)
+            except TimeoutError:
+                self._end()  # what it answers later would be taken for another answer
+                raise
+        return pid
 
     def _end(self) -> None:
         self._channel.close()
@@ -252,6 +231,13 @@ class ModelHost:
         if self._process is not None:
             self._process.end()
             self._process = None
+
+
+def _refuse(detail: str, hint: str = "") -> LoadError:
+    """What may pass: a process was killed, does not answer, or could not be started."""
+    refusal = LoadError(detail, hint=hint)
+    refusal.kind = "killed"
+    return refusal
 
 
 def _identify(info: ModelInfo | Hello) -> object:
