@@ -14,7 +14,7 @@ from layertap.models.errors import LayertapError, RequestError
 from layertap.models.model_info import ModelInfo
 from layertap.models.spec import PreprocessSpec
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
-from layertap.service.engine.batch import Job, Results
+from layertap.service.engine.batch import Job, Results, UndecodedError
 from layertap.service.engine.collect.answer_cache import AnswerCache, digest_layers, digest_request
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.collect.results import FEW_RESULTS, add_warnings, collect_features, has_few_numbers
@@ -24,10 +24,9 @@ from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.plan.planner import PlannedRequest, Planner
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.rows.decoder import DecodedInputs, InputDecoder, make_encoded_job
+from layertap.service.engine.rows.decoder import DecodedRows, InputDecoder, refuse_picture
 from layertap.service.engine.rows.fetch_inputs import fetch_inputs
-from layertap.service.engine.rows.job import make_job
-from layertap.service.engine.rows.job_maker import JobMaker
+from layertap.service.engine.rows.jobs import JobMaker, make_encoded_job, make_job
 from layertap.service.engine.rows.rows import Items
 from layertap.service.engine.rows.sources import count_taken_bytes, fill_tensors, plan_stages
 from layertap.service.features import Features
@@ -157,10 +156,9 @@ class Engine:
         with ticket.queue_rows(handle, len(request.items)):
             planned, items = await self._plan_and_fetch(request, handle, ticket)
             if items:
-                decoded = await self.decoder.decode(planned, items, ticket.deadline)
-                jobs = await self._prepare(planned, decoded, ticket)
+                jobs = await self._prepare(*await self.decoder.decode(planned, items, ticket.deadline), ticket)
             else:
-                jobs = [make_job(planned, {}, request.faults, deadline=ticket.deadline)]
+                jobs = [make_job(planned, {}, deadline=ticket.deadline)]
             return await self.run_in_thread(partial(_consume, describe, jobs), ticket.deadline)
 
     def list_pictures(
@@ -260,15 +258,12 @@ class Engine:
 
     async def _decode_and_run(self, planned: PlannedRequest, items: Items, ticket: Ticket) -> list[Answer]:
         """The jobs of the rows that items are made into, and what their forwards gave."""
-        make = partial(make_job, planned, faults=planned.request.faults, deadline=ticket.deadline)
-        answer: DecodedInputs | Answer
-        if (job := make_encoded_job(planned, items, make)) is not None:
-            answer = await self.decoder.run_encoded(planned, items, job)
-        else:
-            answer = await self.decoder.decode(planned, items, ticket.deadline)
-        if isinstance(answer, tuple):
-            return [answer]
-        jobs = await self._prepare(planned, answer, ticket)
+        if (job := make_encoded_job(planned, items, ticket.deadline)) is not None:
+            try:
+                return await self._run([job], ticket.deadline)
+            except UndecodedError as error:
+                items = refuse_picture(items, error)
+        jobs = await self._prepare(*await self.decoder.decode(planned, items, ticket.deadline), ticket)
         ticket.resize(sum(job.rows for job in jobs))
         return await self._run(jobs, ticket.deadline)
 
@@ -284,9 +279,9 @@ class Engine:
             answers |= dict(zip(stage, zip(filled, results, strict=True), strict=True))
         return [answers[number] for number in range(len(jobs))]
 
-    async def _prepare(self, planned: PlannedRequest, decoded: DecodedInputs, ticket: Ticket) -> list[Job]:
+    async def _prepare(self, planned: PlannedRequest, parts: Sequence[DecodedRows], ticket: Ticket) -> list[Job]:
         """The jobs of rows that are decoded, planned anew where they are not what was expected."""
-        jobs = await self.job_maker.make_jobs(planned, decoded, ticket.deadline)
+        jobs = await self.job_maker.make_jobs(planned, parts, ticket.deadline)
         needed = sum(job.nbytes + count_taken_bytes(job) for job in jobs)
         ticket.reserve_bytes(max(needed - planned.nbytes, 0))
         return jobs

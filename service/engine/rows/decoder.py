@@ -1,11 +1,11 @@
-"""A request's items made into rows by the pool that decodes; a lone item goes on to its model from there."""
+"""A request's items made into rows, on the slots that the scheduler gives."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
 
@@ -13,10 +13,9 @@ from torch import Tensor
 
 from layertap.models.errors import Fault, LayertapError, RequestError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.inputs.preprocess import compute_output_size
 from layertap.models.spec import Shapes
 from layertap.service.engine.admit.limits import show_shapes
-from layertap.service.engine.batch import Job, Results, UndecodedError
+from layertap.service.engine.batch import UndecodedError
 from layertap.service.engine.deadline import RunInThread
 from layertap.service.engine.plan.planner import PlannedRequest
 from layertap.service.engine.rows.rows import (
@@ -30,9 +29,8 @@ from layertap.service.engine.rows.rows import (
     normalize_rows,
     pad_texts,
 )
-from layertap.service.engine.schedule.batch_formation import are_few_rows
 from layertap.service.engine.schedule.scheduler import Scheduler
-from layertap.service.inputs.items import ImageItem, LocalItem
+from layertap.service.inputs.items import LocalItem
 
 
 @dataclass(frozen=True)
@@ -49,17 +47,6 @@ class DecodedRows:
         return get_row_shapes(self.rows)
 
 
-@dataclass(frozen=True)
-class DecodedInputs:
-    """The rows of all good inputs, and the faults of all others, in the order of the inputs.
-
-    ``parts``: one of all rows where they have one shape and want the same, else one for each input.
-    """
-
-    parts: Sequence[DecodedRows]
-    faults: tuple[Fault, ...]
-
-
 class InputDecoder:
     """Decodes items on the slots that the scheduler gives. For the event loop only."""
 
@@ -67,30 +54,20 @@ class InputDecoder:
         self._scheduler = scheduler
         self._run_in_thread = run_in_thread
 
-    async def decode(self, planned: PlannedRequest, items: Items, deadline: float) -> DecodedInputs:
-        """All rows of a request; RequestError or TooLargeError where it wants all or nothing, or none is good."""
+    async def decode(
+        self, planned: PlannedRequest, items: Items, deadline: float
+    ) -> tuple[PlannedRequest, Sequence[DecodedRows]]:
+        """The rows of all good inputs, and the request with the faults of all others.
+
+        In one part where they have one shape and want the same, else in one for each input. RequestError or
+        TooLargeError where the request wants all or nothing, or none is good.
+        """
         with planned.request.timings.step("decode"):
             local = [item for _, item in items if not isinstance(item, LayertapError)]
             groups = split_evenly(local, self._scheduler.slots, planned.handle.executor.max_decode_items)
             decoded = await self._decode_groups(planned, groups, deadline)
             attempts = [[item] if isinstance(item, LayertapError) else next(decoded) for _, item in items]
         return await self._join(planned, items, attempts, deadline)
-
-    async def run_encoded(self, planned: PlannedRequest, items: Items, job: Job) -> tuple[Job, Results] | DecodedInputs:
-        """The results of pictures that are decoded with their batches; raises what ``decode`` does.
-
-        Where one of several can't be, the others are given back decoded, or why not: who sent them is told of each.
-        """
-        try:
-            (results,) = await self._scheduler.run([job])
-            return job, results
-        except UndecodedError as error:
-            refused = 0 if len(items) == 1 else error.row
-            items = [
-                (input_index, error.refusal if row == refused else item)
-                for row, (input_index, item) in enumerate(items)
-            ]
-        return await self.decode(planned, items, job.deadline)
 
     async def _decode_groups(
         self, planned: PlannedRequest, groups: Sequence[Sequence[LocalItem]], deadline: float
@@ -111,14 +88,14 @@ class InputDecoder:
 
     async def _join(
         self, planned: PlannedRequest, items: Items, attempts: Sequence[Sequence[Attempt]], deadline: float
-    ) -> DecodedInputs:
+    ) -> tuple[PlannedRequest, Sequence[DecodedRows]]:
         request, inputs = planned.request, planned.inputs
         if inputs.text is not None:
             with request.timings.step("decode"):
                 pad = partial(pad_texts, items, attempts, inputs.text)
                 attempts = pad() if len(attempts) == 1 else await self._run_in_thread(pad, deadline)
         parts: list[DecodedRows] = []
-        faults = list(request.faults)
+        faults: list[Fault] = []
         for input_index, item, attempt in _number(items, attempts):
             if isinstance(attempt, LayertapError):
                 faults.append(attempt.to_fault(f"/inputs/{input_index}", input_index))
@@ -128,12 +105,12 @@ class InputDecoder:
                 faults.append(misfit)
             else:
                 parts.append(DecodedRows(dict(attempt), (item,), input_index))
-        faults.sort(key=lambda fault: fault.input or 0)
-        if faults and (request.on_error == "fail" or not parts):
-            raise RequestError.from_faults(faults)
+        planned = add_faults(planned, faults)
+        if planned.request.faults and (request.on_error == "fail" or not parts):
+            raise RequestError.from_faults(planned.request.faults)
         if len(parts) > 1 and not request.input_options:
             parts = await self._run_in_thread(partial(join_decoded, parts, inputs), deadline)
-        return DecodedInputs(parts, tuple(faults))
+        return planned, parts
 
 
 def join_decoded(parts: Sequence[DecodedRows], inputs: ModelInputs) -> list[DecodedRows]:
@@ -149,23 +126,17 @@ def join_decoded(parts: Sequence[DecodedRows], inputs: ModelInputs) -> list[Deco
     return [DecodedRows(join_rows(rows), [item for part in parts for item in part.items], parts[0].input_index)]
 
 
-def make_encoded_job(planned: PlannedRequest, items: Items, make_job: Callable[..., Job]) -> Job | None:
-    """The job of pictures that their batches decode, of which all is known of the rows that they become.
+def add_faults(planned: PlannedRequest, faults: Sequence[Fault]) -> PlannedRequest:
+    """A planned request of which more inputs are left out; all faults in the order of the inputs."""
+    request = planned.request
+    every = tuple(sorted((*request.faults, *faults), key=lambda fault: fault.input or 0))
+    return planned if every == request.faults else replace(planned, request=replace(request, faults=every))
 
-    None where they are to be decoded first: those of which some have options of their own, or whose own size decides
-    the size of their rows; and, side by side, a few pictures, whose forwards run one after another on all cores, and
-    several that share their forwards with nobody, which are as large as memory allows (``decode_with_batch`` excepted).
-    """
-    pictures = tuple(item for _, item in items if isinstance(item, ImageItem))
-    preprocess = planned.inputs.preprocess
-    sized = preprocess is not None and compute_output_size(preprocess) is not None
-    known = planned.shapes == planned.catalog_shapes and sized and not planned.request.input_options
-    if not known or not planned.handle.executor.decodes_batches or not len(pictures) == len(items) == planned.rows:
-        return None
-    job = make_job({}, encoded=pictures)
-    alone, with_batch = job.isolated, planned.request.decode_with_batch
-    side_by_side = not with_batch if alone else are_few_rows(job.key, job.rows)
-    return None if job.rows > 1 and side_by_side else job
+
+def refuse_picture(items: Items, error: UndecodedError) -> Items:
+    """Items with why one of them can't be decoded in its place, where it is known which: the others may be good."""
+    refused = 0 if len(items) == 1 else error.row
+    return [(index, error.refusal if row == refused else item) for row, (index, item) in enumerate(items)]
 
 
 def split_evenly(items: Sequence[LocalItem], slots: int, limit: int) -> list[Sequence[LocalItem]]:

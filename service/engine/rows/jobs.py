@@ -1,0 +1,243 @@
+"""The jobs of a planned request: of rows that are decoded, of pictures that their batches decode, of a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from layertap.models import fingerprint
+from layertap.models.capture import verification
+from layertap.models.capture.joined_rows import JoinedRows
+from layertap.models.compiled.compiled_plan import CompiledPlan, find_compiled_plan
+from layertap.models.errors import InputError, LayertapError, RequestError, TooLargeError
+from layertap.models.inputs.preprocess import compute_output_size
+from layertap.models.inputs.text import TextSpec
+from layertap.models.loaded_model import check_rows_fit
+from layertap.service.engine.admit.limits import check_batch, check_graph
+from layertap.service.engine.batch import ForwardSpec, Job
+from layertap.service.engine.collect.joined_inputs import ANOTHER_SHAPE, check_entries, find_others, list_entries
+from layertap.service.engine.deadline import RunInThread
+from layertap.service.engine.plan.planner import PlannedRequest, Planner
+from layertap.service.engine.rows.decoder import DecodedRows, add_faults, join_decoded
+from layertap.service.engine.rows.predicted_rows import find_preprocessed_by
+from layertap.service.engine.rows.rows import Items
+from layertap.service.engine.rows.sources import prepare_sources
+from layertap.service.engine.schedule.batch_formation import are_few_rows
+from layertap.service.inputs.items import ImageItem
+
+HINT = "send one shape a request"
+
+
+class JobMaker:
+    """Makes jobs of decoded rows; used on the event loop."""
+
+    def __init__(self, planner: Planner, run_in_thread: RunInThread, max_results: int) -> None:
+        self._planner = planner
+        self._run_in_thread = run_in_thread
+        self._max_results = max_results
+
+    async def make_jobs(self, planned: PlannedRequest, parts: Sequence[DecodedRows], deadline: float) -> list[Job]:
+        """The jobs of decoded rows, planned anew where these are not what was expected; RequestError, TooLargeError.
+
+        Rows of one shape are one job. Of several, or with options of their own, each input is one, and those of one
+        shape meet in a batch: each is planned, numbered and answered as it would be alone.
+        """
+        if len(parts) > 1 or planned.request.input_options:
+            plans = await self._plan_inputs(planned, parts, deadline)
+            good = [plan for plan in plans if isinstance(plan, PlannedRequest)]
+            if len(good) == len(parts):
+                jobs = await self._run_in_thread(partial(self._make_input_jobs, good, parts, deadline), deadline)
+                others = set() if planned.request.reply.by_input else find_others(jobs)
+                if not others:
+                    return jobs
+                plans = [
+                    InputError(ANOTHER_SHAPE) if part.input_index in others else plan
+                    for part, plan in zip(parts, plans, strict=True)
+                ]
+            planned, left = await self._run_in_thread(partial(_leave_out, planned, parts, plans), deadline)
+            return await self.make_jobs(planned, left, deadline)
+        (part,) = parts
+        final = await self._planner.replan(planned, part.rows, part.items, deadline)
+        return [make_job(final, part.rows, deadline=deadline)]
+
+    async def _plan_inputs(
+        self, planned: PlannedRequest, parts: Sequence[DecodedRows], deadline: float
+    ) -> list[PlannedRequest | LayertapError]:
+        """A plan for each input, or why the model takes none of its shape where such inputs are to be left out.
+
+        One after another: a shape that is not known takes the model's time.
+        """
+        plans: dict[object, PlannedRequest | LayertapError] = {}
+        keys = []
+        for part in parts:
+            kind = find_preprocessed_by(part.items, planned.inputs.for_shapes(part.shapes), part.shapes)
+            options = planned.request.input_options.get(part.input_index)
+            keys.append((part.shapes, kind, options, part.input_index if planned.inputs.text is not None else None))
+            if keys[-1] in plans:
+                continue
+            try:
+                of_input = replace(planned, input_index=part.input_index)
+                plans[keys[-1]] = await self._planner.replan(of_input, part.rows, part.items, deadline)
+            except (RequestError, TooLargeError) as error:
+                skips = planned.request.on_error == "skip" and isinstance(error, (InputError, TooLargeError))
+                if not skips:
+                    raise error.of_input(part.input_index) from None
+                plans[keys[-1]] = error
+        return [plans[key] for key in keys]
+
+    def _make_input_jobs(
+        self, plans: Sequence[PlannedRequest], parts: Sequence[DecodedRows], deadline: float
+    ) -> list[Job]:
+        request, jobs = plans[0].request, []
+        for number, (plan, part) in enumerate(zip(plans, parts, strict=True)):
+            try:
+                _check(plan)
+                job = make_job(plan, part.rows, deadline=deadline, first_row=number, input_index=part.input_index)
+            except (RequestError, TooLargeError) as error:
+                raise error.of_input(part.input_index) from None
+            jobs.append(job)
+        check_entries(list_entries(jobs), len(jobs), request.reply, self._max_results)
+        return prepare_sources(jobs)
+
+
+def _leave_out(
+    planned: PlannedRequest, parts: Sequence[DecodedRows], plans: Sequence[PlannedRequest | LayertapError]
+) -> tuple[PlannedRequest, Sequence[DecodedRows]]:
+    """What is left without the inputs that the model does not take; RequestError where that is none."""
+    left, faults = [], []
+    for part, plan in zip(parts, plans, strict=True):
+        if isinstance(plan, LayertapError):
+            faults.append(plan.to_fault(f"/inputs/{part.input_index}", part.input_index))
+        else:
+            left.append(part)
+    planned = add_faults(planned, faults)
+    if not left:
+        raise RequestError.from_faults(planned.request.faults)
+    return planned, left if planned.request.input_options else join_decoded(left, planned.inputs)
+
+
+def _check(planned: PlannedRequest) -> None:
+    """RequestError where an input can't be answered beside those of other shapes."""
+    request, catalog = planned.request, planned.catalog
+    if request.isolated and catalog.batches and not catalog.rowwise:
+        detail = (
+            "rows of this model affect each other, 'isolated' makes one batch of them, and these have several shapes, "
+            "or want different things"
+        )
+        raise RequestError(detail, hint=f"{HINT}, or leave 'isolated' out: each then runs alone")
+    if request.verify and request.for_input(planned.input_index).interventions:
+        detail = "an input with interventions of its own can't be verified"
+        raise RequestError(detail, hint="leave 'verify' out, or its interventions")
+    if request.probe:
+        raise RequestError("these inputs have no probe in common", hint=f"{HINT}, or leave 'probe' out")
+
+
+def make_encoded_job(planned: PlannedRequest, items: Items, deadline: float) -> Job | None:
+    """The job of pictures that their batches decode, of which all is known of the rows that they become.
+
+    None where they are to be decoded first: those of which some have options of their own, or whose own size decides
+    the size of their rows; and, side by side, a few pictures, whose forwards run one after another on all cores, and
+    several that share their forwards with nobody, which are as large as memory allows (``decode_with_batch`` excepted).
+    """
+    pictures = tuple(item for _, item in items if isinstance(item, ImageItem))
+    preprocess = planned.inputs.preprocess
+    sized = preprocess is not None and compute_output_size(preprocess) is not None
+    known = planned.shapes == planned.catalog_shapes and sized and not planned.request.input_options
+    if not known or not planned.handle.executor.decodes_batches or not len(pictures) == len(items) == planned.rows:
+        return None
+    job = make_job(planned, {}, deadline=deadline, encoded=pictures)
+    side_by_side = not planned.request.decode_with_batch if job.isolated else are_few_rows(job.key, job.rows)
+    return None if job.rows > 1 and side_by_side else job
+
+
+def make_job(
+    planned: PlannedRequest,
+    inputs: Mapping[str, Tensor],
+    *,
+    deadline: float,
+    encoded: tuple[ImageItem, ...] = (),
+    first_row: int = 0,
+    input_index: int | None = None,
+) -> Job:
+    """The job of a request whose rows are there, or will be, or, for a dry run, are not; any thread may make it.
+
+    TooLargeError, InputError where the rows that must share a forward are more than one may have.
+    """
+    request, plan, catalog, handle = planned.request, planned.plan, planned.catalog, planned.handle
+    text = handle.model.text
+    unsplittable = request.isolated and catalog.batches and not catalog.rowwise and planned.rows > 1
+    runs = bool(inputs) or bool(encoded)
+    numbers = text is not None and planned.resumption is None and text.numbers(inputs)
+    compiled = _find_compiled(planned) if runs and not numbers else None
+    batch_key = handle.batch_keys.get(catalog, planned.shapes, plan.has_graph, compiled, unsplittable)
+    if runs:
+        check_graph(plan, batch_key)
+        if unsplittable:
+            check_batch(planned.rows, batch_key)
+        else:
+            check_rows_fit(plan, catalog, planned.rows, batch_key.max_rows)
+    # Tokens that are numbered for one text are so for all of a forward: layers of positions take other shapes then.
+    isolated = request.isolated or request.verify or handle.requires_isolation or numbers
+    fingerprints = planned.fingerprints
+    if unsplittable:
+        fingerprints = {key: fingerprint.digest_batch(digest) for key, digest in fingerprints.items()}
+    if not catalog.traits.deterministic:
+        fingerprints = dict.fromkeys(fingerprints, fingerprint.make_unrepeatable())
+    text = planned.tower.text
+    return Job(
+        catalog=catalog,
+        spec=ForwardSpec(plan, catalog if request.verify else None, planned.resumption, compiled),
+        inputs=inputs,
+        rows=planned.rows,
+        key=batch_key,
+        depth=1.0 if request.verify or compiled else plan.cost,
+        row_bytes=_count_row_bytes(planned, compiled),
+        priority=request.priority,
+        deadline=deadline,
+        isolated=isolated or not plan.may_share,
+        unsplittable=unsplittable or not plan.may_split,
+        rows_per_forward=None if catalog.rowwise else planned.rows if unsplittable else 1,
+        faults=request.faults,
+        timings=request.timings,
+        fingerprints=fingerprints,
+        mask=text.mask if text else None,
+        preprocessed=planned.preprocessed,
+        labels=handle.model.labels,
+        encoded=encoded,
+        first_row=first_row,
+        input_index=input_index,
+        changed=plan.changed_selectors[: len(request.interventions)],
+        tokens=_count_tokens(inputs, text),
+        cut_to=text.max_tokens if text and text.cuts else None,
+        joined=JoinedRows(planned.rows),
+    )
+
+
+def _count_row_bytes(planned: PlannedRequest, compiled: CompiledPlan | None) -> int:
+    """Bytes that are kept of each row."""
+    plan = planned.plan
+    extra = verification.list_extra_captures(plan, planned.catalog) if planned.request.verify else ()
+    captures = compiled.captures if compiled else ()  # a graph gives all its captures, whoever wants which
+    captured_bytes = sum(capture.nbytes(1) for capture in captures) if compiled else plan.nbytes(1)
+    return captured_bytes + 2 * sum(capture.nbytes(1) for capture in extra)
+
+
+def _count_tokens(inputs: Mapping[str, Tensor], text: TextSpec | None) -> int:
+    """How many tokens the texts have of which rows were made; 0 where they were made of something else."""
+    if text is None or not text.is_read or not inputs:
+        return 0
+    return inputs[text.ids].numel() if text.mask is None else int(inputs[text.mask].count_nonzero())
+
+
+def _find_compiled(planned: PlannedRequest) -> CompiledPlan | None:
+    """The graph that answers a request, where one does."""
+    model = planned.handle.model
+    request = planned.request
+    if request.verify or request.resume is not None or planned.shapes != model.shapes:
+        return None
+    if request.input_options:  # all inputs of a request by the same road: some may be changed, and are compared
+        return None
+    return find_compiled_plan(model.compiled, planned.plan)
