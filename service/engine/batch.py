@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from layertap.models.capture.joined_rows import JoinedRows
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.catalog import Catalog, Costs
@@ -226,6 +228,12 @@ class Job:
         True of bulk and large jobs, unless the number of rows in a forward decides the bits of their results.
         """
         return (self.is_large or self.priority == "bulk") and not self.isolated and not self.key.pads
+
+    @property
+    def token_mask(self) -> Tensor | None:
+        """True where a token is a text's own, False where it is padding; None where rows have no mask."""
+        mask = self.inputs.get(self.mask) if self.mask else None
+        return None if mask is None else mask.bool()
 
     @property
     def nbytes(self) -> int:

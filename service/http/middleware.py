@@ -15,8 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from layertap.models.errors import LayertapError
 from layertap.service.access_log import AccessRecord
-from layertap.service.engine.unavailable import ending_error
-from layertap.service.errors import ForbiddenError, ForwardError, KeyMissingError, KeyRateError
+from layertap.service.errors import ForbiddenError, ForwardError, KeyMissingError, KeyRateError, ending_error
 from layertap.service.http.auth import Caller, Keyring
 from layertap.service.http.compression import RunInThread, compress_replies
 from layertap.service.http.exchange import Exchange

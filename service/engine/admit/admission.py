@@ -9,8 +9,7 @@ from contextlib import ExitStack, contextmanager
 from layertap.models.errors import TooLargeError
 from layertap.service.engine.admit.workload import WAIT_MARGIN, PlannedWork, Workload
 from layertap.service.engine.models.model_handle import ModelHandle
-from layertap.service.engine.unavailable import unloading_error
-from layertap.service.errors import QueueFullError, QueueTooLongError
+from layertap.service.errors import QueueFullError, QueueTooLongError, unloading_error
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
 from layertap.service.timings import Timings

@@ -67,10 +67,10 @@ def _find_classes(job: Job, results: Results) -> tuple[int, ...] | None:
     if scores is None or objective is None:
         return None
     values, info = _select_scores(results[scores].values.float(), objective)
-    mask = job.inputs.get(job.mask) if job.mask else None
+    mask = job.token_mask
     if mask is not None and info.token_axes:  # a class for each token, padding excluded
-        classes = values.masked_fill(~mask.bool(), -math.inf).argmax(1, keepdim=True)
-        return tuple((mask.bool().cumsum(1).gather(1, classes)[:, 0] - 1).tolist())
+        classes = values.masked_fill(~mask, -math.inf).argmax(1, keepdim=True)
+        return tuple((mask.cumsum(1).gather(1, classes)[:, 0] - 1).tolist())
     return tuple(values.argmax(1).tolist())
 
 
@@ -83,8 +83,8 @@ def _select_scores(values: Tensor, objective: ResolvedObjective) -> tuple[Tensor
 
 def _count_tokens(job: Job) -> tuple[int, ...] | None:
     """The tokens of each row without padding; None if there is no mask."""
-    mask = job.inputs.get(job.mask) if job.mask else None
-    return None if mask is None else tuple(mask.bool().sum(1).tolist())
+    mask = job.token_mask
+    return None if mask is None else tuple(mask.sum(1).tolist())
 
 
 def make_receipt(

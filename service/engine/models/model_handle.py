@@ -28,11 +28,9 @@ from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute import model_functions
 from layertap.service.engine.execute.executor import Executor, ModelLostError
 from layertap.service.engine.execute.model_functions import ModelFunction
-from layertap.service.engine.schedule.batch_keys import BatchKeys
-from layertap.service.engine.schedule.pace import Pace
+from layertap.service.engine.schedule.batch_keys import BatchKeys, Pace
 from layertap.service.engine.schedule.scheduler import Scheduler
-from layertap.service.engine.unavailable import unloading_error
-from layertap.service.errors import UnavailableError
+from layertap.service.errors import UnavailableError, unloading_error
 from layertap.service.settings import Settings
 
 T = TypeVar("T")

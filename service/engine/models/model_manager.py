@@ -20,8 +20,7 @@ from layertap.service.engine.execute.threads import run_in_new_thread
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.models.model_room import ModelRoom
 from layertap.service.engine.schedule.scheduler import Scheduler
-from layertap.service.engine.unavailable import ending_error, failure_error, unloading_error
-from layertap.service.errors import DeadlineError, UnavailableError
+from layertap.service.errors import DeadlineError, UnavailableError, ending_error, failure_error, unloading_error
 from layertap.service.metrics import Metrics, Task
 from layertap.service.settings import Settings
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from math import prod
 
-from torch import Tensor
-
 from layertap.models import fingerprint
 from layertap.models.errors import Fault, RequestError, SelectorError, escape
 from layertap.models.interventions.apply import compute_part_shape
@@ -80,7 +78,7 @@ def fill_tensors(job: Job, answers: Iterable[tuple[Job, Results]]) -> Job:
         source, results = by_input[_get_input(change)]
         value = results[change.source].values
         try:
-            tensor = take_part(value, change.source, change, _get_mask(source), _get_mask(job))
+            tensor = take_part(value, change.source, change, source.token_mask, job.token_mask)
         except SelectorError as error:
             fault = error.to_fault(f"/inputs/{job.input_index}/interventions", job.input_index)
             raise RequestError.from_faults([fault]) from None
@@ -131,11 +129,6 @@ def _get_input(change: ResolvedIntervention) -> int:
     if source is None:
         raise ValueError("the change takes nothing of another input")
     return source.input
-
-
-def _get_mask(job: Job) -> Tensor | None:
-    mask = job.inputs.get(job.mask) if job.mask else None
-    return None if mask is None else mask.bool()
 
 
 def _refuse(job: Job, detail: str, hint: str) -> RequestError:

@@ -79,7 +79,6 @@ class Batcher:
         self._free_slots = {name: device.slots for name, device in devices.items()}
         self._waiting: dict[BatchKey, WaitingJobs] = {}  # no entry is empty
         self._waiting_decodes = WaitingEntries[DecodeTask]()
-        self._running_batches: dict[str, int] = {}  # by model
         self._running_rows: dict[BatchKey, int] = {}  # no entry is 0
         self._running_decodes = 0
         self._small_came_at: dict[str, float] = {}  # by device: the arrival of its last small interactive job
@@ -120,11 +119,8 @@ class Batcher:
 
     def remove(self, job: Job) -> None:
         """Remove the rows of a job that are in no batch."""
-        if any(each.job is job for batch in self._again for each in batch.slices):
-            rest = ([each for each in batch.slices if each.job is not job] for batch in self._again)
-            self._again = [
-                batch.take(slices, batch.tries) for batch, slices in zip(self._again, rest, strict=True) if slices
-            ]
+        rest = [(batch, [each for each in batch.slices if each.job is not job]) for batch in self._again]
+        self._again = [batch.take(slices, batch.tries) for batch, slices in rest if slices]
         if job.key in self._waiting:
             self._waiting[job.key].remove(job)
             self._forget_if_empty(job.key)
@@ -145,7 +141,6 @@ class Batcher:
     def remove_model(self, model: str) -> None:
         """Forget a model without waiting or running rows."""
         self._fair_share.remove(model)
-        self._running_batches.pop(model, None)
         for key in [key for key in self._waiting if key.model == model]:
             del self._waiting[key]  # jobs past their deadline may still be here
         self._again = [batch for batch in self._again if batch.key.model != model]
@@ -174,13 +169,20 @@ class Batcher:
             state = self._find_device(job, idle_replicas[key.model], reserved, now)
             if state is None:
                 continue
-            batch = self._form_batch(key, state, now)
+            key.try_more_rows(now)
+            candidates = self._waiting[key].list_candidates(now)
+            batch = form_batch(candidates, state, self._limit_yielding_rows(candidates, now))
             if batch is not None:
-                return self._start_batch(batch, now)
+                self._take(batch.slices, batch.device, now)
+                self._forget_if_empty(key)
+                return self._begin(batch)
             if now - job.enqueued_at > key.costs.estimate_seconds(1):  # others have passed it for long enough
                 reserved.add(state.name)
         if task is not None and CPU not in reserved:
-            return self._start_decode(task)
+            self._waiting_decodes.remove(task)
+            self._free_slots[CPU] -= 1
+            self._running_decodes += 1
+            return task
         return None
 
     def extend(self, batch: Batch) -> tuple[RowSlice, ...]:
@@ -215,7 +217,6 @@ class Batcher:
             self._running_decodes -= 1
         else:
             self._free_slots[task.device] += task.slots
-            self._running_batches[task.key.model] -= 1
             self._running_rows[task.key] -= task.rows
             if not self._running_rows[task.key]:
                 del self._running_rows[task.key]
@@ -294,11 +295,6 @@ class Batcher:
             return True
         return now - job.enqueued_at >= MAX_WAIT_IN_FORWARDS * key.estimate_seconds(rows, job.depth)
 
-    def _form_batch(self, key: BatchKey, state: DeviceState, now: float) -> Batch | None:
-        key.try_more_rows(now)
-        candidates = self._waiting[key].list_candidates(now)
-        return form_batch(candidates, state, self._limit_yielding_rows(candidates, now))
-
     def _limit_yielding_rows(self, jobs: Sequence[Job], now: float) -> float:
         """The most rows, by weight, of yielding jobs in a batch that is chosen from these jobs.
 
@@ -325,15 +321,8 @@ class Batcher:
 
     # Starting it
 
-    def _start_batch(self, batch: Batch, now: float) -> Batch:
-        self._take(batch.slices, batch.device, now)
-        self._forget_if_empty(batch.key)
-        return self._begin(batch)
-
     def _begin(self, batch: Batch) -> Batch:
-        model = batch.key.model
         self._free_slots[batch.device] -= batch.slots
-        self._running_batches[model] = self._running_batches.get(model, 0) + 1
         self._running_rows[batch.key] = self._running_rows.get(batch.key, 0) + batch.rows
         self._fair_share.start(batch)
         return batch
@@ -348,20 +337,14 @@ class Batcher:
                 due_at = max(due_at, min(due_at, now) + TURN_FACTOR * seconds / parallel)
             self._waiting[job.key].take(row_slice, due_at)
 
-    def _start_decode(self, task: DecodeTask) -> DecodeTask:
-        self._waiting_decodes.remove(task)
-        self._free_slots[CPU] -= 1
-        self._running_decodes += 1
-        return task
-
     def _set_arrival(self, entry: Job | DecodeTask) -> None:
         entry.enqueued_at = self._clock()
         entry.due_at = entry.enqueued_at + (self._bulk_delay if entry.priority == "bulk" else 0.0)
 
     def _wants_device(self, model: str) -> bool:
         """Whether rows of a model wait or run."""
-        keys = [*self._waiting, *(batch.key for batch in self._again)]
-        return self._running_batches.get(model, 0) > 0 or any(key.model == model for key in keys)
+        keys = (*self._waiting, *self._running_rows, *(batch.key for batch in self._again))
+        return any(key.model == model for key in keys)
 
     def _forget_if_empty(self, key: BatchKey) -> None:
         if not self._waiting[key]:

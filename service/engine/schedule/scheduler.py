@@ -20,11 +20,11 @@ from layertap.service.engine.execute.model_functions import ModelFunction
 from layertap.service.engine.execute.threads import wrap_error
 from layertap.service.engine.rows.rows import ItemAttempts, count_rows
 from layertap.service.engine.schedule.batch_formation import DeviceSlots
+from layertap.service.engine.schedule.batch_keys import Pace
 from layertap.service.engine.schedule.batcher import Batcher, Clock
 from layertap.service.engine.schedule.in_flight import InFlight
-from layertap.service.engine.schedule.pace import Pace
 from layertap.service.engine.schedule.waiting import DecodeTask
-from layertap.service.engine.unavailable import failure_error, unloading_error
+from layertap.service.errors import failure_error, unloading_error
 from layertap.service.inputs.items import LocalItem
 from layertap.service.metrics import Metrics
 from layertap.service.types import Priority
@@ -157,8 +157,9 @@ class Scheduler:
                 self._in_flight.pop(job, None)
                 self._batcher.remove(job)
             flight.record()
-            if not flight.started:
-                self._record_unserved(jobs[0])
+            if not flight.started:  # the request never came to a forward
+                late = time.monotonic() >= jobs[0].deadline - EARLY_S
+                (self._metrics.count_expired if late else self._metrics.count_cancelled)(jobs[0].key.name)
             self._note_idle(jobs[0].key.model)
 
     async def decode(
@@ -342,8 +343,3 @@ class Scheduler:
             metrics.count_split(model, "memory")
         for _ in range(failures.error_splits):
             metrics.count_split(model, "error")
-
-    def _record_unserved(self, job: Job) -> None:
-        """Count a request that never came to a forward."""
-        late = time.monotonic() >= job.deadline - EARLY_S
-        (self._metrics.count_expired if late else self._metrics.count_cancelled)(job.key.name)

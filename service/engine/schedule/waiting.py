@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
@@ -56,15 +56,12 @@ class WaitingEntries(Generic[EntryT]):
 
     def remove(self, entry: EntryT) -> bool:
         """Remove an entry; return whether it was waiting."""
-        entries = self._entries[entry.priority]
-        start = bisect_left(entries, entry.due_at, key=attrgetter("due_at"))
-        for place in range(start, len(entries)):
-            if entries[place] is entry:
-                del entries[place]
-                return True
-            if entries[place].due_at != entry.due_at:
-                break
-        return False
+        entries, due_at = self._entries[entry.priority], attrgetter("due_at")
+        start, stop = bisect_left(entries, entry.due_at, key=due_at), bisect_right(entries, entry.due_at, key=due_at)
+        if entry not in entries[start:stop]:
+            return False
+        del entries[entries.index(entry, start, stop)]
+        return True
 
     def find_first(self, now: float) -> EntryT | None:
         """The most urgent entry."""
