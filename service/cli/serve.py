@@ -85,7 +85,7 @@ def _run(
     from layertap.service.process import Server
 
     if settings.workers:
-        from layertap.service.engine.execute.processes.host_process import fork_this_process
+        from layertap.service.engine.execute.processes.fork_server import fork_this_process
 
         fork_this_process()  # as long as there is one thread
     allocator.keep_large_blocks()

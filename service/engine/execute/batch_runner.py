@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
@@ -61,16 +62,14 @@ class BatchRunner:
         # Here, outside the except block, all that the failed forward held is let go.
         if isinstance(outcome, OutOfMemoryError):
             return self._retry_smaller(parts, outcome)
-        halves = _halve_by_request(parts)
-        if halves is None or _is_device_error(outcome):  # else the halves tell sooner who is to blame
+        half = len(parts) // 2
+        if not half or isinstance(outcome.__cause__, torch.AcceleratorError):  # else the halves tell who is to blame
             self._failure = self._failure or find_lasting_failure(outcome, self._model, self._replica)
-        if self._failure:
-            halves = None
-        if halves is None:
+        if not half or self._failure:
             return _refuse(parts, outcome)
         del outcome  # its traceback holds what the forward held
         self._count_failure(error_splits=1)
-        return [outcome for half in halves for outcome in self._attempt(half)]
+        return [*self._attempt(parts[:half]), *self._attempt(parts[half:])]
 
     def _retry_smaller(self, parts: Sequence[Part], error: OutOfMemoryError) -> list[SliceResult]:
         """The same without padding, or in two halves by rows; a row that has no room alone is to blame itself."""
@@ -79,7 +78,8 @@ class BatchRunner:
         if rows <= _count_rows(parts):
             pieces = None if self._batch.unsplittable else _halve_by_rows(parts, rows)
         self._count_failure(out_of_memory=1, memory_splits=pieces is not None)
-        _release_memory(self._model.device)
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
         if pieces is None:
             return _refuse(parts, error, rows)
         self._padded_rows = None
@@ -110,23 +110,11 @@ class BatchRunner:
         return out_of_memory_error(_count_rows(parts))
 
     def _run(self, parts: Sequence[Part]) -> list[SliceResult]:
-        requests, start = [], 0
-        for _, each in parts:
-            plan = each.spec.plan
-            requests.append(
-                RequestSlice(
-                    start,
-                    start + each.rows,
-                    plan.captures,
-                    plan.resolved_interventions,
-                    plan.objective,
-                    each.first_row,
-                )
-            )
-            start += each.rows
+        stops = list(accumulate(each.rows for _, each in parts))
+        requests = [_make_request_slice(each, stop) for (_, each), stop in zip(parts, stops, strict=True)]
         started = time.perf_counter()
         pieces = [normalize_rows(each.inputs, self._model.model_inputs) for _, each in parts]
-        with threads.use_threads(self._batch.slots if start > 1 else self._batch.slots_alone):
+        with threads.use_threads(self._batch.slots if stops[-1] > 1 else self._batch.slots_alone):
             activations = self._forward(pieces, requests, parts[0][1].spec)
         if self._model.device.type == "cuda":
             transfer.synchronize_stream(self._model.device)
@@ -139,7 +127,7 @@ class BatchRunner:
                 each.start,
                 each.stop,
                 _keep(each, activations.select(request), len(parts) > 1),
-                start,
+                stops[-1],
                 (started, computed),
                 (computed, copied),
             )
@@ -164,6 +152,14 @@ def refuse(batch: Batch, error: LayertapError | RuntimeError) -> BatchResult:
 def _refuse(parts: Sequence[Part], error: LayertapError | RuntimeError, rows: int | None = None) -> list[SliceResult]:
     rows = _count_rows(parts) if rows is None else rows
     return [SliceResult(index, each.start, each.stop, error, rows) for index, each in parts]
+
+
+def _make_request_slice(each: RowSlice, stop: int) -> RequestSlice:
+    """The rows that end at ``stop`` in a forward, and what they ask of it."""
+    plan = each.spec.plan
+    return RequestSlice(
+        stop - each.rows, stop, plan.captures, plan.resolved_interventions, plan.objective, each.first_row
+    )
 
 
 def _count_rows(parts: Sequence[Part]) -> int:
@@ -197,15 +193,6 @@ def find_lasting_failure(error: BaseException, model: LoadedModel, replica: Repl
     return f"model {model.spec.name} fails whatever it is given ({type(probe_error).__name__})"
 
 
-def _is_device_error(error: BaseException) -> bool:
-    return isinstance(error.__cause__, torch.AcceleratorError)
-
-
-def _release_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def _halve_by_rows(parts: Sequence[Part], rows: int) -> tuple[list[Part], list[Part]] | None:
     if rows < 2:
         return None
@@ -220,8 +207,3 @@ def _halve_by_rows(parts: Sequence[Part], rows: int) -> tuple[list[Part], list[P
             second.append((index, each.take(cut, each.stop)))
         room -= cut - each.start
     return first, second
-
-
-def _halve_by_request(parts: Sequence[Part]) -> tuple[Sequence[Part], Sequence[Part]] | None:
-    half = len(parts) // 2
-    return (parts[:half], parts[half:]) if half else None

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,35 +35,32 @@ class ModelLostError(Exception):
     """The process that had loaded the model has ended: what was asked of it may be asked again once it is back."""
 
 
-class Executor(Protocol):
-    """Runs what a model computes, in so many replicas at once. For the event loop only, but for its creation."""
+class Executor(ABC):
+    """Runs what a model computes, in so many replicas at once. For the event loop only, but for its creation.
+
+    ``model``: what is known of the model; ``devices``: where each replica runs, by name. ``decodes_batches``: whether a
+    batch may have pictures that are still encoded. ``max_decode_items``: how many items it decodes at a time, at most.
+    """
+
+    model: ModelInfo
+    devices: tuple[str, ...]
+    decodes_batches = False
+    max_decode_items = 1
 
     @property
-    def model(self) -> ModelInfo:
-        """What is known of the model."""
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """Where each replica runs, by name."""
-
-    @property
+    @abstractmethod
     def memory_bytes(self) -> int:
         """What the model takes in memory, with processes that it has; any thread may ask."""
 
-    @property
-    def decodes_batches(self) -> bool:
-        """Whether a batch may have pictures that are still encoded."""
-
-    @property
-    def max_decode_items(self) -> int:
-        """How many items it is given to decode at a time, at most."""
-
+    @abstractmethod
     def start(self, on_idle: Callable[[], None]) -> None:
         """Begin to answer; ``on_idle`` is called when there is a new replica, which is idle."""
 
+    @abstractmethod
     def count_idle(self) -> Mapping[str, int]:
         """How many replicas are idle, by device."""
 
+    @abstractmethod
     def run(self, batch: Batch, extend: Extend) -> Awaitable[BatchResult]:
         """One forward for all rows of a batch, or more where it can't be done in one, in an idle replica of its device.
 
@@ -70,15 +68,14 @@ class Executor(Protocol):
         forward, until nothing joins it. What goes wrong is in the result.
         """
 
-    def note_waiting_rows(self, rows_wait: bool) -> None:
-        """Know whether rows of the model are in no batch yet."""
-
+    @abstractmethod
     async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
         """A function of the model, on a replica once that is idle; it can be pickled, as its result can.
 
         It may be ended after so many seconds. ModelLostError.
         """
 
+    @abstractmethod
     async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
         """Items as rows, or why there are none.
 
@@ -86,25 +83,31 @@ class Executor(Protocol):
         ModelLostError, UnavailableError.
         """
 
-    async def wait_until_lost(self) -> None:
-        """Return once the model is not there any more, since its process has ended."""
-
-    async def restart(self) -> None:
-        """Load a model that was lost again; LoadError where it can't be, or is another one now."""
-
+    @abstractmethod
     async def close(self) -> None:
         """Let go of the model; nothing of it runs any more once this returns."""
 
+    def note_waiting_rows(self, rows_wait: bool) -> None:  # noqa: B027  (of no use where no batch grows)
+        """Know whether rows of the model are in no batch yet."""
 
-class InProcessExecutor:
-    """Forwards in a thread for each replica, on one device or several; decoding in a pool of threads."""
+    async def wait_until_lost(self) -> None:
+        """Return once the model is not there any more, since its process has ended: never where that is this one."""
+        await asyncio.Event().wait()
+
+    async def restart(self) -> None:  # noqa: B027  (of no use where the model is not lost)
+        """Load a model that was lost again; LoadError where it can't be, or is another one now."""
+
+
+class InProcessExecutor(Executor):
+    """Forwards in a thread for each replica, on one device or several; decoding in a pool of threads.
+
+    Batches come decoded: decoding here takes turns with other models' forwards.
+    """
 
     def __init__(self, model: LoadedModel | MultiDeviceModel, settings: Settings) -> None:
         self.model = model
         parts = {str(model.device): model} if isinstance(model, LoadedModel) else model.by_device
         self.devices = tuple(name for name, part in parts.items() for _ in part.replicas)
-        self.decodes_batches = False  # decoding here takes turns with other models' forwards
-        self.max_decode_items = 1
         self._settings = settings
         self._replicas = [(part, replica) for part in parts.values() for replica in part.replicas]
         self._pool = ThreadPoolExecutor(settings.cpu_threads, "decode", initializer=start_single_threaded)
@@ -139,9 +142,6 @@ class InProcessExecutor:
         number = min(number for number in self._idle if self.devices[number] == batch.device)
         return self._work(number, BatchRunner(*self._replicas[number], batch).run)
 
-    def note_waiting_rows(self, rows_wait: bool) -> None:
-        """Nothing: no batch grows here."""
-
     async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
         """The function, in the first replica's thread, after what that does; a thread can't be ended."""
         del seconds
@@ -152,13 +152,6 @@ class InProcessExecutor:
         """The items' rows, in a thread of the pool."""
         decode = partial(decode_items, items, inputs, self._settings)
         return await asyncio.get_running_loop().run_in_executor(self._pool, decode)
-
-    async def wait_until_lost(self) -> None:
-        """Wait for ever: the model is there as long as this process."""
-        await asyncio.Event().wait()
-
-    async def restart(self) -> None:
-        """Nothing: the model is there."""
 
     async def close(self) -> None:
         """End the threads."""

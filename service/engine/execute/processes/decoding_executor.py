@@ -26,6 +26,8 @@ class DecodingExecutor(InProcessExecutor):
     Texts become tokens here: a tokenizer can't be sent to another process.
     """
 
+    max_decode_items = MAX_DECODE_ITEMS
+
     def __init__(self, model: LoadedModel | MultiDeviceModel, settings: Settings, on_restart: OnRestart) -> None:
         """Start the workers; LoadError where they can't be started. ``on_restart`` as for ``ModelHost``."""
         super().__init__(model, settings)
@@ -33,7 +35,6 @@ class DecodingExecutor(InProcessExecutor):
         options = HostOptions(model.spec, settings, (), choose_worker_bytes(settings), plans=None, pictures=pictures)
         host = ModelHost(options, on_restart)
         host.load()
-        self.max_decode_items = MAX_DECODE_ITEMS
         self._workers = WorkerPool(host, settings)
         self._host = host
 
@@ -49,9 +50,10 @@ class DecodingExecutor(InProcessExecutor):
 
     async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
         """Pictures on the GPU or in a worker, all else in a thread."""
-        if inputs is self.model.model_inputs and inputs.decoder is None and _are_pictures(items):
+        own = inputs is self.model.model_inputs
+        if own and inputs.decoder is None and all(isinstance(item, ImageItem) for item in items):
             return await self._workers.decode(items)
-        decode = partial(self._decode_here, items, inputs)
+        decode = partial(self._decode_here, items, inputs, own)
         decoded = await asyncio.get_running_loop().run_in_executor(self._pool, decode)
         return await self._workers.complete(items, decoded)
 
@@ -68,19 +70,20 @@ class DecodingExecutor(InProcessExecutor):
         await super().close()
         await self._workers.close()
 
-    def _decode_here(self, items: Sequence[LocalItem], inputs: ModelInputs) -> list[Sequence[Attempt] | None]:
+    def _decode_here(
+        self, items: Sequence[LocalItem], inputs: ModelInputs, own: bool
+    ) -> list[Sequence[Attempt] | None]:
         """What is made of items in this process; None for each that a worker is to decode."""
-        return [self._try_here(item, inputs) for item in items]
+        return [
+            self._decode_on_device(item, inputs)
+            if own and isinstance(item, ImageItem)
+            else try_to_decode(item, inputs, self._settings)
+            for item in items
+        ]
 
-    def _try_here(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt] | None:
-        if not isinstance(item, ImageItem) or inputs is not self.model.model_inputs:
-            return try_to_decode(item, inputs, self._settings)
+    def _decode_on_device(self, item: ImageItem, inputs: ModelInputs) -> Sequence[Attempt] | None:
         try:
             row = decode_on_device(item, inputs, self._settings)
         except TooLargeError as error:
             return [error]
         return None if row is None else [{inputs.pictures.specs[0].name: row}]
-
-
-def _are_pictures(items: Sequence[LocalItem]) -> bool:
-    return all(isinstance(item, ImageItem) for item in items)

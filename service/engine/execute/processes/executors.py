@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from layertap.models.devices.devices import list_devices, resolve_device
 from layertap.models.loaded_model import LoadedModel
@@ -25,13 +24,15 @@ def load(spec: ModelSpec, settings: Settings, metrics: Metrics, *, warm: bool = 
     Models on a GPU run in this process: a device's memory can't be copied with a process. Without ``warm`` they all run
     with hooks.
     """
-    plans = settings.cache_dir / "plans" if warm else None
-    if spec.devices:
-        names = list_devices(spec.devices)
-        return join_devices(spec, {name: _load_on(name, spec, settings, plans) for name in names})
-    if settings.workers and resolve_device(spec.device).type == "cpu":
+    plans, costs = settings.cache_dir / "plans" if warm else None, settings.cache_dir / "costs"
+    if settings.workers and not spec.devices and resolve_device(spec.device).type == "cpu":
         return load_in_host(spec, settings, plans, metrics.count_worker_restart)
-    return _load_here(spec, settings, plans, settings.replicas)
+    replicas = 1 if spec.devices else settings.replicas  # a stand-in for a GPU runs a forward at a time as well
+    load_here = ModelLoader(replicas, settings.cpu_threads, plans, settings.gpu_streams, costs)
+    if not spec.devices:
+        return load_here(spec)
+    names = list_devices(spec.devices)
+    return join_devices(spec, {name: load_here(replace(spec, device=name, devices=())) for name in names})
 
 
 def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> Executor:
@@ -47,13 +48,3 @@ def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> E
     if settings.workers and device != CPU and model.model_inputs.takes_pictures:
         return DecodingExecutor(model, settings, metrics.count_worker_restart)
     return InProcessExecutor(model, settings)
-
-
-def _load_on(device: str, spec: ModelSpec, settings: Settings, plans: Path | None) -> LoadedModel:
-    """Load a model on one of its devices, in this process; a stand-in for a GPU runs a forward at a time as well."""
-    return _load_here(replace(spec, device=device, devices=()), settings, plans, replicas=1)
-
-
-def _load_here(spec: ModelSpec, settings: Settings, plans: Path | None, replicas: int) -> LoadedModel:
-    costs = settings.cache_dir / "costs"
-    return ModelLoader(replicas, settings.cpu_threads, plans, settings.gpu_streams, costs)(spec)

@@ -16,7 +16,10 @@ from layertap.service.settings import Settings
 
 @dataclass(frozen=True)
 class HostOptions:
-    """What a host loads, and how; ``folders`` are those in which own models are found.
+    """To the fork server: start a host; the descriptor of its connection comes along.
+
+    The answer is the number of its process, or a LoadError. The host loads ``spec``; ``folders`` are those in which own
+    models are found.
 
     ``worker_bytes``: how much memory each worker may take beside what it shares. Graphs of warm plans are kept in
     ``plans``; without it they run with hooks. ``pictures``: what workers make rows for where they do nothing else: the
@@ -35,27 +38,15 @@ class HostOptions:
 
 @dataclass(frozen=True)
 class TakeTurn:
-    """From a host: it waits until no other model is measured. The answer is ``TurnTaken``."""
+    """From a host: it waits until no other model is measured.
 
-
-@dataclass(frozen=True)
-class TurnTaken:
-    """To a host: it has the turn until it says ``TurnEnded``, or what became of the model."""
+    The answer, None, gives it the turn until it says ``TurnEnded``, or what became of the model.
+    """
 
 
 @dataclass(frozen=True)
 class TurnEnded:
     """From a host: others may be measured."""
-
-
-@dataclass(frozen=True)
-class StartHost:
-    """To the fork server: start a host; the descriptor of its connection comes along.
-
-    The answer is the number of its process, or a LoadError.
-    """
-
-    options: HostOptions
 
 
 @dataclass(frozen=True)

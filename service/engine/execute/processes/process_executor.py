@@ -17,7 +17,7 @@ from layertap.models.sources.python import list_search_folders
 from layertap.models.spec import ModelSpec
 from layertap.service.engine.batch import CPU, Batch, BatchResult, RowSlice, SliceResult, UndecodedError
 from layertap.service.engine.execute.batch_runner import refuse
-from layertap.service.engine.execute.executor import Extend, ModelLostError, decode_items
+from layertap.service.engine.execute.executor import Executor, Extend, ModelLostError, decode_items
 from layertap.service.engine.execute.model_functions import CallOutcome, ModelFunction
 from layertap.service.engine.execute.processes.channel import LARGE_BYTES
 from layertap.service.engine.execute.processes.messages import CallModel, HostOptions
@@ -34,7 +34,7 @@ from layertap.service.engine.execute.processes.worker_process import (
     WorkerProcess,
 )
 from layertap.service.engine.execute.threads import start_single_threaded, wrap_error
-from layertap.service.engine.rows.rows import Attempt, ItemAttempts
+from layertap.service.engine.rows.rows import ItemAttempts
 from layertap.service.errors import ForwardError, UnavailableError
 from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem
 from layertap.service.settings import Settings
@@ -66,15 +66,17 @@ def load_in_host(spec: ModelSpec, settings: Settings, plans: Path | None, on_res
     return HostedModel(host=host, **{each.name: getattr(info, each.name) for each in fields(ModelInfo)})
 
 
-class ProcessExecutor:
+class ProcessExecutor(Executor):
     """Workers of one model: any of them that is idle does what comes next."""
+
+    model: HostedModel
+    decodes_batches = True
+    max_decode_items = MAX_DECODE_ITEMS
 
     def __init__(self, model: HostedModel, settings: Settings) -> None:
         """Start the workers; LoadError where they can't be started."""
         self.model = model
         self.devices = (CPU,) * settings.workers
-        self.decodes_batches = True
-        self.max_decode_items = MAX_DECODE_ITEMS
         self._settings = settings
         self._workers = WorkerPool(model.host, settings)
         self._pool = ThreadPoolExecutor(PARTS_AT_ONCE, "decode", initializer=start_single_threaded)
@@ -127,13 +129,10 @@ class ProcessExecutor:
         kinds: tuple[type, ...] = (ImageItem, TextItem) if inputs is self.model.model_inputs else ()
         if kinds and isinstance(inputs.preprocess, LibraryProcessor):  # decoded pictures go through it there
             kinds = (*kinds, ArraysItem)
-        decoded: list[Sequence[Attempt] | None] = [None] * len(items)
-        here = [index for index, item in enumerate(items) if not isinstance(item, kinds)]
-        if here:
-            decode = partial(decode_items, [items[index] for index in here], inputs, self._settings)
-            attempts = await asyncio.get_running_loop().run_in_executor(self._pool, decode)
-            for index, each in zip(here, attempts, strict=True):
-                decoded[index] = each
+        here = [item for item in items if not isinstance(item, kinds)]
+        decode = partial(decode_items, here, inputs, self._settings)
+        attempts = iter(await asyncio.get_running_loop().run_in_executor(self._pool, decode) if here else ())
+        decoded = [None if isinstance(item, kinds) else next(attempts) for item in items]
         return await self._workers.complete(items, decoded)
 
     async def wait_until_lost(self) -> None:

@@ -22,7 +22,7 @@ from layertap.models.turns import build_beside, take_turn
 from layertap.service.engine.batch import Batch, BatchFailures, BatchResult, SliceResult
 from layertap.service.engine.execute.executor import Extend
 from layertap.service.engine.execute.processes.channel import LoopChannel, UnsentError, connect
-from layertap.service.engine.execute.processes.host_process import HostProcess, start_host
+from layertap.service.engine.execute.processes.fork_server import HostProcess, start_host
 from layertap.service.engine.execute.processes.messages import (
     BatchDecoded,
     DecodeItems,
@@ -32,7 +32,6 @@ from layertap.service.engine.execute.processes.messages import (
     TakeTurn,
     ToWorker,
     TurnEnded,
-    TurnTaken,
     WaitForProcess,
 )
 from layertap.service.engine.execute.processes.progress import Progress, create_progress
@@ -210,7 +209,7 @@ class ModelHost:
                 turn.close()
                 if isinstance(message, TakeTurn):
                     turn.enter_context(take_turn())
-                    self._channel.send(TurnTaken())
+                    self._channel.send(None)
 
     def _ask_for_copy(self, descriptors: Sequence[int]) -> int:
         """The number of a new copy's process."""

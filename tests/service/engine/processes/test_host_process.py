@@ -15,7 +15,7 @@ import os, sys
 from pathlib import Path
 from layertap.models.digits import spec
 from layertap.service.settings import Settings
-from layertap.service.engine.execute.processes.host_process import fork_this_process
+from layertap.service.engine.execute.processes.fork_server import fork_this_process
 from layertap.service.engine.execute.processes.process_executor import load_in_host
 
 def list_sockets():
@@ -39,7 +39,7 @@ assert len(children) == 1, children
 STOPPED = """
 import os, signal
 from pathlib import Path
-from layertap.service.engine.execute.processes.host_process import fork_this_process
+from layertap.service.engine.execute.processes.fork_server import fork_this_process
 
 fork_this_process()
 (child,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
