@@ -285,10 +285,6 @@ class RowSlice:
         """The first row's number in the request."""
         return self.job.first_row + self.start
 
-    def take(self, start: int, stop: int) -> RowSlice:
-        """Some of these rows, by their numbers among the job's."""
-        return RowSlice(self.job, start, stop)
-
 
 def _make_slice(key: BatchKey, rows: int, fields: Mapping[str, Any]) -> RowSlice:
     """A slice that came from another process: all rows of a job that has no others."""

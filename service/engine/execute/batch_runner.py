@@ -202,8 +202,8 @@ def _halve_by_rows(parts: Sequence[Part], rows: int) -> tuple[list[Part], list[P
     for index, each in parts:
         cut = each.start + min(room, each.rows)
         if cut > each.start:
-            first.append((index, each.take(each.start, cut)))
+            first.append((index, replace(each, stop=cut)))
         if cut < each.stop:
-            second.append((index, each.take(cut, each.stop)))
+            second.append((index, replace(each, start=cut)))
         room -= cut - each.start
     return first, second

@@ -219,10 +219,10 @@ def make_job(
 def _count_row_bytes(planned: PlannedRequest, compiled: CompiledPlan | None) -> int:
     """Bytes that are kept of each row."""
     plan = planned.plan
+    if compiled:  # a graph gives all its captures, whoever wants which
+        return sum(capture.nbytes(1) for capture in compiled.captures)
     extra = verification.list_extra_captures(plan, planned.catalog) if planned.request.verify else ()
-    captures = compiled.captures if compiled else ()  # a graph gives all its captures, whoever wants which
-    captured_bytes = sum(capture.nbytes(1) for capture in captures) if compiled else plan.nbytes(1)
-    return captured_bytes + 2 * sum(capture.nbytes(1) for capture in extra)
+    return plan.nbytes(1) + 2 * sum(capture.nbytes(1) for capture in extra)
 
 
 def _count_tokens(inputs: Mapping[str, Tensor], text: TextSpec | None) -> int:

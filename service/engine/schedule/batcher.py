@@ -260,8 +260,8 @@ class Batcher:
         """Whether a job on the CPU goes before a picture: more urgent, or as urgent, ready and not much newer."""
         if CPU not in job.key.devices:
             return False
-        urgency_of_request, urgency_of_task = get_urgency(job, now), get_urgency(task, now)
-        if urgency_of_request.deferred != urgency_of_task.deferred:
+        urgency_of_job, urgency_of_task = get_urgency(job, now), get_urgency(task, now)
+        if urgency_of_job.deferred != urgency_of_task.deferred:
             return urgency_of_task.deferred
         return self._is_ready(job, now) and job.due_at <= task.due_at + self._bulk_delay
 

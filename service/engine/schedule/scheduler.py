@@ -38,7 +38,7 @@ log = logging.getLogger("layertap")
 class ScheduledModel:
     """A model that takes batches: ``busy`` counts what runs of it, ``idle`` is set once nothing of it waits or runs.
 
-    ``idle`` is None as long as nobody waits for that. ``make_error`` is there where the model can't be asked now.
+    ``make_error`` is there where the model can't be asked now.
     """
 
     key: str
@@ -46,7 +46,7 @@ class ScheduledModel:
     executor: Executor
     pace: Pace
     busy: int = 0
-    idle: asyncio.Event | None = None
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
     make_error: Callable[[], Exception] | None = None
 
 
@@ -93,11 +93,9 @@ class Scheduler:
 
     async def drain(self, key: str) -> None:
         """Return once nothing of a model waits or runs, and forget it."""
-        model = self._models.get(key)
-        while model is not None and not self.is_idle(key):
-            model.idle = model.idle or asyncio.Event()
-            model.idle.clear()
-            await model.idle.wait()
+        while not self.is_idle(key):
+            self._models[key].idle.clear()
+            await self._models[key].idle.wait()
         self.remove_model(key)
 
     def remove_model(self, key: str) -> None:
@@ -141,8 +139,7 @@ class Scheduler:
         """
         if self.failure:
             raise failure_error(self.failure)
-        for key in {job.key.model for job in jobs}:
-            self._get_model(key)
+        self._get_model(jobs[0].key.model)
         flight = InFlight(jobs)
         timer = set_deadline(flight.answer, jobs[0].deadline)
         try:
@@ -327,7 +324,7 @@ class Scheduler:
 
     def _note_idle(self, key: str) -> None:
         model = self._models.get(key)
-        if model is not None and model.idle is not None and self.is_idle(key):
+        if model is not None and self.is_idle(key):
             model.idle.set()
 
     def _record(self, batch: Batch, failures: BatchFailures, seconds: float) -> None:
