@@ -43,9 +43,9 @@ class BatchRunner:
         self._padded_rows = batch.padded_rows
         self._note = note
 
-    def run(self) -> BatchResult:
-        """One result or several for each slice of the batch; nothing is raised."""
-        parts = list(enumerate(self._batch.slices))
+    def run(self, parts: Sequence[Part] = ()) -> BatchResult:
+        """One result or several for each slice of the batch, or only for these; nothing is raised."""
+        parts = parts or list(enumerate(self._batch.slices))
         try:
             results = self._attempt(parts)
         except BaseException as error:  # not of a forward: a device that is lost, or memory that ran out beside it

@@ -72,7 +72,7 @@ class Executor(ABC):
     async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
         """A function of the model, on a replica once that is idle; it can be pickled, as its result can.
 
-        It may be ended after so many seconds. ModelLostError.
+        It may be ended after so many seconds. ForwardError where it ends its process, ModelLostError, UnavailableError.
         """
 
     @abstractmethod

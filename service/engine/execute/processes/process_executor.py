@@ -52,7 +52,7 @@ class HostedModel(ModelInfo):
     @property
     def hooks(self) -> int:
         """Hooks of ours that are on the model in its workers after their last batches: 0."""
-        return sum(worker.hooks for worker in self.host.workers)
+        return sum(worker.progress.hooks for worker in self.host.workers)
 
 
 def load_in_host(spec: ModelSpec, settings: Settings, plans: Path | None, on_restart: OnRestart) -> HostedModel:
@@ -119,10 +119,8 @@ class ProcessExecutor(Executor):
         try:
             outcome: CallOutcome = await self._workers.ask(CallModel(function), seconds=seconds)
         except WorkerDiedError:
-            return CallOutcome(ForwardError(DIED))
-        except UnavailableError as error:
-            return CallOutcome(error)
-        return CallOutcome(outcome.result)
+            raise ForwardError(DIED) from None
+        return replace(outcome, failure="")  # that ended with its worker
 
     async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
         """Pictures and texts in a worker; one that dies of an item dies of it twice before that is refused."""

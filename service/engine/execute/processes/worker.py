@@ -13,8 +13,17 @@ from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.resume.resumption import Resumption
 from layertap.service.allocator import release_memory
-from layertap.service.engine.batch import NEVER, Batch, BatchResult, Interval, RowSlice, SliceResult, UndecodedError
-from layertap.service.engine.execute.batch_runner import BatchRunner
+from layertap.service.engine.batch import (
+    NEVER,
+    Batch,
+    BatchFailures,
+    BatchResult,
+    Interval,
+    RowSlice,
+    SliceResult,
+    UndecodedError,
+)
+from layertap.service.engine.execute.batch_runner import BatchRunner, Part
 from layertap.service.engine.execute.model_functions import CallOutcome, call_model
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel
 from layertap.service.engine.execute.processes.forking import limit_seconds
@@ -85,15 +94,15 @@ class Worker(DecodingWorker):
         Whatever waits by then may join it: a batch grows until its forward begins.
         """
         refused: list[SliceResult] = []
-        ready: dict[int, RowSlice] = {}  # by their indices in the batch
+        ready: list[Part] = []
         decodes: list[Interval] = []
-        self._progress.note_failures(BatchResult().failures)
+        self._progress.note_failures(BatchFailures())
         joining, may_grow = batch.slices, not batch.unsplittable and any(each.encoded for each in batch.slices)
         while joining:
             for each in joining:
                 started = time.perf_counter()
                 try:
-                    ready[len(decodes)] = self._prepare(len(decodes), each)
+                    ready.append((len(decodes), self._prepare(len(decodes), each)))
                 except (LayertapError, UndecodedError) as error:
                     refused.append(SliceResult(len(decodes), 0, each.rows, error, 1))
                 decodes.append((started, time.perf_counter()) if each.encoded else NEVER)
@@ -104,14 +113,13 @@ class Worker(DecodingWorker):
                 joining, batch = more.slices, replace(batch, slots=more.slots)
         result = BatchResult()
         if ready:
-            whole = replace(batch, slices=tuple(ready.values()))
-            result = BatchRunner(self._model, self._model.replicas[0], whole, self._progress.note_failures).run()
+            runner = BatchRunner(self._model, self._model.replicas[0], batch, self._progress.note_failures)
+            result = runner.run(ready)
         if result.failures.out_of_memory:
             release_memory()
-        indices = list(ready)
-        results = [*refused, *(replace(each, index=indices[each.index]) for each in result.results)]
         self._progress.hooks = self._model.hooks
-        return replace(result, results=[replace(each, decode=decodes[each.index]) for each in results])
+        results = [replace(each, decode=decodes[each.index]) for each in (*refused, *result.results)]
+        return replace(result, results=results)
 
     def _prepare(self, index: int, each: RowSlice) -> RowSlice:
         """A slice with all that its forward needs; LayertapError, UndecodedError.

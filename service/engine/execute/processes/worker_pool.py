@@ -79,14 +79,22 @@ class WorkerPool:
         ``on_idle`` is called when there is a new one, which is idle.
         """
         self._on_idle = on_idle
-        self._begin()
+        self._lost = asyncio.Event()  # of this host: tasks of the one before keep theirs
+        started, self._started = self._started, []
+        self._descriptor = self._host.take_descriptor()
+        if self._descriptor is None:
+            self._lose()
+        else:
+            asyncio.get_running_loop().add_reader(self._descriptor, self._bury_host)
+        for each in started:
+            self._add(WorkerProcess(each, self._bury))
 
     def note_waiting_rows(self, rows_wait: bool) -> None:
         """Let the workers know whether rows of their model are in no batch yet."""
         if rows_wait != self._rows_wait:
             self._rows_wait = rows_wait
             for worker in self._host.workers:
-                worker.note_waiting_rows(rows_wait)
+                worker.progress.rows_wait = rows_wait
 
     @property
     def idle(self) -> int:
@@ -155,16 +163,15 @@ class WorkerPool:
         except WorkerDiedError as error:
             attempts: ItemAttempts = [[] for _ in items]
             blamed = error.decoding if len(items) > 1 else 0
-            if blamed >= 0:
-                attempts[blamed] = await self._decode_again(items[blamed], error, tries - 1)
+            if blamed < 0:
+                return attempts
+            if tries > 1 and not self.is_out_of_time(error):
+                (attempts[blamed],) = await self.decode([items[blamed]], tries - 1)
+            elif error.taken:
+                attempts[blamed] = [self.make_refusal(error)]
+            else:
+                raise UnavailableError("no worker takes this input", retry_after=RETRY_SECONDS) from error
             return attempts
-
-    async def _decode_again(self, item: LocalItem, error: WorkerDiedError, tries: int) -> Sequence[Attempt]:
-        if tries and not self.is_out_of_time(error):
-            return (await self.decode([item], tries))[0]
-        if not error.taken:
-            raise UnavailableError("no worker takes this input", retry_after=RETRY_SECONDS)
-        return [self.make_refusal(error)]
 
     async def complete(self, items: Sequence[LocalItem], decoded: Sequence[Sequence[Attempt] | None]) -> ItemAttempts:
         """The attempts at items; a worker decodes each item whose attempt is None."""
@@ -191,7 +198,7 @@ class WorkerPool:
         """Load the model again, and start its workers; LoadError."""
         await run_in_new_thread(f"load-{self._host.name}", self._host.load)
         self._started = await run_in_new_thread(f"start-{self._host.name}", self._start_workers)
-        self._begin()
+        self.start(self._on_idle)
 
     async def close(self) -> None:
         """End all processes."""
@@ -199,17 +206,6 @@ class WorkerPool:
         self._lose()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await run_in_new_thread(f"end-{self._host.name}", partial(self._host.close, pids))
-
-    def _begin(self) -> None:
-        self._lost = asyncio.Event()  # of this host: tasks of the one before keep theirs
-        started, self._started = self._started, []
-        self._descriptor = self._host.take_descriptor()
-        if self._descriptor is None:
-            self._lose()
-        else:
-            asyncio.get_running_loop().add_reader(self._descriptor, self._bury_host)
-        for each in started:
-            self._add(WorkerProcess(each, self._bury))
 
     def _start_workers(self) -> list[StartedWorker]:
         started: list[StartedWorker] = []
@@ -246,7 +242,7 @@ class WorkerPool:
             if self._lost.is_set():
                 worker.close()
                 return
-            worker.note_waiting_rows(self._rows_wait)
+            worker.progress.rows_wait = self._rows_wait
             self._host.workers.append(worker)
             asyncio.get_running_loop().call_soon(self._on_idle)
         elif worker.is_closed:

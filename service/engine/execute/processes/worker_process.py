@@ -245,27 +245,21 @@ def _identify(info: ModelInfo | Hello) -> object:
 
 
 class WorkerProcess:
-    """A worker as the event loop asks it, one message at a time; ``pid`` is its process's number."""
+    """A worker as the event loop asks it, one message at a time.
+
+    ``pid`` is its process's number, and ``progress`` what it tells without a message.
+    """
 
     def __init__(self, started: StartedWorker, on_lost: Callable[[WorkerProcess], None]) -> None:
         """``on_lost`` is called with it where it dies while it is asked nothing."""
         self.pid = started.pid
-        self._progress = started.progress
+        self.progress = started.progress
         self._on_lost = on_lost
         self._process: int | None = None  # a descriptor: its number may be another process's by now
         with suppress(ProcessLookupError):  # it has died since: the next message tells
             self._process = os.pidfd_open(self.pid)
         self._references = ServerReferences()
         self._channel = LoopChannel(started.connection, self._references, lambda: self._on_lost(self))
-
-    @property
-    def hooks(self) -> int:
-        """Hooks of ours that were on its model after its last batch: 0."""
-        return self._progress.hooks
-
-    def note_waiting_rows(self, rows_wait: bool) -> None:
-        """Let it know whether rows of its model are in no batch yet: else it need not ask what joins its own."""
-        self._progress.rows_wait = rows_wait
 
     @property
     def is_closed(self) -> bool:
@@ -278,7 +272,7 @@ class WorkerProcess:
         ``extend`` gives what joins a batch whose pictures are decoded. UnsentError where it has not got the message,
         and is well. After any other error it may be in the midst of an answer, and is of no use any more.
         """
-        taken, results = self._progress.taken, list[SliceResult]()
+        taken, results = self.progress.taken, list[SliceResult]()
         if self._references.is_full:  # not between a batch and what joins it: the worker answers for both
             self._references.clear()
         try:
@@ -297,13 +291,13 @@ class WorkerProcess:
                     else:
                         break
         except (EOFError, TimeoutError) as error:
-            decoding, since = self._progress.item, self._progress.since
+            decoding, since = self.progress.item, self.progress.since
             raise WorkerDiedError(
-                taken=self._progress.taken > taken,
+                taken=self.progress.taken > taken,
                 timed_out=isinstance(error, TimeoutError),
                 decoding=decoding,
                 decode_seconds=time.monotonic() - since if decoding >= 0 else 0.0,
-                failures=self._progress.failures,
+                failures=self.progress.failures,
             ) from error
         except UnsentError:  # the specs of the message did not reach the worker
             self._references.clear()
