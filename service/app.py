@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from layertap.models.registry import Registry
@@ -35,6 +36,10 @@ from layertap.service.version import get_version
 
 PLAIN_ROUTES = (extract.ROUTE, explain.ROUTE, openai_routes.ROUTE, *oip_routes.INFER_ROUTES)
 ROUTERS = (models.router, probe.router, health.router, metrics.router, openai_routes.router, oip_routes.router)
+EXPOSED = (  # headers of a reply that pages of other origins may read
+    *("X-Layertap-Fingerprint", "X-Layertap-Warnings", "X-Layertap-Skipped", "X-Layertap-Verified"),
+    *("X-Request-ID", "Retry-After", "Server-Timing"),
+)
 PROBLEM_ENCODERS = {
     "v1": openai_encoding.encode_error,
     "v2": oip_encoding.encode_error,
@@ -99,6 +104,14 @@ def create_app(
         pages=explorer.PATHS | docs.PATHS,
         tracer=tracer,
     )
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED,
+        )
     if settings.trusted_proxies:
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     return app

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from ipaddress import IPv4Network, IPv6Network, ip_network
@@ -22,6 +22,7 @@ from layertap.models.errors import LayertapError, find_nearest
 
 PREFIX = "LAYERTAP_"
 CLIENT_VARIABLES = frozenset({"URL"})  # not a server's: where clients find one
+CALLER_KEY = "API_KEY"  # a client's, too; where a server is to listen it looks like API_KEYS, mistyped
 KIB, MIB = 2**10, 2**20
 SIZE_UNITS = {
     **dict.fromkeys(("", "b"), 1),
@@ -225,10 +226,14 @@ class Settings(BaseSettings):
     key_burst: int | None = Field(None, gt=0)
     allow_urls: CommaSeparated = ()
     allow_private_urls: CommaSeparated = ()
+    allowed_hosts: CommaSeparated = ()
+    cors_origins: CommaSeparated = ()
 
     max_connections: int = Field(default_factory=_choose_max_connections, gt=0)
     max_head_bytes: Bytes = Field(64 * KIB, ge=KIB)
     head_timeout_s: float = Field(15.0, gt=0, allow_inf_nan=False)
+    # Longer than clients keep a connection: the server should not be the first to close it.
+    keepalive_s: float = Field(75.0, gt=0, allow_inf_nan=False)
     send_timeout_s: float = Field(60.0, gt=0, allow_inf_nan=False)
     max_body_bytes: Bytes = Field(32 * MIB, gt=0)
     body_timeout_s: float = Field(15.0, gt=0, allow_inf_nan=False)
@@ -279,7 +284,11 @@ class Settings(BaseSettings):
             _read_keys(value)
         return value
 
-    @field_validator("api_keys", "admin_keys", "trusted_proxies", "allow_urls", "allow_private_urls", mode="before")
+    @field_validator(
+        *("api_keys", "admin_keys", "trusted_proxies", "allow_urls", "allow_private_urls"),
+        *("allowed_hosts", "cors_origins"),
+        mode="before",
+    )
     @classmethod
     def _split_list(cls, value: object, info: ValidationInfo) -> object:
         """Keys and hosts are separated by commas; keys of a file, one a line, come on top."""
@@ -317,6 +326,14 @@ class Settings(BaseSettings):
         keys = [info.data[name] for name in ("api_keys", "admin_keys") if name in info.data]
         if value and len(keys) == 2 and not any(keys):  # without a key everybody may do everything
             raise ValueError("others come through a proxy, and this server has no keys: set LAYERTAP_API_KEYS")
+        return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _check_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for each in value:
+            if not _is_address(each) or urlsplit(each).path:
+                raise ValueError(f"{each[:64]!r} is no origin: write it like 'https://example.org'")
         return value
 
     @field_validator("otlp_endpoint")
@@ -362,12 +379,12 @@ class Settings(BaseSettings):
         return bool(self.api_keys or self.admin_keys)
 
 
-def read_settings(**overrides: Any) -> Settings:
+def read_settings(*, listens: bool = True, **overrides: Any) -> Settings:
     """The settings of the environment, but for those among ``overrides`` that are not None.
 
     SettingsError names every variable that there is no setting for, and every value that can't be.
     """
-    mistakes = list(_check_names(os.environ))
+    mistakes = list(_check_names(os.environ, CLIENT_VARIABLES if listens else CLIENT_VARIABLES | {CALLER_KEY}))
     try:
         settings = Settings(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as error:
@@ -378,12 +395,15 @@ def read_settings(**overrides: Any) -> Settings:
     return settings
 
 
-def _check_names(environment: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with the names of variables: a mistyped one would leave its setting as it comes."""
+def _check_names(environment: Mapping[str, str], others: Container[str]) -> Iterator[str]:
+    """What is wrong with the names of variables: a mistyped one would leave its setting as it comes.
+
+    ``others`` may be there, and are no settings.
+    """
     known = [name.upper() for name in Settings.model_fields]
     for variable, value in sorted(environment.items()):
         prefix, name = variable[: len(PREFIX)].upper(), variable[len(PREFIX) :].upper()
-        if prefix != PREFIX or name in CLIENT_VARIABLES or name in known:
+        if prefix != PREFIX or name in others or name in known:
             continue
         link = SERVICE_LINK.fullmatch(name) or (name.endswith("_PORT") and SERVICE_URL.fullmatch(value))
         if not (link and "KUBERNETES_SERVICE_HOST" in environment):

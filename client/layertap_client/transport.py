@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ from layertap_client.errors import InputError
 from layertap_client.messages import Failure, Send
 
 URL = "http://127.0.0.1:8000"
+KEY_VARIABLE = "LAYERTAP_API_KEY"
 MAX_CONNECT_S = 10.0
 NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
@@ -31,11 +33,11 @@ def make_options(url: str, api_key: str | None, connections: int, given: dict[st
     check_address(url)
     # Replies are numbers, which hardly shrink: compressing them would take longer than sending them.
     headers = {"Accept-Encoding": "identity", **(given.pop("headers", None) or {})}
-    if api_key is not None:
-        key = str(api_key)
+    key = (os.environ.get(KEY_VARIABLE) or None) if api_key is None else str(api_key)
+    if key is not None:
         if not (key.isascii() and key.isprintable()) or key != key.strip() or not key:
             raise InputError("the API key is empty, or has blanks, line breaks or other characters that none can have")
-        headers["Authorization"] = f"Bearer {api_key}"
+        headers["Authorization"] = f"Bearer {key}"
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
     return {"base_url": url, "headers": headers, "limits": limits, **given}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shlex
 import sys
 import threading
@@ -19,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from layertap.models.errors import LayertapError
 from layertap.models.selection.poolings import POOLINGS
 from layertap.service.cli.console import ConfigOption, ModelOption, show_status, stderr
-from layertap.service.cli.setup import create_configured_engine
+from layertap.service.cli.setup import create_configured_engine, read_caller_key
 
 if TYPE_CHECKING:
     from layertap.service.bulk.bulk import Job, Summary
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 POOLS = ", ".join(POOLINGS)
 OTHER_MODEL = 3  # exit status
-KEY_VARIABLE = "LAYERTAP_API_KEY"
 LINE_S = 10.0  # between lines where there is no terminal
 tell = partial(stderr.print, markup=False, highlight=False, soft_wrap=True)
 MAX_NAMED = 20  # inputs that are named with their reason
@@ -141,10 +139,7 @@ def _create_extractor(url: str | None, config: Path | None) -> Extractor:
     if url is not None:
         from layertap.service.bulk.remote import RemoteExtractor
 
-        key = os.environ.get(KEY_VARIABLE)
-        if key and not (key.isascii() and key.isprintable()):
-            raise LayertapError(f"{KEY_VARIABLE} has characters that no header can hold", hint="mind line breaks")
-        return RemoteExtractor(url, key, tell)
+        return RemoteExtractor(url, read_caller_key(), tell)
     with show_status("loading torch"):
         from layertap.service.bulk.local import LocalExtractor
 

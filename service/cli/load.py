@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layertap.models.errors import LayertapError
-from layertap.service.cli.bulk import KEY_VARIABLE
 from layertap.service.cli.console import stderr, stdout
+from layertap.service.cli.setup import KEY_VARIABLE
 from layertap.service.load.options import MAX_REQUESTS, Arrivals, Options
 from layertap.service.load.report import Budget
 

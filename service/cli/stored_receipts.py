@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from layertap.models.errors import LayertapError
 from layertap.service.bulk.arrow import import_parquet
+from layertap.service.cli.setup import read_caller_key
 
 TIMEOUT_S = 60.0
 HINT = (
@@ -93,7 +94,9 @@ READERS: Mapping[str, Callable[[Path], Any]] = {
 
 
 def _ask_server(url: str, model: str | None) -> list[StoredReceipts]:
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
+    key = read_caller_key()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=headers) as client:
         names = [model] if model is not None else _list_ready(url, _get(client, "/models"))
         return [_parse(url, _get(client, f"/models/{name}/probe")) for name in names]
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from fastapi import Request
 from starlette.datastructures import Headers
 
+from layertap.models.errors import escape
 from layertap.service.errors import ForbiddenError, KeyMissingError, KeyRateError
 from layertap.service.http.dependencies import EngineDependency
 from layertap.service.settings import LOOPBACK, Settings, split_key
@@ -67,6 +68,9 @@ class Keyring:
 
     def __init__(self, settings: Settings, pages: frozenset[str] = frozenset()) -> None:
         self._pages = pages  # the same in every installation, and a browser that opens one can send no key
+        self._hosts = LOOPBACK | {settings.host, *settings.allowed_hosts}
+        self._origins = frozenset(settings.cors_origins)
+        self._has_port = settings.uds is None
         self._salt = os.urandom(16)
         # A key that is in both lists is an administrator's, and is counted once.
         kinds = _name_keys(settings.api_keys, "key", False) | _name_keys(settings.admin_keys, "admin", True)
@@ -84,8 +88,8 @@ class Keyring:
         """
         is_open = path in OPEN_PATHS or (path in self._pages and method in READS)
         if not self._api_keys:
-            if not is_open and headers.get("sec-fetch-site") == CROSS_SITE:
-                raise ForbiddenError("a page of another site may not use this server", hint="set LAYERTAP_API_KEYS")
+            if not is_open:
+                self._check_page(headers)
             return Caller(admin=True)
         if is_open:
             return Caller(admin=False)
@@ -100,6 +104,16 @@ class Keyring:
             hint = "wait, as Retry-After says"
             raise KeyRateError("this API key is used too often", retry_after=seconds, hint=hint, key=api_key.name)
         return Caller(api_key.admin, api_key.name)
+
+    def _check_page(self, headers: Headers) -> None:
+        """ForbiddenError for what a page of another site asks, also one whose name now leads here (DNS rebinding)."""
+        cross_site = headers.get("sec-fetch-site") == CROSS_SITE and headers.get("origin") not in self._origins
+        if cross_site:
+            raise ForbiddenError("a page of another site may not use this server", hint="set LAYERTAP_API_KEYS")
+        host = headers.get("host")  # browsers always say it
+        if self._has_port and host is not None and _parse_host(f"//{host}") not in self._hosts:
+            detail = f"{escape(host)} is no name of this server"
+            raise ForbiddenError(detail, hint="set LAYERTAP_ALLOWED_HOSTS, or LAYERTAP_API_KEYS")
 
     def _find(self, key: str) -> ApiKey | None:
         # Every key is compared, each in constant time, by digests of one length: how long it takes tells nothing.
@@ -116,7 +130,9 @@ async def require_admin(request: Request, engine: EngineDependency) -> None:
     if not request.scope["state"]["admin"]:
         raise ForbiddenError("this key may not load or unload models", hint="use a key from LAYERTAP_ADMIN_KEYS")
     # Browsers that say no more than where a page is from.
-    if not engine.settings.requires_key and _is_foreign(request.headers.get("origin")):
+    origin = request.headers.get("origin")
+    known = origin is None or _parse_host(origin) in LOOPBACK or origin in engine.settings.cors_origins
+    if not engine.settings.requires_key and not known:
         raise ForbiddenError("a page of another site may not load or unload models", hint="set LAYERTAP_ADMIN_KEYS")
 
 
@@ -140,10 +156,9 @@ def _read_key(headers: Headers) -> str | None:
     return None if key is None else key.strip(BLANKS)
 
 
-def _is_foreign(origin: str | None) -> bool:
-    if origin is None:
-        return False
+def _parse_host(url: str) -> str | None:
+    """The host's name in an address; None where there is none."""
     try:
-        return urlsplit(origin).hostname not in LOOPBACK
+        return urlsplit(url).hostname
     except ValueError:
-        return True
+        return None

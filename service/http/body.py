@@ -16,6 +16,7 @@ from layertap.service.errors import BadRequestError, BodyTimeoutError
 from layertap.service.settings import Settings
 
 LATIN = "latin-1"
+MIN_BYTES_PER_S = 10_000  # that arrive on average: whoever sends less holds a place and memory for nothing
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class MultipartPart:
 
 
 async def read_body(request: Request, settings: Settings, reserve: Callable[[int], None]) -> bytes:
-    """The whole body; TooLargeError, BodyTimeoutError, BadRequestError where it breaks off.
+    """The whole body; TooLargeError, BadRequestError where it breaks off, BodyTimeoutError where it arrives too slowly.
 
     ``reserve`` is told of its bytes as they arrive, and raises QueueFullError where there is no room for more.
     """
@@ -38,8 +39,10 @@ async def read_body(request: Request, settings: Settings, reserve: Callable[[int
         raise _too_large_error(announced[:20], limit)
     chunks: list[bytes] = []
     size = 0
+    loop, wait_s = asyncio.get_running_loop(), settings.body_timeout_s
+    started = loop.time()
     try:
-        async with asyncio.timeout(settings.body_timeout_s):
+        async with asyncio.timeout(wait_s) as timeout:
             async for chunk in request.stream():
                 if not chunk:  # the end
                     continue
@@ -48,8 +51,10 @@ async def read_body(request: Request, settings: Settings, reserve: Callable[[int
                     raise _too_large_error(f"more than {limit}", limit)
                 reserve(len(chunk))
                 chunks.append(chunk)
+                timeout.reschedule(min(loop.time(), started + size / MIN_BYTES_PER_S) + wait_s)
     except TimeoutError:
-        raise BodyTimeoutError(f"the body did not arrive within {settings.body_timeout_s:g} s") from None
+        hint = f"send it at {MIN_BYTES_PER_S // 1000} kB a second or more, or in several requests"
+        raise BodyTimeoutError(f"no more of the body arrived within {wait_s:g} s", hint=hint) from None
     except ClientDisconnect:
         raise BadRequestError("the body broke off") from None
     return b"".join(chunks)  # a single one is not copied

@@ -80,9 +80,14 @@ def encode_problem(problem: Problem) -> Response:
         "request_id": problem.request_id,
     }
     faults = problem.faults or ((Fault(problem.detail, problem.hint),) if problem.hint else ())
+    if hint := problem.hint or next((fault.hint for fault in faults if fault.hint), ""):
+        body["hint"] = hint[:MAX_DETAIL]
     shown = body["errors"] = [format_fault(fault) for fault in faults[:MAX_FAULTS]]
     while len(data := orjson.dumps(body | _count_left_out(faults, shown))) > MAX_BODY and shown:
         shown.pop()
+    if len(data) > MAX_BODY:
+        del body["hint"]
+        data = orjson.dumps(body | _count_left_out(faults, shown))
     return Response(data, problem.status, problem.headers, MEDIA_TYPE)
 
 

@@ -70,6 +70,8 @@ async def receive(
     timings: Timings = state["timings"]
     ticket = state["until_sent"].enter_context(engine.admission.admit(timeout.deadline, timings))
     data = await read_body(request, engine.settings, ticket.reserve_bytes)
+    timeout = timeout.restart()  # a slow network is not the server's
+    ticket.deadline = timeout.deadline
     model = None
     async with cancel_on_disconnect(request):
         try:

@@ -17,7 +17,6 @@ from layertap.service.settings import Settings
 SHUTDOWN_SHARE = 0.9  # of the deadline: admitted requests are expected to end within less; supervisors wait as long
 SERVER_METHODS = ("run", "startup", "shutdown", "handle_exit", "on_tick")  # overridden or called by ours
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2: with forward secrecy and authenticated; TLS 1.3 has no others
-KEEP_ALIVE_S = 75  # longer than clients and proxies keep a connection: who closes first should not be the server
 
 
 def make_server_config(
@@ -39,7 +38,7 @@ def make_server_config(
             "server_header": False,
             "proxy_headers": False,  # the application has uvicorn's middleware for them
             "timeout_graceful_shutdown": math.ceil(SHUTDOWN_SHARE * settings.deadline_s),
-            "timeout_keep_alive": KEEP_ALIVE_S,
+            "timeout_keep_alive": math.ceil(settings.keepalive_s),
             "h11_max_incomplete_event_size": settings.max_head_bytes,
             "ssl_certfile": settings.tls_cert,
             "ssl_keyfile": settings.tls_key,

@@ -30,17 +30,12 @@ class Timeout:
     @classmethod
     def parse(cls, headers: Headers, settings: Settings, header: str = HEADER) -> Timeout:
         """What a request's head says, from now on; RequestError."""
-        return cls._from_now(_parse_seconds(headers, header), settings.deadline_s, header)
+        seconds = min(_parse_seconds(headers, header), settings.deadline_s)
+        return cls(seconds, settings.deadline_s, time.monotonic() + seconds, header)
 
-    @classmethod
-    def from_settings(cls, settings: Settings) -> Timeout:
-        """The server's own limit, from now on."""
-        return cls._from_now(settings.deadline_s, settings.deadline_s)
-
-    @classmethod
-    def _from_now(cls, seconds: float, limit: float, header: str = HEADER) -> Timeout:
-        shorter = min(seconds, limit)
-        return cls(shorter, limit, time.monotonic() + shorter, header)
+    def restart(self) -> Timeout:
+        """The same, from now on."""
+        return replace(self, deadline=time.monotonic() + self.seconds)
 
     def shorten(self, seconds: float | None, source: str = "timeout") -> Timeout:
         """The same, where the body allows so many seconds, from the same moment on; None: it says nothing."""

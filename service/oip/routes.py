@@ -17,13 +17,12 @@ from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.errors import UnavailableError
 from layertap.service.http.auth import require_admin
 from layertap.service.http.buffers_response import make_response
-from layertap.service.http.dependencies import EngineDependency
+from layertap.service.http.dependencies import DeadlineDependency, EngineDependency
 from layertap.service.http.json_document import read_document
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.plain_route import PlainRoute
 from layertap.service.http.request_handler import describe_features, is_short, receive
 from layertap.service.http.routes import health, models
-from layertap.service.http.timeout import Timeout
 from layertap.service.oip import metadata
 from layertap.service.oip.encoding import BINARY, FORMATS, HEADER, JSON, VERSION, encode_reply
 from layertap.service.oip.metadata import describe_statistics
@@ -123,34 +122,34 @@ async def show_model_ready(engine: EngineDependency, name: str) -> Json:
 
 
 @get_of_model()
-async def show_model(engine: EngineDependency, name: str) -> Json:
+async def show_model(engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Json:
     """A model's inputs, and its outputs that need no name of a layer; loads the model if need be."""
-    handle, outputs = await _plan_outputs(engine, name)
+    handle, outputs = await _plan_outputs(engine, name, deadline)
     return metadata.describe_model(handle.model, outputs)
 
 
 @get_of_model("/config")
-async def show_config(engine: EngineDependency, name: str) -> Json:
+async def show_config(engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Json:
     """The same as Triton's configuration has it; loads the model if need be."""
-    handle, outputs = await _plan_outputs(engine, name)
+    handle, outputs = await _plan_outputs(engine, name, deadline)
     return metadata.describe_config(handle.model, outputs, engine.settings.max_inputs)
 
 
 @router.post("/repository/index")
-async def list_repository(request: Request, engine: EngineDependency) -> list[Json]:
+async def list_repository(request: Request, engine: EngineDependency, deadline: DeadlineDependency) -> list[Json]:
     """Every configured model and its state; with ``ready`` only those that are."""
-    document = await _read_fields(request, engine, {"ready"})
+    document = await _read_fields(request, engine, deadline, {"ready"})
     index = [metadata.describe_index(entry) for entry in engine.manager.registry]
     return [each for each in index if not document.get("ready") or each["state"] == "READY"]
 
 
 @router.post("/repository/models/{name}/load", dependencies=[Depends(require_admin)])
-async def load_model(request: Request, engine: EngineDependency, name: str) -> Json:
+async def load_model(request: Request, engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Json:
     """As ``POST /models/NAME/load``."""
-    document = await _read_fields(request, engine, {"parameters"})
+    document = await _read_fields(request, engine, deadline, {"parameters"})
     if document.get("parameters"):
         raise RequestError("models are configured by who runs the server", hint="leave 'config' and files out")
-    await models.load_model(engine, name)
+    await models.load_model(engine, deadline, name)
     return {}
 
 
@@ -169,22 +168,19 @@ def _describe_statistics(engine: Engine, name: str) -> Json:
     return describe_statistics(name, engine.metrics.get_statistics(name))
 
 
-async def _plan_outputs(engine: Engine, name: str) -> tuple[ModelHandle, list[metadata.TensorMetadata]]:
+async def _plan_outputs(
+    engine: Engine, name: str, deadline: float
+) -> tuple[ModelHandle, list[metadata.TensorMetadata]]:
     """A model's handle, and the outputs that its metadata have."""
-    deadline = Timeout.from_settings(engine.settings).deadline
     handle = await engine.manager.get_handle(name, deadline)
     with handle.hold():
         planned = await engine.planner.plan(metadata.make_outputs_request(handle.model), handle, deadline)
     return handle, [metadata.describe_output(result) for result in planned.plan.results]
 
 
-async def _read_fields(request: Request, engine: Engine, fields: set[str]) -> Json:
+async def _read_fields(request: Request, engine: Engine, deadline: float, fields: set[str]) -> Json:
     """A body of few fields, or none; BadRequestError, RequestError, TooLargeError."""
-    document = await read_document(request, engine.settings, partial(engine.admission.admit, _make_deadline(engine)))
+    document = await read_document(request, engine.settings, partial(engine.admission.admit, deadline))
     if unknown := document.keys() - fields:
         raise RequestError(f"there is no field {escape(min(unknown))}", hint=f"use {', '.join(fields)}")
     return document
-
-
-def _make_deadline(engine: Engine) -> float:
-    return Timeout.from_settings(engine.settings).deadline

@@ -210,6 +210,7 @@ EXAMPLES: dict[str, list[Any]] = {
             "title": "Unprocessable Content",
             "status": 422,
             "detail": FAULT["detail"],
+            "hint": FAULT["hint"],
             "request_id": "5d3ad1cf5d6d4e0e8f6b3f7a2f1c9b80",
             "errors": [FAULT],
         }

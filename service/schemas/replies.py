@@ -30,6 +30,7 @@ class Problem(BaseModel):
     title: str
     status: int
     detail: str
+    hint: str | None = None
     request_id: str
     errors: list[Fault] = []
     more_errors: int = 0

@@ -33,7 +33,7 @@ function quote(text) {
 
 function writeCurl(state) {
   const address = new URL("extract", document.baseURI).href;
-  const key = sessionStorage.getItem("layertap-key") ? ' -H "Authorization: Bearer $LAYERTAP_KEY"' : "";
+  const key = sessionStorage.getItem("layertap-key") ? ' -H "Authorization: Bearer $LAYERTAP_API_KEY"' : "";
   const commands = listRequests(state).map(({ side, name, layers, objective }) => {
     const more = objective ? { objective: JSON.stringify(objective) } : {};
     const query = { model: side.model, layers: JSON.stringify(layers), format: "npz", ...more };
@@ -54,7 +54,7 @@ function writeLiteral(value) {
 
 function writePython(state) {
   const address = new URL(".", document.baseURI).href.replace(/[/]$/, "");
-  const key = sessionStorage.getItem("layertap-key") ? ', api_key=os.environ["LAYERTAP_KEY"]' : "";
+  const key = sessionStorage.getItem("layertap-key") ? ', api_key=os.environ["LAYERTAP_API_KEY"]' : "";
   const compared = state.compared;
   const calls = listRequests(state).map(({ side, name, layers, objective }) => {
     const call = `client.extract([${JSON.stringify(side.picture.name)}], ${writeLiteral(layers)}`;

@@ -31,7 +31,11 @@ FORMS = (
     *("http://images.test\\@127.0.0.1:1/", "http:\\\\images.test:1\\", "http://images.test:1\\@localhost/"),
     *("http://127.0.0.1\\@images.test:1/", "http:/images.test:1/", "http:images.test:1/", "http:///images.test:1/"),
     *("//images.test:1/", "images.test:1/", "/good.png", "", " ", "http://", "http://:1/", "http://images.test:/"),
-    *("http://images.test:1/\r\nX: y", "http://images.test:1/ HTTP/1.1\r\nHost: x\r\n\r\n", "http://images.test:1/\n"),
+    *(
+        "http://images.test:1/\r\nX: y",
+        "http://images.test:1/ HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        "http://images.test:1/\n",
+    ),
     *("http://images.test\r\n:1/", "http://images.test\t:1/", "http://images.test:1/\0", "http://images.test:1/a b"),
     *(" http://images.test:1/", "http://images.test:1/ ", "ht\ntp://images.test:1/", "\ufeffhttp://images.test:1/"),
     *("http://images.test:1/#", "http://images.test:1#@127.0.0.1:1/", "http://images.test:1/good.png#x"),

@@ -11,8 +11,8 @@ import httpx
 from tests.server import Live
 from tests.service.gated_server import connect, parse_response, read_to_end, wait_until
 
-END = b"Host: x\r\nConnection: close\r\n\r\n"
-POST = b"POST /extract HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+END = b"Host: localhost\r\nConnection: close\r\n\r\n"
+POST = b"POST /extract HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 

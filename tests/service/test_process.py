@@ -33,7 +33,7 @@ DELAY_S = 2.0
 PATH = "/extract?layers=head"
 HEADERS = {"Content-Type": "image/png"}
 MOST = 100_000  # requests of a client
-HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 BUSY = """
 from layertap.service.http.server_config import make_server_config
 from layertap.service.http.sockets import bind
@@ -223,7 +223,7 @@ def test_asked_again_and_again(tmp_path: Path) -> None:
     """SIGINTs after the delay cancel what is not answered, which is told so; the log has no failure."""
     with process([digits()], tmp_path, LAYERTAP_DRAIN_DELAY_S="3600") as server:
         with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), END_S) as connection:
-            connection.sendall(b"POST /extract HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{}")
+            connection.sendall(b"POST /extract HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{}")
             assert ready(server) == 200  # so that what came before has been read
             server.running.send_signal(signal.SIGTERM)
             wait_until(lambda: ready(server) == 503)
@@ -244,7 +244,7 @@ def test_a_body_that_does_not_arrive(tmp_path: Path) -> None:
     """A request that is not whole when the server waits no longer hears that it ends, as other refusals are told."""
     with process([digits()], tmp_path, LAYERTAP_DEADLINE_S="2") as server:
         with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), END_S) as connection:
-            connection.sendall(b"POST /extract HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{}")
+            connection.sendall(b"POST /extract HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{}")
             assert ready(server) == 200  # so that what came before has been read
             server.running.send_signal(signal.SIGTERM)
             reply = http.client.HTTPResponse(connection)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,17 +24,16 @@ from layertap.service.errors import DeadlineError
 from layertap.service.formats.negotiation import negotiate
 from layertap.service.http import query
 from layertap.service.http.auth import require_admin
-from layertap.service.http.dependencies import EngineDependency
+from layertap.service.http.dependencies import DeadlineDependency, EngineDependency
 from layertap.service.http.json_document import read_document
 from layertap.service.http.model_descriptions import Json, describe_labels, describe_layers, describe_model
 from layertap.service.http.openapi import OTHER_PROBLEMS, describe_problem, describe_reply
-from layertap.service.http.timeout import Timeout
 from layertap.service.schemas.replies import LabelsReply, LayersReply, Model, ModelsReply, ReloadReply
 from layertap.service.settings import LIMITS
 
 log = logging.getLogger("layertap")
 router = APIRouter(tags=["models"])
-FILTERS = frozenset({"match", "type", "leaf", "functions"})
+FILTERS = frozenset({"match", "type", "leaf", "functions", "format"})
 
 
 MODEL_RESPONSES: dict[int | str, Json] = {200: describe_reply(Model), **OTHER_PROBLEMS}
@@ -122,41 +120,37 @@ def show_model(engine: EngineDependency, name: str) -> Json:
 async def list_layers(
     request: Request,
     engine: EngineDependency,
+    deadline: DeadlineDependency,
     name: str,
     match: Annotated[str | None, Query(max_length=512)] = None,
     type: Annotated[str | None, Query(max_length=128)] = None,  # noqa: A002
     leaf: bool | None = None,
     functions: bool = False,
+    format: str | None = None,  # noqa: A002
 ) -> Response:
     """Every layer in execution order; shapes are those of one row.
 
-    With ``functions`` each has those that its own forward calls.
+    With ``functions`` each has those that its own forward calls. As JSON, or as a tree for terminals (``format=text``).
     """
-    listing_format = negotiate(request.headers.get("accept"), None, LISTING_FORMATS)
+    listing_format = negotiate(request.headers.get("accept"), format, LISTING_FORMATS)
     query.Query.parse(request.scope["query_string"]).check(FILTERS)
-    timeout = Timeout.from_settings(engine.settings)
-    handle = await engine.manager.get_handle(name, timeout.deadline)
+    handle = await engine.manager.get_handle(name, deadline)
     model = handle.model
-    try:
-        with handle.hold():
-            if functions:
-                await handle.survey(model.shapes, timeout.deadline, functions=True)
-            data = await engine.run_in_thread(
-                lambda: listing_format.encode(model, filter_layers(model.catalog, match, type, leaf), functions),
-                timeout.deadline,
-            )
-    except DeadlineError as error:
-        timeout.explain(error, otherwise="come again later")
-        error.retry_after = engine.estimate_wait(name)
-        raise
+    with handle.hold():
+        if functions:
+            await handle.survey(model.shapes, deadline, functions=True)
+        data = await engine.run_in_thread(
+            lambda: listing_format.encode(model, filter_layers(model.catalog, match, type, leaf), functions),
+            deadline,
+        )
     return Response(data, media_type=listing_format.media_type)
 
 
 @router.get("/models/{name}/labels", response_model=None, responses=LABELS_RESPONSES)
-async def list_labels(request: Request, engine: EngineDependency, name: str) -> Response:
+async def list_labels(request: Request, engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Response:
     """The names of a model's classes in their order, null where they have none."""
     query.Query.parse(request.scope["query_string"]).check(frozenset())
-    handle = await engine.manager.get_handle(name, Timeout.from_settings(engine.settings).deadline)
+    handle = await engine.manager.get_handle(name, deadline)
     return _make_json(describe_labels(handle.model))
 
 
@@ -167,18 +161,19 @@ async def list_labels(request: Request, engine: EngineDependency, name: str) -> 
     responses=EXCHANGE_RESPONSES,
     openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": ENTRY}}}},
 )
-async def exchange_model(request: Request, engine: EngineDependency, name: str) -> Response:
+async def exchange_model(
+    request: Request, engine: EngineDependency, deadline: DeadlineDependency, name: str
+) -> Response:
     """Give a model another version by its entry as the configuration file has it, while the one that is there answers.
 
     New requests are the new version's once it is loaded, else everything stays as it was. The configuration says what
     is allowed. The file stays as it is.
     """
     updates: ModelUpdates = request.app.state.updates
-    timeout = Timeout.from_settings(engine.settings)
-    data = await read_document(request, engine.settings, partial(engine.admission.admit, timeout.deadline))
-    exchange = await updates.exchange(name, data, timeout.deadline)
+    data = await read_document(request, engine.settings, partial(engine.admission.admit, deadline))
+    exchange = await updates.exchange(name, data, deadline)
     try:
-        error = await wait_until(timeout.deadline, asyncio.shield(exchange))
+        error = await wait_until(deadline, asyncio.shield(exchange))
     except DeadlineError:
         return _make_json(describe_model(engine.manager.registry.get_entry(name)), 202)
     if isinstance(error, LoadError):
@@ -190,19 +185,18 @@ async def exchange_model(request: Request, engine: EngineDependency, name: str) 
 
 
 @router.post("/models/reload", response_model=None, dependencies=[Depends(require_admin)], responses=RELOAD_RESPONSES)
-async def reload_models(request: Request, engine: EngineDependency) -> Response:
+async def reload_models(request: Request, deadline: DeadlineDependency) -> Response:
     """Read the configuration file anew, and make the models what it says; what is new loads first."""
     updates: ModelUpdates = request.app.state.updates
-    timeout = Timeout.from_settings(engine.settings)
     try:
-        update = await updates.reload(timeout.deadline)
+        update = await updates.reload(deadline)
     except ConfigError as error:
         log.error("the configuration is not read anew", extra={"fields": {"reason": error.detail}})
         detail = "the configuration file is not taken; the server's log has what is wrong"
         raise RequestError(detail, faults=error.faults) from None
     body, status = update.changes.describe(), 200
     try:
-        await wait_until(timeout.deadline, asyncio.shield(update.done))
+        await wait_until(deadline, asyncio.shield(update.done))
     except DeadlineError:
         status = 202
     return _make_json(body, status)
@@ -211,9 +205,9 @@ async def reload_models(request: Request, engine: EngineDependency) -> Response:
 @router.post(
     "/models/{name}/load", response_model=None, dependencies=[Depends(require_admin)], responses=MODEL_RESPONSES
 )
-async def load_model(engine: EngineDependency, name: str) -> Json:
+async def load_model(engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Json:
     """Load a model now, also one whose loading failed before."""
-    await engine.manager.load(name, time.monotonic() + engine.settings.deadline_s)
+    await engine.manager.load(name, deadline)
     return describe_model(engine.manager.registry.get_entry(name))
 
 

@@ -10,16 +10,14 @@ from fastapi import APIRouter, Query, Request, Response
 
 from layertap.models.selection.hook_points import ReplyDType
 from layertap.models.selection.poolings import Pool
-from layertap.service.errors import DeadlineError
 from layertap.service.explain.prober import Prober
 from layertap.service.features import Features
 from layertap.service.formats.plain_data import describe_receipts
 from layertap.service.http import query
-from layertap.service.http.dependencies import EngineDependency
+from layertap.service.http.dependencies import DeadlineDependency, EngineDependency
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.openapi import OTHER_PROBLEMS, describe_problem, describe_reply
 from layertap.service.http.parsing import validate_body
-from layertap.service.http.timeout import Timeout
 from layertap.service.schemas.bodies import ExtractBody
 from layertap.service.schemas.replies import ProbeReply
 
@@ -40,6 +38,7 @@ RESPONSES: dict[int | str, Json] = {
 async def probe_layers(
     request: Request,
     engine: EngineDependency,
+    deadline: DeadlineDependency,
     name: str,
     layers: Annotated[
         str | None, Query(description="selectors, separated by commas; the embedding without any")
@@ -57,17 +56,11 @@ async def probe_layers(
     if layers is not None:
         fields["layers"] = parsed.get_list("layers")
     asked = validate_body(ExtractBody, fields).layer_request
-    timeout = Timeout.parse(request.headers, engine.settings)
     prober: Prober = request.app.state.prober
-    try:
-        features = await prober.probe(
-            name, asked.selectors, asked.embedding, timeout.deadline, preprocessed=preprocessed == "caller"
-        )
-        data = await engine.run_in_thread(partial(_encode, features), timeout.deadline)
-    except DeadlineError as error:
-        timeout.explain(error, otherwise="come again later")
-        error.retry_after = engine.estimate_wait(name)
-        raise
+    features = await prober.probe(
+        name, asked.selectors, asked.embedding, deadline, preprocessed=preprocessed == "caller"
+    )
+    data = await engine.run_in_thread(partial(_encode, features), deadline)
     return Response(data, media_type="application/json")
 
 

@@ -75,9 +75,9 @@ TARGETS = (
 )
 FIELDS = (
     *(b"Host: x", b"Host: livez", b"Host: 127.0.0.1/livez", b"Host:", b"Host: a\r\nHost: b", b"X: no host at all"),
-    *(b"Host: localhost\r\nX-Forwarded-For: 127.0.0.1", b"Host: x\r\nX-Original-URL: /livez"),
-    *(b"Host: x\r\nX-Rewrite-URL: /livez", b"Host: x\r\nX-Forwarded-Prefix: /livez"),
-    *(b"Host: x\r\nX-HTTP-Method-Override: GET", b"Host: x\r\nForwarded: for=127.0.0.1;host=localhost"),
+    *(b"Host: localhost\r\nX-Forwarded-For: 127.0.0.1", b"Host: localhost\r\nX-Original-URL: /livez"),
+    *(b"Host: localhost\r\nX-Rewrite-URL: /livez", b"Host: localhost\r\nX-Forwarded-Prefix: /livez"),
+    *(b"Host: localhost\r\nX-HTTP-Method-Override: GET", b"Host: localhost\r\nForwarded: for=127.0.0.1;host=localhost"),
 )
 
 
@@ -170,7 +170,7 @@ def test_admin_keys_alone(serve: Serve) -> None:
 @pytest.mark.parametrize("field", [b"X-API-Key: user-key \t", b"Authorization: Bearer  user-key \t"])
 def test_blanks_after_a_key(guarded: Live, field: bytes) -> None:
     """Blanks around a field's value are none of it."""
-    reply = exchanged(guarded, b"GET /models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n%b\r\n\r\n" % field)
+    reply = exchanged(guarded, b"GET /models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n%b\r\n\r\n" % field)
     assert reply.status_code == 200
 
 
@@ -235,6 +235,37 @@ def test_pages_of_other_sites(live: Live, origin: str) -> None:
     assert live.client.get("/readyz", headers=said).status_code == 200
     own = {"origin": "http://localhost:8000", "sec-fetch-site": "same-site"}
     assert live.client.post("/models/two/load", headers=own).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost@evil.example", "[", ""])
+def test_names_that_lead_here(live: Live, host: str) -> None:
+    """Where no key is asked for, a page whose name was made to lead to this machine uses nothing of it."""
+    for method, path in (("GET", "/models"), ("POST", "/extract"), ("POST", "/models/two/unload")):
+        found = problem(live.client.request(method, path, headers={"host": host}), 403)
+        assert "LAYERTAP_ALLOWED_HOSTS" in found["hint"]
+    assert live.client.get("/readyz", headers={"host": host}).status_code == 200
+    for own in ("localhost", "127.0.0.1:80", "[::1]:8000", "LOCALHOST:1"):
+        assert live.client.get("/models", headers={"host": own}).status_code == 200
+
+
+def test_names_and_origins(serve: Serve) -> None:
+    """A server may have further names, and pages of other origins; no other page reads anything."""
+    names = {"allowed_hosts": "features.example", "cors_origins": "https://page.example"}
+    with serve(**names) as live:
+        page = {"origin": "https://page.example", "sec-fetch-site": "cross-site", "host": "features.example:8000"}
+        reply = live.client.post("/extract", json=BODY, headers=page)
+        assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, page["origin"])
+        assert "x-layertap-fingerprint" in reply.headers["access-control-expose-headers"].lower()
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "x-api-key"}
+        preflight = live.client.options("/extract", headers={**page, **asked})
+        assert (preflight.status_code, preflight.headers["access-control-allow-headers"]) == (200, "x-api-key")
+        other = {**page, "origin": "https://other.example"}
+        refused = live.client.post("/extract", json=BODY, headers=other)
+        problem(refused, 403)
+        assert "access-control-allow-origin" not in refused.headers
+        assert live.client.options("/extract", headers={**other, **asked}).status_code == 400
+    with pytest.raises(ValidationError, match="is no origin"):
+        Settings(cors_origins="page.example")
 
 
 def test_settings() -> None:

@@ -19,7 +19,7 @@ from tests.service.gated_server import connect, parse_response, read_to_end, wai
 from tests.service.load_server import Process, process
 from tests.service.support import problem
 
-GET = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+GET = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LIMIT = 4
 
 

@@ -40,7 +40,7 @@ TOO_LARGE: dict[str, tuple[bytes, ...]] = {
     "a trailer without end": (CHUNKED + b"2\r\n{}\r\n0\r\nX: ", *PIECES),
     "trailers without end": (CHUNKED + b"2\r\n{}\r\n0\r\n", *((b"X: " + b"a" * 500 + b"\r\n") * 100,) * 64),
     "a chunk's extension without end": (CHUNKED + b"2;", *PIECES),
-    "a head after a reply": (b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n" * 2 + GET + b"X: ", *PIECES),
+    "a head after a reply": (b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2 + GET + b"X: ", *PIECES),
 }
 
 NO_HTTP = {
@@ -81,7 +81,7 @@ def test_too_large(live: Live, control: Control, name: str) -> None:
 
 def test_within_limits(live: Live) -> None:
     """A head of nearly the limit, or of as many fields as there may be, is taken; so is the next one."""
-    large = GET + b"Host: x\r\nX: " + b"a" * 65_000 + b"\r\n\r\n"
+    large = GET + b"Host: localhost\r\nX: " + b"a" * 65_000 + b"\r\n\r\n"
     many = GET + b"a:\r\n" * (MAX_FIELDS - 2) + END
     reply = exchanged(live, large, many)
     assert reply.status_code == 200
@@ -133,9 +133,9 @@ def test_offer_to_upgrade(live: Live, control: Control, protocol: bytes, pieces:
     problem(exchanged(live, head.replace(b"Content-Length: ", b"Content-Length: x") + body), 400)
     with connect(live) as connection:
         for _ in range(2):  # a head and nothing after it, as browsers and curl send it
-            connection.sendall(GET + b"Host: x\r\n" + fields + b"\r\n")
+            connection.sendall(GET + b"Host: localhost\r\n" + fields + b"\r\n")
             assert connection.recv(2**16).endswith(b'{"status":"alive"}')
-        connection.sendall((GET + b"Host: x\r\n" + fields + b"\r\n") * 1500 + GET + END)
+        connection.sendall((GET + b"Host: localhost\r\n" + fields + b"\r\n") * 1500 + GET + END)
         assert read_to_end(connection).count(b"HTTP/1.1 200 OK") == 1501
 
 
@@ -151,7 +151,7 @@ def test_offer_to_upgrade_and_to_close(live: Live, control: Control, version: by
 
 def test_requests_in_a_row(live: Live) -> None:
     """Requests sent at once on one connection are answered in order; rubbish after them only ends the connection."""
-    lines = (b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n")
+    lines = (b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n")
     text = exchanged(live, b"".join(lines) * 2 + GET + END).text
     assert [text.count(f"HTTP/1.1 {status}") for status in (200, 404)] == [2, 2]  # after the first
     reply = exchanged(live, b"".join(lines) + lines[0] + b"\0rubbish\r\n\r\n")
@@ -175,7 +175,7 @@ def test_nothing(hasty: Live) -> None:
         assert connection.recv(1) == b""
 
 
-@pytest.mark.parametrize("begun", [b"G", b"GET /", GET, GET + b"Host: x\r\n", GET + b"X: a"])
+@pytest.mark.parametrize("begun", [b"G", b"GET /", GET, GET + b"Host: localhost\r\n", GET + b"X: a"])
 def test_half_a_head(hasty: Live, begun: bytes) -> None:
     """A head that does not go on is given up."""
     with connect(hasty) as connection:
@@ -185,7 +185,7 @@ def test_half_a_head(hasty: Live, begun: bytes) -> None:
     assert reply.headers["connection"] == "close"
 
 
-@pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"])
+@pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 def test_slow_head(hasty: Live, before: bytes) -> None:
     """A head that comes byte by byte is given up as well, be it the first of its connection or a later one."""
     with connect(hasty) as connection:
@@ -197,7 +197,7 @@ def test_slow_head(hasty: Live, before: bytes) -> None:
     assert hasty.client.get("/readyz").status_code == 200
 
 
-@pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"])
+@pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 def test_slow_empty_lines(hasty: Live, before: bytes) -> None:
     """Empty lines keep no connection open."""
     with connect(hasty) as connection:
@@ -223,7 +223,7 @@ LATE: dict[str, tuple[bytes, ...]] = {
     "a head": (GET + b"X : a\r\n",),
     "a long head": (GET + b"X: " + LONG,),
     "a broken chunk": (CHUNKED, b"two\r\n"),
-    "a body nobody wants": (b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n",),
+    "a body nobody wants": (b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n",),
 }
 
 
@@ -256,12 +256,12 @@ def test_nothing_is_left_of_a_connection(serve: Serve) -> None:
     def left() -> int:
         return sum(issubclass(type(each), protocol.BoundedHttpProtocol) for each in gc.get_objects())
 
-    upload = b"POST /extract HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n"
+    upload = b"POST /extract HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n"
     with serve() as live:
         before = left()
         gc.disable()
         try:
-            for sent, reset in product((GET + b"Host: x\r\n\r\n", upload, GET + b"X : a\r\n"), (True, False)):
+            for sent, reset in product((GET + b"Host: localhost\r\n\r\n", upload, GET + b"X : a\r\n"), (True, False)):
                 with connect(live) as connection:
                     connection.sendall(sent)
                     assert connection.recv(9) == b"HTTP/1.1 "

@@ -200,8 +200,10 @@ def test_text(live: Live) -> None:
 
 
 def test_text_of_some(live: Live) -> None:
-    """Filters hold for it too."""
+    """Filters hold for it too, and ``format`` asks for it as well."""
     _, _, *lines = text_of(live, type="Conv2d", match="block3*")
+    named = live.client.get("/models/digits/layers?type=Conv2d&match=block3*&format=text").text.splitlines()
+    assert named[2:] == lines
     assert [line.split()[1] for line in lines] == ["block3.conv1", "block3.conv2", "block3.downsample"]
 
 
@@ -251,7 +253,7 @@ def test_no_such_type(live: Live, accept: str) -> None:
         ("type=ReLU&type=ReLU", "'type' is given 2 times"),
         ("leaf=true&leaf=false", "'leaf' is given 2 times"),
         ("typ=ReLU", "'typ' is not taken"),
-        ("format=text", "'format' is not taken"),
+        ("form=text", "'form' is not taken"),
     ],
 )
 def test_slips_of_a_filter(live: Live, query: str, says: str) -> None:
