@@ -23,7 +23,7 @@ import numpy as np
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.errors import RetryLaterError
-from layertap.service.features import Array, Features, Receipt
+from layertap.service.features import Array, Features
 from layertap.service.formats.reply_format import ReplyFormat
 from layertap.service.types import CacheResult
 
@@ -134,7 +134,8 @@ class AnswerCache:
 def measure(features: Features) -> int:
     """About how many bytes features take in memory, at least as many as they do."""
     texts = (*features.arrays, *features.warnings, *(name for names in features.interventions for name in names))
-    entries = len(texts) + sum(map(_count_entries, features.receipts.values()))
+    values = [value for receipt in features.receipts.values() for value in vars(receipt).values()]
+    entries = len(texts) + sum(len(value) for value in values if isinstance(value, tuple))
     entries += TOP_ENTRIES * sum(map(len, features.top_classes))
     return (
         features.nbytes
@@ -143,10 +144,6 @@ def measure(features: Features) -> int:
         + ENTRY_BYTES * entries
         + CHARACTER_BYTES * sum(map(len, texts))
     )
-
-
-def _count_entries(receipt: Receipt) -> int:
-    return sum(len(value) for value in vars(receipt).values() if isinstance(value, tuple))
 
 
 def _copy(features: Features) -> Features:

@@ -165,13 +165,12 @@ def _name_entry(key: str, input_index: int | None) -> str:
 
 def _outline_plans(jobs: Sequence[Job]) -> dict[int, dict[str, _Outline]]:
     """The outlines of jobs by the ``id`` of their plans: jobs with the same plan have the same."""
-    return {number: _outline_job(job) for number, job in {id(job.spec.plan): job for job in jobs}.items()}
-
-
-def _outline_job(job: Job) -> dict[str, _Outline]:
     return {
-        result.key: _outline(result.capture.reply_shape(1), result.capture.dtype, make_receipt(job, result))
-        for result in job.spec.plan.results
+        number: {
+            result.key: _outline(result.capture.reply_shape(1), result.capture.dtype, make_receipt(job, result))
+            for result in job.spec.plan.results
+        }
+        for number, job in {id(job.spec.plan): job for job in jobs}.items()
     }
 
 

@@ -110,7 +110,8 @@ class Batcher:
     def add(self, job: Job) -> None:
         """Add a job."""
         key = job.key
-        if not self._wants_device(key.model):
+        keys = (*self._waiting, *self._running_rows, *(batch.key for batch in self._again))
+        if all(each.model != key.model for each in keys):
             self._fair_share.join(key.model, key.devices)
         self._set_arrival(job)
         if job.priority == "interactive" and not job.is_large:
@@ -340,11 +341,6 @@ class Batcher:
     def _set_arrival(self, entry: Job | DecodeTask) -> None:
         entry.enqueued_at = self._clock()
         entry.due_at = entry.enqueued_at + (self._bulk_delay if entry.priority == "bulk" else 0.0)
-
-    def _wants_device(self, model: str) -> bool:
-        """Whether rows of a model wait or run."""
-        keys = (*self._waiting, *self._running_rows, *(batch.key for batch in self._again))
-        return any(key.model == model for key in keys)
 
     def _forget_if_empty(self, key: BatchKey) -> None:
         if not self._waiting[key]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from layertap.models.errors import LayertapError, RequestError, TooLargeError
+from layertap.models.errors import RequestError, TooLargeError
 from layertap.service.engine.batch import NEVER, Batch, Interval, Job, Results, SliceResult
 from layertap.service.timings import Span
 
@@ -25,25 +25,19 @@ class InFlight:
         self._submitted = time.perf_counter()
         self._missing = sum(job.rows for job in jobs)
         self._results: dict[Job, Results] = {}
-        self._decodes: list[Interval] = []
-        self._forwards: list[Interval] = []
-        self._copies: list[Interval] = []
-        self._batch_rows: dict[Interval, int] = {}  # how many rows shared each forward
-        self._notes: dict[str, str] = {}
+        self._parts: list[SliceResult] = []
 
     def add(self, job: Job, batch: Batch, result: SliceResult) -> None:
         """Keep what became of some rows; the answer is there with the first error, or with the last rows."""
-        self._forwards.append(result.forward)
-        self._batch_rows[result.forward] = result.rows
-        self._copies.append(result.copy)
-        if result.decode != NEVER:
-            self._decodes.append(result.decode)
-        self._notes["fill"] = f"{result.rows}/{batch.key.max_rows}"
-        self._notes["depth"] = f"{batch.depth:.4g}"
-        if isinstance(result.results, Exception):
-            self.fail(_name_input(result.results, job.input_index))
+        self._parts.append(result)
+        job.timings.notes.update(fill=f"{result.rows}/{batch.key.max_rows}", depth=f"{batch.depth:.4g}")
+        outcome = result.results
+        if isinstance(outcome, (RequestError, TooLargeError)) and job.input_index is not None:
+            outcome = outcome.of_input(job.input_index)
+        if isinstance(outcome, Exception):
+            self.fail(outcome)
             return
-        self._results[job] = result.results
+        self._results[job] = outcome
         self._missing -= result.stop - result.start
         if not self._missing and not self.answer.done():
             self.answer.set_result([self._results[each] for each in self.jobs])
@@ -56,33 +50,27 @@ class InFlight:
     def record(self) -> None:
         """Note in the request's timings how long each step took, each second once though parts ran side by side."""
         timings, queued = self.jobs[0].timings, self._submitted
-        if self._forwards:
-            forward, copy, decode = count_seconds(self._forwards, self._copies, self._decodes)
-            ran = (*self._forwards, *self._copies, *self._decodes)
+        if self._parts:
+            forwards, copies = [part.forward for part in self._parts], [part.copy for part in self._parts]
+            decodes = [part.decode for part in self._parts if part.decode != NEVER]
+            rows = {part.forward: part.rows for part in self._parts}
+            forward, copy, decode = count_seconds(forwards, copies, decodes)
+            ran = (*forwards, *copies, *decodes)
             end = max(end for _, end in ran)
-            if self._decodes:
-                timings.add("decode", decode, self._list_spans("decode", self._decodes))
+            if decodes:
+                timings.add("decode", decode, _list_spans("decode", decodes, {}))
             waits = [Span("queue", *interval) for interval in find_gaps(queued, ran)]
             timings.add("queue", max(end - queued - forward - copy - decode, 0.0), waits)
-            timings.add("forward", forward, self._list_spans("forward", self._forwards))
-            timings.add("copy", copy, self._list_spans("copy", self._copies))
-            timings.describe(batch_rows=max(timings.facts.batch_rows, *self._batch_rows.values()))
+            timings.add("forward", forward, _list_spans("forward", forwards, rows))
+            timings.add("copy", copy, _list_spans("copy", copies, {}))
+            timings.describe(batch_rows=max(timings.facts.batch_rows, *rows.values()))
         elif not self.started:
             timings.add_span("queue", queued, time.perf_counter())
-        timings.notes.update(self._notes)
-
-    def _list_spans(self, step: str, intervals: Sequence[Interval]) -> list[Span]:
-        """Each interval once, though several jobs of the request shared it; none of what never ran."""
-        ran = [interval for interval in dict.fromkeys(intervals) if interval != NEVER]
-        rows = self._batch_rows if step == "forward" else {}
-        return [Span(step, *interval, rows.get(interval, 0)) for interval in ran]
 
 
-def _name_input(error: LayertapError | RuntimeError, input_index: int | None) -> LayertapError | RuntimeError:
-    """The error with the input that it is of, where a job has just one, and its sender may do something."""
-    if input_index is None or not isinstance(error, (RequestError, TooLargeError)):
-        return error
-    return error.of_input(input_index)
+def _list_spans(step: str, intervals: Sequence[Interval], rows: Mapping[Interval, int]) -> list[Span]:
+    """Each interval once, though several jobs of the request shared it; none of what never ran."""
+    return [Span(step, *each, rows.get(each, 0)) for each in dict.fromkeys(intervals) if each != NEVER]
 
 
 def find_gaps(begin: float, intervals: Sequence[Interval]) -> list[Interval]:
