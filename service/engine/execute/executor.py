@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -112,7 +111,6 @@ class InProcessExecutor(Executor):
         self._replicas = [(part, replica) for part in parts.values() for replica in part.replicas]
         self._pool = ThreadPoolExecutor(settings.cpu_threads, "decode", initializer=start_single_threaded)
         self._threads: list[WorkerThread] = []
-        self._idle: list[int] = []
 
     @property
     def memory_bytes(self) -> int:
@@ -126,7 +124,6 @@ class InProcessExecutor(Executor):
         none spin where there are more of these than cores, which makes every other model's rows on all cores slower.
         """
         del on_idle  # no replica is new later
-        self._idle = list(range(len(self._replicas)))
         self._threads = [
             WorkerThread(f"model-{number}-{self.model.spec.name}", partial(_begin, part.device))
             for number, (part, _) in enumerate(self._replicas)
@@ -134,19 +131,18 @@ class InProcessExecutor(Executor):
 
     def count_idle(self) -> Mapping[str, int]:
         """The threads of each device that have nothing to do."""
-        return Counter(self.devices[number] for number in self._idle)
+        return Counter(self.devices[number] for number in self._list_idle())
 
     def run(self, batch: Batch, extend: Extend) -> Awaitable[BatchResult]:
         """The batch as it is, in the thread of its device's first idle replica: its rows are decoded."""
         del extend
-        number = min(number for number in self._idle if self.devices[number] == batch.device)
-        return self._work(number, BatchRunner(*self._replicas[number], batch).run)
+        number = next(number for number in self._list_idle() if self.devices[number] == batch.device)
+        return self._threads[number].run(BatchRunner(*self._replicas[number], batch).run)
 
     async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
         """The function, in the first replica's thread, after what that does; a thread can't be ended."""
         del seconds
-        outcome: CallOutcome = await self._work(0, partial(call_model, *self._replicas[0], function))
-        return outcome
+        return await self._threads[0].run(partial(call_model, *self._replicas[0], function))
 
     async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
         """The items' rows, in a thread of the pool."""
@@ -159,18 +155,8 @@ class InProcessExecutor(Executor):
         for thread in self._threads:
             await thread.close()
 
-    def _work(self, number: int, function: Callable[[], Any]) -> Awaitable[Any]:
-        if number in self._idle:
-            self._idle.remove(number)
-        return self._wait(number, self._threads[number].run(function))
-
-    async def _wait(self, number: int, result: Awaitable[Any]) -> Any:
-        thread = self._threads[number]
-        try:
-            return await result
-        finally:
-            if thread.is_idle and number not in self._idle:
-                self._idle.append(number)
+    def _list_idle(self) -> list[int]:
+        return [number for number, thread in enumerate(self._threads) if thread.is_idle]
 
 
 def _begin(device: torch.device) -> None:

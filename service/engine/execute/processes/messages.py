@@ -18,13 +18,12 @@ from layertap.service.settings import Settings
 class HostOptions:
     """To the fork server: start a host; the descriptor of its connection comes along.
 
-    The answer is the number of its process, or a LoadError. The host loads ``spec``; ``folders`` are those in which own
-    models are found.
-
-    ``worker_bytes``: how much memory each worker may take beside what it shares. Graphs of warm plans are kept in
-    ``plans``; without it they run with hooks. ``pictures``: what workers make rows for where they do nothing else: the
-    model is in the server's own process, and the host loads nothing. ``reload``: requests wait for a model that was
-    loaded before, so that nothing is compiled, and no turn waited for.
+    The answer is the number of its process, or a LoadError. The host loads ``spec``, and says over its connection what
+    is known of the model, or the error. ``folders``: where own models are found. ``worker_bytes``: how much memory each
+    worker may take beside what it shares. ``plans``: the folder of the graphs of warm plans; without it they run with
+    hooks. ``pictures``: the model is in the server's own process, the host loads nothing and says None, and its workers
+    only make rows of pictures for these inputs. ``reload``: requests wait for a model that was loaded before, so that
+    nothing is compiled, and no turn waited for.
     """
 
     spec: ModelSpec
@@ -63,13 +62,8 @@ class WaitForProcess:
 class StartWorker:
     """To a model's host: start one more worker; its connection's descriptor, and its progress's, come along.
 
-    The answer is the number of its process.
+    The answer is the number of its process; the worker says None over its connection when it is ready.
     """
-
-
-@dataclass(frozen=True)
-class Hello:
-    """From a worker, or a host that loads nothing: it is ready."""
 
 
 @dataclass(frozen=True)

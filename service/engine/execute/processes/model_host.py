@@ -22,7 +22,6 @@ from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices.memory import measure_private_bytes
 from layertap.models.errors import LayertapError, LoadError, make_load_error
 from layertap.models.inputs.library_processor import LibraryProcessor
-from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
 from layertap.models.model_info import ModelInfo
@@ -30,7 +29,7 @@ from layertap.models.sources.python import add_search_folders
 from layertap.service import allocator, logs
 from layertap.service.engine.execute.processes.channel import Channel, connect
 from layertap.service.engine.execute.processes.forking import be_killed_first, fork, limit_memory, wait_for_child
-from layertap.service.engine.execute.processes.messages import Hello, HostOptions, TakeTurn, TurnEnded, WaitForProcess
+from layertap.service.engine.execute.processes.messages import HostOptions, TakeTurn, TurnEnded, WaitForProcess
 from layertap.service.engine.execute.processes.progress import Progress, map_progress
 from layertap.service.engine.execute.processes.references import WorkerReferences
 from layertap.service.engine.execute.processes.worker import DecodingWorker, Worker
@@ -48,7 +47,7 @@ def run_model_host(connection: socket.socket, options: HostOptions) -> None:
     torch.set_num_threads(1)
     channel = Channel(connection)
     try:
-        answer, create_worker = _load(options, channel) if options.pictures is None else _prepare_decoding(options)
+        info, create_worker = _load(options, channel)
     except BaseException as error:  # a third party's code may raise anything
         with suppress(EOFError):
             channel.send(_to_load_error(error))
@@ -56,13 +55,15 @@ def run_model_host(connection: socket.socket, options: HostOptions) -> None:
     gc.collect()
     gc.freeze()  # a collector that writes to what is shared would make copies of it
     with suppress(EOFError):
-        channel.send(answer)
+        channel.send(info)
         _serve(channel, create_worker, options)
 
 
-def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo, CreateWorker]:
-    """What to tell the server of the model, and what makes its workers in their processes."""
+def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo | None, CreateWorker]:
+    """What to tell the server of the model, if one is loaded, and what makes its workers in their processes."""
     settings = options.settings
+    if options.pictures is not None:
+        return None, partial(DecodingWorker, options.pictures, settings)
     costs_folder = settings.cache_dir / "costs"
     take_turn = nullcontext if options.reload else partial(_take_turn, channel)
     model = load_model(
@@ -74,7 +75,7 @@ def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo, CreateWork
     )
     if options.plans:
         model = prepare_warm_plans(model, options.plans, run_in_copy, take_turn, options.reload)
-    return _describe(model), lambda progress: Worker(model, progress, settings)
+    return _describe(model), partial(Worker, model, settings)
 
 
 @contextmanager
@@ -87,12 +88,6 @@ def _take_turn(channel: Channel) -> Iterator[None]:
         channel.send(TurnEnded())
 
 
-def _prepare_decoding(options: HostOptions) -> tuple[Hello, CreateWorker]:
-    """The same for workers that only decode pictures."""
-    pictures = cast("ModelInputs", options.pictures)
-    return Hello(), lambda progress: DecodingWorker(pictures, progress, options.settings)
-
-
 def run_in_copy(function: Callable[[], T]) -> T:
     """What a function gives or raises in a copy of this process; LoadError where it ends the copy, or raises no error.
 
@@ -101,17 +96,15 @@ def run_in_copy(function: Callable[[], T]) -> T:
     channel, connection = connect()
     with closing(connection):
         pid = fork(partial(_answer, function, channel, connection), "a copy of a model's process failed")
-    ended = False
-    try:
-        result = channel.receive()
-    except EOFError:
-        ended = True
-    channel.close()
-    status = wait_for_child(pid)
-    if ended:
-        refusal = LoadError(f"a forward ended its process (status {status})")
-        refusal.kind = "killed" if status == -signal.SIGKILL else "forward"
-        raise refusal
+    with closing(channel):
+        try:
+            result = channel.receive()
+        except EOFError:
+            status = wait_for_child(pid)
+            refusal = LoadError(f"a forward ended its process (status {status})")
+            refusal.kind = "killed" if status == -signal.SIGKILL else "forward"
+            raise refusal from None
+    wait_for_child(pid)
     if isinstance(result, LayertapError):
         raise result
     return cast("T", result)

@@ -27,7 +27,7 @@ from layertap.service.engine.execute.batch_runner import BatchRunner, Part
 from layertap.service.engine.execute.model_functions import CallOutcome, call_model
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel
 from layertap.service.engine.execute.processes.forking import limit_seconds
-from layertap.service.engine.execute.processes.messages import BatchDecoded, CallModel, DecodeItems, Hello
+from layertap.service.engine.execute.processes.messages import BatchDecoded, CallModel, DecodeItems
 from layertap.service.engine.execute.processes.progress import Progress
 from layertap.service.engine.execute.threads import start_single_threaded
 from layertap.service.engine.rows.rows import Attempt, Rows, join_rows, try_to_decode
@@ -38,7 +38,7 @@ from layertap.service.settings import Settings
 class DecodingWorker:
     """Decodes what the server sends."""
 
-    def __init__(self, inputs: ModelInputs, progress: Progress, settings: Settings) -> None:
+    def __init__(self, inputs: ModelInputs, settings: Settings, progress: Progress) -> None:
         self._inputs = inputs
         self._progress = progress
         self._settings = settings
@@ -46,7 +46,7 @@ class DecodingWorker:
     def serve(self, channel: Channel) -> None:
         """Answer until the server closes the connection."""
         start_single_threaded()
-        channel.send(Hello())
+        channel.send(None)
         with suppress(EOFError):
             while True:
                 message = channel.receive()
@@ -70,8 +70,8 @@ class DecodingWorker:
 class Worker(DecodingWorker):
     """Answers also what the server asks of a model in this process."""
 
-    def __init__(self, model: LoadedModel, progress: Progress, settings: Settings) -> None:
-        super().__init__(model.model_inputs, progress, settings)
+    def __init__(self, model: LoadedModel, settings: Settings, progress: Progress) -> None:
+        super().__init__(model.model_inputs, settings, progress)
         self._model = model
 
     def _answer(self, message: Any, channel: Channel) -> Iterator[object]:

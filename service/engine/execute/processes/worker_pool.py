@@ -137,11 +137,10 @@ class WorkerPool:
                 raise UnavailableError(
                     f"nothing can be passed to a worker ({error})", retry_after=RETRY_SECONDS
                 ) from error
-            except (OSError, MemoryError) as error:  # of this process, in the midst of the answer
+            except BaseException as error:  # of this process, in the midst of the answer
                 self._replace(worker, "failure")
-                raise UnavailableError("an answer could not be received", retry_after=RETRY_SECONDS) from error
-            except BaseException:
-                self._replace(worker, "failure")
+                if isinstance(error, (OSError, MemoryError)):
+                    raise UnavailableError("an answer could not be received", retry_after=RETRY_SECONDS) from error
                 raise
             else:
                 if getattr(answer, "failure", ""):

@@ -26,7 +26,6 @@ from layertap.service.engine.execute.processes.fork_server import HostProcess, s
 from layertap.service.engine.execute.processes.messages import (
     BatchDecoded,
     DecodeItems,
-    Hello,
     HostOptions,
     StartWorker,
     TakeTurn,
@@ -103,7 +102,7 @@ class ModelHost:
         unused.close()
         self._process: HostProcess | None = None
 
-    def load(self) -> ModelInfo | Hello:
+    def load(self) -> ModelInfo | None:
         """Start the process, and wait until it has loaded the model, if it is to.
 
         LoadError where it can't, or has loaded another model than before; of the kind "killed" where the process was
@@ -170,10 +169,10 @@ class ModelHost:
         with self._lock:
             self._end()
 
-    def _load(self) -> ModelInfo | Hello:
+    def _load(self) -> ModelInfo | None:
         self._channel, connection = connect()
         started = time.monotonic()
-        again = self._identity is not None
+        again = self._load_seconds > 0.0
         seconds = max(MIN_RELOAD_SECONDS, RELOAD_FACTOR * self._load_seconds) if again else LOAD_SECONDS
         with closing(connection), label_failures("killed"):
             self._process = start_host(connection, replace(self._options, reload=again))
@@ -188,7 +187,7 @@ class ModelHost:
         if isinstance(answer, LayertapError):
             raise answer
         identity = _identify(answer)
-        if self._identity not in (None, identity):
+        if again and self._identity != identity:
             raise LoadError(
                 "it is another model than before: its weights have changed, or the graphs of its warm plans"
             )
@@ -196,7 +195,7 @@ class ModelHost:
         self._descriptor = os.dup(self._process.descriptor) if self._process is not None else None
         return answer
 
-    def _receive_model(self, deadline: float) -> ModelInfo | Hello | LayertapError:
+    def _receive_model(self, deadline: float) -> ModelInfo | LayertapError | None:
         """What the host says when it has loaded the model; before that it asks for turns with other models."""
         with ExitStack() as turn:
             if self._options.pictures is None:
@@ -204,7 +203,7 @@ class ModelHost:
             while True:
                 message = self._channel.receive(max(deadline - time.monotonic(), 0.0))
                 if not isinstance(message, (TakeTurn, TurnEnded)):
-                    answer: ModelInfo | Hello | LayertapError = message
+                    answer: ModelInfo | LayertapError | None = message
                     return answer
                 turn.close()
                 if isinstance(message, TakeTurn):
@@ -239,9 +238,9 @@ def _refuse(detail: str, hint: str = "") -> LoadError:
     return refusal
 
 
-def _identify(info: ModelInfo | Hello) -> object:
+def _identify(info: ModelInfo | None) -> object:
     """What must be the same of a model that is loaded again: its weights, and which of its warm plans have graphs."""
-    return Hello if isinstance(info, Hello) else (info.identity, tuple(each is None for each in info.compiled))
+    return info and (info.identity, tuple(each is None for each in info.compiled))
 
 
 class WorkerProcess:
@@ -251,15 +250,14 @@ class WorkerProcess:
     """
 
     def __init__(self, started: StartedWorker, on_lost: Callable[[WorkerProcess], None]) -> None:
-        """``on_lost`` is called with it where it dies while it is asked nothing."""
+        """``on_lost`` is called with it when it has died."""
         self.pid = started.pid
         self.progress = started.progress
-        self._on_lost = on_lost
         self._process: int | None = None  # a descriptor: its number may be another process's by now
         with suppress(ProcessLookupError):  # it has died since: the next message tells
             self._process = os.pidfd_open(self.pid)
         self._references = ServerReferences()
-        self._channel = LoopChannel(started.connection, self._references, lambda: self._on_lost(self))
+        self._channel = LoopChannel(started.connection, self._references, lambda: on_lost(self))
 
     @property
     def is_closed(self) -> bool:
@@ -276,16 +274,16 @@ class WorkerProcess:
         if self._references.is_full:  # not between a batch and what joins it: the worker answers for both
             self._references.clear()
         try:
-            async with asyncio.timeout(_count_seconds(deadline)) as limit:
+            async with asyncio.timeout_at(_to_loop_time(deadline)) as limit:
                 await self._channel.send(message, _count_bytes(message))
                 while True:
                     answer = await self._channel.receive()
                     if isinstance(answer, BatchDecoded):
-                        more = extend() or cast("Batch", message).take(())
-                        await self._send_more(more)
-                        deadline = max(deadline, more.deadline + GRACE_SECONDS) if more.slices else deadline
-                        if more.slices and (seconds := _count_seconds(deadline)) is not None:
-                            limit.reschedule(asyncio.get_running_loop().time() + seconds)
+                        more = extend()
+                        await self._send_more(more or cast("Batch", message).take(()))
+                        if more is not None:
+                            deadline = max(deadline, more.deadline + GRACE_SECONDS)
+                            limit.reschedule(_to_loop_time(deadline))
                     elif isinstance(answer, BatchResult) and answer.more:
                         results += answer.results
                     else:
@@ -320,9 +318,9 @@ class WorkerProcess:
             self._process = None
 
 
-def _count_seconds(deadline: float) -> float | None:
-    """Until a moment on the monotonic clock, at least none; None where that never comes."""
-    return None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0)
+def _to_loop_time(deadline: float) -> float | None:
+    """A moment on the monotonic clock on the event loop's; None where it never comes."""
+    return None if math.isinf(deadline) else asyncio.get_running_loop().time() + deadline - time.monotonic()
 
 
 def _count_bytes(message: ToWorker) -> int:

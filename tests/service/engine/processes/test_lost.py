@@ -248,7 +248,7 @@ def test_memory_that_was_lacking() -> None:
     progress, memory = create_progress()
     os.close(memory)
     channel, connection = connect()
-    worker = Worker(model, progress, Settings())
+    worker = Worker(model, Settings(), progress)
     Starved.lacks = True
     try:
         (refused,) = worker._run(batch, channel).results
