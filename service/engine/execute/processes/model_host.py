@@ -10,7 +10,7 @@ import gc
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -36,7 +36,6 @@ from layertap.service.engine.execute.processes.worker import DecodingWorker, Wor
 
 T = TypeVar("T")
 CreateWorker = Callable[[Progress], DecodingWorker]
-MAX_ENDED = 64  # workers that have ended, and nobody has asked how
 
 
 def run_model_host(connection: socket.socket, options: HostOptions) -> None:
@@ -144,36 +143,17 @@ def refuse_here(given: object) -> NoReturn:
 
 def _serve(channel: Channel, create_worker: CreateWorker, options: HostOptions) -> NoReturn:
     """Start workers, and tell how they ended, as the server asks; EOFError once it closes the connection."""
-    ended: dict[int, int] = {}  # how those ended that nobody has asked for
     while True:
         message, descriptors = channel.receive_with_descriptors()
         if isinstance(message, WaitForProcess):
-            channel.send(ended.pop(message.pid) if message.pid in ended else wait_for_child(message.pid))
+            channel.send(wait_for_child(message.pid))
         else:
-            ended |= _collect_ended()
-            for pid in list(ended)[:-MAX_ENDED]:
-                del ended[pid]
-            channel.send(_start_worker(channel, descriptors, create_worker, options))
-
-
-def _collect_ended() -> dict[int, int]:
-    """The workers that have ended, and how: until somebody asks the system keeps an entry for each."""
-    found = {}
-    with suppress(ChildProcessError):
-        while (each := os.waitpid(-1, os.WNOHANG))[0]:
-            found[each[0]] = os.waitstatus_to_exitcode(each[1])
-    return found
-
-
-def _start_worker(
-    channel: Channel, descriptors: Sequence[int], create_worker: CreateWorker, options: HostOptions
-) -> int:
-    connection, memory = descriptors
-    work = partial(_work, channel, connection, memory, create_worker, options.worker_bytes)
-    pid = fork(work, "a worker failed", options.spec.name)
-    os.close(connection)
-    os.close(memory)
-    return pid
+            connection, memory = descriptors
+            work = partial(_work, channel, connection, memory, create_worker, options.worker_bytes)
+            pid = fork(work, "a worker failed", options.spec.name)
+            os.close(connection)
+            os.close(memory)
+            channel.send(pid)
 
 
 def _work(channel: Channel, connection: int, memory: int, create_worker: CreateWorker, worker_bytes: int) -> None:

@@ -21,7 +21,7 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.turns import build_beside, take_turn
 from layertap.service.engine.batch import Batch, BatchFailures, BatchResult, SliceResult
 from layertap.service.engine.execute.executor import Extend
-from layertap.service.engine.execute.processes.channel import LoopChannel, UnsentError, connect
+from layertap.service.engine.execute.processes.channel import Channel, LoopChannel, UnsentError, connect
 from layertap.service.engine.execute.processes.fork_server import HostProcess, start_host
 from layertap.service.engine.execute.processes.messages import (
     BatchDecoded,
@@ -114,11 +114,10 @@ class ModelHost:
             self._end()
             try:
                 return self._load()
-            except OSError as error:  # no descriptor is left in this process
+            except BaseException as error:
                 self._end()
-                raise _refuse(f"no process can be started to load it ({error.strerror})") from error
-            except BaseException:
-                self._end()
+                if isinstance(error, OSError):  # no descriptor is left in this process
+                    raise _refuse(f"no process can be started to load it ({error.strerror})") from error
                 raise
 
     def start_worker(self) -> StartedWorker:
@@ -132,7 +131,7 @@ class ModelHost:
                         pid = self._ask_for_copy((connection.fileno(), memory))
                     finally:
                         os.close(memory)
-                channel.receive(START_SECONDS)  # it is ready
+                self._wait_until_ready(pid, channel)
             except BaseException:
                 channel.close()
                 raise
@@ -209,6 +208,14 @@ class ModelHost:
                 if isinstance(message, TakeTurn):
                     turn.enter_context(take_turn())
                     self._channel.send(None)
+
+    def _wait_until_ready(self, pid: int, channel: Channel) -> None:
+        try:
+            channel.receive(START_SECONDS)
+        except (EOFError, OSError):
+            channel.close()  # it ends then
+            self.wait_for_worker(pid)
+            raise
 
     def _ask_for_copy(self, descriptors: Sequence[int]) -> int:
         """The number of a new copy's process."""
