@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fastapi import Request
-from starlette.datastructures import Headers, UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
+from python_multipart.exceptions import MultipartParseError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
 from layertap.models.errors import TooLargeError
 from layertap.service.errors import BadRequestError, BodyTimeoutError
 from layertap.service.settings import Settings
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
 
 LATIN = "latin-1"
 MIN_BYTES_PER_S = 10_000  # that arrive on average: whoever sends less holds a place and memory for nothing
@@ -63,25 +68,25 @@ async def read_body(request: Request, settings: Settings, reserve: Callable[[int
 def parse_multipart(headers: Headers, body: bytes, settings: Settings) -> list[MultipartPart]:
     """The parts of a multipart body, in order; BadRequestError where it is broken, TooLargeError for too many parts.
 
-    Computes, so it belongs in a thread.
+    Computes, so it belongs in a thread. What stands before the first delimiter, and behind the last one, is no part
+    (RFC 2046, section 5.1.1).
     """
-    max_parts = settings.max_inputs + 1
-    # A part without a file name is text to the parser; as latin-1 its bytes come through whatever they are.
-    headers = Headers({"content-type": f"{headers['content-type']}; charset={LATIN}"})
-    parser = _InMemoryParser(
-        headers, _stream_once(body), max_files=max_parts, max_fields=max_parts, max_part_size=len(body) + 1
-    )
-    try:
-        parts = asyncio.run(_read_parts(parser))
-    except MultiPartException as error:
-        if error.message.startswith("Too many"):
-            raise _too_many_parts_error(settings.max_inputs) from None
-        raise _broken_error() from None
-    except (KeyError, ValueError):
-        raise _broken_error() from None
-    if not body.rstrip().endswith(b"--"):
+    _, options = parse_options_header(headers["content-type"])
+    boundary = options.get(b"boundary", b"")
+    delimiter = b"--" + boundary
+    start = 0 if body.startswith(delimiter) else body.find(b"\r\n" + delimiter)
+    if not boundary or start < 0 or delimiter + b"--" not in body:
         raise _broken_error()
-    return parts
+    reader = _PartReader(settings.max_inputs + 1)
+    parser = MultipartParser(boundary, reader.make_callbacks())
+    try:
+        parser.write(body[start:])
+        parser.finalize()
+        return reader.parts
+    except TooManyPartsError:
+        raise _too_many_parts_error(settings.max_inputs) from None
+    except (MultipartParseError, ValueError):
+        raise _broken_error() from None
 
 
 def get_media_type(content_type: str) -> str:
@@ -89,25 +94,58 @@ def get_media_type(content_type: str) -> str:
     return content_type.partition(";")[0].strip(" \t").lower()
 
 
-async def _read_parts(parser: MultiPartParser) -> list[MultipartPart]:
-    form = await parser.parse()
-    try:
-        return [
-            MultipartPart(name, await value.read(), get_media_type(value.content_type or ""))
-            if isinstance(value, UploadFile)
-            else MultipartPart(name, value.encode(LATIN))
-            for name, value in form.multi_items()
-        ]
-    finally:
-        await form.close()
+class TooManyPartsError(Exception):
+    """A body has more parts than a request may have inputs."""
 
 
-class _InMemoryParser(MultiPartParser):
-    spool_max_size = 2**62  # the body is in memory and bounded already: nothing goes to a disk
+class _PartReader:
+    """Puts parts together out of what python-multipart calls back with: the bytes, where a piece begins and ends."""
 
+    def __init__(self, max_parts: int) -> None:
+        self.parts: list[MultipartPart] = []
+        self._max_parts = max_parts
+        self._fields: list[tuple[bytes, bytes]] = []
+        self._name = self._value = b""
+        self._data: list[bytes] = []
 
-async def _stream_once(body: bytes) -> AsyncGenerator[bytes, None]:
-    yield body
+    def make_callbacks(self) -> MultipartCallbacks:
+        """The parser's own names for them."""
+        return {
+            "on_part_begin": self._begin,
+            "on_header_field": self._add_name,
+            "on_header_value": self._add_value,
+            "on_header_end": self._end_field,
+            "on_part_data": self._add_data,
+            "on_part_end": self._end,
+        }
+
+    def _begin(self) -> None:
+        if len(self.parts) == self._max_parts:
+            raise TooManyPartsError
+        self._fields, self._data = [], []
+
+    def _add_name(self, data: bytes, start: int, end: int) -> None:
+        self._name += data[start:end]
+
+    def _add_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _end_field(self) -> None:
+        self._fields.append((self._name.lower(), self._value))
+        self._name = self._value = b""
+
+    def _add_data(self, data: bytes, start: int, end: int) -> None:
+        self._data.append(data[start:end])
+
+    def _end(self) -> None:
+        """ValueError for a part without a name, or one that is no UTF-8."""
+        fields = dict(self._fields)
+        _, options = parse_options_header(fields.get(b"content-disposition", b""))
+        if b"name" not in options:
+            raise ValueError("a part has no name")
+        is_file = b"filename" in options
+        media_type = get_media_type(fields.get(b"content-type", b"").decode(LATIN)) if is_file else ""
+        self.parts.append(MultipartPart(options[b"name"].decode(), b"".join(self._data), media_type))
 
 
 def _broken_error() -> BadRequestError:

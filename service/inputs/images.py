@@ -231,6 +231,8 @@ def _translate_errors() -> Iterator[None]:
     except (LayertapError, MemoryError):
         raise
     except Exception as error:  # a decoder raises whatever broken data leads it to
+        if "truncated" in str(error):  # as Pillow says it, also of a JPEG that lacks no more than its end marker
+            raise InputError("the picture is cut short", hint=FORMATS_HINT) from error
         raise damaged_error() from error
 
 

@@ -15,7 +15,7 @@ from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, Text
 from layertap.service.oip.datatypes import BYTES
 from layertap.service.oip.parameters import split_parameters
 from layertap.service.oip.schemas import InputParameters, TensorBody
-from layertap.service.oip.tensors import read_array, read_elements
+from layertap.service.oip.tensors import read_array, read_elements, read_pictures
 from layertap.service.settings import Settings
 
 T = TypeVar("T")
@@ -46,7 +46,8 @@ def read_items(bodies: Sequence[TensorBody], rest: memoryview, settings: Setting
     if not body.shape or body.shape[1:] not in ([], [1]) or not prod(body.shape):
         raise RequestError(f"{body.name}: shape {body.shape} is not taken", hint="send shape [N, 1] or [N]")
     check_count(body.shape[0], settings)
-    return tuple((row, make_item(element)) for row, element in enumerate(_read(body, read_elements, piece)))
+    read = read_pictures if body.name == IMAGE else read_elements
+    return tuple((row, make_item(element)) for row, element in enumerate(_read(body, read, piece)))
 
 
 def read_raw_item(data: bytes, model: ModelInfo) -> InputItem:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from layertap.models.errors import InputError
-from layertap.service.inputs.arrays import Array, read_tensor
+from layertap.service.inputs.arrays import Array, decode_base64, read_tensor
 from layertap.service.oip.datatypes import get_dtype
 from layertap.service.oip.schemas import TensorBody
 
@@ -68,6 +68,12 @@ def read_elements(body: TensorBody, data: memoryview | None) -> list[bytes]:
     if start < len(data):
         raise InputError(f"{len(data) - start} bytes are left behind {count} elements of shape {body.shape}")
     return elements
+
+
+def read_pictures(body: TensorBody, data: memoryview | None) -> list[bytes]:
+    """The same of encoded pictures, which JSON has in base64."""
+    elements = read_elements(body, data)
+    return elements if data is not None else [decode_base64(text.decode()) for text in elements]
 
 
 def _flatten(body: TensorBody) -> list[Any]:

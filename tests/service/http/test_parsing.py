@@ -25,6 +25,7 @@ from tests.service.support import (
     npy,
     npz,
     picture,
+    problem,
     raw,
     rows,
     same,
@@ -145,6 +146,16 @@ def test_multipart_bytes(live: Live, name: str | None) -> None:
     parts = [("images", (name, PNG)), ("request", (name, json.dumps(BODY)))]
     reply = live.client.post("/extract", files=parts)
     assert same(arrays_of(reply), arrays_of(live.client.post("/extract", json=BODY | {"inputs": [image(PNG)]})))
+
+
+def test_multipart_between_texts(live: Live) -> None:
+    """What stands before the first part of a multipart body, and behind the last one, is none of it."""
+    sent = live.client.build_request("POST", "/extract", files=files(PNG), params=QUERY)
+    kind, body = sent.headers["content-type"], sent.read()
+    around = b"a preamble\r\n--not a part\r\n" + body + b"an epilogue\r\n"
+    reply = live.client.post("/extract", **raw(around, kind, **QUERY))
+    assert same(arrays_of(reply), arrays_of(live.client.post("/extract", json=BODY | {"inputs": [image(PNG)]})))
+    problem(live.client.post("/extract", **raw(body[: body.rindex(b"--")], kind, **QUERY)), 400)
 
 
 def test_no_temporary_file(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

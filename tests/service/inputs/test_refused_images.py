@@ -6,6 +6,7 @@ import pickle
 import random
 import struct
 import sys
+from io import BytesIO
 
 import numpy as np
 import pytest
@@ -24,6 +25,17 @@ def test_truncated(kind: str, kept: float) -> None:
     with pytest.raises(InputError) as caught:
         decode_image(whole[: int(len(whole) * kept)], LIMIT)
     assert "JPEG, PNG, WebP, AVIF, GIF, BMP or TIFF" in caught.value.hint
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_no_end_marker(progressive: bool) -> None:
+    """A JPEG that lacks no more than its end marker is refused as Pillow refuses it, by words that say so."""
+    stream = BytesIO()
+    Image.fromarray(NOISE).save(stream, "JPEG", progressive=progressive)
+    with pytest.raises(OSError, match="truncated"):
+        Image.open(BytesIO(stream.getvalue()[:-2])).load()
+    with pytest.raises(InputError, match=r"^the picture is cut short$"):
+        decode_image(stream.getvalue()[:-2], LIMIT)
 
 
 FOREIGN = {

@@ -27,7 +27,7 @@ from tests.service.oip.support import (
     read_error,
     read_outputs,
 )
-from tests.service.support import Array, Json, arrays_of, configured, image, picture, same, tensor
+from tests.service.support import Array, Json, arrays_of, configured, image, picture, same, tensor, text64
 from tests.transformers_nets import saved, tokenizer
 
 LAYERS = ("block1", "block2.conv2", "block2.relu:input", "block3", "head")
@@ -153,7 +153,17 @@ def test_pictures(live: Live, client: Any, shape: tuple[int, ...]) -> None:
     """Encoded pictures are decoded and preprocessed as the native route does it."""
     found = client.infer("digits", [make_bytes("encoded_image", PICTURES, shape)], outputs=make_outputs("head"))
     sent = {"layers": ["head"], "encoding": "base64", "inputs": [image(each) for each in PICTURES]}
-    assert same(read_outputs(found), arrays_of(live.client.post("/extract", json=sent)))
+    expected = arrays_of(live.client.post("/extract", json=sent))
+    assert same(read_outputs(found), expected)
+    coded = {
+        "name": "encoded_image",
+        "datatype": "BYTES",
+        "shape": list(shape),
+        "data": [text64(each) for each in PICTURES],
+    }
+    body = {"inputs": [coded], "outputs": [{"name": "head"}]}
+    (output,) = live.client.post("/v2/models/digits/infer", json=body).json()["outputs"]
+    np.testing.assert_allclose(np.reshape(output["data"], output["shape"]), expected["head"], atol=1e-6)
 
 
 def test_texts(typed: Live) -> None:
