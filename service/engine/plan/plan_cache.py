@@ -1,9 +1,11 @@
-"""The plans of one model, with the fingerprint of each result: made, and kept for equal requests."""
+"""The plans of requests, with the fingerprint of each result: made, and kept for equal requests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from weakref import WeakKeyDictionary
 
 from layertap.models import fingerprint
 from layertap.models.catalog.catalog import Catalog
@@ -15,42 +17,53 @@ from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Selector
 from layertap.models.selection.plan import Capture, Plan
 from layertap.service.engine.admit.limits import check_results
+from layertap.service.engine.deadline import RunInThread
+from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.request import ExtractRequest
 
 MAX_PLANS, MAX_LAYERS = 256, 64  # plans of a model, and results of each
 Fingerprints = Mapping[str, str]  # of results, by key
 Key = tuple[int, str, tuple[Selector, ...], int | None]
+Plans = LRUCache[Key, tuple[Catalog, Plan, Fingerprints]]
 
 
 class PlanCache:
-    """The plans of one model used most recently; small ones only."""
+    """Makes plans, in threads, and keeps those of each model that were used most recently; small ones only."""
 
-    def __init__(self) -> None:
-        # An entry keeps its catalog, so that no other catalog has the id in its key.
-        self._plans = LRUCache[Key, tuple[Catalog, Plan, Fingerprints]](MAX_PLANS)
+    def __init__(self, run_in_thread: RunInThread, max_results: int) -> None:
+        self._run_in_thread = run_in_thread
+        self._max_results = max_results
+        self._plans = WeakKeyDictionary[ModelHandle, Plans]()
 
-    def get(
-        self, request: ExtractRequest, catalog: Catalog, identity: str, lengths: TextLengths | None
-    ) -> tuple[Plan, Fingerprints] | None:
-        """The plan of a request to a model of that identity; None if it is not cached."""
-        cached = self._plans.get(_make_key(request, catalog, identity, lengths)) if _is_small(request) else None
-        return cached[1:] if cached is not None else None
-
-    def put(
+    async def get(
         self,
         request: ExtractRequest,
+        input_index: int,
+        handle: ModelHandle,
         catalog: Catalog,
         identity: str,
         lengths: TextLengths | None,
-        plan: Plan,
-        fingerprints: Fingerprints,
-    ) -> None:
-        """Keep a plan if it is small."""
-        if _is_small(request) and len(plan.results) <= MAX_LAYERS:
-            self._plans.put(_make_key(request, catalog, identity, lengths), (catalog, plan, fingerprints))
+        deadline: float,
+    ) -> tuple[Plan, Fingerprints]:
+        """The plan of what one input asks for, of a model of that identity; RequestError, TooLargeError."""
+        asked = request.for_input(input_index)
+        is_small = _is_small(asked)
+        plans = self._plans.setdefault(handle, LRUCache(MAX_PLANS))
+        # Without numbered tokens, a plan depends on nothing of the lengths but how many positions are kept.
+        key = id(catalog), identity, asked.selectors, lengths.kept if lengths is not None else None
+        if is_small and (kept := plans.get(key)) is not None:
+            return kept[1:]
+        make = partial(_make_plan, asked, catalog, identity, lengths, self._max_results)
+        try:
+            plan, fingerprints = await self._run_in_thread(make, deadline)
+        except RequestError as error:
+            raise request.locate(error, input_index) from None
+        if is_small and len(plan.results) <= MAX_LAYERS:
+            plans.put(key, (catalog, plan, fingerprints))  # an id is another's once its catalogue is gone
+        return plan, fingerprints
 
 
-def make_request_plan(
+def _make_plan(
     request: ExtractRequest, catalog: Catalog, identity: str, lengths: TextLengths | None, max_results: int
 ) -> tuple[Plan, Fingerprints]:
     """The plan of a request to a model of that identity; belongs in a thread.
@@ -85,11 +98,6 @@ def _digest_results(plan: Plan, catalog: Catalog, identity: str) -> Fingerprints
         return fingerprint.digest_result(identity, capture.point, capture.reduction, depends_on, of_text=of_text)
 
     return {result.key: digest(result.capture) for result in plan.results}
-
-
-def _make_key(request: ExtractRequest, catalog: Catalog, identity: str, lengths: TextLengths | None) -> Key:
-    # Without numbered tokens, a plan depends on nothing of the lengths but how many positions are kept.
-    return id(catalog), identity, request.selectors, lengths.kept if lengths is not None else None
 
 
 def _is_small(request: ExtractRequest) -> bool:

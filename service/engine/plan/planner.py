@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 from layertap.models import fingerprint
 from layertap.models.capture import verification
@@ -26,7 +24,7 @@ from layertap.models.spec import Preprocessed, Shapes
 from layertap.service.engine.admit.limits import check_count, check_reply_size, check_survey, show_shapes
 from layertap.service.engine.deadline import RunInThread
 from layertap.service.engine.models.model_handle import ModelHandle
-from layertap.service.engine.plan.plan_cache import Fingerprints, PlanCache, make_request_plan
+from layertap.service.engine.plan.plan_cache import Fingerprints, PlanCache
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.rows.predicted_rows import PredictedRows, find_preprocessed_by, is_reshaped, predict_rows
 from layertap.service.engine.rows.rows import Rows, get_row_shapes
@@ -34,7 +32,6 @@ from layertap.service.inputs.items import TextItem
 from layertap.service.schemas.faults import read_field
 from layertap.service.settings import Settings
 
-T = TypeVar("T")
 log = logging.getLogger("layertap")
 SHORT_NUMBERS = 2**17  # so many are looked through in less than half a millisecond
 SMALL = 8  # pixels or tokens: axes no longer than this may have that size for any input
@@ -74,7 +71,7 @@ class Planner:
     def __init__(self, settings: Settings, run_in_thread: RunInThread) -> None:
         self._settings = settings
         self._run_in_thread = run_in_thread
-        self._plans = WeakKeyDictionary[ModelHandle, PlanCache]()
+        self._plans = PlanCache(run_in_thread, settings.max_results)
 
     async def plan(self, request: ExtractRequest, handle: ModelHandle, deadline: float) -> PlannedRequest:
         """A request's plan before anything is decoded, by the shapes of its arrays; RequestError, TooLargeError."""
@@ -82,26 +79,25 @@ class Planner:
         request = _put_prompt(request, model)
         input_index = request.items[0][0] if request.items else 0
         items = [item for _, item in request.items]
-        inputs = model.model_inputs
         resumption: Resumption | None = None
         if request.resume is None:
+            inputs = model.model_inputs
             rows = predict_rows(items, inputs)
             request = _name_embedding(request, model, rows.tower)
+            check_count(rows.count, self._settings)
+            catalog, catalog_shapes = await self._choose_catalog(request.for_input(input_index), handle, rows, deadline)
         else:
             start = find_tower(model, [request.resume])
             resumption = await self._resume(request.resume, handle, start.shapes, model.get_catalog(start), deadline)
             inputs = start.replace_by_output(resumption.takes)
             rows = predict_rows(items, inputs)
             request = _name_embedding(request, model, start)
-        check_count(rows.count, self._settings)
-        if resumption is None:
-            catalog, catalog_shapes = await self._choose_catalog(request.for_input(input_index), handle, rows, deadline)
-        else:
+            check_count(rows.count, self._settings)
             catalog, catalog_shapes = resumption.catalog, inputs.shapes
         preprocessed = find_preprocessed_by(items, rows.tower, rows.shapes)
         identity = _identify(request, model, rows.tower, preprocessed, rows.shapes)
         lengths = _assume_lengths(rows.tower) if items else None
-        plan, fingerprints = await self._make_plan(request, input_index, handle, catalog, identity, lengths, deadline)
+        plan, fingerprints = await self._plans.get(request, input_index, handle, catalog, identity, lengths, deadline)
         if request.verify:
             verification.check_possible(plan, catalog)
         likely = plan
@@ -143,7 +139,7 @@ class Planner:
             if model.catalogs.get_catalog(model_shapes) is None:  # a request that is refused anyway needs no survey
                 likely = plan
                 if lengths is not None:
-                    likely, _ = await self._make_plan(request, index, handle, catalog, identity, lengths, deadline)
+                    likely, _ = await self._plans.get(request, index, handle, catalog, identity, lengths, deadline)
                 check_reply_size(await self._scale(likely, shapes, tower, deadline), count, request.reply)
             catalog = await self.survey(handle, model_shapes, deadline, functions=_names_functions(request))
             if request.resume is not None:
@@ -151,7 +147,7 @@ class Planner:
                 catalog = resumption.catalog
         known = catalog is planned.catalog and lengths is None and identity == planned.identity
         if not known or request.input_options:
-            plan, fingerprints = await self._make_plan(request, index, handle, catalog, identity, lengths, deadline)
+            plan, fingerprints = await self._plans.get(request, index, handle, catalog, identity, lengths, deadline)
         check_reply_size(plan, count, request.reply)
         return replace(
             planned,
@@ -166,9 +162,6 @@ class Planner:
             shapes=shapes,
             rows=count,
         )
-
-    def _get_plans(self, handle: ModelHandle) -> PlanCache:
-        return self._plans.setdefault(handle, PlanCache())
 
     async def survey(self, handle: ModelHandle, shapes: Shapes, deadline: float, *, functions: bool = False) -> Catalog:
         """The catalogue of a shape, measured if it is not known; with ``functions`` also what functions return."""
@@ -196,28 +189,6 @@ class Planner:
             catalog = await self.survey(handle, shapes or tower.shapes, deadline, functions=True)
             catalog = catalog if shapes else model.catalogs.get_unsized(tower.shapes)
         return catalog, shapes
-
-    async def _make_plan(
-        self,
-        request: ExtractRequest,
-        input_index: int,
-        handle: ModelHandle,
-        catalog: Catalog,
-        identity: str,
-        lengths: TextLengths | None,
-        deadline: float,
-    ) -> tuple[Plan, Fingerprints]:
-        """The plan of what one input asks for; RequestError."""
-        asked = request.for_input(input_index)
-        made = self._get_plans(handle).get(asked, catalog, identity, lengths)
-        if made is None:
-            make = partial(make_request_plan, asked, catalog, identity, lengths, self._settings.max_results)
-            try:
-                made = await self._run_in_thread(make, deadline)
-            except RequestError as error:
-                raise request.locate(error, input_index) from None
-            self._get_plans(handle).put(asked, catalog, identity, lengths, *made)
-        return made
 
     async def _scale(self, plan: Plan, shapes: Shapes, tower: ModelInputs, deadline: float) -> Plan:
         """The least that a plan for the configured shape gives for rows of another shape."""
