@@ -45,11 +45,10 @@ class CatalogCache:
         self.towers |= towers
         self._unsized |= {shapes: replace(catalog, sizes_known=False) for shapes, catalog in towers.items()}
 
-    def get_catalog(self, shapes: Shapes) -> Catalog | None:
-        """The catalogue of a shape; None where it was not surveyed lately."""
-        if shapes == self._shapes:
-            return self.configured
-        return self.towers.get(shapes) or self._catalogs.get(shapes)
+    def get_catalog(self, shapes: Shapes, *, functions: bool = False) -> Catalog | None:
+        """The catalogue of a shape; None where it was not surveyed lately, or not with its ``functions``."""
+        known = self.configured if shapes == self._shapes else self.towers.get(shapes) or self._catalogs.get(shapes)
+        return known if known is not None and (known.has_functions or not functions) else None
 
     def get_unsized(self, shapes: Shapes) -> Catalog:
         """The catalogue of a configured shape for rows of another, which was not surveyed."""

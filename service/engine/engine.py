@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -61,13 +60,9 @@ class Engine:
 
     async def get_handle(self, name: str | None, ticket: Ticket) -> ModelHandle:
         """The handle that answers a request, the same from first to last; as ``ModelManager.get_handle``."""
-        if (held := ticket.find_handle(name)) is not None:
+        if (held := ticket.handles.get(name)) is not None:
             return held
-        entry = self.manager.registry.get_entry(self.manager.find_name(name))
-        handle = self.manager.handles.get(entry.spec.name)
-        is_loaded = handle is not None and handle.is_settled
-        with nullcontext() if is_loaded else ticket.timings.step("load"):
-            return ticket.hold(name, await self.manager.get_handle(name, ticket.deadline))
+        return ticket.hold(name, await self.manager.get_handle(name, ticket.deadline, ticket.timings))
 
     async def extract(self, request: ExtractRequest, ticket: Ticket) -> Features:
         """What layers of a model compute for a request's inputs; any error of the tree."""
@@ -169,7 +164,7 @@ class Engine:
         None stands for what was no picture, or is at a URL and was not fetched before. Empty too where a library's own
         processor makes the rows: which part of a picture a model sees is not known then.
         """
-        handle = ticket.find_handle(request.model)
+        handle = ticket.handles.get(request.model)
         spec = handle.model.model_inputs.preprocess if handle is not None else None
         items = [item for index, item in request.items if index not in features.skipped]
         if not isinstance(spec, PreprocessSpec) or len(items) != features.rows:
@@ -190,10 +185,10 @@ class Engine:
     def take_snapshot(self) -> Snapshot:
         """The figures of this moment, for the metrics; called by any thread."""
         entries, handles = list(self.manager.registry), self.manager.list_handles()
-        answering = dict(self.manager.handles)  # new requests; others finish what they have
+        answering = dict(self.manager.handles).items()  # new requests; others finish what they have
+        active = {name: handle for name, handle in answering if handle.is_active}
         waiting = sum(self.manager.scheduler.count_waiting_rows(handle.key) for handle in handles)
         rows = sum(handle.rows for handle in handles)
-        ceilings = {name: handle.max_batch_rows for name, handle in answering.items()}
         return Snapshot(
             queue_rows=waiting,
             queue_bytes=self.admission.used_bytes,
@@ -201,9 +196,9 @@ class Engine:
             running_rows=max(rows - waiting, 0),
             states={entry.spec.name: entry.state for entry in entries},
             hooks={entry.spec.name: entry.model.hooks for entry in entries if entry.model is not None},
-            max_batch_rows={name: rows for name, rows in ceilings.items() if rows},
+            max_batch_rows={name: rows for name, handle in active.items() if (rows := handle.batch_keys.max_rows)},
             memory_bytes={entry.spec.name: entry.memory_bytes for entry in entries if entry.model is not None},
-            loads={name: self._measure_load(handle) for name, handle in answering.items() if handle.is_active},
+            loads={name: self._measure_load(handle) for name, handle in active.items()},
             max_queue_rows=self.settings.max_queue_rows,
             max_queue_bytes=self.settings.max_queue_bytes,
             max_connections=self.settings.max_connections,
@@ -211,12 +206,13 @@ class Engine:
         )
 
     def _measure_load(self, handle: ModelHandle) -> ModelLoad:
+        replicas = len(handle.executor.devices)
         return ModelLoad(
             admitted_rows=handle.rows,
             waiting_rows=self.manager.scheduler.count_waiting_rows(handle.key),
             queue_seconds=self.admission.estimate_wait(handle, handle.rows),
-            replicas=handle.replicas,
-            busy_replicas=handle.busy_replicas,
+            replicas=replicas,
+            busy_replicas=replicas - sum(handle.executor.count_idle().values()),
         )
 
     async def close(self) -> None:

@@ -18,9 +18,8 @@ from layertap.models.labels import Labels
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
 from layertap.models.selection.plan import ResolvedObjective
-from layertap.service.engine.admit.admission import Ticket
+from layertap.service.engine.admit.admission import PlannedWork, Ticket
 from layertap.service.engine.admit.limits import check_sizes
-from layertap.service.engine.admit.workload import PlannedWork
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.models.model_handle import ModelHandle
@@ -36,7 +35,7 @@ from layertap.service.explain.explanation_methods import (
     guide_gradients,
     make_selector,
 )
-from layertap.service.explain.map_requests import ChangedInputs, MapRequest, list_maps
+from layertap.service.explain.map_requests import MapRequest, list_maps
 from layertap.service.explain.perturbing import PerturbedMethod, perturb
 from layertap.service.features import Array, Features, TopClass, merge_results
 from layertap.service.formats.table import FORMATS
@@ -72,14 +71,13 @@ async def _explain(engine: Engine, request: ExtractRequest, ticket: Ticket) -> F
     handle = await engine.get_handle(request.model, ticket)
     if request.reply.format.is_picture:  # what is captured is not drawn
         request = replace(request, reply=replace(request.reply, format=FORMATS["npz"]))
-    changed = ChangedInputs(engine.settings.max_changed_inputs)
     work = await engine.run_in_thread(partial(_plan_work, request, explanation, handle), ticket.deadline)
     made: Features | None = None
-    with ticket.plan_work(work):
+    with engine.admission.plan_work(work, ticket.deadline):
         for asked in list_maps(request, explanation):
             with ticket.return_bytes():
                 count = explanation.top_classes if made is None else 0
-                part = await _make_maps(engine, asked, handle, ticket, count, changed)
+                part = await _make_maps(engine, asked, ticket, work, count)
             ticket.reserve_bytes(part.nbytes)
             made = part if made is None else merge_results(made, part, fingerprint.digest_reply)
             arrays = made.arrays.values()
@@ -112,13 +110,12 @@ def _get_explanation(request: ExtractRequest) -> Explanation:
 async def _make_maps(
     engine: Engine,
     asked: MapRequest,
-    handle: ModelHandle,
     ticket: Ticket,
+    work: PlannedWork,
     top_classes: int,
-    changed: ChangedInputs,
 ) -> Features:
     """The maps of all inputs that are made of the same forwards."""
-    method, request = asked.spec, asked.request
+    method, request, handle = asked.spec, asked.request, work.handle
     model = _get_model(handle, request)
     objective = request.objective or (Objective() if method.has_objective else None)
     if method.takes_layer and asked.explanation.selector is None:
@@ -148,7 +145,7 @@ async def _make_maps(
     take = partial(_take_top_classes, captured, top_classes, model.labels)
     parts = await engine.run_in_thread(take, ticket.deadline)
     if perturbed is not None:
-        made = [await perturb(engine, perturbed, ticket, part, changed) for part in parts]
+        made = [await perturb(engine, perturbed, ticket, part, work) for part in parts]
         make = partial(_join_features, made, asked, points)
     else:
         make = partial(_make_features, parts, asked, points, model.prefix_tokens)

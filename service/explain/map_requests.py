@@ -83,24 +83,16 @@ class ChangedRows:
         return self.count * share * costs.estimate_seconds(CHUNK_ROWS) / CHUNK_ROWS
 
 
-class ChangedInputs:
-    """How many changed inputs a request has had of those that it may have."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._count = 0
-
-    def add(self, count: int, rows: int) -> None:
-        """Count more changed inputs, of some rows; TooLargeError if the request has too many then."""
-        total = self._count + count
-        if total > self._limit:
-            most = rows * self._limit // total
-            raise TooLargeError(
-                f"the request would run the model on {total} changed inputs, the limit is {self._limit}",
-                hint=(f"send at most {most} inputs at once, or " if most else "")
-                + "ask for fewer methods, classes, 'steps' or 'samples', or a larger 'stride'",
-            )
-        self._count = total
+def check_changed_inputs(count: int, rows: int, settings: Settings) -> None:
+    """TooLargeError for more changed inputs of some rows than a request may have."""
+    limit = settings.max_changed_inputs
+    if count > limit:
+        most = rows * limit // count
+        raise TooLargeError(
+            f"the request would run the model on {count} changed inputs, the limit is {limit}",
+            hint=(f"send at most {most} inputs at once, or " if most else "")
+            + "ask for fewer methods, classes, 'steps' or 'samples', or a larger 'stride'",
+        )
 
 
 def list_maps(request: ExtractRequest, explanation: Explanation) -> list[MapRequest]:
@@ -169,7 +161,7 @@ def check_maps(request: ExtractRequest, explanation: Explanation, model: ModelIn
     asked = list_maps(request, explanation)
     rows = predict_rows([item for _, item in request.items], model.model_inputs).count
     changed = sum(each.count for each in list_changed_rows(asked, request, model))
-    ChangedInputs(settings.max_changed_inputs).add(changed, rows)
+    check_changed_inputs(changed, rows, settings)
     infos = [
         ResultInfo(name=key, module="", site="", shape=(rows, 1, 1), method=each.method)
         for each in asked

@@ -23,11 +23,11 @@ from layertap.models.labels import name_classes
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import InputOptions, Objective, Selector
 from layertap.models.selection.plan import ResolvedObjective
-from layertap.service.engine.admit.admission import Ticket
+from layertap.service.engine.admit.admission import PlannedWork, Ticket
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.explain.explanation_methods import GRADIENT_VALUES, VALUES, make_selector
-from layertap.service.explain.map_requests import CHUNK_ROWS, ChangedInputs, MapRequest
+from layertap.service.explain.map_requests import CHUNK_ROWS, MapRequest, check_changed_inputs
 from layertap.service.features import Array, Features, Receipt
 from layertap.service.inputs.items import ArraysItem
 
@@ -76,23 +76,24 @@ class PerturbedMethod:
 
 
 async def perturb(
-    engine: Engine, method: PerturbedMethod, ticket: Ticket, part: Features, changed: ChangedInputs
+    engine: Engine, method: PerturbedMethod, ticket: Ticket, part: Features, work: PlannedWork
 ) -> Features:
     """A map for each key, made of features that hold the inputs of their rows, and gradients or scores.
 
-    What ``Engine.extract_parts`` raises. A row's chunks are requests for tensor rows; if they are for gradients, with
-    the row's own class.
+    What ``Engine.extract_parts`` raises; TooLargeError. A row's chunks are requests for tensor rows; if they are for
+    gradients, with the row's own class. ``work`` is that of the whole request.
     """
     rows, layout = part.arrays[X], method.point[1].layout or ""
     settings = method.perturbation.choose_settings(method.asked.explanation, rows.shape, layout)
     count = method.perturbation.count(settings, rows.shape, layout)
-    changed.add(count * len(rows), len(rows))
+    work.found += count * len(rows)
+    check_changed_inputs(work.found, len(rows), engine.settings)
     receipts = await engine.run_in_thread(partial(_make_receipts, method, part, settings), ticket.deadline)
     results = []
     for number in range(len(rows)):
         row = _Row(method, settings, rows[number : number + 1], _list_objectives(method, part, receipts, number))
         scores = part.arrays[SCORE][number : number + 1] if method.by_score else None
-        results.append(await _perturb_row(engine, row, ticket, scores, count))
+        results.append(await _perturb_row(engine, row, ticket, work, scores, count))
     joined = await engine.run_in_thread(partial(_join_rows, results), ticket.deadline)
     digest = fingerprint.digest_reply(receipt.fingerprint for receipt in receipts.values())
     return replace(part, fingerprint=digest, arrays=dict(zip(receipts, joined, strict=True)), receipts=receipts)
@@ -145,7 +146,9 @@ class _Row:
         return [maps.sign_pixels(each, info) if each.ndim == len(info.layout or "") else each for each in results]
 
 
-async def _perturb_row(engine: Engine, row: _Row, ticket: Ticket, scores: Array | None, count: int) -> list[Array]:
+async def _perturb_row(
+    engine: Engine, row: _Row, ticket: Ticket, work: PlannedWork, scores: Array | None, count: int
+) -> list[Array]:
     """The attributions of one row, (1, …), map by map; all maps take the same changed rows."""
     made = await engine.run_in_thread(partial(row.make_perturbations, scores), ticket.deadline)
     room = max(engine.settings.max_queue_rows // 2, 1)  # leaves room in the queue for other requests
@@ -153,14 +156,14 @@ async def _perturb_row(engine: Engine, row: _Row, ticket: Ticket, scores: Array 
     base = row.make_request()
     for start in range(0, count, size):
         numbers = range(start, min(start + size, count))
-        await ticket.wait_for_turn()
+        await engine.admission.wait_for_turn(work, ticket.deadline)
         rows = await engine.run_in_thread(partial(made[0].make_rows, numbers), ticket.deadline)
         chunk = replace(base, items=((0, ArraysItem({None: rows}, may_batch=True)),))
         with ticket.return_bytes():
             features = (await engine.extract_parts(chunk, ticket))[0]
             add = partial(row.add, made, numbers, features.arrays)
             await engine.run_in_thread(add, ticket.deadline)
-        ticket.note_done(len(numbers))
+        work.done += len(numbers)
     return await engine.run_in_thread(partial(row.finish, made), ticket.deadline)
 
 

@@ -22,10 +22,10 @@ from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.app import create_engine
-from layertap.service.engine.admit.workload import PlannedWork
+from layertap.service.engine.admit.admission import PlannedWork
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.explain.explanation_methods import METHODS
-from layertap.service.explain.map_requests import ChangedInputs, MapRequest
+from layertap.service.explain.map_requests import MapRequest
 from layertap.service.explain.perturbing import PerturbedMethod, perturb
 from layertap.service.inputs.items import ArraysItem
 from layertap.service.settings import Settings as ServiceSettings
@@ -259,8 +259,8 @@ def test_numbers_are_made_off_the_event_loop() -> None:
                 method = PerturbedMethod(asked, Watched, point, resolved, worker.model)
                 (part,) = await engine.extract_parts(method.prepare(request), ticket)
                 work = PlannedWork(worker, rows=40, seconds=1.0, smaller="less")
-                with ticket.plan_work(work):
-                    made = await perturb(engine, method, ticket, part, ChangedInputs(40))
+                with engine.admission.plan_work(work, ticket.deadline):
+                    made = await perturb(engine, method, ticket, part, work)
                 assert (work.done, work.begun) == (40, True)
             return threading.current_thread().name, made.arrays["map"]
         finally:

@@ -15,7 +15,7 @@ import pytest
 from layertap.models.catalog.catalog import Costs
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.app import create_engine
-from layertap.service.engine.admit.workload import PlannedWork
+from layertap.service.engine.admit.admission import PlannedWork
 from layertap.service.engine.batch import Batch, Job, RowSlice
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.models.model_handle import ModelHandle
@@ -152,7 +152,7 @@ def test_a_slow_batch_locks_nobody_out(served: Live) -> None:
     """Rows that were slow of late, for whatever reason, refuse no one who would be alone with the device."""
     worker = served.engine.manager.find_handle("held")
     assert worker is not None
-    worker._pace.add_batch(make_batch(worker), 1000.0, 1, decoded=False)
+    worker.pace.add_batch(make_batch(worker), 1000.0, 1, decoded=False)
     assert explain(served, SIXTEEN).status_code == 200
 
 
@@ -174,7 +174,7 @@ async def planning() -> AsyncIterator[tuple[Engine, Callable[[float], PlannedWor
     engine = create_engine(Settings(workers=0, cpu_threads=1), configured(HELD), warm=False)
     try:
         worker = await engine.manager.get_handle("held", time.monotonic() + DEADLINE_S)
-        unit = worker.estimate_seconds(1.0)
+        unit = worker.pace.estimate_seconds(1.0)
         yield engine, lambda seconds: PlannedWork(worker, rows=100, seconds=seconds / unit, smaller="less")
     finally:
         await engine.close()
@@ -185,16 +185,16 @@ def test_work_that_is_done() -> None:
 
     async def run() -> None:
         async with planning() as (engine, plan):
-            deadline = time.monotonic() + 100
-            with engine.admission.admit(deadline) as first, engine.admission.admit(deadline) as second:
-                with first.plan_work(plan(60)):
-                    with pytest.raises(QueueTooLongError), second.plan_work(plan(60)):
-                        raise AssertionError("nothing is planned")
-                    first.note_done(90)  # 6 s are left
-                    with second.plan_work(plan(60)):
-                        pass
-                with second.plan_work(plan(150)):  # alone
+            admission, deadline = engine.admission, time.monotonic() + 100
+            first = plan(60)
+            with admission.plan_work(first, deadline):
+                with pytest.raises(QueueTooLongError), admission.plan_work(plan(60), deadline):
+                    raise AssertionError("nothing is planned")
+                first.done += 90  # 6 s are left
+                with admission.plan_work(plan(60), deadline):
                     pass
+            with admission.plan_work(plan(150), deadline):  # alone
+                pass
 
     asyncio.run(run())
 
@@ -204,18 +204,18 @@ def test_turns() -> None:
 
     async def run() -> None:
         async with planning() as (engine, plan), asyncio.TaskGroup() as group:
-            workload, deadline = engine.admission.workload, time.monotonic() + DEADLINE_S
+            admission, deadline = engine.admission, time.monotonic() + DEADLINE_S
             works = {seconds: plan(seconds) for seconds in (5, 6, 7, 1)}
             held = {seconds: ExitStack() for seconds in works}
             for seconds in (5, 6, 7):
-                held[seconds].enter_context(workload.plan(works[seconds], deadline))
+                held[seconds].enter_context(admission.plan_work(works[seconds], deadline))
             for seconds in (5, 6):
-                await workload.wait_for_turn(works[seconds], deadline)
+                await admission.wait_for_turn(works[seconds], deadline)
             with pytest.raises(DeadlineError):
-                await workload.wait_for_turn(works[7], time.monotonic())
-            last = group.create_task(workload.wait_for_turn(works[7], deadline))
-            held[1].enter_context(workload.plan(works[1], deadline))
-            await workload.wait_for_turn(works[1], deadline)  # the shortest is first, whenever it came
+                await admission.wait_for_turn(works[7], time.monotonic())
+            last = group.create_task(admission.wait_for_turn(works[7], deadline))
+            held[1].enter_context(admission.plan_work(works[1], deadline))
+            await admission.wait_for_turn(works[1], deadline)  # the shortest is first, whenever it came
             await let_others_run()
             held[5].close()
             await let_others_run()
@@ -223,11 +223,11 @@ def test_turns() -> None:
             held[1].close()
             await asyncio.wait_for(last, DEADLINE_S)
             works[7].done = 50  # who is ahead stays ahead
-            held[5].enter_context(workload.plan(works[5], deadline))
-            await workload.wait_for_turn(works[7], deadline)
+            held[5].enter_context(admission.plan_work(works[5], deadline))
+            await admission.wait_for_turn(works[7], deadline)
             await engine.manager.unload("held")
             await asyncio.wait_for(
-                workload.wait_for_turn(works[7], deadline), DEADLINE_S / 10
+                admission.wait_for_turn(works[7], deadline), DEADLINE_S / 10
             )  # to hear that it is gone
             for stack in held.values():
                 stack.close()

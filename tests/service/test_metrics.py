@@ -265,13 +265,12 @@ def test_load(server: Live) -> None:
             found = figures(scraped(server))
         assert waiting.result().status_code == 200
     assert found[f"layertap_model_busy_replicas{of}"] == 1
-    assert found[f"layertap_model_replicas{of}"] == server.engine.manager.handles["gated"].replicas
-    worker = server.engine.manager.handles["gated"]
+    assert found[f"layertap_model_replicas{of}"] == len(server.engine.manager.handles["gated"].executor.devices)
     assert found[f"layertap_model_queue_seconds{of}"] > 0
     assert found["layertap_max_queue_rows"] == server.engine.settings.max_queue_rows
     assert found["layertap_max_queue_bytes"] == server.engine.settings.max_queue_bytes
     assert found["layertap_max_connections"] == server.engine.settings.max_connections
-    wait_until(lambda: worker.busy_replicas == 0)
+    wait_until(lambda: server.engine.take_snapshot().loads["gated"].busy_replicas == 0)
     idle = figures(scraped(server))
     names = ("admitted_rows", "waiting_rows", "queue_seconds", "busy_replicas")
     assert [idle[f"layertap_model_{name}{of}"] for name in names] == [0, 0, 0, 0]

@@ -90,7 +90,7 @@ def test_an_alias_becomes_a_model(serve: Serve, versions: Versions, gate: thread
                 assert ask(live, "prod").json()["model"] == "one"
                 wait_until(lambda: workers(live) == ["first", "prod", "slow"])  # the lazy one has gone
                 assert states(live) == {"first": "ready", "one": "available", "prod": "ready", "slow": "loading"}
-                assert live.engine.manager.room.used_bytes == GATED_BYTES + WIDE_BYTES
+                assert live.engine.manager.used_bytes == GATED_BYTES + WIDE_BYTES
                 assert ask(live, "prod").json()["model"] == "one"
             finally:
                 gate.set()

@@ -1,33 +1,63 @@
-"""What may come in: bytes in memory, rows in a model's queue, and whether they can be answered in time."""
+"""What may come in: bytes in memory, rows in a model's queue, work of explanations; and whether it is done in time."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import NoReturn
 
 from layertap.models.errors import TooLargeError
-from layertap.service.engine.admit.workload import WAIT_MARGIN, PlannedWork, Workload
+from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.errors import QueueFullError, QueueTooLongError, unloading_error
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
 from layertap.service.timings import Timings
 
+WAIT_MARGIN = 1.25  # what is expected may take so many times as long
+LENIENCY = 2.0  # where nothing else is planned: it may take so many times less
+TURNS = 2  # explanations that run on a device at a time: one prepares its next rows while another's are computed
+
+
+@dataclass(eq=False)
+class PlannedWork:
+    """Changed inputs that a request will queue a few at a time, and what makes them fewer, in words.
+
+    ``seconds``: of all their forwards on one thread, by what was measured at loading; ``found`` of the rows are known
+    to be needed, ``done`` are answered; ``begun``: it has had its first turn, or waits for it.
+    """
+
+    handle: ModelHandle
+    rows: int
+    seconds: float
+    smaller: str
+    found: int = 0
+    done: int = 0
+    begun: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def seconds_left(self) -> float:
+        """How long what is left takes as of late, with nothing beside it."""
+        return max(1 - self.done / max(self.rows, 1), 0.0) * self.handle.pace.estimate_seconds(self.seconds)
+
 
 class AdmissionControl:
     """What is admitted now. For the event loop only.
 
     ``handles`` are those of this process, by the names of their models; it grows and shrinks with them. ``used_bytes``
-    counts bodies as they arrive, rows, and the replies that are expected. ``workload`` is what explanations plan.
+    counts bodies as they arrive, rows, and the replies that are expected.
     """
 
     def __init__(self, handles: Mapping[str, ModelHandle], settings: Settings, metrics: Metrics) -> None:
         self.used_bytes = 0
-        self.workload = Workload(settings.deadline_s, metrics)
         self._handles = handles
         self._settings = settings
         self._metrics = metrics
+        self._planned: list[PlannedWork] = []
 
     @contextmanager
     def admit(self, deadline: float, timings: Timings | None = None) -> Iterator[Ticket]:
@@ -44,9 +74,7 @@ class AdmissionControl:
         Any thread may ask.
         """
         seconds = rows * handle.seconds_per_row
-        devices = set(handle.devices)
-        handles = tuple(self._handles.values())
-        others = [each for each in handles if each is not handle and devices & set(each.devices)]
+        others = [each for each in tuple(self._handles.values()) if each is not handle and _share_device(each, handle)]
         return seconds + sum(min(seconds, other.rows * other.seconds_per_row) for other in others)
 
     def check_bytes(self, size: int, reserved_bytes: int) -> None:
@@ -86,54 +114,104 @@ class AdmissionControl:
                 needed_s=needed,
             )
 
+    @contextmanager
+    def plan_work(self, work: PlannedWork, deadline: float) -> Iterator[None]:
+        """Have work count for others until the block ends; QueueTooLongError where it can't be done in time.
+
+        What else is planned for its device gets as much time, if it wants it. With nothing planned it is refused only
+        where there is no hope: what was measured may be slower than what will be.
+        """
+        self._check_work(work, max(deadline - time.monotonic(), 0.0))
+        self._planned.append(work)
+        try:
+            yield
+        finally:
+            self._planned.remove(work)
+            for other in self._planned:
+                other.changed.set()
+
+    async def wait_for_turn(self, work: PlannedWork, deadline: float) -> None:
+        """Return once it is among those that run, which have least left to do; DeadlineError.
+
+        So what is short does not wait for what is long, and where there is too much for the deadlines of all the first
+        ones are done in time, in place of none.
+        """
+        work.begun = True
+        while not self._has_turn(work):
+            work.changed.clear()
+            await wait_until(deadline, work.changed.wait())
+
+    def _check_work(self, work: PlannedWork, left: float) -> None:
+        seconds = work.seconds_left
+        wait = sum(min(seconds, other.seconds_left) for other in self._list_others(work))
+        if wait:
+            if WAIT_MARGIN * (seconds + wait) > left:
+                taken = f"about {seconds:.1f} s, and explanations that run already {wait:.1f} s"
+                hint = f"come again later, or run fewer changed inputs: {work.smaller}"
+                self._refuse_work(work, taken, hint, wait, seconds + wait)
+            return
+        alone = work.handle.pace.estimate_least_seconds(work.seconds)
+        if alone / LENIENCY > left:
+            hint = f"run at most {max(int(work.rows * left / alone), 1)} changed inputs: {work.smaller}"
+            if alone > self._settings.deadline_s:
+                hint += ", or raise LAYERTAP_DEADLINE_S"
+            self._refuse_work(work, f"about {alone:.1f} s", hint, alone, alone)
+
+    def _refuse_work(self, work: PlannedWork, taken: str, hint: str, retry_after: float, needed_s: float) -> NoReturn:
+        self._metrics.count_refused("deadline")
+        detail = f"{work.rows} changed inputs take {taken}: the deadline would pass"
+        raise QueueTooLongError(detail, hint=hint, retry_after=retry_after, needed_s=needed_s)
+
+    def _has_turn(self, work: PlannedWork) -> bool:
+        """Whether few enough others have less to do; of equals the first that came is first."""
+        place, seconds = self._planned.index(work), work.seconds_left
+        begun = [other for other in self._list_others(work) if other.begun]
+        ahead = [(other.seconds_left, self._planned.index(other)) < (seconds, place) for other in begun]
+        return sum(ahead) < TURNS * max(len(work.handle.devices), 1)  # one that is unloaded has none
+
+    def _list_others(self, work: PlannedWork) -> list[PlannedWork]:
+        """What else is planned for its device."""
+        return [each for each in self._planned if each is not work and _share_device(each.handle, work.handle)]
+
 
 class Ticket:
     """One request's place: the bytes that it holds, the rows that it has in its model's queue, its deadline, timings.
 
-    It also holds the handles that answer it: another version of a model that comes meanwhile is not for it.
+    ``nbytes`` are at first those of the request's body. ``handles`` answer it to its end, by the names that it asks
+    for: another version of a model that comes meanwhile is not for it.
     """
 
     def __init__(self, control: AdmissionControl, deadline: float, timings: Timings) -> None:
         self.deadline = deadline
         self.timings = timings
+        self.nbytes = 0
+        self.handles: dict[str | None, ModelHandle] = {}
         self._control = control
-        self._held: dict[str | None, ModelHandle] = {}
         self._holds = ExitStack()
         self._handle: ModelHandle | None = None
-        self._bytes = 0
         self._rows = 0
-        self._work: PlannedWork | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that it holds: at first those of the request's body."""
-        return self._bytes
-
-    def find_handle(self, name: str | None) -> ModelHandle | None:
-        """The handle that answers for a model's name in this request, where one does already."""
-        return self._held.get(name)
 
     def hold(self, name: str | None, handle: ModelHandle) -> ModelHandle:
         """Have a handle answer for a model's name to the end of this request."""
-        self._held[name] = handle
+        self.handles[name] = handle
         self._holds.enter_context(handle.hold())
         return handle
 
     def reserve_bytes(self, size: int) -> None:
         """Hold so many bytes more; QueueFullError, TooLargeError."""
-        self._control.check_bytes(size, self._bytes)
+        self._control.check_bytes(size, self.nbytes)
         self._control.used_bytes += size
-        self._bytes += size
+        self.nbytes += size
 
     @contextmanager
     def return_bytes(self) -> Iterator[None]:
         """Give back what is reserved in the block once it ends."""
-        before = self._bytes
+        before = self.nbytes
         try:
             yield
         finally:
-            self._control.used_bytes -= max(self._bytes - before, 0)
-            self._bytes = min(self._bytes, before)
+            self._control.used_bytes -= max(self.nbytes - before, 0)
+            self.nbytes = min(self.nbytes, before)
 
     @contextmanager
     def queue_rows(self, handle: ModelHandle, rows: int) -> Iterator[None]:
@@ -145,7 +223,9 @@ class Ticket:
             self.resize(rows)
             yield
         finally:
-            self._release_rows()
+            self._handle = None
+            handle.add_rows(-self._rows)
+            self._rows = 0
 
     def resize(self, rows: int) -> None:
         """Hold another number of rows, where any are held; QueueFullError, QueueTooLongError, TooLargeError."""
@@ -153,40 +233,16 @@ class Ticket:
             return
         if rows > self._rows:  # who has a place keeps it, whoever came later
             self._control.check_rows(self._handle, rows, self._rows, self.deadline)
-        self._handle.rows += rows - self._rows
+        self._handle.add_rows(rows - self._rows)
         self._rows = rows
-
-    @contextmanager
-    def plan_work(self, work: PlannedWork) -> Iterator[None]:
-        """Announce what the block runs in turns; QueueTooLongError where it can't be done in time."""
-        with self._control.workload.plan(work, self.deadline):
-            self._work = work
-            try:
-                yield
-            finally:
-                self._work = None
-
-    async def wait_for_turn(self) -> None:
-        """Return once the next rows of what is planned may be queued; DeadlineError."""
-        if self._work is not None:
-            await self._control.workload.wait_for_turn(self._work, self.deadline)
-
-    def note_done(self, rows: int) -> None:
-        """So many rows of what is planned are answered."""
-        if self._work is not None:
-            self._work.done += rows
 
     def release(self) -> None:
         """Give everything back."""
-        self._release_rows()
-        self._control.used_bytes -= self._bytes
-        self._bytes = 0
-        self._held.clear()
+        self._control.used_bytes -= self.nbytes
+        self.nbytes = 0
+        self.handles.clear()
         self._holds.close()
 
-    def _release_rows(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.rows -= self._rows
-            self._rows = 0
-            handle.notify_if_empty()
+
+def _share_device(one: ModelHandle, other: ModelHandle) -> bool:
+    return not set(one.devices).isdisjoint(other.devices)

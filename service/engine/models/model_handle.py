@@ -72,6 +72,7 @@ class ModelHandle:
         self.generation = next(_GENERATIONS)
         self.key = f"{self.name}@{self.generation}"
         self.state = ModelState.LOADING
+        self.entry.state = "loading"
         self.error: LayertapError | None = None
         self.answers: Answers = "all"
         self.rows = 0
@@ -79,7 +80,7 @@ class ModelHandle:
         self.last_used = time.monotonic()
         self.requires_isolation = False
         self.batch_keys: BatchKeys
-        self._pace: Pace
+        self.pace: Pace
         self._load = load
         self._began = time.monotonic()
         self._executor: Executor | None = None
@@ -130,30 +131,15 @@ class ModelHandle:
     @property
     def seconds_per_row(self) -> float:
         """Seconds that a row takes its device."""
-        return self._pace.seconds_per_row if self.is_active else 0.0
-
-    def estimate_seconds(self, seconds: float) -> float:
-        """What forwards take the device now that took so many seconds one by one when the model was loaded."""
-        return self._pace.estimate_seconds(seconds) if self.is_active else 0.0
-
-    def estimate_least_seconds(self, seconds: float) -> float:
-        """The faster of the load-time and the recent measurement."""
-        return self._pace.estimate_least_seconds(seconds) if self.is_active else 0.0
+        return self.pace.seconds_per_row if self.is_active else 0.0
 
     @property
-    def max_batch_rows(self) -> int:
-        """The most rows of a forward, of the shape that was used last; 0 where none was."""
-        return self.batch_keys.max_rows if self.is_active else 0
-
-    @property
-    def replicas(self) -> int:
-        """How many batches it runs at once; 0 where its model is not loaded."""
-        return len(self.executor.devices) if self.is_active else 0
-
-    @property
-    def busy_replicas(self) -> int:
-        """How many of its replicas have something to do."""
-        return self.replicas - sum(self.executor.count_idle().values()) if self.is_active else 0
+    def is_unused(self) -> bool:
+        """Whether it is loaded and no request, no forward and no next version needs it."""
+        replacement = self.entry.replacement
+        is_replaced = replacement is not None and replacement.state != "failed"
+        in_use = self.answers == "none" or self.rows or self.holders or is_replaced or not self.is_active
+        return not in_use and self._scheduler.is_idle(self.key)
 
     def make_error(self) -> UnavailableError:
         """Why it can't be asked."""
@@ -169,13 +155,9 @@ class ModelHandle:
         With ``functions`` it says what these return.
         """
         catalogs = self.model.catalogs
-
-        def find() -> Catalog | None:
-            catalog = catalogs.get_catalog(shapes)
-            return catalog if catalog is not None and (catalog.has_functions or not functions) else None
-
+        find, keep = partial(catalogs.get_catalog, shapes, functions=functions), partial(catalogs.put_catalog, shapes)
         survey = partial(model_functions.survey, shapes=shapes, functions=functions)
-        return await self._find_or_call(find, survey, partial(catalogs.put_catalog, shapes), deadline)
+        return await self._find_or_call(find, survey, keep, deadline)
 
     async def verify_resumption(
         self, point: HookPoint, tensor: TensorInfo, shapes: Shapes, deadline: float
@@ -202,20 +184,27 @@ class ModelHandle:
         finally:
             self.holders -= 1
             self.last_used = time.monotonic()
-            self._notify()
+            self.notify()
 
-    def notify_if_empty(self) -> None:
-        """Some rows were answered, or given up."""
+    def add_rows(self, count: int) -> None:
+        """So many rows more are admitted; less than 0 where some were answered, or given up."""
+        self.rows += count
         if not self.rows:
-            self._notify()
+            self.notify()
 
     async def wait_until_settled(self) -> None:
         """Return once its model is loaded, or has failed."""
-        await self._wait_for(lambda: self.is_settled)
+        await self.wait_for(lambda: self.is_settled)
 
-    async def wait_until_loaded(self, deadline: float) -> None:
-        """Return once its model is loaded, has failed, or answers nobody new; DeadlineError."""
-        await wait_until(deadline, self._wait_for(lambda: self.is_settled or self.answers != "all"))
+    async def wait_for(self, is_so: Callable[[], bool]) -> None:
+        """Return once something is so; whatever it depends on is this handle's, or is followed by ``notify``."""
+        while not is_so():
+            await self._changed.wait()
+
+    def notify(self) -> None:
+        """Have whoever waits look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def ask_again(self, ask: Callable[[], Awaitable[T]], deadline: float) -> T:
         """What ``ask`` gives, asked once more where the model was lost meanwhile; DeadlineError, UnavailableError."""
@@ -228,25 +217,22 @@ class ModelHandle:
         except ModelLostError:
             raise self.make_error() from None
 
-    async def wait_until_released(self) -> None:
-        """Return once no request holds it."""
-        await self._wait_for(lambda: not self.holders)
-
     def let_go(self) -> None:
         """Answer only those requests that hold it."""
         self.answers = "held"
-        self._notify()
+        self.notify()
 
     async def stop(self, limit_s: float | None) -> None:
         """Finish what was given, then let go of the model; wait for that at most ``limit_s`` seconds."""
         self.answers = "none"
-        self._notify()
+        self.notify()
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await self._wait_for(lambda: self.is_settled or self._executor is not None)
-                await self._wait_for(lambda: not self.rows)
+                await self.wait_for(lambda: not self.rows and (self.is_settled or self._executor is not None))
                 await self._scheduler.drain(self.key)
-                await self._close()
+                self._end_loading()
+                if self._executor is not None:
+                    await self._executor.close()
         self._end_loading()
         self._set(ModelState.GONE)
 
@@ -283,8 +269,8 @@ class ModelHandle:
             key = self.batch_keys.create(model.catalog, model.catalog.costs)
             # On a GPU forwards only overlap.
             parallel = sum(device == CPU for device in executor.devices) or len(set(executor.devices))
-            self._pace = Pace(model, key, len(executor.devices), parallel)
-            self._scheduler.add_model(self.key, self.name, executor, self._pace)
+            self.pace = Pace(model, key, len(executor.devices), parallel)
+            self._scheduler.add_model(self.key, self.name, executor, self.pace)
             if key.padded_rows is not None:
                 await self._try_padding(key.padded_rows)
         except BaseException:
@@ -358,25 +344,11 @@ class ModelHandle:
         finally:
             self._calling.release()
 
-    async def _close(self) -> None:
-        self._end_loading()
-        if self._executor is not None:
-            await self._executor.close()
-
     def _end_loading(self) -> None:
         if self._life is not None:
             self._life.cancel()
             self._life = None  # its frames hold this handle, and with it the model
 
-    async def _wait_for(self, is_so: Callable[[], bool]) -> None:
-        while not is_so():
-            await self._changed.wait()
-
     def _set(self, state: ModelState) -> None:
         self.state = state
-        self._notify()
-
-    def _notify(self) -> None:
-        """Have whoever waits look again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self.notify()

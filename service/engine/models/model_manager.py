@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -15,26 +15,34 @@ from layertap.models.errors import LayertapError, LoadError
 from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry, Registry
 from layertap.service import allocator
+from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.executor import Executor
 from layertap.service.engine.execute.threads import run_in_new_thread
 from layertap.service.engine.models.model_handle import ModelHandle
-from layertap.service.engine.models.model_room import ModelRoom
 from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.errors import DeadlineError, UnavailableError, ending_error, failure_error, unloading_error
-from layertap.service.metrics import Metrics, Task
+from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
+from layertap.service.timings import Timings
 
 log = logging.getLogger("layertap")
 ABORT_S = 2.0  # for forwards that nobody waits for
 TIDY_INTERVAL_S = 1.0
+NO_ROOM_RETRY_S = 5.0
+COME_AGAIN = "come again later, or use a model that GET /models calls ready"
 NO_ROOM_HINT = "POST /models/{}/unload first, or raise LAYERTAP_MODEL_MEMORY_BYTES or LAYERTAP_MAX_LOADED_MODELS"
 
 
 class ModelManager:
     """The handles of this process by the names of their models. Used on the event loop, which it never blocks.
 
-    ``handles`` answer new requests; beside them are those that load to take another's place, or finish what they have.
-    ``on_unload`` hears of each handle that is gone, by its generation.
+    ``handles`` answer new requests; ``list_handles`` also has those that load to take another's place, or finish what
+    they have. ``on_unload`` hears of each handle that is gone, by its generation.
+
+    How many stay, of how many bytes and how long, the settings say. Everything counts that is in memory, or is about to
+    be: by what it took when it was measured, and while it loads by what it is thought to take. A model that answers, or
+    is to answer, stays; so does one whose next version loads, and one that is loaded at the start, unless it has a
+    time-out of its own. Of the others the one that was not used for the longest time goes first.
     """
 
     def __init__(
@@ -53,14 +61,14 @@ class ModelManager:
         self.scheduler = Scheduler(
             metrics, settings.cpu_threads, on_failure=self._fail_all, gpu_streams=settings.gpu_streams
         )
-        self._others: set[ModelHandle] = set()
-        self.room = ModelRoom(self.handles, self._others, settings, self._is_idle, self._unload_now)
+        self._all: set[ModelHandle] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._startup: set[str] = set()  # models that were wanted from the start
         self._unseen: set[str] = set()  # those of them that were never there
         self._has_unloaded = False
+        self._is_over_budget = False
         self._ending = False
-        self._aborted = asyncio.Event()
+        self._aborted = False
         self._settings = settings
         self._metrics = metrics
         self._create_executor = create_executor
@@ -71,7 +79,7 @@ class ModelManager:
         self._unseen = set(self._startup)
         for name in self._startup:
             self._start(self.registry.get_entry(name))
-        self.run_beside(self._supervise("tidy", self._tidy))
+        self.run_beside(self._keep_tidy())
 
     async def wait_until_loaded(self) -> None:
         """Return once every model that began to load is loaded or has failed."""
@@ -81,10 +89,9 @@ class ModelManager:
     @property
     def ready(self) -> bool:
         """Whether every model wanted from the start was loaded or has failed, and the server is not draining."""
-        handles = {name: handle for name in self._unseen if (handle := self.handles.get(name)) is not None}
-        self._unseen -= {name for name, handle in handles.items() if handle.is_active}
-        settled = all(handles[name].is_settled for name in self._unseen & handles.keys())
-        return settled and not self.draining and not self._ending
+        unseen = [handle for name in self._unseen if (handle := self.handles.get(name)) is not None]
+        self._unseen -= {handle.name for handle in unseen if handle.is_active}
+        return all(handle.is_settled for handle in unseen) and not self.draining and not self._ending
 
     @property
     def failures(self) -> list[ModelEntry]:
@@ -115,21 +122,21 @@ class ModelManager:
 
     def abort_loading(self) -> None:
         """The process is about to end: whoever waits for a model to be loaded is told so; called on the event loop."""
-        self._aborted.set()
+        self._aborted = True
+        for handle in self._all:
+            handle.notify()
 
     async def close(self) -> None:
         """Finish what was submitted, then end the threads; of a process that ends, those that soon can be."""
         self.draining = True
-        limit_s = ABORT_S if self._aborted.is_set() else self._settings.deadline_s
-        if not self.alive:
-            limit_s = 0.0
+        limit_s = 0.0 if not self.alive else ABORT_S if self._aborted else self._settings.deadline_s
         await asyncio.gather(*(self._stop(handle, limit_s) for handle in self.list_handles()))
         for task in self._tasks:
             task.cancel()
 
     def list_handles(self) -> list[ModelHandle]:
         """All that are loaded or load; called by any thread."""
-        return [*dict(self.handles).values(), *self._others.copy()]
+        return list(self._all.copy())
 
     def find_handle(self, name: str | None) -> ModelHandle | None:
         """The handle that answers for a model's name or alias (None: the default), where there is one."""
@@ -140,7 +147,7 @@ class ModelManager:
         name = self.default if name is None else name
         return self.registry.aliases.get(name, name)
 
-    async def get_handle(self, name: str | None, deadline: float) -> ModelHandle:
+    async def get_handle(self, name: str | None, deadline: float, timings: Timings | None = None) -> ModelHandle:
         """The handle of a model by its name or alias (None: the default), loaded if it is not yet.
 
         Who awaits something else while he uses it holds it (``ModelHandle.hold``). UnknownModelError; UnavailableError
@@ -152,12 +159,15 @@ class ModelManager:
                 raise ending_error()
             if self.scheduler.failure:
                 raise failure_error(self.scheduler.failure)
-            handle = self.handles.get(entry.spec.name) or self._start_one_more(entry)
+            if (handle := self.handles.get(entry.spec.name)) is None:
+                self._make_room(entry)
+                handle = self._start(entry)
             if handle.answers == "none":
                 raise unloading_error(handle.name, handle.rows * handle.seconds_per_row)
             handle.last_used = time.monotonic()
             if not handle.is_settled:
-                await self._wait_for(handle, deadline)
+                with (timings or Timings()).step("load"):
+                    await self._wait_for(handle, deadline)
             if handle.failed:  # a new error each time: one that many requests raise keeps the frames of all of them
                 raise handle.make_error()
             if handle.answers == "all":
@@ -183,33 +193,96 @@ class ModelManager:
         Requests that the other one has are answered by it, then it is let go. LoadError where it can't be loaded,
         UnavailableError where there is no room for it, and all is as it was.
         """
-        self.room.make_for(entry, NO_ROOM_HINT.format(entry.spec.name))
+        self._make_room(entry, NO_ROOM_HINT.format(entry.spec.name))
         handle = self._create_handle(entry)
-        self._others.add(handle)
         await handle.wait_until_settled()
         error = handle.error
         if error is not None or self.draining:
-            self._others.discard(handle)
-            await handle.stop(0.0 if error is None else None)
+            await self._stop(handle, 0.0 if error is None else None)
             raise error or ending_error()
-        self.put_entry(entry)
-        self._others.discard(handle)
+        self._let_go(handle.name)
+        self.registry.put_entry(entry)
         self.handles[handle.name] = handle
 
     def put_entry(self, entry: ModelEntry) -> None:
-        """Let an entry take the place of the one of its name, or be one more; what answered for that is let go."""
+        """Let an entry take the place of the one of its name, or be one more, and load it if it is to be at the start.
+
+        What answered for the name is let go.
+        """
         self._let_go(entry.spec.name)
         self.registry.put_entry(entry)
+        if entry.spec.load == "startup" and not self.draining:
+            self._start(entry)
 
     def remove_entry(self, name: str) -> None:
         """Let a model go for good: new requests don't find it, those that it has are answered."""
         self.registry.remove_entry(name)
         self._let_go(name)
 
-    def begin_loading(self, entry: ModelEntry) -> None:
-        """Load a model that is listed, if it is not there yet, without anybody who waits for it."""
-        if entry.spec.name not in self.handles and not self.draining:
-            self._start(entry)
+    # Which of them stay
+
+    @property
+    def used_bytes(self) -> int:
+        """What all models take, and those that load are thought to take."""
+        return _count_bytes(self._list_counted())
+
+    def tidy(self) -> None:
+        """Unload what was not used for too long, and while more bytes are used than may be, what is not in use."""
+        now = time.monotonic()
+        for handle in list(self.handles.values()):
+            timeout_s = self._get_timeout(handle)
+            if timeout_s is not None and now - handle.last_used >= timeout_s and handle.is_unused:
+                self._unload_now(handle)
+        budget = self._settings.model_memory_bytes
+        if budget is None:
+            return
+        while self.used_bytes > budget and (unused := self._list_unused()):
+            self._unload_now(unused[0])
+        was_over, self._is_over_budget = self._is_over_budget, self.used_bytes > budget
+        if self._is_over_budget and not was_over:
+            fields = {"used_bytes": self.used_bytes, "model_memory_bytes": budget}
+            log.warning("models in use take more than all may: no other is loaded", extra={"fields": fields})
+
+    def _make_room(self, entry: ModelEntry, hint: str = COME_AGAIN) -> None:
+        """Unload models until one more may be loaded.
+
+        UnavailableError with the hint, and none is unloaded, where those that are in use leave no room.
+        """
+        staying, unused, going = self._list_counted(), self._list_unused(), list[ModelHandle]()
+        while shortage := self._find_shortage(entry, staying):
+            if not unused:
+                raise UnavailableError(shortage, hint=hint, retry_after=NO_ROOM_RETRY_S)
+            going.append(unused.pop(0))
+            staying.remove(going[-1])
+        for handle in going:
+            self._unload_now(handle)
+
+    def _find_shortage(self, entry: ModelEntry, staying: Iterable[ModelHandle]) -> str:
+        """What there is too little of to load one more beside others; nothing where there is room."""
+        limit, budget = self._settings.max_loaded_models, self._settings.model_memory_bytes
+        name, used = entry.spec.name, _count_bytes(staying)
+        if len({handle.name for handle in staying} - {name}) >= limit:  # a next version is no further model
+            return f"{limit} models are loaded and in use, as many as may be"
+        if budget is not None and used + entry.memory_bytes > budget:
+            taken = f"model {name} took {entry.memory_bytes} bytes when it was loaded last, and "
+            return f"{taken if entry.memory_bytes else ''}models in use have {used} of {budget} bytes"
+        return ""
+
+    def _list_counted(self) -> list[ModelHandle]:
+        return [handle for handle in self._all if not handle.failed]
+
+    def _list_unused(self) -> list[ModelHandle]:
+        """Those that may be unloaded to make room, in the order in which they go."""
+        unused = [each for each in self.handles.values() if each.entry.spec.load == "lazy" and each.is_unused]
+        return sorted(unused, key=lambda handle: handle.last_used)
+
+    def _get_timeout(self, handle: ModelHandle) -> float | None:
+        spec = handle.entry.spec
+        if spec.idle_timeout_s is not None or spec.load != "lazy":
+            return spec.idle_timeout_s
+        return self._settings.model_idle_timeout_s
+
+    # What goes on beside requests
 
     def run_beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something beside requests, until it ends or the server does."""
@@ -224,36 +297,29 @@ class ModelManager:
             log.error("a task beside requests failed", exc_info=error)
             self._metrics.count_task_failure("once")
 
-    async def _supervise(self, name: Task, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run something as long as the server lasts, and again where it raises."""
-        while True:
-            try:
-                await work()
-            except Exception:
-                log.exception("a task beside requests failed", extra={"fields": {"task": name}})
-                self._metrics.count_task_failure(name)
-            await asyncio.sleep(TIDY_INTERVAL_S)
-
-    def _is_idle(self, handle: ModelHandle) -> bool:
-        return self.scheduler.is_idle(handle.key)
-
     def _let_go(self, name: str) -> None:
         handle = self.handles.pop(name, None)
         if handle is not None:
             handle.let_go()
-            self._others.add(handle)
             self.run_beside(self._stop_when_released(handle))
 
     async def _stop_when_released(self, handle: ModelHandle) -> None:
-        await handle.wait_until_released()
+        await handle.wait_for(lambda: not handle.holders)
         await self._stop(handle, None)
         log.info("a model's former version is unloaded", extra={"fields": {"model": handle.name}})
 
-    async def _tidy(self) -> None:
-        if self._has_unloaded:  # and by now let go of what it had
-            self._has_unloaded = False
-            await asyncio.to_thread(allocator.release_memory)
-        self.room.tidy()
+    async def _keep_tidy(self) -> None:
+        """Unload what is not used, as long as the server lasts; go on where that raises."""
+        while True:
+            try:
+                if self._has_unloaded:  # and by now let go of what it had
+                    self._has_unloaded = False
+                    await asyncio.to_thread(allocator.release_memory)
+                self.tidy()
+            except Exception:
+                log.exception("a task beside requests failed", extra={"fields": {"task": "tidy"}})
+                self._metrics.count_task_failure("tidy")
+            await asyncio.sleep(TIDY_INTERVAL_S)
 
     def _fail_all(self, reason: str) -> None:
         """No model can be relied on, as long as this process lasts."""
@@ -267,37 +333,31 @@ class ModelManager:
 
         UnavailableError where that lasts too long, or is given up.
         """
-        loading = asyncio.ensure_future(handle.wait_until_loaded(deadline))
-        aborted = asyncio.ensure_future(self._aborted.wait())
-        try:
-            with suppress(DeadlineError), handle.hold():
-                await asyncio.wait((loading, aborted), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            loading.cancel()
-            aborted.cancel()
+        with suppress(DeadlineError), handle.hold():
+            awaited = handle.wait_for(lambda: handle.is_settled or handle.answers != "all" or self._aborted)
+            await wait_until(deadline, awaited)
         if not handle.is_settled and handle.answers == "all":
             raise UnavailableError(f"model {handle.name} is loading", retry_after=handle.seconds_to_load)
-
-    def _start_one_more(self, entry: ModelEntry) -> ModelHandle:
-        self.room.make_for(entry)
-        return self._start(entry)
 
     def _start(self, entry: ModelEntry) -> ModelHandle:
         handle = self.handles[entry.spec.name] = self._create_handle(entry)
         return handle
 
     def _create_handle(self, entry: ModelEntry) -> ModelHandle:
-        entry.state = "loading"
-        return ModelHandle(entry, partial(self._load, entry), self.scheduler, self._settings)
+        handle = ModelHandle(entry, partial(self._load, entry), self.scheduler, self._settings)
+        self._all.add(handle)
+        return handle
 
     async def _load(self, entry: ModelEntry) -> Executor:
         """What runs a model, once it is loaded; LayertapError."""
         executor = await run_in_new_thread(f"load-{entry.spec.name}", partial(self._load_here, entry))
-        try:
-            self.room.check_size(entry)
-        except LoadError:
+        budget = self._settings.model_memory_bytes
+        if budget is not None and entry.memory_bytes > budget:
             await executor.close()
-            raise
+            raise LoadError(
+                f"it takes {entry.memory_bytes} bytes, and all models together may have {budget}",
+                hint="set LAYERTAP_MODEL_MEMORY_BYTES",
+            )
         return executor
 
     def _load_here(self, entry: ModelEntry) -> Executor:
@@ -324,11 +384,15 @@ class ModelManager:
         self._forget(handle)
 
     def _forget(self, handle: ModelHandle) -> None:
+        if handle not in self._all:
+            return
+        self._all.discard(handle)
         if self.handles.get(handle.name) is handle:
             del self.handles[handle.name]
             handle.entry.unload()
-        elif handle not in self._others:
-            return
-        self._others.discard(handle)
         self._has_unloaded = True
         self.on_unload(handle.generation)
+
+
+def _count_bytes(handles: Iterable[ModelHandle]) -> int:
+    return sum(handle.entry.memory_bytes for handle in handles)

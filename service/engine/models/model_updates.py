@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from stat import S_ISREG
@@ -22,21 +21,13 @@ from layertap.service.config.checks import check_specs
 from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.config.document import ConfigError
 from layertap.service.config.parsing import parse_entry
-from layertap.service.engine.deadline import RunInThread, wait_until
+from layertap.service.engine.deadline import RunInThread
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.errors import ConflictError, ForbiddenError
 
 log = logging.getLogger("layertap")
 READ_S = 60.0
 Exchange = asyncio.Task[LayertapError | None]
-
-
-@dataclass(frozen=True)
-class Update:
-    """A configuration that is taken over: what it changes, and what ends when that is done."""
-
-    changes: Changes
-    done: asyncio.Task[None]
 
 
 class ModelUpdates:
@@ -78,15 +69,12 @@ class ModelUpdates:
             raise RequestError(mistakes[0])
         return self._begin_exchange(running, spec)
 
-    async def reload(self, deadline: float) -> Update:
-        """Read the configuration's file anew, and begin to make models what it says.
+    async def reload(self) -> tuple[Changes, asyncio.Task[None]]:
+        """Read the configuration's file anew, and begin to make models what it says; the task ends once they are that.
 
-        ConflictError where there is no file; ConfigError, and nothing changes, where it makes no sense; DeadlineError
-        as well, where models of a former reading load longer.
+        It waits for models of a former reading that load. ConflictError where there is no file; ConfigError, and
+        nothing changes, where it makes no sense.
         """
-        return await wait_until(deadline, self._reload())
-
-    async def _reload(self) -> Update:
         path = self._path
         if path is None:
             raise ConflictError("there is no configuration file", hint="LAYERTAP_CONFIG or --config names one")
@@ -102,7 +90,7 @@ class ModelUpdates:
             log.info("the configuration is read anew", extra={"fields": changes.describe()})
             loading = self._begin_changes(configuration, changes)  # now: an exchange that begins first would refuse it
             self._applying = manager.run_beside(self._apply(configuration, changes, loading))
-            return Update(changes, self._applying)
+            return changes, self._applying
 
     def reload_beside(self) -> None:
         """The same where nobody waits for the answer: the log has it."""
@@ -110,7 +98,7 @@ class ModelUpdates:
 
     async def _reload_and_log(self) -> None:
         try:
-            await self._reload()
+            await self.reload()
         except LayertapError as error:
             log.error("the configuration is not read anew", extra={"fields": {"reason": error.detail}})
 
@@ -155,17 +143,25 @@ class ModelUpdates:
 
     def _begin_changes(self, configuration: Configuration, changes: Changes) -> list[asyncio.Future[Any]]:
         """Begin to load what is new in a configuration, or failed before; what ends when that is loaded, or failed."""
-        specs, handles = {spec.name: spec for spec in configuration.models}, self._manager.handles
-        entries = {entry.spec.name: entry for entry in self._manager.registry}
+        manager, specs = self._manager, {spec.name: spec for spec in configuration.models}
+        entries = {entry.spec.name: entry for entry in manager.registry}
         failed = [name for name, entry in entries.items() if entry.state == "failed"]
         again = [name for name in failed if name in specs and name not in changes.changed]
+        exchanges: list[Exchange] = []
         for name in changes.added:
-            self._put(ModelEntry(specs[name]))
+            manager.put_entry(ModelEntry(specs[name]))
         for name in again:
-            self._put(entries[name].make_next(specs[name]))
-        changing = (self._change(entries[name], specs[name], changes) for name in changes.changed)
-        exchanges = [exchange for exchange in changing if exchange is not None]
-        loading = [handles[name] for name in (*changes.added, *again, *changes.changed) if name in handles]
+            manager.put_entry(entries[name].make_next(specs[name]))
+        for name in changes.changed:
+            handle = manager.handles.get(name)
+            if not changes.needs_loading(name):
+                entries[name].spec = specs[name]
+            elif handle is not None and not handle.failed:
+                exchanges.append(self._begin_exchange(entries[name], specs[name]))
+            else:
+                manager.put_entry(entries[name].make_next(specs[name]))
+        names = (*changes.added, *again, *changes.changed)
+        loading = [handle for name in names if (handle := manager.handles.get(name)) is not None]
         return [*exchanges, *(asyncio.ensure_future(handle.wait_until_settled()) for handle in loading)]
 
     async def _apply(
@@ -184,22 +180,6 @@ class ModelUpdates:
             if name not in {manager.default, *targets.values()}:  # else it goes when the file is read again
                 manager.remove_entry(name)
         log.info("the configuration is in effect", extra={"fields": {"models": len(configuration.models)}})
-
-    def _change(self, entry: ModelEntry, spec: ModelSpec, changes: Changes) -> Exchange | None:
-        """Give a model its new entry; what loads for that, where it is loaded now."""
-        handle = self._manager.handles.get(spec.name)
-        if not changes.needs_loading(spec.name):
-            entry.spec = spec
-        elif handle is not None and not handle.failed:
-            return self._begin_exchange(entry, spec)
-        else:
-            self._put(entry.make_next(spec))
-        return None
-
-    def _put(self, entry: ModelEntry) -> None:
-        self._manager.put_entry(entry)
-        if entry.spec.load == "startup":
-            self._manager.begin_loading(entry)
 
     def _choose_target(self, name: str, former: str, target: str) -> str:
         """What a name means from now on: not a model that could not be loaded, where it meant another before."""

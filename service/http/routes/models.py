@@ -189,14 +189,14 @@ async def reload_models(request: Request, deadline: DeadlineDependency) -> Respo
     """Read the configuration file anew, and make the models what it says; what is new loads first."""
     updates: ModelUpdates = request.app.state.updates
     try:
-        update = await updates.reload(deadline)
+        changes, done = await wait_until(deadline, updates.reload())
     except ConfigError as error:
         log.error("the configuration is not read anew", extra={"fields": {"reason": error.detail}})
         detail = "the configuration file is not taken; the server's log has what is wrong"
         raise RequestError(detail, faults=error.faults) from None
-    body, status = update.changes.describe(), 200
+    body, status = changes.describe(), 200
     try:
-        await wait_until(deadline, asyncio.shield(update.done))
+        await wait_until(deadline, asyncio.shield(done))
     except DeadlineError:
         status = 202
     return _make_json(body, status)

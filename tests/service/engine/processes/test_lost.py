@@ -313,16 +313,16 @@ def test_asked_once(serve: Serve) -> None:
 def test_tidy_goes_on(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """What unloads idle models fails, is counted, and goes on."""
     with serve(configured(), workers=0) as live:
-        room, seen = live.engine.manager.room, asyncio.Event()
+        manager, seen = live.engine.manager, asyncio.Event()
 
         def fail() -> None:
             seen.set()
             raise RuntimeError
 
         with monkeypatch.context() as patch:
-            patch.setattr(room, "tidy", fail)
+            patch.setattr(manager, "tidy", fail)
             wait_until(lambda: metric(live, "layertap_task_failures_total", task="tidy") > 0)
         calls: list[Callable[[], None]] = []
-        tidy = room.tidy
-        monkeypatch.setattr(room, "tidy", lambda: (calls.append(tidy), tidy())[1])
+        tidy = manager.tidy
+        monkeypatch.setattr(manager, "tidy", lambda: (calls.append(tidy), tidy())[1])
         wait_until(lambda: bool(calls))
