@@ -66,7 +66,14 @@ class Engine:
 
     async def extract(self, request: ExtractRequest, ticket: Ticket) -> Features:
         """What layers of a model compute for a request's inputs; any error of the tree."""
-        return await self.compute_once(request, ticket, partial(self._extract, request, ticket))
+
+        async def compute() -> Features:
+            parts = await _ask_again(request, lambda asked: self.extract_parts(asked, ticket))
+            if len(parts) == 1:
+                return parts[0]
+            return await self.run_in_thread(partial(_consume, join_inputs, parts), ticket.deadline)
+
+        return await self.compute_once(request, ticket, compute)
 
     async def compute_once(
         self, request: ExtractRequest, ticket: Ticket, compute: Callable[[], Awaitable[Features]]
@@ -77,33 +84,34 @@ class Engine:
         """
         rows = request.timings.facts.rows
         self._describe(request)
+        handle = await self.get_handle(request.model, ticket)
 
         async def compute_checked() -> Features:
             features = await compute()
             check = partial(add_warnings, features)
             return check() if has_few_numbers(features) else await self.run_in_thread(check, ticket.deadline)
 
-        features = await self._compute_once(request, ticket, compute_checked)
-        handle = await self.get_handle(request.model, ticket)
-        features = replace(
-            features, warnings=(*handle.model.warnings, *_warn_of_embedding(request, handle.model), *features.warnings)
-        )
+        if self.answers.max_bytes and not _has_urls(request):
+            features = await self._find_or_compute(request, handle, ticket, compute_checked)
+        else:
+            features = await compute_checked()
         request.timings.describe(rows=rows + features.rows)
-        return features
+        of_model = (*handle.model.warnings, *_warn_of_embedding(request, handle.model))
+        return replace(features, warnings=(*of_model, *features.warnings))
 
-    async def _compute_once(
-        self, request: ExtractRequest, ticket: Ticket, compute: Callable[[], Awaitable[Features]]
+    async def _find_or_compute(
+        self, request: ExtractRequest, handle: ModelHandle, ticket: Ticket, compute: Callable[[], Awaitable[Features]]
     ) -> Features:
-        if not self.answers.max_bytes or any(isinstance(item, UrlItem) for _, item in request.items):
-            return await compute()
-        handle = await self.get_handle(request.model, ticket)
+        """What was kept for an equal request to this loading of the model, or else what ``compute`` gives."""
         with self.metrics.get_statistics(handle.name).measure_lookup() as lookup:
 
             async def compute_measured() -> Features:
                 with lookup.compute():
                     return await compute()
 
-            key = (handle.generation, await self._digest(request, ticket))
+            digest = partial(digest_request, request)
+            short = ticket.nbytes <= SHORT_BODY
+            key = (handle.generation, digest() if short else await self.run_in_thread(digest, ticket.deadline))
             features, result = await self.answers.get_or_compute(key, compute_measured, ticket.deadline)
             if result != "miss":
                 ticket.reserve_bytes(features.nbytes)
@@ -118,13 +126,38 @@ class Engine:
         with statistics.measure_request(request.timings.steps), ticket.queue_rows(handle, len(request.items)):
             planned, items = await self._plan_and_fetch(request, handle, ticket)
             answers = await self._decode_and_run(planned, items, ticket)
-            return await self._collect_features(answers, ticket.deadline)
+            for job, _ in answers:
+                self.metrics.count_answered(job.key.name, job.rows)
+            collect = partial(_consume, _collect, answers)
+            has_few_results = sum(len(job.spec.plan.results) for job, _ in answers) <= FEW_RESULTS
+            return collect() if has_few_results else await self.run_in_thread(collect, ticket.deadline)
+
+    async def dry_run(self, request: ExtractRequest, ticket: Ticket, describe: Callable[[list[Job]], T]) -> T:
+        """What ``describe`` makes, in a thread, of the jobs of a request that never run; any error of the tree."""
+        self._describe(request)
+        handle = await self.get_handle(request.model, ticket)
+
+        async def prepare(asked: ExtractRequest) -> T:
+            with ticket.queue_rows(handle, len(asked.items)):
+                planned, items = await self._plan_and_fetch(asked, handle, ticket)
+                if items:
+                    jobs = await self._make_jobs(*await self.decoder.decode(planned, items, ticket.deadline), ticket)
+                else:
+                    jobs = [make_job(planned, {}, deadline=ticket.deadline)]
+                return await self.run_in_thread(partial(_consume, describe, jobs), ticket.deadline)
+
+        return await _ask_again(request, prepare)
 
     async def fetch(self, request: ExtractRequest, ticket: Ticket) -> ExtractRequest:
-        """The request with a picture in place of each URL, for who extracts from it several times; RequestError."""
-        if not any(isinstance(item, UrlItem) for _, item in request.items):
+        """The request with a picture in place of each URL, for who extracts from it several times or shows them.
+
+        RequestError; planned first where that can be: what is refused fetches nothing.
+        """
+        if not _has_urls(request):
             return request
         handle = await self.get_handle(request.model, ticket)
+        if request.explanation is None:
+            await self.planner.plan(request, handle, ticket.deadline)
         count = len(request.items)
         items = await fetch_inputs(request, handle.model.model_inputs, count, self.fetcher, ticket)
         failed = [(index, item) for index, item in items if isinstance(item, LayertapError)]
@@ -133,28 +166,6 @@ class Engine:
             raise RequestError.from_faults((*request.faults, *faults))
         fetched = tuple((index, item) for index, item in items if not isinstance(item, LayertapError))
         return replace(request, items=fetched, faults=(*request.faults, *faults))
-
-    async def fetch_shown(self, request: ExtractRequest, ticket: Ticket) -> ExtractRequest:
-        """As ``fetch``, for a reply that shows the pictures; planned first: what is refused fetches nothing."""
-        if any(isinstance(item, UrlItem) for _, item in request.items):
-            handle = await self.get_handle(request.model, ticket)
-            await self.planner.plan(request, handle, ticket.deadline)
-        return await self.fetch(request, ticket)
-
-    async def dry_run(self, request: ExtractRequest, ticket: Ticket, describe: Callable[[list[Job]], T]) -> T:
-        """What ``describe`` makes, in a thread, of the jobs of a request that never run; any error of the tree."""
-        self._describe(request)
-        return await _ask_again(request, lambda asked: self._dry_run(asked, ticket, describe))
-
-    async def _dry_run(self, request: ExtractRequest, ticket: Ticket, describe: Callable[[list[Job]], T]) -> T:
-        handle = await self.get_handle(request.model, ticket)
-        with ticket.queue_rows(handle, len(request.items)):
-            planned, items = await self._plan_and_fetch(request, handle, ticket)
-            if items:
-                jobs = await self._prepare(*await self.decoder.decode(planned, items, ticket.deadline), ticket)
-            else:
-                jobs = [make_job(planned, {}, deadline=ticket.deadline)]
-            return await self.run_in_thread(partial(_consume, describe, jobs), ticket.deadline)
 
     def list_pictures(
         self, request: ExtractRequest, features: Features, ticket: Ticket
@@ -230,17 +241,6 @@ class Engine:
             rows=timings.facts.rows + len(request.items),
         )
 
-    async def _digest(self, request: ExtractRequest, ticket: Ticket) -> str:
-        digest = partial(digest_request, request)
-        short = ticket.nbytes <= SHORT_BODY
-        return digest() if short else await self.run_in_thread(digest, ticket.deadline)
-
-    async def _extract(self, request: ExtractRequest, ticket: Ticket) -> Features:
-        parts = await _ask_again(request, lambda asked: self.extract_parts(asked, ticket))
-        if len(parts) == 1:
-            return parts[0]
-        return await self.run_in_thread(partial(_consume, join_inputs, parts), ticket.deadline)
-
     async def _plan_and_fetch(
         self, request: ExtractRequest, handle: ModelHandle, ticket: Ticket
     ) -> tuple[PlannedRequest, Items]:
@@ -259,7 +259,7 @@ class Engine:
                 return await self._run([job], ticket.deadline)
             except UndecodedError as error:
                 items = refuse_picture(items, error)
-        jobs = await self._prepare(*await self.decoder.decode(planned, items, ticket.deadline), ticket)
+        jobs = await self._make_jobs(*await self.decoder.decode(planned, items, ticket.deadline), ticket)
         ticket.resize(sum(job.rows for job in jobs))
         return await self._run(jobs, ticket.deadline)
 
@@ -269,25 +269,18 @@ class Engine:
             return list(zip(jobs, await self.manager.scheduler.run(jobs), strict=True))
         answers: dict[int, Answer] = {}
         for stage in plan_stages(jobs):
-            ready = [partial(fill_tensors, jobs[number], tuple(answers.values())) for number in stage]
-            filled = await self.run_in_thread(partial(_call_all, ready), deadline)
+            fill = partial(_fill, [jobs[number] for number in stage], tuple(answers.values()))
+            filled = await self.run_in_thread(fill, deadline)
             results = await self.manager.scheduler.run(filled)
             answers |= dict(zip(stage, zip(filled, results, strict=True), strict=True))
         return [answers[number] for number in range(len(jobs))]
 
-    async def _prepare(self, planned: PlannedRequest, parts: Sequence[DecodedRows], ticket: Ticket) -> list[Job]:
+    async def _make_jobs(self, planned: PlannedRequest, parts: Sequence[DecodedRows], ticket: Ticket) -> list[Job]:
         """The jobs of rows that are decoded, planned anew where they are not what was expected."""
         jobs = await self.job_maker.make_jobs(planned, parts, ticket.deadline)
         needed = sum(job.nbytes + count_taken_bytes(job) for job in jobs)
         ticket.reserve_bytes(max(needed - planned.nbytes, 0))
         return jobs
-
-    async def _collect_features(self, answers: list[Answer], deadline: float) -> list[Features]:
-        for job, _ in answers:
-            self.metrics.count_answered(job.key.name, job.rows)
-        collect = partial(_consume, _collect, answers)
-        has_few_results = sum(len(job.spec.plan.results) for job, _ in answers) <= FEW_RESULTS
-        return collect() if has_few_results else await self.run_in_thread(collect, deadline)
 
 
 async def _ask_again(request: ExtractRequest, ask: Callable[[ExtractRequest], Awaitable[T]]) -> T:
@@ -306,8 +299,12 @@ def _warn_of_embedding(request: ExtractRequest, model: ModelInfo) -> tuple[str, 
     return model.model_embedding.warnings if asked and model.model_embedding is not None else ()
 
 
-def _call_all(functions: Sequence[Callable[[], T]]) -> list[T]:
-    return [function() for function in functions]
+def _has_urls(request: ExtractRequest) -> bool:
+    return any(isinstance(item, UrlItem) for _, item in request.items)
+
+
+def _fill(jobs: Sequence[Job], answers: Sequence[Answer]) -> list[Job]:
+    return [fill_tensors(job, answers) for job in jobs]
 
 
 def _consume(function: Callable[[list[U]], T], values: list[U]) -> T:

@@ -37,7 +37,7 @@ async def extract(request: Request) -> Response:
         if parsed.probe:
             check_probed(parsed)
         if parsed.reply.format.is_picture:
-            parsed = await engine.fetch_shown(parsed, ticket)
+            parsed = await engine.fetch(parsed, ticket)
         features = await engine.extract(parsed, ticket)
         if parsed.probe:
             prober: Prober = request.app.state.prober
