@@ -64,9 +64,17 @@ class ModelHandle:
     """
 
     def __init__(
-        self, entry: ModelEntry, load: Callable[[], Awaitable[Executor]], scheduler: Scheduler, settings: Settings
+        self,
+        entry: ModelEntry,
+        load: Callable[[], Awaitable[Executor]],
+        scheduler: Scheduler,
+        settings: Settings,
+        make_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin to load the model by ``load``, which raises LayertapError where that can't be done."""
+        """Begin to load the model by ``load``, which raises LayertapError where that can't be done.
+
+        ``make_room`` is called before it is loaded again after a failure: UnavailableError where others have its room.
+        """
         self.entry = entry
         self.name = entry.spec.name
         self.generation = next(_GENERATIONS)
@@ -82,6 +90,7 @@ class ModelHandle:
         self.batch_keys: BatchKeys
         self.pace: Pace
         self._load = load
+        self._make_room = make_room
         self._began = time.monotonic()
         self._executor: Executor | None = None
         self._scheduler = scheduler
@@ -246,8 +255,12 @@ class ModelHandle:
                 refusal = self._fail(error)
                 if not isinstance(refusal, LoadError) or refusal.kind != "killed":
                     return
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_S)
+                while True:
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE_S)
+                    with suppress(UnavailableError):
+                        self._make_room()
+                        break
             else:
                 self._succeed()
                 quick, began = time.monotonic() - began < LONGEST_PAUSE_S, time.monotonic()

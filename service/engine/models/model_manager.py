@@ -344,7 +344,11 @@ class ModelManager:
         return handle
 
     def _create_handle(self, entry: ModelEntry) -> ModelHandle:
-        handle = ModelHandle(entry, partial(self._load, entry), self.scheduler, self._settings)
+        def make_room() -> None:
+            if entry.spec.load == "lazy":  # models of the start are loaded however many they are
+                self._make_room(entry)
+
+        handle = ModelHandle(entry, partial(self._load, entry), self.scheduler, self._settings, make_room)
         self._all.add(handle)
         return handle
 

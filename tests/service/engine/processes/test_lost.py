@@ -144,6 +144,33 @@ def test_killed_while_loading(serve: Serve, tmp_path: Path, factory: str) -> Non
         wait_until(lambda: live.client.get("/readyz").status_code == 200)
 
 
+def test_no_room_after_a_kill(serve: Serve, tmp_path: Path) -> None:
+    """A model whose process was killed as it loaded takes room from others when it is tried again, as it did before."""
+    gate = tmp_path / "gate"
+    begun = Path(f"{gate}.begun")
+    specs = (replace(digits(), load="lazy"), slow_spec("GatedLoad", "slow", args={"gate": str(gate)}, load="lazy"))
+    with serve(Configuration(specs, "digits"), workers=1, max_loaded_models=1) as live, ThreadPoolExecutor(2) as pool:
+        manager = live.engine.manager
+
+        async def take_room() -> None:
+            slow = manager.handles["slow"]
+            await slow.wait_for(lambda: slow.failed)
+            await manager.get_handle("digits", time.monotonic() + WAIT_S)
+
+        refused = pool.submit(ask, live, "slow")
+        wait_until(lambda: begun.exists() and bool(begun.read_text()))
+        loading = int(begun.read_text())
+        begun.unlink()
+        taken = pool.submit(live.run, take_room())
+        os.kill(loading, signal.SIGKILL)
+        assert "(status -9)" in str(problem(refused.result(), 503, seconds=True))
+        taken.result()
+        wait_until(begun.exists)
+        assert (state(live, "digits"), state(live, "slow")) == ("available", "loading")
+        gate.touch()
+        wait_until(lambda: state(live, "slow") == "ready")
+
+
 def test_another_model_now(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A model whose weights are others when it is loaded again is failed, wherever one looks."""
     path = tmp_path / "weights.safetensors"
