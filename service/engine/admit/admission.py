@@ -54,9 +54,9 @@ class AdmissionControl:
 
     def __init__(self, handles: Mapping[str, ModelHandle], settings: Settings, metrics: Metrics) -> None:
         self.used_bytes = 0
-        self._handles = handles
-        self._settings = settings
-        self._metrics = metrics
+        self.handles = handles
+        self.settings = settings
+        self.metrics = metrics
         self._planned: list[PlannedWork] = []
 
     @contextmanager
@@ -74,45 +74,8 @@ class AdmissionControl:
         Any thread may ask.
         """
         seconds = rows * handle.seconds_per_row
-        others = [each for each in tuple(self._handles.values()) if each is not handle and _share_device(each, handle)]
+        others = [each for each in tuple(self.handles.values()) if each is not handle and _share_device(each, handle)]
         return seconds + sum(min(seconds, other.rows * other.seconds_per_row) for other in others)
-
-    def check_bytes(self, size: int, reserved_bytes: int) -> None:
-        """Whether a request that holds some bytes may have more: QueueFullError now, TooLargeError where never."""
-        limit = self._settings.max_queue_bytes
-        if reserved_bytes + size > limit:
-            detail = f"the request needs {reserved_bytes + size} bytes, the queue holds {limit}"
-            raise TooLargeError(detail, hint="pool the layers, ask for fewer, or send fewer or smaller inputs")
-        if self.used_bytes + size > limit:
-            self._metrics.count_refused("queue_bytes")
-            detail = f"the queue holds {self.used_bytes} bytes of {limit}"
-            waits = (self.estimate_wait(each, each.rows) for each in self._handles.values())
-            raise QueueFullError(detail, hint="come again later", retry_after=max(waits, default=0.0))
-
-    def check_rows(self, handle: ModelHandle, rows: int, reserved_rows: int, deadline: float) -> None:
-        """Whether a request that holds some rows may have so many in all.
-
-        QueueFullError where the queue is full or so long that the deadline would pass, TooLargeError where it could
-        never hold as many.
-        """
-        limit, others = self._settings.max_queue_rows, handle.rows - reserved_rows
-        if rows > limit:
-            detail = f"{rows} inputs are more than the queue holds, {limit}"
-            raise TooLargeError(detail, hint=f"send at most {limit} at once")
-        wait = self.estimate_wait(handle, others)
-        if others + rows > limit:
-            self._metrics.count_refused("queue_rows")
-            detail, room = f"the queue holds {others} rows of {limit}", limit - others
-            fewer = f", or send at most {room} input{'s' if room > 1 else ''} now" if room > 0 else ""
-            raise QueueFullError(detail, hint=f"come again later{fewer}", retry_after=wait)
-        needed = WAIT_MARGIN * (wait + rows * handle.seconds_per_row)
-        if others and needed > deadline - time.monotonic():
-            self._metrics.count_refused("deadline")
-            raise QueueTooLongError(
-                f"{others} rows wait already, which takes about {wait:.1f} s: the deadline would pass",
-                retry_after=wait,
-                needed_s=needed,
-            )
 
     @contextmanager
     def plan_work(self, work: PlannedWork, deadline: float) -> Iterator[None]:
@@ -153,12 +116,12 @@ class AdmissionControl:
         alone = work.handle.pace.estimate_least_seconds(work.seconds)
         if alone / LENIENCY > left:
             hint = f"run at most {max(int(work.rows * left / alone), 1)} changed inputs: {work.smaller}"
-            if alone > self._settings.deadline_s:
+            if alone > self.settings.deadline_s:
                 hint += ", or raise LAYERTAP_DEADLINE_S"
             self._refuse_work(work, f"about {alone:.1f} s", hint, alone, alone)
 
     def _refuse_work(self, work: PlannedWork, taken: str, hint: str, retry_after: float, needed_s: float) -> NoReturn:
-        self._metrics.count_refused("deadline")
+        self.metrics.count_refused("deadline")
         detail = f"{work.rows} changed inputs take {taken}: the deadline would pass"
         raise QueueTooLongError(detail, hint=hint, retry_after=retry_after, needed_s=needed_s)
 
@@ -198,9 +161,17 @@ class Ticket:
         return handle
 
     def reserve_bytes(self, size: int) -> None:
-        """Hold so many bytes more; QueueFullError, TooLargeError."""
-        self._control.check_bytes(size, self.nbytes)
-        self._control.used_bytes += size
+        """Hold so many bytes more; QueueFullError where there are none now, TooLargeError where there never are."""
+        control, limit = self._control, self._control.settings.max_queue_bytes
+        if self.nbytes + size > limit:
+            detail = f"the request needs {self.nbytes + size} bytes, the queue holds {limit}"
+            raise TooLargeError(detail, hint="pool the layers, ask for fewer, or send fewer or smaller inputs")
+        if control.used_bytes + size > limit:
+            control.metrics.count_refused("queue_bytes")
+            detail = f"the queue holds {control.used_bytes} bytes of {limit}"
+            waits = (control.estimate_wait(each, each.rows) for each in control.handles.values())
+            raise QueueFullError(detail, hint="come again later", retry_after=max(waits, default=0.0))
+        control.used_bytes += size
         self.nbytes += size
 
     @contextmanager
@@ -228,13 +199,37 @@ class Ticket:
             self._rows = 0
 
     def resize(self, rows: int) -> None:
-        """Hold another number of rows, where any are held; QueueFullError, QueueTooLongError, TooLargeError."""
+        """Hold another number of rows, where any are held.
+
+        QueueFullError where the queue is full, QueueTooLongError where it is so long that the deadline would pass,
+        TooLargeError where it could never hold as many.
+        """
         if self._handle is None:
             return
         if rows > self._rows:  # who has a place keeps it, whoever came later
-            self._control.check_rows(self._handle, rows, self._rows, self.deadline)
+            self._check_rows(self._handle, rows)
         self._handle.add_rows(rows - self._rows)
         self._rows = rows
+
+    def _check_rows(self, handle: ModelHandle, rows: int) -> None:
+        control, limit, others = self._control, self._control.settings.max_queue_rows, handle.rows - self._rows
+        if rows > limit:
+            detail = f"{rows} inputs are more than the queue holds, {limit}"
+            raise TooLargeError(detail, hint=f"send at most {limit} at once")
+        wait = control.estimate_wait(handle, others)
+        if others + rows > limit:
+            control.metrics.count_refused("queue_rows")
+            detail, room = f"the queue holds {others} rows of {limit}", limit - others
+            fewer = f", or send at most {room} input{'s' if room > 1 else ''} now" if room > 0 else ""
+            raise QueueFullError(detail, hint=f"come again later{fewer}", retry_after=wait)
+        needed = WAIT_MARGIN * (wait + rows * handle.seconds_per_row)
+        if others and needed > self.deadline - time.monotonic():
+            control.metrics.count_refused("deadline")
+            raise QueueTooLongError(
+                f"{others} rows wait already, which takes about {wait:.1f} s: the deadline would pass",
+                retry_after=wait,
+                needed_s=needed,
+            )
 
     def release(self) -> None:
         """Give everything back."""
