@@ -23,9 +23,8 @@ from bench.serving.pictures import written
 from bench.serving.server import Server, serving
 from bench.startup import HOST
 from layertap.service.load.options import Options
-from layertap.service.load.report import Report
 from layertap.service.load.run import run
-from layertap.service.load.scenario import Body, RequestKind
+from layertap.service.load.scenario import RequestKind, make_scenario
 
 NORMAL = 2.0  # times the latency before: an answer that took no longer is as before
 PROBES = 5
@@ -33,14 +32,15 @@ RECOVERY_S = 60.0
 REFUSED = frozenset({429})
 
 
-def make_kind(model: str, picture: bytes, patience: float | None = None) -> RequestKind:
+def make_kind(model: str, picture: Path, patience: float | None = None) -> RequestKind:
     """One picture for one layer; its client waits so many seconds."""
-    more = {} if patience is None else {"X-Request-Timeout": f"{patience:g}"}
-    body = Body(picture, {"Content-Type": "image/jpeg", **more})
-    return RequestKind("avgpool", f"/extract?model={model}&layers=avgpool&pool=flatten&format=npy", (body,))
+    headers = {} if patience is None else {"X-Request-Timeout": f"{patience:g}"}
+    path = f"/extract?model={model}&layers=avgpool&pool=flatten&format=npy"
+    entry = {"name": "avgpool", "path": path, "picture": picture.name, "headers": headers}
+    return make_scenario([entry], picture.parent)[0]
 
 
-def measured(server: Server, picture: bytes, chosen: argparse.Namespace) -> dict[str, Any]:
+def measured(server: Server, picture: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     """Figures of the three phases."""
     url = f"http://{HOST}:{server.port}"
     one = make_kind(chosen.model, picture, chosen.patience)
@@ -57,12 +57,11 @@ def measured(server: Server, picture: bytes, chosen: argparse.Namespace) -> dict
         "goodput": over.total.goodput,
         "ratio": over.total.goodput / capacity,
         "refusal_ms": asdict(over.total.refusal_ms) if over.total.refusal_ms else None,
-        "refused_with_retry_after": over.total.refused_with_retry_after,
         "statuses": dict(over.total.statuses),
         "latency_ms": asdict(over.total.latency_ms) if over.total.latency_ms else None,
         "idle_p50_ms": before.p50 if before else None,
         "normal_after_s": recovered,
-        "client_cpu": over.client_cpu,
+        "client_cpu": round(over.client_cpu, 3),
     }
 
 
@@ -70,9 +69,9 @@ def recovery(url: str, one: RequestKind, before_ms: float) -> float | None:
     """Seconds from the end of the flood until answers take as long as before; None if they never do."""
     begun = time.perf_counter()
     while time.perf_counter() - begun < RECOVERY_S:
-        probe: Report = run([one], Options(url, connections=1, requests=1, allow=REFUSED))
-        latency = probe.total.latency_ms
-        if latency is not None and probe.total.goodput and latency.p50 <= NORMAL * before_ms:
+        probe = run([one], Options(url, connections=1, requests=1, allow=REFUSED)).total
+        latency = probe.latency_ms
+        if latency is not None and probe.goodput and latency.p50 <= NORMAL * before_ms:
             return time.perf_counter() - begun
     return None
 
@@ -97,7 +96,7 @@ def main() -> None:
     chosen = parser.parse_args()
     machine = described()
     with tempfile.TemporaryDirectory() as folder:
-        picture = written(Path(folder))[0].read_bytes()
+        picture = written(Path(folder))[0]
         with serving([chosen.model], Path(folder)) as server:
             results = measured(server, picture, chosen)
     Console().print(table(results))

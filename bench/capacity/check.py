@@ -19,10 +19,10 @@ from bench.serving.server import TIMES, Server, read_stat, serving
 from bench.startup import HOST
 from layertap.service.load.options import Options
 from layertap.service.load.run import run
-from layertap.service.load.scenario import Picture, RequestKind, make_multipart, make_npy
+from layertap.service.load.scenario import RequestKind, make_scenario
 
 MANY = 16
-SHAPE = (3, 224, 224)
+SHAPE = [3, 224, 224]
 WARM_UP = 20
 COST_CONNECTIONS = 4
 SIMULATED = 4000
@@ -41,21 +41,18 @@ class Cost:
 def check(model: str, cores: int, connections: Sequence[int], rounds: int, seconds: float) -> list[Figures]:
     """Each round's costs, and for each load what was measured and what formula and simulation say of it."""
     with tempfile.TemporaryDirectory() as folder:
-        pictures = [Picture(path.read_bytes(), "image/jpeg") for path in written(Path(folder))]
-        kinds = make_kinds(model, pictures)
+        written(Path(folder))
+        kinds = make_kinds(model, Path(folder))
         with serving([model], Path(folder)) as server:
             return [run_round(server, kinds, cores, connections, seconds) for _ in range(rounds)]
 
 
-def make_kinds(model: str, pictures: Sequence[Picture]) -> Mapping[str, RequestKind]:
-    """Requests of one picture, of many, and of a row that need not be decoded."""
+def make_kinds(model: str, folder: Path) -> Mapping[str, RequestKind]:
+    """Requests of one picture of the folder, of many, and of a row that need not be decoded."""
     path = f"/extract?model={model}&layers=avgpool&pool=flatten&format=npy"
-    singles = tuple(make_multipart((each,)) for each in pictures)
-    return {
-        "one": RequestKind("one", path, singles),
-        "many": RequestKind("many", path, (make_multipart(tuple(pictures) * (MANY // 2)),), rows=MANY),
-        "row": RequestKind("row", path, (make_npy(1, SHAPE, 0),)),
-    }
+    sources = {"one": {"picture": "."}, "many": {"picture": ".", "inputs": MANY}, "row": {"random": SHAPE}}
+    entries = [{"name": name, "path": path, **source} for name, source in sources.items()]
+    return {kind.name: kind for kind in make_scenario(entries, folder)}
 
 
 def run_round(
@@ -72,7 +69,7 @@ def measure_cost(server: Server, kind: RequestKind, seconds: float) -> Cost:
     url = get_url(server)
     run([kind], Options(url, connections=COST_CONNECTIONS, requests=WARM_UP))
     own, all_, rows = read_own_s(server), server.cpu_s(), read_batch_rows(server.port)
-    images = run_all([kind], Options(url, connections=COST_CONNECTIONS, duration=seconds)) * kind.rows
+    images = run_all([kind], Options(url, connections=COST_CONNECTIONS, duration=seconds)) * kind.inputs
     own, all_ = read_own_s(server) - own, server.cpu_s() - all_
     per_forward = get_rows_per_forward(rows, read_batch_rows(server.port))
     return Cost(own / images, (all_ - own) / images, per_forward["rows_mean"])
@@ -93,7 +90,7 @@ def compare(
     url = get_url(server)
     run([kind], Options(url, connections=connections, requests=WARM_UP))
     meter, rows = CpuMeter(server.cpu_s), read_batch_rows(server.port)
-    report = run([kind], Options(url, connections=connections, duration=seconds))
+    total = run([kind], Options(url, connections=connections, duration=seconds)).total
     shares = meter.get_shares()
     measured_rows = get_rows_per_forward(rows, read_batch_rows(server.port))["rows_mean"]
     available = cores * max(1 - shares["steal"] - shares["others"], 0.05)
@@ -104,7 +101,7 @@ def compare(
         "connections": connections,
         "cores_available": round(available, 2),
         **shares,
-        **describe(report.total.goodput, report.total.latency_ms, measured_rows, formula, simulated),
+        **describe(total.goodput, total.latency_ms, measured_rows, formula, simulated),
     }
 
 
@@ -131,10 +128,10 @@ def describe_costs(costs: ImageCosts) -> dict[str, float]:
 
 def run_all(kinds: Sequence[RequestKind], options: Options) -> int:
     """How many requests were answered; SystemExit where one was not."""
-    report = run(kinds, options)
-    if report.total.failed or not report.total.requests:
-        raise SystemExit(f"not all was answered: {report.total}")
-    return report.total.requests
+    total = run(kinds, options).total
+    if total.failed or not total.requests:
+        raise SystemExit(f"not all was answered: {total}")
+    return total.requests
 
 
 def read_own_s(server: Server) -> float:

@@ -2,55 +2,37 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from layertap.service.load.options import Options
 from layertap.service.load.scenario import RequestKind
 
 REFUSALS = frozenset({429, 503})
+NOT_SENT = "not sent"  # the error of a request that was due while too many were under way
 
 
 class Sample(NamedTuple):
-    """A ``status``, or an ``error``, or neither where the client left.
+    """A request, which has a ``status`` or an ``error``.
 
-    ``at`` is the moment the request was due, in seconds after the run's start; ``seconds`` counts from there, ``late``
-    is how much of that passed before it was sent. ``retry_after``: seconds that a refusal asks for, where it does.
+    It was due ``at`` seconds after the run's start. ``seconds`` count from there to the answer's end, ``late`` to the
+    moment at which it was sent, where it was.
     """
 
-    kind: int
-    seconds: float
-    late: float = 0.0
-    at: float = 0.0
+    kind: RequestKind
+    at: float
+    failed: bool
     status: int | None = None
     error: str | None = None
+    seconds: float = 0.0
+    late: float | None = None
     size: int = 0
-    retry_after: float | None = None
-    timing: str = ""
 
-
-class NotSent(NamedTuple):
-    """A request of an open loop that was due while too many were under way."""
-
-    kind: int
-    at: float
-
-
-def parse_retry_after(header: str | None) -> float | None:
-    """Seconds; None without the header, and where it is no number that one could wait for."""
-    try:
-        seconds = float(header or "")
-    except ValueError:
-        return None
-    return seconds if math.isfinite(seconds) and seconds >= 0 else None
-
-
-# A step of ``Server-Timing`` that has a time (https://www.w3.org/TR/server-timing/); its name is a token of RFC 9110.
-STEP = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+);dur=(\d+(?:\.\d+)?)")
+    @property
+    def good(self) -> bool:
+        """Whether the answer is an expected one."""
+        return self.status == self.kind.expect
 
 
 @dataclass(frozen=True)
@@ -62,113 +44,48 @@ class Spread:
     p99: float
     max: float
 
-
-@dataclass(frozen=True)
-class Step:
-    """A step in ``Server-Timing``: in how many answers, and milliseconds."""
-
-    answers: int
-    mean: float
-    median: float
-    p99: float
+    def __str__(self) -> str:
+        return f"p50 {self.p50:.1f} ms, p99 {self.p99:.1f} ms"
 
 
 @dataclass(frozen=True)
 class Figures:
     """Of one kind of request, or of all.
 
-    ``requests`` were sent and ended; each is in ``statuses``, in ``errors`` (no answer) or in ``left`` (the client
-    went). ``unexpected`` answers had a status that is neither expected nor allowed. ``goodput`` counts expected
-    answers, ``rows_per_second`` their inputs where the status is 200. ``latency_ms`` is of all answers but refusals
-    (429, 503), which have their own.
+    ``requests`` were due; each is in ``statuses`` or in ``errors`` (no answer). ``failed`` had no answer, or one that
+    is neither expected nor allowed. ``goodput`` is expected answers a second, ``rows_per_second`` the inputs of those
+    with status 200. ``latency_ms`` is of all answers but refusals (429, 503), which have their own.
     """
 
     requests: int
-    not_sent: int
-    left: int
+    failed: int
     statuses: dict[int, int]
     errors: dict[str, int]
-    unexpected: int
-    per_second: float
     goodput: float
     rows_per_second: float
     bytes_per_second: float
     latency_ms: Spread | None
-    refused: int
-    refused_with_retry_after: int
     refusal_ms: Spread | None
-    steps: dict[str, Step]
-
-    @property
-    def failed(self) -> int:
-        """Requests that gave nothing good where something good was due: unexpected, without an answer, or not sent."""
-        return self.unexpected + sum(self.errors.values()) + self.not_sent
-
-    @property
-    def error_rate(self) -> float:
-        """Their share of all that were due, 0 to 1."""
-        return self.failed / max(self.requests + self.not_sent, 1)
 
 
-class Judge(NamedTuple):
-    """What every sample is judged by."""
+def summarize(samples: Sequence[Sample], elapsed_s: float) -> Figures:
+    """The figures of some samples."""
+    answers = [each for each in samples if each.status is not None]
 
-    kinds: Sequence[RequestKind]
-    options: Options
-    elapsed_s: float
+    def get_rate(number: int) -> float:
+        return round(number / elapsed_s, 3) if elapsed_s else 0.0
 
-    def is_good(self, sample: Sample) -> bool:
-        """Whether an answer is an expected one."""
-        return sample.status in self.kinds[sample.kind].expect
-
-    def is_unexpected(self, sample: Sample) -> bool:
-        """Whether there is an answer that is neither expected nor allowed."""
-        return sample.status is not None and not self.is_good(sample) and sample.status not in self.options.allow
-
-    def summarize(self, samples: Sequence[Sample], not_sent: int) -> Figures:
-        """The figures of some samples."""
-        answers = [each for each in samples if each.status is not None]
-        refusals = [each for each in answers if each.status in REFUSALS]
-        others = [each for each in answers if each.status not in REFUSALS]
-        errors = Counter(each.error for each in samples if each.error is not None)
-        rows = sum(self.kinds[each.kind].rows for each in answers if each.status == 200)
-        return Figures(
-            requests=len(samples),
-            not_sent=not_sent,
-            left=len(samples) - len(answers) - errors.total(),
-            statuses=dict(sorted(Counter(each.status for each in answers if each.status).items())),
-            errors=dict(sorted(errors.items())),
-            unexpected=sum(map(self.is_unexpected, samples)),
-            per_second=self._get_rate(len(samples)),
-            goodput=self._get_rate(sum(map(self.is_good, samples))),
-            rows_per_second=self._get_rate(rows),
-            bytes_per_second=self._get_rate(sum(each.size for each in samples)),
-            latency_ms=make_spread(each.seconds for each in others),
-            refused=len(refusals),
-            refused_with_retry_after=sum(each.retry_after is not None for each in refusals),
-            refusal_ms=make_spread(each.seconds for each in refusals),
-            steps=make_steps(each.timing for each in others),
-        )
-
-    def summarize_kinds(self, samples: Sequence[Sample], not_sent: Sequence[NotSent]) -> dict[str, Figures]:
-        """The figures of each kind, by its name."""
-        by_kind: dict[int, list[Sample]] = defaultdict(list)
-        for each in samples:
-            by_kind[each.kind].append(each)
-        missed = Counter(each.kind for each in not_sent)
-        return {kind.name: self.summarize(by_kind[number], missed[number]) for number, kind in enumerate(self.kinds)}
-
-    def _get_rate(self, number: float) -> float:
-        return round(number / self.elapsed_s, 3) if self.elapsed_s > 0 else 0.0
-
-
-def make_steps(headers: Iterable[str]) -> dict[str, Step]:
-    """The steps of the server by their names, in the order in which they first occur."""
-    times: dict[str, list[float]] = {}
-    for header in headers:
-        for name, milliseconds in STEP.findall(header):
-            times.setdefault(name, []).append(float(milliseconds))
-    return {name: _make_step(sorted(values)) for name, values in times.items()}
+    return Figures(
+        requests=len(samples),
+        failed=sum(each.failed for each in samples),
+        statuses=dict(sorted(Counter(each.status for each in answers if each.status).items())),
+        errors=dict(sorted(Counter(each.error for each in samples if each.error).items())),
+        goodput=get_rate(sum(each.good for each in answers)),
+        rows_per_second=get_rate(sum(each.kind.inputs for each in answers if each.status == 200)),
+        bytes_per_second=get_rate(sum(each.size for each in answers)),
+        latency_ms=make_spread(each.seconds for each in answers if each.status not in REFUSALS),
+        refusal_ms=make_spread(each.seconds for each in answers if each.status in REFUSALS),
+    )
 
 
 def make_spread(seconds: Iterable[float]) -> Spread | None:
@@ -184,6 +101,16 @@ def get_percentile(ordered: Sequence[float], percent: int) -> float:
     return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
 
 
-def _make_step(ordered: list[float]) -> Step:
-    mean = round(sum(ordered) / len(ordered), 3)
-    return Step(len(ordered), mean, get_percentile(ordered, 50), get_percentile(ordered, 99))
+def find_breaches(total: Figures, max_error_rate: float, max_p99_ms: float | None) -> list[str]:
+    """A line for each part of the error budget that is broken; none where all is kept."""
+    if not total.requests:
+        return ["no request was counted"]
+    breaches = []
+    rate = total.failed / total.requests
+    if rate > max_error_rate:
+        share = f"{total.failed} of {total.requests} requests failed, a share of {rate:.3g}"
+        breaches.append(f"{share}; --max-error-rate allows {max_error_rate:g}")
+    if max_p99_ms is not None and (total.latency_ms is None or total.latency_ms.p99 > max_p99_ms):
+        found = f"p99 is {total.latency_ms.p99:.1f} ms" if total.latency_ms else "there is no answer to take a p99 of"
+        breaches.append(f"{found}; --max-p99 allows {max_p99_ms:g} ms")
+    return breaches

@@ -1,88 +1,130 @@
-"""What a run gave, as it is kept, and what it may have cost."""
+"""What a run shows: lines while it goes on, a table, JSON, a plot."""
 
 from __future__ import annotations
 
-import os
-import platform
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 
-from layertap.service.load.figures import Figures, Spread
-from layertap.service.load.options import Options
-from layertap.service.load.timeline import Interval
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from layertap.models.errors import LayertapError
+from layertap.service.load.figures import REFUSALS, Figures, make_spread
+from layertap.service.load.run import LoadRun
+from layertap.service.logs import escape_unprintable
 from layertap.service.version import get_version
 
-
-@dataclass(frozen=True)
-class Report:
-    """Figures of all requests and of each kind, and over the run.
-
-    ``client_cpu`` is CPU-seconds a second of the client's own process: near 1, it was the limit. ``late_ms``: in open
-    loop, how long after their moments requests were sent.
-    """
-
-    total: Figures
-    kinds: dict[str, Figures]
-    elapsed_s: float
-    client_cpu: float
-    late_ms: Spread | None
-    interrupted: bool
-    timeline: list[Interval]
-
-    @property
-    def ok(self) -> bool:
-        """Whether every request that the client waited for was answered, and as expected or allowed."""
-        return not self.total.unexpected and not self.total.errors
+BUSY = 0.8  # CPU-seconds a second from which the client may be what limits
+INTERVALS = 60  # of a plot
+COLUMNS = ("requests", "failed", "good/s", "rows/s", "MB/s", "p50 ms", "p90 ms", "p99 ms", "max ms", "outcomes")
 
 
-@dataclass(frozen=True)
-class Budget:
-    """What a run may have: failed requests as a share of all that were due (0 to 1), and the 99th percentile."""
+def make_watch(console: Console) -> Callable[[LoadRun], None]:
+    """Print, at each look, a line about what came since the last one; ``failed`` is of all the run."""
+    seen, failed, last = 0, 0, 0.0
 
-    max_error_rate: float = 0.0
-    max_p99_ms: float | None = None
+    def watch(run: LoadRun) -> None:
+        nonlocal seen, failed, last
+        new = run.samples[seen:]
+        seen, failed = seen + len(new), failed + sum(each.failed for each in new)
+        rate, last = len(new) / max(run.elapsed_s - last, 1e-9), run.elapsed_s
+        latency = make_spread(each.seconds for each in new if each.status is not None) or "no answer"
+        line = f"{run.elapsed_s:.0f} s: {seen} done, {rate:.1f}/s, {latency}, {failed} failed"
+        console.print(line, highlight=False, soft_wrap=True)
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.max_error_rate <= 1:
-            raise ValueError(f"--max-error-rate is {self.max_error_rate:g}, and should be a share from 0 to 1")
-        if self.max_p99_ms is not None and not self.max_p99_ms > 0:
-            raise ValueError(f"--max-p99 is {self.max_p99_ms:g}, and should be milliseconds, greater than 0")
-
-    def find_breaches(self, total: Figures) -> list[str]:
-        """A line for each part that is broken, no line where all is kept."""
-        due = total.requests + total.not_sent
-        if not due:
-            return ["no request was counted"]
-        breaches = []
-        if total.error_rate > self.max_error_rate:
-            share = f"{total.failed} of {due} requests failed, a share of {total.error_rate:.3g}"
-            breaches.append(f"{share}; --max-error-rate allows {self.max_error_rate:g}")
-        if self.max_p99_ms is not None:
-            p99 = total.latency_ms.p99 if total.latency_ms else None
-            if p99 is None or p99 > self.max_p99_ms:
-                told = "there is no answer to take a p99 of" if p99 is None else f"p99 is {p99:.1f} ms"
-                breaches.append(f"{told}; --max-p99 allows {self.max_p99_ms:g} ms")
-        return breaches
+    return watch
 
 
-def make_document(
-    command: str, scenario: str, options: Options, budget: Budget, report: Report
-) -> Mapping[str, object]:
-    """A run that has just ended as plain data for JSON: what was asked, of whom, when, what came of it; no key."""
-    told = {name: value for name, value in asdict(options).items() if name != "headers"}  # these have the key
+def print_report(run: LoadRun, console: Console) -> None:
+    """Print a table with a row for each kind of request, and what should be known when it is read."""
+    table = Table("request", title=f"Load: {run.elapsed_s:.1f} s", title_justify="left")
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for name, figures in run.by_kind.items():
+        table.add_row(escape(escape_unprintable(name)), *_format_cells(figures))
+    table.add_section()
+    total = run.total
+    table.add_row("total", *_format_cells(total))
+    console.print(table)
+    if run.interrupted:
+        console.print("interrupted: these are the figures of what was done")
+    if total.refusal_ms is not None:
+        console.print(f"refusals (429, 503), in no percentile above: {total.refusal_ms}", highlight=False)
+    if run.late_ms is not None:
+        console.print(f"sent after their moments by {run.late_ms}", highlight=False)
+    busy = ": the client may be what limits" if run.client_cpu >= BUSY else ""
+    console.print(f"client: {run.client_cpu:.2f} CPU-seconds a second{busy}", highlight=False)
+
+
+def _format_cells(figures: Figures) -> Iterator[str]:
+    yield str(figures.requests)
+    yield str(figures.failed or "")
+    for rate in (figures.goodput, figures.rows_per_second, figures.bytes_per_second / 1e6):
+        yield f"{rate:.1f}"
+    latency = figures.latency_ms
+    yield from ("",) * 4 if latency is None else (f"{value:.1f}" for value in asdict(latency).values())
+    outcomes = [*figures.statuses.items(), *figures.errors.items()]
+    yield ", ".join(f"{name} × {count}" for name, count in outcomes)
+
+
+def make_document(run: LoadRun, scenario: str, breaches: list[str]) -> dict[str, object]:
+    """A run that has just ended as plain data for JSON: what was asked, when, what came of it; no key."""
+    options = {name: value for name, value in vars(run.options).items() if name != "headers"}  # these have the key
     return {
-        "command": command,
         "scenario": scenario,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": get_version(),
-        "client": {
-            "cores": os.cpu_count(),
-            "system": f"{platform.system()} {platform.machine()}",
-            "python": platform.python_version(),
+        "options": options | {"allow": sorted(run.options.allow)},
+        "breaches": breaches,
+        "results": {
+            "total": asdict(run.total),
+            "kinds": {name: asdict(figures) for name, figures in run.by_kind.items()},
+            "elapsed_s": round(run.elapsed_s, 3),
+            "client_cpu": round(run.client_cpu, 3),
+            "late_ms": asdict(run.late_ms) if run.late_ms else None,
+            "interrupted": run.interrupted,
         },
-        "options": told | {"allow": sorted(options.allow)},
-        "budget": asdict(budget),
-        "breaches": budget.find_breaches(report.total),
-        "results": asdict(report),
     }
+
+
+def check_plot(path: Path) -> None:
+    """LayertapError where matplotlib is missing, or the file's ending names no format that it writes."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise LayertapError('plots need matplotlib: pip install "layertap[bench]"') from error
+    if path.suffix[1:] not in (formats := sorted(FigureCanvasBase.filetypes)):
+        raise LayertapError(f"--plot can't write {path.suffix or 'a file without an ending'}", hint=", ".join(formats))
+
+
+def write_plot(run: LoadRun, title: str, path: Path) -> None:
+    """Draw rates and latency over time, in the format that the file's ending names."""
+    from matplotlib.figure import Figure
+
+    answers = [each for each in run.samples if each.status is not None and each.status not in REFUSALS]
+    moments = {
+        "due": [each.at for each in run.samples],
+        "good": [each.at + each.seconds for each in run.samples if each.good],
+        "failed": [each.at + each.seconds for each in run.samples if each.failed],
+    }
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    rates, latencies = figure.subplots(2, 1, sharex=True)
+    edges = np.linspace(0, run.elapsed_s, INTERVALS + 1)
+    for name, values in moments.items():
+        rates.stairs(np.histogram(values, edges)[0] / edges[1], edges, label=name)
+    due_s, latency_ms = [each.at for each in answers], [1000 * each.seconds for each in answers]
+    latencies.plot(due_s, latency_ms, ".", markersize=2, rasterized=True, label="an answer, by when it was due")
+    if spread := run.total.latency_ms:
+        latencies.axhline(spread.p50, color="C1", label="p50")
+        latencies.axhline(spread.p99, color="C3", label="p99")
+    rates.set_ylabel("requests a second")
+    latencies.set(xlabel="seconds since the start", ylabel="latency, ms")
+    for axes in (rates, latencies):
+        axes.set_ylim(bottom=0)
+        axes.legend(loc="upper right")  # the best place takes long to find among many points
+    figure.suptitle(title)
+    figure.savefig(path)

@@ -3,224 +3,186 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, count, islice, repeat, takewhile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle
 from random import Random
-from typing import NamedTuple
 
-from layertap.service.load.figures import Judge, NotSent, Sample, Spread, make_spread
+import httpx
+
+from layertap.service.load.figures import NOT_SENT, Figures, Sample, Spread, make_spread, summarize
 from layertap.service.load.options import Options
-from layertap.service.load.report import Report
 from layertap.service.load.scenario import RequestKind
-from layertap.service.load.sender import Sender
-from layertap.service.load.timeline import make_timeline
 
-Entry = tuple[float, int]
-
-
-def make_schedule(weights: Sequence[float], options: Options, phase: str = "") -> Iterator[Entry]:
-    """Entries of a moment, in seconds after the start, and the number of a kind of request.
-
-    In closed loop every moment is 0: a request is due once a connection is free. ``phase`` gives another schedule.
-    """
-    numbers = draw_numbers(weights, f"{options.seed} kinds {phase}")
-    moments = repeat(0.0) if options.rate is None else ARRIVALS[options.arrivals](options, f"{options.seed} {phase}")
-    entries = islice(zip(moments, numbers, strict=False), options.requests)
-    if options.duration is None:
-        return entries
-    limit = options.duration
-    return takewhile(lambda entry: entry[0] < limit, entries)
-
-
-def draw_numbers(weights: Sequence[float], seed: str) -> Iterator[int]:
-    """Numbers of kinds of requests without end, each as often as its weight says."""
-    random = Random(seed)  # noqa: S311 - a schedule is no secret
-    cumulated = list(accumulate(weights))
-    numbers = range(len(weights))
-    while True:
-        yield random.choices(numbers, cum_weights=cumulated)[0]
-
-
-def _poisson(options: Options, seed: str) -> Iterator[float]:
-    random = Random(seed)  # noqa: S311 - a schedule is no secret
-    return accumulate(random.expovariate(options.rate or 1) for _ in count())
-
-
-def _constant(options: Options, _: str) -> Iterator[float]:
-    return (number / (options.rate or 1) for number in count())
-
-
-ARRIVALS = {"poisson": _poisson, "constant": _constant}
-
-
+Schedule = Iterator[tuple[float, RequestKind]]
 PAUSE_S = 0.1  # of a connection in closed loop after an error, so that a server that is gone isn't hammered
-TICK_S = 1.0  # between two looks at the figures, and so what "now" means
+KEEP_S = 2.0  # less than servers keep an idle connection (uvicorn 5 s), so that none is used while it is closed
+WATCH_S = 2.0  # between two looks at the figures
 
 
-class Now(NamedTuple):
-    """The figures of a run that goes on; ``per_second`` and ``latency_ms`` are of the time since the last look."""
+class LoadRun:
+    """A load test, and what has become of each request so far.
 
-    elapsed_s: float
-    done: int
-    not_sent: int
-    failed: int
-    per_second: float
-    latency_ms: Spread | None
+    Each connection is a pool of its own: httpx's looks at every connection for every request, and with hundreds of them
+    the client would be slower than the server that it measures. The one used last is used again first.
+    """
 
+    def __init__(self, kinds: Sequence[RequestKind], options: Options) -> None:
+        self.kinds = kinds
+        self.options = options
+        self.samples: list[Sample] = []
+        self.elapsed_s = 0.0
+        self.client_cpu = 0.0  # CPU-seconds a second of this process: near 1, it was the limit
+        self.interrupted = False
+        self._begun = self._cpu_begun = 0.0
+        self._requests = {kind.name: cycle(_make_requests(kind, options)) for kind in kinds}
+        self._tls = httpx.create_ssl_context()
+        self._free: list[httpx.AsyncHTTPTransport] = []
 
-Watch = Callable[[Now], None]
+    @property
+    def total(self) -> Figures:
+        """The figures of all requests."""
+        return summarize(self.samples, self.elapsed_s)
 
+    @property
+    def by_kind(self) -> dict[str, Figures]:
+        """The figures of each kind of request, by its name."""
+        samples = {kind.name: [each for each in self.samples if each.kind is kind] for kind in self.kinds}
+        return {name: summarize(some, self.elapsed_s) for name, some in samples.items()}
 
-@dataclass
-class Record:
-    """What has happened so far."""
+    @property
+    def late_ms(self) -> Spread | None:
+        """How long after their moments an open loop sent its requests; None in a closed one, which has no moments."""
+        if self.options.rate is None:
+            return None
+        return make_spread(each.late for each in self.samples if each.late is not None)
 
-    samples: list[Sample] = field(default_factory=list)
-    not_sent: list[NotSent] = field(default_factory=list)
-    begun: float = field(default_factory=time.perf_counter)
-    cpu_begun: float = field(default_factory=time.process_time)
-    elapsed: float = 0.0
-    cpu: float = 0.0
-
-    def end(self) -> None:
-        """Take the time."""
-        self.elapsed = time.perf_counter() - self.begun
-        self.cpu = time.process_time() - self.cpu_begun
-
-
-def run(kinds: Sequence[RequestKind], options: Options, watch: Watch | None = None) -> Report:
-    """Warm up, send, and give the figures; interrupted, those of what was done. ``watch`` is told them every second."""
-    records: list[Record] = []
-    interrupted = False
-    with asyncio.Runner(loop_factory=_find_loop()) as runner:
+    async def send_all(self, watch: Callable[[LoadRun], object]) -> None:
+        """Warm up, then send what the options say; ``watch`` is called every now and then and at the end."""
         try:
-            runner.run(_run(kinds, options, records.append, watch))
-        except KeyboardInterrupt:
-            interrupted = True
-    return _make_report(kinds, options, records[0] if records else Record(), interrupted)
-
-
-async def _run(
-    kinds: Sequence[RequestKind], options: Options, keep: Callable[[Record], None], watch: Watch | None
-) -> None:
-    weights = [each.weight for each in kinds]
-    loop = _run_closed if options.rate is None else _run_open
-    async with aclosing(Sender(kinds, options)) as sender:
-        if options.warmup:
-            warmup = replace(options, requests=options.warmup, duration=None)
-            await loop(sender, warmup, make_schedule(weights, warmup, "warm-up"), Record())
-        record = Record()
-        keep(record)
-        try:
-            async with _watch(record, Judge(kinds, options, 0.0), watch):
-                await loop(sender, options, make_schedule(weights, options), record)
+            await self._warm_up()
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(self._watch(watch))
+                await self._send(self.options)
+                watching.cancel()
         finally:
-            record.end()
+            self._take_time()
+            watch(self)
+            for connection in self._free:
+                await connection.aclose()
 
-
-async def _run_closed(sender: Sender, options: Options, entries: Iterator[Entry], record: Record) -> None:
-    """Each connection sends its next request once the last one is answered."""
-    until = record.begun + (options.duration or float("inf"))
-
-    async def use_connection() -> None:
-        while (now := time.perf_counter()) < until and (entry := next(entries, None)) is not None:
-            sample = await sender.send(entry[1], now, record.begun)
-            record.samples.append(sample)
-            if pause := _choose_pause(sample, options):
-                await asyncio.sleep(min(pause, max(until - time.perf_counter(), 0.0)))
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(options.connections):
-            group.create_task(use_connection())
-
-
-def _choose_pause(sample: Sample, options: Options) -> float:
-    if sample.error is not None:
-        return PAUSE_S
-    return (sample.retry_after or 0.0) if options.respect_retry_after else 0.0
-
-
-async def _run_open(sender: Sender, options: Options, entries: Iterator[Entry], record: Record) -> None:
-    """Requests are sent at their moments, whatever became of those before; their time counts from these moments."""
-    in_flight = 0
-
-    async def send(number: int, due: float) -> None:
-        nonlocal in_flight
+    async def _warm_up(self) -> None:
+        """Send requests that are not counted, on connections that stay open."""
         try:
-            record.samples.append(await sender.send(number, due, record.begun))
+            await self._send(replace(self.options, requests=self.options.warmup, duration=None), "warm-up")
         finally:
-            in_flight -= 1
+            self.samples.clear()
 
-    async with asyncio.TaskGroup() as group:
-        for moment, number in entries:
-            due = record.begun + moment
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            if in_flight >= options.max_in_flight:
-                record.not_sent.append(NotSent(number, moment))
-                continue
-            in_flight += 1
-            group.create_task(send(number, due))
-
-
-@asynccontextmanager
-async def _watch(record: Record, judge: Judge, watch: Watch | None) -> AsyncIterator[None]:
-    """While the block runs, tell a watcher the figures every now and then, and once more at its end."""
-    if watch is None:
-        yield
-        return
-    look = _make_look(record, judge)
-
-    async def tick() -> None:
+    async def _watch(self, watch: Callable[[LoadRun], object]) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
-            watch(look())
+            await asyncio.sleep(WATCH_S)
+            self._take_time()
+            watch(self)
 
-    ticks = asyncio.create_task(tick())
+    def _take_time(self) -> None:
+        self.elapsed_s = time.perf_counter() - self._begun
+        self.client_cpu = (time.process_time() - self._cpu_begun) / self.elapsed_s
+
+    async def _send(self, options: Options, phase: str = "") -> None:
+        """Send what these options say, and end when all is answered."""
+        self._begun, self._cpu_begun = time.perf_counter(), time.process_time()
+        schedule = make_schedule(self.kinds, options, phase)
+        async with asyncio.TaskGroup() as group:
+            if options.rate is not None:
+                await self._send_open(schedule, options.max_in_flight, group)
+                return
+            until = self._begun + (options.duration or math.inf)
+            for _ in range(options.connections):
+                group.create_task(self._use_connection(schedule, until))
+
+    async def _send_open(self, schedule: Schedule, max_in_flight: int, group: asyncio.TaskGroup) -> None:
+        """Send requests at their moments, whatever became of those before; their time counts from these moments."""
+        in_flight: set[asyncio.Task[Sample]] = set()
+        for moment, kind in schedule:
+            due = self._begun + moment
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            if len(in_flight) >= max_in_flight:
+                self.samples.append(Sample(kind, moment, failed=True, error=NOT_SENT))
+                continue
+            task = group.create_task(self._send_request(kind, due))
+            in_flight.add(task)
+            task.add_done_callback(in_flight.discard)
+
+    async def _use_connection(self, schedule: Schedule, until: float) -> None:
+        """Closed loop: send the next request once the last one is answered."""
+        while (now := time.perf_counter()) < until and (entry := next(schedule, None)) is not None:
+            sample = await self._send_request(entry[1], now)
+            if sample.error is not None:
+                await asyncio.sleep(PAUSE_S)
+
+    async def _send_request(self, kind: RequestKind, due: float) -> Sample:
+        """Send the next request of a kind, read all of the answer, and keep what became of it."""
+        sent, size, status, error = time.perf_counter(), 0, None, None
+        connection = self._free.pop() if self._free else self._connect()
+        try:
+            response = await connection.handle_async_request(next(self._requests[kind.name]))
+            async for chunk in response.aiter_raw():
+                size += len(chunk)
+            status = response.status_code
+        except httpx.TransportError as failure:
+            error = type(failure).__name__
+        finally:
+            ended = time.perf_counter()
+            if status is not None:
+                self._free.append(connection)
+            else:  # httpcore may hold it as busy for ever
+                await connection.aclose()
+        failed = status != kind.expect and status not in self.options.allow
+        sample = Sample(kind, due - self._begun, failed, status, error, ended - due, sent - due, size)
+        self.samples.append(sample)
+        return sample
+
+    def _connect(self) -> httpx.AsyncHTTPTransport:
+        limits = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=KEEP_S)
+        return httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False, limits=limits)
+
+
+def run(
+    kinds: Sequence[RequestKind], options: Options, watch: Callable[[LoadRun], object] = lambda record: None
+) -> LoadRun:
+    """A load test; interrupted by Ctrl+C, it has what was done."""
+    test = LoadRun(kinds, options)
     try:
-        yield
-    finally:
-        ticks.cancel()
-        with suppress(asyncio.CancelledError):
-            await ticks
-        watch(look())
+        asyncio.run(test.send_all(watch))
+    except KeyboardInterrupt:
+        test.interrupted = True
+    return test
 
 
-def _make_look(record: Record, judge: Judge) -> Callable[[], Now]:
-    seen, failed, last = 0, 0, record.begun
+def make_schedule(kinds: Sequence[RequestKind], options: Options, phase: str = "") -> Schedule:
+    """Moments, in seconds after the start, and what is sent then; ``phase`` gives another schedule.
 
-    def look() -> Now:
-        nonlocal seen, failed, last
-        new, now = record.samples[seen:], time.perf_counter()
-        seen += len(new)
-        failed += sum(each.error is not None or judge.is_unexpected(each) for each in new)
-        rate, last = len(new) / max(now - last, 1e-9), now
-        latency = make_spread(each.seconds for each in new if each.status is not None)
-        return Now(now - record.begun, seen, len(record.not_sent), failed, rate, latency)
-
-    return look
-
-
-def _make_report(kinds: Sequence[RequestKind], options: Options, record: Record, interrupted: bool) -> Report:
-    judge = Judge(kinds, options, record.elapsed)
-    return Report(
-        total=judge.summarize(record.samples, len(record.not_sent)),
-        kinds=judge.summarize_kinds(record.samples, record.not_sent),
-        elapsed_s=round(record.elapsed, 3),
-        client_cpu=round(record.cpu / record.elapsed, 3) if record.elapsed else 0.0,
-        late_ms=make_spread(each.late for each in record.samples) if options.rate is not None else None,
-        interrupted=interrupted,
-        timeline=make_timeline(judge, record.samples, record.not_sent),
-    )
+    In closed loop every moment is 0: a request is due once a connection is free.
+    """
+    draws, gaps = Random(f"{options.seed} kinds {phase}"), Random(f"{options.seed} {phase}")  # noqa: S311 - no secrets
+    weights = [each.weight for each in kinds]
+    moment = 0.0
+    for number in range(options.requests):
+        if options.rate is not None:
+            constant = options.arrivals == "constant"
+            moment = number / options.rate if constant else moment + gaps.expovariate(options.rate)
+        if options.duration is not None and moment >= options.duration:
+            return
+        yield moment, draws.choices(kinds, weights)[0]
 
 
-def _find_loop() -> Callable[[], asyncio.AbstractEventLoop]:
-    """uvloop's, where there is one: the client takes less of the machine."""
-    try:
-        factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
-    except ImportError:
-        return asyncio.new_event_loop
-    return factory
+def _make_requests(kind: RequestKind, options: Options) -> list[httpx.Request]:
+    url = f"{options.url.rstrip('/')}{kind.path}"
+    headers = {"Accept-Encoding": "identity", **options.headers, **kind.headers}
+    timeout = {"timeout": httpx.Timeout(options.timeout).as_dict()}
+    return [
+        httpx.Request("POST", url, content=content, headers={"Content-Type": media_type, **headers}, extensions=timeout)
+        for content, media_type in kind.bodies
+    ]

@@ -3,217 +3,171 @@
 from __future__ import annotations
 
 import json
-import math
 import mimetypes
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from io import BytesIO
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import httpx
 import numpy as np
 import yaml
 from PIL import Image
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic_core.core_schema import ValidationInfo
 
 from layertap.models.errors import LayertapError
 
 FOLDER = Path(__file__).parent / "scenarios"
 BUILT_IN = tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 MAX_BYTES = 256 * 2**20
-BAD_BYTES = 2048
 GRAIN = 4  # pixels between two random ones: noise in each pixel would make a JPEG larger than photographs are
-QUALITY = 90
 PICTURES = "$pictures"  # in JSON, what stands for the pictures
-Positive = Annotated[int, Field(ge=1)]
-Status = Annotated[int, Field(ge=100, le=599)]
-
-
-class ScenarioError(LayertapError):
-    """A scenario can't be read or makes no sense."""
+Size = Annotated[int, Field(ge=1, le=20_000)]
+HeaderValue = Annotated[str, Field(pattern="^[ -~]*$")]
+SOURCES = ({"picture"}, {"draw"}, {"random"}, {"json_body"}, {"picture", "json_body"}, {"draw", "json_body"})
 
 
 class Body(NamedTuple):
-    """Bytes, and the headers that go with them."""
-
-    content: bytes
-    headers: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class RequestKind:
-    """``POST path`` with one of these bodies after another.
-
-    ``rows`` counts a body's inputs, ``expect`` the right statuses. The client leaves after ``leave_after`` seconds.
-    """
-
-    name: str
-    path: str
-    bodies: tuple[Body, ...] = field(repr=False)
-    rows: int = 1
-    weight: float = 1.0
-    expect: frozenset[int] = frozenset({200})
-    leave_after: float | None = None
-
-
-Scenario = tuple[RequestKind, ...]
-
-
-class Picture(NamedTuple):
-    """An encoded picture and what it is declared as."""
+    """Bytes, and what they are declared as: a picture, or all that a request sends."""
 
     content: bytes
     media_type: str
 
 
-class Entry(BaseModel):
-    """A kind of request as a file has it: a path, and one of ``picture``, ``draw``, ``random`` and ``bad``.
+class RequestKind(BaseModel):
+    """``POST path`` with one of some bodies after another, as an entry of a file says it.
 
-    ``draw`` is a picture's width and height, ``random`` the shape of a row of float32; ``count`` of them take turns.
+    ``draw`` is the width and height of ``count`` pictures, ``random`` the shape of a row of float32. ``inputs`` is how
+    many a body has, ``expect`` the right status. The context of the validation is the folder where pictures are.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
     name: Annotated[str, Field(min_length=1, max_length=60)]
     path: Annotated[str, Field(pattern="^/")]
     picture: str | None = None
-    draw: tuple[Annotated[int, Field(ge=1, le=20_000)], Annotated[int, Field(ge=1, le=20_000)]] | None = None
-    random: Annotated[list[Positive], Field(max_length=8)] | None = None
-    bad: Literal[True] | None = None
-    count: Annotated[int, Field(ge=1, le=1000)] = 1
-    seed: Annotated[int, Field(ge=0)] = 0
-    inputs: Annotated[int, Field(ge=1, le=100_000)] = 1
+    draw: tuple[Size, Size] | None = None
+    random: Annotated[list[Size], Field(max_length=8)] | None = None
     json_body: Annotated[dict[str, Any] | None, Field(alias="json")] = None
-    headers: dict[str, str | int | float] = {}
-    weight: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = 1.0
-    expect: Annotated[frozenset[Status], BeforeValidator(lambda it: it if isinstance(it, list) else [it])] = frozenset(
-        {200}
-    )
-    leave_after: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    count: Annotated[int, Field(ge=1, le=1000)] = 1
+    inputs: Annotated[int, Field(ge=1, le=100_000)] = 1
+    headers: dict[str, HeaderValue] = {}
+    weight: Annotated[float, Field(gt=0, le=1e9)] = 1.0
+    expect: Annotated[int, Field(ge=100, le=599)] = 200
+    _bodies: Sequence[Body] = ()
+
+    @property
+    def bodies(self) -> Sequence[Body]:
+        """What is sent, in turn: all pictures, the last body filled up with the first ones."""
+        return self._bodies
+
+    @model_validator(mode="after")
+    def _make_bodies(self, info: ValidationInfo) -> Self:
+        if {name for name in set().union(*SOURCES) if getattr(self, name) is not None} not in SOURCES:
+            raise ValueError("give one of 'picture', 'draw', 'random' and 'json'; 'json' goes with pictures too")
+        if self.random is not None:
+            self._bodies = [_make_npy((self.inputs, *self.random), self.name)]
+            return self
+        pictures: list[Body] = []
+        if self.picture is not None:
+            pictures = _read_pictures(Path(info.context or "", self.picture))
+        elif self.draw is not None:
+            count = max(self.count, self.inputs)
+            pictures = [_draw_picture(*self.draw, f"{number} {self.name}") for number in range(count)]
+        endless = cycle(pictures)
+        groups = [list(islice(endless, self.inputs)) for _ in range(0, max(1, len(pictures)), self.inputs)]
+        json_body = self.json_body
+        self._bodies = [_make_multipart(each) if json_body is None else _make_json(json_body, each) for each in groups]
+        return self
 
 
-def find_scenario(name: str) -> Scenario:
-    """The scenario of a file, or the one that comes with the command under this name; ScenarioError."""
+SCENARIO = TypeAdapter(Annotated[list[RequestKind], Field(min_length=1)])
+
+
+def find_scenario(name: str) -> list[RequestKind]:
+    """The scenario of a file, or the one that comes with the command under this name; LayertapError, OSError."""
     path = FOLDER / f"{name}.yaml" if name in BUILT_IN else Path(name)
-    if not path.exists() and path.name == name and not path.suffix:
-        raise ScenarioError(f"there is no scenario {name!r}", hint=f"a file, or one of {', '.join(BUILT_IN)}")
+    if not path.exists():
+        raise LayertapError(f"there is no scenario {name!r}", hint=f"a file, or one of {', '.join(BUILT_IN)}")
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ScenarioError(f"can't read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of dates and numbers that are none
-        raise ScenarioError(f"{path} is not YAML: {error}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: dates and numbers that are none
+        raise LayertapError(f"{path} is not YAML: {error}") from error
     try:
         return make_scenario(data, path.parent)
-    except ScenarioError as error:
-        raise ScenarioError(f"{path}: {error.detail}") from error
+    except LayertapError as error:
+        raise LayertapError(f"{path}: {error.detail}") from error
 
 
-def make_scenario(data: object, folder: Path) -> Scenario:
-    """The kinds of requests that a file's content means, whose pictures are in ``folder``; ScenarioError."""
-    if not isinstance(data, list) or not data:
-        raise ScenarioError("this should be a list of kinds of requests: - name: …")
-    kinds: dict[str, RequestKind] = {}
-    for number, each in enumerate(data, 1):
-        try:
-            kind = _make_kind(Entry.model_validate(each), folder)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ScenarioError(f"request {number}: {where}: {first['msg']}") from error
-        except ScenarioError as error:
-            raise ScenarioError(f"request {number}: {error.detail}") from error
-        if kind.name in kinds:
-            raise ScenarioError(f"two kinds of requests are called {kind.name!r}")
-        kinds[kind.name] = kind
-    return tuple(kinds.values())
-
-
-def make_multipart(pictures: tuple[Picture, ...]) -> Body:
-    """Parts named ``images``; a single one is its own body."""
-    if len(pictures) == 1:
-        return Body(pictures[0].content, {"Content-Type": pictures[0].media_type})
-    files = [("images", (str(number), *each)) for number, each in enumerate(pictures)]
-    headers = {"Content-Type": "multipart/form-data; boundary=layertap-load-part"}
-    return Body(httpx.Request("POST", "http://", files=files, headers=headers).read(), headers)
-
-
-def make_npy(count: int, shape: Sequence[int], seed: int) -> Body:
-    """Rows of normally distributed float32 as one array."""
-    stream = BytesIO()
-    np.save(stream, np.random.default_rng(seed).standard_normal((count, *shape), np.float32))
-    return Body(stream.getvalue(), {"Content-Type": "application/x-npy"})
-
-
-def _make_kind(entry: Entry, folder: Path) -> RequestKind:
-    headers = {name: str(value) for name, value in entry.headers.items()}
+def make_scenario(data: object, folder: Path) -> list[RequestKind]:
+    """The kinds of requests that a file's content means, whose pictures are in ``folder``; LayertapError, OSError."""
     try:
-        httpx.Headers(headers)
-    except UnicodeEncodeError:
-        raise ScenarioError("headers: these can't be sent") from None
-    return RequestKind(
-        name=entry.name,
-        path=entry.path,
-        bodies=tuple(Body(content, {**own, **headers}) for content, own in _make_bodies(entry, folder)),
-        rows=entry.inputs,
-        weight=entry.weight,
-        expect=entry.expect,
-        leave_after=entry.leave_after,
+        kinds = SCENARIO.validate_python(data, context=folder)
+    except ValidationError as error:
+        raise LayertapError("\n".join(_format_mistake(each["loc"], each["msg"]) for each in error.errors())) from error
+    names = [each.name for each in kinds]
+    if len(set(names)) < len(names):
+        raise LayertapError(f"two kinds of requests are called {max(names, key=names.count)!r}")
+    return kinds
+
+
+def _format_mistake(location: Sequence[int | str], message: str) -> str:
+    """Where a mistake is: by the number of the request, from 1, and the key."""
+    if not location:
+        return f"a scenario is a list of kinds of requests: {message}"
+    return ": ".join(
+        (f"request {int(location[0]) + 1}", *map(str, location[1:]), message.removeprefix("Value error, "))
     )
 
 
-def _make_bodies(entry: Entry, folder: Path) -> list[Body]:
-    """A body for each request until each picture has been sent; the last one is filled up with the first ones."""
-    if sum(given is not None for given in (entry.picture, entry.draw, entry.random, entry.bad)) != 1:
-        raise ScenarioError("give exactly one of 'picture', 'draw', 'random' and 'bad'")
-    if entry.random is not None:
-        if 4 * entry.inputs * math.prod(entry.random) > MAX_BYTES:
-            raise ScenarioError(f"random: rows of more than {MAX_BYTES // 2**20} MiB: take fewer, or smaller")
-        return [make_npy(entry.inputs, entry.random, entry.seed)]
-    pictures = _make_pictures(entry, folder)
-    endless = cycle(pictures)
-    groups = [tuple(islice(endless, entry.inputs)) for _ in range(-(-len(pictures) // entry.inputs))]
-    return [_make_json(entry.json_body, each) if entry.json_body else make_multipart(each) for each in groups]
+def _make_multipart(pictures: Sequence[Body]) -> Body:
+    """Parts named ``images``; a single picture is its own body."""
+    if len(pictures) == 1:
+        return pictures[0]
+    files = [("images", (str(number), *each)) for number, each in enumerate(pictures)]
+    media_type = "multipart/form-data; boundary=layertap-load-part"
+    request = httpx.Request("POST", "http://", files=files, headers={"Content-Type": media_type})
+    return Body(request.read(), media_type)
 
 
-def _make_json(body: dict[str, Any], pictures: tuple[Picture, ...]) -> Body:
+def _make_json(body: Mapping[str, Any], pictures: Sequence[Body]) -> Body:
     """JSON in which the pictures stand as data URIs."""
     uris = [f"data:{each.media_type};base64,{b64encode(each.content).decode()}" for each in pictures]
     text = json.dumps({name: uris if value == PICTURES else value for name, value in body.items()})
-    return Body(text.encode(), {"Content-Type": "application/json"})
+    return Body(text.encode(), "application/json")
 
 
-def _make_pictures(entry: Entry, folder: Path) -> list[Picture]:
-    if entry.picture is not None:
-        return _read_pictures(folder / entry.picture)
-    seeds = range(entry.seed, entry.seed + max(entry.count, entry.inputs))
-    if entry.draw is not None:
-        return [_draw_picture(*entry.draw, seed) for seed in seeds]
-    return [Picture(np.random.default_rng(seed).bytes(BAD_BYTES), "image/jpeg") for seed in seeds]
+def _make_npy(shape: Sequence[int], seed: str) -> Body:
+    """Rows of normally distributed float32 as one array."""
+    stream = BytesIO()
+    np.save(stream, _seed(seed).standard_normal(shape, np.float32))
+    return Body(stream.getvalue(), "application/x-npy")
 
 
-def _draw_picture(width: int, height: int, seed: int) -> Picture:
+def _draw_picture(width: int, height: int, seed: str) -> Body:
     """A JPEG of random blotches."""
     coarse = (-(-height // GRAIN), -(-width // GRAIN), 3)
-    pixels = np.random.default_rng(seed).integers(0, 256, coarse, dtype=np.uint8)
+    pixels = _seed(seed).integers(0, 256, coarse, dtype=np.uint8)
     stream = BytesIO()
-    Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC).save(stream, "JPEG", quality=QUALITY)
-    return Picture(stream.getvalue(), "image/jpeg")
+    Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC).save(stream, "JPEG", quality=90)
+    return Body(stream.getvalue(), "image/jpeg")
 
 
-def _read_pictures(path: Path) -> list[Picture]:
-    """A picture, or those of a folder by name; ScenarioError where there is none, or more than is good to hold."""
-    try:
-        files = sorted(path.iterdir()) if path.is_dir() else [path]
-        types = {file: mimetypes.guess_type(file.name)[0] or "" for file in files}
-        chosen = {file: kind for file, kind in types.items() if kind.startswith("image/")}
-        if not chosen:
-            raise ScenarioError(f"picture: there is no picture in {path}: use .jpg, .png, .webp")
-        if sum(file.stat().st_size for file in chosen) > MAX_BYTES:
-            raise ScenarioError(f"picture: {path} has more than {MAX_BYTES // 2**20} MiB of pictures: take some")
-        return [Picture(file.read_bytes(), kind) for file, kind in chosen.items()]
-    except (OSError, ValueError) as error:  # of a name that no file can have
-        raise ScenarioError(f"picture: can't read {str(path)!r}: {error}") from error
+def _seed(text: str) -> np.random.Generator:
+    """Random numbers that are the same in every run."""
+    return np.random.default_rng(list(text.encode()))
+
+
+def _read_pictures(path: Path) -> list[Body]:
+    """A picture, or those of a folder by name; ValueError where there is none, or more than is good to hold."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    types = {file: mimetypes.guess_type(file.name)[0] or "" for file in files}
+    chosen = {file: media_type for file, media_type in types.items() if media_type.startswith("image/")}
+    if not chosen:
+        raise ValueError(f"there is no picture in {path}: use .jpg, .png, .webp")
+    if sum(file.stat().st_size for file in chosen) > MAX_BYTES:
+        raise ValueError(f"{path} has more than {MAX_BYTES // 2**20} MiB of pictures: take some")
+    return [Body(file.read_bytes(), media_type) for file, media_type in chosen.items()]

@@ -1,4 +1,4 @@
-"""A server of ``digits`` and of a model that can be held up, which is idle after every test; a browser."""
+"""A server of ``digits`` and of a model that can be held up, which is idle after every test."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import pytest
 from tests.server import Live, serving
 from tests.service.gated_server import admitted_rows, wait_until
 from tests.service.support import configured, net
-from tests.service.ui.conftest import chromium
-
-__all__ = ["chromium"]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from layertap.service.load.options import Options
-from layertap.service.load.scenario import Scenario, make_scenario
+from layertap.service.load.scenario import RequestKind, make_scenario
 from tests.service.support import Json
 
 ROOT = Path(__file__).parents[3]
@@ -22,7 +22,8 @@ BLOCKS: Json = {
     **PICTURE,
 }
 ROWS: Json = {"name": "rows", "path": "/extract?layers=pool", "random": [3, 32, 32], "inputs": 4}
-BAD: Json = {"name": "bad", "weight": 2, "path": "/extract?layers=pool", "bad": True, "expect": 422}
+NO_PICTURE: Json = {"layers": ["pool"], "inputs": [{"image": "AAAA"}]}
+BAD: Json = {"name": "bad", "weight": 2, "path": "/extract", "json": NO_PICTURE, "expect": 422}
 UNKNOWN: Json = {"name": "unknown", "path": "/extract?layers=nowhere", **PICTURE}
 GATED: Json = {"name": "gated", "path": "/extract?model=gated&layers=linear", "random": [4]}
 LOOPS: dict[str, Json] = {
@@ -32,11 +33,6 @@ LOOPS: dict[str, Json] = {
 }
 
 
-def of(*entries: Json) -> Scenario:
+def of(*entries: Json) -> list[RequestKind]:
     """The scenario of some entries."""
     return make_scenario(list(entries), ROOT)
-
-
-def weights(scenario: Scenario) -> list[float]:
-    """How often each kind is sent."""
-    return [each.weight for each in scenario]

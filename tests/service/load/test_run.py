@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
@@ -9,20 +10,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from layertap.service.load.options import Options
-from layertap.service.load.report import Report
-from layertap.service.load.run import Now, make_schedule, run
+from layertap.service.load.report import print_report
+from layertap.service.load.run import LoadRun, make_schedule, run
 from layertap.service.load.scenario import find_scenario
 from tests.server import Live, serving
 from tests.service.gated_server import admitted_rows, hold_model, wait_until
-from tests.service.load.entries import BAD, BLOCKS, GATED, LOOPS, NOWHERE, ROWS, UNKNOWN, VECTOR, of, weights
+from tests.service.load.entries import BAD, BLOCKS, GATED, LOOPS, NOWHERE, ROWS, UNKNOWN, VECTOR, of
 from tests.service.support import Json, configured, net
 
 PAUSE_S = 0.3
+ESCAPE = "\x1b"
 
 
 def served(caplog: pytest.LogCaptureFixture) -> Counter[int]:
@@ -37,133 +41,138 @@ def test_a_hundred_requests(live: Live, caplog: pytest.LogCaptureFixture, loop: 
     chosen = of(VECTOR, BLOCKS, ROWS, BAD, UNKNOWN)
     options = Options(live.url, requests=100, duration=240.0, seed=4, **loop)
     with caplog.at_level(logging.INFO, "layertap.access"):
-        report = run(chosen, options)
+        done = run(chosen, options)
         wait_until(lambda: served(caplog).total() >= options.requests)  # a request is logged after its reply
-    total = report.total
-    sent = Counter(chosen[number].name for _, number in make_schedule(weights(chosen), options))
-    assert {name: each.requests for name, each in report.kinds.items()} == sent
-    assert (total.requests, total.not_sent, total.left, total.errors) == (100, 0, 0, {})
+    total, kinds = done.total, done.by_kind
+    sent = Counter(kind.name for _, kind in make_schedule(chosen, options))
+    assert {name: each.requests for name, each in kinds.items()} == sent
+    assert (total.requests, total.errors) == (100, {})
     assert total.statuses == served(caplog)
     assert total.statuses == {200: sent["vector"] + sent["blocks"] + sent["rows"], 422: sent["bad"] + sent["unknown"]}
-    assert total.unexpected == report.kinds["unknown"].unexpected == sent["unknown"] > 0
-    assert not report.ok
+    assert total.failed == kinds["unknown"].failed == sent["unknown"] > 0
     rows = sent["vector"] + 3 * sent["blocks"] + 4 * sent["rows"]
-    assert total.rows_per_second * report.elapsed_s == pytest.approx(rows, rel=0.01)
-    assert total.goodput * report.elapsed_s == pytest.approx(100 - sent["unknown"], rel=0.01)
-    assert {"parse", "decode", "queue", "forward", "total"} <= total.steps.keys()
-    assert total.steps["total"].answers == 100
-    assert total.steps["forward"].answers == total.statuses[200]
-    assert (report.late_ms is None) == ("rate" not in loop)
+    assert total.rows_per_second * done.elapsed_s == pytest.approx(rows, rel=0.01)
+    assert total.goodput * done.elapsed_s == pytest.approx(100 - sent["unknown"], rel=0.01)
+    assert (done.late_ms is None) == ("rate" not in loop)
 
 
 def test_warmup_is_not_counted(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "layertap.access"):
-        report = run(of(VECTOR), Options(live.url, requests=10, warmup=7))
+        done = run(of(VECTOR), Options(live.url, requests=10, warmup=7))
         wait_until(lambda: served(caplog).total() >= 17)
-    assert report.total.statuses == {200: 10}
+    assert done.total.statuses == {200: 10}
     assert served(caplog) == {200: 17}
 
 
-def test_clients_that_leave(live: Live) -> None:
-    """They are counted as such, not as errors, and the connection is closed: the server hears of it."""
-    with hold_model(live):
-        report = run(of({**GATED, "leave_after": 0.05}), Options(live.url, requests=8, connections=4))
-    assert (report.total.left, report.total.statuses, report.total.errors) == (8, {}, {})
-    assert report.ok
-
-
 @contextmanager
-def running(entry: Json, options: Options) -> Iterator[tuple[list[Now], Callable[[], Report]]]:
-    """A run in a thread: what it has told so far, and its report, to be asked for after the block."""
-    told: list[Now] = []
+def running(entry: Json, options: Options) -> Iterator[tuple[LoadRun, Callable[[], None]]]:
+    """A run in a thread, and what waits for its end after the block."""
+    started = LoadRun(of(entry), options)
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(run, of(entry), options, told.append)
-        yield told, future.result
+        future = pool.submit(asyncio.run, started.send_all(lambda _: None))
+        yield started, future.result
 
 
 def test_refusals(clean: None) -> None:
     """Refusals have figures of their own; allowed ones are no fault, nor do they count as good."""
     with serving(configured(net("gated", "Gated")), max_queue_rows=64) as limited:
         options = Options(limited.url, requests=12, rate=500.0, allow=frozenset({429}))
-        with running({**GATED, "inputs": 20}, options) as (told, report):
+        with running({**GATED, "inputs": 20}, options) as (started, wait):
             with hold_model(limited):
-                wait_until(lambda: bool(told) and told[-1].done + (admitted_rows(limited) - 1) // 20 == 12)
-            found = report()
-    total = found.total
+                wait_until(lambda: len(started.samples) + (admitted_rows(limited) - 1) // 20 == 12)
+            wait()
+    total = started.total
     assert total.statuses.keys() == {200, 429}
-    assert sum(total.statuses.values()) == 12
-    assert total.refused == total.refused_with_retry_after == total.statuses[429]
+    assert (total.requests, total.failed) == (12, 0)
     assert total.refusal_ms is not None
     assert total.latency_ms is not None
-    assert found.ok
-    assert total.goodput < total.per_second
-    assert total.steps["total"].answers == total.statuses[200]
+    assert total.goodput * started.elapsed_s == pytest.approx(total.statuses[200], rel=0.01)
 
 
 def test_max_in_flight(live: Live) -> None:
-    """In open loop, what exceeds the bound is not sent, and is counted."""
+    """In open loop, what exceeds the bound is not sent, and has failed."""
     options = Options(live.url, requests=30, rate=1000.0, max_in_flight=3)
-    with running(GATED, options) as (told, report):
+    with running(GATED, options) as (started, wait):
         with hold_model(live):
-            wait_until(lambda: bool(told) and told[-1].not_sent == 27)
-        found = report()
-    assert (found.total.requests, found.total.not_sent, found.total.statuses) == (3, 27, {200: 3})
+            wait_until(lambda: len(started.samples) == 27)
+        wait()
+    total = started.total
+    assert (total.requests, total.failed) == (30, 27)
+    assert (total.statuses, total.errors) == ({200: 3}, {"not sent": 27})
 
 
 def test_server_that_stalls(live: Live) -> None:
     """It delays none of the following requests: all are under way while it stalls, and its pause is in each latency."""
     options = Options(live.url, requests=20, rate=1000.0, arrivals="constant")
-    with running(GATED, options) as (_, report):
+    with running(GATED, options) as (started, wait):
         with hold_model(live):
             wait_until(lambda: admitted_rows(live) == 21)
             begun = time.perf_counter()
             wait_until(lambda: time.perf_counter() - begun > PAUSE_S)
-            stalled_ms = 1000 * (time.perf_counter() - begun)
-        found = report()
-    assert found.total.statuses == {200: 20}
-    assert found.total.latency_ms is not None
-    assert found.total.latency_ms.p50 >= stalled_ms
-    assert found.late_ms is not None
-    assert sum(each.due for each in found.timeline) == 20
-    assert found.timeline[0].due == 20  # one each millisecond
+            stalled_s = time.perf_counter() - begun
+        wait()
+    assert started.total.statuses == {200: 20}
+    assert min(each.seconds for each in started.samples) >= stalled_s
+    assert sorted(each.at for each in started.samples) == pytest.approx([number / 1000 for number in range(20)])
 
 
-@pytest.mark.parametrize("respect", [True, False])
-def test_retry_after(clean: None, respect: bool) -> None:
-    """A connection that was told to wait for long sends nothing more where it respects that, and goes on where not."""
-    with serving(configured(), api_keys=("key",), key_rate=0.001, key_burst=2) as limited:
-        options = Options(
-            limited.url,
-            connections=2,
-            requests=20,
-            duration=2.0 if respect else None,
-            respect_retry_after=respect,
-            headers={"Authorization": "Bearer key"},
-        )
-        total = run(of(VECTOR), options).total
-    assert total.refused == total.refused_with_retry_after == total.statuses.get(429, 0)
-    if respect:
-        assert total.refused <= 2
-        assert total.requests <= 4
-    else:
-        assert total.statuses == {200: 2, 429: 18}
+def test_latency_counts_from_the_due_moment(live: Live) -> None:
+    """What holds the tester itself up is in its latencies, and it says how late it was."""
+    held_up = LoadRun(of(VECTOR), Options(live.url, requests=5, rate=1000.0, arrivals="constant"))
+
+    async def hold_up() -> None:
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < PAUSE_S:
+            pass  # so that nothing else runs on this loop
+
+    async def run_both() -> None:
+        await asyncio.gather(held_up.send_all(lambda _: None), hold_up())
+
+    asyncio.run(run_both())
+    assert len(held_up.samples) == 5
+    assert all(each.seconds >= PAUSE_S - each.at for each in held_up.samples)
+    assert all(each.late is not None and each.late >= PAUSE_S - each.at for each in held_up.samples if each.at)
 
 
 def test_dialects(live: Live) -> None:
     """Every route of the built-in scenario answers."""
-    report = run(find_scenario("digits"), Options(live.url, requests=200, connections=8))
-    assert report.total.failed == 0
-    assert [name for name, each in report.kinds.items() if not each.requests] == []
+    done = run(find_scenario("digits"), Options(live.url, requests=200, connections=8))
+    assert done.total.failed == 0
+    assert [name for name, each in done.by_kind.items() if not each.requests] == []
 
 
 def test_nobody_listens() -> None:
-    report = run(of(VECTOR), Options(NOWHERE, requests=3, connections=3))
-    assert (report.total.requests, report.total.errors, report.total.statuses) == (3, {"ConnectError": 3}, {})
-    assert not report.ok
+    total = run(of(VECTOR), Options(NOWHERE, requests=3, connections=3)).total
+    assert (total.requests, total.failed, total.errors, total.statuses) == (3, 3, {"ConnectError": 3}, {})
+
+
+def test_connections_are_used_again() -> None:
+    """There are as many as requests at once, in warm-up and run together."""
+    (kind,) = of(BAD)
+    answering: list[asyncio.Task[None] | None] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answering.append(asyncio.current_task())
+        with suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                await reader.readexactly(len(kind.bodies[0].content))
+                writer.write(b"HTTP/1.1 422 No\r\nContent-Length: 2\r\n\r\nno")
+        writer.close()
+
+    async def run_beside_it() -> LoadRun:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            done = LoadRun([kind], Options(url, connections=3, warmup=5, requests=30))
+            await done.send_all(lambda _: None)
+            await asyncio.gather(*filter(None, answering))
+        return done
+
+    assert asyncio.run(run_beside_it()).total.statuses == {422: 30}
+    assert len(answering) == 3
 
 
 def test_connections_that_break() -> None:
-    """A server that hangs up is counted, by kind."""
+    """A server that hangs up is counted."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def hang_up() -> None:
@@ -175,7 +184,15 @@ def test_connections_that_break() -> None:
         thread = threading.Thread(target=hang_up)
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        report = run(of(VECTOR), Options(url, requests=4, connections=2))
+        total = run(of(VECTOR), Options(url, requests=4, connections=2)).total
         thread.join()
-    assert sum(report.total.errors.values()) == report.total.requests == 4
-    assert not report.ok
+    assert sum(total.errors.values()) == total.requests == total.failed == 4
+
+
+def test_hostile_names(live: Live) -> None:
+    """A name reaches no terminal as what moves its cursor, and is no markup."""
+    done = run(of({**VECTOR, "name": f"a{ESCAPE}]0;title\a[bold]b"}), Options(live.url, requests=4))
+    shown = StringIO()
+    print_report(done, Console(file=shown, width=300))
+    assert "[bold]b" in shown.getvalue()
+    assert not {ESCAPE, "\a"} & set(shown.getvalue())
