@@ -221,17 +221,18 @@ class Outgoing:
 
     def __init__(self, data: bytes, descriptors: Sequence[int], memory: int | None) -> None:
         self._rest = memoryview(data)
-        self._descriptors = [*descriptors, *([] if memory is None else [memory])]
         self._memory = memory
+        numbers = array("i", [*descriptors, *([] if memory is None else [memory])])
+        self._ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)] if numbers else []
 
     def write(self, connection: socket.socket) -> bool:
         """Send as much as there is room for; whether that is all."""
         while self._rest:
             try:
-                sent = connection.sendmsg([self._rest], _make_ancillary(self._descriptors), socket.MSG_DONTWAIT)
+                sent = connection.sendmsg([self._rest], self._ancillary, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return False
-            self._rest, self._descriptors = self._rest[sent:], []
+            self._rest, self._ancillary = self._rest[sent:], []
         return True
 
     def close(self) -> None:
@@ -254,13 +255,16 @@ class Incoming:
         """Take what has come; whether the message is whole. EOFError."""
         while True:
             while self._received < len(self._data):
+                rest = self._data[self._received :]
                 try:
-                    count = self._read_some(connection)
+                    count, ancillary, _, _ = connection.recvmsg_into([rest], ANCILLARY_BYTES, FLAGS)
                 except BlockingIOError:
                     return False
                 if not count:
                     raise EOFError("the other process has ended")
                 self._received += count
+                for _, _, numbers in ancillary:
+                    self.descriptors += array("i", numbers)
             if self._head is not None:
                 return True
             self._head = HEADER.unpack(self._data)
@@ -280,12 +284,6 @@ class Incoming:
         """Close what came with it."""
         while self.descriptors:
             os.close(self.descriptors.pop())
-
-    def _read_some(self, connection: socket.socket) -> int:
-        count, ancillary, _, _ = connection.recvmsg_into([self._data[self._received :]], ANCILLARY_BYTES, FLAGS)
-        for _, _, data in ancillary:
-            self.descriptors += array("i", data)
-        return count
 
 
 def pack(message: object, references: References, descriptors: Sequence[int] = ()) -> Outgoing:
@@ -400,11 +398,6 @@ def _make_error(kind: type[Exception], args: tuple[Any, ...], more: dict[str, An
 
 def _set_deadline(timeout: float | None) -> float | None:
     return None if timeout is None else time.monotonic() + timeout
-
-
-def _make_ancillary(descriptors: Sequence[int]) -> Sequence[tuple[int, int, array[int]]]:
-    """Descriptors as they go with the first bytes of a message."""
-    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
 
 
 def _pad(size: int) -> int:

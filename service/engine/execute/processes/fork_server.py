@@ -61,17 +61,14 @@ class ForkServer:
         self._end = end
         self._lock = threading.Lock()
 
-    def start_host(self, connection: socket.socket, options: HostOptions) -> int:
-        """Start a host, and return its process's number; LoadError where the system allows no more processes."""
-        started: int | LoadError = self._ask(options, START_SECONDS, [connection.fileno()])
-        if isinstance(started, LoadError):
-            raise started
-        return started
-
-    def wait_for_host(self, pid: int) -> int | None:
-        """The exit status of a host that has ended; None where nobody knows."""
-        status: int | None = self._ask(WaitForProcess(pid), END_SECONDS)
-        return status
+    def ask(self, message: object, timeout: float, descriptors: Sequence[int] = ()) -> Any:
+        """Its answer within so many seconds."""
+        with self._lock:
+            try:
+                return self._channel.ask(message, timeout, descriptors)
+            except TimeoutError as error:
+                self._channel.close()  # what it answers later would be taken for another answer
+                raise EOFError("the fork server does not answer") from error
 
     def forget(self) -> None:
         """In a copy of the process that has started it: that one goes on using it."""
@@ -81,14 +78,6 @@ class ForkServer:
         """End it, and with it its hosts."""
         self._end()  # also one that is stopped, or that asks nobody whether it should
         self._channel.close()
-
-    def _ask(self, message: object, timeout: float, descriptors: Sequence[int] = ()) -> Any:
-        with self._lock:
-            try:
-                return self._channel.ask(message, timeout, descriptors)
-            except TimeoutError as error:
-                self._channel.close()  # what it answers later would be taken for another answer
-                raise EOFError("the fork server does not answer") from error
 
 
 class HostProcess:
@@ -113,7 +102,8 @@ class HostProcess:
         descriptor, self.descriptor = self.descriptor, -1
         os.close(descriptor)
         with suppress(EOFError, OSError):
-            return self._server.wait_for_host(self._pid)
+            status: int | None = self._server.ask(WaitForProcess(self._pid), END_SECONDS)
+            return status
         return None
 
 
@@ -163,7 +153,10 @@ def start_host(connection: socket.socket, options: HostOptions) -> HostProcess:
     for _ in range(STARTS):
         server = _servers.get(_start_python)
         try:
-            return HostProcess(server, server.start_host(connection, options))
+            started: int | LoadError = server.ask(options, START_SECONDS, [connection.fileno()])
+            if isinstance(started, LoadError):
+                raise started
+            return HostProcess(server, started)
         except EOFError:
             _servers.close(server)
         except OSError as error:

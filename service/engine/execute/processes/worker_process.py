@@ -122,13 +122,15 @@ class ModelHost:
 
     def start_worker(self) -> StartedWorker:
         """Start a worker; LoadError where the host is gone, or has no process for it."""
+        if self._closed:
+            raise LoadError(f"model {self.name} is unloaded")
         try:
             channel, connection = connect()
             try:
                 with closing(connection):  # else it would not show here that the other end is gone
                     progress, memory = create_progress()
                     try:
-                        pid = self._ask_for_copy((connection.fileno(), memory))
+                        pid: int = self._ask(StartWorker(), (connection.fileno(), memory))
                     finally:
                         os.close(memory)
                 self._wait_until_ready(pid, channel)
@@ -141,13 +143,10 @@ class ModelHost:
 
     def wait_for_worker(self, pid: int) -> int | None:
         """The exit status of a worker that ends; None where nobody knows."""
-        with self._lock:
-            try:
-                status: int | None = self._channel.ask(WaitForProcess(pid), START_SECONDS)
-            except (EOFError, OSError):
-                self._end()  # what it answers later would be taken for another answer
-                return None
-        return status
+        with suppress(EOFError, OSError):
+            status: int | None = self._ask(WaitForProcess(pid))
+            return status
+        return None
 
     def take_descriptor(self) -> int | None:
         """A descriptor that can be read once the process has ended, from now on the caller's; None where it has."""
@@ -217,17 +216,14 @@ class ModelHost:
             self.wait_for_worker(pid)
             raise
 
-    def _ask_for_copy(self, descriptors: Sequence[int]) -> int:
-        """The number of a new copy's process."""
+    def _ask(self, message: object, descriptors: Sequence[int] = ()) -> Any:
+        """The process's answer; it is ended where it is gone or gives none in time: a later one would be mistaken."""
         with self._lock:
-            if self._closed or self._process is None:
-                raise LoadError(f"model {self.name} is unloaded" if self._closed else "the model's process has ended")
             try:
-                pid: int = self._channel.ask(StartWorker(), START_SECONDS, descriptors)
-            except TimeoutError:
-                self._end()  # what it answers later would be taken for another answer
+                return self._channel.ask(message, START_SECONDS, descriptors)
+            except (EOFError, TimeoutError):
+                self._end()
                 raise
-        return pid
 
     def _end(self) -> None:
         self._channel.close()
