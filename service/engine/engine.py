@@ -23,7 +23,7 @@ from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.plan.planner import PlannedRequest, Planner
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.rows.decoder import DecodedRows, InputDecoder, refuse_picture
+from layertap.service.engine.rows.decoder import refuse_picture
 from layertap.service.engine.rows.fetch_inputs import fetch_inputs
 from layertap.service.engine.rows.jobs import JobMaker, make_encoded_job, make_job
 from layertap.service.engine.rows.rows import Items
@@ -52,8 +52,7 @@ class Engine:
         self.metrics = metrics
         self.admission = AdmissionControl(manager.handles, settings, metrics)
         self.planner = Planner(settings, self.run_in_thread)
-        self.decoder = InputDecoder(manager.scheduler, self.run_in_thread)
-        self.job_maker = JobMaker(self.planner, self.run_in_thread, settings.max_results)
+        self.job_maker = JobMaker(manager.scheduler, self.planner, self.run_in_thread, settings.max_results)
         self._pool = ThreadPoolExecutor(settings.cpu_threads, "side", initializer=start_single_threaded)
         self.answers = AnswerCache(settings.cache_bytes, self._pool)
         manager.on_unload = self.answers.forget
@@ -141,7 +140,7 @@ class Engine:
             with ticket.queue_rows(handle, len(asked.items)):
                 planned, items = await self._plan_and_fetch(asked, handle, ticket)
                 if items:
-                    jobs = await self._make_jobs(*await self.decoder.decode(planned, items, ticket.deadline), ticket)
+                    jobs = await self._make_jobs(planned, items, ticket)
                 else:
                     jobs = [make_job(planned, {}, deadline=ticket.deadline)]
                 return await self.run_in_thread(partial(_consume, describe, jobs), ticket.deadline)
@@ -259,7 +258,7 @@ class Engine:
                 return await self._run([job], ticket.deadline)
             except UndecodedError as error:
                 items = refuse_picture(items, error)
-        jobs = await self._make_jobs(*await self.decoder.decode(planned, items, ticket.deadline), ticket)
+        jobs = await self._make_jobs(planned, items, ticket)
         ticket.resize(sum(job.rows for job in jobs))
         return await self._run(jobs, ticket.deadline)
 
@@ -267,17 +266,16 @@ class Engine:
         """Jobs and what their forwards gave, stage by stage where some take what others have."""
         if not any(job.spec.plan.extra for job in jobs):
             return list(zip(jobs, await self.manager.scheduler.run(jobs), strict=True))
-        answers: dict[int, Answer] = {}
+        answers: dict[int | None, Answer] = {}  # by their inputs
         for stage in plan_stages(jobs):
-            fill = partial(_fill, [jobs[number] for number in stage], tuple(answers.values()))
-            filled = await self.run_in_thread(fill, deadline)
+            filled = await self.run_in_thread(partial(_fill, stage, tuple(answers.values())), deadline)
             results = await self.manager.scheduler.run(filled)
-            answers |= dict(zip(stage, zip(filled, results, strict=True), strict=True))
-        return [answers[number] for number in range(len(jobs))]
+            answers |= {job.input_index: (job, found) for job, found in zip(filled, results, strict=True)}
+        return [answers[job.input_index] for job in jobs]
 
-    async def _make_jobs(self, planned: PlannedRequest, parts: Sequence[DecodedRows], ticket: Ticket) -> list[Job]:
-        """The jobs of rows that are decoded, planned anew where they are not what was expected."""
-        jobs = await self.job_maker.make_jobs(planned, parts, ticket.deadline)
+    async def _make_jobs(self, planned: PlannedRequest, items: Items, ticket: Ticket) -> list[Job]:
+        """The jobs of items, planned anew where their rows are not what was expected."""
+        jobs = await self.job_maker.make_jobs(planned, items, ticket.deadline)
         needed = sum(job.nbytes + count_taken_bytes(job) for job in jobs)
         ticket.reserve_bytes(max(needed - planned.nbytes, 0))
         return jobs

@@ -58,7 +58,7 @@ class ModelHandle:
 
     ``entry`` is its model's, whatever requests mean by the name. ``error`` says why it has failed. It answers ``all``
     requests, those that have held it before, or none any more. ``rows`` are admitted and not answered, ``holders`` are
-    requests that it is to answer. ``requires_isolation``: every request must have its forwards for itself, so that its
+    requests that it is to answer. ``isolated``: every request must have its forwards for itself, so that its
     bits are always the same. ``generation`` is a number that no other handle of this process has, ``key`` the name with
     it.
     """
@@ -86,7 +86,7 @@ class ModelHandle:
         self.rows = 0
         self.holders = 0
         self.last_used = time.monotonic()
-        self.requires_isolation = False
+        self.isolated = False
         self.batch_keys: BatchKeys
         self.pace: Pace
         self._load = load
@@ -308,8 +308,8 @@ class ModelHandle:
             refusal = LoadError(f"a forward of {rows} rows ended in {type(cause).__name__}", hint=IN_THE_LOG)
             refusal.kind = "forward"
             raise refusal from error
-        self.requires_isolation = not is_invariant
-        if self.requires_isolation:
+        self.isolated = not is_invariant
+        if self.isolated:
             log.warning("rows move bits in a batch: each request runs alone", extra={"fields": {"model": self.name}})
 
     def _end_life(self, life: asyncio.Task[None]) -> None:

@@ -21,30 +21,36 @@ from layertap.service.engine.batch import ForwardSpec, Job
 from layertap.service.engine.collect.joined_inputs import ANOTHER_SHAPE, check_entries, find_others, list_entries
 from layertap.service.engine.deadline import RunInThread
 from layertap.service.engine.plan.planner import PlannedRequest, Planner
-from layertap.service.engine.rows.decoder import DecodedRows, add_faults, join_decoded
+from layertap.service.engine.rows.decoder import DecodedRows, InputDecoder, add_faults, join_decoded
 from layertap.service.engine.rows.predicted_rows import find_preprocessed_by
 from layertap.service.engine.rows.rows import Items
 from layertap.service.engine.rows.sources import prepare_sources
 from layertap.service.engine.schedule.batch_formation import are_few_rows
+from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.inputs.items import ImageItem
 
 HINT = "send one shape a request"
 
 
 class JobMaker:
-    """Makes jobs of decoded rows; used on the event loop."""
+    """Makes jobs of items that are decoded first; used on the event loop."""
 
-    def __init__(self, planner: Planner, run_in_thread: RunInThread, max_results: int) -> None:
+    def __init__(self, scheduler: Scheduler, planner: Planner, run_in_thread: RunInThread, max_results: int) -> None:
+        self._decoder = InputDecoder(scheduler, run_in_thread)
         self._planner = planner
         self._run_in_thread = run_in_thread
         self._max_results = max_results
 
-    async def make_jobs(self, planned: PlannedRequest, parts: Sequence[DecodedRows], deadline: float) -> list[Job]:
-        """The jobs of decoded rows, planned anew where these are not what was expected; RequestError, TooLargeError.
+    async def make_jobs(self, planned: PlannedRequest, items: Items, deadline: float) -> list[Job]:
+        """The jobs of items, planned anew where their rows are not what was expected; RequestError, TooLargeError.
 
         Rows of one shape are one job. Of several, or with options of their own, each input is one, and those of one
         shape meet in a batch: each is planned, numbered and answered as it would be alone.
         """
+        planned, parts = await self._decoder.decode(planned, items, deadline)
+        return await self._make_jobs(planned, parts, deadline)
+
+    async def _make_jobs(self, planned: PlannedRequest, parts: Sequence[DecodedRows], deadline: float) -> list[Job]:
         if len(parts) > 1 or planned.request.input_options:
             plans = await self._plan_inputs(planned, parts, deadline)
             good = [plan for plan in plans if isinstance(plan, PlannedRequest)]
@@ -58,7 +64,7 @@ class JobMaker:
                     for part, plan in zip(parts, plans, strict=True)
                 ]
             planned, left = await self._run_in_thread(partial(_leave_out, planned, parts, plans), deadline)
-            return await self.make_jobs(planned, left, deadline)
+            return await self._make_jobs(planned, left, deadline)
         (part,) = parts
         final = await self._planner.replan(planned, part.rows, part.items, deadline)
         return [make_job(final, part.rows, deadline=deadline)]
@@ -180,7 +186,7 @@ def make_job(
         else:
             check_rows_fit(plan, catalog, planned.rows, batch_key.max_rows)
     # Tokens that are numbered for one text are so for all of a forward: layers of positions take other shapes then.
-    isolated = request.isolated or request.verify or handle.requires_isolation or numbers
+    isolated = request.isolated or request.verify or handle.isolated or numbers
     fingerprints = planned.fingerprints
     if unsplittable:
         fingerprints = {key: fingerprint.digest_batch(digest) for key, digest in fingerprints.items()}

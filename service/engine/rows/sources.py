@@ -15,50 +15,50 @@ from layertap.models.interventions.sources import find_tensor, take_part
 from layertap.models.selection.plan import Capture, ResolvedIntervention
 from layertap.service.engine.batch import Job, Results
 
-Stage = list[int]  # numbers of jobs that may run together
 
+def plan_stages(jobs: Sequence[Job]) -> list[list[Job]]:
+    """The jobs of a request, those together that may run together, after those whose tensors they take.
 
-def plan_stages(jobs: Sequence[Job]) -> list[Stage]:
-    """Which jobs of a request run one after another; RequestError where a source is left out, or waits in turn."""
-    numbers = {job.input_index: number for number, job in enumerate(jobs)}
-    sorter = TopologicalSorter[int]()
-    for number, job in enumerate(jobs):
+    RequestError where a source is left out, or waits in turn.
+    """
+    by_input = {job.input_index: job for job in jobs}
+    sorter = TopologicalSorter[int | None]()
+    for job in jobs:
         sources = _list_sources(job)
         for index in sources:
-            if index not in numbers:
+            if index not in by_input:
                 raise _refuse(job, f"input {index}, which 'from' names, is not there, or was left out", "name another")
-        sorter.add(number, *(numbers[index] for index in sources))
+        sorter.add(job.input_index, *sources)
     stages = []
     try:
         sorter.prepare()
     except CycleError as error:
-        job = jobs[error.args[1][0]]
+        job = by_input[error.args[1][0]]
         raise _refuse(job, "an input takes values 'from' itself, in the end", "take them from another input") from None
     while sorter.is_active():
-        stages.append(sorted(sorter.get_ready()))
-        sorter.done(*stages[-1])
+        ready = sorter.get_ready()
+        stages.append([job for index, job in by_input.items() if index in ready])
+        sorter.done(*ready)
     return stages
 
 
 def prepare_sources(jobs: Sequence[Job]) -> list[Job]:
     """The jobs with captures of what others take of them, and with fingerprints that tell how that was made."""
-    stages = plan_stages(jobs)
+    in_order = [job for stage in plan_stages(jobs) for job in stage]
     extra = _collect_sources(jobs)
     changes: dict[int | None, str | None] = {}
-    prepared = list(jobs)
-    for stage in stages:
-        for number in stage:
-            job = jobs[number]
-            of_sources = [digest for index in _list_sources(job) if (digest := changes[index]) is not None]
-            own = fingerprint.digest_changes(job.spec.plan.resolved_interventions)
-            changes[job.input_index] = fingerprint.digest_sources(own or "", of_sources) if of_sources else own
-            taken = extra[job.input_index]
-            plan = replace(job.spec.plan, extra=frozenset(taken)) if taken else job.spec.plan
-            digests = job.fingerprints
-            if of_sources:
-                digests = {key: fingerprint.digest_sources(digest, of_sources) for key, digest in digests.items()}
-            prepared[number] = replace(job, spec=replace(job.spec, plan=plan), fingerprints=digests)
-    return prepared
+    prepared: dict[int | None, Job] = {}
+    for job in in_order:
+        of_sources = [digest for index in _list_sources(job) if (digest := changes[index]) is not None]
+        own = fingerprint.digest_changes(job.spec.plan.resolved_interventions)
+        changes[job.input_index] = fingerprint.digest_sources(own or "", of_sources) if of_sources else own
+        taken = extra[job.input_index]
+        plan = replace(job.spec.plan, extra=frozenset(taken)) if taken else job.spec.plan
+        digests = job.fingerprints
+        if of_sources:
+            digests = {key: fingerprint.digest_sources(digest, of_sources) for key, digest in digests.items()}
+        prepared[job.input_index] = replace(job, spec=replace(job.spec, plan=plan), fingerprints=digests)
+    return [prepared[job.input_index] for job in jobs]
 
 
 def count_taken_bytes(job: Job) -> int:
