@@ -94,7 +94,8 @@ def describe_passed_over(text: str) -> str:
     top = Path(text)
     if not top.is_dir():
         return ""
-    others = (path.suffix.lower() for _, path in _walk(top, lambda name: not _is_picture(name)) if not path.is_dir())
+    found = _walk(top, lambda name: not (_has_suffix(name) or _is_hidden(name)))
+    others = (path.suffix.lower() for _, path in found if not path.is_dir())
     counts = Counter(others).most_common()
     named = [f"{count} {escape(suffix) if suffix else 'without a suffix'}" for suffix, count in counts[:MAX_SUFFIXES]]
     rest = sum(count for _, count in counts[MAX_SUFFIXES:])
@@ -123,6 +124,15 @@ def _skipped(key: str) -> Entry:
 
 
 def _is_picture(name: str) -> bool:
+    return _has_suffix(name) and not _is_hidden(name)
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether a path is a dot file, or in a dot folder: macOS puts an AppleDouble file beside each picture."""
+    return any(part.startswith(".") and part not in (".", "..") for part in name.split("/"))
+
+
+def _has_suffix(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in SUFFIXES  # noqa: PTH122  (a tenth of a Path's time, for every file)
 
 

@@ -59,12 +59,13 @@ def bulk(
     retry_errors: Annotated[
         bool, typer.Option("--retry-errors", help="Of what is complete: the inputs without a result once more.")
     ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Status 1 where an input has no result.")] = False,
     config: ConfigOption = None,
 ) -> None:
     """Take layers of a model for many pictures or texts, into files that pandas, DuckDB or a vector store open.
 
     The same command goes on where it was interrupted, however that was. Inputs that can't be used are rows with a
-    reason; the exit status is 1 then. It is 3 where what is there is of another model.
+    reason, and named; with --strict the exit status is 1 then. It is 3 where what is there is of another model.
     """
     from layertap.service.bulk.bulk import Destination, Job, find_complete
     from layertap.service.bulk.job import Question
@@ -105,7 +106,7 @@ def bulk(
     stderr.print(f"{out}: {summary.rows} rows, {summary.errors} of them without a result{when}", markup=False)
     if passed_over := describe_passed_over(source):
         tell(f"passed over by their suffix: {passed_over}")
-    if summary.errors:
+    if summary.errors and strict:
         raise typer.Exit(1)
 
 

@@ -126,9 +126,11 @@ def test_bad_pictures(command: Command, folder: Path, tmp_path: Path) -> None:
     strange.write_bytes(good[0].read_bytes())
     files = [good[0], *bad.values(), good[0], strange, good[1], good[2]]
     (tmp_path / "list.txt").write_bytes(b"\n".join(map(os.fsencode, files)))
-    done = command("bulk", tmp_path / "list.txt", *LAYERS, "--out", tmp_path / "out.parquet")
-    assert done.status == 1
+    words = ("bulk", tmp_path / "list.txt", *LAYERS, "--out", tmp_path / "out.parquet")
+    done = command(*words)
+    assert done.status == 0
     assert f"{len(bad)} of them without a result" in done.notes
+    assert command(*words, "--strict").status == 1
     rows = read(tmp_path / "out.parquet")
     reasons = {Path(key).stem: error for key, error in zip(rows["key"], rows["error"], strict=True) if error}
     assert reasons.keys() == bad.keys()
@@ -156,14 +158,27 @@ def test_bad_pictures(command: Command, folder: Path, tmp_path: Path) -> None:
 
 
 def test_folder_of_links(command: Command, folder: Path, tmp_path: Path) -> None:
-    """A folder that links to itself ends; linked pictures are taken, other files passed over."""
+    """A folder that links to itself ends; linked pictures are taken, other files passed over, dot files of any suffix.
+
+    So are those of an archive.
+    """
     source = tmp_path / "source"
     write_pictures(source, 3)
     (source / "again").symlink_to(source)
     (source / "linked.PNG").symlink_to(list_files(folder)[-1])
     (source / "notes.md").write_text("none")
-    assert command("bulk", source, "--out", tmp_path / "out.parquet").status == 0
-    assert read(tmp_path / "out.parquet")["key"] == ["00000.jpg", "linked.PNG", "sub/00001.png", "sub/00002.png"]
+    (source / "._00000.jpg").write_bytes(b"AppleDouble")
+    (source / ".trash").mkdir()
+    (source / ".trash" / "old.png").write_bytes(b"old")
+    done = command("bulk", source, "--out", tmp_path / "out.parquet")
+    assert (done.status, "passed over by their suffix: 1 '.md'\n" in done.notes) == (0, True)
+    keys = read(tmp_path / "out.parquet")["key"]
+    assert keys == ["00000.jpg", "linked.PNG", "sub/00001.png", "sub/00002.png"]
+    with tarfile.open(tmp_path / "a.tar", "w", dereference=True) as archive:
+        for path in (*keys, "._00000.jpg", ".trash/old.png"):
+            archive.add(source / path, f"./{path}")
+    assert command("bulk", tmp_path / "a.tar", "--out", tmp_path / "archive.parquet").status == 0
+    assert read(tmp_path / "archive.parquet")["key"] == [f"./{key}" for key in keys]
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "npy"])
@@ -173,7 +188,7 @@ def test_maps(command: Command, live: Live, folder: Path, tmp_path: Path, layout
     write_pictures(source, 40)
     (source / "00000.jpg").write_bytes(b"broken")
     done = command("bulk", source, "--layers", "block2,pool", "--out", out, "--format", layout)
-    assert done.status == 1
+    assert done.status == 0
     rows = read(out / "index.parquet")
     assert list(rows) == ["key", "digest", "shard", "row", "fingerprint", "error"]
     assert rows["shard"][0] is rows["row"][0] is None

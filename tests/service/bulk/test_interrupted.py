@@ -107,7 +107,7 @@ def test_killed_often(tmp_path: Path) -> None:
     kills = sum(kill_between(start(*words, killed), tmp_path / "killed.parquet.parts", moments) for _ in range(KILLS))
     assert kills == KILLS
     status, output = finish(*words, killed)
-    assert status == 1, output
+    assert status == 0, output
     peak = measure_peak(*words, whole)
     assert killed.read_bytes() == whole.read_bytes()
     rows = read(whole)
