@@ -20,7 +20,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from layertap.service.inputs.items import ImageItem
 HEADER = struct.Struct("=QQQ")  # bytes of the pickle, of the shared memory, how many buffers are there
 FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 MAX_INLINE_BYTES = 64 * 1024  # of a message's buffers that its pickle has; more are in memory that both processes map
-LARGE_BYTES = 2**20  # of tensors and pictures: these are packed in a thread, beside the event loop
+LARGE_BYTES = 2**20  # of tensors and pictures: these are copied in a thread, beside the event loop
 ALIGNMENT = 64
 LOST = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF})  # the last: closed at this end
 ANCILLARY_BYTES = socket.CMSG_SPACE(3 * array("i").itemsize)  # of the descriptors that come with one message
@@ -74,7 +73,8 @@ class Channel:
     def send(self, message: object, descriptors: Sequence[int] = (), timeout: float | None = None) -> None:
         """Send a message within so many seconds, and with it descriptors of files, which stay the caller's."""
         deadline = _set_deadline(timeout)
-        with _end_where_lost(), closing(pack(message, self._references, descriptors)) as outgoing:
+        data, buffers = _pickle(message, self._references)
+        with _end_where_lost(), closing(Outgoing(data, descriptors, _share(buffers))) as outgoing:
             while not outgoing.write(self.connection):
                 self._wait(select.POLLOUT, deadline)  # the socket is full; most messages are smaller than it
 
@@ -141,11 +141,11 @@ class LoopChannel:
         """Whether this end is closed."""
         return self._socket.fileno() < 0
 
-    async def send(self, message: object, nbytes: int = 0) -> None:
-        """Send a message whose tensors and pictures have about so many bytes; UnsentError."""
+    async def send(self, message: object) -> None:
+        """Send a message; UnsentError."""
         with _end_where_lost():
             self._check()
-            with closing(await self._pack(message, nbytes)) as outgoing:
+            with closing(await self._pack(message)) as outgoing:
                 while not outgoing.write(self._socket):
                     self._loop.add_writer(self._socket, self._changed.set)
                     try:
@@ -164,17 +164,17 @@ class LoopChannel:
             raise error
         return message
 
-    async def _pack(self, message: object, nbytes: int) -> Outgoing:
-        """The message ready to be sent; what is large is packed in a thread."""
-        make = partial(pack, message, self._references)
+    async def _pack(self, message: object) -> Outgoing:
+        """The message ready to be sent; what is large is copied in a thread."""
         try:
-            if nbytes <= LARGE_BYTES:
-                return make()
-            packing = asyncio.ensure_future(asyncio.to_thread(make))
+            data, buffers = _pickle(message, self._references)
+            if sum(buffer.nbytes for buffer in buffers) <= LARGE_BYTES:
+                return Outgoing(data, (), _share(buffers))
+            sharing = asyncio.ensure_future(asyncio.to_thread(_share, buffers))
             try:
-                return await asyncio.shield(packing)
+                return Outgoing(data, (), await asyncio.shield(sharing))
             except asyncio.CancelledError:
-                packing.add_done_callback(_close_packed)
+                sharing.add_done_callback(_close_shared)
                 raise
         except (OSError, MemoryError) as error:
             raise UnsentError(error.strerror if isinstance(error, OSError) else "no memory") from error
@@ -208,9 +208,9 @@ class LoopChannel:
             return None, error
 
 
-def _close_packed(packing: asyncio.Future[Outgoing]) -> None:
-    if not packing.cancelled() and packing.exception() is None:
-        packing.result().close()
+def _close_shared(sharing: asyncio.Future[int | None]) -> None:
+    if not sharing.cancelled() and sharing.exception() is None and (memory := sharing.result()) is not None:
+        os.close(memory)
 
 
 class Outgoing:
@@ -219,8 +219,8 @@ class Outgoing:
     The caller's stay open, and that of its ``memory`` is closed with it: whoever received the memory has mapped it.
     """
 
-    def __init__(self, data: bytes, descriptors: Sequence[int], memory: int | None) -> None:
-        self._rest = memoryview(data)
+    def __init__(self, data: memoryview, descriptors: Sequence[int], memory: int | None) -> None:
+        self._rest = data
         self._memory = memory
         numbers = array("i", [*descriptors, *([] if memory is None else [memory])])
         self._ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)] if numbers else []
@@ -275,8 +275,8 @@ class Incoming:
         """The message; OSError where this process had no number for the descriptor of its memory."""
         if self._head is None:
             raise ValueError("the message is not whole")
-        _, memory_bytes, count = self._head
-        sizes, body = self._data[: SIZE_BYTES * count].cast("Q"), self._data[SIZE_BYTES * count :]
+        body_bytes, memory_bytes, _ = self._head
+        body, sizes = self._data[:body_bytes], self._data[body_bytes:].cast("Q")
         buffers = _split(_map(memory_bytes, self.descriptors), sizes) if memory_bytes else ()
         return _Unpickler(references, io.BytesIO(body), buffers=buffers).load()
 
@@ -284,14 +284,6 @@ class Incoming:
         """Close what came with it."""
         while self.descriptors:
             os.close(self.descriptors.pop())
-
-
-def pack(message: object, references: References, descriptors: Sequence[int] = ()) -> Outgoing:
-    """A message ready to be sent, which the caller closes; OSError where there is no descriptor for its memory."""
-    body, buffers = _pickle(message, references)
-    sizes = [buffer.nbytes for buffer in buffers]
-    head = HEADER.pack(len(body), sum(map(_pad, sizes)), len(sizes)) + struct.pack(f"={len(sizes)}Q", *sizes)
-    return Outgoing(head + body, descriptors, _share(buffers) if buffers else None)
 
 
 def connect() -> tuple[Channel, socket.socket]:
@@ -335,8 +327,8 @@ class _Unpickler(pickle.Unpickler):
         return self._references.get(reference)
 
 
-def _pickle(message: object, references: References) -> tuple[bytes, list[memoryview]]:
-    """A message without those buffers that would make it large, and these."""
+def _pickle(message: object, references: References) -> tuple[memoryview, list[memoryview]]:
+    """The bytes of a message, and its buffers that are not among these, since they are large."""
     room = MAX_INLINE_BYTES
     buffers: list[memoryview] = []
 
@@ -349,13 +341,23 @@ def _pickle(message: object, references: References) -> tuple[bytes, list[memory
             buffers.append(raw)
         return room >= 0
 
-    body = io.BytesIO()
-    _Pickler(references, body, buffer_callback=keep).dump(message)
-    return body.getvalue(), buffers
+    data = io.BytesIO()
+    data.seek(HEADER.size)
+    _Pickler(references, data, buffer_callback=keep).dump(message)
+    body_bytes, sizes = data.tell() - HEADER.size, [buffer.nbytes for buffer in buffers]
+    data.write(struct.pack(f"={len(sizes)}Q", *sizes))
+    data.seek(0)
+    data.write(HEADER.pack(body_bytes, sum(map(_pad, sizes)), len(sizes)))
+    return data.getbuffer(), buffers
 
 
-def _share(buffers: Sequence[memoryview]) -> int:
-    """The descriptor of memory with buffers, each of which begins at a multiple of ``ALIGNMENT``."""
+def _share(buffers: Sequence[memoryview]) -> int | None:
+    """The descriptor of memory with buffers, if there are any, each of which begins at a multiple of ``ALIGNMENT``.
+
+    OSError where there is no descriptor, or no memory.
+    """
+    if not buffers:
+        return None
     memory = os.memfd_create("layertap", os.MFD_CLOEXEC)
     try:
         with open(memory, "wb", closefd=False) as file:

@@ -151,9 +151,9 @@ class WorkerPool:
         raise UnavailableError("workers end before they are asked", retry_after=RETRY_SECONDS)
 
     async def decode(self, items: Sequence[LocalItem], tries: int = TRIES) -> ItemAttempts:
-        """What a worker makes of items. An item that kills so many workers is refused.
+        """Decode items in a worker; an item that kills ``tries`` workers is refused.
 
-        The attempts of the others are empty then: they are to be sent again, each alone. ModelLostError,
+        Once a worker has died, the other items have no attempts: they are to be sent again, each alone. ModelLostError,
         UnavailableError.
         """
         try:

@@ -21,11 +21,10 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.turns import build_beside, take_turn
 from layertap.service.engine.batch import Batch, BatchFailures, BatchResult, SliceResult
 from layertap.service.engine.execute.executor import Extend
-from layertap.service.engine.execute.processes.channel import Channel, LoopChannel, UnsentError, connect
+from layertap.service.engine.execute.processes.channel import LoopChannel, UnsentError, connect
 from layertap.service.engine.execute.processes.fork_server import HostProcess, start_host
 from layertap.service.engine.execute.processes.messages import (
     BatchDecoded,
-    DecodeItems,
     HostOptions,
     StartWorker,
     TakeTurn,
@@ -35,7 +34,6 @@ from layertap.service.engine.execute.processes.messages import (
 )
 from layertap.service.engine.execute.processes.progress import Progress, create_progress
 from layertap.service.engine.execute.processes.references import ServerReferences
-from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem
 from layertap.service.types import RestartReason
 
 GRACE_SECONDS = 1.0  # beyond the moment at which nobody waits any more
@@ -124,22 +122,25 @@ class ModelHost:
         """Start a worker; LoadError where the host is gone, or has no process for it."""
         if self._closed:
             raise LoadError(f"model {self.name} is unloaded")
+        pid: int | None = None
         try:
             channel, connection = connect()
             try:
                 with closing(connection):  # else it would not show here that the other end is gone
                     progress, memory = create_progress()
                     try:
-                        pid: int = self._ask(StartWorker(), (connection.fileno(), memory))
+                        pid = cast("int", self._ask(StartWorker(), (connection.fileno(), memory)))
                     finally:
                         os.close(memory)
-                self._wait_until_ready(pid, channel)
+                channel.receive(START_SECONDS)  # it is ready
+                return StartedWorker(pid, channel.connection, progress)
             except BaseException:
                 channel.close()
                 raise
         except (EOFError, OSError) as error:
+            if pid is not None:  # its connection is closed, so that it ends
+                self.wait_for_worker(pid)
             raise _refuse(f"no worker of model {self.name} can be started", hint=IN_THE_LOG) from error
-        return StartedWorker(pid, channel.connection, progress)
 
     def wait_for_worker(self, pid: int) -> int | None:
         """The exit status of a worker that ends; None where nobody knows."""
@@ -208,14 +209,6 @@ class ModelHost:
                     turn.enter_context(take_turn())
                     self._channel.send(None)
 
-    def _wait_until_ready(self, pid: int, channel: Channel) -> None:
-        try:
-            channel.receive(START_SECONDS)
-        except (EOFError, OSError):
-            channel.close()  # it ends then
-            self.wait_for_worker(pid)
-            raise
-
     def _ask(self, message: object, descriptors: Sequence[int] = ()) -> Any:
         """The process's answer; it is ended where it is gone or gives none in time: a later one would be mistaken."""
         with self._lock:
@@ -278,7 +271,7 @@ class WorkerProcess:
             self._references.clear()
         try:
             async with asyncio.timeout_at(_to_loop_time(deadline)) as limit:
-                await self._channel.send(message, _count_bytes(message))
+                await self._channel.send(message)
                 while True:
                     answer = await self._channel.receive()
                     if isinstance(answer, BatchDecoded):
@@ -307,7 +300,7 @@ class WorkerProcess:
 
     async def _send_more(self, more: Batch) -> None:
         try:
-            await self._channel.send(more, _count_bytes(more))
+            await self._channel.send(more)
         except UnsentError as error:  # the worker waits for it
             raise OSError(str(error)) from error
 
@@ -324,22 +317,3 @@ class WorkerProcess:
 def _to_loop_time(deadline: float) -> float | None:
     """A moment on the monotonic clock on the event loop's; None where it never comes."""
     return None if math.isinf(deadline) else asyncio.get_running_loop().time() + deadline - time.monotonic()
-
-
-def _count_bytes(message: ToWorker) -> int:
-    """About how many bytes cross with a message that may be large."""
-    if isinstance(message, Batch):
-        pictures = sum(len(picture.data) for each in message.slices for picture in each.encoded)
-        return pictures + sum(value.nbytes for each in message.slices for value in each.inputs.values())
-    return sum(map(_count_item_bytes, message.items)) if isinstance(message, DecodeItems) else 0
-
-
-def _count_item_bytes(item: LocalItem) -> int:
-    match item:
-        case ImageItem():
-            return len(item.data)
-        case TextItem():
-            return len(item.text)
-        case ArraysItem():
-            return sum(array.nbytes for array in item.arrays.values())
-    return 0

@@ -262,7 +262,7 @@ def test_loop() -> None:
         await asyncio.to_thread(other.send, ["a", others.value])
         await asyncio.to_thread(other.send, large)
         found = [await channel.receive(), await channel.receive()]
-        sending = asyncio.create_task(channel.send(large, large.nbytes))
+        sending = asyncio.create_task(channel.send(large))
         found.append(await asyncio.to_thread(other.receive))
         await sending
         other.close()
