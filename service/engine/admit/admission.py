@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -59,14 +59,9 @@ class AdmissionControl:
         self.metrics = metrics
         self._planned: list[PlannedWork] = []
 
-    @contextmanager
-    def admit(self, deadline: float, timings: Timings | None = None) -> Iterator[Ticket]:
-        """A place for a request that is over at a moment on the monotonic clock; given back after the block."""
-        ticket = Ticket(self, deadline, timings or Timings())
-        try:
-            yield ticket
-        finally:
-            ticket.release()
+    def admit(self, deadline: float, timings: Timings | None = None) -> Ticket:
+        """A place for a request that is over at a moment on the monotonic clock; given back after its block."""
+        return Ticket(self, deadline, timings or Timings())
 
     def estimate_wait(self, handle: ModelHandle, rows: int) -> float:
         """Seconds until so many rows of a model are done: others on its device get as much time if they want it.
@@ -137,7 +132,7 @@ class AdmissionControl:
         return [each for each in self._planned if each is not work and _share_device(each.handle, work.handle)]
 
 
-class Ticket:
+class Ticket(AbstractContextManager["Ticket"]):
     """One request's place: the bytes that it holds, the rows that it has in its model's queue, its deadline, timings.
 
     ``nbytes`` are at first those of the request's body. ``handles`` answer it to its end, by the names that it asks
@@ -231,8 +226,7 @@ class Ticket:
                 needed_s=needed,
             )
 
-    def release(self) -> None:
-        """Give everything back."""
+    def __exit__(self, *_: object) -> None:
         self._control.used_bytes -= self.nbytes
         self.nbytes = 0
         self.handles.clear()
