@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -20,7 +19,6 @@ from layertap.models.errors import LayertapError, LoadError
 from layertap.models.registry import ModelEntry
 from layertap.models.spec import ModelSpec, WarmSpec
 from layertap.service.engine.execute.executor import Executor
-from layertap.service.engine.execute.threads import run_in_new_thread
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.metrics import Metrics
@@ -156,8 +154,7 @@ def test_end_of_loading_without_a_forward() -> None:
         raise SystemExit
 
     async def fail() -> LayertapError | None:
-        begin = partial(run_in_new_thread, "load", load)
-        handle = ModelHandle(entry, begin, Scheduler(Metrics(), 1), Settings())
+        handle = ModelHandle(entry, load, Scheduler(Metrics(), 1), Settings())
         await handle.wait_until_settled()
         return handle.error
 

@@ -28,6 +28,7 @@ from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute import model_functions
 from layertap.service.engine.execute.executor import Executor, ModelLostError
 from layertap.service.engine.execute.model_functions import ModelFunction
+from layertap.service.engine.execute.threads import run_in_new_thread
 from layertap.service.engine.schedule.batch_keys import BatchKeys, Pace
 from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.errors import UnavailableError, unloading_error
@@ -66,12 +67,12 @@ class ModelHandle:
     def __init__(
         self,
         entry: ModelEntry,
-        load: Callable[[], Awaitable[Executor]],
+        load: Callable[[], Executor],
         scheduler: Scheduler,
         settings: Settings,
         make_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin to load the model by ``load``, which raises LayertapError where that can't be done.
+        """Begin to load the model by ``load``, in a thread; it raises LayertapError where that can't be done.
 
         ``make_room`` is called before it is loaded again after a failure: UnavailableError where others have its room.
         """
@@ -275,9 +276,12 @@ class ModelHandle:
 
     async def _begin(self) -> None:
         """Load the model for the first time, and have it take batches."""
-        executor = await self._load()
-        model = executor.model
+        executor = await run_in_new_thread(f"load-{self.name}", self._load)
+        model, size, budget = executor.model, self.entry.memory_bytes, self._settings.model_memory_bytes
         try:
+            if budget is not None and size > budget:
+                detail = f"it takes {size} bytes, and all models together may have {budget}"
+                raise LoadError(detail, hint="set LAYERTAP_MODEL_MEMORY_BYTES")
             self.batch_keys = BatchKeys(model, self.key, executor.devices, self._settings)
             key = self.batch_keys.create(model.catalog, model.catalog.costs)
             # On a GPU forwards only overlap.

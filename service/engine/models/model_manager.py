@@ -11,13 +11,12 @@ from functools import partial
 from typing import Any
 
 from layertap.models.devices import transfer
-from layertap.models.errors import LayertapError, LoadError
+from layertap.models.errors import LayertapError
 from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry, Registry
 from layertap.service import allocator
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.executor import Executor
-from layertap.service.engine.execute.threads import run_in_new_thread
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.errors import DeadlineError, UnavailableError, ending_error, failure_error, unloading_error
@@ -352,20 +351,8 @@ class ModelManager:
         self._all.add(handle)
         return handle
 
-    async def _load(self, entry: ModelEntry) -> Executor:
-        """What runs a model, once it is loaded; LayertapError."""
-        executor = await run_in_new_thread(f"load-{entry.spec.name}", partial(self._load_here, entry))
-        budget = self._settings.model_memory_bytes
-        if budget is not None and entry.memory_bytes > budget:
-            await executor.close()
-            raise LoadError(
-                f"it takes {entry.memory_bytes} bytes, and all models together may have {budget}",
-                hint="set LAYERTAP_MODEL_MEMORY_BYTES",
-            )
-        return executor
-
-    def _load_here(self, entry: ModelEntry) -> Executor:
-        """The same in a thread, whatever the model takes."""
+    def _load(self, entry: ModelEntry) -> Executor:
+        """What runs a model, once it is loaded, whatever that takes; LayertapError. In a thread."""
         model = self.registry.load_entry(entry)
         entry.state = "loading"  # until it can be asked
         if model.report is not None and (report := model.report.describe()):
