@@ -206,7 +206,7 @@ class Engine:
             running_rows=max(rows - waiting, 0),
             states={entry.spec.name: entry.state for entry in entries},
             hooks={entry.spec.name: entry.model.hooks for entry in entries if entry.model is not None},
-            max_batch_rows={name: rows for name, handle in active.items() if (rows := handle.batch_keys.max_rows)},
+            max_batch_rows={name: most for name, handle in active.items() if (most := handle.batch_keys.max_rows)},
             memory_bytes={entry.spec.name: entry.memory_bytes for entry in entries if entry.model is not None},
             loads={name: self._measure_load(handle) for name, handle in active.items()},
             max_queue_rows=self.settings.max_queue_rows,
