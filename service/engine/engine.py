@@ -23,9 +23,9 @@ from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.plan.planner import PlannedRequest, Planner
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.rows.decoder import refuse_picture
 from layertap.service.engine.rows.fetch_inputs import fetch_inputs
-from layertap.service.engine.rows.jobs import JobMaker, make_encoded_job, make_job
+from layertap.service.engine.rows.job_maker import JobMaker
+from layertap.service.engine.rows.jobs import make_encoded_job, make_job, refuse_picture
 from layertap.service.engine.rows.rows import Items
 from layertap.service.engine.rows.sources import count_taken_bytes, fill_tensors, plan_stages
 from layertap.service.features import Features

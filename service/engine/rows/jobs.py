@@ -1,10 +1,8 @@
-"""The jobs of a planned request: of rows that are decoded, of pictures that their batches decode, of a dry run."""
+"""The job of a planned request: of rows that are decoded, of pictures that their batch decodes, of a dry run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -12,133 +10,21 @@ from layertap.models import fingerprint
 from layertap.models.capture import verification
 from layertap.models.capture.joined_rows import JoinedRows
 from layertap.models.compiled.compiled_plan import CompiledPlan, find_compiled_plan
-from layertap.models.errors import InputError, LayertapError, RequestError, TooLargeError
 from layertap.models.inputs.preprocess import compute_output_size
 from layertap.models.inputs.text import TextSpec
 from layertap.models.loaded_model import check_rows_fit
 from layertap.service.engine.admit.limits import check_batch, check_graph
-from layertap.service.engine.batch import ForwardSpec, Job
-from layertap.service.engine.collect.joined_inputs import ANOTHER_SHAPE, check_entries, find_others, list_entries
-from layertap.service.engine.deadline import RunInThread
-from layertap.service.engine.plan.planner import PlannedRequest, Planner
-from layertap.service.engine.rows.decoder import DecodedRows, InputDecoder, add_faults, join_decoded
-from layertap.service.engine.rows.predicted_rows import find_preprocessed_by
+from layertap.service.engine.batch import ForwardSpec, Job, UndecodedError
+from layertap.service.engine.plan.planner import PlannedRequest
 from layertap.service.engine.rows.rows import Items
-from layertap.service.engine.rows.sources import prepare_sources
 from layertap.service.engine.schedule.batch_formation import are_few_rows
-from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.inputs.items import ImageItem
 
-HINT = "send one shape a request"
 
-
-class JobMaker:
-    """Makes jobs of items that are decoded first; used on the event loop."""
-
-    def __init__(self, scheduler: Scheduler, planner: Planner, run_in_thread: RunInThread, max_results: int) -> None:
-        self._decoder = InputDecoder(scheduler, run_in_thread)
-        self._planner = planner
-        self._run_in_thread = run_in_thread
-        self._max_results = max_results
-
-    async def make_jobs(self, planned: PlannedRequest, items: Items, deadline: float) -> list[Job]:
-        """The jobs of items, planned anew where their rows are not what was expected; RequestError, TooLargeError.
-
-        Rows of one shape are one job. Of several, or with options of their own, each input is one, and those of one
-        shape meet in a batch: each is planned, numbered and answered as it would be alone.
-        """
-        planned, parts = await self._decoder.decode(planned, items, deadline)
-        return await self._make_jobs(planned, parts, deadline)
-
-    async def _make_jobs(self, planned: PlannedRequest, parts: Sequence[DecodedRows], deadline: float) -> list[Job]:
-        if len(parts) > 1 or planned.request.input_options:
-            plans = await self._plan_inputs(planned, parts, deadline)
-            good = [plan for plan in plans if isinstance(plan, PlannedRequest)]
-            if len(good) == len(parts):
-                jobs = await self._run_in_thread(partial(self._make_input_jobs, good, parts, deadline), deadline)
-                others = set() if planned.request.reply.by_input else find_others(jobs)
-                if not others:
-                    return jobs
-                plans = [
-                    InputError(ANOTHER_SHAPE) if part.input_index in others else plan
-                    for part, plan in zip(parts, plans, strict=True)
-                ]
-            planned, left = await self._run_in_thread(partial(_leave_out, planned, parts, plans), deadline)
-            return await self._make_jobs(planned, left, deadline)
-        (part,) = parts
-        final = await self._planner.replan(planned, part.rows, part.items, deadline)
-        return [make_job(final, part.rows, deadline=deadline)]
-
-    async def _plan_inputs(
-        self, planned: PlannedRequest, parts: Sequence[DecodedRows], deadline: float
-    ) -> list[PlannedRequest | LayertapError]:
-        """A plan for each input, or why the model takes none of its shape where such inputs are to be left out.
-
-        One after another: a shape that is not known takes the model's time.
-        """
-        plans: dict[object, PlannedRequest | LayertapError] = {}
-        keys = []
-        for part in parts:
-            kind = find_preprocessed_by(part.items, planned.inputs.for_shapes(part.shapes), part.shapes)
-            options = planned.request.input_options.get(part.input_index)
-            keys.append((part.shapes, kind, options, part.input_index if planned.inputs.text is not None else None))
-            if keys[-1] in plans:
-                continue
-            try:
-                of_input = replace(planned, input_index=part.input_index)
-                plans[keys[-1]] = await self._planner.replan(of_input, part.rows, part.items, deadline)
-            except (RequestError, TooLargeError) as error:
-                skips = planned.request.on_error == "skip" and isinstance(error, (InputError, TooLargeError))
-                if not skips:
-                    raise error.of_input(part.input_index) from None
-                plans[keys[-1]] = error
-        return [plans[key] for key in keys]
-
-    def _make_input_jobs(
-        self, plans: Sequence[PlannedRequest], parts: Sequence[DecodedRows], deadline: float
-    ) -> list[Job]:
-        request, jobs = plans[0].request, []
-        for number, (plan, part) in enumerate(zip(plans, parts, strict=True)):
-            try:
-                _check(plan)
-                job = make_job(plan, part.rows, deadline=deadline, first_row=number, input_index=part.input_index)
-            except (RequestError, TooLargeError) as error:
-                raise error.of_input(part.input_index) from None
-            jobs.append(job)
-        check_entries(list_entries(jobs), len(jobs), request.reply, self._max_results)
-        return prepare_sources(jobs)
-
-
-def _leave_out(
-    planned: PlannedRequest, parts: Sequence[DecodedRows], plans: Sequence[PlannedRequest | LayertapError]
-) -> tuple[PlannedRequest, Sequence[DecodedRows]]:
-    """What is left without the inputs that the model does not take; RequestError where that is none."""
-    left, faults = [], []
-    for part, plan in zip(parts, plans, strict=True):
-        if isinstance(plan, LayertapError):
-            faults.append(plan.to_fault(f"/inputs/{part.input_index}", part.input_index))
-        else:
-            left.append(part)
-    planned = add_faults(planned, faults)
-    if not left:
-        raise RequestError.from_faults(planned.request.faults)
-    return planned, left if planned.request.input_options else join_decoded(left, planned.inputs)
-
-
-def _check(planned: PlannedRequest) -> None:
-    """RequestError where an input can't be answered beside those of other shapes."""
-    request, catalog = planned.request, planned.catalog
-    if request.isolated and catalog.batches and not catalog.rowwise:
-        detail = (
-            "rows of this model affect each other, 'isolated' makes one batch of them, and these have several shapes, "
-            "or want different things"
-        )
-        raise RequestError(detail, hint=f"{HINT}, or leave 'isolated' out: each then runs alone")
-    if request.verify and request.for_input(planned.input_index).interventions:
-        detail = "an input with interventions of its own can't be verified"
-        raise RequestError(detail, hint="leave 'verify' out, or its interventions")
-    if request.probe:
-        raise RequestError("these inputs have no probe in common", hint=f"{HINT}, or leave 'probe' out")
+def refuse_picture(items: Items, error: UndecodedError) -> Items:
+    """Items with why one of them can't be decoded in its place, where it is known which: the others may be good."""
+    refused = 0 if len(items) == 1 else error.row
+    return [(index, error.refusal if row == refused else item) for row, (index, item) in enumerate(items)]
 
 
 def make_encoded_job(planned: PlannedRequest, items: Items, deadline: float) -> Job | None:

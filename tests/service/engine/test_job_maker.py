@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layertap.service.engine.rows.decoder import split_evenly
+from layertap.service.engine.rows.job_maker import split_evenly
 from layertap.service.inputs.items import ImageItem
 
 SIZES: dict[tuple[int, int, int], list[int]] = {  # of the groups, by items, slots, and the most that one may have

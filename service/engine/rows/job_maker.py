@@ -1,4 +1,4 @@
-"""A request's items made into rows, on the slots that the scheduler gives."""
+"""A request's items made into jobs: decoded on the slots that the scheduler gives, then planned by their rows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from itertools import chain, pairwise
 
 from torch import Tensor
 
-from layertap.models.errors import Fault, LayertapError, RequestError, TooLargeError
+from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.spec import Shapes
 from layertap.service.engine.admit.limits import show_shapes
-from layertap.service.engine.batch import UndecodedError
+from layertap.service.engine.batch import Job
+from layertap.service.engine.collect.joined_inputs import ANOTHER_SHAPE, check_entries, find_others, list_entries
 from layertap.service.engine.deadline import RunInThread
-from layertap.service.engine.plan.planner import PlannedRequest
+from layertap.service.engine.plan.planner import PlannedRequest, Planner
+from layertap.service.engine.rows.jobs import make_job
+from layertap.service.engine.rows.predicted_rows import find_preprocessed_by
 from layertap.service.engine.rows.rows import (
     Attempt,
     Fetched,
@@ -29,8 +32,11 @@ from layertap.service.engine.rows.rows import (
     normalize_rows,
     pad_texts,
 )
+from layertap.service.engine.rows.sources import prepare_sources
 from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.inputs.items import LocalItem
+
+HINT = "send one shape a request"
 
 
 @dataclass(frozen=True)
@@ -47,20 +53,31 @@ class DecodedRows:
         return get_row_shapes(self.rows)
 
 
-class InputDecoder:
-    """Decodes items on the slots that the scheduler gives. For the event loop only."""
+class JobMaker:
+    """Makes jobs of items; used on the event loop."""
 
-    def __init__(self, scheduler: Scheduler, run_in_thread: RunInThread) -> None:
+    def __init__(self, scheduler: Scheduler, planner: Planner, run_in_thread: RunInThread, max_results: int) -> None:
         self._scheduler = scheduler
+        self._planner = planner
         self._run_in_thread = run_in_thread
+        self._max_results = max_results
 
-    async def decode(
+    async def make_jobs(self, planned: PlannedRequest, items: Items, deadline: float) -> list[Job]:
+        """The jobs of items, planned anew where their rows are not what was expected.
+
+        Rows of one shape are one job. Of several, or with options of their own, each input is one, and those of one
+        shape meet in a batch: each is planned, numbered and answered as it would be alone. RequestError, TooLargeError:
+        no input is good, or one is not and the request leaves none out.
+        """
+        planned, parts = await self._decode(planned, items, deadline)
+        return await self._make_jobs(planned, parts, deadline)
+
+    async def _decode(
         self, planned: PlannedRequest, items: Items, deadline: float
     ) -> tuple[PlannedRequest, Sequence[DecodedRows]]:
         """The rows of all good inputs, and the request with the faults of all others.
 
-        In one part where they have one shape and want the same, else in one for each input. RequestError or
-        TooLargeError where the request wants all or nothing, or none is good.
+        In one part where they have one shape and want the same, else in one for each input.
         """
         with planned.request.timings.step("decode"):
             local = [item for _, item in items if not isinstance(item, LayertapError)]
@@ -112,6 +129,96 @@ class InputDecoder:
             parts = await self._run_in_thread(partial(join_decoded, parts, inputs), deadline)
         return planned, parts
 
+    async def _make_jobs(self, planned: PlannedRequest, parts: Sequence[DecodedRows], deadline: float) -> list[Job]:
+        if len(parts) > 1 or planned.request.input_options:
+            plans = await self._plan_inputs(planned, parts, deadline)
+            good = [plan for plan in plans if isinstance(plan, PlannedRequest)]
+            if len(good) == len(parts):
+                jobs = await self._run_in_thread(partial(self._make_input_jobs, good, parts, deadline), deadline)
+                others = set() if planned.request.reply.by_input else find_others(jobs)
+                if not others:
+                    return jobs
+                plans = [
+                    InputError(ANOTHER_SHAPE) if part.input_index in others else plan
+                    for part, plan in zip(parts, plans, strict=True)
+                ]
+            planned, left = await self._run_in_thread(partial(_leave_out, planned, parts, plans), deadline)
+            return await self._make_jobs(planned, left, deadline)
+        (part,) = parts
+        final = await self._planner.replan(planned, part.rows, part.items, deadline)
+        return [make_job(final, part.rows, deadline=deadline)]
+
+    async def _plan_inputs(
+        self, planned: PlannedRequest, parts: Sequence[DecodedRows], deadline: float
+    ) -> list[PlannedRequest | LayertapError]:
+        """A plan for each input, or why the model takes none of its shape where such inputs are to be left out.
+
+        One after another: a shape that is not known takes the model's time.
+        """
+        plans: dict[object, PlannedRequest | LayertapError] = {}
+        keys = []
+        for part in parts:
+            kind = find_preprocessed_by(part.items, planned.inputs.for_shapes(part.shapes), part.shapes)
+            options = planned.request.input_options.get(part.input_index)
+            keys.append((part.shapes, kind, options, part.input_index if planned.inputs.text is not None else None))
+            if keys[-1] in plans:
+                continue
+            try:
+                of_input = replace(planned, input_index=part.input_index)
+                plans[keys[-1]] = await self._planner.replan(of_input, part.rows, part.items, deadline)
+            except (RequestError, TooLargeError) as error:
+                skips = planned.request.on_error == "skip" and isinstance(error, (InputError, TooLargeError))
+                if not skips:
+                    raise error.of_input(part.input_index) from None
+                plans[keys[-1]] = error
+        return [plans[key] for key in keys]
+
+    def _make_input_jobs(
+        self, plans: Sequence[PlannedRequest], parts: Sequence[DecodedRows], deadline: float
+    ) -> list[Job]:
+        request, jobs = plans[0].request, []
+        for number, (plan, part) in enumerate(zip(plans, parts, strict=True)):
+            try:
+                _check(plan)
+                job = make_job(plan, part.rows, deadline=deadline, first_row=number, input_index=part.input_index)
+            except (RequestError, TooLargeError) as error:
+                raise error.of_input(part.input_index) from None
+            jobs.append(job)
+        check_entries(list_entries(jobs), len(jobs), request.reply, self._max_results)
+        return prepare_sources(jobs)
+
+
+def _leave_out(
+    planned: PlannedRequest, parts: Sequence[DecodedRows], plans: Sequence[PlannedRequest | LayertapError]
+) -> tuple[PlannedRequest, Sequence[DecodedRows]]:
+    """What is left without the inputs that the model does not take; RequestError where that is none."""
+    left, faults = [], []
+    for part, plan in zip(parts, plans, strict=True):
+        if isinstance(plan, LayertapError):
+            faults.append(plan.to_fault(f"/inputs/{part.input_index}", part.input_index))
+        else:
+            left.append(part)
+    planned = add_faults(planned, faults)
+    if not left:
+        raise RequestError.from_faults(planned.request.faults)
+    return planned, left if planned.request.input_options else join_decoded(left, planned.inputs)
+
+
+def _check(planned: PlannedRequest) -> None:
+    """RequestError where an input can't be answered beside those of other shapes."""
+    request, catalog = planned.request, planned.catalog
+    if request.isolated and catalog.batches and not catalog.rowwise:
+        detail = (
+            "rows of this model affect each other, 'isolated' makes one batch of them, and these have several shapes, "
+            "or want different things"
+        )
+        raise RequestError(detail, hint=f"{HINT}, or leave 'isolated' out: each then runs alone")
+    if request.verify and request.for_input(planned.input_index).interventions:
+        detail = "an input with interventions of its own can't be verified"
+        raise RequestError(detail, hint="leave 'verify' out, or its interventions")
+    if request.probe:
+        raise RequestError("these inputs have no probe in common", hint=f"{HINT}, or leave 'probe' out")
+
 
 def join_decoded(parts: Sequence[DecodedRows], inputs: ModelInputs) -> list[DecodedRows]:
     """All rows of a request in one part where they have one shape, else as they are.
@@ -131,12 +238,6 @@ def add_faults(planned: PlannedRequest, faults: Sequence[Fault]) -> PlannedReque
     request = planned.request
     every = tuple(sorted((*request.faults, *faults), key=lambda fault: fault.input or 0))
     return planned if every == request.faults else replace(planned, request=replace(request, faults=every))
-
-
-def refuse_picture(items: Items, error: UndecodedError) -> Items:
-    """Items with why one of them can't be decoded in its place, where it is known which: the others may be good."""
-    refused = 0 if len(items) == 1 else error.row
-    return [(index, error.refusal if row == refused else item) for row, (index, item) in enumerate(items)]
 
 
 def split_evenly(items: Sequence[LocalItem], slots: int, limit: int) -> list[Sequence[LocalItem]]:
