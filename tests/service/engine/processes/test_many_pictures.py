@@ -117,7 +117,7 @@ def test_decoding_is_counted(either: Live) -> None:
 def test_a_slow_picture_is_forgotten(either: Live) -> None:
     """What one picture took to decode does not stay in the expected wait of all that come after it."""
     worker = either.engine.manager.handles["digits"]
-    worker._pace.add_decode(100.0, 1)
+    worker.pace.add_decode(100.0, 1)
     for each in PICTURES:
         assert either.client.post("/extract", **raw(each, "image/png", **QUERY)).status_code == 200
     assert worker.seconds_per_row < 1
