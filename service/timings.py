@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 STEPS = ("unpack", "parse", "load", "fetch", "decode", "queue", "forward", "copy", "encode")  # in this order
 MAX_SPANS = 64  # of a request: an explanation may have hundreds of forwards, which its sums have all
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestFacts:
     """What a request was about, as far as it came.
 
@@ -50,7 +50,7 @@ class Timings:
     steps: dict[str, float] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
-    facts: RequestFacts = RequestFacts()
+    facts: RequestFacts = field(default_factory=RequestFacts)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -69,7 +69,3 @@ class Timings:
         """Add to a step what its parts, which may have been side by side, took together."""
         self.steps[name] = self.steps.get(name, 0.0) + seconds * 1000
         self.spans.extend(spans[: MAX_SPANS - len(self.spans)])
-
-    def describe(self, **facts: Any) -> None:
-        """Know more of the request: fields of ``RequestFacts``."""
-        self.facts = replace(self.facts, **facts)

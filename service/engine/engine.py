@@ -94,7 +94,7 @@ class Engine:
             features = await self._find_or_compute(request, handle, ticket, compute_checked)
         else:
             features = await compute_checked()
-        request.timings.describe(rows=rows + features.rows)
+        request.timings.facts.rows = rows + features.rows
         of_model = (*handle.model.warnings, *_warn_of_embedding(request, handle.model))
         return replace(features, warnings=(*of_model, *features.warnings))
 
@@ -232,20 +232,17 @@ class Engine:
 
     def _describe(self, request: ExtractRequest) -> None:
         """Note what a request is about, for logs and traces: it may be one of several parts of a larger one."""
-        timings = request.timings
-        timings.describe(
-            model=self.manager.find_name(request.model),
-            layers=digest_layers(request),
-            selectors=len(request.selectors),
-            rows=timings.facts.rows + len(request.items),
-        )
+        facts = request.timings.facts
+        facts.model, facts.layers = self.manager.find_name(request.model), digest_layers(request)
+        facts.selectors = len(request.selectors)
+        facts.rows += len(request.items)
 
     async def _plan_and_fetch(
         self, request: ExtractRequest, handle: ModelHandle, ticket: Ticket
     ) -> tuple[PlannedRequest, Items]:
         """A request's plan, of whose rows and bytes the ticket holds all from then on, and its items."""
         planned = await self.planner.plan(request, handle, ticket.deadline)
-        request.timings.describe(rows=max(request.timings.facts.rows, planned.rows))
+        request.timings.facts.rows = max(request.timings.facts.rows, planned.rows)
         ticket.resize(planned.rows)  # before anything is decoded, or run to get to know a shape
         items = await fetch_inputs(planned.request, planned.inputs, planned.rows, self.fetcher, ticket)
         ticket.reserve_bytes(planned.nbytes)

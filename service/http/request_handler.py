@@ -83,7 +83,7 @@ async def receive(
             raw = RawRequest(request.headers, query, data, reply_format, timings)
             parsed = await _parse(raw, parse, engine, timeout.deadline)
             model = parsed.model
-            timings.describe(model=engine.manager.find_name(model))
+            timings.facts.model = engine.manager.find_name(model)
             timeout = timeout.shorten(get_timeout(parsed))
             ticket.deadline = timeout.deadline
             yield parsed, ticket

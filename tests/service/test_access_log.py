@@ -293,7 +293,7 @@ def test_slow_requests(serve: Serve, lines: Lines) -> None:
 
 def make_record(**more: object) -> AccessRecord:
     timings = Timings({"queue": 1234.5, "forward": 11.25}, {"cache": "miss"})
-    timings.describe(model="resnet50", layers="0123abcd", selectors=2, rows=3, batch_rows=8)
+    timings.facts = RequestFacts(model="resnet50", layers="0123abcd", selectors=2, rows=3, batch_rows=8)
     chosen = {"request_id": "7", "method": "POST", "path": "/extract", "status": 200, "seconds": 1.25, "key": "search"}
     return AccessRecord(timings=timings, **(chosen | more))  # type: ignore[arg-type]
 
@@ -315,7 +315,7 @@ def test_sentence() -> None:
 def test_hostile_names() -> None:
     """Names from outside are escaped and cut, in a sentence too."""
     timings = Timings()
-    timings.describe(model="\x1b[2J\u2028" * 100)
+    timings.facts.model = "\x1b[2J\u2028" * 100
     record = make_record(method="BREW" * 20, path="/\n" * 300)
     fields = AccessRecord(**(vars(record) | {"timings": timings})).make_fields()
     assert all(len(str(value)) < 210 and str(value).rstrip("…").isascii() for value in fields.values())

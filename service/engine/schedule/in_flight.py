@@ -63,7 +63,7 @@ class InFlight:
             timings.add("queue", max(end - queued - forward - copy - decode, 0.0), waits)
             timings.add("forward", forward, _list_spans("forward", forwards, rows))
             timings.add("copy", copy, _list_spans("copy", copies, {}))
-            timings.describe(batch_rows=max(timings.facts.batch_rows, *rows.values()))
+            timings.facts.batch_rows = max(timings.facts.batch_rows, *rows.values())
         elif not self.started:
             timings.add_span("queue", queued, time.perf_counter())
 
