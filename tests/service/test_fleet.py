@@ -129,7 +129,7 @@ def test_unload_finishes_the_queue(serve: Serve, maker: Maker) -> None:
             wait_until(lambda: admitted_rows(live) == 3)
             unloading = pool.submit(live.client.post, "/models/gated/unload")
             wait_until(lambda: post_rows(live, 3, timeout="0.1").status_code == 503)
-            live.engine.manager.handles["gated"]._pace.add_decode(50.0, 1)  # so that a row takes 10 s
+            live.engine.manager.handles["gated"].pace.add_decode(50.0, 1)  # so that a row takes 10 s
             refused = post_rows(live, 3)
             problem(refused, 503, seconds=True)
             assert int(refused.headers["retry-after"]) >= 30  # by the three rows that wait
