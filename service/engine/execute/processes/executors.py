@@ -1,21 +1,51 @@
-"""Where each model runs: in this process, or in worker processes."""
+"""Where each model runs: here in threads, with worker processes that decode, or in worker processes.
+
+What crashes, hangs or eats memory in a worker process costs the inputs that did it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import cast
 
 from layertap.models.devices.devices import list_devices, resolve_device
+from layertap.models.errors import TooLargeError
+from layertap.models.inputs.library_processor import LibraryProcessor
+from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_info import ModelInfo
 from layertap.models.multi_device_model import MultiDeviceModel, join_devices
 from layertap.models.registry import ModelLoader
+from layertap.models.sources.python import list_search_folders
 from layertap.models.spec import ModelSpec
-from layertap.service.engine.batch import CPU
-from layertap.service.engine.execute.executor import Executor, InProcessExecutor
-from layertap.service.engine.execute.processes.decoding_executor import DecodingExecutor
-from layertap.service.engine.execute.processes.process_executor import HostedModel, ProcessExecutor, load_in_host
+from layertap.service.engine.batch import CPU, Batch, BatchResult, RowSlice, SliceResult, UndecodedError
+from layertap.service.engine.execute.batch_runner import refuse
+from layertap.service.engine.execute.executor import Executor, Extend, InProcessExecutor, ModelLostError, decode_items
+from layertap.service.engine.execute.model_functions import CallOutcome, ModelFunction
+from layertap.service.engine.execute.processes.channel import LARGE_BYTES
+from layertap.service.engine.execute.processes.messages import CallModel, HostOptions
+from layertap.service.engine.execute.processes.worker_pool import MAX_DECODE_ITEMS, WorkerPool, choose_worker_bytes
+from layertap.service.engine.execute.processes.worker_process import (
+    GRACE_SECONDS,
+    ModelHost,
+    OnRestart,
+    WorkerDiedError,
+    WorkerProcess,
+)
+from layertap.service.engine.execute.threads import start_single_threaded, wrap_error
+from layertap.service.engine.rows.rows import Attempt, ItemAttempts, decode_on_device, try_to_decode
+from layertap.service.errors import ForwardError, UnavailableError
+from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
+
+DIED = "the model's process ended"
+PARTS_AT_ONCE = 2  # threads that turn arrays into rows
 
 
 def load(spec: ModelSpec, settings: Settings, metrics: Metrics, *, warm: bool = True) -> ModelInfo:
@@ -48,3 +78,211 @@ def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> E
     if settings.workers and device != CPU and model.model_inputs.takes_pictures:
         return DecodingExecutor(model, settings, metrics.count_worker_restart)
     return InProcessExecutor(model, settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostedModel(ModelInfo):
+    """A model that its host process has loaded."""
+
+    host: ModelHost
+
+    @property
+    def hooks(self) -> int:
+        """Hooks of ours that are on the model in its workers after their last batches: 0."""
+        return sum(worker.progress.hooks for worker in self.host.workers)
+
+
+def load_in_host(spec: ModelSpec, settings: Settings, plans: Path | None, on_restart: OnRestart) -> HostedModel:
+    """Load a model in a process of its own; LoadError where it can't be.
+
+    ``plans`` as for ``HostOptions``, ``on_restart`` as for ``ModelHost``.
+    """
+    options = HostOptions(spec, settings, list_search_folders(), choose_worker_bytes(settings), plans)
+    host = ModelHost(options, on_restart)
+    info = cast("ModelInfo", host.load())
+    return HostedModel(host=host, **{each.name: getattr(info, each.name) for each in fields(ModelInfo)})
+
+
+class ProcessExecutor(Executor):
+    """Workers of one model: any of them that is idle does what comes next."""
+
+    model: HostedModel
+    decodes_batches = True
+    max_decode_items = MAX_DECODE_ITEMS
+
+    def __init__(self, model: HostedModel, settings: Settings) -> None:
+        """Start the workers; LoadError where they can't be started."""
+        self.model = model
+        self.devices = (CPU,) * settings.workers
+        self._settings = settings
+        self._workers = WorkerPool(model.host, settings)
+        self._pool = ThreadPoolExecutor(PARTS_AT_ONCE, "decode", initializer=start_single_threaded)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the host had for itself when it had loaded the model, and what its workers have now."""
+        return (self.model.process_bytes or self.model.memory_bytes) + self.model.host.measure_worker_bytes()
+
+    def start(self, on_idle: Callable[[], None]) -> None:
+        """Begin to ask the workers."""
+        self._workers.start(on_idle)
+
+    def count_idle(self) -> Mapping[str, int]:
+        """The idle workers."""
+        return {CPU: self._workers.idle}
+
+    def run(self, batch: Batch, extend: Extend) -> Awaitable[BatchResult]:
+        """The batch, in a worker. If that dies, the slice that it was decoding is blamed, or else each slice."""
+        return self._run(batch, extend, self._workers.take())
+
+    async def _run(self, batch: Batch, extend: Extend, worker: WorkerProcess) -> BatchResult:
+        try:
+            deadline = batch.deadline + GRACE_SECONDS
+            result: BatchResult = await self._workers.ask(batch, deadline=deadline, worker=worker, extend=extend)
+            return await self._join(batch, replace(result, failure=""))  # that ended with its worker
+        except ModelLostError:
+            return BatchResult(again=(batch,))
+        except UnavailableError as error:
+            return refuse(batch, error)
+        except WorkerDiedError as error:
+            return replace(self._blame(batch, error), failures=error.failures)
+
+    def note_waiting_rows(self, rows_wait: bool) -> None:
+        """Workers look at it when they have decoded a batch."""
+        self._workers.note_waiting_rows(rows_wait)
+
+    async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
+        """The function, in a worker, which is ended after so many seconds."""
+        try:
+            outcome: CallOutcome = await self._workers.ask(CallModel(function), seconds=seconds)
+        except WorkerDiedError:
+            raise ForwardError(DIED) from None
+        return replace(outcome, failure="")  # that ended with its worker
+
+    async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
+        """Pictures and texts in a worker; one that dies of an item dies of it twice before that is refused."""
+        kinds: tuple[type, ...] = (ImageItem, TextItem) if inputs is self.model.model_inputs else ()
+        if kinds and isinstance(inputs.preprocess, LibraryProcessor):  # decoded pictures go through it there
+            kinds = (*kinds, ArraysItem)
+        here = [item for item in items if not isinstance(item, kinds)]
+        decode = partial(decode_items, here, inputs, self._settings)
+        attempts = iter(await asyncio.get_running_loop().run_in_executor(self._pool, decode) if here else ())
+        decoded = [None if isinstance(item, kinds) else next(attempts) for item in items]
+        return await self._workers.complete(items, decoded)
+
+    async def wait_until_lost(self) -> None:
+        """Return once the host has ended."""
+        await self._workers.wait_until_lost()
+
+    async def restart(self) -> None:
+        """Load the model again in a host, and start its workers; LoadError."""
+        await self._workers.restart()
+
+    async def close(self) -> None:
+        """End all processes."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        await self._workers.close()
+
+    async def _join(self, batch: Batch, result: BatchResult) -> BatchResult:
+        """The result with each slice's rows among those of its request; what is large is copied in a thread."""
+        join = partial(_join_rows, batch, result)
+        try:
+            copied = any(each.job.joined is not None and each.rows < each.job.rows for each in batch.slices)
+            large = copied and sum(each.nbytes for each in result.results) > LARGE_BYTES
+            return await asyncio.get_running_loop().run_in_executor(self._pool, join) if large else join()
+        except MemoryError as error:
+            return refuse(batch, wrap_error(error))
+
+    def _blame(self, batch: Batch, error: WorkerDiedError) -> BatchResult:
+        """The result of a batch whose worker died: a blamed slice runs once more, alone; the others run again."""
+        if error.timed_out:  # nobody waits any more
+            return refuse(batch, ForwardError(DIED))
+        if error.decoding < 0:
+            if batch.tries:
+                return refuse(batch, ForwardError(DIED))
+            return BatchResult(again=[batch.take([each], tries=1) for each in batch.slices])
+        slices = list(batch.slices)
+        blamed = slices.pop(error.decoding)
+        again = [batch.take(slices)] if slices else []
+        if batch.tries or self._workers.is_out_of_time(error) or len(blamed.encoded) != 1:
+            row = blamed.start if len(blamed.encoded) == 1 else None
+            refusal = UndecodedError(self._workers.make_refusal(error), row)
+            return BatchResult(
+                [SliceResult(error.decoding, blamed.start, blamed.stop, refusal, blamed.rows)], again=again
+            )
+        return BatchResult(again=[*again, batch.take([blamed], tries=1)])
+
+
+def _join_rows(batch: Batch, result: BatchResult) -> BatchResult:
+    def join(each: SliceResult) -> SliceResult:
+        whole: RowSlice = batch.slices[each.index]
+        start, stop, results = whole.start + each.start, whole.start + each.stop, each.results
+        if not isinstance(results, Exception) and whole.job.joined is not None:
+            results = whole.job.joined.add(start, stop, results)
+        return replace(each, start=start, stop=stop, results=results)
+
+    return replace(result, results=[join(each) for each in result.results])
+
+
+class DecodingExecutor(InProcessExecutor):
+    """For a model that takes pictures, on whatever device. What its GPU decodes is decoded there, as without workers.
+
+    Texts become tokens here: a tokenizer can't be sent to another process.
+    """
+
+    max_decode_items = MAX_DECODE_ITEMS
+
+    def __init__(self, model: LoadedModel | MultiDeviceModel, settings: Settings, on_restart: OnRestart) -> None:
+        """Start the workers; LoadError where they can't be started. ``on_restart`` as for ``ModelHost``."""
+        super().__init__(model, settings)
+        pictures = replace(model.model_inputs.pictures, text=None, decoder=None)
+        options = HostOptions(model.spec, settings, (), choose_worker_bytes(settings), plans=None, pictures=pictures)
+        host = ModelHost(options, on_restart)
+        host.load()
+        self._workers = WorkerPool(host, settings)
+        self._host = host
+
+    @property
+    def memory_bytes(self) -> int:
+        """The weights and buffers, wherever they are, and what the workers have now."""
+        return super().memory_bytes + self._host.measure_worker_bytes()
+
+    def start(self, on_idle: Callable[[], None]) -> None:
+        """Start the threads, and begin to ask the workers."""
+        super().start(on_idle)
+        self._workers.start()
+
+    async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
+        """Pictures on the GPU or in a worker, all else in a thread."""
+        own = inputs is self.model.model_inputs
+        if own and inputs.decoder is None and all(isinstance(item, ImageItem) for item in items):
+            return await self._workers.decode(items)
+
+        def decode() -> list[Sequence[Attempt] | None]:
+            return [self._decode_here(item, inputs) for item in items]
+
+        decoded = await asyncio.get_running_loop().run_in_executor(self._pool, decode)
+        return await self._workers.complete(items, decoded)
+
+    async def wait_until_lost(self) -> None:
+        """Return once the process that starts workers has ended."""
+        await self._workers.wait_until_lost()
+
+    async def restart(self) -> None:
+        """Start the workers again; LoadError."""
+        await self._workers.restart()
+
+    async def close(self) -> None:
+        """End the threads and the workers."""
+        await super().close()
+        await self._workers.close()
+
+    def _decode_here(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt] | None:
+        """What is made of an item in this process; None where a worker is to decode it."""
+        if not isinstance(item, ImageItem) or inputs is not self.model.model_inputs:
+            return try_to_decode(item, inputs, self._settings)
+        try:
+            row = decode_on_device(item, inputs, self._settings)
+        except TooLargeError as error:
+            return [error]
+        return None if row is None else [{inputs.pictures.specs[0].name: row}]

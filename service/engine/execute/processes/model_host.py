@@ -63,12 +63,11 @@ def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo | None, Cre
     settings = options.settings
     if options.pictures is not None:
         return None, partial(DecodingWorker, options.pictures, settings)
-    costs_folder = settings.cache_dir / "costs"
     take_turn = nullcontext if options.reload else partial(_take_turn, channel)
     model = load_model(
         options.spec,
         threads=settings.cpu_threads,
-        costs_folder=costs_folder,
+        costs_folder=settings.cache_dir / "costs",
         run_survey=run_in_copy,
         take_turn=take_turn,
     )

@@ -13,16 +13,7 @@ from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.resume.resumption import Resumption
 from layertap.service.allocator import release_memory
-from layertap.service.engine.batch import (
-    NEVER,
-    Batch,
-    BatchFailures,
-    BatchResult,
-    Interval,
-    RowSlice,
-    SliceResult,
-    UndecodedError,
-)
+from layertap.service.engine.batch import NEVER, Batch, BatchResult, Interval, RowSlice, SliceResult, UndecodedError
 from layertap.service.engine.execute.batch_runner import BatchRunner, Part
 from layertap.service.engine.execute.model_functions import CallOutcome, call_model
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel
@@ -96,7 +87,7 @@ class Worker(DecodingWorker):
         refused: list[SliceResult] = []
         ready: list[Part] = []
         decodes: list[Interval] = []
-        self._progress.note_failures(BatchFailures())
+        self._progress.note_failures(BatchResult().failures)
         joining, may_grow = batch.slices, not batch.unsplittable and any(each.encoded for each in batch.slices)
         while joining:
             for each in joining:

@@ -30,7 +30,7 @@ from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.execute.executor import Executor, InProcessExecutor, ModelLostError
-from layertap.service.engine.execute.processes.decoding_executor import DecodingExecutor
+from layertap.service.engine.execute.processes.executors import DecodingExecutor
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.rows.rows import Attempt, ItemAttempts, try_to_decode

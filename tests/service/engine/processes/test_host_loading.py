@@ -18,7 +18,7 @@ from layertap.models.spec import ModelSpec
 from layertap.models.turns import take_turn
 from layertap.service.config.configuration import Configuration
 from layertap.service.engine.execute.processes import worker_process
-from layertap.service.engine.execute.processes.process_executor import load_in_host
+from layertap.service.engine.execute.processes.executors import load_in_host
 from layertap.service.settings import Settings
 from tests.conftest import WARM, net_spec
 from tests.nets import Chain

@@ -16,7 +16,7 @@ from pathlib import Path
 from layertap.models.digits import spec
 from layertap.service.settings import Settings
 from layertap.service.engine.execute.processes.fork_server import fork_this_process
-from layertap.service.engine.execute.processes.process_executor import load_in_host
+from layertap.service.engine.execute.processes.executors import load_in_host
 
 def list_sockets():
     opened = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]

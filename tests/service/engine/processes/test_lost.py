@@ -37,7 +37,7 @@ from layertap.service.engine.batch import (
     RowSlice,
     SliceResult,
 )
-from layertap.service.engine.execute.processes import process_executor
+from layertap.service.engine.execute.processes import executors
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel, connect
 from layertap.service.engine.execute.processes.progress import create_progress
 from layertap.service.engine.execute.processes.worker import Worker, split_results
@@ -224,7 +224,7 @@ def test_no_memory_for_results(serve: Serve, monkeypatch: pytest.MonkeyPatch) ->
 
     with serve(configured(), workers=2) as live:
         with monkeypatch.context() as patch:
-            patch.setattr(process_executor, "_join_rows", fail)
+            patch.setattr(executors, "_join_rows", fail)
             assert live.client.post("/extract", **DIGIT).status_code == 500
         assert live.client.get("/livez").status_code == 200
         assert live.client.post("/extract", **DIGIT).status_code == 200

@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES
+from layertap.service.engine.execute.processes.executors import HostedModel, ProcessExecutor
 from layertap.service.engine.execute.processes.messages import DecodeItems
-from layertap.service.engine.execute.processes.process_executor import HostedModel, ProcessExecutor
 from layertap.service.engine.execute.processes.worker_process import WorkerDiedError, WorkerProcess
 from layertap.service.inputs.items import TextItem
 from tests.server import Live
