@@ -169,13 +169,13 @@ def _fork() -> ForkServer:
     channel, connection = connect()
     with closing(connection):
         pid = fork(partial(run, connection.fileno()), FAILED)
-    return ForkServer(channel, partial(_end_copy, pid))
 
+    def end() -> None:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
-def _end_copy(pid: int) -> None:
-    with suppress(ProcessLookupError, ChildProcessError):
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    return ForkServer(channel, end)
 
 
 def _start_python() -> ForkServer:
@@ -186,12 +186,12 @@ def _start_python() -> ForkServer:
         process = subprocess.Popen(  # noqa: S603  (this Python, and a number)
             [sys.executable, "-c", RUN, str(number), *sys.path], stdin=subprocess.DEVNULL, pass_fds=[number]
         )
-    return ForkServer(channel, partial(_end_python, process))
 
+    def end() -> None:
+        process.kill()
+        process.wait()
 
-def _end_python(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
+    return ForkServer(channel, end)
 
 
 _imported: set[str] = set()
