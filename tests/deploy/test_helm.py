@@ -35,6 +35,7 @@ FULL: Json = {
     "serviceMonitor": {"enabled": True, "keySecret": {"name": "metrics", "key": "key"}},
     "storage": {"existingClaim": "weights"},
     "service": {"type": "LoadBalancer", "port": 8080},
+    "rollingUpdate": {"maxUnavailable": "50%", "maxSurge": 0},
     "podAnnotations": {"a": "b"},
     "podLabels": {"team": "x"},
     "affinity": {"nodeAffinity": {}},
@@ -161,6 +162,12 @@ def test_autoscaling() -> None:
     assert "HorizontalPodAutoscaler" not in render(KEYS)
 
 
+def test_rollout() -> None:
+    """A new pod comes first where nothing is set; where no GPU is free for it, values have an old pod end first."""
+    strategies = [render(values)["Deployment"]["spec"]["strategy"]["rollingUpdate"] for values in (KEYS, FULL)]
+    assert strategies == [{"maxUnavailable": 0, "maxSurge": 1}, {"maxUnavailable": "50%", "maxSurge": 0}]
+
+
 def test_numbers() -> None:
     """A large number without quotes, as a file of values has it, is the same number in the environment."""
     settings = {"MAX_BODY_BYTES": 67_108_864, "KEY_RATE": 0.00002, "DEADLINE_S": 12.5, "WORKERS": 0, "FETCH_URLS": True}
@@ -209,6 +216,8 @@ def test_restarts() -> None:
         ({"keys": {"apiKeys": ["two words"]}}, "apiKeys"),
         ({**KEYS, "service": {"type": "Cluster"}}, "type"),
         ({**KEYS, "serviceMonitor": {"enabled": True}}, "keySecret"),
+        ({**KEYS, "rollingUpdate": {"maxSurge": 0}}, "rollingUpdate"),  # Kubernetes refuses 0 for both
+        ({**KEYS, "rollingUpdate": {"maxSurge": "one"}}, "maxSurge"),
     ],
 )
 def test_refused(values: Json, says: str) -> None:
