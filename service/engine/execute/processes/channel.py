@@ -92,7 +92,6 @@ class Channel:
         deadline, incoming = _set_deadline(timeout), Incoming()
         with _end_where_lost():
             try:
-                self._wait(select.POLLIN, deadline)
                 while not incoming.read(self.connection):
                     self._wait(select.POLLIN, deadline)
                 return incoming.unpack(self._references), incoming.descriptors
@@ -144,7 +143,8 @@ class LoopChannel:
     async def send(self, message: object) -> None:
         """Send a message; UnsentError."""
         with _end_where_lost():
-            self._check()
+            if self._lost:
+                raise EOFError("the other process has ended")
             with closing(await self._pack(message)) as outgoing:
                 while not outgoing.write(self._socket):
                     self._loop.add_writer(self._socket, self._changed.set)
@@ -157,7 +157,6 @@ class LoopChannel:
     async def receive(self) -> Any:
         """The next message; its tensors are the caller's."""
         while not self._messages:
-            self._check()
             await self._wait()
         message, error = self._messages.popleft()
         if error is not None:
@@ -179,11 +178,10 @@ class LoopChannel:
         except (OSError, MemoryError) as error:
             raise UnsentError(error.strerror if isinstance(error, OSError) else "no memory") from error
 
-    def _check(self) -> None:
+    async def _wait(self) -> None:
+        """Return once something has changed; EOFError."""
         if self._lost:
             raise EOFError("the other process has ended")
-
-    async def _wait(self) -> None:
         self._changed.clear()
         await self._changed.wait()
 
@@ -418,9 +416,7 @@ def _end_where_lost() -> Iterator[None]:
     """EOFError for whatever the system calls a connection that one of its ends has closed."""
     try:
         yield
-    except ValueError as error:  # poll's, of a socket that this end has closed
-        raise EOFError("the other process has ended") from error
-    except OSError as error:
-        if isinstance(error, TimeoutError) or error.errno not in LOST:
+    except (OSError, ValueError) as error:  # poll's ValueError, of a socket that this end has closed
+        if isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno not in LOST):
             raise
         raise EOFError("the other process has ended") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import os
 import signal
@@ -43,7 +42,6 @@ MIN_RELOAD_SECONDS = 120.0
 RELOAD_FACTOR = 10.0  # loading again may take so many times what it took at first
 OnRestart = Callable[[str, RestartReason], None]
 SIGNALS: Mapping[int, RestartReason] = {signal.SIGALRM: "decode_timeout", signal.SIGKILL: "killed"}
-log = logging.getLogger("layertap")
 
 
 @dataclass(eq=False)

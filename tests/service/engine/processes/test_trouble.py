@@ -26,6 +26,7 @@ from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.engine.processes.descriptors import leave_descriptors
 from tests.service.engine.processes.fatal_pictures import CRASHES, HANGS, TAKES_ALL_MEMORY
+from tests.service.engine.processes.test_decoding_executor import has_ended
 from tests.service.gated_server import wait_until
 from tests.service.server_process import fatal_model_spec
 from tests.service.support import ROW, arrays_of, configured, npy, problem, raw, rows
@@ -248,6 +249,8 @@ def test_host_killed(serve: Serve) -> None:
         os.kill(host, signal.SIGKILL)
         with ThreadPoolExecutor(CLIENTS) as pool:
             replies = list(pool.map(lambda _: live.client.post("/extract", **request), range(CLIENTS * 2)))
+        wait_until(lambda: has_ended(host))  # requests may be quicker
+        replies.append(live.client.post("/extract", **request))
         check_same(replies, [good] * len(replies))
         assert parent(list_pids(live, "digits")[0]) != host
 
