@@ -39,7 +39,7 @@ SIZE_BYTES = 8  # of a buffer's size
 
 
 class References:
-    """Objects that both ends know, and that cross as references; here there are none."""
+    """Objects of classes that both ends know, and that cross as references; here there are none."""
 
     def find(self, value: object) -> Any:
         """The reference to an object; None where it crosses as it is."""
@@ -301,10 +301,10 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=5, **options)
         self._references = references
 
-    def persistent_id(self, value: Any) -> Any:
-        return self._references.find(value)
-
     def reducer_override(self, value: Any) -> Any:
+        # Not persistent_id, which is called for every number and text of a message, too.
+        if (reference := self._references.find(value)) is not None:
+            return _refer, (reference,)
         if isinstance(value, Tensor):
             buffer = pickle.PickleBuffer(view_bytes(value).numpy().data)
             return _make_tensor, (value.dtype, tuple(value.shape), buffer)
@@ -321,8 +321,13 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file, **options)
         self._references = references
 
-    def persistent_load(self, reference: Any) -> Any:
-        return self._references.get(reference)
+    def find_class(self, module: str, name: str) -> Any:
+        return self._references.get if name == _refer.__name__ else super().find_class(module, name)
+
+
+def _refer(reference: Any) -> object:
+    """Stands in a message for the other end's ``References.get``."""
+    raise pickle.UnpicklingError(f"unknown reference {reference!r}")
 
 
 def _pickle(message: object, references: References) -> tuple[memoryview, list[memoryview]]:

@@ -239,7 +239,7 @@ class Numbers(References):
     """References of one end of a connection: to a value that both ends know."""
 
     def __init__(self) -> None:
-        self.value = ("known",)
+        self.value = object()
 
     def find(self, value: object) -> int | None:
         return 7 if value is self.value else None
