@@ -46,9 +46,9 @@ async function readProblem(reply) {
   const seconds = Number(reply.headers.get("retry-after")) || 0;
   try {
     const problem = await reply.json();
-    const faults = (problem.errors || []).filter((each) => each.detail !== problem.detail).map((each) => each.detail);
-    const hint = (problem.errors || []).map((each) => each.hint).filter(Boolean);
-    return new ProblemError(reply.status, [problem.detail, ...faults].join("; "), hint.join("; "), seconds);
+    const faults = [problem, ...(problem.errors || [])]; // the first of them may be the problem itself
+    const join = (field) => [...new Set(faults.map((each) => each[field]).filter(Boolean))].join("; ");
+    return new ProblemError(reply.status, join("detail"), join("hint"), seconds);
   } catch {
     return new ProblemError(reply.status, `The server answered with status ${reply.status}.`, "", seconds);
   }

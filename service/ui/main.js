@@ -10,7 +10,7 @@ import { readHash, writeHash } from "./link.js";
 import { installZoom } from "./maps.js";
 import { addPlace, installPictures, readLast, SAMPLES, takeSample } from "./picture.js";
 import { makeRunner } from "./runner.js";
-import { showSnippet } from "./snippets.js";
+import { installSnippets, showSnippet } from "./snippets.js";
 import { chooseLayer, makeState } from "./state.js";
 import { installTree, mark, showLayers, showTypes } from "./tree.js";
 import { forgetChange, forgetLayer, forgetView, loadMore, showView } from "./view.js";
@@ -190,6 +190,7 @@ installTree();
 installZoom();
 installClasses(state, run);
 installCompare(state, compare);
+installSnippets(run);
 installAttention();
 addEventListener("hashchange", () => location.reload()); // another link in the address of this page
 restore();

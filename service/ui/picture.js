@@ -9,9 +9,17 @@ const places = []; // {area, take}, take(give, name, sample), where give() is th
 async function readPicture(blob, name, sample, limits) {
   // {name, sample, type, data, url, width, height}: its bytes in base64, and an address for this page alone.
   refuseLarge(blob.size, limits.max_body_bytes);
-  const bytes = new Uint8Array(await blob.arrayBuffer());
+  const bytes = new Uint8Array(await read(blob));
   const url = URL.createObjectURL(blob);
   return { name, sample, type: blob.type, data: encode(bytes), url, ...(await measure(url)) };
+}
+
+async function read(blob) {
+  try {
+    return await blob.arrayBuffer();
+  } catch {
+    throw new ProblemError(null, "The file can't be read.", "Is it a folder, or no longer there?");
+  }
 }
 
 async function measure(url) {

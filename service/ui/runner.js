@@ -1,74 +1,101 @@
-// One thing at a time in each part of the page; problems in words, and what helps: a key, a wait, a button.
+// One thing at a time in each part of the page; the status and problems in words, and what helps: a key, a wait, a button.
 
 import { ProblemError } from "./api.js";
 import { find } from "./dom.js";
 
 const RETRIES = 40;
+const PASSING = [0, 429, 503, 504]; // statuses that may be others when the same is asked again
 
 export function makeRunner(findModel) {
   // {run, stop, retry, isWaiting}. findModel(part) is the entry of the model that a part of the page asks, as it is now.
-  const waiting = new Map(); // what a retry does again, by parts of the page
   const asking = {}; // by parts of the page, what is asked now; a newer choice ends it
+  const problems = new Map(); // by parts, the newest last: {text, hint, status, again, passes, loads}
   let pending = 0;
+  let done = ""; // what the last action says
 
-  function clearProblem() {
-    find("problem").hidden = true;
-    find("key-form").hidden = true;
+  function show() {
+    // All that the page says of actions: nothing else writes the status or a problem.
+    const problem = [...problems.values()].at(-1);
+    const needsKey = problem?.status === 401;
+    find("status").textContent = pending ? "Asking …" : problem ? nameProblem(problem) : done;
+    find("problem-text").textContent = problem?.text ?? "";
+    find("problem-hint").textContent = problem?.hint ?? "";
+    find("problem").hidden = !problem || (needsKey && !sessionStorage.getItem("layertap-key"));
+    find("retry").hidden = !problem?.passes;
+    const appears = needsKey && find("key-form").hidden;
+    find("key-form").hidden = !needsKey;
+    if (appears) find("key").focus();
   }
 
-  async function showProblem(error, again, part, tries) {
-    // Returns what is to be said meanwhile.
-    if (error.name === "AbortError") return "";
-    if (!(error instanceof ProblemError)) throw error;
+  function nameProblem({ status, loads }) {
+    if (loads) return "The model is loading …";
+    return status === 401 ? "A key is needed." : "Failed: see the message.";
+  }
+
+  function keep(part, problem) {
+    problems.delete(part);
+    problems.set(part, problem);
+  }
+
+  function keepFailure(part, error, again) {
+    keep(part, { text: `The page failed: ${error}`, hint: "Reload the page.", again });
+  }
+
+  async function keepProblem(error, again, part, tries) {
     const { signal } = asking[part];
-    waiting.set(part, again);
-    const entry = error.status === 503 ? await findModel(part).catch(() => null) : null;
-    if (signal.aborted) return "";
+    const { status, hint } = error;
+    const entry = status === 503 ? await findModel(part).catch(() => null) : null;
+    if (signal.aborted) return;
     const failed = entry?.state === "failed";
-    if (error.status === 401) {
-      find("key-form").hidden = false;
-      find("key").focus();
-    }
-    find("problem-text").textContent = failed && entry.reason ? `${error.message} (${entry.reason})` : error.message;
-    find("problem-hint").textContent = error.hint;
-    find("problem").hidden = error.status === 401 && !sessionStorage.getItem("layertap-key");
-    find("retry").hidden = ![0, 429, 503, 504].includes(error.status) || failed;
-    if (error.status !== 503 || failed || tries >= RETRIES) return "";
-    setTimeout(() => !signal.aborted && run(again, part, tries + 1), Math.max(error.seconds, 0.5) * 1000);
-    return "The model is loading …";
+    const text = failed && entry.reason ? `${error.message} (${entry.reason})` : error.message;
+    const loads = status === 503 && !failed && tries < RETRIES;
+    keep(part, { text, hint, status, again, passes: PASSING.includes(status) && !failed, loads });
+    if (loads) setTimeout(() => !signal.aborted && run(again, part, tries + 1), Math.max(error.seconds, 0.5) * 1000);
   }
 
   function stop(part) {
     asking[part]?.abort();
-    waiting.delete(part);
-    if (waiting.size === 0) clearProblem();
+    problems.delete(part);
+    show();
   }
 
   async function run(action, part = "all", tries = 0) {
-    // What was asked before in a part is given up, in all parts by what is of all.
+    // What was asked before in a part is given up, in all parts by what is of all. Its problem stays until this ends.
     for (const each of part === "all" ? Object.keys(asking) : [part]) {
       asking[each]?.abort();
-      waiting.delete(each);
+      if (each !== part) problems.delete(each);
     }
+    problems.delete("page");
     asking[part] = new AbortController();
     const { signal } = asking[part];
-    let text = "";
     pending += 1;
-    find("status").textContent = "Asking …";
+    done = "";
+    show();
     try {
-      text = (await action(signal)) ?? "";
-      if (waiting.size === 0) clearProblem();
+      const text = await action(signal);
+      if (signal.aborted) return;
+      problems.delete(part);
+      done = text ?? "";
     } catch (error) {
-      if (!signal.aborted) text = await showProblem(error, action, part, tries);
+      if (signal.aborted) return;
+      if (error instanceof ProblemError) await keepProblem(error, action, part, tries);
+      else {
+        console.error(error);
+        keepFailure(part, error, action);
+      }
     } finally {
       pending -= 1;
-      if (pending === 0) find("status").textContent = text;
+      show();
     }
   }
 
   function retry() {
-    for (const [part, again] of [...waiting]) run(again, part);
+    for (const [part, { again }] of [...problems]) if (again) run(again, part);
   }
 
-  return { run, stop, retry, isWaiting: () => waiting.size > 0 };
+  addEventListener("error", (event) => {
+    keepFailure("page", event.message);
+    show();
+  });
+  return { run, stop, retry, isWaiting: () => problems.size > 0 };
 }

@@ -1,5 +1,6 @@
 // What is on the screen as a request to make by hand: curl, Python, JSON. A comparison is two of them.
 
+import { ProblemError } from "./api.js";
 import { makeComparedLayers } from "./compare.js";
 import { element, find } from "./dom.js";
 import { makeBody, makeView } from "./requests.js";
@@ -112,8 +113,15 @@ export function showSnippet(state) {
   });
   find("share-buttons").replaceChildren(...buttons);
   write();
-  find("copy").onclick = async () => {
-    await navigator.clipboard.writeText(find("snippet").textContent);
-    find("status").textContent = "Copied.";
-  };
+}
+
+function copySnippet() {
+  // As a person copies: pages of plain HTTP have no navigator.clipboard, and what is selected is there to copy by keys.
+  getSelection().selectAllChildren(find("snippet"));
+  if (!document.execCommand("copy")) throw new ProblemError(null, "The browser did not copy the text.", "It is selected: press Ctrl+C.");
+  return "Copied.";
+}
+
+export function installSnippets(run) {
+  find("copy").addEventListener("click", () => run(copySnippet, "copy"));
 }

@@ -36,7 +36,7 @@ def test_states(shown: Live, guarded: Live, open_page: Open, width: int, height:
     check(opened, width)
     drop(opened, b"no picture at all", "a-name-without-a-space-in-it-" * 4, "application/octet-stream")
     expect(opened.page.locator("#problem")).to_be_visible()
-    opened.wait()
+    expect(opened.page.locator("#status")).to_have_text("Failed: see the message.")
     check(opened, width)
     drop(opened, DIGIT.read_bytes())
     opened.show_maps()
