@@ -104,6 +104,12 @@ def unloading_error(name: str, seconds: float) -> UnavailableError:
     return UnavailableError(f"model {name} is being unloaded", retry_after=seconds)
 
 
+def unloaded_error(name: str) -> UnavailableError:
+    """The answer for a model of the start that an administrator has unloaded."""
+    hint = f"POST /models/{name}/load with an administrator's key; only models with 'load: lazy' load by a request"
+    return UnavailableError(f"model {name} was unloaded", hint=hint, retry_after=60.0)
+
+
 class DeadlineError(RetryLaterError):
     """The request's time ran out before its answer; how much it would have needed nobody knows."""
 

@@ -132,10 +132,16 @@ def test_fingerprint_is_that_of_one_device(live: Live, serve: Serve) -> None:
 
 
 def test_unloaded_and_loaded_again(live: Live) -> None:
-    """All devices let go of the model, and have it again when it is wanted."""
+    """All devices let go of the model; what an administrator has unloaded, and is not lazy, no request loads again."""
     rows = np.ones((2, 4), np.float32)
     assert live.client.post("/models/net/unload").json()["state"] == "available"
     assert not [thread.name for thread in threading.enumerate() if thread.name.endswith("-net")]
+    sent = raw(npy(rows), "application/x-npy", layers="head")
+    for _ in range(2):
+        refused = problem(live.client.post("/extract", **sent), 503, seconds=True)
+        assert "POST /models/net/load" in refused["hint"]
+    assert live.client.get("/v2/models/net").status_code == 503
+    assert live.client.post("/models/net/load").json()["state"] == "ready"
     np.testing.assert_allclose(ask(live, rows)["head"], expect(rows)["head"], rtol=1e-5)
 
 

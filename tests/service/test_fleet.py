@@ -95,7 +95,7 @@ def test_when_to_come_again(serve: Serve, maker: Maker) -> None:
 
 
 def test_load_and_unload(serve: Serve, maker: Maker) -> None:
-    """A model can be loaded before it is asked for, and unloaded; the next request loads it again."""
+    """A model can be loaded before it is asked for, and unloaded; it is lazy, so the next request loads it again."""
     with serve(configured(net("lazy", "made", load="lazy"))) as live:
         for number in (1, 2):
             assert live.client.post("/models/lazy/load").json()["state"] == "ready"
@@ -137,6 +137,7 @@ def test_unload_finishes_the_queue(serve: Serve, maker: Maker) -> None:
         assert waits.result().status_code == 200
         assert unloading.result().json()["state"] == "available"
         assert module.forwards == [2]
+        assert live.client.post("/models/gated/load").json()["state"] == "ready"
         assert post_rows(live, 4).status_code == 200
         assert gated_module(live) is not module
         assert state(live, "gated") == "ready"

@@ -272,7 +272,7 @@ def saved_model(serve: Serve, folder: Path, factory: str) -> Iterator[tuple[Live
 
     save(0.0)
     source = f"python:tests.service.nets_http:{factory}"
-    spec = ModelSpec("file", source, weights=str(file), device="cpu", inputs=(ROW,))
+    spec = ModelSpec("file", source, weights=str(file), device="cpu", inputs=(ROW,), load="lazy")
     with serve(configured(spec), cache_bytes=2**20, workers=0) as live:
         yield live, save
 
@@ -313,6 +313,7 @@ def test_unloaded_while_it_answers(serve: Serve, tmp_path: Path) -> None:
         return float(arrays_of(reply)["linear"][0, 0])
 
     with saved_model(serve, tmp_path, "Gated") as (live, save), ThreadPoolExecutor(4) as pool:
+        assert live.client.post("/models/file/load").status_code == 200
         module = gated_module(live, "file")
         module.gate.clear()
         try:
@@ -338,7 +339,7 @@ def test_other_weights(serve: Serve, tmp_path: Path) -> None:
     """A model that is loaded again from other weights answers by these."""
     file = tmp_path / "weights.pth"
     source = "python:tests.service.nets_http:Touchy"
-    spec = ModelSpec("file", source, weights=str(file), device="cpu", inputs=(ROW,))
+    spec = ModelSpec("file", source, weights=str(file), device="cpu", inputs=(ROW,), load="lazy")
     request = raw(npy(rows()), "application/x-npy", layers="linear", model="file")
     found = []
     module = Touchy()

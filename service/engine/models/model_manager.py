@@ -19,7 +19,14 @@ from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.executor import Executor
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.schedule.scheduler import Scheduler
-from layertap.service.errors import DeadlineError, UnavailableError, ending_error, failure_error, unloading_error
+from layertap.service.errors import (
+    DeadlineError,
+    UnavailableError,
+    ending_error,
+    failure_error,
+    unloaded_error,
+    unloading_error,
+)
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
 from layertap.service.timings import Timings
@@ -64,6 +71,7 @@ class ModelManager:
         self._tasks: set[asyncio.Task[None]] = set()
         self._startup: set[str] = set()  # models that were wanted from the start
         self._unseen: set[str] = set()  # those of them that were never there
+        self._unloaded: set[str] = set()  # by an administrator, and not lazy
         self._has_unloaded = False
         self._is_over_budget = False
         self._ending = False
@@ -149,8 +157,9 @@ class ModelManager:
     async def get_handle(self, name: str | None, deadline: float, timings: Timings | None = None) -> ModelHandle:
         """The handle of a model by its name or alias (None: the default), loaded if it is not yet.
 
-        Who awaits something else while he uses it holds it (``ModelHandle.hold``). UnknownModelError; UnavailableError
-        while draining, where loading failed, or where it lasts beyond the deadline.
+        Whoever awaits something else while he uses it holds it (``ModelHandle.hold``). UnknownModelError;
+        UnavailableError while draining, where the model was unloaded by an administrator, where loading failed, or
+        where it lasts beyond the deadline.
         """
         while True:
             entry = self.registry.get_entry(self.default if name is None else name)
@@ -159,6 +168,8 @@ class ModelManager:
             if self.scheduler.failure:
                 raise failure_error(self.scheduler.failure)
             if (handle := self.handles.get(entry.spec.name)) is None:
+                if entry.spec.name in self._unloaded:
+                    raise unloaded_error(entry.spec.name)
                 self._make_room(entry)
                 handle = self._start(entry)
             if handle.answers == "none":
@@ -176,11 +187,15 @@ class ModelManager:
         """Load a model, also one whose loading failed before."""
         if self.registry.get_entry(name).state == "failed":
             await self.unload(name)
+        self._unloaded.discard(self.registry.get_entry(name).spec.name)
         await self.get_handle(name, deadline)
 
     async def unload(self, name: str) -> None:
-        """Finish the model's queue, then forget it."""
-        handle = self.handles.get(self.registry.get_entry(name).spec.name)
+        """Finish the model's queue, then forget it; only ``load`` brings back one that is not lazy."""
+        entry = self.registry.get_entry(name)
+        if entry.spec.load != "lazy":
+            self._unloaded.add(entry.spec.name)
+        handle = self.handles.get(entry.spec.name)
         if handle is not None:
             await self._stop(handle, None)
 
@@ -347,6 +362,7 @@ class ModelManager:
             if entry.spec.load == "lazy":  # models of the start are loaded however many they are
                 self._make_room(entry)
 
+        self._unloaded.discard(entry.spec.name)
         handle = ModelHandle(entry, partial(self._load, entry), self.scheduler, self._settings, make_room)
         self._all.add(handle)
         return handle

@@ -215,7 +215,7 @@ async def load_model(engine: EngineDependency, deadline: DeadlineDependency, nam
     "/models/{name}/unload", response_model=None, dependencies=[Depends(require_admin)], responses=MODEL_RESPONSES
 )
 async def unload_model(engine: EngineDependency, name: str) -> Json:
-    """Finish what the model has to do, then forget it; the next request loads it again."""
+    """Finish what the model has to do, then forget it; one with ``load: lazy`` is loaded again by the next request."""
     await engine.manager.unload(name)
     return describe_model(engine.manager.registry.get_entry(name))
 
