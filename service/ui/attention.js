@@ -5,16 +5,21 @@ import { makeScale, paintOverlay } from "./colors.js";
 import { find, locate } from "./dom.js";
 import { describeLayout, findGrid } from "./layout.js";
 import { drawTiles, showScale } from "./maps.js";
-import { makeBody, makeView } from "./requests.js";
+import { findLayer, makeBody, makeView } from "./requests.js";
 import { fit } from "./seen.js";
 
-let shown = null; // weights of one layer: {values, heads, tokens, layout, state}
+let shown = null; // of one layer and picture: {weights, heads, tokens, layout, state, asks}; weights of each query that was looked at
+
+async function askQuery(state, signal) {
+  const reply = await ask("extract", makeBody(state, makeView(state).layers), signal);
+  return { receipt: reply.receipts.maps, values: decode(reply.features.maps).values };
+}
 
 export async function showAttention(state, signal) {
-  const reply = await ask("extract", makeBody(state, makeView(state).layers), signal);
-  const { shape, values } = decode(reply.features.maps);
-  const [windows, heads, queries, tokens] = shape;
-  const grid = findGrid(tokens, reply.receipts.maps, state.layers, state.entry?.inputs[0]);
+  if (state.token >= findLayer(state).attention.at(-1).shape[2]) state.token = 0;
+  const { receipt, values } = await askQuery(state, signal);
+  const [windows, heads, queries, tokens] = receipt.captured;
+  const grid = findGrid(tokens, receipt, state.layers, state.entry?.inputs[0]);
   if (windows !== 1 || queries !== tokens || !grid.height) {
     find("maps").replaceChildren();
     find("overlay").hidden = true;
@@ -22,20 +27,35 @@ export async function showAttention(state, signal) {
     find("reading").textContent = "The tokens of this attention are no grid of patches.";
     return;
   }
-  shown = { values, heads, tokens, layout: describeLayout([tokens, 1], "NTC", grid), state };
+  shown = { weights: new Map([[state.token, values]]), heads, tokens, layout: describeLayout([tokens, 1], "NTC", grid), state, asks: false };
   find("token-field").hidden = false;
   find("token").max = String(tokens - 1);
-  if (Number(find("token").value) >= tokens) find("token").value = "0";
+  find("token").value = String(state.token);
+  draw();
+}
+
+async function look(signal) {
+  // Show the query that is looked at; while one is asked the pointer goes on, and where it is then is asked next.
+  const mine = shown;
+  const { weights, state } = mine;
+  mine.asks = true;
+  try {
+    while (!weights.has(state.token)) {
+      const { token } = state;
+      weights.set(token, (await askQuery(state, signal)).values);
+    }
+  } finally {
+    mine.asks = false;
+  }
   draw();
 }
 
 function draw() {
-  const { values, heads, tokens, layout, state } = shown;
-  const query = Number(find("token").value);
+  const { weights, heads, tokens, layout, state } = shown;
+  const values = weights.get(state.token);
   const maps = Array.from({ length: heads }, (_, head) => {
-    const from = (head * tokens + query) * tokens;
     const name = `head ${head}`;
-    return { ...layout, values: values.subarray(from + layout.skip, from + tokens), channel: head, label: name, title: `${state.layer}, ${name}` };
+    return { ...layout, values: values.subarray(head * tokens + layout.skip, (head + 1) * tokens), channel: head, label: name, title: `${state.layer}, ${name}` };
   });
   const read = (text) => {
     find("reading").textContent = text;
@@ -45,7 +65,7 @@ function draw() {
   paintOverlay(find("overlay"), { ...layout, values: mean }, makeScale(mean));
   fit(find("overlay"), state.seen);
   find("overlay").hidden = find("picture").hidden;
-  read(`What token ${query} looks at, a tile for each head; over the picture their mean. Move over the picture to choose a patch.`);
+  read(`What token ${state.token} looks at, a tile for each head; over the picture their mean. Move over the picture to choose a patch.`);
 }
 
 export function forgetAttention() {
@@ -53,15 +73,18 @@ export function forgetAttention() {
   find("token-field").hidden = true;
 }
 
-export function installAttention() {
-  find("token").addEventListener("input", () => shown && find("token").checkValidity() && draw());
+export function installAttention(state, run) {
+  const choose = (token) => {
+    if (token === state.token) return;
+    state.token = token;
+    if (!shown.asks) run(look);
+  };
+  find("token").addEventListener("input", () => shown && find("token").checkValidity() && choose(Number(find("token").value)));
   find("overlay").addEventListener("pointermove", (event) => {
     if (!shown) return;
     const { width, height, skip } = shown.layout;
     const [x, y] = locate(find("overlay"), event, width, height);
-    const token = String(skip + y * width + x);
-    if (token === find("token").value) return;
-    find("token").value = token;
-    draw();
+    choose(skip + y * width + x);
+    find("token").value = String(state.token);
   });
 }

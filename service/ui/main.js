@@ -12,7 +12,7 @@ import { addPlace, installPictures, readLast, SAMPLES, takeSample } from "./pict
 import { makeRunner } from "./runner.js";
 import { installSnippets, showSnippet } from "./snippets.js";
 import { chooseLayer, makeState } from "./state.js";
-import { installTree, mark, showLayers, showTypes } from "./tree.js";
+import { installTree, mark, reveal, showLayers, showTypes } from "./tree.js";
 import { forgetChange, forgetLayer, forgetView, loadMore, showView } from "./view.js";
 
 const state = makeState();
@@ -41,8 +41,10 @@ async function openModel(signal) {
   const reply = await ask(`models/${encodeURIComponent(state.model)}/layers`, null, signal);
   Object.assign(state, { layers: reply.layers, seconds: reply.seconds });
   showTypes(state.layers);
-  if (!state.layers.some((layer) => layer.name === state.layer)) state.layer = chooseLayer(state.layers);
+  const isNamed = state.layers.some((layer) => layer.name === state.layer);
+  if (!isNamed) state.layer = chooseLayer(state.layers);
   list();
+  if (isNamed) reveal();
   await listModels(signal);
   refresh();
 }
@@ -117,7 +119,7 @@ function takePicture(give, name, sample = "") {
     const picture = await readLast(state, give, name, sample, state.limits);
     if (!picture) return;
     if (state.picture) URL.revokeObjectURL(state.picture.url);
-    state.picture = picture;
+    Object.assign(state, { picture, token: 0 });
     const image = find("picture");
     image.src = picture.url;
     image.alt = `The picture ${name}`;
@@ -140,7 +142,7 @@ function takeOther(give, name, sample = "") {
 
 function installChoices() {
   find("model").addEventListener("change", (event) => {
-    Object.assign(state, { model: event.target.value, layers: [], labels: null, layer: "", shown: 16, class: "" });
+    Object.assign(state, { model: event.target.value, layers: [], labels: null, layer: "", token: 0, shown: 16, class: "" });
     markClass(state);
     find("tree").replaceChildren();
     forgetLayer();
@@ -191,6 +193,9 @@ installZoom();
 installClasses(state, run);
 installCompare(state, compare);
 installSnippets(run);
-installAttention();
+installAttention(state, (look) => run(async (signal) => {
+  await look(signal);
+  showSnippet(state);
+}, "maps"));
 addEventListener("hashchange", () => location.reload()); // another link in the address of this page
 restore();

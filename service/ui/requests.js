@@ -17,7 +17,7 @@ export function findLayer(side) {
 
 export function makeAttentionLayer(state) {
   const path = findLayer(state).attention.at(-1).path;
-  return { ...nameLayer(state.layers, state.layer), site: "attention", ...(path ? { path } : {}), as: "maps" };
+  return { ...nameLayer(state.layers, state.layer), site: "attention", ...(path ? { path } : {}), queries: [state.token], as: "maps" };
 }
 
 export function countChannels(state) {

@@ -65,7 +65,8 @@ export function makeRunner(findModel) {
       asking[each]?.abort();
       if (each !== part) problems.delete(each);
     }
-    problems.delete("page");
+    problems.delete("page"); // what belongs to no part is over with the next action
+    if (problems.has(part)) problems.get(part).again = action;
     asking[part] = new AbortController();
     const { signal } = asking[part];
     pending += 1;

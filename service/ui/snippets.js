@@ -123,5 +123,5 @@ function copySnippet() {
 }
 
 export function installSnippets(run) {
-  find("copy").addEventListener("click", () => run(copySnippet, "copy"));
+  find("copy").addEventListener("click", () => run(copySnippet, "page"));
 }

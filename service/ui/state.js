@@ -14,7 +14,7 @@ function describeSide(models, model, layers, layer, picture) {
 export function makeState() {
   return {
     models: [], limits: {}, model: "", layers: [], seconds: 0, labels: null, layer: "", picture: null,
-    site: "output", each: false, class: "", methods: [], shown: 16,
+    site: "output", token: 0, each: false, class: "", methods: [], shown: 16,
     other: { model: "", layers: [], layer: "", picture: null }, // what is compared with this; "" and null: the same as here
     get entry() {
       return describeSide(this.models, this.model).entry;

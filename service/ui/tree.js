@@ -35,7 +35,7 @@ function findCosts(layers) {
 
 function makeRow(layer, cost, whole, onChoose) {
   const row = element("li");
-  const button = element("button", undefined, { type: "button", "data-layer": layer.name, title: layer.name });
+  const button = element("button", undefined, { type: "button", "data-layer": layer.name, title: layer.name, tabindex: "-1" });
   const name = element("span", writeName(layer, whole), { class: "name" });
   const facts = element("span", `${layer.type} ${writeShape(layer)}`, { class: "facts" });
   const bar = element("span", undefined, { class: "cost", "aria-hidden": "true" });
@@ -63,25 +63,48 @@ export function showLayers(layers, chosen, onChoose) {
     if ((!pattern || fits(pattern, layer.name)) && (!type || layer.type === type)) rows.push(makeRow(layer, costs.get(layer.name) ?? 0, Boolean(pattern || type), onChoose));
   }
   find("tree").replaceChildren(...rows);
+  find("tree").scrollTop = 0;
   find("layer-count").textContent = `${rows.length} of ${layers.length} layers`;
   mark(chosen);
 }
 
 export function mark(chosen) {
-  for (const button of find("tree").querySelectorAll("button")) {
-    if (button.dataset.layer === chosen) {
-      button.setAttribute("aria-current", "true");
-      button.parentElement.parentElement.scrollTop = button.offsetTop - 80;
-    } else button.removeAttribute("aria-current");
+  const buttons = listButtons();
+  for (const button of buttons) {
+    if (button.dataset.layer === chosen) button.setAttribute("aria-current", "true");
+    else button.removeAttribute("aria-current");
   }
+  stopAt(findMarked() ?? buttons[0]);
+}
+
+export function reveal() {
+  // Scroll the list, not the page, as little as brings the chosen layer in sight.
+  const [list, button] = [find("tree"), findMarked()];
+  if (button) list.scrollTop = Math.min(Math.max(list.scrollTop, button.offsetTop + button.offsetHeight - list.clientHeight), button.offsetTop);
+}
+
+function listButtons() {
+  return [...find("tree").querySelectorAll("button:not(:disabled)")];
+}
+
+function findMarked() {
+  return find("tree").querySelector("[aria-current]");
+}
+
+function stopAt(button) {
+  // The list is one stop of the Tab key.
+  find("tree").querySelector("[tabindex='0']")?.setAttribute("tabindex", "-1");
+  button?.setAttribute("tabindex", "0");
 }
 
 export function installTree() {
+  find("tree").addEventListener("focusin", (event) => event.target.matches("button") && stopAt(event.target));
   find("tree").addEventListener("keydown", (event) => {
-    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (!step) return;
+    const buttons = listButtons();
+    const at = buttons.indexOf(document.activeElement);
+    const next = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: buttons.length - 1 }[event.key];
+    if (next === undefined) return;
     event.preventDefault();
-    const buttons = [...find("tree").querySelectorAll("button:not(:disabled)")];
-    buttons[Math.min(Math.max(buttons.indexOf(document.activeElement) + step, 0), buttons.length - 1)]?.focus();
+    buttons[next]?.focus();
   });
 }

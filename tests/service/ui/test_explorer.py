@@ -213,7 +213,10 @@ def test_keyboard(shown: Live, open_page: Open) -> None:
     tab_to(page, "document.activeElement.dataset.sample === 'digit-2'")
     page.keyboard.press("Enter")
     opened.show_maps()
-    tab_to(page, "document.activeElement.dataset.layer === '.'")
+    tab_to(
+        page, "document.activeElement.dataset.layer === 'block1.2'"
+    )  # the list's one stop is the layer that is shown
+    page.keyboard.press("Home")
     for _ in range(3):
         page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
