@@ -41,6 +41,8 @@ def asked(live: Live, name: str, data: st.DataObject) -> None:
     statuses = {int(status) for status in declared if status != "default"}
     assert reply.status_code in (statuses if len(statuses) > 1 else ALWAYS)
     assert reply.status_code == 200 or len(reply.content) < 1024
+    if reply.status_code == 200 and name.endswith("/unload"):  # no later request would load it
+        assert live.client.post(f"/models/{reply.json()['name']}/load").status_code == 200
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
