@@ -9,7 +9,7 @@ import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
-from ipaddress import IPv4Network, IPv6Network, ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -188,6 +188,16 @@ def parse_network(text: str) -> Network:
     return network
 
 
+def _parse_host(text: str) -> str:
+    """A host's name or address, in small letters; ValueError where it is neither."""
+    name = text.lower().strip("[]")
+    with suppress(ValueError):
+        return str(ip_address(name))
+    if not UNRESERVED.issuperset(name):
+        raise ValueError(f"{text[:64]!r} is no host's name: write it like 'features.example', without a port")
+    return name
+
+
 def _is_address(text: str) -> bool:
     """Whether a text is an address by HTTP, of some host."""
     try:
@@ -328,13 +338,18 @@ class Settings(BaseSettings):
             raise ValueError("others come through a proxy, and this server has no keys: set LAYERTAP_API_KEYS")
         return value
 
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _check_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(_parse_host, value))
+
     @field_validator("cors_origins")
     @classmethod
     def _check_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for each in value:
             if not _is_address(each) or urlsplit(each).path:
                 raise ValueError(f"{each[:64]!r} is no origin: write it like 'https://example.org'")
-        return value
+        return tuple(each.lower() for each in value)
 
     @field_validator("otlp_endpoint")
     @classmethod

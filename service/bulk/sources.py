@@ -72,7 +72,7 @@ def open_source(text: str, limit: int, column: str | None = None) -> Source:
     if column is not None and not text.lower().endswith((".parquet", ".jsonl")):
         raise LayertapError(f"{text} has no columns", hint="leave --column out: it is for .parquet and .jsonl files")
     if path.is_dir():
-        return _open_paths(lambda: _walk(path, _is_picture), limit)
+        return _open_paths(lambda: _walk(path, _has_suffix, with_hidden=False), limit)
     if path.is_file():
         name = path.name.lower()
         if name.endswith(ARCHIVES):
@@ -94,7 +94,7 @@ def describe_passed_over(text: str) -> str:
     top = Path(text)
     if not top.is_dir():
         return ""
-    found = _walk(top, lambda name: not (_has_suffix(name) or _is_hidden(name)))
+    found = _walk(top, lambda name: not _has_suffix(name), with_hidden=False)
     others = (path.suffix.lower() for _, path in found if not path.is_dir())
     counts = Counter(others).most_common()
     named = [f"{count} {escape(suffix) if suffix else 'without a suffix'}" for suffix, count in counts[:MAX_SUFFIXES]]
@@ -123,10 +123,6 @@ def _skipped(key: str) -> Entry:
     return Entry(key, None)
 
 
-def _is_picture(name: str) -> bool:
-    return _has_suffix(name) and not _is_hidden(name)
-
-
 def _is_hidden(name: str) -> bool:
     """Whether a path is a dot file, or in a dot folder: macOS puts an AppleDouble file beside each picture."""
     return any(part.startswith(".") and part not in (".", "..") for part in name.split("/"))
@@ -136,8 +132,8 @@ def _has_suffix(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in SUFFIXES  # noqa: PTH122  (a tenth of a Path's time, for every file)
 
 
-def _walk(top: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:
-    """The files below a folder that are wanted, by their names from there.
+def _walk(top: Path, is_wanted: Callable[[str], bool], *, with_hidden: bool = True) -> Iterator[tuple[str, Path]]:
+    """The files below a folder that are wanted, by their names from there; without dot files and dot folders, or not.
 
     Those of a folder's own are before those of folders in it; links to folders are left. A folder in it that can't be
     listed is given too: reading it tells why. OSError where it is the first.
@@ -147,7 +143,8 @@ def _walk(top: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Pa
         folder = waiting.pop()
         try:
             with os.scandir(folder) as found:
-                entries = sorted(found, key=lambda entry: entry.name)
+                shown = (entry for entry in found if with_hidden or not entry.name.startswith("."))
+                entries = sorted(shown, key=lambda entry: entry.name)
         except OSError:
             if folder == top:
                 raise
@@ -240,7 +237,7 @@ def _read_tar(path: Path, is_wanted: IsWanted, limit: int) -> Iterator[Entry]:
     try:
         with tarfile.open(path, "r|*", tarinfo=_Member, errors="surrogateescape") as archive:
             for member in archive:
-                if member.isdir() or not _is_picture(member.name):
+                if member.isdir() or not _has_suffix(member.name) or _is_hidden(member.name):
                     continue
                 key = _make_key(member.name)
                 yield _read_member(archive, member, key, limit) if is_wanted(number) else _skipped(key)

@@ -15,7 +15,6 @@ from starlette.datastructures import Headers
 
 from layertap.models.errors import escape
 from layertap.service.errors import ForbiddenError, KeyMissingError, KeyRateError
-from layertap.service.http.dependencies import EngineDependency
 from layertap.service.settings import LOOPBACK, Settings, split_key
 
 
@@ -70,7 +69,6 @@ class Keyring:
         self._pages = pages  # the same in every installation, and a browser that opens one can send no key
         self._hosts = LOOPBACK | {settings.host, *settings.allowed_hosts}
         self._origins = frozenset(settings.cors_origins)
-        self._has_port = settings.uds is None
         self._salt = os.urandom(16)
         # A key that is in both lists is an administrator's, and is counted once.
         kinds = _name_keys(settings.api_keys, "key", False) | _name_keys(settings.admin_keys, "admin", True)
@@ -107,13 +105,13 @@ class Keyring:
 
     def _check_page(self, headers: Headers) -> None:
         """ForbiddenError for what a page of another site asks, also one whose name now leads here (DNS rebinding)."""
-        cross_site = headers.get("sec-fetch-site") == CROSS_SITE and headers.get("origin") not in self._origins
-        if cross_site:
-            raise ForbiddenError("a page of another site may not use this server", hint="set LAYERTAP_API_KEYS")
-        host = headers.get("host")  # browsers always say it
-        if self._has_port and host is not None and _parse_host(f"//{host}") not in self._hosts:
+        host, origin = headers.get("host"), headers.get("origin")  # browsers always say the first
+        if host is not None and _parse_host(f"//{host}") not in self._hosts:
             detail = f"{escape(host)} is no name of this server"
             raise ForbiddenError(detail, hint="set LAYERTAP_ALLOWED_HOSTS, or LAYERTAP_API_KEYS")
+        foreign = origin is not None and _parse_host(origin) not in self._hosts
+        if origin not in self._origins and (foreign or headers.get("sec-fetch-site") == CROSS_SITE):
+            raise ForbiddenError("a page of another site may not use this server", hint="set LAYERTAP_API_KEYS")
 
     def _find(self, key: str) -> ApiKey | None:
         # Every key is compared, each in constant time, by digests of one length: how long it takes tells nothing.
@@ -125,15 +123,10 @@ class Keyring:
         return blake2b(key, key=self._salt, digest_size=32).digest()
 
 
-async def require_admin(request: Request, engine: EngineDependency) -> None:
+async def require_admin(request: Request) -> None:
     """A dependency of routes: ForbiddenError unless the caller is an administrator."""
     if not request.scope["state"]["admin"]:
         raise ForbiddenError("this key may not load or unload models", hint="use a key from LAYERTAP_ADMIN_KEYS")
-    # Browsers that say no more than where a page is from.
-    origin = request.headers.get("origin")
-    known = origin is None or _parse_host(origin) in LOOPBACK or origin in engine.settings.cors_origins
-    if not engine.settings.requires_key and not known:
-        raise ForbiddenError("a page of another site may not load or unload models", hint="set LAYERTAP_ADMIN_KEYS")
 
 
 def _name_keys(texts: tuple[str, ...], prefix: str, admin: bool) -> dict[str, tuple[str, bool]]:
@@ -157,8 +150,10 @@ def _read_key(headers: Headers) -> str | None:
 
 
 def _parse_host(url: str) -> str | None:
-    """The host's name in an address; None where there is none."""
+    """The host's name in an address, in small letters; None where there is none, or more than that and a port."""
     try:
-        return urlsplit(url).hostname
+        parts = urlsplit(url)
+        plain = "@" not in parts.netloc and not parts.path
+        return (parts.hostname or "").removesuffix(".") if plain else None
     except ValueError:
         return None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
 LATIN = "latin-1"
-MIN_BYTES_PER_S = 10_000  # that arrive on average: whoever sends less holds a place and memory for nothing
+MIN_BYTES_PER_S = 10_000  # of a body: whoever sends less holds a place and memory for nothing
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ async def read_body(request: Request, settings: Settings, reserve: Callable[[int
     chunks: list[bytes] = []
     size = 0
     loop, wait_s = asyncio.get_running_loop(), settings.body_timeout_s
-    started = loop.time()
+    enough = missing = MIN_BYTES_PER_S * wait_s
     try:
         async with asyncio.timeout(wait_s) as timeout:
             async for chunk in request.stream():
@@ -56,10 +56,13 @@ async def read_body(request: Request, settings: Settings, reserve: Callable[[int
                     raise _too_large_error(f"more than {limit}", limit)
                 reserve(len(chunk))
                 chunks.append(chunk)
-                timeout.reschedule(min(loop.time(), started + size / MIN_BYTES_PER_S) + wait_s)
+                missing -= len(chunk)
+                if missing <= 0:  # none of it counts twice: a fast start earns no time for a slow rest
+                    timeout.reschedule(loop.time() + wait_s)
+                    missing = enough
     except TimeoutError:
         hint = f"send it at {MIN_BYTES_PER_S // 1000} kB a second or more, or in several requests"
-        raise BodyTimeoutError(f"no more of the body arrived within {wait_s:g} s", hint=hint) from None
+        raise BodyTimeoutError(f"too little of the body arrived within {wait_s:g} s", hint=hint) from None
     except ClientDisconnect:
         raise BadRequestError("the body broke off") from None
     return b"".join(chunks)  # a single one is not copied
@@ -75,18 +78,20 @@ def parse_multipart(headers: Headers, body: bytes, settings: Settings) -> list[M
     boundary = options.get(b"boundary", b"")
     delimiter = b"--" + boundary
     start = 0 if body.startswith(delimiter) else body.find(b"\r\n" + delimiter)
-    if not boundary or start < 0 or delimiter + b"--" not in body:
+    if not boundary or start < 0:
         raise _broken_error()
     reader = _PartReader(settings.max_inputs + 1)
     parser = MultipartParser(boundary, reader.make_callbacks())
     try:
         parser.write(body[start:])
         parser.finalize()
-        return reader.parts
     except TooManyPartsError:
         raise _too_many_parts_error(settings.max_inputs) from None
     except (MultipartParseError, ValueError):
         raise _broken_error() from None
+    if not reader.has_ended:
+        raise _broken_error()
+    return reader.parts
 
 
 def get_media_type(content_type: str) -> str:
@@ -103,6 +108,7 @@ class _PartReader:
 
     def __init__(self, max_parts: int) -> None:
         self.parts: list[MultipartPart] = []
+        self.has_ended = False  # by the last delimiter
         self._max_parts = max_parts
         self._fields: list[tuple[bytes, bytes]] = []
         self._name = self._value = b""
@@ -117,6 +123,7 @@ class _PartReader:
             "on_header_end": self._end_field,
             "on_part_data": self._add_data,
             "on_part_end": self._end,
+            "on_end": self._end_all,
         }
 
     def _begin(self) -> None:
@@ -136,6 +143,9 @@ class _PartReader:
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
         self._data.append(data[start:end])
+
+    def _end_all(self) -> None:
+        self.has_ended = True
 
     def _end(self) -> None:
         """ValueError for a part without a name, or one that is no UTF-8."""

@@ -205,6 +205,8 @@ def _read_item(entry: InputEntry, modality: Kind | None) -> InputItem:
                 hint='send texts as strings, or "modality": "tokens" with ids of the model\'s own tokenizer',
             )
         return TokensItem(value)
+    if kind == "tokens":
+        raise InputError("this is a text, and not a list of token ids", hint='leave "modality" out')
     if kind == "text" or (kind is None and value[:5].lower() != "data:"):
         return TextItem(value)
     return UrlItem(value) if value.startswith(URL_SCHEMES) else ImageItem(decode_base64(value))

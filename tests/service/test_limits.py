@@ -136,6 +136,16 @@ def test_dripping_body(hasty: Live) -> None:
         problem(parse_response(dripped(connection, b"a")), 408)
 
 
+def test_fast_start(serve: Serve) -> None:
+    """A body that comes fast at first earns no time for a rest that drips."""
+    with serve(body_timeout_s=0.5) as live:
+        sent = raw(bytes(200_000), "image/png", layers="pool")
+        data = encode_request(live.client.build_request("POST", "/extract", **sent))
+        with connect(live) as connection:
+            connection.sendall(data[:150_000])
+            problem(parse_response(dripped(connection, b"a")), 408)
+
+
 def test_steady_body(serve: Serve) -> None:
     """A body that keeps coming takes as long as it takes: the deadline counts from its last byte."""
     with serve(body_timeout_s=1.0, deadline_s=1.5) as live:

@@ -1,6 +1,6 @@
 """Where a model's forwards run and its inputs are decoded: here in threads, on one device or several.
 
-``processes/process_executor.py`` has the executor whose forwards run in worker processes.
+``processes/executors.py`` has the executor whose forwards run in worker processes.
 """
 
 from __future__ import annotations

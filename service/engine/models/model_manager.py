@@ -168,7 +168,7 @@ class ModelManager:
             if self.scheduler.failure:
                 raise failure_error(self.scheduler.failure)
             if (handle := self.handles.get(entry.spec.name)) is None:
-                if entry.spec.name in self._unloaded:
+                if entry.spec.name in self._unloaded and entry.spec.load != "lazy":
                     raise unloaded_error(entry.spec.name)
                 self._make_room(entry)
                 handle = self._start(entry)

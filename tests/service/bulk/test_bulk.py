@@ -170,6 +170,7 @@ def test_folder_of_links(command: Command, folder: Path, tmp_path: Path) -> None
     (source / "._00000.jpg").write_bytes(b"AppleDouble")
     (source / ".trash").mkdir()
     (source / ".trash" / "old.png").write_bytes(b"old")
+    (source / ".closed").mkdir(mode=0)
     done = command("bulk", source, "--out", tmp_path / "out.parquet")
     assert (done.status, "passed over by their suffix: 1 '.md'\n" in done.notes) == (0, True)
     keys = read(tmp_path / "out.parquet")["key"]

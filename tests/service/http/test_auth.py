@@ -237,20 +237,22 @@ def test_pages_of_other_sites(live: Live, origin: str) -> None:
     assert live.client.post("/models/two/load", headers=own).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost@evil.example", "[", ""])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "localhost@evil.example", "x@localhost", "localhost/x", "[", ""]
+)
 def test_names_that_lead_here(live: Live, host: str) -> None:
     """Where no key is asked for, a page whose name was made to lead to this machine uses nothing of it."""
     for method, path in (("GET", "/models"), ("POST", "/extract"), ("POST", "/models/two/unload")):
         found = problem(live.client.request(method, path, headers={"host": host}), 403)
         assert "LAYERTAP_ALLOWED_HOSTS" in found["hint"]
     assert live.client.get("/readyz", headers={"host": host}).status_code == 200
-    for own in ("localhost", "127.0.0.1:80", "[::1]:8000", "LOCALHOST:1"):
+    for own in ("localhost", "127.0.0.1:80", "[::1]:8000", "LOCALHOST:1", "localhost."):
         assert live.client.get("/models", headers={"host": own}).status_code == 200
 
 
 def test_names_and_origins(serve: Serve) -> None:
     """A server may have further names, and pages of other origins; no other page reads anything."""
-    names = {"allowed_hosts": "features.example", "cors_origins": "https://page.example"}
+    names = {"allowed_hosts": "Features.example", "cors_origins": "https://Page.example"}
     with serve(**names) as live:
         page = {"origin": "https://page.example", "sec-fetch-site": "cross-site", "host": "features.example:8000"}
         reply = live.client.post("/extract", json=BODY, headers=page)
@@ -259,6 +261,8 @@ def test_names_and_origins(serve: Serve) -> None:
         asked = {"access-control-request-method": "POST", "access-control-request-headers": "x-api-key"}
         preflight = live.client.options("/extract", headers={**page, **asked})
         assert (preflight.status_code, preflight.headers["access-control-allow-headers"]) == (200, "x-api-key")
+        own = {"origin": "http://features.example:8000", "host": "features.example:8000"}
+        assert live.client.post("/models/digits/load", headers=own).status_code == 200
         other = {**page, "origin": "https://other.example"}
         refused = live.client.post("/extract", json=BODY, headers=other)
         problem(refused, 403)
@@ -266,6 +270,10 @@ def test_names_and_origins(serve: Serve) -> None:
         assert live.client.options("/extract", headers={**other, **asked}).status_code == 400
     with pytest.raises(ValidationError, match="is no origin"):
         Settings(cors_origins="page.example")
+    for name in ("mybox:8000", "http://mybox", "*", "*.example"):
+        with pytest.raises(ValidationError, match="is no host's name"):
+            Settings(allowed_hosts=name)
+    assert Settings(allowed_hosts="[fd00::1],MyBox").allowed_hosts == ("fd00::1", "mybox")
 
 
 def test_settings() -> None:

@@ -156,6 +156,8 @@ def test_multipart_between_texts(live: Live) -> None:
     reply = live.client.post("/extract", **raw(around, kind, **QUERY))
     assert same(arrays_of(reply), arrays_of(live.client.post("/extract", json=BODY | {"inputs": [image(PNG)]})))
     problem(live.client.post("/extract", **raw(body[: body.rindex(b"--")], kind, **QUERY)), 400)
+    within = body.replace(PNG, b"no picture " + body[: body.index(b"\r\n")] + b"-- is here")
+    problem(live.client.post("/extract", **raw(within[: within.rindex(b"--")], kind, **QUERY)), 400)
 
 
 def test_no_temporary_file(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,6 +210,12 @@ REFUSED: dict[str, tuple[Json, type[openai.APIStatusError], str | None, str]] = 
         "input[0]",
         "takes no text",
     ),
+    "a text for tokens": (
+        {"model": "bert", "input": "hello", "extra_body": {"modality": "tokens"}},
+        openai.BadRequestError,
+        "input[0]",
+        "not a list of token ids",
+    ),
     "no tokens": ({"input": [[1, 2**80]]}, openai.BadRequestError, "input", "token ids"),
     "mixed": ({"input": [1, "a"]}, openai.BadRequestError, "input", "token ids"),
     "nothing": ({"input": []}, openai.BadRequestError, "input", "list of 1"),

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from layertap.models.plain_tensor import view_bytes
+from layertap.models.selection.hook_points import TensorData
 from layertap.service.inputs.items import ImageItem
 
 HEADER = struct.Struct("=QQQ")  # bytes of the pickle, of the shared memory, how many buffers are there
@@ -107,7 +108,7 @@ class Channel:
 
 
 class LoopChannel:
-    """An end that the event loop reads; errors as of ``Channel``, but that callers bound the time.
+    """The event loop's end of a connection. Raises what ``Channel`` raises, but no TimeoutError.
 
     One task at a time may use it. ``on_lost`` is called once the other end is gone.
     """
@@ -131,7 +132,7 @@ class LoopChannel:
             self._loop.remove_writer(self._socket)
             self._incoming.close()
             self._socket.close()
-        self._on_lost = lambda: None  # the old one knows the owner, which shall not wait for the collector
+        self._on_lost = lambda: None  # breaks the reference cycle with the owner
         self._lost = True
         self._changed.set()
 
@@ -142,17 +143,16 @@ class LoopChannel:
 
     async def send(self, message: object) -> None:
         """Send a message; UnsentError."""
-        with _end_where_lost():
-            if self._lost:
-                raise EOFError("the other process has ended")
-            with closing(await self._pack(message)) as outgoing:
-                while not outgoing.write(self._socket):
-                    self._loop.add_writer(self._socket, self._changed.set)
-                    try:
-                        await self._wait()
-                    finally:
-                        if not self.is_closed:
-                            self._loop.remove_writer(self._socket)
+        if self._lost:
+            raise EOFError("the other process has ended")
+        with closing(await self._pack(message)) as outgoing, _end_where_lost():
+            while not outgoing.write(self._socket):
+                self._loop.add_writer(self._socket, self._changed.set)
+                try:
+                    await self._wait()
+                finally:
+                    if not self.is_closed:
+                        self._loop.remove_writer(self._socket)
 
     async def receive(self) -> Any:
         """The next message; its tensors are the caller's."""
@@ -310,6 +310,8 @@ class _Pickler(pickle.Pickler):
             return _make_tensor, (value.dtype, tuple(value.shape), buffer)
         if isinstance(value, ImageItem):
             return _make_image, (pickle.PickleBuffer(value.data),)
+        if isinstance(value, TensorData):
+            return _make_tensor_data, (value.shape, pickle.PickleBuffer(value.data))
         if isinstance(value, Exception) and value.__cause__ is not None:
             lines = "".join(traceback.format_exception(value.__cause__))
             return _make_error, (type(value), value.args, vars(value), lines)
@@ -322,7 +324,8 @@ class _Unpickler(pickle.Unpickler):
         self._references = references
 
     def find_class(self, module: str, name: str) -> Any:
-        return self._references.get if name == _refer.__name__ else super().find_class(module, name)
+        found = super().find_class(module, name)
+        return self._references.get if found is _refer else found
 
 
 def _refer(reference: Any) -> object:
@@ -392,6 +395,10 @@ def _make_tensor(dtype: torch.dtype, shape: tuple[int, ...], data: Any) -> Tenso
 
 def _make_image(data: bytes | memoryview) -> ImageItem:
     return ImageItem(bytes(data))
+
+
+def _make_tensor_data(shape: tuple[int, ...], data: memoryview) -> TensorData:
+    return TensorData(shape, bytes(data))
 
 
 def _make_error(kind: type[Exception], args: tuple[Any, ...], more: dict[str, Any], lines: str) -> Exception:

@@ -73,7 +73,7 @@ def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> E
     if isinstance(model, HostedModel):
         return ProcessExecutor(model, settings)
     if not isinstance(model, (LoadedModel, MultiDeviceModel)):
-        raise TypeError(f"a model that is nowhere: {type(model).__name__}")
+        raise TypeError(f"unknown kind of model: {type(model).__name__}")
     device = model.names[0] if isinstance(model, MultiDeviceModel) else str(model.device)
     if settings.workers and device != CPU and model.model_inputs.takes_pictures:
         return DecodingExecutor(model, settings, metrics.count_worker_restart)

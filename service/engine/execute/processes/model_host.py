@@ -149,7 +149,9 @@ def _serve(channel: Channel, create_worker: CreateWorker, options: HostOptions) 
         else:
             connection, memory = descriptors
             work = partial(_work, channel, connection, memory, create_worker, options.worker_bytes)
-            pid = fork(work, "a worker failed", options.spec.name)
+            pid: int | None = None  # where the system allows no more processes: the other workers go on
+            with suppress(OSError):
+                pid = fork(work, "a worker failed", options.spec.name)
             os.close(connection)
             os.close(memory)
             channel.send(pid)

@@ -1,4 +1,4 @@
-"""What a worker and the server tell each other without a message, in memory that both can look at any time.
+"""State that a worker and the server share through mapped memory.
 
 The worker, also once it is dead: which item it decoded, and since when, and what had gone wrong in its batch. The
 server: whether rows wait for the model.

@@ -32,8 +32,11 @@ class ServerReferences(References):
         return len(self._specs) >= MAX_SPECS
 
     def find(self, value: object) -> Any:
-        """The number of a spec; the first time what a worker makes of it, too."""
-        if type(value) is not ForwardSpec:
+        """The number of a spec; the first time what a worker makes of it, too.
+
+        One that changes or differentiates never comes again, and may have large tensors: it crosses as it is.
+        """
+        if type(value) is not ForwardSpec or value.plan.resolved_interventions or value.plan.objective is not None:
             return None
         key = id(value.plan), id(value.verified_by), id(value.resumption), id(value.compiled)  # plans are used again
         if (number := self._numbers.get(key)) is not None:
@@ -57,8 +60,8 @@ class WorkerReferences(References):
         self._captures: dict[Capture, CaptureNumber] = {}
 
     def find(self, value: object) -> CaptureNumber | None:
-        """The number of a capture."""
-        return self._captures[value] if type(value) is Capture else None
+        """The number of a capture of a spec that has one."""
+        return self._captures.get(value) if type(value) is Capture else None
 
     def get(self, reference: Any) -> ForwardSpec:
         """The spec of a number, which may be new."""

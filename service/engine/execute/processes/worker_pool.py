@@ -1,4 +1,4 @@
-"""Workers of one model: any of them that is idle does what comes next, and another one takes the place of the dead."""
+"""The workers of one model: an idle one takes the next message, a dead one is replaced."""
 
 from __future__ import annotations
 

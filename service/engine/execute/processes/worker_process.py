@@ -127,9 +127,11 @@ class ModelHost:
                 with closing(connection):  # else it would not show here that the other end is gone
                     progress, memory = create_progress()
                     try:
-                        pid = cast("int", self._ask(StartWorker(), (connection.fileno(), memory)))
+                        pid = cast("int | None", self._ask(StartWorker(), (connection.fileno(), memory)))
                     finally:
                         os.close(memory)
+                if pid is None:
+                    raise OSError("the system allows no more processes")
                 channel.receive(START_SECONDS)  # it is ready
                 return StartedWorker(pid, channel.connection, progress)
             except BaseException:
@@ -173,6 +175,8 @@ class ModelHost:
         seconds = max(MIN_RELOAD_SECONDS, RELOAD_FACTOR * self._load_seconds) if again else LOAD_SECONDS
         with closing(connection), label_failures("killed"):
             self._process = start_host(connection, replace(self._options, reload=again))
+            if self._closed:  # meanwhile: whoever closed this found no process to end
+                raise LoadError(f"model {self.name} is unloaded")
         try:
             answer = self._receive_model(started + seconds)
         except EOFError:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from layertap.models.planner import make_plan
+from layertap.models.selection.hook_points import Intervention, Operation
 from layertap.models.selection.selectors import parse_selector
 from layertap.service.engine.batch import ForwardSpec
 from layertap.service.engine.execute.processes.references import MAX_SPECS, ServerReferences, WorkerReferences
@@ -54,6 +55,17 @@ def test_bound() -> None:
     assert send(table, worker, specs[-2:]) == 2
     with pytest.raises(IndexError):
         worker.get(2)
+
+
+def test_changes_are_not_kept() -> None:
+    """A spec with changes, which may have large tensors and never comes again, crosses as it is; so do its captures."""
+    table, worker, (plain,) = ServerReferences(), WorkerReferences(), make_specs(1, "head")
+    zero = Intervention(parse_selector("."), Operation("zero"))
+    catalog = load_model(net_spec("Chain")).catalog
+    changed = ForwardSpec(make_plan([parse_selector(".")], catalog, [zero]))
+    assert table.find(changed) is None
+    assert [worker.find(capture) for capture in changed.plan.captures] == [None]
+    assert send(table, worker, [plain]) == 1
 
 
 def test_large_batch() -> None:
