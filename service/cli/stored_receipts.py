@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from layertap.models.errors import LayertapError
 from layertap.service.bulk.arrow import import_parquet
-from layertap.service.cli.setup import read_caller_key
+from layertap.service.cli.setup import KEY_VARIABLE, read_caller_key
 
 TIMEOUT_S = 60.0
 HINT = (
@@ -118,7 +118,8 @@ def _get(client: httpx.Client, path: str) -> Any:
         raise LayertapError(f"{client.base_url} does not answer as a layertap server does") from error
     if reply.is_error:
         detail = body.get("detail", "") if isinstance(body, dict) else ""
-        raise LayertapError(f"{client.base_url}{path.lstrip('/')}: {reply.status_code} {detail}")
+        hint = f"set {KEY_VARIABLE}" if reply.status_code == httpx.codes.UNAUTHORIZED else ""
+        raise LayertapError(f"{reply.url}: {reply.status_code} {detail}", hint=hint)
     return body
 
 

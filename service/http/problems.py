@@ -80,7 +80,7 @@ def encode_problem(problem: Problem) -> Response:
         "request_id": problem.request_id,
     }
     faults = problem.faults or ((Fault(problem.detail, problem.hint),) if problem.hint else ())
-    if hint := problem.hint or next((fault.hint for fault in faults if fault.hint), ""):
+    if hint := problem.hint or (faults[0].hint if faults else ""):
         body["hint"] = hint[:MAX_DETAIL]
     shown = body["errors"] = [format_fault(fault) for fault in faults[:MAX_FAULTS]]
     while len(data := orjson.dumps(body | _count_left_out(faults, shown))) > MAX_BODY and shown:
@@ -153,7 +153,8 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
     assert isinstance(error, HTTPException)  # noqa: S101
     details = {404: "there is no such route", 405: "this route does not take that method"}
     detail = details.get(error.status_code, "the request was refused")
-    hint = "GET /docs lists the routes" if error.status_code == 404 else ""
+    hints = {404: "GET /docs lists the routes", 405: "the header Allow says which methods it takes"}
+    hint = hints.get(error.status_code, "")
     status = error.status_code if error.status_code in TITLES else 400
     headers = dict(error.headers or {})
     return reply_problem(request, Problem(status, "http", detail, get_request_id(request), hint, headers=headers))

@@ -70,5 +70,5 @@ def _parse_seconds(headers: Headers, header: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < float("inf"):
-        raise RequestError(f"{header} is a number of seconds above 0")
+        raise RequestError(f"{header} is a number of seconds above 0", hint="write it like 2.5, or leave it out")
     return seconds

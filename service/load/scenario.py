@@ -163,7 +163,7 @@ def _seed(text: str) -> np.random.Generator:
 
 def _read_pictures(path: Path) -> list[Body]:
     """A picture, or those of a folder by name; ValueError where there is none, or more than is good to hold."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    files = sorted(each for each in path.iterdir() if each.name[0] != ".") if path.is_dir() else [path]
     types = {file: mimetypes.guess_type(file.name)[0] or "" for file in files}
     chosen = {file: media_type for file, media_type in types.items() if media_type.startswith("image/")}
     if not chosen:

@@ -82,7 +82,8 @@ def describe_config(model: ModelInfo, outputs: Sequence[TensorMetadata], max_row
 
 def describe_index(entry: ModelEntry) -> Json:
     """A model's line in the repository's index."""
-    reason = "its first request, or load, loads it" if entry.state == "available" else entry.reason
+    available = "its first request, or load, loads it" if entry.spec.load == "lazy" else "load loads it"
+    reason = available if entry.state == "available" else entry.reason
     state = STATES.get(entry.state, "UNAVAILABLE")
     return {"name": entry.spec.name, "version": VERSION, "state": state, "reason": reason}
 

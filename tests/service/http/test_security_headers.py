@@ -42,7 +42,7 @@ REPLIES = {
     ),
 }
 CROSS = {
-    "origin": "http://evil.example",
+    "origin": "http://localhost:3000",
     "access-control-request-method": "POST",
     "access-control-request-headers": "content-type, x-api-key",
     "access-control-request-private-network": "true",
