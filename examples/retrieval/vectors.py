@@ -83,7 +83,7 @@ class VectorFile:
         with TemporaryDirectory() as folder:
             names, out = Path(folder, "pictures.txt"), Path(folder, "vectors.parquet")
             names.write_text("".join(f"{picture.absolute()}\n" for picture in pictures), encoding="utf-8")
-            command = self.make_command(str(names), out)
+            command = [*self.make_command(str(names), out), "--strict"]
             run = subprocess.run(command, stderr=subprocess.PIPE, encoding="utf-8", check=False)
             if run.returncode:
                 raise RefusedError(run.stderr.strip())

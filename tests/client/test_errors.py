@@ -118,6 +118,7 @@ def test_load_and_unload(client: Any) -> None:
     """An administrator's calls give the model as it is then."""
     assert client.load("gated").state == "ready"
     assert client.unload("gated").state == "available"
+    assert client.load("gated").state == "ready"  # no other test would load it
 
 
 @pytest.mark.parametrize(
