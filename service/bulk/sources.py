@@ -133,7 +133,9 @@ def _has_suffix(name: str) -> bool:
 
 
 def _walk(top: Path, is_wanted: Callable[[str], bool], *, with_hidden: bool = True) -> Iterator[tuple[str, Path]]:
-    """The files below a folder that are wanted, by their names from there; without dot files and dot folders, or not.
+    """The files below a folder that are wanted, by their names from there.
+
+    Dot files and dot folders count only ``with_hidden``.
 
     Those of a folder's own are before those of folders in it; links to folders are left. A folder in it that can't be
     listed is given too: reading it tells why. OSError where it is the first.

@@ -64,8 +64,9 @@ def bulk(
 ) -> None:
     """Take layers of a model for many pictures or texts, into files that pandas, DuckDB or a vector store open.
 
-    The same command goes on where it was interrupted, however that was. Inputs that can't be used are rows with a
-    reason, and named; with --strict the exit status is 1 then. It is 3 where what is there is of another model.
+    The same command goes on where it was interrupted, however that was. An input that can't be used becomes a
+    row with the reason, and is named; with --strict the exit status is then 1. Status 3: the existing output is of
+    another model.
     """
     from layertap.service.bulk.bulk import Destination, Job, find_complete
     from layertap.service.bulk.job import Question

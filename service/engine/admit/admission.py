@@ -41,7 +41,7 @@ class PlannedWork:
 
     @property
     def seconds_left(self) -> float:
-        """How long what is left takes as of late, with nothing beside it."""
+        """Estimated seconds for the remaining rows, running alone."""
         return max(1 - self.done / max(self.rows, 1), 0.0) * self.handle.pace.estimate_seconds(self.seconds)
 
 
@@ -91,8 +91,8 @@ class AdmissionControl:
     async def wait_for_turn(self, work: PlannedWork, deadline: float) -> None:
         """Return once it is among those that run, which have least left to do; DeadlineError.
 
-        So what is short does not wait for what is long, and where there is too much for the deadlines of all the first
-        ones are done in time, in place of none.
+        Short work does not wait for long work. Where the deadlines leave no time for all of it, the first ones are done
+        in time instead of all being late.
         """
         work.begun = True
         while not self._has_turn(work):
