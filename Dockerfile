@@ -2,9 +2,9 @@
 # docker build -t layertap:cpu --build-arg TORCH_INDEX=… .  the same version from an index of wheels for CPUs: some GB less
 # docker build -t layertap:compiler --target compiler .     with g++, for warm plans with `compile: true`; TORCH_INDEX goes too
 #
-# The dependencies are those of pyproject.toml without the development extra, so requirements.lock, which holds both, is
-# given as constraints: every version is the locked one, and uv checks the hash of whatever a constraint gives one for,
-# which the wheels of TORCH_INDEX alone are not. A dependency without a wheel fails the build.
+# The dependencies are those that `make serve` installs. requirements.lock is given as constraints, since the wheels of
+# TORCH_INDEX have other hashes and bring no CUDA: every version is the locked one, and uv checks the hash of whatever a
+# constraint gives one for. A dependency without a wheel fails the build.
 
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 
@@ -54,7 +54,7 @@ RUN if [ -n "$TORCH_INDEX" ]; then \
             --index-url "$TORCH_INDEX" $(awk '/^torch(vision)?==/ {print $1}' requirements.lock); \
     fi \
     && /opt/uv/bin/uv pip install --python /opt/layertap/bin/python --only-binary :all: --constraint requirements.lock \
-        -r pyproject.toml --extra timm --extra transformers --extra otel \
+        -r pyproject.toml --extra all \
     && /opt/uv/bin/uv pip check --python /opt/layertap/bin/python \
     && echo /opt/package >"$(/opt/layertap/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/layertap.pth"
 

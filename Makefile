@@ -1,7 +1,9 @@
-# Every target builds .venv first where it is missing or older than requirements.lock or pyproject.toml.
+# Every target builds .venv first where it is missing or older than its lock or pyproject.toml: `make serve` needs
+# requirements.lock, every other target requirements-dev.lock, which holds the same versions and what develops.
 
 VENV   := .venv
 BIN    := $(VENV)/bin
+SERVES := $(VENV)/.layertap-serves
 STAMP  := $(VENV)/.layertap-installed
 # The first of these that runs, is 3.11 or newer and can make environments; `make setup PYTHON=/path/to/python` names one.
 PYTHON ?= python3.13 python3.12 python3.11 python3
@@ -12,9 +14,9 @@ PYTHON ?= python3.13 python3.12 python3.11 python3
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-setup: $(STAMP) ## Build .venv from requirements.lock
+setup: $(STAMP) ## Build .venv from requirements-dev.lock
 
-serve: $(STAMP) ## Start the server; options in ARGS="--port 9000 --config models.yaml"
+serve: $(SERVES) ## Start the server; options in ARGS="--port 9000 --config models.yaml"
 	@$(BIN)/layertap serve $(ARGS)
 
 # Workers share the cores: torch takes one thread in each. A file stays in one worker, for the servers that its tests share.
@@ -45,9 +47,9 @@ lint: $(STAMP) ## Check style, formatting, types, import directions and unsafe l
 	@$(BIN)/python -m tests.unsafe models service client \
 		|| { echo 'lint: read files with safetensors or models.weights, never with what may run code in them' >&2; exit 1; }
 
-# Only what requirements.lock names, by version and hash; nothing is installed or resolved.
-audit: $(STAMP) ## Look for known vulnerabilities of what requirements.lock pins (needs the network)
-	$(BIN)/pip-audit --requirement requirements.lock --require-hashes --disable-pip --strict --progress-spinner off $(ARGS)
+# Only what the lock names, by version and hash; nothing is installed or resolved.
+audit: $(STAMP) ## Look for known vulnerabilities of what requirements-dev.lock pins (needs the network)
+	$(BIN)/pip-audit --requirement requirements-dev.lock --require-hashes --disable-pip --strict --progress-spinner off $(ARGS)
 
 sbom: $(STAMP) ## Write dist/layertap.cdx.json: what is in .venv, with versions and licences, in CycloneDX
 	@mkdir -p dist
@@ -74,19 +76,27 @@ bench: $(STAMP) ## Measure start-up, then servers beside a plain loop (half an h
 pictures: $(STAMP) ## Draw the pictures of the guide and the README anew, by the commands that these print
 	$(BIN)/python -m tests.examples.draw_pages
 
-lock: $(BIN)/uv ## Bring requirements.lock in line with pyproject.toml; ARGS=--upgrade for the newest versions
-	$(BIN)/uv pip compile pyproject.toml --quiet --extra dev --universal --python-version 3.11 --generate-hashes \
-		--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' -o requirements.lock $(ARGS)
+COMPILE := $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
+	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'
+lock: $(BIN)/uv ## Bring both locks in line with pyproject.toml; ARGS=--upgrade for the newest versions
+	$(COMPILE) --extra dev -o requirements-dev.lock $(ARGS)
+	$(COMPILE) --extra all --extra build --constraint requirements-dev.lock -o requirements.lock --upgrade
 
 clean: ## Remove caches and build outputs, but not .venv
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-$(STAMP): requirements.lock pyproject.toml client/pyproject.toml | $(BIN)/uv
+$(SERVES): requirements.lock pyproject.toml client/pyproject.toml | $(BIN)/uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.lock
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e . -e ./client
 	@$(BIN)/uv pip check --quiet --python $(BIN)/python \
 		|| { echo 'make: requirements.lock does not fit pyproject.toml: make lock' >&2; exit 1; }
+	@touch $@
+
+$(STAMP): requirements-dev.lock $(SERVES)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements-dev.lock
+	@$(BIN)/uv pip check --quiet --python $(BIN)/python \
+		|| { echo 'make: requirements-dev.lock does not fit pyproject.toml: make lock' >&2; exit 1; }
 	@touch $@
 
 # The installer comes out of the lock as well, hashes and all.

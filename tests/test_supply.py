@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-LOCKS = ("requirements.lock", "fuzz/requirements.txt", "deploy/helm/requirements.txt")
+LOCKS = ("requirements.lock", "requirements-dev.lock", "fuzz/requirements.txt", "deploy/helm/requirements.txt")
 
 
 @pytest.mark.parametrize("name", LOCKS)
