@@ -55,6 +55,23 @@ def test_one_name(repository: Path, module: str) -> None:
     assert run(repository, "-c", code, path=".").stdout == "set()\n"
 
 
+@pytest.mark.parametrize("folder", ["models", "service"])
+def test_folders_are_no_packages(tmp_path: Path, folder: str) -> None:
+    """Imported by a folder's own name there would be two of each class: the name to import is said instead."""
+    done = run(tmp_path, "-c", f"import {folder}.errors", path=str(ROOT))
+    assert f"imported as layertap.{folder}" in done.stderr.splitlines()[-1]
+
+
+def test_checkout_without_links(tmp_path: Path) -> None:
+    """Where git writes a file in place of each link, the import says what to do."""
+    (tmp_path / "layertap").mkdir()
+    for name in ("__init__.py", "models", "service"):
+        source = ROOT / "src" / "layertap" / name
+        (tmp_path / "layertap" / name).write_text(str(source.readlink()) if source.is_symlink() else source.read_text())
+    done = run(tmp_path, "-c", "import layertap.service", path=str(tmp_path))
+    assert "git config core.symlinks true" in done.stderr.splitlines()[-1]
+
+
 def test_wheel(tmp_path: Path, repository: Path) -> None:
     """The wheel holds all there is of both folders under that name, and nothing under another one."""
     build = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
