@@ -34,8 +34,10 @@ from layertap.service.openai import routes as openai_routes
 from layertap.service.settings import Settings, read_settings
 from layertap.service.version import get_version
 
-PLAIN_ROUTES = (extract.ROUTE, explain.ROUTE, openai_routes.ROUTE, *oip_routes.INFER_ROUTES)
-ROUTERS = (models.router, probe.router, health.router, metrics.router, openai_routes.router, oip_routes.router)
+ROUTERS = (
+    *(extract.router, explain.router, models.router, probe.router, health.router, metrics.router),
+    *(openai_routes.router, oip_routes.router),
+)
 EXPOSED = (  # headers of a reply that pages of other origins may read
     *("X-Layertap-Fingerprint", "X-Layertap-Warnings", "X-Layertap-Skipped", "X-Layertap-Verified"),
     *("X-Request-ID", "Retry-After", "Server-Timing"),
@@ -77,11 +79,11 @@ def create_app(
         summary="Any layer of any PyTorch model, over HTTP.",
         version=get_version(),
         servers=[{"url": settings.root_path}] if settings.root_path else None,
-        routes=list(PLAIN_ROUTES),
         exception_handlers=problems.EXCEPTION_HANDLERS,
         lifespan=lifespan,
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,  # generated clients call operations so
+        separate_input_output_schemas=False,  # what has a default is not always there
         openapi_url=None,  # our own, as the pages are
         docs_url=None,
         redoc_url=None,
@@ -99,7 +101,8 @@ def create_app(
         settings=settings,
         metrics=engine.metrics,
         run_in_thread=lambda function: engine.run_in_thread(function, time.monotonic() + settings.deadline_s),
-        routes=(*PLAIN_ROUTES, *(route for router in ROUTERS for route in router.routes)),
+        routes=[route for router in ROUTERS for route in router.routes],
+        direct=frozenset({"/extract"}),
         encoders=PROBLEM_ENCODERS,
         pages=explorer.PATHS | docs.PATHS,
         tracer=tracer,

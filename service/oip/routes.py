@@ -20,7 +20,6 @@ from layertap.service.http.buffers_response import make_response
 from layertap.service.http.dependencies import DeadlineDependency, EngineDependency
 from layertap.service.http.json_document import read_document
 from layertap.service.http.model_descriptions import Json
-from layertap.service.http.plain_route import PlainRoute
 from layertap.service.http.request_handler import describe_features, is_short, receive
 from layertap.service.http.routes import health, models
 from layertap.service.oip import metadata
@@ -31,11 +30,31 @@ from layertap.service.oip.parsing import InferRequest, parse_infer
 Endpoint = Callable[..., Any]
 
 
-async def infer(request: Request) -> Response:
+async def check_version(request: Request) -> None:
+    """UnknownModelError for a version in the path that no model has."""
+    version = request.path_params.get("version", VERSION)
+    if version != VERSION:
+        raise UnknownModelError(f"no model has version {escape(version)}", hint=f"each has version {VERSION} only")
+
+
+router = APIRouter(prefix="/v2", include_in_schema=False, dependencies=[Depends(check_version)])
+
+
+def add_of_model(method: str, path: str = "") -> Callable[[Endpoint], Endpoint]:
+    """Have an endpoint answer below a model's path, with its version in it or without."""
+
+    def add(endpoint: Endpoint) -> Endpoint:
+        for prefix in ("/models/{name}", "/models/{name}/versions/{version}"):
+            router.add_api_route(f"{prefix}{path}", endpoint, methods=[method])
+        return endpoint
+
+    return add
+
+
+@add_of_model("POST", "/infer")
+async def infer(request: Request, engine: EngineDependency, name: str) -> Response:
     """What layers of a model compute for a request's inputs."""
-    engine: Engine = request.app.state.engine
-    await check_version(request)
-    parse = partial(parse_infer, model=request.path_params["name"])
+    parse = partial(parse_infer, model=name)
     async with receive(request, engine, parse, FORMATS, get_timeout=_get_timeout) as (parsed, ticket):
         handle = await engine.get_handle(parsed.model, ticket)
         extract = parsed.fit_to_model(handle.model)
@@ -50,31 +69,6 @@ async def infer(request: Request) -> Response:
         if behind:
             headers[HEADER] = str(sum(map(len, head)))
         return make_response(head + behind, headers, (BINARY if behind else JSON).media_type)
-
-
-async def check_version(request: Request) -> None:
-    """UnknownModelError for a version in the path that no model has."""
-    version = request.path_params.get("version", VERSION)
-    if version != VERSION:
-        raise UnknownModelError(f"no model has version {escape(version)}", hint=f"each has version {VERSION} only")
-
-
-INFER_ROUTES = (
-    PlainRoute("/v2/models/{name}/infer", infer),
-    PlainRoute("/v2/models/{name}/versions/{version}/infer", infer),
-)
-router = APIRouter(prefix="/v2", include_in_schema=False, dependencies=[Depends(check_version)])
-
-
-def get_of_model(path: str = "") -> Callable[[Endpoint], Endpoint]:
-    """Have an endpoint answer below a model's path, with its version in it or without."""
-
-    def add(endpoint: Endpoint) -> Endpoint:
-        for prefix in ("/models/{name}", "/models/{name}/versions/{version}"):
-            router.add_api_route(f"{prefix}{path}", endpoint, methods=["GET"])
-        return endpoint
-
-    return add
 
 
 @router.get("")
@@ -103,13 +97,13 @@ async def list_statistics(engine: EngineDependency) -> Json:
     return {"model_stats": [_describe_statistics(engine, entry.spec.name) for entry in engine.manager.registry]}
 
 
-@get_of_model("/stats")
+@add_of_model("GET", "/stats")
 async def show_statistics(engine: EngineDependency, name: str) -> Json:
     """What requests and forwards of one model took."""
     return {"model_stats": [_describe_statistics(engine, engine.manager.registry.get_entry(name).spec.name)]}
 
 
-@get_of_model("/ready")
+@add_of_model("GET", "/ready")
 async def show_model_ready(engine: EngineDependency, name: str) -> Json:
     """Whether a model is loaded."""
     entry = engine.manager.registry.get_entry(name)
@@ -121,14 +115,14 @@ async def show_model_ready(engine: EngineDependency, name: str) -> Json:
     return {"name": name, "ready": True}
 
 
-@get_of_model()
+@add_of_model("GET")
 async def show_model(engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Json:
     """A model's inputs, and its outputs that need no name of a layer; loads the model if need be."""
     handle, outputs = await _plan_outputs(engine, name, deadline)
     return metadata.describe_model(handle.model, outputs)
 
 
-@get_of_model("/config")
+@add_of_model("GET", "/config")
 async def show_config(engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Json:
     """The same as Triton's configuration has it; loads the model if need be."""
     handle, outputs = await _plan_outputs(engine, name, deadline)

@@ -21,7 +21,6 @@ from layertap.service.http import timeout
 from layertap.service.http.buffers_response import make_response
 from layertap.service.http.dependencies import EngineDependency
 from layertap.service.http.model_descriptions import Json
-from layertap.service.http.plain_route import PlainRoute
 from layertap.service.http.request_handler import describe_features, receive
 from layertap.service.openai.encoding import check_dimensions, encode_embeddings, shorten
 from layertap.service.openai.parsing import EmbeddingsRequest, parse_embeddings, parse_model_id
@@ -33,9 +32,9 @@ JSON = {"json": FORMATS["json"]}
 router = APIRouter(prefix="/v1", include_in_schema=False)  # OpenAI's own document describes these
 
 
-async def create_embeddings(request: Request) -> Response:
+@router.post("/embeddings")
+async def create_embeddings(request: Request, engine: EngineDependency) -> Response:
     """A vector of length 1 for each input."""
-    engine: Engine = request.app.state.engine
     header = TIMEOUT_HEADER if TIMEOUT_HEADER in request.headers else timeout.HEADER
     async with receive(request, engine, parse_embeddings, JSON, header) as (parsed, ticket):
         handle = await engine.get_handle(parsed.model, ticket)
@@ -50,9 +49,6 @@ async def create_embeddings(request: Request) -> Response:
             encode = partial(_encode, features, parsed)
             joined, data = await engine.run_in_thread(encode, ticket.deadline)
         return make_response(data, describe_features(joined), "application/json")
-
-
-ROUTE = PlainRoute("/v1/embeddings", create_embeddings)
 
 
 @router.get("/models")

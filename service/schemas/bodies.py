@@ -97,9 +97,11 @@ class ExtractBody(RequestBody):
     dtype: ReplyDType = "float32"
     interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS), FailFast()] = Field([])
     verify: bool = False
-    resume: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
+    resume: str | None = Field(
+        None, min_length=1, max_length=MAX_TEXT, description="the layer whose outputs the inputs are"
+    )
     probe: bool = False
-    prompt: str | None = Field(None, max_length=MAX_TEXT)
+    prompt: str | None = Field(None, max_length=MAX_TEXT, description="for texts: a prompt of the model, by name")
 
     @cached_property
     def layer_request(self) -> LayerRequest:
@@ -180,7 +182,12 @@ class ExplainBody(RequestBody):
     """The body of ``POST /explain``."""
 
     method: Methods
-    layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
+    layer: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_TEXT,
+        description="for grad_cam: without it the last one of maps that bears on the objective",
+    )
     discard_ratio: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     classes: Classes = ()
     top_classes: int = Field(5, ge=0, le=MAX_TOP_CLASSES)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
 
-from layertap.service.engine.engine import Engine
 from layertap.service.explain import explanations
+from layertap.service.http.dependencies import EngineDependency
+from layertap.service.http.openapi import COMPUTED, describe_inputs
 from layertap.service.http.parsing import EndpointSpec, parse_request
-from layertap.service.http.plain_route import PlainRoute
 from layertap.service.http.request_handler import encode_response, receive
 from layertap.service.schemas.bodies import ExplainBody
+from layertap.service.schemas.examples import EXPLAIN
+from layertap.service.schemas.replies import FeaturesReply
 
 SPEC = EndpointSpec(
     ExplainBody,
@@ -19,15 +21,19 @@ SPEC = EndpointSpec(
     without_dry_run="ask POST /extract?dry_run=true for the gradient",
 )
 parse = partial(parse_request, spec=SPEC)
+router = APIRouter(tags=["explain"])
 
 
-async def explain(request: Request) -> Response:
+@router.post(
+    "/explain",
+    summary="Maps of what speaks for a model's answer",
+    response_model=FeaturesReply,
+    responses=COMPUTED,
+    openapi_extra=describe_inputs(ExplainBody, EXPLAIN),
+)
+async def explain(request: Request, engine: EngineDependency) -> Response:
     """Grad-CAM of a layer, attributions at the input, occlusion, attention rolled out, for each picture and class."""
-    engine: Engine = request.app.state.engine
     async with receive(request, engine, parse) as (parsed, ticket):
         prepared = await explanations.prepare(engine, parsed, ticket)
         features = await explanations.explain(engine, prepared, ticket)
         return await encode_response(features, prepared, engine, ticket)
-
-
-ROUTE = PlainRoute("/explain", explain)

@@ -7,26 +7,36 @@ from functools import partial
 from typing import Any
 
 import orjson
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
 
 from layertap.models.catalog.catalog import BACKWARD_FACTOR
 from layertap.service.engine.batch import Job
 from layertap.service.engine.collect.joined_inputs import digest_jobs, join_changes, list_entries
 from layertap.service.engine.engine import Engine
 from layertap.service.explain.prober import Prober, check_probed
+from layertap.service.http.openapi import COMPUTED, describe_inputs
 from layertap.service.http.parsing import EndpointSpec, parse_request
-from layertap.service.http.plain_route import PlainRoute
 from layertap.service.http.problems import format_fault
 from layertap.service.http.request_handler import encode_response, make_headers, receive
 from layertap.service.schemas.bodies import ExtractBody
+from layertap.service.schemas.examples import EXTRACT
+from layertap.service.schemas.replies import DryRunReply, FeaturesReply
 
 SPEC = EndpointSpec(
     ExtractBody,
     "add some, or ask for ?dry_run=true",
 )
 parse = partial(parse_request, spec=SPEC)
+router = APIRouter(tags=["extract"])
 
 
+@router.post(
+    "/extract",
+    summary="What layers of a model compute for your inputs",
+    response_model=FeaturesReply | DryRunReply,
+    responses=COMPUTED,
+    openapi_extra=describe_inputs(ExtractBody, EXTRACT, dry_run={"type": "boolean"}),
+)
 async def extract(request: Request) -> Response:
     """Name layers, send inputs, get what these layers take or return, raw or pooled."""
     engine: Engine = request.app.state.engine
@@ -43,9 +53,6 @@ async def extract(request: Request) -> Response:
             prober: Prober = request.app.state.prober
             features = await prober.add_probes(features, parsed, ticket)
         return await encode_response(features, parsed, engine, ticket)
-
-
-ROUTE = PlainRoute("/extract", extract)
 
 
 def _make_estimate(jobs: Sequence[Job], warnings: Sequence[str]) -> Response:

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
+from starlette.responses import JSONResponse
 
 from layertap.models.registry import ModelEntry
 from layertap.service.engine.models.model_handle import FAILED_RETRY_S
 from layertap.service.errors import UnavailableError
 from layertap.service.http.dependencies import EngineDependency
-from layertap.service.http.model_descriptions import Json
-from layertap.service.http.openapi import OTHER_PROBLEMS, describe_reply
+from layertap.service.http.openapi import describe_problems
 from layertap.service.schemas.replies import HealthReply
 
-router = APIRouter(tags=["health"], responses={200: describe_reply(HealthReply), **OTHER_PROBLEMS})
+router = APIRouter(tags=["health"], responses=describe_problems(503))
 
 
-@router.get("/livez", response_model=None)
-async def livez(engine: EngineDependency) -> dict[str, str]:
+@router.get("/livez", response_model=HealthReply)
+async def livez(engine: EngineDependency) -> Response:
     """Whether the process works: 503 once it can't go on and is about to end."""
     if not engine.manager.alive:
         raise _permanent_failure_error()
-    return {"status": "alive"}
+    return JSONResponse({"status": "alive"})
 
 
-@router.get("/readyz", response_model=None)
-async def readyz(engine: EngineDependency) -> Json:
+@router.get("/readyz", response_model=HealthReply)
+async def readyz(engine: EngineDependency) -> Response:
     """Whether requests are welcome: 503 until the models of the start are loaded, while one failed, while draining.
 
     Which failures matter is a setting; others are told in ``failed``, by their kinds.
@@ -42,7 +42,7 @@ async def readyz(engine: EngineDependency) -> Json:
         detail = f"{len(failures)} of the models wanted from the start failed: {', '.join(_list_kinds(failures))}"
         raise UnavailableError(detail, hint="GET /models has the reasons", retry_after=FAILED_RETRY_S)
     failed = _list_kinds(engine.manager.failures)
-    return {"status": "ready", **({"failed": failed} if failed else {})}
+    return JSONResponse({"status": "ready", **({"failed": failed} if failed else {})})
 
 
 def _list_kinds(failures: Sequence[ModelEntry]) -> list[str]:

@@ -19,6 +19,7 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.selection.matches import filter_layers
 from layertap.service.config.document import ConfigError
 from layertap.service.engine.deadline import wait_until
+from layertap.service.engine.engine import Engine
 from layertap.service.engine.models.model_updates import ModelUpdates
 from layertap.service.errors import DeadlineError
 from layertap.service.formats.negotiation import negotiate
@@ -27,69 +28,14 @@ from layertap.service.http.auth import require_admin
 from layertap.service.http.dependencies import DeadlineDependency, EngineDependency
 from layertap.service.http.json_document import read_document
 from layertap.service.http.model_descriptions import Json, describe_labels, describe_layers, describe_model
-from layertap.service.http.openapi import OTHER_PROBLEMS, describe_problem, describe_reply
+from layertap.service.http.openapi import describe_problems
 from layertap.service.schemas.replies import LabelsReply, LayersReply, Model, ModelsReply, ReloadReply
 from layertap.service.settings import LIMITS
 
 log = logging.getLogger("layertap")
-router = APIRouter(tags=["models"])
+router = APIRouter(tags=["models"], responses=describe_problems(401, 429))
 FILTERS = frozenset({"match", "type", "leaf", "functions", "format"})
-
-
-MODEL_RESPONSES: dict[int | str, Json] = {200: describe_reply(Model), **OTHER_PROBLEMS}
 ENTRY: Json = {"type": "object", "description": "an entry of 'models' in the configuration file; without its name"}
-EXCHANGE_RESPONSES: dict[int | str, Json] = {
-    200: describe_reply(Model, "The new version answers"),
-    202: describe_reply(Model, "It still loads, and answers once it is there"),
-    400: describe_problem("Not JSON"),
-    401: describe_problem("A key is missing or not known"),
-    403: describe_problem("Not an administrator's key, or not allowed by the configuration"),
-    404: describe_problem("Unknown model"),
-    408: describe_problem("The body came too slowly"),
-    409: describe_problem("An alias, or a model that is being exchanged, or is about to go"),
-    413: describe_problem("Over a limit; the detail has the figure"),
-    422: describe_problem("The entry makes no sense, or can't be loaded"),
-    429: describe_problem("This key is over its rate"),
-    503: describe_problem("No room for the new version, or the server is shutting down"),
-    504: describe_problem("What the entry names can't be looked at in time"),
-    **OTHER_PROBLEMS,
-}
-RELOAD_RESPONSES: dict[int | str, Json] = {
-    200: describe_reply(ReloadReply, "In effect"),
-    202: describe_reply(ReloadReply, "Taken; some models still load"),
-    401: describe_problem("A key is missing or not known"),
-    403: describe_problem("Not an administrator's key"),
-    409: describe_problem("There is no file"),
-    422: describe_problem("The file makes no sense, and nothing changes"),
-    429: describe_problem("This key is over its rate"),
-    504: describe_problem("The file can't be read in time, or models of a former reading load longer"),
-    **OTHER_PROBLEMS,
-}
-LABELS_RESPONSES: dict[int | str, Json] = {
-    200: describe_reply(LabelsReply),
-    401: describe_problem("A key is missing or not known"),
-    404: describe_problem("Unknown model"),
-    422: describe_problem("A query parameter, of which this takes none"),
-    429: describe_problem("This key is over its rate"),
-    503: describe_problem("The model is not ready"),
-    **OTHER_PROBLEMS,
-}
-LAYERS_RESPONSES: dict[int | str, Json] = {
-    200: {
-        "content": {
-            **describe_reply(LayersReply)["content"],
-            "text/plain": {"schema": {"type": "string", "description": "a tree for terminals"}},
-        }
-    },
-    422: describe_problem("Unknown type of layer, or a filter that is not taken"),
-    401: describe_problem("A key is missing or not known"),
-    404: describe_problem("Unknown model"),
-    406: describe_problem("No form on offer suits"),
-    429: describe_problem("This key is over its rate"),
-    503: describe_problem("The model is not ready"),
-    504: describe_problem("The deadline passed"),
-    **OTHER_PROBLEMS,
-}
 
 
 @dataclass(frozen=True)
@@ -100,7 +46,7 @@ class ListingFormat:
     encode: Callable[[ModelInfo, list[Layer], bool], bytes]
 
 
-@router.get("/models", response_model=None, responses={200: describe_reply(ModelsReply), **OTHER_PROBLEMS})
+@router.get("/models", response_model=ModelsReply)
 def list_models(engine: EngineDependency) -> Response:
     """Every configured model and its state, and the limits that requests are to keep within."""
     models = [describe_model(entry) for entry in engine.manager.registry]
@@ -110,13 +56,20 @@ def list_models(engine: EngineDependency) -> Response:
     return _make_json({"default": default, "aliases": aliases, "models": models, "limits": limits})
 
 
-@router.get("/models/{name}", response_model=None, responses=MODEL_RESPONSES)
-def show_model(engine: EngineDependency, name: str) -> Json:
+@router.get("/models/{name}", response_model=Model, responses=describe_problems(404))
+def show_model(engine: EngineDependency, name: str) -> Response:
     """One model: state, source, device, dtype, input, preprocessing, weights, default embedding, hooks on it now."""
-    return describe_model(engine.manager.registry.get_entry(name))
+    return _reply_model(engine, name)
 
 
-@router.get("/models/{name}/layers", responses=LAYERS_RESPONSES)
+@router.get(
+    "/models/{name}/layers",
+    response_model=LayersReply,
+    responses={
+        200: {"content": {"text/plain": {"schema": {"type": "string", "description": "a tree for terminals"}}}},
+        **describe_problems(404, 406, 422, 503, 504),
+    },
+)
 async def list_layers(
     request: Request,
     engine: EngineDependency,
@@ -146,7 +99,7 @@ async def list_layers(
     return Response(data, media_type=listing_format.media_type)
 
 
-@router.get("/models/{name}/labels", response_model=None, responses=LABELS_RESPONSES)
+@router.get("/models/{name}/labels", response_model=LabelsReply, responses=describe_problems(404, 422, 503, 504))
 async def list_labels(request: Request, engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Response:
     """The names of a model's classes in their order, null where they have none."""
     query.Query.parse(request.scope["query_string"]).check(frozenset())
@@ -156,9 +109,13 @@ async def list_labels(request: Request, engine: EngineDependency, deadline: Dead
 
 @router.put(
     "/models/{name}",
-    response_model=None,
+    response_model=Model,
+    response_description="The new version answers",
     dependencies=[Depends(require_admin)],
-    responses=EXCHANGE_RESPONSES,
+    responses={
+        202: {"model": Model, "description": "It still loads, and answers once it is there"},
+        **describe_problems(400, 403, 404, 408, 409, 413, 422, 503, 504),
+    },
     openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": ENTRY}}}},
 )
 async def exchange_model(
@@ -175,16 +132,25 @@ async def exchange_model(
     try:
         error = await wait_until(deadline, asyncio.shield(exchange))
     except DeadlineError:
-        return _make_json(describe_model(engine.manager.registry.get_entry(name)), 202)
+        return _reply_model(engine, name, 202)
     if isinstance(error, LoadError):
         detail = f"the new version of model {name} could not be loaded: {error.detail}"
         raise RequestError(detail, hint=error.hint or "the former one goes on")
     if error is not None:
         raise error
-    return _make_json(describe_model(engine.manager.registry.get_entry(name)))
+    return _reply_model(engine, name)
 
 
-@router.post("/models/reload", response_model=None, dependencies=[Depends(require_admin)], responses=RELOAD_RESPONSES)
+@router.post(
+    "/models/reload",
+    response_model=ReloadReply,
+    response_description="In effect",
+    dependencies=[Depends(require_admin)],
+    responses={
+        202: {"model": ReloadReply, "description": "Taken; some models still load"},
+        **describe_problems(403, 409, 422, 504),
+    },
+)
 async def reload_models(request: Request, deadline: DeadlineDependency) -> Response:
     """Read the configuration file anew, and make the models what it says; what is new loads first."""
     updates: ModelUpdates = request.app.state.updates
@@ -203,21 +169,31 @@ async def reload_models(request: Request, deadline: DeadlineDependency) -> Respo
 
 
 @router.post(
-    "/models/{name}/load", response_model=None, dependencies=[Depends(require_admin)], responses=MODEL_RESPONSES
+    "/models/{name}/load",
+    response_model=Model,
+    dependencies=[Depends(require_admin)],
+    responses=describe_problems(403, 404, 422, 503, 504),
 )
-async def load_model(engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Json:
+async def load_model(engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Response:
     """Load a model now, also one whose loading failed before."""
     await engine.manager.load(name, deadline)
-    return describe_model(engine.manager.registry.get_entry(name))
+    return _reply_model(engine, name)
 
 
 @router.post(
-    "/models/{name}/unload", response_model=None, dependencies=[Depends(require_admin)], responses=MODEL_RESPONSES
+    "/models/{name}/unload",
+    response_model=Model,
+    dependencies=[Depends(require_admin)],
+    responses=describe_problems(403, 404, 422, 503),
 )
-async def unload_model(engine: EngineDependency, name: str) -> Json:
+async def unload_model(engine: EngineDependency, name: str) -> Response:
     """Finish what the model has to do, then forget it; one with ``load: lazy`` is loaded again by the next request."""
     await engine.manager.unload(name)
-    return describe_model(engine.manager.registry.get_entry(name))
+    return _reply_model(engine, name)
+
+
+def _reply_model(engine: Engine, name: str, status: int = 200) -> Response:
+    return _make_json(describe_model(engine.manager.registry.get_entry(name)), status)
 
 
 def _make_json(body: Json, status: int = 200) -> Response:

@@ -16,25 +16,18 @@ from layertap.service.formats.plain_data import describe_receipts
 from layertap.service.http import query
 from layertap.service.http.dependencies import DeadlineDependency, EngineDependency
 from layertap.service.http.model_descriptions import Json
-from layertap.service.http.openapi import OTHER_PROBLEMS, describe_problem, describe_reply
+from layertap.service.http.openapi import describe_problems
 from layertap.service.http.parsing import validate_body
 from layertap.service.schemas.bodies import ExtractBody
 from layertap.service.schemas.replies import ProbeReply
 
 router = APIRouter(tags=["models"])
 OF_BODY = frozenset({"layers", "pool", "normalize", "dtype"})
-RESPONSES: dict[int | str, Json] = {
-    200: describe_reply(ProbeReply),
-    401: describe_problem("A key is missing or not known"),
-    404: describe_problem("Unknown model"),
-    422: describe_problem("A layer, a pool or a parameter makes no sense"),
-    503: describe_problem("The model is not ready"),
-    504: describe_problem("The deadline passed"),
-    **OTHER_PROBLEMS,
-}
 
 
-@router.get("/models/{name}/probe", response_model=None, responses=RESPONSES)
+@router.get(
+    "/models/{name}/probe", response_model=ProbeReply, responses=describe_problems(401, 404, 422, 429, 503, 504)
+)
 async def probe_layers(
     request: Request,
     engine: EngineDependency,
