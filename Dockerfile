@@ -61,8 +61,8 @@ RUN if [ -n "$TORCH_INDEX" ]; then \
 # The project itself, apart: a change of it is a layer of a few megabytes, not of all that it depends on.
 FROM dependencies AS package
 COPY . .
-RUN /opt/uv/bin/uv pip install --python /opt/layertap/bin/python --no-deps --build-constraint requirements.lock \
-        --target /opt/package . \
+RUN /opt/uv/bin/uv pip install --no-config --python /opt/layertap/bin/python --no-deps \
+        --build-constraint requirements.lock --target /opt/package . ./client \
     && /opt/package/bin/layertap --version
 
 FROM base AS compiler

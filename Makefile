@@ -88,7 +88,7 @@ clean: ## Remove caches and build outputs, but not .venv
 
 $(SERVES): requirements.lock pyproject.toml client/pyproject.toml | $(BIN)/uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.lock
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e . -e ./client
+	$(BIN)/uv pip install --no-config --quiet --python $(BIN)/python --no-deps --no-build-isolation -e . -e ./client
 	@$(BIN)/uv pip check --quiet --python $(BIN)/python \
 		|| { echo 'make: requirements.lock does not fit pyproject.toml: make lock' >&2; exit 1; }
 	@touch $@

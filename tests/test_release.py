@@ -47,24 +47,26 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.name.partition("-")[0]: path for path in folder.glob("*.whl")}
 
 
-def install(folder: Path, wheel: Path) -> Path:
-    """An environment with a wheel and what it needs, in the locked versions; the folder of its commands."""
+def install(folder: Path, *wheels: Path) -> Path:
+    """An environment with wheels and what they need, in the locked versions; the folder of its commands."""
     run(BIN / "uv", "venv", "--quiet", "--python", sys.executable, folder)
     words = ("pip", "install", "--quiet", "--python", folder / "bin" / "python")
-    run(BIN / "uv", *words, "--constraint", ROOT / "requirements.lock", wheel)
+    run(BIN / "uv", *words, "--constraint", ROOT / "requirements.lock", *wheels)
     return folder / "bin"
 
 
 def test_versions(wheels: dict[str, Path]) -> None:
-    """Server and client are released together, under one version."""
+    """Server and client are released together, under one version, and the one needs the other of that version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {name: path.name.split("-")[1] for name, path in wheels.items()} == dict.fromkeys(
-        ("layertap", "layertap_client"), tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+        ("layertap", "layertap_client"), project["version"]
     )
+    assert f"layertap-client=={project['version']}" in project["dependencies"]
 
 
 def test_bare_environment(wheels: dict[str, Path], tmp_path: Path) -> None:
     """A server installed from its wheel answers a client installed from its own, which has no torch."""
-    server = install(tmp_path / "server", wheels["layertap"])
+    server = install(tmp_path / "server", *wheels.values())
     client = install(tmp_path / "client", wheels["layertap_client"])
     version = wheels["layertap"].name.split("-")[1]
     assert run(server / "layertap", "--version").split()[-1] == version

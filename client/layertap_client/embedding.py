@@ -122,7 +122,7 @@ class EmbeddingScheduler:
     session: Session
     fields: Mapping[str, Any]
     timeout: float
-    attempt_s: float
+    silence_s: float
     pace: Pace
     clock: Callable[[], float]
     exhausted: bool = False
@@ -189,7 +189,7 @@ class EmbeddingScheduler:
         build = Compute(lambda: build_items_request("/extract", [item for _, item in items], self.fields, HEADERS))
         request: Request = yield build
         try:
-            reply = yield from self.session.exchange(request, self.timeout, self.attempt_s)
+            reply = yield from self.session.exchange(request, self.timeout, self.silence_s)
         except ProblemError as error:
             if bad := _find_bad(error, items):
                 rest = tuple(entry for entry in items if entry[0] not in bad)

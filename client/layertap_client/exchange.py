@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -23,8 +23,7 @@ DEADLINE = "X-Request-Timeout"
 MAX_TIMEOUT_S = 1e6
 REPLY_SHARE, MAX_REPLY_S = 0.1, 0.5  # of what is left of a timeout, kept for the way of the reply
 JITTER = 0.25
-REFUSALS = frozenset({429, 503})  # nothing was done
-GATEWAYS = frozenset({408, 502, 504})  # something may have been done
+TRANSIENT = frozenset({408, 429, 502, 503, 504})  # after 429 and 503 nothing was done, else something may have been
 
 
 @dataclass(frozen=True)
@@ -35,36 +34,46 @@ class RetryPolicy:
     connection, a proxy's 502) is tried ``attempts`` times more, after ``backoff_s`` that doubles up to
     ``max_backoff_s``; a server that answered before and can't be reached now is tried until the timeout: it restarts.
     Requests that may be done twice are repeated in any case; loading and unloading a model only where the server can't
-    have begun. ``attempts=0`` repeats nothing at all.
+    have begun. ``attempts=0`` repeats nothing at all. ``statuses`` are those that are tried again.
+    ``on_wait`` is called before each pause, with the reason and the seconds.
     """
 
     attempts: int = 3
     backoff_s: float = 0.25
     max_backoff_s: float = 5.0
+    statuses: frozenset[int] = TRANSIENT
+    on_wait: Callable[[LayertapError, float], None] | None = None
 
 
 @dataclass
 class Session:
-    """What the calls of one client have in common; ``answered``: whether the server has ever replied."""
+    """What the calls of one client have in common; ``answered``: whether the server has ever replied.
+
+    ``timeout`` and ``silence_s`` are those of calls that name none, as of ``exchange``.
+    """
 
     timeout: float = 60.0
     model: str | None = None
     retries: RetryPolicy = field(default_factory=RetryPolicy)
+    silence_s: float = float("inf")
     answered: bool = False
     clock: Callable[[], float] = time.monotonic
     draw: Callable[[], float] = random.random
 
-    def exchange(self, request: Request, timeout: float | None = None, attempt_s: float = float("inf")) -> Steps[Reply]:
+    def exchange(self, request: Request, timeout: float | None = None, silence_s: float | None = None) -> Steps[Reply]:
         """The good reply to a request; LayertapError.
 
-        ``timeout`` in seconds is for all attempts together, ``attempt_s`` for each.
+        ``timeout`` in seconds is for all attempts together. A connection on which nothing moves for ``silence_s`` is
+        given up, and another one tried.
         """
+        longest = self.silence_s if silence_s is None else silence_s
         deadline = self.clock() + check_timeout(self.timeout if timeout is None else timeout)
         failures = attempts = refusals = 0
         while True:
-            left = min(max(deadline - self.clock(), 0.001), attempt_s)
-            told = left - min(MAX_REPLY_S, REPLY_SHARE * left)
-            outcome: Reply | Failure = yield Send(request.with_headers({DEADLINE: f"{told:.3f}"}), left)
+            left = max(deadline - self.clock(), 0.001)
+            silence = min(left, longest)
+            told = silence - min(MAX_REPLY_S, REPLY_SHARE * silence)
+            outcome: Reply | Failure = yield Send(request.with_headers({DEADLINE: f"{told:.3f}"}), left, silence)
             attempts += 1
             if isinstance(outcome, Reply):
                 self.answered = True
@@ -75,11 +84,13 @@ class Session:
             if pause is None or self.clock() + pause >= deadline:
                 raise make_error(outcome)
             failures += _retry_after(outcome) is None
+            if self.retries.on_wait is not None:
+                self.retries.on_wait(make_error(outcome), pause)
             yield Wait(pause)
 
     def _choose_pause(self, request: Request, outcome: Reply | Failure, failures: int) -> float | None:
         """Seconds until the request is sent again; None where it must not be, or it would be no use."""
-        if not self.retries.attempts or not _is_repeatable(request, outcome):
+        if not self.retries.attempts or not self._is_repeatable(request, outcome):
             return None
         told = _retry_after(outcome)
         if told is not None:
@@ -89,6 +100,13 @@ class Session:
             return None
         pause = min(self.retries.backoff_s * 2.0 ** min(failures, 30), self.retries.max_backoff_s)
         return pause * (1 - JITTER * self.draw())
+
+    def _is_repeatable(self, request: Request, outcome: Reply | Failure) -> bool:
+        if isinstance(outcome, Failure):
+            return request.repeatable or not outcome.sent
+        if request.repeatable:
+            return outcome.status in self.retries.statuses or _is_of_proxy(outcome)
+        return outcome.status == 429
 
 
 def check_timeout(seconds: float) -> float:
@@ -107,14 +125,6 @@ def make_error(outcome: Reply | Failure) -> LayertapError:
     if outcome.status < 400:
         return BadReplyError(f"status {outcome.status}, which no layertap sends: is the address right?")
     return make_problem(outcome.status, outcome.body, _retry_after(outcome))
-
-
-def _is_repeatable(request: Request, outcome: Reply | Failure) -> bool:
-    if isinstance(outcome, Failure):
-        return request.repeatable or not outcome.sent
-    if request.repeatable:
-        return outcome.status in REFUSALS | GATEWAYS or _is_of_proxy(outcome)
-    return outcome.status == 429
 
 
 def _is_of_proxy(reply: Reply) -> bool:
@@ -139,8 +149,3 @@ def parse_retry_after(text: str) -> float | None:
             return None
         seconds = (moment.replace(tzinfo=moment.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
     return max(seconds, 0.0) if seconds == seconds else None  # NaN is not equal to itself
-
-
-def lower_names(headers: Mapping[str, str]) -> dict[str, str]:
-    """Headers by their names in small letters."""
-    return {name.lower(): value for name, value in headers.items()}

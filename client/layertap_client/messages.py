@@ -60,10 +60,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Send:
-    """Have a request sent and tell its outcome, which must be there within ``seconds``."""
+    """Have a request sent and tell its outcome, which must be there within ``seconds``.
+
+    Nothing may be without any progress for ``silence_s``.
+    """
 
     request: Request
     seconds: float
+    silence_s: float
 
 
 @dataclass(frozen=True)

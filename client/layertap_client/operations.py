@@ -85,14 +85,14 @@ def dry_run(
 def models(session: Session, /) -> Steps[Models]:
     """All models of the server, the default one's name, and the limits that requests keep within."""
     reply = yield from session.exchange(Request("GET", "/models"))
-    return Models.read(_read_object(reply))
+    return Models.read(_read_object(reply, "models", "limits"))
 
 
 def model(session: Session, /, name: str | None = None) -> Steps[Model]:
     """One model; without a name that of the client, or else the server's default."""
     path = yield from _find_model(session, name)
     reply = yield from session.exchange(Request("GET", path))
-    return Model.read(_read_object(reply))
+    return Model.read(_read_object(reply, "name"))
 
 
 def layers(
@@ -114,14 +114,14 @@ def layers(
     path = yield from _find_model(session, model)
     params = _list_params({"match": match, "type": type, "leaf": leaf, "functions": functions or None})
     reply = yield from session.exchange(Request("GET", f"{path}/layers", params, {"Accept": JSON}), timeout)
-    return Layers.read(_read_object(reply))
+    return Layers.read(_read_object(reply, "model", "layers"))
 
 
 def labels(session: Session, /, model: str | None = None, *, timeout: float | None = None) -> Steps[list[str] | None]:
     """The names of a model's classes, that of class 0 first; None where it has none. Loads the model if need be."""
     path = yield from _find_model(session, model)
     reply = yield from session.exchange(Request("GET", f"{path}/labels"), timeout)
-    names: list[str] | None = _read_object(reply)["labels"]
+    names: list[str] | None = _read_object(reply, "labels")["labels"]
     return names
 
 
@@ -136,7 +136,7 @@ def probe(
     named = list_layers(layers)
     chosen = {**options, "layers": ",".join(map(str, named)) if named is not None else None}
     reply = yield from session.exchange(Request("GET", f"{path}/probe", _list_params(chosen)))
-    return _read_object(reply)
+    return _read_object(reply, "receipts")
 
 
 def load(session: Session, /, model: str, *, timeout: float | None = None) -> Steps[Model]:
@@ -184,7 +184,7 @@ def _post(
 def _administer(session: Session, /, model: str, action: str, timeout: float | None) -> Steps[Model]:
     request = Request("POST", f"/models/{quote(model, safe='')}/{action}", repeatable=False)
     reply = yield from session.exchange(request, timeout)
-    return Model.read(_read_object(reply))
+    return Model.read(_read_object(reply, "name"))
 
 
 def _find_model(session: Session, /, name: str | None) -> Steps[str]:
@@ -201,8 +201,9 @@ def _list_params(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, text) for name, text in texts.items() if values[name] is not None]
 
 
-def _read_object(reply: Reply) -> dict[str, Any]:
+def _read_object(reply: Reply, *needed: str) -> dict[str, Any]:
+    """The object that a reply is, with some fields; BadReplyError."""
     document = reply.read_json()
-    if not isinstance(document, dict):
+    if not isinstance(document, dict) or not document.keys() >= set(needed):
         raise BadReplyError("the reply is JSON, but not what a layertap sends: is the address right?")
     return document

@@ -90,7 +90,7 @@ BARS: dict[str, Callable[[int | None], Any]] = {"rich": _show_rich, "tqdm": _sho
 
 
 TIMEOUT_S = 600.0  # for one batch with all attempts: a restart or an upgrade of the server is waited for
-ATTEMPT_S = 30.0  # beyond the server's own deadline: then a connection is dead
+SILENCE_S = 30.0  # beyond the server's own deadline: then a connection is dead
 NOT_TAKEN = ("on_error", "format")
 T = TypeVar("T")
 
@@ -300,7 +300,7 @@ def make_scheduler(
         client.session,
         {**fields, "on_error": "skip"},
         timeout,
-        limits.get("deadline_s", ATTEMPT_S) + ATTEMPT_S,
+        limits.get("deadline_s", SILENCE_S) + SILENCE_S,
         Pace.from_limits(limits, client.connections),
         time.monotonic,
     )

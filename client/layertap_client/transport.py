@@ -25,7 +25,7 @@ def check_address(url: str) -> None:
     if address.scheme not in ("http", "https") or not address.host:
         raise InputError(f"{url!r} is no address: write one like {URL!r}")
     if address.path.rstrip("/").endswith(("/v1", "/v2")):
-        raise InputError(f"{url!r} is for other clients: leave {address.path.rstrip('/')[-3:]!r} out")
+        raise InputError(f"{url!r} is for other clients: write it without {address.path.rstrip('/')[-3:]}")
 
 
 def make_options(url: str, api_key: str | None, connections: int, given: dict[str, Any]) -> dict[str, Any]:
@@ -33,18 +33,25 @@ def make_options(url: str, api_key: str | None, connections: int, given: dict[st
     check_address(url)
     # Replies are numbers, which hardly shrink: compressing them would take longer than sending them.
     headers = {"Accept-Encoding": "identity", **(given.pop("headers", None) or {})}
-    key = (os.environ.get(KEY_VARIABLE) or None) if api_key is None else str(api_key)
-    if key is not None:
-        if not (key.isascii() and key.isprintable()) or key != key.strip() or not key:
-            raise InputError("the API key is empty, or has blanks, line breaks or other characters that none can have")
-        headers["Authorization"] = f"Bearer {key}"
+    headers |= make_key_header(api_key)
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
     return {"base_url": url, "headers": headers, "limits": limits, **given}
 
 
+def make_key_header(api_key: str | None = None) -> dict[str, str]:
+    """The header of a key, by default that of the environment, if there is one; InputError for what no key can be."""
+    key = (os.environ.get(KEY_VARIABLE) or None) if api_key is None else str(api_key)
+    if key is None:
+        return {}
+    if not (key.isascii() and key.isprintable()) or key != key.strip() or not key:
+        source = KEY_VARIABLE if api_key is None else "the API key"
+        raise InputError(f"{source} is empty, or has blanks, line breaks or other characters that no key can have")
+    return {"Authorization": f"Bearer {key}"}
+
+
 def make_arguments(step: Send) -> dict[str, Any]:
     """The arguments of httpx's ``stream``."""
-    request, seconds = step.request, step.seconds
+    request, seconds = step.request, step.silence_s
     return {
         "method": request.method,
         "url": request.path,
@@ -59,7 +66,7 @@ def describe_failure(error: httpx.RequestError, step: Send) -> Failure:
     """Why there is no reply."""
     sent = not isinstance(error, NEVER_SENT)
     if isinstance(error, httpx.TimeoutException) and sent:
-        return Failure(f"the server did not reply within {step.seconds:.3g} s", sent=True, timed_out=True)
+        return Failure(f"the server did not reply within {step.silence_s:.3g} s", sent=True, timed_out=True)
     said = str(error) or type(error).__name__
     message = (
         "the connection broke off"

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from layertap.models.errors import LayertapError
 from layertap.models.selection.poolings import POOLINGS
 from layertap.service.cli.console import ConfigOption, ModelOption, show_status, stderr
-from layertap.service.cli.setup import create_configured_engine, read_caller_key
+from layertap.service.cli.setup import create_configured_engine
 
 if TYPE_CHECKING:
     from layertap.service.bulk.bulk import Job, Summary
@@ -141,7 +141,7 @@ def _create_extractor(url: str | None, config: Path | None) -> Extractor:
     if url is not None:
         from layertap.service.bulk.remote import RemoteExtractor
 
-        return RemoteExtractor(url, read_caller_key(), tell)
+        return RemoteExtractor(url, tell)
     with show_status("loading torch"):
         from layertap.service.bulk.local import LocalExtractor
 

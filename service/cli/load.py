@@ -12,7 +12,6 @@ from rich.console import Console
 
 from layertap.models.errors import LayertapError
 from layertap.service.cli.console import stderr, stdout
-from layertap.service.cli.setup import read_caller_key
 from layertap.service.load.options import MAX_REQUESTS, Arrivals, Options
 
 DURATION_S = 10.0
@@ -58,16 +57,19 @@ def load(
     In open loop latency counts from the moment a request was due, so a server that stalls can't hide it. Status 1: the
     error budget is broken. A key is taken from LAYERTAP_API_KEY.
     """
+    from layertap.service.clients import convert_errors
     from layertap.service.load.figures import find_breaches
     from layertap.service.load.report import check_plot, make_document, make_watch, print_report, write_plot
     from layertap.service.load.run import run
     from layertap.service.load.scenario import find_scenario
+    from layertap_client.transport import make_key_header
 
     if rate is not None and connections is not None:
         raise LayertapError("give --rate or --connections, not both: a loop is open or closed")
     if "@" in urlsplit(url).netloc:
         raise LayertapError("the URL holds a name or a password, which would stand in reports: leave it out")
-    key = read_caller_key()
+    with convert_errors(url):
+        headers = make_key_header()
     options = Options(
         url=url,
         connections=connections or Options.connections,
@@ -80,7 +82,7 @@ def load(
         seed=seed,
         timeout=timeout,
         allow=frozenset(allow or ()),
-        headers={"Authorization": f"Bearer {key}"} if key else {},
+        headers=headers,
     )
     kinds = find_scenario(scenario)
     for path in filter(None, (plot, out)):

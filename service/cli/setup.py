@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from layertap.service.fetch.fetcher import Fetcher
     from layertap.service.settings import Settings
 
-KEY_VARIABLE = "LAYERTAP_API_KEY"
 NO_PASSWORD = ""  # where a key asks for one, loading fails: nobody is there to type it
 
 
@@ -53,14 +51,6 @@ def create_configured_engine(config: Path | None, *, warm: bool = False, workers
     from layertap.service.settings import read_settings
 
     return create_engine(read_settings(listens=False, config=config, workers=workers), warm=warm)
-
-
-def read_caller_key() -> str | None:
-    """The key that this command sends to a server; LayertapError where no header can hold it."""
-    key = os.environ.get(KEY_VARIABLE)
-    if key and not (key.isascii() and key.isprintable()):
-        raise LayertapError(f"{KEY_VARIABLE} has characters that no header can hold", hint="mind line breaks")
-    return key or None
 
 
 def check_certificate(cert: str, key: str) -> None:

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from layertap.models.errors import LayertapError
 from layertap.service.bulk.arrow import import_parquet
-from layertap.service.cli.setup import KEY_VARIABLE, read_caller_key
+from layertap.service.clients import convert_errors
+from layertap_client import Client, Model
 
-TIMEOUT_S = 60.0
 HINT = (
     "give a .npz, .safetensors, .parquet, .arrow or .json file with receipts, a folder of `bulk`, or http://HOST:PORT"
 )
@@ -36,7 +35,7 @@ def read_stored_receipts(index: str, model: str | None) -> list[StoredReceipts]:
     ``model``: of a server only that one is asked for.
     """
     if index.startswith(("http://", "https://")):
-        return _ask_server(index.rstrip("/"), model)
+        return _ask_server(index, model)
     read = _read_job if Path(index).is_dir() else READERS.get(Path(index).suffix)
     if read is None:
         raise LayertapError(f"{index} is of a kind that is not read", hint=HINT)
@@ -94,33 +93,15 @@ READERS: Mapping[str, Callable[[Path], Any]] = {
 
 
 def _ask_server(url: str, model: str | None) -> list[StoredReceipts]:
-    key = read_caller_key()
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=headers) as client:
-        names = [model] if model is not None else _list_ready(url, _get(client, "/models"))
-        return [_parse(url, _get(client, f"/models/{name}/probe")) for name in names]
+    with convert_errors(url), Client(url) as client:
+        names = [model] if model is not None else [each.name for each in client.models() if _has_vectors(each)]
+        if not names:
+            raise LayertapError(f"{url} has no model that is ready and has an embedding", hint="type --model NAME")
+        return [_parse(url, client.probe(model=name)) for name in names]
 
 
-def _list_ready(url: str, listed: Any) -> list[str]:
-    names = [
-        entry["name"] for entry in listed.get("models", ()) if entry.get("state") == "ready" and entry.get("embedding")
-    ]
-    if not names:
-        raise LayertapError(f"{url} has no model that is ready and has an embedding", hint="type --model NAME")
-    return names
-
-
-def _get(client: httpx.Client, path: str) -> Any:
-    try:
-        reply = client.get(path)
-        body = reply.json()
-    except (httpx.HTTPError, ValueError) as error:
-        raise LayertapError(f"{client.base_url} does not answer as a layertap server does") from error
-    if reply.is_error:
-        detail = body.get("detail", "") if isinstance(body, dict) else ""
-        hint = f"set {KEY_VARIABLE}" if reply.status_code == httpx.codes.UNAUTHORIZED else ""
-        raise LayertapError(f"{reply.url}: {reply.status_code} {detail}", hint=hint)
-    return body
+def _has_vectors(model: Model) -> bool:
+    return model.state == "ready" and bool(model.embedding)
 
 
 def _parse(source: str, fields: Any) -> StoredReceipts:

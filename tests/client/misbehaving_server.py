@@ -129,6 +129,21 @@ def drip(server: list[MisbehavingServer]) -> Behaviour:
     return behave
 
 
+def trickle(body: bytes) -> Behaviour:
+    """Answer an .npy file a few bytes at a time, half a second long."""
+
+    def behave(connection: socket.socket, request: Received) -> bool:
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/x-npy\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode())
+        step = -(-len(body) // 10)
+        for start in range(0, len(body), step):
+            threading.Event().wait(0.05)
+            connection.sendall(body[start : start + step])
+        return True
+
+    return behave
+
+
 def relay(url: str) -> Behaviour:
     """Answer what another server answers."""
 

@@ -101,6 +101,15 @@ def test_addresses_where_no_server_is(cls: Any, url: str) -> None:
         cls(url)
 
 
+def test_another_server(open_client: Any) -> None:
+    """JSON of a server that is no layertap is a bad reply, whatever is asked."""
+    with misbehaving(reply(200, b'{"status": "fine"}')) as server:
+        client = open_client(server.url)
+        for ask in (client.models, lambda: client.layers("x"), lambda: client.labels("x"), lambda: client.load("x")):
+            with pytest.raises(lt.BadReplyError, match="is the address right"):
+                ask()
+
+
 @pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan"), "5"])
 def test_timeouts(client: Any, timeout: Any) -> None:
     """What is no number of seconds is refused before anything is sent."""

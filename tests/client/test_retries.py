@@ -13,7 +13,7 @@ import pytest
 import layertap_client as lt
 from layertap_client.exchange import RetryPolicy, Session, parse_retry_after
 from layertap_client.messages import Failure, Reply, Request, Send, Wait
-from tests.client.misbehaving_server import MisbehavingServer, cut, cut_reply, drip, hang, misbehaving, reply
+from tests.client.misbehaving_server import MisbehavingServer, cut, cut_reply, drip, hang, misbehaving, reply, trickle
 from tests.server import serving
 from tests.service.gated_server import gated_module
 from tests.service.support import configured, net, npy
@@ -80,6 +80,19 @@ def test_attempts_end(open_client: Any, behaviour: Any) -> None:
         assert len(server.received) == 3
 
 
+def test_chosen_statuses(open_client: Any) -> None:
+    """A policy says which statuses are sent again; before each pause it is told why there is one."""
+    told: list[tuple[lt.LayertapError, float]] = []
+    policy = RetryPolicy(2, 0.001, statuses=frozenset({502}), on_wait=lambda *why: told.append(why))
+    with misbehaving(reply(502), reply(504)) as server:
+        with pytest.raises(lt.DeadlineError):
+            open_client(server.url, retries=policy).models()
+        assert len(server.received) == 2
+    ((error, seconds),) = told
+    assert isinstance(error, lt.ServerError)
+    assert (error.status, 0 < seconds <= 0.001) == (502, True)
+
+
 def test_no_retries(open_client: Any) -> None:
     """Where nothing is to be repeated, nothing is."""
     with misbehaving(reply(429, retry_after="0")) as server:
@@ -119,6 +132,17 @@ def test_server_that_hangs(open_client: Any, make: Any, call: str) -> None:
         assert isinstance(caught.value, TimeoutError)
         assert caught.value.sent
         assert len(server.received) == 1
+
+
+def test_silence(open_client: Any) -> None:
+    """A connection on which nothing comes is given up for another one; one that is slow is not."""
+    ours: list[MisbehavingServer] = []
+    with misbehaving(hang(ours), trickle(npy(ROW))) as server:
+        ours.append(server)
+        client = open_client(server.url, retries=QUICK)
+        getattr(client, "client", client).session.silence_s = 0.3
+        np.testing.assert_array_equal(CALLS["extract"](client).array, ROW)
+        assert len(server.received) == 2
 
 
 def test_timeout_is_the_servers_deadline(open_client: Any) -> None:

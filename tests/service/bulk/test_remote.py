@@ -76,7 +76,9 @@ TOO_SLOW = reply(504, json.dumps({"detail": "the deadline passed (this server's 
 
 
 def count_pictures(request: Received) -> int:
-    """How many pictures a request carries."""
+    """How many pictures a request carries: as parts, or one that is the body."""
+    if request.headers.get("content-type") == "image/*":
+        return 1
     return request.body.count(b'name="images"')
 
 
