@@ -14,7 +14,7 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.spec import PreprocessSpec
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
 from layertap.service.engine.batch import Job, Results, UndecodedError
-from layertap.service.engine.collect.answer_cache import AnswerCache, digest_layers, digest_request
+from layertap.service.engine.collect.answer_cache import AnswerCache, digest_request
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.collect.results import FEW_RESULTS, add_warnings, collect_features, has_few_numbers
 from layertap.service.engine.deadline import wait_until
@@ -24,8 +24,7 @@ from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.plan.planner import PlannedRequest, Planner
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.rows.fetch_inputs import fetch_inputs
-from layertap.service.engine.rows.job_maker import JobMaker
-from layertap.service.engine.rows.jobs import make_encoded_job, make_job, refuse_picture
+from layertap.service.engine.rows.job_maker import JobMaker, make_encoded_job, make_job, refuse_picture
 from layertap.service.engine.rows.rows import Items
 from layertap.service.engine.rows.sources import count_taken_bytes, fill_tensors, plan_stages
 from layertap.service.features import Features
@@ -233,7 +232,7 @@ class Engine:
     def _describe(self, request: ExtractRequest) -> None:
         """Note what a request is about, for logs and traces: it may be one of several parts of a larger one."""
         facts = request.timings.facts
-        facts.model, facts.layers = self.manager.find_name(request.model), digest_layers(request)
+        facts.model, facts.layers = self.manager.find_name(request.model), request.digest_layers()
         facts.selectors = len(request.selectors)
         facts.rows += len(request.items)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Literal
 
 from layertap.models.errors import Fault, LayertapError, RequestError
@@ -80,6 +81,16 @@ class ExtractRequest:
             return self
         changes = (*self.interventions, *options.interventions)
         return replace(self, objective=options.objective or self.objective, interventions=changes)
+
+    def digest_layers(self) -> str:
+        """Eight hex digits for logs: the layers that it names, as it spells them, and the maps that it wants."""
+        texts = [selector.text for selector in self.selectors]
+        if self.embedding is not None:
+            texts.append(f"embedding {self.embedding.layer}")
+        if self.explanation is not None:
+            texts += self.explanation.methods
+            texts += [self.explanation.selector.text] if self.explanation.selector is not None else []
+        return blake2b("\n".join(texts).encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
 
     def leave_out(self, error: LayertapError) -> ExtractRequest:
         """The request whose globs leave out the points that an error names; the error where they do so already."""

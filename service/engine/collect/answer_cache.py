@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from types import NoneType
 from typing import Any, Literal
 
@@ -169,17 +169,6 @@ def digest_request(request: ExtractRequest) -> str:
     for buffer in buffers:
         digest.update(buffer)
     return digest.hexdigest()
-
-
-def digest_layers(request: ExtractRequest) -> str:
-    """Eight hex digits for logs: the layers that a request names, as it spells them, and the maps that it wants."""
-    texts = [selector.text for selector in request.selectors]
-    if request.embedding is not None:
-        texts.append(f"embedding {request.embedding.layer}")
-    if request.explanation is not None:
-        texts += request.explanation.methods
-        texts += [request.explanation.selector.text] if request.explanation.selector is not None else []
-    return blake2b("\n".join(texts).encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
 
 
 def _encode(value: Any, buffers: list[Buffer]) -> None:

@@ -1,30 +1,40 @@
-"""Plans requests: first by the shapes that were sent, then by the decoded rows."""
+"""Plans requests: first by the shapes that were sent, then by the decoded rows; equal requests have one plan."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
+from weakref import WeakKeyDictionary
 
 from layertap.models import fingerprint
 from layertap.models.capture import verification
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.text_lengths import TextLengths, measure_lengths
 from layertap.models.errors import Fault, InputError, RequestError, escape
+from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.lru_cache import LRUCache
 from layertap.models.model_info import ModelInfo
+from layertap.models.planner import make_plan
 from layertap.models.resume.resumption import Resumption, find_start
 from layertap.models.selection.embedding import find_embedding, reduce_embedding
 from layertap.models.selection.hook_points import Selector
-from layertap.models.selection.plan import Plan, Result
+from layertap.models.selection.plan import Capture, Plan, Result
 from layertap.models.spec import Preprocessed, Shapes
-from layertap.service.engine.admit.limits import check_count, check_reply_size, check_survey, show_shapes
+from layertap.service.engine.admit.limits import (
+    check_count,
+    check_reply_size,
+    check_results,
+    check_survey,
+    show_shapes,
+)
+from layertap.service.engine.batch import NOTHING
 from layertap.service.engine.deadline import RunInThread
 from layertap.service.engine.models.model_handle import ModelHandle
-from layertap.service.engine.plan.plan_cache import Fingerprints, PlanCache
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.rows.predicted_rows import PredictedRows, find_preprocessed_by, is_reshaped, predict_rows
 from layertap.service.engine.rows.rows import Rows, get_row_shapes
@@ -36,6 +46,9 @@ log = logging.getLogger("layertap")
 SHORT_NUMBERS = 2**17  # so many are looked through in less than half a millisecond
 SMALL = 8  # pixels or tokens: axes no longer than this may have that size for any input
 GROWTH = 0.75  # of how much more a row holds: borders and rounding take some of it
+MAX_PLANS, MAX_LAYERS = 256, 64  # that are kept: plans of a model, and results of each
+Fingerprints = Mapping[str, str]  # of results, by key
+PlanKey = tuple[int, str, tuple[Selector, ...], int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,22 +69,25 @@ class PlannedRequest:
     resumption: Resumption | None
     catalog: Catalog
     catalog_shapes: Shapes | None
-    plan: Plan
-    fingerprints: Fingerprints
     identity: str
     preprocessed: Preprocessed
     shapes: Shapes
     rows: int
+    plan: Plan = NOTHING.plan
+    fingerprints: Fingerprints = field(default_factory=dict)
     nbytes: int = 0
 
 
 class Planner:
-    """Plans requests on the event loop; long computations run in threads, surveys in the model's own."""
+    """Plans requests on the event loop; long computations run in threads, surveys in the model's own.
+
+    It keeps the small plans of each model that were used most recently.
+    """
 
     def __init__(self, settings: Settings, run_in_thread: RunInThread) -> None:
         self._settings = settings
         self._run_in_thread = run_in_thread
-        self._plans = PlanCache(run_in_thread, settings.max_results)
+        self._plans = WeakKeyDictionary[ModelHandle, LRUCache[PlanKey, tuple[Catalog, Plan, Fingerprints]]]()
 
     async def plan(self, request: ExtractRequest, handle: ModelHandle, deadline: float) -> PlannedRequest:
         """A request's plan before anything is decoded, by the shapes of its arrays; RequestError, TooLargeError."""
@@ -95,16 +111,7 @@ class Planner:
             check_count(rows.count, self._settings)
             catalog, catalog_shapes = resumption.catalog, inputs.shapes
         preprocessed = find_preprocessed_by(items, rows.tower, rows.shapes)
-        identity = _identify(request, model, rows.tower, preprocessed, rows.shapes)
-        lengths = _assume_lengths(rows.tower) if items else None
-        plan, fingerprints = await self._plans.get(request, input_index, handle, catalog, identity, lengths, deadline)
-        if request.verify:
-            verification.check_possible(plan, catalog)
-        likely = plan
-        if rows.shapes != catalog_shapes:
-            likely = await self._scale(plan, rows.shapes, rows.tower, deadline)
-        check_reply_size(likely, rows.count, request.reply)
-        return PlannedRequest(
+        planned = PlannedRequest(
             request=request,
             input_index=input_index,
             handle=handle,
@@ -113,55 +120,65 @@ class Planner:
             resumption=resumption,
             catalog=catalog,
             catalog_shapes=catalog_shapes,
-            plan=plan,
-            fingerprints=fingerprints,
-            identity=identity,
+            identity=_identify(request, model, rows.tower, preprocessed, rows.shapes),
             preprocessed=preprocessed,
             shapes=rows.shapes,
             rows=rows.count,
-            nbytes=likely.nbytes(rows.count) + rows.nbytes,
         )
+        planned = await self._add_plan(planned, _assume_lengths(rows.tower) if items else None, deadline)
+        if request.verify:
+            verification.check_possible(planned.plan, catalog)
+        likely = planned.plan
+        if rows.shapes != catalog_shapes:
+            likely = await self._scale(likely, rows.shapes, rows.tower, deadline)
+        check_reply_size(likely, rows.count, request.reply)
+        return replace(planned, nbytes=likely.nbytes(rows.count) + rows.nbytes)
 
     async def replan(
         self, planned: PlannedRequest, rows: Rows, items: Sequence[object], deadline: float
     ) -> PlannedRequest:
         """The plan for decoded rows of some items, which differs if they have another shape, length or origin."""
-        request, index, handle, inputs = planned.request, planned.input_index, planned.handle, planned.inputs
+        request, handle, inputs, before = planned.request, planned.handle, planned.inputs, planned
         model, count, shapes = handle.model, len(next(iter(rows.values()))), get_row_shapes(rows)
         tower = inputs.for_shapes(shapes)
         preprocessed = find_preprocessed_by(items, tower, shapes)
         identity = _identify(request, model, tower, preprocessed, shapes)
         lengths = await self._measure_lengths(rows, tower, deadline)
-        resumption, catalog = planned.resumption, planned.catalog
-        plan, fingerprints = planned.plan, planned.fingerprints
+        planned = replace(planned, tower=tower, identity=identity, preprocessed=preprocessed, shapes=shapes, rows=count)
         if shapes != planned.catalog_shapes:
-            model_shapes = _get_model_shapes(rows, resumption, inputs)
+            model_shapes = _get_model_shapes(rows, planned.resumption, inputs)
             if model.catalogs.get_catalog(model_shapes) is None:  # a request that is refused anyway needs no survey
-                likely = plan
-                if lengths is not None:
-                    likely, _ = await self._plans.get(request, index, handle, catalog, identity, lengths, deadline)
-                check_reply_size(await self._scale(likely, shapes, tower, deadline), count, request.reply)
+                likely = planned if lengths is None else await self._add_plan(planned, lengths, deadline)
+                check_reply_size(await self._scale(likely.plan, shapes, tower, deadline), count, request.reply)
             catalog = await self.survey(handle, model_shapes, deadline, functions=_names_functions(request))
+            resumption = planned.resumption
             if request.resume is not None:
                 resumption = await self._resume(request.resume, handle, model_shapes, catalog, deadline)
                 catalog = resumption.catalog
-        known = catalog is planned.catalog and lengths is None and identity == planned.identity
+            planned = replace(planned, resumption=resumption, catalog=catalog, catalog_shapes=shapes)
+        known = planned.catalog is before.catalog and lengths is None and identity == before.identity
         if not known or request.input_options:
-            plan, fingerprints = await self._plans.get(request, index, handle, catalog, identity, lengths, deadline)
-        check_reply_size(plan, count, request.reply)
-        return replace(
-            planned,
-            tower=tower,
-            resumption=resumption,
-            catalog=catalog,
-            catalog_shapes=shapes,
-            plan=plan,
-            fingerprints=fingerprints,
-            identity=identity,
-            preprocessed=preprocessed,
-            shapes=shapes,
-            rows=count,
-        )
+            planned = await self._add_plan(planned, lengths, deadline)
+        check_reply_size(planned.plan, count, request.reply)
+        return planned
+
+    async def _add_plan(self, planned: PlannedRequest, lengths: TextLengths | None, deadline: float) -> PlannedRequest:
+        """The request with the plan of what its input asks for of its catalogue; RequestError, TooLargeError."""
+        request, catalog, identity = planned.request.for_input(planned.input_index), planned.catalog, planned.identity
+        is_small = _is_small(request)
+        plans = self._plans.setdefault(planned.handle, LRUCache(MAX_PLANS))
+        # Without numbered tokens, a plan depends on nothing of the lengths but how many positions are kept.
+        key = id(catalog), identity, request.selectors, lengths.kept if lengths is not None else None
+        if is_small and (kept := plans.get(key)) is not None:
+            return replace(planned, plan=kept[1], fingerprints=kept[2])
+        make = partial(_make_plan, request, catalog, identity, lengths, self._settings.max_results)
+        try:
+            plan, fingerprints = await self._run_in_thread(make, deadline)
+        except RequestError as error:
+            raise planned.request.locate(error, planned.input_index) from None
+        if is_small and len(plan.results) <= MAX_LAYERS:
+            plans.put(key, (catalog, plan, fingerprints))  # an id is another's once its catalogue is gone
+        return replace(planned, plan=plan, fingerprints=fingerprints)
 
     async def survey(self, handle: ModelHandle, shapes: Shapes, deadline: float, *, functions: bool = False) -> Catalog:
         """The catalogue of a shape, measured if it is not known; with ``functions`` also what functions return."""
@@ -214,6 +231,49 @@ class Planner:
             return await handle.verify_resumption(point, tensor, shapes, deadline)
         except RequestError as error:
             raise RequestError.from_faults([error.to_fault("/resume")]) from None
+
+
+def _make_plan(
+    request: ExtractRequest, catalog: Catalog, identity: str, lengths: TextLengths | None, max_results: int
+) -> tuple[Plan, Fingerprints]:
+    """The plan of a request to a model of that identity; belongs in a thread.
+
+    RequestError, whose pointers count the selectors as they were sent; TooLargeError for more results than allowed.
+    """
+    indexes: dict[Selector, int] = {}
+    for index, selector in enumerate(request.selectors):
+        indexes.setdefault(selector, index)
+    check_results(len(indexes), max_results)  # each valid selector gives at least one result
+    try:
+        plan = make_plan(tuple(indexes), catalog, request.interventions, request.objective, lengths)
+    except RequestError as error:
+        pointers = {f"/layers/{distinct}": f"/layers/{index}" for distinct, index in enumerate(indexes.values())}
+        error.faults = tuple(
+            replace(fault, pointer=pointers.get(fault.pointer or "", fault.pointer)) for fault in error.faults
+        )
+        raise
+    check_results(len(plan.results), max_results)
+    return plan, _digest_results(plan, catalog, identity)
+
+
+def _digest_results(plan: Plan, catalog: Catalog, identity: str) -> Fingerprints:
+    changes = fingerprint.digest_changes(plan.resolved_interventions, catalog.start)
+    gradient_changes = None
+    if plan.objective:
+        gradient_changes = fingerprint.digest_changes((*plan.resolved_interventions, plan.objective), catalog.start)
+
+    def digest(capture: Capture) -> str:
+        depends_on = gradient_changes if capture.point.site in GRADIENTS else changes
+        of_text = bool(capture.tensor.token_axes)
+        return fingerprint.digest_result(identity, capture.point, capture.reduction, depends_on, of_text=of_text)
+
+    return {result.key: digest(result.capture) for result in plan.results}
+
+
+def _is_small(request: ExtractRequest) -> bool:
+    narrowed = any(selector.reduction.indices for selector in request.selectors)
+    plain = not narrowed and not request.interventions and not request.objective
+    return plain and len(request.selectors) <= MAX_LAYERS
 
 
 def find_tower(model: ModelInfo, selectors: Iterable[Selector]) -> ModelInputs:
