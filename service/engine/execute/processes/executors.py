@@ -13,8 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+import torch
+
+from layertap.models.devices import memory
 from layertap.models.devices.devices import list_devices, resolve_device
-from layertap.models.errors import TooLargeError
+from layertap.models.errors import InputError, TooLargeError
 from layertap.models.inputs.library_processor import LibraryProcessor
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
@@ -28,13 +31,13 @@ from layertap.service.engine.execute.batch_runner import refuse
 from layertap.service.engine.execute.executor import Executor, Extend, InProcessExecutor, ModelLostError, decode_items
 from layertap.service.engine.execute.model_functions import CallOutcome, ModelFunction
 from layertap.service.engine.execute.processes.channel import LARGE_BYTES
-from layertap.service.engine.execute.processes.messages import CallModel, HostOptions
-from layertap.service.engine.execute.processes.worker_pool import MAX_DECODE_ITEMS, WorkerPool, choose_worker_bytes
-from layertap.service.engine.execute.processes.worker_process import (
+from layertap.service.engine.execute.processes.messages import CallModel, DecodeItems, HostOptions
+from layertap.service.engine.execute.processes.model_host import ModelHost, OnRestart
+from layertap.service.engine.execute.processes.worker_pool import (
     GRACE_SECONDS,
-    ModelHost,
-    OnRestart,
+    RETRY_SECONDS,
     WorkerDiedError,
+    WorkerPool,
     WorkerProcess,
 )
 from layertap.service.engine.execute.threads import start_single_threaded, wrap_error
@@ -42,9 +45,12 @@ from layertap.service.engine.rows.rows import Attempt, ItemAttempts, decode_on_d
 from layertap.service.errors import ForwardError, UnavailableError
 from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem
 from layertap.service.metrics import Metrics
-from layertap.service.settings import Settings
+from layertap.service.settings import MIN_WORKER_MEMORY_BYTES, Settings
 
 DIED = "the model's process ended"
+MEMORY_SHARE = 0.5  # of what is free when a model is loaded: what its workers may take, each its part
+MAX_DECODE_ITEMS = 8  # of a request in one message
+TRIES = 2  # a worker may die of something else
 PARTS_AT_ONCE = 2  # threads that turn arrays into rows
 
 
@@ -89,7 +95,7 @@ class HostedModel(ModelInfo):
     @property
     def hooks(self) -> int:
         """Hooks of ours that are on the model in its workers after their last batches: 0."""
-        return sum(worker.progress.hooks for worker in self.host.workers)
+        return sum(worker.progress.hooks for worker in list(self.host.workers.values()))
 
 
 def load_in_host(spec: ModelSpec, settings: Settings, plans: Path | None, on_restart: OnRestart) -> HostedModel:
@@ -103,19 +109,81 @@ def load_in_host(spec: ModelSpec, settings: Settings, plans: Path | None, on_res
     return HostedModel(host=host, **{each.name: getattr(info, each.name) for each in fields(ModelInfo)})
 
 
-class ProcessExecutor(Executor):
-    """Workers of one model: any of them that is idle does what comes next."""
+def choose_worker_bytes(settings: Settings) -> int:
+    """How much memory each worker of a model that is loaded now may take."""
+    if settings.worker_memory_bytes is not None:
+        return settings.worker_memory_bytes
+    free = memory.measure_available_bytes(torch.device("cpu"))
+    return max(int(free * MEMORY_SHARE / settings.workers), MIN_WORKER_MEMORY_BYTES)
+
+
+class WorkerExecutor(Executor):
+    """What has workers, which decode: any of them that is idle does what comes next; their host may be lost."""
+
+    max_decode_items = MAX_DECODE_ITEMS
+    _workers: WorkerPool
+    _settings: Settings
+
+    async def wait_until_lost(self) -> None:
+        """Return once the host has ended, and with it all workers."""
+        await self._workers.wait_until_lost()
+
+    async def restart(self) -> None:
+        """Load what the host had again, and start the workers; LoadError."""
+        await self._workers.restart()
+
+    async def _complete(self, items: Sequence[LocalItem], decoded: Sequence[Sequence[Attempt] | None]) -> ItemAttempts:
+        """The attempts at items; a worker decodes each item whose attempt is None."""
+        missing = [item for item, attempts in zip(items, decoded, strict=True) if attempts is None]
+        more = iter(await self._decode(missing) if missing else ())
+        return [next(more) if attempts is None else attempts for attempts in decoded]
+
+    async def _decode(self, items: Sequence[LocalItem], tries: int = TRIES) -> ItemAttempts:
+        """Decode items in a worker; an item that kills ``tries`` workers is refused.
+
+        Once a worker has died, the other items have no attempts: they are to be sent again, each alone. ModelLostError,
+        UnavailableError.
+        """
+        try:
+            seconds = len(items) * self._settings.decode_timeout_s + GRACE_SECONDS
+            return cast("ItemAttempts", await self._workers.ask(DecodeItems(items), seconds=seconds))
+        except WorkerDiedError as error:
+            attempts: ItemAttempts = [[] for _ in items]
+            blamed = error.decoding if len(items) > 1 else 0
+            if blamed < 0:
+                return attempts
+            if tries > 1 and not self._is_out_of_time(error):
+                (attempts[blamed],) = await self._decode([items[blamed]], tries - 1)
+            elif error.taken:
+                attempts[blamed] = [self._make_refusal(error)]
+            else:
+                raise UnavailableError("no worker takes this input", retry_after=RETRY_SECONDS) from error
+            return attempts
+
+    def _make_refusal(self, error: WorkerDiedError) -> InputError:
+        """Why an item that a worker died of is refused."""
+        if self._is_out_of_time(error):
+            limit = self._settings.decode_timeout_s
+            return InputError(f"this input takes longer than {limit:g} s to decode", hint="send a smaller one")
+        return InputError("this input ends the process that decodes it", hint="send it in another format")
+
+    def _is_out_of_time(self, error: WorkerDiedError) -> bool:
+        """Whether a worker died because it decoded too long, and another would."""
+        return error.decode_seconds >= self._settings.decode_timeout_s
+
+
+class ProcessExecutor(WorkerExecutor):
+    """Workers of one model run its forwards, too."""
 
     model: HostedModel
     decodes_batches = True
-    max_decode_items = MAX_DECODE_ITEMS
 
     def __init__(self, model: HostedModel, settings: Settings) -> None:
         """Start the workers; LoadError where they can't be started."""
         self.model = model
         self.devices = (CPU,) * settings.workers
         self._settings = settings
-        self._workers = WorkerPool(model.host, settings)
+        self._workers = WorkerPool(model.host, settings.workers)
         self._pool = ThreadPoolExecutor(PARTS_AT_ONCE, "decode", initializer=start_single_threaded)
 
     @property
@@ -168,15 +236,7 @@ class ProcessExecutor(Executor):
         decode = partial(decode_items, here, inputs, self._settings)
         attempts = iter(await asyncio.get_running_loop().run_in_executor(self._pool, decode) if here else ())
         decoded = [None if isinstance(item, kinds) else next(attempts) for item in items]
-        return await self._workers.complete(items, decoded)
-
-    async def wait_until_lost(self) -> None:
-        """Return once the host has ended."""
-        await self._workers.wait_until_lost()
-
-    async def restart(self) -> None:
-        """Load the model again in a host, and start its workers; LoadError."""
-        await self._workers.restart()
+        return await self._complete(items, decoded)
 
     async def close(self) -> None:
         """End all processes."""
@@ -204,9 +264,9 @@ class ProcessExecutor(Executor):
         slices = list(batch.slices)
         blamed = slices.pop(error.decoding)
         again = [batch.take(slices)] if slices else []
-        if batch.tries or self._workers.is_out_of_time(error) or len(blamed.encoded) != 1:
+        if batch.tries or self._is_out_of_time(error) or len(blamed.encoded) != 1:
             row = blamed.start if len(blamed.encoded) == 1 else None
-            refusal = UndecodedError(self._workers.make_refusal(error), row)
+            refusal = UndecodedError(self._make_refusal(error), row)
             return BatchResult(
                 [SliceResult(error.decoding, blamed.start, blamed.stop, refusal, blamed.rows)], again=again
             )
@@ -224,13 +284,11 @@ def _join_rows(batch: Batch, result: BatchResult) -> BatchResult:
     return replace(result, results=[join(each) for each in result.results])
 
 
-class DecodingExecutor(InProcessExecutor):
+class DecodingExecutor(WorkerExecutor, InProcessExecutor):
     """For a model that takes pictures, on whatever device. What its GPU decodes is decoded there, as without workers.
 
     Texts become tokens here: a tokenizer can't be sent to another process.
     """
-
-    max_decode_items = MAX_DECODE_ITEMS
 
     def __init__(self, model: LoadedModel | MultiDeviceModel, settings: Settings, on_restart: OnRestart) -> None:
         """Start the workers; LoadError where they can't be started. ``on_restart`` as for ``ModelHost``."""
@@ -239,7 +297,7 @@ class DecodingExecutor(InProcessExecutor):
         options = HostOptions(model.spec, settings, (), choose_worker_bytes(settings), plans=None, pictures=pictures)
         host = ModelHost(options, on_restart)
         host.load()
-        self._workers = WorkerPool(host, settings)
+        self._workers = WorkerPool(host, settings.workers)
         self._host = host
 
     @property
@@ -256,21 +314,13 @@ class DecodingExecutor(InProcessExecutor):
         """Pictures on the GPU or in a worker, all else in a thread."""
         own = inputs is self.model.model_inputs
         if own and inputs.decoder is None and all(isinstance(item, ImageItem) for item in items):
-            return await self._workers.decode(items)
+            return await self._decode(items)
 
         def decode() -> list[Sequence[Attempt] | None]:
             return [self._decode_here(item, inputs) for item in items]
 
         decoded = await asyncio.get_running_loop().run_in_executor(self._pool, decode)
-        return await self._workers.complete(items, decoded)
-
-    async def wait_until_lost(self) -> None:
-        """Return once the process that starts workers has ended."""
-        await self._workers.wait_until_lost()
-
-    async def restart(self) -> None:
-        """Start the workers again; LoadError."""
-        await self._workers.restart()
+        return await self._complete(items, decoded)
 
     async def close(self) -> None:
         """End the threads and the workers."""

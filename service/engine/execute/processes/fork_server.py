@@ -21,13 +21,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from layertap.models.errors import IN_THE_LOG, LoadError
+from layertap.models.errors import LoadError
 from layertap.models.spec import ModelSpec
 from layertap.service.engine.execute.processes import forking
 from layertap.service.engine.execute.processes.channel import Channel, connect
 from layertap.service.engine.execute.processes.forking import fork, leave_signals_to_server, wait_for_child
+from layertap.service.engine.execute.processes.host import run_model_host
 from layertap.service.engine.execute.processes.messages import HostOptions, WaitForProcess
-from layertap.service.engine.execute.processes.model_host import run_model_host
 
 FAILED = "the process that starts models' processes failed"
 # It has the server's search path, and not the working directory before all else; signals are ignored from the first.
@@ -161,7 +161,7 @@ def start_host(connection: socket.socket, options: HostOptions) -> HostProcess:
             _servers.close(server)
         except OSError as error:
             raise LoadError(f"no process can be started to load it ({error.strerror})") from error
-    raise LoadError("no process can be started to load it", hint=IN_THE_LOG)
+    raise LoadError("no process can be started to load it")
 
 
 def _fork() -> ForkServer:

@@ -6,61 +6,141 @@ import asyncio
 import logging
 import math
 import os
+import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-import torch
-
-from layertap.models.devices import memory
-from layertap.models.errors import InputError, LoadError
+from layertap.models.errors import LoadError
+from layertap.service.engine.batch import Batch, BatchFailures, BatchResult, SliceResult
 from layertap.service.engine.execute.executor import Extend, ModelLostError
-from layertap.service.engine.execute.processes.channel import UnsentError
-from layertap.service.engine.execute.processes.messages import DecodeItems, ToWorker
-from layertap.service.engine.execute.processes.worker_process import (
-    GRACE_SECONDS,
-    ModelHost,
-    StartedWorker,
-    WorkerDiedError,
-    WorkerProcess,
-    find_reason,
-)
+from layertap.service.engine.execute.processes.channel import LoopChannel, UnsentError
+from layertap.service.engine.execute.processes.messages import BatchDecoded, ToWorker
+from layertap.service.engine.execute.processes.model_host import ModelHost, StartedWorker
+from layertap.service.engine.execute.processes.references import ServerReferences
 from layertap.service.engine.execute.threads import run_in_new_thread
-from layertap.service.engine.rows.rows import Attempt, ItemAttempts
 from layertap.service.errors import UnavailableError
-from layertap.service.inputs.items import LocalItem
-from layertap.service.settings import MIN_WORKER_MEMORY_BYTES, Settings
 from layertap.service.types import RestartReason
 
-MEMORY_SHARE = 0.5  # of what is free when a model is loaded: what its workers may take, each its part
+GRACE_SECONDS = 1.0  # beyond the moment at which nobody waits any more
 BORROW_SECONDS = 300.0  # for a worker to be idle: longer than any batch has that anybody waits for
-MAX_DECODE_ITEMS = 8  # of a request in one message
-TRIES = 2  # a worker may die of something else
 SEND_TRIES = 3
 RETRY_SECONDS = 5.0
+SIGNALS: Mapping[int, RestartReason] = {signal.SIGALRM: "decode_timeout", signal.SIGKILL: "killed"}
 log = logging.getLogger("layertap")
 
 
-def choose_worker_bytes(settings: Settings) -> int:
-    """How much memory each worker of a model that is loaded now may take."""
-    if settings.worker_memory_bytes is not None:
-        return settings.worker_memory_bytes
-    free = memory.measure_available_bytes(torch.device("cpu"))
-    return max(int(free * MEMORY_SHARE / settings.workers), MIN_WORKER_MEMORY_BYTES)
+@dataclass(eq=False)
+class WorkerDiedError(Exception):
+    """A worker ended, or was ended, before it answered.
+
+    ``taken``: it may have died of the message; else it was dead before. ``timed_out``: it was given all the time that
+    there was. ``decoding`` is the number of the item that it decoded then, and ``decode_seconds`` for how long; -1
+    where it decoded none. ``failures`` had gone wrong in its batch.
+    """
+
+    taken: bool
+    timed_out: bool
+    decoding: int
+    decode_seconds: float
+    failures: BatchFailures
+
+
+def find_reason(status: int | None) -> RestartReason:
+    """Why a worker ended that the server has not ended."""
+    if status is None:
+        return "unknown"
+    return SIGNALS.get(-status, "crash") if status < 0 else "exit"
+
+
+class WorkerProcess:
+    """A worker as the event loop asks it, one message at a time.
+
+    ``pid`` is its process's number, and ``progress`` what it tells without a message.
+    """
+
+    def __init__(self, started: StartedWorker, on_lost: Callable[[WorkerProcess], None]) -> None:
+        """``on_lost`` is called with it when it has died."""
+        self.pid = started.pid
+        self.progress = started.progress
+        self._process: int | None = None  # a descriptor: its number may be another process's by now
+        with suppress(ProcessLookupError):  # it has died since: the next message tells
+            self._process = os.pidfd_open(self.pid)
+        self._references = ServerReferences()
+        self._channel = LoopChannel(started.connection, self._references, lambda: on_lost(self))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was ended."""
+        return self._channel.is_closed
+
+    async def ask(self, message: ToWorker, deadline: float, extend: Extend = lambda: None) -> Any:
+        """Its answer; WorkerDiedError where it has died, or has not answered at a moment on the monotonic clock.
+
+        ``extend`` gives what joins a batch whose pictures are decoded. UnsentError where it has not got the message,
+        and is well. After any other error it may be in the midst of an answer, and is of no use any more.
+        """
+        taken, results = self.progress.taken, list[SliceResult]()
+        if self._references.is_full:  # not between a batch and what joins it: the worker answers for both
+            self._references.clear()
+        try:
+            async with asyncio.timeout_at(_to_loop_time(deadline)) as limit:
+                await self._channel.send(message)
+                while True:
+                    answer = await self._channel.receive()
+                    if isinstance(answer, BatchDecoded):
+                        more = extend()
+                        await self._send_more(more or cast("Batch", message).take(()))
+                        if more is not None:
+                            deadline = max(deadline, more.deadline + GRACE_SECONDS)
+                            limit.reschedule(_to_loop_time(deadline))
+                    elif isinstance(answer, BatchResult) and answer.more:
+                        results += answer.results
+                    else:
+                        break
+        except (EOFError, TimeoutError) as error:
+            decoding, since = self.progress.item, self.progress.since
+            raise WorkerDiedError(
+                taken=self.progress.taken > taken,
+                timed_out=isinstance(error, TimeoutError),
+                decoding=decoding,
+                decode_seconds=time.monotonic() - since if decoding >= 0 else 0.0,
+                failures=self.progress.failures,
+            ) from error
+        except UnsentError:  # the specs of the message did not reach the worker
+            self._references.clear()
+            raise
+        return replace(answer, results=[*results, *answer.results]) if results else answer
+
+    async def _send_more(self, more: Batch) -> None:
+        try:
+            await self._channel.send(more)
+        except UnsentError as error:  # the worker waits for it
+            raise OSError(str(error)) from error
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self._channel.close()
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            os.close(self._process)
+            self._process = None
 
 
 class WorkerPool:
     """As many workers as the settings say. For the event loop only, but for its creation."""
 
-    def __init__(self, host: ModelHost, settings: Settings) -> None:
+    def __init__(self, host: ModelHost, count: int) -> None:
         """Start the workers; LoadError where they can't be started."""
         self._on_idle: Callable[[], None] = lambda: None
         self._host = host
-        self._count = settings.workers
-        self._decode_seconds = settings.decode_timeout_s
+        self._count = count
+        self._workers: list[WorkerProcess] = []
         self._idle: list[WorkerProcess] = []  # the one whose memory was used last comes last, and is taken first
         self._waiting: deque[asyncio.Future[WorkerProcess]] = deque()
         self._rows_wait = False
@@ -93,7 +173,7 @@ class WorkerPool:
         """Let the workers know whether rows of their model are in no batch yet."""
         if rows_wait != self._rows_wait:
             self._rows_wait = rows_wait
-            for worker in self._host.workers:
+            for worker in self._workers:
                 worker.progress.rows_wait = rows_wait
 
     @property
@@ -150,45 +230,6 @@ class WorkerPool:
                 return answer
         raise UnavailableError("workers end before they are asked", retry_after=RETRY_SECONDS)
 
-    async def decode(self, items: Sequence[LocalItem], tries: int = TRIES) -> ItemAttempts:
-        """Decode items in a worker; an item that kills ``tries`` workers is refused.
-
-        Once a worker has died, the other items have no attempts: they are to be sent again, each alone. ModelLostError,
-        UnavailableError.
-        """
-        try:
-            seconds = len(items) * self._decode_seconds + GRACE_SECONDS
-            return cast("ItemAttempts", await self.ask(DecodeItems(items), seconds=seconds))
-        except WorkerDiedError as error:
-            attempts: ItemAttempts = [[] for _ in items]
-            blamed = error.decoding if len(items) > 1 else 0
-            if blamed < 0:
-                return attempts
-            if tries > 1 and not self.is_out_of_time(error):
-                (attempts[blamed],) = await self.decode([items[blamed]], tries - 1)
-            elif error.taken:
-                attempts[blamed] = [self.make_refusal(error)]
-            else:
-                raise UnavailableError("no worker takes this input", retry_after=RETRY_SECONDS) from error
-            return attempts
-
-    async def complete(self, items: Sequence[LocalItem], decoded: Sequence[Sequence[Attempt] | None]) -> ItemAttempts:
-        """The attempts at items; a worker decodes each item whose attempt is None."""
-        missing = [item for item, attempts in zip(items, decoded, strict=True) if attempts is None]
-        more = iter(await self.decode(missing) if missing else ())
-        return [next(more) if attempts is None else attempts for attempts in decoded]
-
-    def make_refusal(self, error: WorkerDiedError) -> InputError:
-        """Why an item that a worker died of is refused."""
-        if self.is_out_of_time(error):
-            limit = self._decode_seconds
-            return InputError(f"this input takes longer than {limit:g} s to decode", hint="send a smaller one")
-        return InputError("this input ends the process that decodes it", hint="send it in another format")
-
-    def is_out_of_time(self, error: WorkerDiedError) -> bool:
-        """Whether a worker died because it decoded too long, and another would."""
-        return error.decode_seconds >= self._decode_seconds
-
     async def wait_until_lost(self) -> None:
         """Return once the host has ended, and with it all workers."""
         await self._lost.wait()
@@ -201,10 +242,9 @@ class WorkerPool:
 
     async def close(self) -> None:
         """End all processes."""
-        pids = [worker.pid for worker in self._host.workers]
         self._lose()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await run_in_new_thread(f"end-{self._host.name}", partial(self._host.close, pids))
+        await run_in_new_thread(f"end-{self._host.name}", self._host.close)
 
     def _start_workers(self) -> list[StartedWorker]:
         started: list[StartedWorker] = []
@@ -237,12 +277,12 @@ class WorkerPool:
 
     def _add(self, worker: WorkerProcess) -> None:
         """Have a worker be asked next."""
-        if worker not in self._host.workers:
+        if worker not in self._workers:
             if self._lost.is_set():
                 worker.close()
                 return
             worker.progress.rows_wait = self._rows_wait
-            self._host.workers.append(worker)
+            self._workers.append(worker)
             asyncio.get_running_loop().call_soon(self._on_idle)
         elif worker.is_closed:
             return
@@ -262,8 +302,8 @@ class WorkerPool:
     def _replace(self, worker: WorkerProcess, reason: RestartReason | None = None) -> None:
         """End a worker, and have another one take its place; without a reason it has ended by itself."""
         worker.close()
-        if worker in self._host.workers:
-            self._host.workers.remove(worker)
+        if worker in self._workers:
+            self._workers.remove(worker)
         if not self._lost.is_set():
             task = asyncio.get_running_loop().create_task(self._start_another(worker.pid, reason, self._lost))
             self._tasks.add(task)
@@ -295,7 +335,7 @@ class WorkerPool:
 
     def _bury_host(self) -> None:
         """The host has died, and its workers with it; nobody knows why."""
-        for _ in self._host.workers:
+        for _ in self._workers:
             self._host.on_restart(self._host.name, "unknown")
         self._lose()
 
@@ -307,15 +347,20 @@ class WorkerPool:
             self._descriptor = None
         self._lost.set()
         self._idle.clear()
-        workers, self._host.workers = self._host.workers, []
+        workers, self._workers = self._workers, []
         for worker in workers:
             worker.close()
         self._refuse(ModelLostError)
 
     def _refuse(self, make_error: Callable[[], Exception]) -> None:
         """Tell whoever waits for a worker that there is none."""
-        if not self._host.workers or self._lost.is_set():
+        if not self._workers or self._lost.is_set():
             while self._waiting:
                 waiting = self._waiting.popleft()
                 if not waiting.done():
                     waiting.set_exception(make_error())
+
+
+def _to_loop_time(deadline: float) -> float | None:
+    """A moment on the monotonic clock on the event loop's; None where it never comes."""
+    return None if math.isinf(deadline) else asyncio.get_running_loop().time() + deadline - time.monotonic()

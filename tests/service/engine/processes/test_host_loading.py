@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from layertap.models.spec import ModelSpec
 from layertap.models.turns import take_turn
 from layertap.service.config.configuration import Configuration
-from layertap.service.engine.execute.processes import worker_process
+from layertap.service.engine.execute.processes import model_host
 from layertap.service.engine.execute.processes.executors import load_in_host
 from layertap.service.settings import Settings
 from tests.conftest import WARM, net_spec
@@ -50,7 +50,7 @@ def compiled(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
     settings = Settings(workers=1, cpu_threads=THREADS, cache_dir=folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_process, "take_turn", record)
+        patch.setattr(model_host, "take_turn", record)
         load_in_host(SPEC, settings, plans, print).host.close()
     return folder, turns
 

@@ -20,7 +20,7 @@ from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES
 from layertap.service.engine.execute.processes.executors import HostedModel, ProcessExecutor
 from layertap.service.engine.execute.processes.messages import DecodeItems
-from layertap.service.engine.execute.processes.worker_process import WorkerDiedError, WorkerProcess
+from layertap.service.engine.execute.processes.worker_pool import WorkerDiedError
 from layertap.service.inputs.items import TextItem
 from tests.server import Live
 from tests.service.conftest import Serve
@@ -70,14 +70,10 @@ def check_same(replies: Sequence[Any], good: Sequence[Any]) -> None:
             np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5)
 
 
-def list_handles(live: Live, model: str) -> list[WorkerProcess]:
+def list_pids(live: Live, model: str) -> list[int]:
     hosted = live.engine.manager.handles[model].model
     assert isinstance(hosted, HostedModel)
     return list(hosted.host.workers)
-
-
-def list_pids(live: Live, model: str) -> list[int]:
-    return [worker.pid for worker in list_handles(live, model)]
 
 
 def parent(pid: int) -> int:

@@ -1,0 +1,165 @@
+"""A model's host: a process that loads the model and is copied for each worker, so that weights are stored once.
+
+It has one thread of Python, and runs operations on one thread: after a forward on several, a copy's own forward on
+several would never end, since libgomp believes in threads that a copy does not have.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import fields, replace
+from functools import partial
+from typing import NoReturn, TypeVar, cast
+
+import torch
+
+from layertap.models.compiled.prepare import prepare_warm_plans
+from layertap.models.devices.memory import measure_private_bytes
+from layertap.models.errors import LayertapError, LoadError, make_load_error
+from layertap.models.inputs.library_processor import LibraryProcessor
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.loading import load_model
+from layertap.models.model_info import ModelInfo
+from layertap.models.sources.python import add_search_folders
+from layertap.service import allocator, logs
+from layertap.service.engine.execute.processes.channel import Channel, connect
+from layertap.service.engine.execute.processes.forking import be_killed_first, fork, limit_memory, wait_for_child
+from layertap.service.engine.execute.processes.messages import HostOptions, TakeTurn, TurnEnded, WaitForProcess
+from layertap.service.engine.execute.processes.progress import Progress, map_progress
+from layertap.service.engine.execute.processes.references import WorkerReferences
+from layertap.service.engine.execute.processes.worker import DecodingWorker, Worker
+
+T = TypeVar("T")
+CreateWorker = Callable[[Progress], DecodingWorker]
+
+
+def run_model_host(connection: socket.socket, options: HostOptions) -> None:
+    """Load a model, or nothing, tell the server of it, and start workers until the server closes the connection."""
+    logs.configure(options.settings.log_level, logs.wants_text(options.settings.log_format))
+    allocator.keep_large_blocks()
+    add_search_folders(options.folders)
+    torch.set_num_threads(1)
+    channel = Channel(connection)
+    try:
+        info, create_worker = _load(options, channel)
+    except BaseException as error:  # a third party's code may raise anything
+        with suppress(EOFError):
+            channel.send(_to_load_error(error))
+        return
+    gc.collect()
+    gc.freeze()  # a collector that writes to what is shared would make copies of it
+    with suppress(EOFError):
+        channel.send(info)
+        _serve(channel, create_worker, options)
+
+
+def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo | None, CreateWorker]:
+    """What to tell the server of the model, if one is loaded, and what makes its workers in their processes."""
+    settings = options.settings
+    if options.pictures is not None:
+        return None, partial(DecodingWorker, options.pictures, settings)
+    take_turn = nullcontext if options.reload else partial(_take_turn, channel)
+    model = load_model(
+        options.spec,
+        threads=settings.cpu_threads,
+        costs_folder=settings.cache_dir / "costs",
+        run_survey=run_in_copy,
+        take_turn=take_turn,
+    )
+    if options.plans:
+        model = prepare_warm_plans(model, options.plans, run_in_copy, take_turn, options.reload)
+    return _describe(model), partial(Worker, model, settings)
+
+
+@contextmanager
+def _take_turn(channel: Channel) -> Iterator[None]:
+    """Wait for other models' hosts as ``turns.take_turn`` does for models of one process: the server knows of all."""
+    channel.ask(TakeTurn(), timeout=None)
+    try:
+        yield
+    finally:
+        channel.send(TurnEnded())
+
+
+def run_in_copy(function: Callable[[], T]) -> T:
+    """What a function gives or raises in a copy of this process; LoadError where it ends the copy, or raises no error.
+
+    What it gives can be pickled.
+    """
+    channel, connection = connect()
+    with closing(connection):
+        pid = fork(partial(_answer, function, channel, connection), "a copy of a model's process failed")
+    with closing(channel):
+        try:
+            result = channel.receive()
+        except EOFError:
+            status = wait_for_child(pid)
+            refusal = LoadError(f"a forward ended its process (status {status})")
+            refusal.kind = "killed" if status == -signal.SIGKILL else "forward"
+            raise refusal from None
+    wait_for_child(pid)
+    if isinstance(result, LayertapError):
+        raise result
+    return cast("T", result)
+
+
+def _answer(function: Callable[[], object], channel: Channel, connection: socket.socket) -> None:
+    channel.close()
+    try:
+        result = function()
+    except BaseException as error:
+        result = _to_load_error(error)
+    Channel(connection).send(result)
+
+
+def _to_load_error(error: BaseException) -> LayertapError:
+    """What to tell the server of an error."""
+    return error if isinstance(error, LayertapError) else make_load_error(error)
+
+
+def _describe(model: LoadedModel) -> ModelInfo:
+    """The model as the server sees it: texts and pictures are made into rows here, by what the model brought along."""
+    gc.collect()
+    info = ModelInfo(**{each.name: getattr(model, each.name) for each in fields(ModelInfo)})
+    info = replace(info, process_bytes=measure_private_bytes())
+    inputs, text = info.model_inputs, info.model_inputs.text
+    if isinstance(inputs.preprocess, LibraryProcessor):
+        inputs = replace(inputs, preprocess=replace(inputs.preprocess, run=refuse_here))
+    if text is not None and text.encode is not None:
+        inputs = replace(inputs, text=replace(text, encode=refuse_here))
+    return replace(info, model_inputs=inputs)
+
+
+def refuse_here(given: object) -> NoReturn:
+    """Stands for a tokenizer or an image processor that only the model's own process has."""
+    raise NotImplementedError(f"a {type(given).__name__} is to be sent to a worker")
+
+
+def _serve(channel: Channel, create_worker: CreateWorker, options: HostOptions) -> NoReturn:
+    """Start workers, and tell how they ended, as the server asks; EOFError once it closes the connection."""
+    while True:
+        message, descriptors = channel.receive_with_descriptors()
+        if isinstance(message, WaitForProcess):
+            channel.send(wait_for_child(message.pid))
+        else:
+            connection, memory = descriptors
+            work = partial(_work, channel, connection, memory, create_worker, options.worker_bytes)
+            pid: int | None = None  # where the system allows no more processes: the other workers go on
+            with suppress(OSError):
+                pid = fork(work, "a worker failed", options.spec.name)
+            os.close(connection)
+            os.close(memory)
+            channel.send(pid)
+
+
+def _work(channel: Channel, connection: int, memory: int, create_worker: CreateWorker, worker_bytes: int) -> None:
+    channel.close()
+    be_killed_first()
+    limit_memory(worker_bytes)
+    worker = create_worker(map_progress(memory))
+    worker.serve(Channel(socket.socket(fileno=connection), WorkerReferences()))
