@@ -80,7 +80,7 @@ def encode_problem(problem: Problem) -> Response:
         "request_id": problem.request_id,
     }
     faults = problem.faults or ((Fault(problem.detail, problem.hint),) if problem.hint else ())
-    if hint := problem.hint or (faults[0].hint if faults else ""):
+    if hint := problem.hint or (faults[0].hint if faults else "") or HINTS.get(problem.status, ""):
         body["hint"] = hint[:MAX_DETAIL]
     shown = body["errors"] = [format_fault(fault) for fault in faults[:MAX_FAULTS]]
     while len(data := orjson.dumps(body | _count_left_out(faults, shown))) > MAX_BODY and shown:
@@ -197,6 +197,14 @@ HEADERS: dict[int, dict[str, str]] = {
     408: {"Connection": "close"},
     413: {"Connection": "close"},
     415: {"Accept-Encoding": "gzip"},  # of bodies
+}
+
+HINTS: dict[int, str] = {  # where an error itself has none
+    400: "GET /docs shows what a request looks like",
+    408: "send it faster, or in several requests",
+    422: "GET /docs has every field with its type, its limits and examples",
+    503: "come again as Retry-After says",
+    500: "report it, with the request_id and what the server's log says of it",
 }
 
 TITLES: dict[int, str] = {

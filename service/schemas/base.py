@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, core_schema
 
 MAX_FIELDS = 64
 MAX_INDICES = 16_384
 
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 SignedIndex = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # a negative one counts from the end
-SignedIndices = Annotated[list[SignedIndex], Field(min_length=1, max_length=MAX_INDICES)]
+StrictIndex = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+SignedIndices = Annotated[tuple[SignedIndex, ...], Field(min_length=1, max_length=MAX_INDICES)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class OneError:
+    """An annotation of a type: whatever is wrong with a value is one error, at the value itself.
+
+    Those of a union would each point to one of its types, not to a place in the request, and of very many entries that
+    are wrong one is enough.
+    """
+
+    message: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The type's own schema, with its errors replaced."""
+        return core_schema.custom_error_schema(handler(source), "value", custom_error_message=self.message)
+
+
+def make_list(value: object) -> object:
+    """A value, or a list of it where it is none; for types that take both."""
+    return value if isinstance(value, list) or value is None else [value]
 
 
 class StrictBody(BaseModel):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal, cast, get_args
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import FailFast, Field, PlainValidator, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, JsonValue
 
 from layertap.models.errors import Fault, RequestError, SelectorError
 from layertap.models.selection.hook_points import (
-    Class,
     Embedding,
     Explanation,
     InputOptions,
@@ -24,7 +22,7 @@ from layertap.models.selection.hook_points import (
 from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.service.pictures.options import MAX_TILES, Order, PictureOptions
-from layertap.service.schemas.base import StrictBody
+from layertap.service.schemas.base import OneError, StrictBody, StrictIndex, make_list
 from layertap.service.schemas.faults import read_entries, read_field
 from layertap.service.schemas.inputs import InputBody, read_input_options
 from layertap.service.schemas.interventions import MAX_INTERVENTIONS, InterventionBody
@@ -133,49 +131,33 @@ def _read_shared(body: InterventionBody) -> Intervention:
     return body.to_intervention()
 
 
-def _parse_methods(value: object) -> tuple[Method, ...]:
-    names = value if isinstance(value, list) else [value]
-    if names and all(isinstance(name, str) and name in get_args(Method) for name in names):
-        methods = cast("tuple[Method, ...]", tuple(names))
-        if len(set(methods)) == len(methods):
-            return methods
-    raise PydanticCustomError("method", "Input should be the name of a method, or a list of some, each once")
-
-
-def _parse_classes(value: object) -> tuple[Class, ...]:
-    given = value if isinstance(value, list) else [value]
-    if 0 < len(given) <= MAX_CLASSES and len(set(map(repr, given))) == len(given) and all(map(_is_class, given)):
-        return tuple(given)
-    detail = f"Input should be a list of 1 to {MAX_CLASSES} classes, each once: numbers, or 'top'"
-    raise PydanticCustomError("classes", "{detail}", {"detail": detail})
-
-
-def _is_class(value: object) -> bool:
-    return value == "top" or (type(value) is int and 0 <= value < 2**31)
-
-
+T = TypeVar("T")
 MAX_CLASSES = 16
 MAX_STEPS = 512  # of integrated gradients, and samples of SmoothGrad
 MAX_TOP_CLASSES = 1000
 TWO_CLASSES = ("'classes' are in place of a class or target of the objective", "give one of them")
-METHOD_SCHEMA = {"enum": list(get_args(Method)), "type": "string"}
-METHODS_SCHEMA = {
-    "anyOf": [
-        METHOD_SCHEMA,
-        {"type": "array", "items": METHOD_SCHEMA, "minItems": 1, "uniqueItems": True},
-    ]
-}
-CLASS_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0, "exclusiveMaximum": 2**31}, {"const": "top"}]}
-CLASSES_SCHEMA = {
-    "type": "array",
-    "items": CLASS_SCHEMA,
-    "minItems": 1,
-    "maxItems": MAX_CLASSES,
-    "uniqueItems": True,
-}
-# Not unions: their errors would each point to a member, not to a place in the request.
-Methods = Annotated[tuple[Method, ...], PlainValidator(_parse_methods), WithJsonSchema(METHODS_SCHEMA)]
-Classes = Annotated[tuple[Class, ...], PlainValidator(_parse_classes), WithJsonSchema(CLASSES_SCHEMA)]
+
+
+def _check_once(values: tuple[T, ...]) -> tuple[T, ...]:
+    if len(set(values)) < len(values):
+        raise ValueError
+    return values
+
+
+ONCE: dict[str, JsonValue] = {"uniqueItems": True}  # as _check_once has it
+SomeMethods = Annotated[tuple[Method, ...], Field(min_length=1, json_schema_extra=ONCE), AfterValidator(_check_once)]
+Methods = Annotated[
+    SomeMethods,
+    BeforeValidator(make_list, json_schema_input_type=Method | SomeMethods),
+    OneError("Input should be the name of a method, or a list of some, each once"),
+]
+Classes = Annotated[
+    tuple[StrictIndex | Literal["top"], ...],
+    Field(min_length=1, max_length=MAX_CLASSES, json_schema_extra=ONCE),
+    AfterValidator(_check_once),
+    BeforeValidator(make_list),
+    OneError(f"Input should be a list of 1 to {MAX_CLASSES} classes, each once: numbers, or 'top'"),
+]
 
 
 class ExplainBody(RequestBody):

@@ -7,14 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
-from pydantic import FailFast, Field, PlainValidator, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import FailFast, Field
 
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, SelectorError, escape
 from layertap.models.selection.hook_points import InputOptions, Intervention, Objective
 from layertap.service.inputs.arrays import Array, decode_base64
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem, TokensItem, UrlItem
-from layertap.service.schemas.base import MAX_FIELDS, StrictBody
+from layertap.service.schemas.base import MAX_FIELDS, OneError, StrictBody, StrictIndex
 from layertap.service.schemas.faults import read_entries, read_field
 from layertap.service.schemas.interventions import MAX_INTERVENTIONS, InterventionBody
 from layertap.service.schemas.objective import Class, ObjectiveBody, Target
@@ -23,27 +22,10 @@ from layertap.service.schemas.tensors import TensorBody
 MAX_TOKENS = 131_072
 
 
-def _parse_tokens(value: object) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    # All at once: one error about very many tokens is enough.
-    if isinstance(value, list) and 0 < len(value) <= MAX_TOKENS and all(_is_token(each) for each in value):
-        return tuple(value)
-    raise PydanticCustomError("tokens", f"Input should be a list of 1 to {MAX_TOKENS} whole numbers, 0 and above")
-
-
-def _is_token(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**31
-
-
-TOKENS_SCHEMA = {
-    "anyOf": [
-        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": MAX_TOKENS},
-        {"type": "null"},
-    ],
-    "examples": [[101, 1037, 4937, 102]],
-}
-Tokens = Annotated[tuple[int, ...] | None, PlainValidator(_parse_tokens), WithJsonSchema(TOKENS_SCHEMA)]
+SomeTokens = Annotated[tuple[StrictIndex, ...], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
+Tokens = Annotated[
+    SomeTokens | None, OneError(f"Input should be a list of 1 to {MAX_TOKENS} whole numbers, 0 and above")
+]
 
 
 class InputBody(StrictBody):
@@ -58,7 +40,7 @@ class InputBody(StrictBody):
     tensor: TensorBody | None = None
     tensors: Annotated[dict[str, TensorBody], Field(min_length=1, max_length=MAX_FIELDS)] | None = None
     text: str | None = Field(None, examples=["a cat sat on the mat"])
-    tokens: Tokens = None
+    tokens: Tokens = Field(None, examples=[[101, 1037, 4937, 102]])
     objective: ObjectiveBody | None = None
     klass: Class = Field(None, alias="class")
     target: Target = None
@@ -77,8 +59,7 @@ class InputBody(StrictBody):
             return self.objective.to_objective() if self.objective is not None else None
         if self.objective is not None:
             raise SelectorError("'class' and 'target' are in 'objective', or beside it none", hint="give one of them")
-        target = tuple(self.target) if self.target is not None else None
-        return replace(of_request or Objective(), klass=self.klass, target=target)
+        return replace(of_request or Objective(), klass=self.klass, target=self.target)
 
     def to_item(self) -> InputItem:
         """The input as bytes or arrays, or where its bytes are; InputError where it is none of them."""

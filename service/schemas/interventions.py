@@ -16,6 +16,10 @@ from layertap.service.schemas.layers import PlaceBody
 from layertap.service.schemas.tensors import TensorBody
 
 MAX_INTERVENTIONS = 256
+AS_THEY_ARE = (  # fields that an operation has too
+    *("op", "by", "value", "min", "max", "std", "seed"),
+    *("channels", "tokens", "heads", "queries", "keys"),
+)
 
 
 class SourceBody(StrictBody):
@@ -53,21 +57,10 @@ class InterventionBody(PlaceBody):
         return Intervention(
             self.parse_place(),
             Operation(
-                op=self.op,
-                by=self.by,
-                value=self.value,
-                min=self.min,
-                max=self.max,
-                std=self.std,
-                seed=self.seed,
                 tensor=_read_finite(self.tensor) if self.tensor is not None else None,
-                channels=tuple(self.channels) if self.channels is not None else None,
-                tokens=tuple(self.tokens) if self.tokens is not None else None,
-                heads=tuple(self.heads) if self.heads is not None else None,
-                queries=tuple(self.queries) if self.queries is not None else None,
-                keys=tuple(self.keys) if self.keys is not None else None,
                 region=_to_box(self.region) if self.region is not None else None,
                 source=self._read_source(),
+                **{name: getattr(self, name) for name in AS_THEY_ARE},
             ),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetJsonSchemaHandler, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, GetJsonSchemaHandler, PlainValidator, StrictInt, WithJsonSchema, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from layertap.models.errors import SelectorError
@@ -13,18 +13,9 @@ from layertap.models.selection.hook_points import Reduction, ReplyDType, Selecto
 from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import MAX_TEXT, parse_path, parse_selector, parse_site
 from layertap.models.selection.statistics import STATS
-from layertap.service.schemas.base import SignedIndices, StrictBody
+from layertap.service.schemas.base import OneError, SignedIndices, StrictBody
 
-
-def _parse_call(value: object) -> int | Literal["*"]:
-    if type(value) is int or value == "*":
-        return value
-    raise PydanticCustomError("call", "Input should be a whole number or '*'")
-
-
-# Not a union: its errors would each point to a member, not to a place in the request.
-CALL_SCHEMA = {"anyOf": [{"type": "integer"}, {"const": "*"}]}
-Call = Annotated[int | Literal["*"], PlainValidator(_parse_call), WithJsonSchema(CALL_SCHEMA)]
+Call = Annotated[StrictInt | Literal["*"], OneError("Input should be a whole number or '*'")]
 
 
 def _parse_stats(value: object) -> tuple[str, ...] | None:
@@ -119,11 +110,11 @@ class LayerBody(PlaceBody):
         """What the entry says, and where it says nothing what the request does: not where it is of statistics."""
         default = of_request if self.stats is None else Reduction()
         return Reduction(
-            channels=_to_tuple(self.channels),
-            tokens=_to_tuple(self.tokens),
-            heads=_to_tuple(self.heads),
-            queries=_to_tuple(self.queries),
-            keys=_to_tuple(self.keys),
+            channels=self.channels,
+            tokens=self.tokens,
+            heads=self.heads,
+            queries=self.queries,
+            keys=self.keys,
             stats=self.stats,
             by=self.by,
             over=self.over,
@@ -141,7 +132,3 @@ class _OrText:
 
 
 LayerEntry = Annotated[LayerBody, _OrText()]
-
-
-def _to_tuple(indices: list[int] | None) -> tuple[int, ...] | None:
-    return None if indices is None else tuple(indices)

@@ -30,7 +30,9 @@ def convert_errors(errors: Iterable[ErrorDetails]) -> tuple[Fault, ...]:
 def _get_message(error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         return f"there is no field {escape(str(error['loc'][-1]))}"
-    return "Input should be an object" if error["type"] == "model_type" else str(error["msg"])[:200]
+    if error["type"] == "model_type":
+        return "Input should be an object"
+    return str(error["msg"])[:200].replace("Tuple", "List").replace("valid tuple", "valid list")  # as JSON has it
 
 
 def _get_hint(error: ErrorDetails) -> str:

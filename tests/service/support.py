@@ -130,7 +130,8 @@ def problem(response: httpx.Response, status: int, *, seconds: bool = False) -> 
     assert body["request_id"] == response.headers["x-request-id"]
     assert body["detail"].strip() == body["detail"] != ""
     assert all(set(fault) <= {"detail", "hint", "pointer", "input"} and fault["detail"] for fault in body["errors"])
-    assert not body["errors"] or body.get("hint") == body["errors"][0].get("hint")
+    assert body["hint"]
+    assert not body["errors"] or body["errors"][0].get("hint", body["hint"]) == body["hint"]
     assert len(response.content) < 1024
     assert not [secret for secret in SECRETS if secret in response.text]
     assert not ADDRESS.search(response.text)
