@@ -8,6 +8,7 @@ LayertapError
 ├── NotAcceptableError         no format on offer suits                          406
 ├── BodyTimeoutError           the body came too slowly                          408
 ├── UnsupportedMediaError      the body's type is not taken                      415
+├── NotInstalledError          a package that it needs is not installed here     501
 ├── RetryLaterError            carries seconds for Retry-After
 │   ├── QueueFullError         no room for the request                           429
 │   │   └── QueueTooLongError  the deadline would pass                            429
@@ -55,6 +56,10 @@ class BodyTimeoutError(LayertapError):
 
 class UnsupportedMediaError(LayertapError):
     """A body of this content type is not taken."""
+
+
+class NotInstalledError(LayertapError):
+    """It needs a package that is not installed here."""
 
 
 class RetryLaterError(LayertapError):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from layertap.service.engine.engine import Engine
     from layertap.service.engine.request import ExtractRequest
     from layertap.service.features import Features
-    from layertap.service.pictures.sent import SentPicture
+    from layertap.service.pictures.overlay import SentPicture
 
     Pictures = tuple[SentPicture | None, ...]
 

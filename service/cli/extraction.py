@@ -22,7 +22,7 @@ from layertap.service.explain.prober import Prober
 from layertap.service.features import Features, join_features
 from layertap.service.inputs.files import FileError, read_regular_file
 from layertap.service.inputs.items import ImageItem
-from layertap.service.pictures.sent import SentPicture
+from layertap.service.pictures.overlay import SentPicture
 
 MAX_BATCH_FILES = 32
 DEADLINE_S = 3600

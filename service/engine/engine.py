@@ -31,7 +31,7 @@ from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.inputs.items import ImageItem, UrlItem
 from layertap.service.metrics import Metrics, ModelLoad, Snapshot
-from layertap.service.pictures.sent import SentPicture
+from layertap.service.pictures.overlay import SentPicture
 from layertap.service.settings import Settings
 
 T = TypeVar("T")

@@ -14,10 +14,9 @@ from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Features, Receipt
 from layertap.service.formats.buffers import Buffers
 from layertap.service.formats.reply_format import EncodeOptions
-from layertap.service.pictures.overlay import OVERLAY, Original
+from layertap.service.pictures.overlay import OVERLAY, Original, SentPicture
 from layertap.service.pictures.panels import ResultInfo, Shape
-from layertap.service.pictures.sent import SentPicture
-from layertap.service.pictures.sheet import check_size, draw_sheet, shows_originals
+from layertap.service.pictures.sheet import check_sheet, draw_sheet, shows_originals
 
 Writer = dict[str, Any]
 PNG: Writer = {"format": "PNG", "compress_level": 4}
@@ -38,7 +37,7 @@ def encode(features: Features, options: EncodeOptions, writer: Writer) -> Buffer
         replace(describe_result(key, features.receipts[key], array.shape), places=_find_places(key, features, places))
         for key, array in features.arrays.items()
     ]
-    check_size(infos, options.picture)
+    check_sheet(infos, options.picture)
     originals = _decode(dict(zip(places, options.sent, strict=False))) if shows_originals(infos) else {}
     stream = BytesIO()
     draw_sheet(infos, features.arrays, options.picture, originals).save(stream, **writer)

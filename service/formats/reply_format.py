@@ -10,8 +10,8 @@ from layertap.models.errors import RequestError, escape
 from layertap.service.features import Features
 from layertap.service.formats.buffers import Buffers
 from layertap.service.pictures.options import PictureOptions
+from layertap.service.pictures.overlay import SentPicture
 from layertap.service.pictures.panels import ResultInfo
-from layertap.service.pictures.sent import SentPicture
 
 Encoding = Literal["list", "base64"]
 

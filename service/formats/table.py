@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from layertap.service.formats import arrow, json, npy, npz, picture, safetensors
 from layertap.service.formats.reply_format import ReplyFormat
-from layertap.service.pictures.sheet import check_size
+from layertap.service.pictures.sheet import check_sheet
 
 _TABLE = (
     ReplyFormat("json", "application/json", json.encode, json.estimate_bytes, binary=False),
@@ -25,8 +25,8 @@ _TABLE = (
         check=arrow.check_installed,
         in_thread=True,
     ),
-    ReplyFormat("png", "image/png", picture.encode_png, in_thread=True, is_picture=True, check_results=check_size),
-    ReplyFormat("webp", "image/webp", picture.encode_webp, in_thread=True, is_picture=True, check_results=check_size),
+    ReplyFormat("png", "image/png", picture.encode_png, in_thread=True, is_picture=True, check_results=check_sheet),
+    ReplyFormat("webp", "image/webp", picture.encode_webp, in_thread=True, is_picture=True, check_results=check_sheet),
 )
 
 FORMATS: dict[str, ReplyFormat] = {each.name: each for each in _TABLE}

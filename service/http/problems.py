@@ -37,6 +37,7 @@ from layertap.service.errors import (
     KeyMissingError,
     KeyRateError,
     NotAcceptableError,
+    NotInstalledError,
     QueueFullError,
     RetryLaterError,
     UnavailableError,
@@ -185,6 +186,7 @@ STATUS: dict[type[BaseException], tuple[int, str]] = {
     QueueFullError: (429, "queue-full"),
     KeyRateError: (429, "key-rate"),
     ClientGoneError: (499, "client-gone"),
+    NotInstalledError: (501, "not-installed"),
     UnavailableError: (503, "unavailable"),
     DeadlineError: (504, "deadline"),
     LayertapError: (500, "bug"),
@@ -223,6 +225,7 @@ TITLES: dict[int, str] = {
     431: "Request Header Fields Too Large",
     499: "Client Closed Request",
     500: "Internal Server Error",
+    501: "Not Implemented",
     503: "Service Unavailable",
     504: "Gateway Timeout",
 }

@@ -96,7 +96,7 @@ def check_plot(path: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
-        raise LayertapError('plots need matplotlib: pip install "layertap[bench]"') from error
+        raise LayertapError("plots need matplotlib", hint='pip install "layertap[charts]"') from error
     if path.suffix[1:] not in (formats := sorted(FigureCanvasBase.filetypes)):
         raise LayertapError(f"--plot can't write {path.suffix or 'a file without an ending'}", hint=", ".join(formats))
 

@@ -1,241 +1,218 @@
-"""Charts: vectors and histograms as bars, statistics in words, statistics of channels as ranges and bars."""
+"""Charts by matplotlib (the extra ``charts``): vectors, histograms, statistics of each channel.
+
+Neither pyplot nor rcParams, which belong to the whole process. No text of a request is drawn: matplotlib would look for
+formulas in it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from importlib.util import find_spec
+from math import inf, nan
+from textwrap import wrap
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from layertap.service.errors import NotInstalledError
 from layertap.service.pictures.colormaps import NOT_FINITE, find_scale
-from layertap.service.pictures.drawing import (
-    GREY,
-    INK,
-    LINE,
-    SMALL,
-    TEXT,
-    Canvas,
-    Color,
-    break_lines,
-    cut_text,
-    format_number,
-)
+from layertap.service.pictures.layout import GREY, INK, LINE, SMALL, Size, format_number
+from layertap.service.pictures.panels import ResultInfo
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Array = NDArray[Any]
 
-BAR: Color = (70, 124, 184)
-RANGE: Color = (214, 226, 240)
-DEVIATION: Color = (150, 184, 220)
-HEIGHT, STRIP, STRIP_HEAD = 170, 76, SMALL + 6
-BIN = 6  # pixels that a bin of a channel's histogram is high
-LEFT = 64  # of the bars: numbers of the axis stand before them
-FOOT = SMALL + 8
+BAR, RANGE, DEVIATION = "#467cb8", "#d6e2f0", "#96b8dc"
+LOST = "#{:02x}{:02x}{:02x}".format(*NOT_FINITE)
+HEAD, PLOT, STRIP, BIN, FOOT = 22, 140, 48, 6, 40  # pixels: above axes, of axes, of a bin, below the last axes
+LEFT, RIGHT = 64, 20  # beside axes, for their numbers
 BINS = "histogram["  # how the names of a histogram's columns begin
-# What one chart shows of a channel together, and what channels that share a column come to.
-SPREAD: dict[str, Callable[[Array], Any]] = {"mean": np.mean, "std": np.mean, "min": np.min, "max": np.max}
-MAX_NUMBERED = 32  # bars, of which each has its name below it
+# What one plot shows of a channel together, and how channels that share a column of pixels are joined: sums to means.
+SPREAD = {"mean": np.add, "std": np.add, "min": np.minimum, "max": np.maximum}
+MOST = 1e300  # numbers beyond are drawn as this: their differences are finite
+
+_DRAWING = Lock()  # matplotlib is not made for several threads
+
+
+def check_installed() -> None:
+    """NotInstalledError where there is no matplotlib; it is not imported, which takes long."""
+    if find_spec("matplotlib") is None:
+        raise NotInstalledError(
+            "charts of vectors and statistics need matplotlib, which is not installed here",
+            hint='use another format; the operator types pip install "layertap[charts]"',
+        )
 
 
 @dataclass(frozen=True)
-class _Axes:
-    """A part of a canvas in which numbers stand above and below zero."""
+class _Plot:
+    """Axes of a chart, the columns that they show, and what draws these."""
 
-    canvas: Canvas
-    top: int
-    bottom: int
-    low: float
-    high: float
-
-    @property
-    def width(self) -> int:
-        """Pixels from the first bar to the last."""
-        return self.canvas.image.width - LEFT
-
-    def find_height(self, value: float) -> float:
-        """Where a number stands, from the top of the canvas; what is not finite is nowhere."""
-        share = (self.high - value) / (self.high - self.low) if self.high > self.low else 1.0
-        return self.top + share * (self.bottom - self.top)
-
-    def find_columns(self, place: int, count: int) -> tuple[int, int]:
-        """The first and the last column of a bar."""
-        step = self.width / max(count, 1)
-        left = LEFT + round(place * step)
-        return left, max(LEFT + round((place + 1) * step) - (2 if step >= 4 else 1), left)
-
-    def draw_bar(self, place: int, count: int, low: float, high: float, color: Color) -> None:
-        """A bar from one number to another; over the whole height, in a colour of its own, where one is not finite."""
-        left, right = self.find_columns(place, count)
-        if not np.isfinite((low, high)).all():
-            self.canvas.draw.rectangle([left, self.top, right, self.bottom], NOT_FINITE)
-            return
-        self.canvas.draw.rectangle([left, self.find_height(high), right, self.find_height(low)], color)
+    height: int
+    columns: Sequence[str]
+    draw: Callable[[Axes, dict[str, Array], ResultInfo], None]
+    head: int = HEAD
 
 
-def measure_channels(names: Sequence[str]) -> int:
-    """How high the chart of some statistics of each channel is."""
-    bins = len([name for name in names if name.startswith(BINS)])
-    spread = len([name for name in names if name in SPREAD])
-    return (
-        (HEIGHT if spread else 0)
-        + STRIP * (len(names) - bins - spread)
-        + (BIN * bins + STRIP_HEAD + 8 if bins else 0)
-        + FOOT
-    )
+def _list_plots(info: ResultInfo) -> list[_Plot]:
+    """The plots of a result from top to bottom; a vector is one column without a name."""
+    names = info.columns or ("",)
+    bins = [name for name in names if name.startswith(BINS)]
+    if info.columns is not None and len(info.row_shape) == 1:
+        return [_Plot(PLOT if bins else 0, names, _draw_statistics, head=2 * HEAD)]
+    spread = [name for name in names if name in SPREAD]
+    plots = [_Plot(PLOT, spread, _draw_spread)] if spread else []
+    height = STRIP if info.columns else PLOT
+    plots += [_Plot(height, [name], _draw_bars) for name in names if name not in (*bins, *spread)]
+    return plots + ([_Plot(BIN * len(bins), bins, _draw_histograms)] if bins else [])
 
 
-def draw_bars(values: Array, width: int) -> Image.Image:
-    """Numbers as bars from a line at zero; where they are more than pixels, of neighbours the farthest from 0.
+def measure_chart(info: ResultInfo) -> int:
+    """How many pixels high the chart of a result is."""
+    return sum(plot.head + plot.height for plot in _list_plots(info)) + FOOT
 
-    The bar of a number that is not finite goes over the whole height, in a colour of its own. The greatest one has its
-    place above it.
+
+def draw_chart(info: ResultInfo, values: Array, size: Size) -> Image.Image:
+    """The chart of what one input has of a result, in so many pixels.
+
+    Where numbers are not finite, bars of a colour of their own go over the whole height. Where there are more numbers
+    than columns of pixels, neighbours share a bar: that of the number farthest from zero.
     """
-    canvas = Canvas.of_size((width, HEIGHT))
-    numbers = np.asarray(values, np.float64).reshape(-1)
-    axes = _draw_bars(canvas, numbers, SMALL + 6, HEIGHT - FOOT)
-    _name_bars(axes, [str(number) for number in range(len(numbers))])
-    finite = np.where(np.isfinite(numbers), numbers, -np.inf)
-    if len(numbers) > MAX_NUMBERED and finite.max() > 0:
-        best = int(finite.argmax())
-        middle = LEFT + round((best + 0.5) / len(numbers) * axes.width)
-        anchor = "ma" if LEFT + 20 < middle < width - 20 else "la" if middle < width // 2 else "ra"
-        canvas.write((middle, 0), str(best), SMALL, INK, anchor)
-    return canvas.image
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = info.columns or ("",)
+    table = np.asarray(values, np.float64).reshape(-1, len(names))
+    columns = dict(zip(names, np.where(np.isfinite(table), table.clip(-MOST, MOST), table).T, strict=True))
+    with _DRAWING:
+        figure = Figure((size[0] / 72, size[1] / 72), dpi=72)  # a point is a pixel
+        canvas = FigureCanvasAgg(figure)
+        top = 0
+        for plot in _list_plots(info):
+            axes = _add_axes(figure, top + plot.head, plot.height)
+            if table.size:
+                plot.draw(axes, {name: columns[name] for name in plot.columns}, info)
+            top += plot.head + plot.height
+        axes.xaxis.set_visible(True)
+        canvas.draw()  # type: ignore[no-untyped-call]
+        return Image.fromarray(np.asarray(canvas.renderer.buffer_rgba())[..., :3])
 
 
-def draw_statistics(values: Array, names: Sequence[str], width: int) -> Image.Image:
+def _draw_bars(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> None:
+    """Numbers as bars from zero; the place of the greatest of a vector stands above it."""
+    [(name, values)] = columns.items()
+    _number(axes, len(values), info)
+    axes.set_title(name, loc="left", fontsize=SMALL)
+    low, high = _join(axes, values, np.minimum), _join(axes, values, np.maximum)
+    farthest = np.where(high >= -low, high, low)
+    _fill(axes, np.zeros_like(farthest), farthest, BAR)
+    axes.axhline(0, color=GREY, linewidth=1)
+    finite = np.where(np.isfinite(values), values, -inf)
+    if not name and (greatest := finite.max(initial=0.0)) > 0:
+        place = int(finite.argmax())
+        axes.annotate(str(place), (place, greatest), (0, 2), textcoords="offset points", ha="center", fontsize=SMALL)
+
+
+def _draw_statistics(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> None:
     """The bins of a histogram as bars, and above them the other statistics in words."""
-    canvas = Canvas.of_size((width, HEIGHT))
-    by_name = dict(zip(names, np.asarray(values).reshape(-1).tolist(), strict=True))
-    figures = [f"{name} {format_number(value)}" for name, value in by_name.items() if not name.startswith(BINS)]
-    top = 0
-    for line in break_lines(figures, TEXT, width):
-        canvas.write((0, top), line, TEXT)
-        top += TEXT + 6
-    bins = np.array([value for name, value in by_name.items() if name.startswith(BINS)])
-    if bins.size:
-        axes = _draw_bars(canvas, bins, top + 4, HEIGHT - FOOT)
-        ends = [by_name.get("min"), by_name.get("max")]
-        if None in ends:
-            _name_bars(axes, [str(number) for number in range(len(bins))])
-        else:
-            canvas.write((LEFT, HEIGHT - SMALL - 4), format_number(by_name["min"]), SMALL, GREY)
-            canvas.write((width, HEIGHT - SMALL - 4), format_number(by_name["max"]), SMALL, GREY, "ra")
-    return canvas.image
-
-
-def draw_channels(values: Array, names: Sequence[str], width: int, channels: Sequence[int] | None) -> Image.Image:
-    """Statistics of each channel, (channels, columns), from left to right.
-
-    Mean, deviation, least and greatest are one chart: a light range, in it a darker one of a deviation around the mean,
-    and a line at the mean. Each other statistic has bars. Where channels are more than pixels, neighbours share one:
-    the least of the least, the greatest of the greatest, the mean of the means; of bars the farthest from 0.
-    """
-    canvas = Canvas.of_size((width, measure_channels(names)))
-    columns = dict(zip(names, np.asarray(values, np.float64).T, strict=True))
-    top = 0
-    if any(name in SPREAD for name in columns):
-        axes = _draw_spread(canvas, columns, HEIGHT)
-        top = HEIGHT
-    for name, numbers in columns.items():
-        if name in SPREAD or name.startswith(BINS):
-            continue
-        canvas.write((LEFT, top), name, SMALL, INK)
-        axes = _draw_bars(canvas, numbers, top + STRIP_HEAD, top + STRIP - 8)
-        top += STRIP
-    bins = np.array([numbers for name, numbers in columns.items() if name.startswith(BINS)])
-    if bins.size:
-        axes = _draw_bins(canvas, bins, top)
-    _name_bars(axes, [str(number) for number in channels or range(len(values))])
-    return canvas.image
-
-
-def _draw_spread(canvas: Canvas, columns: dict[str, Array], height: int) -> _Axes:
-    width = canvas.image.width - LEFT
-    groups = _split(len(next(iter(columns.values()))), width)
-    parts = {
-        name: np.array([SPREAD[name](columns[name][group]) for group in groups]) for name in SPREAD if name in columns
-    }
-    count = len(groups)
-    words = {"min": "light: least to greatest", "std": "darker: a deviation around the mean", "mean": "line: mean"}
-    told = [text for name, text in words.items() if name in parts]
-    canvas.write((LEFT, 0), cut_text("    ".join(told), SMALL, width), SMALL, GREY)
-    mean = parts.get("mean", np.zeros(count))
-    deviation = parts.get("std", np.zeros(count))
-    low, high = (parts.get(name, mean + sign * deviation) for name, sign in (("min", -1), ("max", 1)))
-    axes = _open(canvas, np.concatenate([low, high, mean - deviation, mean + deviation]), SMALL + 8, height - 10)
-    for place in range(count):
-        axes.draw_bar(place, count, low[place], high[place], RANGE)
-        if np.isfinite((low[place], high[place])).all():
-            axes.draw_bar(place, count, mean[place] - deviation[place], mean[place] + deviation[place], DEVIATION)
-        if "mean" in parts and np.isfinite(mean[place]):
-            left, right = axes.find_columns(place, count)
-            at = axes.find_height(mean[place])
-            canvas.draw.rectangle([left, at - 1, right, at], INK)
-    return axes
-
-
-def _draw_bins(canvas: Canvas, bins: Array, top: int) -> _Axes:
-    """Histograms of channels, (bins, channels), as colours, the last bin above: dark is none, yellow the most."""
-    words = "histogram: bins from each channel's least (below) to its greatest; dark is none, yellow the most"
-    canvas.write((LEFT, top), cut_text(words, SMALL, canvas.image.width - LEFT), SMALL, INK)
-    colors = Image.fromarray(np.ascontiguousarray(find_scale(np.append(bins, 0.0)).to_colors(bins[::-1])))
-    size = (canvas.image.width - LEFT, BIN * len(bins))
-    canvas.image.paste(colors.resize(size, Image.Resampling.NEAREST), (LEFT, top + STRIP_HEAD))
-    return _Axes(canvas, top + STRIP_HEAD, top + STRIP_HEAD + size[1], 0.0, 1.0)
-
-
-def _draw_bars(canvas: Canvas, values: Array, top: int, bottom: int) -> _Axes:
-    """Bars from some height down to another."""
-    shown = _pick_extremes(values, canvas.image.width - LEFT)
-    axes = _open(canvas, shown, top, bottom)
-    for place, value in enumerate(shown):
-        axes.draw_bar(place, len(shown), min(value, 0.0), max(value, 0.0), BAR)
-    zero = axes.find_height(0.0)
-    canvas.draw.line([(LEFT, zero), (canvas.image.width, zero)], GREY)
-    return axes
-
-
-def _open(canvas: Canvas, values: Array, top: int, bottom: int) -> _Axes:
-    """Axes for some numbers and zero, with lines at the ends and at zero, and what these stand for."""
-    finite = np.append(values[np.isfinite(values)], 0.0)
-    axes = _Axes(canvas, top, bottom, float(finite.min()), float(finite.max()))
-    written: list[float] = []
-    for value in (axes.high, axes.low, 0.0):
-        at = axes.find_height(value)
-        if all(abs(at - other) > SMALL for other in written):
-            written.append(at)
-            canvas.draw.line([(LEFT, at), (canvas.image.width, at)], LINE)
-            canvas.write((LEFT - 8, round(at)), format_number(value), SMALL, GREY, "rm")
-    return axes
-
-
-def _name_bars(axes: _Axes, names: Sequence[str]) -> None:
-    """The names of bars below them; where they are too many those of the first and the last."""
-    top = axes.canvas.image.height - SMALL - 4
-    if len(names) <= MAX_NUMBERED:
-        step = axes.width / max(len(names), 1)
-        for place, name in enumerate(names):
-            middle = LEFT + round((place + 0.5) * step)
-            axes.canvas.write((middle, top), cut_text(name, SMALL, int(step) - 2), SMALL, GREY, "ma")
+    words = [f"{name}\xa0{format_number(value)}" for name, [value] in columns.items() if not name.startswith(BINS)]
+    axes.set_title("\n".join(wrap("   ".join(words), round(axes.bbox.width / 7))), loc="left", fontsize=SMALL)
+    bins = _join(axes, np.array([value for name, [value] in columns.items() if name.startswith(BINS)]), np.maximum)
+    if not bins.size:
+        axes.set_axis_off()
         return
-    axes.canvas.write((LEFT, top), names[0], SMALL, GREY)
-    axes.canvas.write((axes.canvas.image.width, top), names[-1], SMALL, GREY, "ra")
+    [low], [high] = columns.get("min", [nan]), columns.get("max", [nan])
+    known = -inf < low < high < inf
+    axes.set_xlim(low, high) if known else axes.set_xlim(0, len(bins))
+    axes.set_xlabel("value" if known else "bin", fontsize=SMALL)
+    axes.set_ylabel("count", fontsize=SMALL)
+    _fill(axes, np.zeros_like(bins), bins, BAR)
 
 
-def _pick_extremes(values: Array, most: int) -> Array:
+def _draw_spread(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> None:
+    """A light range, in it a darker one of a deviation around the mean, and a line at the mean."""
+    _number(axes, len(next(iter(columns.values()))), info)
+    joined = {name: _join(axes, values, SPREAD[name]) for name, values in columns.items()}
+    zeros = np.zeros_like(next(iter(joined.values())))
+    mean, deviation = joined.get("mean", zeros), joined.get("std", zeros)
+    below, above = mean - deviation, mean + deviation
+    _fill(axes, joined.get("min", below), joined.get("max", above), RANGE, "least to greatest")
+    if "std" in columns:
+        _fill(axes, below, above, DEVIATION, "one deviation around the mean")
+    if "mean" in columns:
+        edges = _find_edges(axes, len(mean))
+        axes.hlines(mean, edges[:-1], edges[1:], INK, linewidth=2, label="mean")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=SMALL, borderaxespad=0)
+
+
+def _draw_histograms(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> None:
+    """Histograms as colours, the first bin below."""
+    bins = np.array(list(columns.values()))
+    _number(axes, bins.shape[1], info)
+    title = "histogram from each channel's least (below) to its greatest; dark is none, yellow the most"
+    axes.set_title(title, loc="left", fontsize=SMALL)
+    colors = find_scale(np.append(bins, 0.0)).to_colors(bins)
+    extent = (*axes.get_xlim(), 0, len(bins))
+    axes.imshow(colors, aspect="auto", interpolation="nearest", origin="lower", extent=extent)
+    axes.set_yticks([])
+
+
+def _fill(axes: Axes, low: Array, high: Array, color: str, label: str = "") -> None:
+    """Bars over the whole width, each from one number to another; over the whole height where these are not finite."""
+    edges, lost = _find_edges(axes, len(low)), ~np.isfinite(low + high)
+    high, over = np.where(lost, nan, high), np.where(lost, 1.0, nan)
+    if axes.bbox.width >= 4 * len(low):  # there is room for a pixel between two
+        pixel = np.ptp(axes.get_xlim()) / axes.bbox.width
+        edges = np.stack([edges[:-1], edges[1:] - pixel], 1).reshape(-1)
+        low, high, over = (np.insert(each, range(1, len(each)), nan) for each in (low, high, over))
+    axes.stairs(high, edges, baseline=low, fill=True, color=color, label=label, antialiased=False)
+    across = axes.get_xaxis_transform()
+    axes.stairs(over, edges, fill=True, color=LOST, antialiased=False, transform=across)
+
+
+def _find_edges(axes: Axes, count: int) -> Array:
+    return np.linspace(*axes.get_xlim(), count + 1)
+
+
+def _join(axes: Axes, values: Array, join: np.ufunc) -> Array:
+    """Numbers, NaN where not finite; neighbours are joined where there are more than columns of pixels."""
+    most = round(axes.bbox.width)
+    values = np.where(np.isfinite(values), values, nan)
     if len(values) <= most:
         return values
-    strength = np.where(np.isfinite(values), np.abs(values), np.inf)
-    picked: Array = values[[part.start + strength[part].argmax() for part in _split(len(values), most)]]
-    return picked
+    starts = np.arange(most) * len(values) // most
+    joined: Array = join.reduceat(values, starts)
+    return joined / np.diff(np.append(starts, len(values))) if join is np.add else joined
 
 
-def _split(count: int, most: int) -> list[slice]:
-    """So many numbers in at most so many parts of neighbours, as even as may be all along."""
-    parts = min(count, most)
-    ends = [place * count // parts for place in range(parts + 1)] if parts else []
-    return [slice(start, stop) for start, stop in pairwise(ends)]
+def _number(axes: Axes, count: int, info: ResultInfo) -> None:
+    """Number what stands from left to right: by the numbers of channels where these are known, else by its place."""
+    from matplotlib.ticker import MaxNLocator
+
+    names = info.channels if info.channels is not None and len(info.channels) == count else range(count)
+    axes.set_xlim(-0.5, max(count, 1) - 0.5)
+    axes.set_xlabel("channel" if info.columns else "index", fontsize=SMALL)
+    axes.xaxis.set_major_locator(MaxNLocator(round(axes.bbox.width / 40), integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_formatter(lambda place, _: str(names[round(place)]) if -0.5 < place < count - 0.5 else "")
+
+
+def _add_axes(figure: Figure, top: int, height: int) -> Axes:
+    """Axes so many pixels below the top, without numbers below them."""
+    from matplotlib.ticker import MaxNLocator
+
+    width, whole = figure.bbox.size
+    axes = figure.add_axes((LEFT / width, 1 - (top + height) / whole, 1 - (LEFT + RIGHT) / width, height / whole))
+    axes.tick_params(labelsize=SMALL, color=LINE, labelcolor=GREY)
+    axes.spines[:].set_visible(False)
+    axes.grid(axis="y", color=LINE)
+    axes.set_axisbelow(True)
+    axes.yaxis.set_major_locator(MaxNLocator(height // 30 or 1))
+    axes.yaxis.set_major_formatter(lambda value, _: format_number(value))
+    axes.xaxis.set_visible(False)
+    return axes

@@ -1,13 +1,12 @@
 """Colours of numbers: one map for amounts, one for what lies on both sides of zero; both even in lightness.
 
-Colours are chosen in OKLab, in which equal steps look equal (Björn Ottosson, "A perceptual color space for image
+Colours were chosen in OKLab, in which equal steps look equal (Björn Ottosson, "A perceptual color space for image
 processing", 2020). Neither map needs red told from green: blue to yellow, and blue to orange.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import cos, radians, sin
 from typing import Any
 
 import numpy as np
@@ -19,55 +18,23 @@ Colors = NDArray[np.uint8]  # (…, 3), sRGB
 STEPS = 257  # an odd number: zero has a colour of its own
 NOT_FINITE = (214, 39, 190)
 
-_TO_LMS = np.array(
-    [
-        [1.0, 0.3963377774, 0.2158037573],
-        [1.0, -0.1055613458, -0.0638541728],
-        [1.0, -0.0894841775, -1.2914855480],
-    ]
-)
-_TO_RGB = np.array(
-    [
-        [4.0767416621, -3.3077115913, 0.2309699292],
-        [-1.2684380046, 2.6097574011, -0.3413193965],
-        [-0.0041960863, -0.7034186147, 1.7076147010],
-    ]
-)
 
-
-def convert_oklab(lab: Array) -> Colors:
-    """OKLab (…, 3) as sRGB; what lies outside of sRGB is clipped."""
-    linear = ((lab @ _TO_LMS.T) ** 3 @ _TO_RGB.T).clip(0.0, 1.0)
-    encoded = np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
-    colors: Colors = np.rint(encoded * 255).astype(np.uint8)
-    return colors
-
-
-def _interpolate(anchors: list[tuple[float, float, float, float]]) -> Colors:
-    """A table through anchors: place from 0 to 1, lightness, chroma, hue in degrees."""
-    places = [place for place, *_ in anchors]
-    labs = [(light, chroma * cos(radians(hue)), chroma * sin(radians(hue))) for _, light, chroma, hue in anchors]
-    steps = np.linspace(0.0, 1.0, STEPS)
-    return convert_oklab(np.stack([np.interp(steps, places, column) for column in zip(*labs, strict=True)], -1))
+def _interpolate(colors: str) -> Colors:
+    """A table through colours of equal distances, from the first to the last."""
+    anchors = np.array([list(bytes.fromhex(color)) for color in colors.split()])
+    places = np.linspace(0, len(anchors) - 1, STEPS)
+    columns = [np.interp(places, np.arange(len(anchors)), anchors[:, channel]) for channel in range(3)]
+    table: Colors = np.rint(np.stack(columns, -1)).astype(np.uint8)
+    return table
 
 
 SEQUENTIAL = _interpolate(
-    [
-        (0.0, 0.16, 0.04, 285),
-        (0.25, 0.36, 0.12, 280),
-        (0.5, 0.56, 0.11, 235),
-        (0.75, 0.76, 0.13, 160),
-        (1.0, 0.96, 0.13, 105),
-    ]
+    "0c0a1d 151333 1f1d49 292761 33317a 334486 315792 2a6a9f 1c7eab "
+    "2a91a8 3aa4a3 4ab79d 5aca94 8bd694 b4e192 daec8f fff78b"
 )
 DIVERGING = _interpolate(
-    [
-        (0.0, 0.36, 0.11, 260),
-        (0.25, 0.64, 0.11, 250),
-        (0.5, 0.97, 0.0, 0),
-        (0.75, 0.64, 0.14, 50),
-        (1.0, 0.36, 0.11, 40),
-    ]
+    "173a76 254f8b 3464a0 447ab6 5590cc 7eaad8 a5c3e2 cddcec f5f5f5 "
+    "eed4c6 e5b397 da9168 ce6f33 b45b27 9b481b 82350e 6a2203"
 )
 
 

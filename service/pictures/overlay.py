@@ -1,15 +1,18 @@
-"""Maps over the pictures that they explain: what the model saw of an upright original, and what of it mattered."""
+"""Pictures that were sent, what a model sees of them, and maps over it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from layertap.models.spec import Box
+from layertap.models.inputs.geometry import find_seen_box
+from layertap.models.spec import Box, PreprocessSpec
+from layertap.service.inputs.images import decode_reduced
 from layertap.service.pictures.colormaps import Scale, find_scale
 
 Array = NDArray[Any]
@@ -35,16 +38,33 @@ class Original:
         return left <= 0 and upper <= 0 and right >= self.image.width and lower >= self.image.height
 
 
-def fit_original(original: Original, side: int) -> Original:
-    """The same in a square of so many pixels a side: smaller so that it fits, or a whole number of times larger."""
-    width, height = original.image.size
-    scale = side / max(width, height)
-    scale = float(int(scale)) if scale > 1 else scale
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
-    resampling = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX
-    left, upper, right, lower = original.seen
-    box = (left * size[0] / width, upper * size[1] / height, right * size[0] / width, lower * size[1] / height)
-    return Original(original.image.resize(size, resampling), box)
+@dataclass(frozen=True)
+class SentPicture:
+    """An encoded picture of at most ``max_pixels``, and how a model preprocesses it."""
+
+    data: bytes = field(repr=False)
+    spec: PreprocessSpec
+    max_pixels: int
+
+    def decode(self, side: int, max_pixels: int) -> tuple[Original, int]:
+        """The picture, upright, and how many pixels it has in full.
+
+        It is made smaller so that it fits into a square of so many pixels a side, or a whole number of times larger.
+        InputError; TooLargeError, before it is decoded, where these are more than ``max_pixels``.
+        """
+        picture = decode_reduced(self.data, min(max_pixels, self.max_pixels), lambda width, height: (side, side))
+        image = picture.image
+        if picture.box is not None:
+            left, upper, right, lower = picture.box
+            image = image.crop((round(left), round(upper), round(right), round(lower)))
+        scale = side / max(image.size)
+        scale = float(int(scale)) if scale > 1 else scale
+        resampling = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX
+        image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))), resampling)
+        seen = find_seen_box(self.spec, *picture.size)
+        across, down = image.width / picture.size[0], image.height / picture.size[1]
+        box = (seen[0] * across, seen[1] * down, seen[2] * across, seen[3] * down)
+        return Original(image, box), prod(picture.size)
 
 
 def lay_over(original: Original, values: Array, scale: Scale) -> Image.Image:

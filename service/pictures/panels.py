@@ -18,7 +18,7 @@ from layertap.service.pictures.options import PictureOptions
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
-Drawing = Literal["tiles", "bars", "statistics", "channels", "map"]
+Drawing = Literal["tiles", "charts", "maps"]
 ROLLOUTS = frozenset({"attention_rollout", "gradient_rollout", "relevance"})
 GRADIENTS = frozenset({"grad_output", "grad_input", "attention_grad"})
 
@@ -89,22 +89,6 @@ class ResultInfo:
     def split(self, array: Array) -> list[Array]:
         """What each input has of the result's array; views."""
         return [array] if self.row_axis is None else list(np.moveaxis(array, self.row_axis, 0))
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One way to draw: whether it ``fits``, how many tiles of which height and width there are, and how to cut them."""
-
-    fits: Callable[[ResultInfo], bool]
-    measure: Callable[[ResultInfo], tuple[int, int, int]]
-    cut: Callable[[ResultInfo, Array], Array]
-    drawing: Drawing = "tiles"
-    noun: str = ""
-
-
-def find_kind(info: ResultInfo) -> Kind:
-    """How a result is drawn."""
-    return next(kind for kind in KINDS if kind.fits(info))
 
 
 def count_tiles(info: ResultInfo, options: PictureOptions) -> int:
@@ -190,12 +174,13 @@ def _cut_attention(info: ResultInfo, array: Array) -> Array:
 
 
 def _measure_matrix(info: ResultInfo) -> tuple[int, int, int]:
+    """One tile: the last axis from left to right."""
     *leading, last = info.row_shape
     return 1, prod(leading), last
 
 
-def _measure_explanation(info: ResultInfo) -> tuple[int, int, int]:
-    return 1, info.row_shape[-2], info.row_shape[-1]
+def _cut_matrix(info: ResultInfo, array: Array) -> Array:
+    return array.reshape(_measure_matrix(info))
 
 
 def _cut_explanation(info: ResultInfo, array: Array) -> Array:
@@ -203,35 +188,33 @@ def _cut_explanation(info: ResultInfo, array: Array) -> Array:
     return (array.sum(0) if array.ndim == 3 else array)[None]
 
 
+@dataclass(frozen=True)
+class Kind:
+    """One kind: whether it ``fits``, how many tiles of which height and width there are, and how to cut them."""
+
+    fits: Callable[[ResultInfo], bool]
+    drawing: Drawing = "tiles"
+    measure: Callable[[ResultInfo], tuple[int, int, int]] = _measure_matrix
+    cut: Callable[[ResultInfo, Array], Array] = _cut_matrix
+    noun: str = ""
+
+
+def _is_chart(info: ResultInfo) -> bool:
+    """Whether it is statistics, or has one axis that is longer than 1."""
+    shape = info.row_shape
+    return (info.columns is not None and len(shape) in (1, 2)) or prod(shape) == max(shape, default=1)
+
+
 KINDS = (
-    Kind(
-        lambda info: bool(info.method) and len(info.row_shape) in (2, 3),
-        _measure_explanation,
-        _cut_explanation,
-        "map",
-    ),
-    Kind(
-        lambda info: info.columns is not None and len(info.row_shape) == 1,
-        lambda info: (1, 1, info.row_shape[0]),
-        lambda info, array: array.reshape(1, 1, -1),
-        "statistics",
-    ),
-    Kind(
-        lambda info: info.columns is not None and len(info.row_shape) == 2,
-        _measure_matrix,
-        lambda info, array: array[None],
-        "channels",
-    ),
-    Kind(
-        lambda info: prod(info.row_shape) == max(info.row_shape, default=1),
-        lambda info: (1, 1, prod(info.row_shape)),
-        lambda info, array: array.reshape(1, 1, -1),
-        "bars",
-    ),
-    Kind(_is_map, _measure_map, _cut_map, noun="channels"),
-    Kind(_is_grid, _measure_grid, _cut_grid, noun="channels"),
-    Kind(_is_attention, _measure_attention, _cut_attention, noun="heads"),
-    Kind(
-        lambda info: True, _measure_matrix, lambda info, array: array.reshape(_measure_matrix(info))
-    ),  # whatever else has several axes: the last one from left to right
+    Kind(lambda info: bool(info.method) and len(info.row_shape) in (2, 3), "maps", cut=_cut_explanation),
+    Kind(_is_chart, "charts"),
+    Kind(_is_map, "tiles", _measure_map, _cut_map, "channels"),
+    Kind(_is_grid, "tiles", _measure_grid, _cut_grid, "channels"),
+    Kind(_is_attention, "tiles", _measure_attention, _cut_attention, "heads"),
+    Kind(lambda info: True),  # whatever else has several axes
 )
+
+
+def find_kind(info: ResultInfo) -> Kind:
+    """How a result is drawn."""
+    return next(kind for kind in KINDS if kind.fits(info))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from io import BytesIO
 from typing import Any
@@ -232,6 +234,37 @@ def test_refused(live: Live, query: dict[str, str], status: int, detail: str) ->
     reply = live.client.post("/extract", **raw(DIGIT, "image/png", **query))
     problem(reply, status)
     assert detail in reply.text
+
+
+@pytest.mark.parametrize(
+    ("query", "dry_run"),
+    [({"layers": "head"}, False), ({"layers": "block1", "pool": "mean"}, False), ({"layers": "block1,pool"}, True)],
+)
+def test_without_matplotlib(live: Live, monkeypatch: pytest.MonkeyPatch, query: dict[str, str], dry_run: bool) -> None:
+    """Where matplotlib is missing, charts are refused before any forward, with what to install; tiles are drawn."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    forwards = count_forwards(live)
+    options = {"dry_run": "true"} if dry_run else {}
+    body = problem(live.client.post("/extract", **raw(DIGIT, "image/png", format="png", **query, **options)), 501)
+    assert 'pip install "layertap[charts]"' in body["hint"]
+    assert count_forwards(live) == forwards
+    draw(live, layers="block1")
+
+
+@pytest.mark.slow
+def test_what_is_imported() -> None:
+    """Matplotlib is imported by the first chart alone, and never its state for the whole process."""
+    code = """if True:
+        import sys
+        import numpy as np
+        import layertap.service.app, layertap.service.cli.show
+        from layertap.service.pictures.charts import draw_chart
+        from layertap.service.pictures.panels import ResultInfo
+        print("matplotlib" in sys.modules)
+        draw_chart(ResultInfo(name="x", module="", site="", shape=(1, 2)), np.ones(2), (300, 202))
+        print("matplotlib.pyplot" in sys.modules)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
 
 
 def count_forwards(live: Live) -> float:

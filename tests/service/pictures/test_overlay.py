@@ -12,8 +12,7 @@ from PIL import ExifTags, Image
 from layertap.models.errors import TooLargeError
 from layertap.models.spec import PreprocessSpec
 from layertap.service.pictures.colormaps import Scale
-from layertap.service.pictures.overlay import Original, lay_over
-from layertap.service.pictures.sent import SentPicture
+from layertap.service.pictures.overlay import Original, SentPicture, lay_over
 
 SCALE = Scale(0.0, 1.0, diverging=False)
 

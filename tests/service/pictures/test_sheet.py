@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,17 @@ import pytest
 from PIL import Image
 
 from layertap.models.errors import TooLargeError
+from layertap.service.pictures import charts, layout
 from layertap.service.pictures.colormaps import DIVERGING, SEQUENTIAL
 from layertap.service.pictures.options import PictureOptions
 from layertap.service.pictures.overlay import Original, find_map_scale, lay_over
 from layertap.service.pictures.panels import ResultInfo
-from layertap.service.pictures.sheet import check_size, draw_sheet
+from layertap.service.pictures.sheet import check_sheet, draw_sheet
 
 Array = np.ndarray[Any, Any]
 RANDOM = np.random.default_rng(5)
+LEFT, WIDTH = 28 + charts.LEFT, 900 - charts.LEFT - charts.RIGHT  # of the axes of a chart
+TOP = 28 + layout.HEAD + charts.HEAD  # of the first axes: the words above them have its colours too
 
 
 def info(array: Array, **changes: Any) -> ResultInfo:
@@ -168,6 +172,19 @@ def test_whatever_a_result_is(array: Array) -> None:
     assert draw(array, row_axis=0 if array.ndim else None).shape[2] == 3
 
 
+EXTREMES = (0.0, 5e-324, -1e-320, 1.7e308, -1e308, np.inf, -np.inf, np.nan, 1.0, 1 + 1e-15)
+
+
+@pytest.mark.parametrize("pair", list(product(EXTREMES, repeat=2)), ids=str)
+def test_charts_of_any_numbers(pair: tuple[float, float]) -> None:
+    """Numbers as far apart as they may be, or as near, have charts: as a vector, as statistics, of channels."""
+    names = ("min", "max", "zeros", "histogram[0]", "histogram[1]")
+    row = [*pair, *pair, 1.0]
+    draw(np.array([pair]), layout="NC")
+    draw(np.array([row]), columns=names)
+    draw(np.array([[row, row[::-1]]]), columns=names)
+
+
 def test_bars() -> None:
     """Numbers above zero stand above the line, those below it below, as high as they are large."""
     sheet = draw(np.array([[4.0, -2.0, 1.0]], np.float32), layout="NC")
@@ -184,17 +201,17 @@ def test_bars() -> None:
 
 def test_size_is_known_before() -> None:
     """What would have too many pixels is refused by its shape alone, and named with the figure and the limit."""
-    check_size([info(np.zeros((1, 16, 8, 8)), layout="NCHW")], PictureOptions())
+    check_sheet([info(np.zeros((1, 16, 8, 8)), layout="NCHW")], PictureOptions())
     large = np.broadcast_to(np.float32(0), (256, 64, 500, 500))
     with pytest.raises(TooLargeError, match=r"pixels \(\d+ by \d+\), the limit is 16000000"):
-        check_size([info(large, layout="NCHW")], PictureOptions())
+        check_sheet([info(large, layout="NCHW")], PictureOptions())
 
 
 def test_no_side_is_too_long() -> None:
     """Many results below each other are refused where the picture would be too high for a format."""
-    infos = [info(np.zeros((1, 10)), name=str(number)) for number in range(64)]
+    infos = [info(np.zeros((1, 10)), name=str(number)) for number in range(56)]
     with pytest.raises(TooLargeError, match=r"a side of \d+ pixels, the limit is 16383"):
-        check_size(infos, PictureOptions())
+        check_sheet(infos, PictureOptions())
 
 
 def test_names_are_text() -> None:
@@ -323,11 +340,11 @@ def test_statistics_of_channels() -> None:
     """From left to right each channel's range, in it a deviation, and its mean: as high as they are large."""
     names = ("mean", "std", "min", "max", "zeros")
     array = np.array([[[2.0, 0.5, 0.0, 4.0, 0.0], [1.0, 0.25, -4.0, 2.0, 0.5]]], np.float32)
-    sheet = draw(array, columns=names)
+    sheet = draw(array, columns=names)[TOP:]
     light, darker = (214, 226, 240), (150, 184, 220)
-    middle = (sheet.shape[1] + 64) // 2
+    middle = LEFT + WIDTH // 2
     heights, centres = [], []
-    for half in (slice(64, middle), slice(middle, sheet.shape[1])):
+    for half in (slice(LEFT, middle), slice(middle, LEFT + WIDTH)):
         part = sheet[:, half]
         column = part[:, find_columns(part, light)[10]]
         ink = np.flatnonzero((column == (24, 24, 27)).all(-1))
@@ -349,8 +366,7 @@ def test_histograms_of_channels() -> None:
     array = np.array([[[np.nan, 5, 0, 1], [1, 0, 10, 2]]], np.float32)
     sheet = draw(array, columns=names)
     bins = look_up(array[0, :, 1:].T[::-1], SEQUENTIAL, 0.0, 10.0)
-    width = 900 - 64
-    wanted = bins.repeat(6, 0).repeat(width // 2, 1).astype(np.uint8)
+    wanted = bins.repeat(6, 0).repeat(WIDTH // 2, 1).astype(np.uint8)
     assert count_places(sheet, wanted) == 1
 
 
@@ -358,10 +374,10 @@ def test_many_channels() -> None:
     """More channels than pixels share columns: the greatest of neighbours is seen."""
     array = np.zeros((1, 5000, 3), np.float32)
     array[0, 3210] = (0.0, -1.0, 9.0)
-    sheet = draw(array, columns=("mean", "min", "max"))
+    sheet = draw(array, columns=("mean", "min", "max"))[TOP:]
     column = find_columns(sheet, (214, 226, 240))
     assert len(column) <= 2
-    assert column[0] - 28 - 64 == pytest.approx(3210 / 5000 * (900 - 64), abs=2)
+    assert column[0] - LEFT == pytest.approx(3210 / 5000 * WIDTH, abs=2)
 
 
 def test_where_the_largest_bar_stands() -> None:
@@ -370,4 +386,4 @@ def test_where_the_largest_bar_stands() -> None:
     array[0, 238] = 5
     sheet = draw(array, layout="NC")
     tall = np.flatnonzero((sheet == (70, 124, 184)).all(-1).sum(0) > 60)
-    assert tall[0] - 28 - 64 == pytest.approx(0.238 * (900 - 64), abs=2)
+    assert tall[0] - LEFT == pytest.approx(0.238 * WIDTH, abs=2)
