@@ -16,13 +16,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-import uvicorn
-from fastapi import FastAPI
 
 from layertap.models.digits import spec as digits
-from layertap.service.http.server_config import make_server_config
-from layertap.service.process import Server
-from layertap.service.settings import Settings
 from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT, Process, process
 from tests.service.support import picture
@@ -163,17 +158,6 @@ def test_application_that_can_not_start() -> None:
     """An application that fails as it starts is not served, and the process says so by its status."""
     done = subprocess.run([sys.executable, "-c", BROKEN], cwd=ROOT, timeout=END_S)
     assert done.returncode == 70
-
-
-def test_another_uvicorn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where uvicorn's server lacks what ours overrides, nothing is started."""
-    ours = {name for name in vars(Server) if not name.startswith("_") and hasattr(uvicorn.Server, name)}
-    assert {"startup", "shutdown", "handle_exit"} <= ours
-    for name in ours:
-        with monkeypatch.context() as other:
-            other.delattr(uvicorn.Server, name)
-            with pytest.raises(RuntimeError, match=name):
-                make_server_config(FastAPI(), Settings())
 
 
 @pytest.mark.slow
