@@ -88,8 +88,7 @@ def _make_request(image: Path, given: dict[str, str]) -> ExtractRequest:
     """The request that a query with these parameters would make."""
     from layertap.service.engine.request import ExtractRequest
     from layertap.service.http.parsing import validate_body
-    from layertap.service.http.query import Query
-    from layertap.service.http.query_fields import read_fields
+    from layertap.service.http.query import Query, read_fields
     from layertap.service.inputs.files import FileError, read_regular_file
     from layertap.service.inputs.items import ImageItem
     from layertap.service.schemas.bodies import ExplainBody

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 
 from layertap.models.selection.hook_points import Method
 from layertap.service.formats.table import FORMATS
-from layertap.service.http.query_fields import BESIDE
+from layertap.service.http.query import BESIDE
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody, PictureBody, RequestBody
 from layertap.service.schemas.examples import EXAMPLES, PARAMETERS
 from layertap.service.schemas.objective import ObjectiveBody

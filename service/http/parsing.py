@@ -20,8 +20,7 @@ from layertap.service.http import input_readers
 from layertap.service.http.body import get_media_type, parse_multipart
 from layertap.service.http.input_readers import NPY, PlacedItems
 from layertap.service.http.json_document import load_json
-from layertap.service.http.query import Query
-from layertap.service.http.query_fields import ALWAYS, read_fields
+from layertap.service.http.query import ALWAYS, Query, read_fields
 from layertap.service.pictures.options import PictureOptions
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
 from layertap.service.schemas.inputs import parse_inputs

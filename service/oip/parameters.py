@@ -17,11 +17,12 @@ from layertap.service.schemas.validation_errors import convert_errors
 
 B = TypeVar("B", bound=BaseModel)
 P = TypeVar("P", InferParameters, InputParameters, OutputParameters)
-OF_OBJECTIVE = frozenset({"class", "target"})  # parameters of their own, that stand in the body's ``objective``
 # Those fields of other routes' bodies that mean something here.
-OF_REQUEST = (
-    frozenset({"pool", "normalize", "dtype", "interventions", "objective", "resume", "verify", "isolated", "prompt"})
-    | OF_OBJECTIVE
+OF_REQUEST = frozenset(
+    {
+        *("pool", "normalize", "dtype", "interventions", "resume", "verify", "isolated", "prompt"),
+        *("objective", "class", "target"),
+    }
 )
 OF_OUTPUT = frozenset(LayerBody.model_fields) - {"layer", "type", "call", "path", "site", "alias"}
 REFUSED = {  # by how names begin
@@ -60,20 +61,6 @@ def split_parameters(
             _refuse(name, value, sorted({*known, *others}), where)
     own = validate(kind, {name: given[name] for name in known & given.keys()}, where)
     return own, {name: given[name] for name in others & given.keys()}
-
-
-def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters as the fields of another route's body; RequestError."""
-    fields = {name: value for name, value in given.items() if name not in OF_OBJECTIVE}
-    objective = fields.get("objective", {})
-    if isinstance(objective, str):
-        objective = {"kind": objective}
-    beside = {name: given[name] for name in OF_OBJECTIVE & given.keys()}
-    if not isinstance(objective, dict) or objective.keys() & beside.keys():
-        raise RequestError(
-            "parameters/objective: it is no object, or contradicts what is beside it", hint="give it once"
-        )
-    return fields | ({"objective": objective | beside} if objective or beside else {})
 
 
 def _refuse(name: str, value: Any, known: Iterable[str], where: str) -> None:

@@ -14,10 +14,11 @@ from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.errors import BadRequestError
 from layertap.service.http.json_document import load_json
 from layertap.service.http.parsing import RawRequest
+from layertap.service.http.query import join_parts
 from layertap.service.inputs.items import ArraysItem
 from layertap.service.oip.encoding import BINARY, HEADER, JSON
 from layertap.service.oip.inputs import read_items, read_raw_item
-from layertap.service.oip.parameters import OF_OUTPUT, OF_REQUEST, read_fields, split_parameters, validate
+from layertap.service.oip.parameters import OF_OUTPUT, OF_REQUEST, split_parameters, validate
 from layertap.service.oip.schemas import InferBody, InferParameters, OutputBody, OutputParameters
 from layertap.service.schemas.bodies import ExtractBody
 from layertap.service.schemas.layers import LayerBody
@@ -79,7 +80,7 @@ def parse_infer(raw: RawRequest, settings: Settings, model: str) -> InferRequest
         return InferRequest(extract, binary_default=True, raw=raw.data)
     body = validate(InferBody, load_json(raw.data[:length], settings.max_json_depth))
     own, others = split_parameters(InferParameters, body.parameters, OF_REQUEST, "parameters")
-    fields = read_fields(others)
+    fields = join_parts(others)
     request = validate(ExtractBody, fields, "parameters")
     check_results(len(body.outputs), settings.max_results)
     outputs = _read_outputs(body.outputs, fields, request, own.binary_data_output)

@@ -22,12 +22,12 @@ from layertap.models.selection.hook_points import (
 from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.service.pictures.options import MAX_TILES, Order, PictureOptions
-from layertap.service.schemas.base import OneError, StrictBody, StrictIndex, make_list
+from layertap.service.schemas.base import OneError, StrictBody, make_list
 from layertap.service.schemas.faults import read_entries, read_field
 from layertap.service.schemas.inputs import InputBody, read_input_options
 from layertap.service.schemas.interventions import MAX_INTERVENTIONS, InterventionBody
 from layertap.service.schemas.layers import LayerEntry
-from layertap.service.schemas.objective import ObjectiveBody
+from layertap.service.schemas.objective import ObjectiveBody, SomeClass
 from layertap.service.types import Priority
 
 
@@ -152,7 +152,7 @@ Methods = Annotated[
     OneError("Input should be the name of a method, or a list of some, each once"),
 ]
 Classes = Annotated[
-    tuple[StrictIndex | Literal["top"], ...],
+    tuple[SomeClass, ...],
     Field(min_length=1, max_length=MAX_CLASSES, json_schema_extra=ONCE),
     AfterValidator(_check_once),
     BeforeValidator(make_list),

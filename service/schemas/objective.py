@@ -19,8 +19,9 @@ Position = Annotated[
     BeforeValidator(make_list, json_schema_input_type=Place | Places | None),
     OneError("Input should be a whole number, or a list of two"),
 ]
+SomeClass = Annotated[int, Field(ge=0, lt=2**31)] | Literal["top"]
 Class = Annotated[
-    Annotated[int, Field(ge=0, lt=2**31)] | Literal["top"] | None,
+    SomeClass | None,
     OneError("Input should be the number of a class, or 'top'"),
 ]
 Target = Annotated[tuple[Number, ...], Field(min_length=1, max_length=1_000_000)] | None
