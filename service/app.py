@@ -24,7 +24,7 @@ from layertap.service.explain.prober import Prober
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.http import openapi, problems
 from layertap.service.http.middleware import RequestContextMiddleware
-from layertap.service.http.routes import docs, explain, explorer, extract, health, metrics, models, probe
+from layertap.service.http.routes import explain, extract, health, metrics, models, pages, probe
 from layertap.service.http.tracing import RequestTracer
 from layertap.service.metrics import Metrics
 from layertap.service.oip import encoding as oip_encoding
@@ -94,8 +94,8 @@ def create_app(
     for router in ROUTERS:
         app.include_router(router)
     openapi.install(app)
-    docs.install(app)
-    explorer.install(app, settings.root_path)
+    pages.install_docs(app)
+    pages.install_explorer(app, settings.root_path)
     app.add_middleware(
         RequestContextMiddleware,
         settings=settings,
@@ -104,7 +104,7 @@ def create_app(
         routes=[route for router in ROUTERS for route in router.routes],
         direct=frozenset({"/extract"}),
         encoders=PROBLEM_ENCODERS,
-        pages=explorer.PATHS | docs.PATHS,
+        pages=pages.PATHS,
         tracer=tracer,
     )
     if settings.cors_origins:

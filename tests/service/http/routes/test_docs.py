@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from layertap.service.http.routes import docs
+from layertap.service.http.routes import pages
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.proxy import proxied
@@ -94,7 +94,7 @@ def test_policy(live: Live) -> None:
 def test_missing_files(package: str) -> None:
     """A package of the page's files that is gone, or has them elsewhere, stops no start: the page says so."""
     app = FastAPI(docs_url=None)
-    docs.install(app, package)
+    pages.install_docs(app, package)
     reply = TestClient(app).get("/docs")
     assert reply.status_code == 404
     assert reply.headers["content-type"] == "application/problem+json"
