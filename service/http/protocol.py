@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from asyncio import BaseTransport, TimerHandle
+from asyncio import TimerHandle
 from collections import deque
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -41,28 +40,6 @@ MAX_REFUSED = 64  # connections that are told that they are too many: until thei
 SPARE_FILES, LAST_FILES = 32, 8  # kept for the server itself; for those that are just refused, too
 
 
-@dataclass(frozen=True)
-class ConnectionRefusal:
-    """Why a connection is not taken; ``says_why`` to its client, which keeps it open for a moment."""
-
-    reason: ConnectionReason
-    says_why: bool
-
-
-def find_connection_refusal(transport: BaseTransport, count: int, limit: int) -> ConnectionRefusal | None:
-    """Why a connection, with which ``count`` are open, is not taken; None where it is.
-
-    Of files a system gives the lowest number that is free, so that of a new connection tells how many are open. Without
-    this the event loop would close who comes then without a word to anybody (libuv does).
-    """
-    if count > limit:
-        return ConnectionRefusal("limit", says_why=count <= limit + MAX_REFUSED)
-    files = count_allowed_files()
-    connection = transport.get_extra_info("socket")
-    free = files - connection.fileno() if files is not None and connection is not None else SPARE_FILES
-    return ConnectionRefusal("descriptors", says_why=free >= LAST_FILES) if free < SPARE_FILES else None
-
-
 class BoundedHttpProtocol(HttpToolsProtocol):
     """A connection whose requests have heads of bounded size that arrive, and replies that are taken, in bounded time.
 
@@ -89,11 +66,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._metrics.add_connections(1)
         self._write_timer = WriteTimer(transport, self._settings.send_timeout_s, self.logger)
         self._cycle_transport = CycleTransport(transport, self.loop, self._end_after_reply)
-        refusal = find_connection_refusal(transport, len(self.connections), self._settings.max_connections)
-        if refusal is None:
+        if not self._refuse_too_many():
             self._start_head_timer()
-        else:
-            self._refuse_connection(refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End every timer, and every request; uvicorn tells the last one only, and keeps its timer after an error."""
@@ -283,15 +257,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         detail = f"the request has more than {limit} bytes or {MAX_FIELDS} header fields beside its body"
         self._refuse(431, "head_too_large", detail, "send what is long in the body")
 
-    def _refuse_connection(self, refusal: ConnectionRefusal) -> None:
-        """Say that there are too many, and close; where many others are just told that, without a word."""
-        if refusal.says_why:
+    def _refuse_too_many(self) -> bool:
+        """Whether this connection is one too many: it is told so; where many others are just told that, it is closed.
+
+        Of files a system gives the lowest number that is free, so that of a new connection tells how many are open.
+        Without this the event loop would close who comes then without a word to anybody (libuv does).
+        """
+        beyond = len(self.connections) - self._settings.max_connections
+        files, connection = count_allowed_files(), self.transport.get_extra_info("socket")
+        free = files - connection.fileno() if files is not None and connection is not None else SPARE_FILES
+        if beyond <= 0 and free >= SPARE_FILES:
+            return False
+        reason: ConnectionReason = "limit" if beyond > 0 else "descriptors"
+        if beyond <= MAX_REFUSED and free >= LAST_FILES:
             hint = "keep connections open between requests, or come again later"
-            self._refuse(TOO_MANY, refusal.reason, "the server has as many connections open as it may", hint)
-            return
-        self._metrics.count_refused_connection(refusal.reason)
-        self._ignores_input = True
-        self.transport.abort()
+            self._refuse(TOO_MANY, reason, "the server has as many connections open as it may", hint)
+        else:
+            self._metrics.count_refused_connection(reason)
+            self._ignores_input = True
+            self.transport.abort()
+        return True
 
     def _refuse(self, status: int, reason: ConnectionReason, detail: str, hint: str = "") -> None:
         """Say what is wrong and close; where an earlier request is whole, once that is answered, and without a word."""
