@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
 LATIN = "latin-1"
+MAX_PADDING = 256  # blanks behind a delimiter
 MIN_BYTES_PER_S = 10_000  # of a body: whoever sends less holds a place and memory for nothing
 
 
@@ -80,10 +81,14 @@ def parse_multipart(headers: Headers, body: bytes, settings: Settings) -> list[M
     start = 0 if body.startswith(delimiter) else body.find(b"\r\n" + delimiter)
     if not boundary or start < 0:
         raise _broken_error()
+    body = body[start:].lstrip(b"\r\n")
+    behind = body[len(delimiter) : len(delimiter) + MAX_PADDING]
+    if padding := len(behind) - len(behind.lstrip(b" \t")):  # which the parser takes behind later delimiters alone
+        body = delimiter + body[len(delimiter) + padding :]
     reader = _PartReader(settings.max_inputs + 1)
     parser = MultipartParser(boundary, reader.make_callbacks())
     try:
-        parser.write(body[start:])
+        parser.write(body)
         parser.finalize()
     except TooManyPartsError:
         raise _too_many_parts_error(settings.max_inputs) from None

@@ -32,19 +32,6 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 @dataclass(frozen=True)
-class EndpointSpec:
-    """What requests of one route say: their body, and what else they may do.
-
-    ``without_inputs`` says how to go on without inputs, ``without_dry_run`` what to ask in place of a dry run, where
-    there is none.
-    """
-
-    body: type[RequestBody]
-    without_inputs: str
-    without_dry_run: str = ""
-
-
-@dataclass(frozen=True)
 class RawRequest:
     """What arrived, and the format in which the reply is wanted."""
 
@@ -61,23 +48,24 @@ class RawRequest:
 
 
 Parsed = tuple[RequestBody, PlacedItems, tuple[Fault, ...]]  # a body without inputs, inputs, faults of those left out
-Parser = Callable[[RawRequest, Settings, EndpointSpec], Parsed]
 
 
-def parse_request(raw: RawRequest, settings: Settings, spec: EndpointSpec) -> ExtractRequest:
-    """What a request asks for; computes, so it belongs in a thread.
+def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> ExtractRequest:
+    """What a request with such a body asks for; computes, so it belongs in a thread.
 
     BadRequestError, UnsupportedMediaError, TooLargeError, RequestError.
     """
     dry_run = raw.query.get_flag("dry_run")
-    body, items, faults = _find_parser(raw)(raw, settings, spec)
+    body, items, faults = _parse_body(raw, settings, kind)
     layers = body.layer_request
     if faults and not items:
         raise RequestError.from_faults(faults)
     if not items and not dry_run:
-        raise RequestError("the request has no inputs", hint=spec.without_inputs)
-    if dry_run and spec.without_dry_run:
-        raise RequestError("an explanation has no dry run", hint=spec.without_dry_run)
+        hint = "add some, or ask for ?dry_run=true" if kind is ExtractBody else "add some"
+        raise RequestError("the request has no inputs", hint=hint)
+    if dry_run and isinstance(body, ExplainBody):
+        hint = "ask POST /extract?dry_run=true for the gradient"
+        raise RequestError("an explanation has no dry run", hint=hint)
     skips = body.on_error == "skip"
     reserved = raw.format.reserved if skips else frozenset[str]()
     request = ExtractRequest(
@@ -118,39 +106,39 @@ def _read_picture(body: RequestBody, reply_format: ReplyFormat) -> PictureOption
     return body.picture.to_options()
 
 
-def _find_parser(raw: RawRequest) -> Parser:
-    media_type = raw.media_type
+def _parse_body(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> Parsed:
+    media_type = "image/*" if raw.media_type.startswith("image/") else raw.media_type
+    if media_type == "application/json":
+        return _parse_json(raw, settings, kind)
+    if media_type == "multipart/form-data":
+        return _parse_multipart(raw, settings, kind)
     if not raw.data and not media_type:  # a dry run needs no input
-        return _parse_nothing
-    parser = PARSERS.get("image/*" if media_type.startswith("image/") else media_type)
-    if parser is None:
-        raise UnsupportedMediaError(
-            "a body of this content type is not taken",
-            hint="send Content-Type: application/json, multipart/form-data, image/jpeg (or another image type), "
-            "text/plain, application/x-npy, application/x-npz or application/x-safetensors",
-        )
-    return parser
+        return _parse_query(raw, settings, kind), (), ()
+    if media_type in READERS:
+        items = READERS[media_type](raw, settings)
+        return _parse_query(raw, settings, kind), items, ()
+    raise UnsupportedMediaError(
+        "a body of this content type is not taken",
+        hint="send Content-Type: application/json, multipart/form-data, image/jpeg (or another image type), "
+        "text/plain, application/x-npy, application/x-npz or application/x-safetensors",
+    )
 
 
-def _parse_nothing(raw: RawRequest, settings: Settings, spec: EndpointSpec) -> Parsed:
-    return _parse_query(raw, settings, spec), (), ()
-
-
-def _parse_json(raw: RawRequest, settings: Settings, spec: EndpointSpec) -> Parsed:
+def _parse_json(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> Parsed:
     raw.query.check_names(ALWAYS, "a JSON body says everything itself")
-    body = _parse_document(raw.data, settings, spec)
+    body = _parse_document(raw.data, settings, kind)
     items, faults = parse_inputs(body.inputs, skip=body.on_error == "skip")
     return body, tuple(items), tuple(faults)
 
 
-def _parse_multipart(raw: RawRequest, settings: Settings, spec: EndpointSpec) -> Parsed:
+def _parse_multipart(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> Parsed:
     parts = parse_multipart(raw.headers, raw.data, settings)
     request, items, faults = input_readers.read_multipart(parts, settings)
     if request is None:
-        body = _parse_query(raw, settings, spec)
+        body = _parse_query(raw, settings, kind)
     else:
         raw.query.check_names(ALWAYS, "the part 'request' says everything itself")
-        body = _parse_document(request, settings, spec)
+        body = _parse_document(request, settings, kind)
     if body.inputs:
         raise RequestError("a multipart request has its inputs in parts of their own", hint="leave 'inputs' out")
     if faults and body.on_error == "fail":
@@ -158,39 +146,29 @@ def _parse_multipart(raw: RawRequest, settings: Settings, spec: EndpointSpec) ->
     return body, items, faults
 
 
-def _parse_raw(read: Callable[[RawRequest, Settings], PlacedItems]) -> Parser:
-    """A parser of requests whose body is one input, and whose query says the rest."""
-
-    def parse(raw: RawRequest, settings: Settings, spec: EndpointSpec) -> Parsed:
-        items = read(raw, settings)
-        return _parse_query(raw, settings, spec), items, ()
-
-    return parse
-
-
-def _parse_query(raw: RawRequest, settings: Settings, spec: EndpointSpec) -> RequestBody:
+def _parse_query(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> RequestBody:
     """The body that the query parameters say."""
     if raw.query.is_cacheable:
-        return _parse_short_query(raw.query, spec, settings.max_json_depth)
-    fields = read_fields(raw.query, _list_fields(spec), settings.max_json_depth)
+        return _parse_short_query(raw.query, kind, settings.max_json_depth)
+    fields = read_fields(raw.query, _list_fields(kind), settings.max_json_depth)
     _check_sizes(fields, settings)
-    return validate_body(spec.body, fields)
+    return validate_body(kind, fields)
 
 
 @lru_cache(maxsize=64)
-def _parse_short_query(query: Query, spec: EndpointSpec, max_depth: int) -> RequestBody:
-    return validate_body(spec.body, read_fields(query, _list_fields(spec), max_depth))
+def _parse_short_query(query: Query, kind: type[RequestBody], max_depth: int) -> RequestBody:
+    return validate_body(kind, read_fields(query, _list_fields(kind), max_depth))
 
 
-def _list_fields(spec: EndpointSpec) -> AbstractSet[str]:
+def _list_fields(kind: type[RequestBody]) -> AbstractSet[str]:
     """The fields of a body that its query may have: all but the inputs, which the body itself is then."""
-    return spec.body.model_fields.keys() - {"inputs"}
+    return kind.model_fields.keys() - {"inputs"}
 
 
-def _parse_document(data: bytes, settings: Settings, spec: EndpointSpec) -> RequestBody:
+def _parse_document(data: bytes, settings: Settings, kind: type[RequestBody]) -> RequestBody:
     value = load_json(data, settings.max_json_depth)
     _check_sizes(value, settings)
-    return validate_body(spec.body, value)
+    return validate_body(kind, value)
 
 
 def _check_sizes(value: Any, settings: Settings) -> None:
@@ -214,12 +192,10 @@ def validate_body(kind: type[Body], value: Any) -> Body:
         raise RequestError(detail, faults=faults) from None
 
 
-PARSERS: Mapping[str, Parser] = {
-    "application/json": _parse_json,
-    "multipart/form-data": _parse_multipart,
-    "image/*": _parse_raw(lambda raw, settings: input_readers.read_image(raw.data)),
-    "text/plain": _parse_raw(lambda raw, settings: input_readers.read_text(raw.data, raw.headers["content-type"])),
-    NPY: _parse_raw(lambda raw, settings: input_readers.read_npy_body(raw.data)),
-    "application/x-npz": _parse_raw(lambda raw, settings: input_readers.read_npz_body(raw.data, settings)),
-    "application/x-safetensors": _parse_raw(lambda raw, settings: input_readers.read_safetensors_body(raw.data)),
+READERS: Mapping[str, Callable[[RawRequest, Settings], PlacedItems]] = {  # of bodies that are one input
+    "image/*": lambda raw, settings: input_readers.read_image(raw.data),
+    "text/plain": lambda raw, settings: input_readers.read_text(raw.data, raw.headers["content-type"]),
+    NPY: lambda raw, settings: input_readers.read_npy_body(raw.data),
+    "application/x-npz": lambda raw, settings: input_readers.read_npz_body(raw.data, settings),
+    "application/x-safetensors": lambda raw, settings: input_readers.read_safetensors_body(raw.data),
 }

@@ -9,18 +9,13 @@ from fastapi import APIRouter, Request, Response
 from layertap.service.explain import explanations
 from layertap.service.http.dependencies import EngineDependency
 from layertap.service.http.openapi import COMPUTED, describe_inputs
-from layertap.service.http.parsing import EndpointSpec, parse_request
+from layertap.service.http.parsing import parse_request
 from layertap.service.http.request_handler import encode_response, receive
 from layertap.service.schemas.bodies import ExplainBody
 from layertap.service.schemas.examples import EXPLAIN
 from layertap.service.schemas.replies import FeaturesReply
 
-SPEC = EndpointSpec(
-    ExplainBody,
-    without_inputs="add some",
-    without_dry_run="ask POST /extract?dry_run=true for the gradient",
-)
-parse = partial(parse_request, spec=SPEC)
+parse = partial(parse_request, kind=ExplainBody)
 router = APIRouter(tags=["explain"])
 
 

@@ -15,18 +15,14 @@ from layertap.service.engine.collect.joined_inputs import digest_jobs, join_chan
 from layertap.service.engine.engine import Engine
 from layertap.service.explain.prober import Prober, check_probed
 from layertap.service.http.openapi import COMPUTED, describe_inputs
-from layertap.service.http.parsing import EndpointSpec, parse_request
+from layertap.service.http.parsing import parse_request
 from layertap.service.http.problems import format_fault
 from layertap.service.http.request_handler import encode_response, make_headers, receive
 from layertap.service.schemas.bodies import ExtractBody
 from layertap.service.schemas.examples import EXTRACT
 from layertap.service.schemas.replies import DryRunReply, FeaturesReply
 
-SPEC = EndpointSpec(
-    ExtractBody,
-    "add some, or ask for ?dry_run=true",
-)
-parse = partial(parse_request, spec=SPEC)
+parse = partial(parse_request, kind=ExtractBody)
 router = APIRouter(tags=["extract"])
 
 
