@@ -40,7 +40,7 @@ ROUTERS = (
 )
 EXPOSED = (  # headers of a reply that pages of other origins may read
     *("X-Layertap-Fingerprint", "X-Layertap-Warnings", "X-Layertap-Skipped", "X-Layertap-Verified"),
-    *("X-Request-ID", "Retry-After", "Server-Timing"),
+    *("X-Layertap-Top-Classes", "X-Request-ID", "Retry-After", "Server-Timing"),
 )
 PROBLEM_ENCODERS = {
     "v1": openai_encoding.encode_error,
@@ -53,14 +53,17 @@ def create_app(
     configuration: Configuration | None = None,
     fetcher: Fetcher | None = None,
     on_settled: Callable[[ModelManager], None] | None = None,
+    *,
+    warm: bool = True,
 ) -> FastAPI:
     """The application; its models begin to load when it starts. ConfigError where the configuration makes no sense.
 
-    ``on_settled`` is called on the event loop once each of these models is loaded or has failed.
+    ``on_settled`` is called on the event loop once each of these models is loaded or has failed. ``warm`` as of
+    ``create_engine``.
     """
     settings = settings or read_settings()
     configuration = configuration or load_configuration(settings)
-    engine = create_engine(settings, configuration, fetcher)
+    engine = create_engine(settings, configuration, fetcher, warm=warm)
     tracer = RequestTracer(settings.otlp_endpoint) if settings.otlp_endpoint else None
 
     @asynccontextmanager

@@ -1,29 +1,108 @@
-"""A layertap server that a command asks, by ``layertap_client``; what that raises, as errors of the tree."""
+"""A layertap server that a command asks, or the application in this process: both by ``layertap_client``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from math import inf
+from typing import TYPE_CHECKING
+
+import httpx
 
 import layertap_client as lt
-from layertap.models.errors import LayertapError
+from layertap.models.errors import IN_THE_LOG, LayertapError
+from layertap.service.errors import UnavailableError
+from layertap.service.settings import Settings
 from layertap_client.transport import KEY_VARIABLE
+
+if TYPE_CHECKING:  # it imports torch
+    from layertap.service.engine.models.model_manager import ModelManager
+
+LOCAL = "http://127.0.0.1"  # what the application in this process is called
+LOCAL_TIMEOUT_S = 3600.0
+MARGIN_S = 30.0  # beyond the server's own deadline
+LONG_WAIT_S = 2.0  # that is told
+UNBOUNDED = 2**40  # bytes: here nobody else needs them
+
+
+@asynccontextmanager
+async def open_client(url: str, tell: Callable[[str], None]) -> AsyncIterator[lt.AsyncClient]:
+    """A client of a server, whose deadline it has; ``tell`` hears of long waits. LayertapError, of the block too."""
+
+    def tell_wait(error: lt.LayertapError, seconds: float) -> None:
+        if seconds >= LONG_WAIT_S:
+            tell(f"waiting for {url}: {error}")
+
+    with convert_errors(url):
+        async with lt.AsyncClient(url, retries=lt.RetryPolicy(on_wait=tell_wait)) as client:
+            client.session.timeout = (await client.models()).limits["deadline_s"] + MARGIN_S
+            yield client
+
+
+@asynccontextmanager
+async def open_local_client(settings: Settings, *models: str | None) -> AsyncIterator[lt.AsyncClient]:
+    """A client of the application in this process, with some models loaded; LayertapError, of the block too.
+
+    None is the default one. ``settings`` holds, but for keys and for limits of time and bytes: there is one caller.
+    """
+    from layertap.service.app import create_app  # imports torch
+
+    alone = {"api_keys": (), "admin_keys": (), "key_rate": None, "root_path": "", "otlp_endpoint": ""}
+    bounds = {"deadline_s": LOCAL_TIMEOUT_S, "slow_request_s": inf}
+    bounds |= dict.fromkeys(("max_body_bytes", "max_queue_bytes", "max_reply_bytes"), UNBOUNDED)
+    app = create_app(settings.model_copy(update=alone | bounds), warm=False)
+    engine = app.state.engine
+    try:
+        for model in models:  # not by a request, whose problem would be cut
+            await _load(engine.manager, model)
+        with convert_errors(None):
+            async with lt.AsyncClient(
+                LOCAL,
+                api_key="none",
+                timeout=LOCAL_TIMEOUT_S,
+                retries=lt.RetryPolicy(attempts=0),
+                transport=httpx.ASGITransport(app),
+            ) as client:
+                yield client
+    finally:
+        await engine.close()
+
+
+async def _load(manager: ModelManager, name: str | None) -> None:
+    """Load a model; LayertapError, the one with the cause where there is one, and no word in a log that is not read."""
+    log = logging.getLogger("layertap")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        await manager.get_handle(name, inf)
+    except UnavailableError as error:
+        handle = manager.handles.get(manager.registry.get_entry(name or manager.default).spec.name)
+        raise (handle and handle.error) or error from None
+    finally:
+        log.setLevel(level)
 
 
 @contextmanager
-def convert_errors(url: str, hint: str = "") -> Iterator[None]:
-    """Raise the client's errors as LayertapError; ``hint`` is for a server that does not answer."""
+def convert_errors(url: str | None, hint: str = "") -> Iterator[None]:
+    """Raise the client's errors as LayertapError; ``url`` and ``hint`` as of ``convert_error``."""
     try:
         yield
     except lt.LayertapError as error:
         raise convert_error(error, url, hint) from error
 
 
-def convert_error(error: lt.LayertapError, url: str, hint: str = "") -> LayertapError:
-    """What a client has raised, for whoever typed the command."""
+def convert_error(error: lt.LayertapError, url: str | None, hint: str = "") -> LayertapError:
+    """What a client has raised, for whoever typed the command.
+
+    ``url`` is the server's, None where it is this process; ``hint`` is for one that does not answer.
+    """
     if isinstance(error, lt.ProblemError):
+        if url is None:
+            return LayertapError(error.detail, hint=error.hint)
+        detail = f"{url}: {error.detail}".replace(IN_THE_LOG, "its log has the traceback")
         wants_key = isinstance(error, lt.AuthenticationError)
-        return LayertapError(f"{url}: {error.detail}", hint=f"set {KEY_VARIABLE}" if wants_key else error.hint)
+        return LayertapError(detail, hint=f"set {KEY_VARIABLE}" if wants_key else error.hint)
     if isinstance(error, lt.BadReplyError):
         address = "the address is the server's own, without /v1 or /v2 behind it"
         return LayertapError(f"{url} does not answer as a layertap server does: {error}", hint=address)

@@ -30,6 +30,7 @@ from layertap_client.errors import (
 from layertap_client.exchange import RetryPolicy
 from layertap_client.extractor import Activations, RemoteExtractor, hooks
 from layertap_client.layers import Layer, Layers
+from layertap_client.messages import Reply
 from layertap_client.models import Model, Models
 from layertap_client.results import Result
 from layertap_client.streams import AsyncEmbeddingStream, Embeddings, EmbeddingStream
@@ -62,6 +63,7 @@ __all__ = [
     "NotFoundError",
     "ProblemError",
     "RemoteExtractor",
+    "Reply",
     "ReplyTimeoutError",
     "Result",
     "RetryPolicy",

@@ -72,6 +72,8 @@ class Client:
 
     extract = blocking(operations.extract)
     explain = blocking(operations.explain)
+    post = blocking(operations.post)
+    get = blocking(operations.get)
     dry_run = blocking(operations.dry_run)
     models = blocking(operations.models)
     model = blocking(operations.model)
@@ -176,6 +178,8 @@ class AsyncClient:
 
     extract = awaitable(operations.extract)
     explain = awaitable(operations.explain)
+    post = awaitable(operations.post)
+    get = awaitable(operations.get)
     dry_run = awaitable(operations.dry_run)
     models = awaitable(operations.models)
     model = awaitable(operations.model)

@@ -80,19 +80,15 @@ class ProblemError(LayertapError):
         self.request_id = str(body.get("request_id", ""))
         self.faults = read_faults(body.get("errors"))
         self.more_faults = int(body.get("more_errors", 0))
+        self.hint = str(body.get("hint") or next((fault.hint for fault in self.faults if fault.hint), ""))
         self.retry_after = retry_after
         super().__init__(self._describe())
-
-    @property
-    def hint(self) -> str:
-        """What to type instead, of the first fault that says so."""
-        return next((fault.hint for fault in self.faults if fault.hint), "")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._made_of
 
     def _describe(self) -> str:
-        hints = dict.fromkeys(fault.hint for fault in self.faults if fault.hint)
+        hints = dict.fromkeys(filter(None, (self.hint, *(fault.hint for fault in self.faults))))
         return "\n  ".join((f"{self.status} {self.title}: {self.detail}", *hints))
 
 

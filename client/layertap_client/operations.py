@@ -46,7 +46,7 @@ def extract(
     timeout = fields.pop("timeout", None)
     accept = find_media_type(fields.pop("format", "safetensors"))
     fields["layers"] = list_layers(layers)
-    reply = yield from _post(session, "/extract", inputs, fields, accept, timeout)
+    reply = yield from post(session, "/extract", inputs, fields, accept=accept, timeout=timeout)
     return read_result(reply)
 
 
@@ -62,7 +62,8 @@ def explain(
     check_options(options, ExplainOptions, "explain")
     fields: dict[str, Any] = {**options, "method": method}
     timeout = fields.pop("timeout", None)
-    reply = yield from _post(session, "/explain", inputs, fields, MEDIA_TYPES["safetensors"], timeout)
+    accept = MEDIA_TYPES["safetensors"]
+    reply = yield from post(session, "/explain", inputs, fields, accept=accept, timeout=timeout)
     return read_result(reply)
 
 
@@ -78,8 +79,33 @@ def dry_run(
     fields: dict[str, Any] = {name: value for name, value in options.items() if name != "format"}
     timeout = fields.pop("timeout", None)
     fields["layers"] = list_layers(layers)
-    reply = yield from _post(session, "/extract", inputs, fields, JSON, timeout, (("dry_run", "true"),))
+    request = yield from _build(session, "/extract", inputs, fields, JSON)
+    request = replace(request, params=[*request.params, ("dry_run", "true")])
+    reply = yield from session.exchange(request, timeout)
     return _read_object(reply)
+
+
+def post(
+    session: Session,
+    /,
+    path: str,
+    inputs: Inputs,
+    fields: Mapping[str, Any],
+    *,
+    accept: str = JSON,
+    timeout: float | None = None,
+) -> Steps[Reply]:
+    """The reply to inputs as it came, in a format that no ``Result`` is made of: a picture, an npz, Arrow, JSON.
+
+    ``path``: "/extract" or "/explain"; ``fields``: those of its body, without inputs; ``accept``: a media type.
+    """
+    request = yield from _build(session, path, inputs, fields, accept)
+    return (yield from session.exchange(request, timeout))
+
+
+def get(session: Session, /, path: str, params: Mapping[str, Any] | None = None, *, accept: str = JSON) -> Steps[Reply]:
+    """The reply to a path of the server as it came; of ``params`` those that are None are left out."""
+    return (yield from session.exchange(Request("GET", path, _list_params(params or {}), {"Accept": accept})))
 
 
 def models(session: Session, /) -> Steps[Models]:
@@ -166,19 +192,12 @@ def list_layers(layers: LayerSpecs | None) -> list[LayerSpec] | None:
     return [layers] if isinstance(layers, str | Mapping) else list(layers)
 
 
-def _post(
-    session: Session,
-    /,
-    path: str,
-    inputs: Inputs | None,
-    fields: Mapping[str, Any],
-    accept: str,
-    timeout: float | None,
-    params: Sequence[tuple[str, str]] = (),
-) -> Steps[Reply]:
+def _build(
+    session: Session, /, path: str, inputs: Inputs | None, fields: Mapping[str, Any], accept: str
+) -> Steps[Request]:
     named = {"model": session.model, **{name: value for name, value in fields.items() if value is not None}}
     request: Request = yield Compute(lambda: build_request(path, inputs, named, accept), is_quick(inputs))
-    return (yield from session.exchange(replace(request, params=[*request.params, *params]), timeout))
+    return request
 
 
 def _administer(session: Session, /, model: str, action: str, timeout: float | None) -> Steps[Model]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layertap.models.errors import LayertapError
-from layertap.service.cli.console import ConfigOption, format_error, format_list, show_loading, stdout
-from layertap.service.cli.setup import check_setup, create_configured_engine
+from layertap.service.cli.console import ConfigOption, UrlOption, format_error, format_list, say, show_loading
+from layertap.service.cli.setup import check_setup, connect
 
 if TYPE_CHECKING:
     from layertap.models.model_info import ModelInfo
@@ -28,15 +28,22 @@ def check(
     model: Annotated[
         str | None, typer.Option("--model", help="Model to compare with; by its own name without.")
     ] = None,
+    url: UrlOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Check settings, configuration and models without serving; status 2 where something is wrong.
 
     Models are loaded one after another, but for lazy ones whose weights would be downloaded. One that is not required
-    may fail. With INDEX: whether the vectors that it holds may still be compared with those that are made here.
+    may fail. With --url: the states of a server's models. With INDEX: whether the vectors that it holds may still be
+    compared with those that are made here, or by the server.
     """
     if index is not None:
-        _check_index(index, model, config)
+        if not asyncio.run(_check_index(index, model, url, config)):
+            raise typer.Exit(1)
+        return
+    if url is not None:
+        if not asyncio.run(_check_server(url, config)):
+            raise typer.Exit(2)
         return
     settings, configuration, fetcher = check_setup(config=config)
 
@@ -64,15 +71,24 @@ def check(
         raise typer.Exit(2)
 
 
-def _check_index(index: str, model: str | None, config: Path | None) -> None:
+async def _check_index(index: str, model: str | None, url: str | None, config: Path | None) -> bool:
+    from layertap.service.cli.index_check import check_stored
     from layertap.service.cli.stored_receipts import read_stored_receipts
 
     stored = read_stored_receipts(index, model)
-    engine = create_configured_engine(config)
-    from layertap.service.cli.index_check import check_stored
+    async with connect(url, config, *(model or each.model for each in stored)) as client:
+        return await check_stored(client, stored, model)
 
-    if not asyncio.run(check_stored(engine, stored, model)):
-        raise typer.Exit(1)
+
+async def _check_server(url: str, config: Path | None) -> bool:
+    """Print the state of each model of a server; whether none has failed."""
+    async with connect(url, config) as client:
+        models = await client.models()
+    for each in models:
+        layers = [f"{each.details['layers']} layers"] if "layers" in each.details else []
+        reason = [each.details["reason"]] if "reason" in each.details else []
+        _print_state(each.name, ", ".join([f"{each.state} on {each.device}", each.dtype, *layers, *reason]))
+    return all(each.state != "failed" for each in models)
 
 
 def _load(registry: Registry, name: str) -> tuple[ModelInfo, str]:
@@ -88,4 +104,4 @@ def _load(registry: Registry, name: str) -> tuple[ModelInfo, str]:
 
 
 def _print_state(name: str, state: str) -> None:
-    stdout.print(f"{name}: {state}", markup=False, highlight=False, soft_wrap=True)
+    say(f"{name}: {state}")

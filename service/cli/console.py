@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from traceback import print_exception
 from typing import Annotated
@@ -19,6 +20,8 @@ ON_STDERR = "stderr has the traceback"  # of a command that has no log
 
 stdout = Console()
 stderr = Console(stderr=True)
+tell = partial(stderr.print, markup=False, highlight=False, soft_wrap=True)
+say = partial(stdout.print, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def is_interactive() -> bool:
@@ -59,4 +62,7 @@ def show_loading(name: str, action: str = "loading") -> Iterator[None]:
 
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML or JSON file that lists the models.")]
+UrlOption = Annotated[
+    str | None, typer.Option("--url", help="A server that answers in place of this process; a key in LAYERTAP_API_KEY.")
+]
 ModelOption = Annotated[str | None, typer.Option("--model", help="Model name; the configuration's default without it.")]

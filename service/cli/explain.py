@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import json
+from collections.abc import Mapping, Sequence
+from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
-from urllib.parse import urlencode
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from layertap.models.errors import LayertapError, RequestError
+from layertap.models.errors import LayertapError
 from layertap.models.selection.hook_points import Method
-from layertap.service.cli.console import ConfigOption, ModelOption, stderr
-from layertap.service.cli.output import FormatOption, OutOption, choose_output, choose_picture
-from layertap.service.cli.setup import create_configured_engine
+from layertap.service.cli.console import ConfigOption, ModelOption, UrlOption, tell
+from layertap.service.cli.output import (
+    FormatOption,
+    OutOption,
+    Output,
+    ask_about_picture,
+    choose_output,
+    choose_picture,
+)
 
 if TYPE_CHECKING:
-    from layertap.service.engine.engine import Engine
-    from layertap.service.engine.request import ExtractRequest
-    from layertap.service.features import Features
-    from layertap.service.pictures.overlay import SentPicture
+    from layertap_client import Reply
 
-    Pictures = tuple[SentPicture | None, ...]
-
-DEADLINE_S = 3600
-MAX_DEPTH = 4  # of an objective as JSON
 METHODS = ", ".join(get_args(Method))
 HINTS = {"classes": "write --classes 3,top", "objective": "write --objective probability"}
 
@@ -47,6 +47,7 @@ def explain(
     stride: Annotated[int | None, typer.Option(help="Of occlusion: from one window to the next.")] = None,
     discard_ratio: Annotated[float | None, typer.Option(help="Of rollouts: the share of attention left out.")] = None,
     model: ModelOption = None,
+    url: UrlOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Draw maps of what speaks for a model's answer to a picture, and name the best classes.
@@ -69,61 +70,29 @@ def explain(
         "discard_ratio": discard_ratio,
         "model": model,
     }
-    request = _make_request(image, {name: str(value) for name, value in given.items() if value is not None})
-    features, pictures = asyncio.run(_explain(create_configured_engine(config), request))
-    from layertap.service.formats.reply_format import EncodeOptions
-
-    output.write(output.format.encode(features, EncodeOptions(sent=pictures)))
-    for best in features.top_classes[0] if features.top_classes else ():
-        name = f" {best.label}" if best.label is not None else ""
-        share = f", {best.probability:.1%}" if best.probability is not None else ""
-        stderr.print(f"class {best.number}{name}: {best.score:.4g}{share}", markup=False)
+    fields = {name: None if value is None else str(value) for name, value in given.items()}
+    reply = asyncio.run(_explain(url, config, image, fields, output))
+    output.write([reply.body])
+    for best in json.loads(reply.headers.get("x-layertap-top-classes", "[]")):
+        name = f" {best['label']}" if "label" in best else ""
+        share = f", {best['probability']:.1%}" if best.get("probability") is not None else ""
+        tell(f"class {best['class']}{name}: {nan if best['score'] is None else best['score']:.4g}{share}")
     written = f"{output.name}: " if output.file is not None else ""
-    stderr.print(f"{written}{', '.join(features.arrays)}, fingerprint {features.fingerprint}", markup=False)
-    for warning in features.warnings:
-        stderr.print(warning, markup=False)
+    tell(f"{written}{method.replace(',', ', ')}, fingerprint {reply.headers['x-layertap-fingerprint']}")
+    if warnings := reply.headers.get("x-layertap-warnings"):
+        tell(warnings)
 
 
-def _make_request(image: Path, given: dict[str, str]) -> ExtractRequest:
-    """The request that a query with these parameters would make."""
-    from layertap.service.engine.request import ExtractRequest
-    from layertap.service.http.parsing import validate_body
-    from layertap.service.http.query import Query, read_fields
-    from layertap.service.inputs.files import FileError, read_regular_file
-    from layertap.service.inputs.items import ImageItem
-    from layertap.service.schemas.bodies import ExplainBody
-
-    query = Query.parse(urlencode(given).encode())
+async def _explain(
+    url: str | None, config: Path | None, image: Path, fields: Mapping[str, str | None], output: Output
+) -> Reply:
+    """The reply; what is wrong with a field is told of the option that it came from."""
     try:
-        body = validate_body(ExplainBody, read_fields(query, ExplainBody.model_fields.keys(), MAX_DEPTH))
-    except RequestError as error:
-        raise _name_option(error) from None
-    try:
-        picture = ImageItem(read_regular_file(image))
-    except FileError as error:
-        raise LayertapError(f"{image}: {error}") from None
-    objective = body.layer_request.objective
-    return ExtractRequest(
-        model=body.model, items=((0, picture),), objective=objective, explanation=body.to_explanation()
-    )
-
-
-def _name_option(error: RequestError) -> LayertapError:
-    """What is wrong with a field, as of the option that it came from."""
-    fault = error.faults[0]
-    name = (fault.pointer or "").split("/")[1:2]
-    option = f"--{name[0].replace('_', '-')}: " if name else ""
-    return LayertapError(option + fault.detail, hint=HINTS.get("".join(name), fault.hint))
-
-
-async def _explain(engine: Engine, request: ExtractRequest) -> tuple[Features, Pictures]:
-    """The maps, and the picture that they are of."""
-    from layertap.service.explain.explanations import explain, prepare
-
-    try:
-        with engine.admission.admit(time.monotonic() + DEADLINE_S) as ticket:
-            request = await prepare(engine, request, ticket)
-            features = await explain(engine, request, ticket)
-            return features, engine.list_pictures(request, features, ticket)
-    finally:
-        await engine.close()
+        return await ask_about_picture(url, config, "/explain", image, fields, output)
+    except LayertapError as error:
+        faults: Sequence[Any] = getattr(error.__cause__, "faults", ())
+        name = faults[0].pointer.split("/")[1] if faults and faults[0].pointer else ""
+        if name not in fields:
+            raise
+        hint = HINTS.get(name, faults[0].hint)
+        raise LayertapError(f"--{name.replace('_', '-')}: {faults[0].detail}", hint=hint) from None

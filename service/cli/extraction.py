@@ -1,142 +1,176 @@
-"""Features of pictures on disk, a batch at a time. Imports torch."""
+"""Features of pictures on disk, a batch at a time."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from pydantic import TypeAdapter
 from rich.progress import Progress
 
-from layertap.models.errors import Fault, LayertapError, RequestError
-from layertap.models.selection.hook_points import Selector
-from layertap.models.spec import PreprocessSpec
-from layertap.service.cli.console import show_status, stderr
-from layertap.service.engine.collect.joined_inputs import ANOTHER_SHAPE
-from layertap.service.engine.engine import Engine
-from layertap.service.engine.request import ExtractRequest, ReplyOptions
-from layertap.service.engine.rows.rows import get_preprocessing
-from layertap.service.explain.prober import Prober
-from layertap.service.features import Features, join_features
+import layertap_client as lt
+from layertap.models.errors import Fault, LayertapError
+from layertap.service.cli.console import stderr, tell
+from layertap.service.features import Features, Receipt, join_features
+from layertap.service.formats.reply_format import check_names
 from layertap.service.inputs.files import FileError, read_regular_file
-from layertap.service.inputs.items import ImageItem
-from layertap.service.pictures.overlay import SentPicture
 
 MAX_BATCH_FILES = 32
-DEADLINE_S = 3600
+BODY_SHARE = 0.9  # of a server's limit; the rest is for what stands around pictures
+ANOTHER_SHAPE = "its results have another shape than the first"
+RECEIPTS = TypeAdapter(dict[str, Receipt])
+Batch = dict[int, bytes]  # pictures by their places
 
 
-async def extract_shown(
-    engine: Engine, file: Path, selectors: tuple[Selector, ...], model: str | None, reserved: frozenset[str]
-) -> tuple[Features, SentPicture | None]:
-    """As ``extract_files`` of one picture, and that picture, to be drawn beside what layers make of it.
+@dataclass
+class FileExtraction:
+    """Pictures on disk, and what was made of them so far; ``options`` are those of ``AsyncClient.extract``.
 
-    None in its place where it is not known which part of it a model sees.
+    No result may have one of the names in ``reserved``.
     """
-    try:
-        with show_status("loading the model"):
-            handle = await engine.manager.get_handle(model, float("inf"))
-            spec = get_preprocessing(handle.model.model_inputs)
-    except BaseException:
-        await engine.close()
-        raise
-    features = await extract_files(engine, [file], selectors, model, reserved)
-    if not isinstance(spec, PreprocessSpec):
-        return features, None
-    return features, SentPicture(read_regular_file(file), spec, engine.settings.max_pixels)
 
+    client: lt.AsyncClient
+    files: Sequence[Path]
+    layers: Sequence[str]
+    options: Mapping[str, Any]
+    reserved: frozenset[str]
+    parts: list[Features] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
 
-async def extract_files(
-    engine: Engine,
-    files: Sequence[Path],
-    selectors: tuple[Selector, ...],
-    model: str | None,
-    reserved: frozenset[str],
-) -> Features:
-    """The features of all pictures that can be read, with a bar where it takes long; the others are named on stderr.
+    async def run(self) -> Features:
+        """The features of all pictures that can be read, with a bar where it takes long; the others are named.
 
-    The engine is closed. No result may have one of the names in ``reserved``. LayertapError where no picture is left.
-    """
-    limits = engine.settings
-    size = min(MAX_BATCH_FILES, limits.max_inputs, limits.max_queue_rows)
-    parts: list[Features] = []
-    faults: list[Fault] = []
-    try:
-        with show_status("loading the model"):
-            handle = await engine.manager.get_handle(model, float("inf"))
-            get_preprocessing(handle.model.model_inputs)
+        LayertapError where no picture is left.
+        """
+        limits = (await self.client.models()).limits
         with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-            bar = progress.add_task("extracting", total=len(files))
-            for start in range(0, len(files), size):
-                places = range(start, min(start + size, len(files)))
-                request = _make_request(files, places, selectors, model, reserved)
-                part, batch_faults = await _extract_batch(engine, request, parts[0] if parts else None)
-                parts += [part] if part else []
-                faults += batch_faults
-                for fault in batch_faults:
-                    name = _format_path(files[fault.input or 0])
-                    stderr.print(f"{name}: {fault.detail}", markup=False, soft_wrap=True)
-                progress.advance(bar, len(places))
-        if parts:
-            probed = replace(request, items=())
-            with engine.admission.admit(time.monotonic() + DEADLINE_S) as ticket:
-                parts[0] = await Prober(engine).add_probes(parts[0], probed, ticket)
-    finally:
-        await engine.close()
-    if not parts:
-        raise LayertapError("nothing could be extracted")
-    features = replace(join_features(parts), errors=tuple(faults))
-    names = tuple(_format_path(path) for place, path in enumerate(files) if place not in features.skipped)
-    return replace(features, files=names)
+            bar = progress.add_task("extracting", total=len(self.files))
+            for batch in self._read(limits):
+                await self._extract(batch)
+                progress.update(bar, completed=max(batch) + 1)
+        if not self.parts:
+            raise LayertapError("nothing could be extracted")
+        await self._add_probes()
+        faults = tuple(sorted(self.faults, key=lambda fault: fault.input or 0))
+        features = replace(join_features(self.parts), errors=faults)
+        places = set(range(len(self.files))) - set(features.skipped)
+        return replace(features, files=tuple(_format_path(self.files[place]) for place in sorted(places)))
 
+    def _read(self, limits: Mapping[str, float]) -> Iterator[Batch]:
+        """The pictures in batches that a server takes; those that can't be read are named."""
+        rows = int(min(MAX_BATCH_FILES, limits["max_inputs"], limits["max_queue_rows"]))
+        batch: Batch = {}
+        nbytes = 0
+        for start in range(0, len(self.files), rows):
+            for place, path in enumerate(self.files[start : start + rows], start):
+                try:
+                    data = read_regular_file(path)
+                except FileError as error:
+                    self._leave_out(place, str(error))
+                    continue
+                if batch and nbytes + len(data) > limits["max_body_bytes"] * BODY_SHARE:
+                    yield batch
+                    batch, nbytes = {}, 0
+                batch[place] = data
+                nbytes += len(data)
+            if batch:
+                yield batch
+            batch, nbytes = {}, 0
 
-def _make_request(
-    files: Sequence[Path],
-    places: Iterable[int],
-    selectors: tuple[Selector, ...],
-    model: str | None,
-    reserved: frozenset[str],
-) -> ExtractRequest:
-    """A request for the pictures at some places; it carries the faults of files that can't be read."""
-    items, faults = [], []
-    for place in places:
+    async def _extract(self, batch: Batch) -> None:
+        """Take a batch; in halves where it is too much for one reply, or not every bad picture of it is named."""
         try:
-            items.append((place, ImageItem(read_regular_file(files[place]))))
-        except FileError as error:
-            faults.append(Fault(str(error), pointer=f"/inputs/{place}", input=place))
-    return ExtractRequest(
-        model=model,
-        items=tuple(items),
-        selectors=selectors,
-        on_error="skip",
-        faults=tuple(faults),
-        isolated=True,  # the same bits every time
-        reply=ReplyOptions(reserved=reserved, by_input=False),  # a file may be as large as the disk holds
+            # Isolated: the same bits every time.
+            result = await self.client.extract(
+                list(batch.values()),
+                self.layers,
+                **self.options,
+                on_error="skip",
+                isolated=True,
+            )
+        except (lt.TooLargeError, lt.InvalidRequestError) as error:
+            faults = {fault.input: fault for fault in error.faults if fault.input is not None}
+            if len(faults) == len(batch):
+                await self._check_pictures(error)
+                self._leave_out_all(batch, faults.values())
+            elif len(batch) > 1 and (isinstance(error, lt.TooLargeError) or faults or error.more_faults):
+                await self._extract_halves(batch)
+            else:
+                raise
+            return
+        if others := _find_others(result):
+            places = [place for number, place in enumerate(batch) if number in others]
+            for place in places:
+                self._leave_out(place, ANOTHER_SHAPE)
+            await self._extract({place: data for place, data in batch.items() if place not in places})
+            return
+        self._leave_out_all(batch, result.errors)
+        features = _make_features(result)
+        check_names(features.arrays, self.reserved)
+        if self.parts and _list_row_shapes(features) != _list_row_shapes(self.parts[0]):
+            for number, place in enumerate(batch):
+                if number not in result.skipped:
+                    self._leave_out(place, ANOTHER_SHAPE)
+        else:
+            self.parts.append(features)
+
+    async def _check_pictures(self, error: lt.ProblemError) -> None:
+        """Raise an error that is not the pictures' own: the model takes none."""
+        model = await self.client.model(self.options["model"])
+        if model.details.get("preprocess", "not known yet") is None:
+            raise error
+
+    async def _add_probes(self) -> None:
+        """Give the receipts of the first part, which are those of all, their probes."""
+        options = {**self.options, "model": self.parts[0].model}
+        probed = RECEIPTS.validate_python((await self.client.probe(self.layers, **options))["receipts"])
+        receipts = {
+            key: replace(receipt, probe=probed[key].probe if key in probed else None)
+            for key, receipt in self.parts[0].receipts.items()
+        }
+        self.parts[0] = replace(self.parts[0], receipts=receipts)
+
+    async def _extract_halves(self, batch: Batch) -> None:
+        places = list(batch)
+        middle = len(places) // 2
+        for half in (places[:middle], places[middle:]):
+            await self._extract({place: batch[place] for place in half})
+
+    def _leave_out_all(self, batch: Batch, faults: Any) -> None:
+        places = list(batch)
+        for fault in faults:
+            if fault.input is not None:
+                self._leave_out(places[fault.input], fault.detail, fault.hint)
+
+    def _leave_out(self, place: int, reason: str, hint: str = "") -> None:
+        """Name a picture that has no row."""
+        self.faults.append(Fault(reason, hint, f"/inputs/{place}", place))
+        tell(f"{_format_path(self.files[place])}: {reason}")
+
+
+def _make_features(result: lt.Result) -> Features:
+    return Features(
+        model=result.model,
+        fingerprint=result.fingerprint,
+        rows=result.rows,
+        arrays=dict(result.arrays),
+        receipts=RECEIPTS.validate_python(result.receipts),
+        warnings=result.warnings,
     )
 
 
-async def _extract_batch(
-    engine: Engine, request: ExtractRequest, first: Features | None
-) -> tuple[Features | None, tuple[Fault, ...]]:
-    """The features of a batch, None where not one of its pictures can be used, and the faults of those that can't.
-
-    ``first`` are the features of the first batch, if there was one: results have to have the same shape.
-    """
-    if not request.items:
-        return None, request.faults
-    try:
-        with engine.admission.admit(time.monotonic() + DEADLINE_S) as ticket:
-            part = await engine.extract(request, ticket)
-    except RequestError as error:
-        if not error.faults or any(fault.input is None for fault in error.faults):
-            raise
-        return None, error.faults
-    if first is None or _list_row_shapes(part) == _list_row_shapes(first):
-        return part, part.errors
-    places = [place for place, _ in request.items if place not in part.skipped]
-    return None, (*part.errors, *(Fault(ANOTHER_SHAPE, input=place) for place in places))
+def _find_others(result: lt.Result) -> set[int]:
+    """The inputs, by their places, whose results have another shape than those of the first one."""
+    shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+    for name, array in result.items():
+        key, _, number = name.rpartition(".input")
+        if number.isdecimal() and name != result.receipts[name]["layer"]:  # no layer's own name, but an input's
+            shapes.setdefault(int(number), {})[key] = array.shape
+    first = shapes[min(shapes)] if shapes else {}
+    return {number for number, each in shapes.items() if each != first}
 
 
 def _list_row_shapes(features: Features) -> dict[str, list[int]]:

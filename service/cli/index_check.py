@@ -1,26 +1,19 @@
-"""Whether vectors that are kept may still be compared with those that are made here. Imports torch."""
+"""Whether vectors that are kept may still be compared with those that a model makes now."""
 
 from __future__ import annotations
 
-import time
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
-from layertap.models.errors import LayertapError, LoadError
-from layertap.models.selection.hook_points import AXES, Selector
-from layertap.service.cli.console import show_status, stdout
+from layertap.models.errors import LayertapError
+from layertap.models.selection.hook_points import AXES
+from layertap.service.cli.console import say
 from layertap.service.cli.stored_receipts import StoredReceipts
-from layertap.service.engine.engine import Engine
-from layertap.service.explain.prober import Prober
-from layertap.service.features import Receipt
-from layertap.service.http.parsing import validate_body
-from layertap.service.inputs.items import TextItem
 from layertap.service.probes import Probe, is_rounding, measure_change, parse_probe
-from layertap.service.schemas.bodies import ExtractBody
-
-DEADLINE_S = 3600
-KEY = "result"
+from layertap_client import AsyncClient, InvalidRequestError
 
 
 @dataclass(frozen=True)
@@ -31,42 +24,38 @@ class Verdict:
     good: bool
 
 
-async def check_stored(engine: Engine, stored: list[StoredReceipts], model: str | None) -> bool:
+async def check_stored(client: AsyncClient, stored: list[StoredReceipts], model: str | None) -> bool:
     """Print what has become of each stored result; whether all are good. ``model`` is asked in place of their own.
 
-    The engine is closed. LayertapError where a model can't be had.
+    The client's errors where a model can't be asked.
     """
-    prober, good = Prober(engine), True
-    try:
-        for each in stored:
-            name = model or each.model
-            with show_status(f"loading {name}"):
-                await engine.manager.get_handle(name, float("inf"))
-            for key, receipt in each.receipts.items():
-                verdict = await _check_receipt(prober, name, receipt)
-                good = good and verdict.good
-                stdout.print(f"{name} {key}: {verdict.words}", markup=False, highlight=False, soft_wrap=True)
-    finally:
-        await engine.close()
+    good = True
+    for each in stored:
+        name = model or each.model
+        for key, receipt in each.receipts.items():
+            verdict = await _check_receipt(client, name, receipt)
+            good = good and verdict.good
+            say(f"{name} {key}: {verdict.words}")
     return good
 
 
-async def _check_receipt(prober: Prober, model: str, receipt: Mapping[str, Any]) -> Verdict:
+async def _check_receipt(client: AsyncClient, model: str, receipt: Mapping[str, Any]) -> Verdict:
     try:
-        selector = _read_selector(receipt)
         before = parse_probe(receipt.get("probe"))
         preprocessed = before.input == "tensors" if before else receipt.get("preprocessed") == "caller"
-        deadline = time.monotonic() + DEADLINE_S
-        sent = [TextItem("")] if before and before.input in ("text", "tokens") else ()  # of two towers theirs
-        features = await prober.probe(model, (selector,), None, deadline, preprocessed=preprocessed, sent=sent)
-        return _compare(receipt, before, features.receipts[KEY])
-    except LoadError:
-        raise
-    except LayertapError as error:
-        return Verdict(f"can't be asked for here: {error.detail}", good=False)
+        params = {
+            "layers": json.dumps([_make_entry(receipt)]),
+            "preprocessed": "caller" if preprocessed else None,
+            "input": "text" if before and before.input in ("text", "tokens") else None,  # of two towers theirs
+        }
+        reply = await client.get(f"/models/{quote(model, safe='')}/probe", params)
+        (now,) = reply.read_json()["receipts"].values()
+        return _compare(receipt, before, now)
+    except (LayertapError, InvalidRequestError) as error:
+        return Verdict(f"can't be asked for: {error.detail}", good=False)
 
 
-def _read_selector(receipt: Mapping[str, Any]) -> Selector:
+def _make_entry(receipt: Mapping[str, Any]) -> dict[str, Any]:
     """What to ask for to get what a receipt tells of; LayertapError where it tells too little."""
     if "layer" not in receipt:
         raise LayertapError("the receipt names no layer")
@@ -76,9 +65,7 @@ def _read_selector(receipt: Mapping[str, Any]) -> Selector:
     entry["dtype"] = receipt.get("reply_dtype", "float32")
     if (stats := receipt.get("stats")) is not None:
         entry["stats"] = _name_statistics(stats)
-    body = validate_body(ExtractBody, {"layers": [entry]})
-    (selector,) = body.layer_request.selectors
-    return replace(selector, alias=KEY)
+    return entry
 
 
 def _name_statistics(columns: object) -> object:
@@ -88,19 +75,20 @@ def _name_statistics(columns: object) -> object:
     return list(dict.fromkeys(str(column).partition("[")[0] for column in columns))
 
 
-def _compare(receipt: Mapping[str, Any], before: Probe | None, now: Receipt) -> Verdict:
-    same_name = receipt.get("fingerprint") == now.fingerprint
-    if before is None or now.probe is None:
+def _compare(receipt: Mapping[str, Any], before: Probe | None, now: Mapping[str, Any]) -> Verdict:
+    same_name = receipt.get("fingerprint") == now["fingerprint"]
+    after = parse_probe(now.get("probe"))
+    if before is None or after is None:
         if same_name:
             return Verdict("same fingerprint; it has no probe, so numbers were not compared", good=True)
         return Verdict("another fingerprint; it has no probe, so numbers were not compared", good=False)
-    if before.input != now.probe.input:
+    if before.input != after.input:
         return Verdict(f"made of a {before.input}, which this model does not take", good=False)
-    change = measure_change(before, now.probe)
+    change = measure_change(before, after)
     also = "" if same_name else ", under another fingerprint"
     if change == 0:
         return Verdict(f"same{also}", good=True)
-    if is_rounding(before, now.probe, now.dtype):
+    if is_rounding(before, after, now["dtype"]):
         return Verdict(f"same within rounding ({change:.1e}){also}", good=True)
     return Verdict(f"changed by {change:.2%}{also}", good=False)
 

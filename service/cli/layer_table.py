@@ -10,8 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from layertap.models.catalog.catalog import Layer
-from layertap.models.catalog.layer_tree import TreeRow
+from layertap.service.http.layer_tree import Json, TreeRow
 
 # The first of these that a type's name holds; the terminal's own sixteen colours, so that its theme decides.
 TYPE_STYLES = (
@@ -42,7 +41,7 @@ class Column:
 
 def print_layers(console: Console, rows: Sequence[TreeRow]) -> None:
     """Print a tree; on a narrow terminal what can be missed is left out, then names are cut."""
-    dearest = max((row.layer.share for row in rows if row.layer and row.layer.is_leaf), default=0.0)
+    dearest = max((_get_share(row) for row in rows if row.layer and row.layer["leaf"]), default=0.0)
     boundless = console.options.update(width=MAX_WIDTH)
     for columns in _list_choices():
         table = _make_table(rows, dearest, columns)
@@ -72,17 +71,17 @@ def _make_table(rows: Sequence[TreeRow], dearest: float, columns: Sequence[Colum
 
 
 def _render_name(row: TreeRow, dearest: float) -> Text:
-    style = CONTAINER if row.layer is None or not row.layer.is_leaf else ""
+    style = CONTAINER if row.layer is None or not row.layer["leaf"] else ""
     return Text.assemble((row.guides, QUIET), (row.label, style if row.layer or not row.guides else "italic"))
 
 
 def _render_type(row: TreeRow, dearest: float) -> Text:
     named = (style for part, style in TYPE_STYLES if part in row.type)
-    return Text(row.type, next(named, "" if row.layer and not row.layer.is_leaf else QUIET))
+    return Text(row.type, next(named, "" if row.layer and not row.layer["leaf"] else QUIET))
 
 
 def _render_output(row: TreeRow, dearest: float) -> Text:
-    if row.layer is not None and not row.layer.calls:
+    if row.layer is not None and not row.layer["calls"]:
         return Text(row.output, QUIET)
     shape, _, rest = row.output.partition(" ")
     text = Text(shape)
@@ -91,39 +90,44 @@ def _render_output(row: TreeRow, dearest: float) -> Text:
 
 
 def _render_parameters(row: TreeRow, dearest: float) -> Text:
-    count = row.layer.parameters if row.layer else 0
+    count = row.layer["parameters"] if row.layer else 0
     return Text(f"{count:,}") if count else Text("")
 
 
 def _render_bar(row: TreeRow, dearest: float) -> Text:
     """A bar of a layer without parts, as long as its share beside that of the dearest one."""
-    if row.layer is None or not row.layer.is_leaf or not dearest:
+    if row.layer is None or not row.layer["leaf"] or not dearest:
         return Text("")
-    part = max(row.layer.share, 0.0) / dearest
+    part = _get_share(row) / dearest
     eighths = round(part * BAR_CELLS * 8)
     bar = "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
     return Text(bar, "red" if part > HOT else "yellow" if part > WARM else "green")
 
 
 def _render_share(row: TreeRow, dearest: float) -> Text:
-    if row.layer is None or not row.layer.calls:
+    if row.layer is None or not row.layer["calls"]:
         return Text("")
-    return Text(f"{max(row.layer.share, 0.0):.0%}", "" if row.layer.is_leaf else QUIET)
+    return Text(f"{_get_share(row):.0%}", "" if row.layer["leaf"] else QUIET)
 
 
 def _render_cost(row: TreeRow, dearest: float) -> Text:
     layer = row.layer
-    return Text(f"{layer.calls[-1].output.cost:.0%}" if layer and layer.calls else "", QUIET)
+    return Text(f"{layer['cost']:.0%}" if layer and layer["calls"] else "", QUIET)
 
 
 def _render_notes(row: TreeRow, dearest: float) -> Text:
     return Text.assemble(*_list_notes(row.layer)) if row.layer else Text("")
 
 
-def _list_notes(layer: Layer) -> Iterator[tuple[str, str]]:
+def _get_share(row: TreeRow) -> float:
+    return max((row.layer and row.layer["share"]) or 0.0, 0.0)
+
+
+def _list_notes(layer: Json) -> Iterator[tuple[str, str]]:
     """What is to be minded: several calls, hazards."""
-    notes = [(f"{len(layer.calls)} calls", QUIET)] if len(layer.calls) > 1 else []
-    notes += [(hazard, WARNING) for hazard in layer.hazards if hazard != "never_called"]  # that it never runs is told
+    notes = [(f"{layer['calls']} calls", QUIET)] if layer["calls"] > 1 else []
+    # That it never runs is told elsewhere.
+    notes += [(hazard, WARNING) for hazard in layer["hazards"] if hazard != "never_called"]
     for number, note in enumerate(notes):
         yield from ((", ", QUIET), note) if number else (note,)
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 from rich.table import Table
 
-from layertap.service.cli.console import ConfigOption, show_loading, stderr, stdout
-from layertap.service.cli.setup import create_configured_engine
-
-if TYPE_CHECKING:
-    from layertap.models.catalog.catalog import Catalog, Layer
+from layertap.service.cli.console import ConfigOption, UrlOption, say, stdout, tell
+from layertap.service.cli.setup import connect, create_configured_engine
 
 
 def models(config: ConfigOption = None) -> None:
@@ -42,36 +41,30 @@ def layers(
     leaf: Annotated[bool | None, typer.Option("--leaf/--no-leaf", help="Those without parts, or those with.")] = None,
     functions: Annotated[bool, typer.Option(help="What the functions return that each layer calls.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As the server describes them.")] = False,
+    url: UrlOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Show a model's layers as a tree: shapes of one row, parameters, shares of the forward's cost, hazards."""
-    from layertap.models.catalog.layer_tree import format_tree, list_rows
-    from layertap.models.model_catalogs import ModelCatalogs
-    from layertap.models.selection.matches import filter_layers
-    from layertap.service.cli.layer_table import print_layers
-    from layertap.service.http.model_descriptions import describe_layers
-
-    registry = create_configured_engine(config).manager.registry
-    with show_loading(model):
-        loaded = registry.load(model)
-        if functions and isinstance(loaded.catalogs, ModelCatalogs):  # which it is: this command starts no workers
-            loaded.catalogs.survey(loaded.shapes, functions=True)
-    chosen = filter_layers(loaded.catalog, match, kind, leaf)
-    if as_json:
-        _print(json.dumps(describe_layers(loaded, chosen, functions=functions), indent=2) + "\n")
-    elif not stdout.is_terminal:
-        _print(format_tree(model, chosen, functions=functions))
-    else:
-        print_layers(stdout, list_rows(model, chosen, functions=functions))
-        stderr.print(_summarize(loaded.catalog, chosen), style="bright_black", highlight=False, markup=False)
+    params = {"match": match, "type": kind, "leaf": leaf, "functions": functions or None}
+    asyncio.run(_show_layers(url, config, model, params, as_json))
 
 
-def _summarize(catalog: Catalog, chosen: Sequence[Layer]) -> str:
-    """What the tree is of."""
-    total, shown = len(catalog.layers), len(chosen)
-    count = f"{total} layers" if shown == total else f"{shown} of {total} layers"
-    return f"\n{count}, a forward of one row takes {catalog.seconds * 1000:.3g} ms"
+async def _show_layers(
+    url: str | None, config: Path | None, model: str, params: Mapping[str, Any], as_json: bool
+) -> None:
+    path = f"/models/{quote(model, safe='')}"
+    async with connect(url, config, model) as client:
+        if not as_json and not stdout.is_terminal:
+            say((await client.get(f"{path}/layers", params, accept="text/plain")).body.decode(), end="")
+            return
+        document = (await client.get(f"{path}/layers", params)).read_json()
+        if as_json:
+            say(json.dumps(document, indent=2))
+            return
+        from layertap.service.cli.layer_table import print_layers
+        from layertap.service.http.layer_tree import list_rows
 
-
-def _print(text: str) -> None:
-    stdout.print(text, end="", markup=False, emoji=False, highlight=False, soft_wrap=True)
+        print_layers(stdout, list_rows(model, document["layers"]))
+        shown, total = len(document["layers"]), (await client.model(model)).details["layers"]
+        count = f"{total} layers" if shown == total else f"{shown} of {total} layers"
+        tell(f"\n{count}, a forward of one row takes {document['seconds'] * 1000:.3g} ms", style="bright_black")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,10 +14,11 @@ import typer
 
 from layertap.models.errors import LayertapError, escape
 from layertap.service.cli.console import stdout
+from layertap.service.cli.setup import connect
 
 if TYPE_CHECKING:
-    from layertap.service.formats.buffers import Buffers
     from layertap.service.formats.reply_format import ReplyFormat
+    from layertap_client import Reply
 
 STDOUT = Path("-")
 SCREENS = ("DISPLAY", "WAYLAND_DISPLAY")  # where neither is set on Linux, nobody would see a window
@@ -42,7 +44,7 @@ class Output:
         """What to call it before a person."""
         return "stdout" if self.file == STDOUT else str(self.file)
 
-    def write(self, buffers: Buffers) -> None:
+    def write(self, buffers: Iterable[bytes | bytearray | memoryview]) -> None:
         """Write an encoded reply; a picture for a window is opened, and the place of its file printed."""
         if self.file == STDOUT:
             sys.stdout.flush()
@@ -101,3 +103,20 @@ def find_format(file: Path, name: str | None) -> ReplyFormat:
         raise LayertapError(f"can't tell the format of {file}", hint=hint)
     FORMATS[name].check()
     return FORMATS[name]
+
+
+async def ask_about_picture(
+    url: str | None, config: Path | None, path: str, image: Path, fields: Mapping[str, str | None], output: Output
+) -> Reply:
+    """The reply to a picture on disk, in the format of ``output``; LayertapError.
+
+    ``fields`` are those of a body, as query parameters say them.
+    """
+    from layertap.service.inputs.files import FileError, read_regular_file
+
+    try:
+        picture = read_regular_file(image)
+    except FileError as error:
+        raise LayertapError(f"{image}: {error}") from None
+    async with connect(url, config, fields["model"]) as client:
+        return await client.post(path, picture, fields, accept=output.format.media_type)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layertap.models.errors import LayertapError
+from layertap.service.cli.console import show_loading, show_status, tell
 
 if TYPE_CHECKING:
     from layertap.service.config.configuration import Configuration
     from layertap.service.engine.engine import Engine
     from layertap.service.fetch.fetcher import Fetcher
     from layertap.service.settings import Settings
+    from layertap_client import AsyncClient
 
 NO_PASSWORD = ""  # where a key asks for one, loading fails: nobody is there to type it
 
@@ -51,6 +55,27 @@ def create_configured_engine(config: Path | None, *, warm: bool = False, workers
     from layertap.service.settings import read_settings
 
     return create_engine(read_settings(listens=False, config=config, workers=workers), warm=warm)
+
+
+@asynccontextmanager
+async def connect(url: str | None, config: Path | None, *models: str | None) -> AsyncIterator[AsyncClient]:
+    """A client of the server at ``url``, or without one of this process, with some models loaded; LayertapError."""
+    if url is not None and config is not None:
+        raise LayertapError("--url and --config cannot be combined", hint="the server has its own configuration")
+    async with AsyncExitStack() as stack:
+        if url is not None:
+            with show_status(f"asking {url}"):
+                from layertap.service.clients import open_client
+
+                client = await stack.enter_async_context(open_client(url, tell))
+        else:
+            with show_loading(" and ".join(name or "the model" for name in models) or "torch"):
+                from layertap.service.clients import open_local_client
+                from layertap.service.settings import read_settings
+
+                settings = read_settings(listens=False, config=config, workers=0)
+                client = await stack.enter_async_context(open_local_client(settings, *models))
+        yield client
 
 
 def check_certificate(cert: str, key: str) -> None:

@@ -61,7 +61,7 @@ def describe_layers(model: ModelInfo, layers: list[Layer], *, functions: bool = 
     catalog = model.catalog
     return {
         "model": model.spec.name,
-        "layers": [_describe_layer(layer) | (_describe_functions(layer) if functions else {}) for layer in layers],
+        "layers": [describe_layer(layer) | (_describe_functions(layer) if functions else {}) for layer in layers],
         "seconds": round(catalog.seconds, 6),
         "rowwise": catalog.rowwise,
         "embedding": model.embedding,
@@ -98,7 +98,8 @@ def _describe_input(spec: InputSpec) -> Json:
     return {"name": spec.name, "shape": spec.shape, "dtype": spec.dtype, **longest}
 
 
-def _describe_layer(layer: Layer) -> Json:
+def describe_layer(layer: Layer) -> Json:
+    """A layer: what each of its calls takes and returns, and what it costs."""
     last = layer.calls[-1].output if layer.calls else None
     return {
         "name": layer.name,
@@ -126,6 +127,7 @@ def _describe_layer(layer: Layer) -> Json:
         "parameters": layer.parameters,
         "layout": last.tensors[0].layout if last and last.tensors else None,
         "cost": last.cost if last else None,
+        "share": round(layer.share, 4) if last else None,
         "hazards": layer.hazards,
     }
 

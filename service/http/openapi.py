@@ -82,6 +82,10 @@ COMPUTED: Responses = {  # of routes that compute: every format, of which FastAP
                 "description": "the places of the inputs that were left out, where some were: 1,4",
                 "schema": {"type": "string"},
             },
+            "X-Layertap-Top-Classes": {
+                "description": "of an explanation: the best classes of the first input, as JSON, those that have room",
+                "schema": {"type": "string"},
+            },
         },
     },
     **describe_problems(400, 401, 404, 406, 408, 413, 415, 422, 429, 503, 504),

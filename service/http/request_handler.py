@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,6 +20,7 @@ from layertap.service.engine.request import ExtractRequest
 from layertap.service.errors import ClientGoneError, DeadlineError, QueueTooLongError
 from layertap.service.features import Features, list_skipped
 from layertap.service.formats.negotiation import negotiate
+from layertap.service.formats.plain_data import describe_top_classes
 from layertap.service.formats.reply_format import EncodeOptions, ReplyFormat
 from layertap.service.formats.table import FORMATS
 from layertap.service.http.body import read_body
@@ -30,6 +33,7 @@ from layertap.service.settings import Settings
 from layertap.service.timings import Timings
 
 SHORT = 2048  # bytes
+MAX_CLASSES_CHARACTERS = 1536
 FEW_NUMBERS, FEW_RESULTS = 4096, 64
 
 
@@ -123,7 +127,20 @@ def describe_features(features: Features) -> dict[str, str]:
     if features.warnings:
         warnings = "; ".join(features.warnings)
         headers["X-Layertap-Warnings"] = warnings.encode("ascii", "replace").decode()  # a name that is cut ends in "…"
+    if features.top_classes:
+        headers["X-Layertap-Top-Classes"] = _format_top_classes(describe_top_classes(features)[0])
     return headers
+
+
+def _format_top_classes(classes: Sequence[Mapping[str, Any]]) -> str:
+    """The best classes of an input as JSON in ASCII, as many as a head has room for: proxies take few KiB of it."""
+    plain, text = orjson.loads(orjson.dumps(classes)), "[]"  # what is no number is null
+    for count in range(1, len(plain) + 1):
+        longer = json.dumps(plain[:count])
+        if len(longer) > MAX_CLASSES_CHARACTERS:
+            break
+        text = longer
+    return text
 
 
 def make_headers(fingerprint: str, faults: Sequence[Fault]) -> dict[str, str]:

@@ -191,6 +191,7 @@ LAYER: Json = {
     "parameters": 0,
     "layout": "NCHW",
     "cost": 0.5737,
+    "share": 0.0121,
     "hazards": ["inplace"],
 }
 

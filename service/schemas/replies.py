@@ -299,7 +299,7 @@ class LayerFunction(BaseModel):
 
 
 class Layer(BaseModel):
-    """A layer; ``cost`` is the share of a forward up to here, null where it never runs."""
+    """A layer; ``cost`` is the share of a forward up to here, ``share`` its own; null where it never runs."""
 
     name: str
     type: str
@@ -312,6 +312,7 @@ class Layer(BaseModel):
     parameters: int
     layout: str | None
     cost: float | None
+    share: float | None
     hazards: list[str]
     functions: list[LayerFunction] = []
 

@@ -13,7 +13,6 @@ import orjson
 from fastapi import APIRouter, Depends, Query, Request, Response
 
 from layertap.models.catalog.catalog import Layer
-from layertap.models.catalog.layer_tree import format_tree
 from layertap.models.errors import LoadError, RequestError
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.matches import filter_layers
@@ -27,6 +26,7 @@ from layertap.service.http import query
 from layertap.service.http.auth import require_admin
 from layertap.service.http.dependencies import DeadlineDependency, EngineDependency
 from layertap.service.http.json_document import read_document
+from layertap.service.http.layer_tree import format_tree
 from layertap.service.http.model_descriptions import Json, describe_labels, describe_layers, describe_model
 from layertap.service.http.openapi import describe_problems
 from layertap.service.schemas.replies import LabelsReply, LayersReply, Model, ModelsReply, ReloadReply
@@ -205,7 +205,7 @@ def _encode_json(model: ModelInfo, layers: list[Layer], functions: bool) -> byte
 
 
 def _encode_text(model: ModelInfo, layers: list[Layer], functions: bool) -> bytes:
-    return format_tree(model.spec.name, layers, functions=functions).encode()
+    return format_tree(model.spec.name, describe_layers(model, layers, functions=functions)["layers"]).encode()
 
 
 LISTING_FORMATS = {

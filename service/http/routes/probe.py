@@ -15,14 +15,15 @@ from layertap.service.features import Features
 from layertap.service.formats.plain_data import describe_receipts
 from layertap.service.http import query
 from layertap.service.http.dependencies import DeadlineDependency, EngineDependency
-from layertap.service.http.model_descriptions import Json
 from layertap.service.http.openapi import describe_problems
 from layertap.service.http.parsing import validate_body
+from layertap.service.inputs.items import TextItem
 from layertap.service.schemas.bodies import ExtractBody
 from layertap.service.schemas.replies import ProbeReply
 
 router = APIRouter(tags=["models"])
 OF_BODY = frozenset({"layers", "pool", "normalize", "dtype"})
+OWN = frozenset({"preprocessed", "input"})
 
 
 @router.get(
@@ -34,24 +35,26 @@ async def probe_layers(
     deadline: DeadlineDependency,
     name: str,
     layers: Annotated[
-        str | None, Query(description="selectors, separated by commas; the embedding without any")
+        str | None, Query(description="selectors, separated by commas, or layers as in a body; else the embedding")
     ] = None,
     pool: Pool | None = None,
     normalize: bool | None = None,
     dtype: ReplyDType | None = None,
     preprocessed: Literal["caller"] | None = None,
+    input: Annotated[Literal["text"] | None, Query(description="of two towers that of texts")] = None,  # noqa: A002
 ) -> Response:
     """What layers give for a fixed picture, text or tensor: receipts with probes, by the keys of a reply."""
     parsed = query.Query.parse(request.scope["query_string"])
-    parsed.check_names(OF_BODY | {"preprocessed"})
-    given = {"pool": pool, "normalize": normalize, "dtype": dtype}
-    fields: Json = {key: value for key, value in given.items() if value is not None}
-    if layers is not None:
-        fields["layers"] = parsed.get_list("layers")
-    asked = validate_body(ExtractBody, fields).layer_request
+    fields = query.read_fields(parsed, OF_BODY | OWN, engine.settings.max_json_depth)
+    asked = validate_body(ExtractBody, {key: fields[key] for key in fields.keys() - OWN}).layer_request
     prober: Prober = request.app.state.prober
     features = await prober.probe(
-        name, asked.selectors, asked.embedding, deadline, preprocessed=preprocessed == "caller"
+        name,
+        asked.selectors,
+        asked.embedding,
+        deadline,
+        preprocessed=preprocessed == "caller",
+        sent=(TextItem(""),) if input == "text" else (),
     )
     data = await engine.run_in_thread(partial(_encode, features), deadline)
     return Response(data, media_type="application/json")

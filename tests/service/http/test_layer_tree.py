@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from layertap.models.catalog.catalog import Call, CallBoundary, Layer, TensorInfo
-from layertap.models.catalog.layer_tree import format_tree
+from layertap.service.http.layer_tree import format_tree
+from layertap.service.http.model_descriptions import describe_layer
 
 
 def layer(
     name: str, kind: str, *shapes: tuple[int, ...], parameters: int = 0, calls: int = 1, cost: float = 0.5
-) -> Layer:
-    """A layer that returns tensors of these shapes."""
+) -> dict[str, Any]:
+    """A layer that returns tensors of these shapes, as the server describes it."""
     leaves = tuple(TensorInfo((), shape, "float32", layout="NCHW" if len(shape) == 4 else None) for shape in shapes)
     side = CallBoundary(0, cost, leaves)
-    return Layer(name, kind, not shapes, parameters, (Call(side, side),) * calls, ())
+    return describe_layer(Layer(name, kind, not shapes, parameters, (Call(side, side),) * calls, ()))
 
 
 NET = (
@@ -43,14 +46,14 @@ def test_tree() -> None:
 
 def test_some_of_them() -> None:
     """Of layers that were chosen each is named from the nearest one that is there too, else by its whole name."""
-    chosen = [each for each in NET if each.name in ("blocks.0.relu", "head", "blocks.1")]
+    chosen = [each for each in NET if each["name"] in ("blocks.0.relu", "head", "blocks.1")]
     assert [line.split()[:2] for line in format_tree("net", chosen).splitlines()[1:]] == [
         ["net"],
         ["├─", "blocks.0.relu"],
         ["├─", "blocks.1"],
         ["└─", "head"],
     ]
-    chosen = [each for each in NET if each.name in ("blocks", "blocks.0.relu")]
+    chosen = [each for each in NET if each["name"] in ("blocks", "blocks.0.relu")]
     assert [line.split()[:3] for line in format_tree("net", chosen).splitlines()[2:]] == [
         ["└─", "blocks", "ModuleList"],
         ["└─", "0.relu", "ReLU"],

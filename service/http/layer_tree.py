@@ -1,19 +1,19 @@
-"""Layers as text for people: a line each, in columns, indented as they lie in one another; needs no torch."""
+"""Layers, as the server describes them, as text for people: a line each, in columns, indented as they are nested."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from layertap.models.catalog.catalog import Layer, TensorInfo
 from layertap.models.errors import escape
-from layertap.models.hooks.sites import split_function
 
 ROOT = "."
 HEADERS = ("layer", "type", "output", "parameters", "cost", "")
 RIGHT_ALIGNED = frozenset({"parameters", "cost"})
 MAX_NAME = 512  # characters of a name
 Row = tuple[str, ...]
+Json = dict[str, Any]  # a layer, a function or a tensor of it
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TreeRow:
     guides: str = ""
     type: str = ""
     output: str = ""
-    layer: Layer | None = None
+    layer: Json | None = None
 
     @property
     def cells(self) -> Row:
@@ -36,36 +36,32 @@ class TreeRow:
         first, layer = self.guides + self.label, self.layer
         if layer is None:
             return first, self.type, self.output, "", "", ""
-        cost = f"{layer.calls[-1].output.cost:.0%}" if layer.calls else ""
-        calls = f"{len(layer.calls)} calls" if len(layer.calls) > 1 else ""
-        return first, self.type, self.output, f"{layer.parameters:,}", cost, calls
+        cost = f"{layer['cost']:.0%}" if layer["calls"] else ""
+        calls = f"{layer['calls']} calls" if layer["calls"] > 1 else ""
+        return first, self.type, self.output, f"{layer['parameters']:,}", cost, calls
 
 
-def format_tree(model: str, layers: Iterable[Layer], *, functions: bool = False) -> str:
+def format_tree(model: str, layers: Iterable[Json]) -> str:
     """A table of layers beneath a model's name: class, shape for one row, parameters, cost of the forward up to there.
 
     Its lines are those of ``list_rows``.
     """
-    rows = [HEADERS, *(row.cells for row in list_rows(model, layers, functions=functions))]
+    rows = [HEADERS, *(row.cells for row in list_rows(model, layers))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "".join(_format_row(row, widths) for row in rows)
 
 
-def list_rows(model: str, layers: Iterable[Layer], *, functions: bool = False) -> list[TreeRow]:
+def list_rows(model: str, layers: Iterable[Json]) -> list[TreeRow]:
     """The lines of a tree of layers beneath a model's name, from top to bottom.
 
-    A layer stands beneath the nearest one that it is a part of, in execution order; with ``functions`` those that its
-    own forward calls stand right beneath it.
+    A layer stands beneath the nearest one that it is a part of, in execution order; right beneath it the functions that
+    its own forward calls, where they are described.
     """
-    by_name = {layer.name: layer for layer in layers}
+    by_name = {layer["name"]: layer for layer in layers}
     root = by_name.pop(ROOT, None)
-    rows = [_make_row(_escape_name(model), "", root)]
-    if functions:
-        rows += _list_functions(root, f"{ROOT}/")
+    rows = [_make_row(_escape_name(model), "", root), *_list_functions(root, f"{ROOT}/")]
     for name, label, guides, beneath in _draw_branches(by_name):
-        rows.append(_make_row(label, guides, by_name[name]))
-        if functions:
-            rows += _list_functions(by_name[name], f"{beneath}/")
+        rows += [_make_row(label, guides, by_name[name]), *_list_functions(by_name[name], f"{beneath}/")]
     return rows
 
 
@@ -110,26 +106,29 @@ def _list_ancestors(name: str) -> Iterator[str]:
         end = name.find(".", end + 1)
 
 
-def _make_row(label: str, guides: str, layer: Layer | None) -> TreeRow:
+def _make_row(label: str, guides: str, layer: Json | None) -> TreeRow:
     if layer is None:
         return TreeRow(label, guides)
     output = "never runs"
-    if layer.calls:
-        shapes = [_format_tensor(leaf) for leaf in layer.calls[-1].output.tensors]
+    if layer["calls"]:
+        shapes = [_format_tensor(each) for each in _take_last_call(layer, "outputs")]
         output = "".join(shapes[:1]) + (f" +{len(shapes) - 1}" if len(shapes) > 1 else "")
-    return TreeRow(label, guides, _escape_name(layer.type), output, layer)
+    return TreeRow(label, guides, _escape_name(layer["type"]), output, layer)
 
 
-def _list_functions(layer: Layer | None, guides: str) -> Iterator[TreeRow]:
+def _list_functions(layer: Json | None, guides: str) -> Iterator[TreeRow]:
     """What the functions return that the last call of a layer calls."""
-    for leaf in layer.calls[-1].get_boundary("function").tensors if layer and layer.calls else ():
-        name, site, path = split_function(leaf.path)
-        if site == "output":
-            yield TreeRow(name + "".join(f"[{key}]" for key in path), guides, output=_format_tensor(leaf))
+    for function in _take_last_call(layer, "functions") if layer else ():
+        for tensor in function["outputs"]:
+            yield TreeRow(function["name"] + tensor["path"], guides, output=_format_tensor(tensor))
 
 
-def _format_tensor(leaf: TensorInfo) -> str:
-    return "×".join(map(str, leaf.shape)) + (f" {leaf.layout}" if leaf.layout else "")
+def _take_last_call(layer: Json, field: str) -> Iterator[Json]:
+    return (each for each in layer.get(field, ()) if each["call"] == layer["calls"] - 1)
+
+
+def _format_tensor(tensor: Json) -> str:
+    return "×".join(map(str, tensor["shape"])) + (f" {tensor['layout']}" if tensor["layout"] else "")
 
 
 def _escape_name(name: str) -> str:

@@ -1,0 +1,192 @@
+"""``--url``: what a server answers is what this process answers, in the same words, files and exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layertap.service.config.configuration import read_configuration
+from tests.server import Live
+from tests.service.cli.commands import Command, Done
+from tests.service.cli.test_extract import FILING
+from tests.service.cli.test_models import mask_costs
+from tests.service.conftest import Serve
+from tests.service.support import configured, net, picture
+
+KEY = "secret"
+COSTS = {"cost": 0, "share": 0}  # measured anew each time
+NETS = (net("touchy", "Touchy"), net("never", "Never", required=False, load="lazy"))
+
+
+@pytest.fixture(scope="module")
+def locked(serve: Serve) -> Iterator[Live]:
+    """A server that asks for a key and takes three inputs at once."""
+    with serve(configured(*NETS), api_keys=(KEY,), max_inputs=3) as live:
+        yield live
+
+
+@pytest.fixture
+def url(locked: Live, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Its address, with the key in the environment."""
+    monkeypatch.setenv("LAYERTAP_API_KEY", KEY)
+    return locked.url
+
+
+def run_both(command: Command, url: str, *words: str | Path, out: Path | None = None) -> tuple[Done, Done]:
+    """A command here and at a server: its status and words must be the same, and so must a file."""
+    found = []
+    for where in ((), ("--url", url)):
+        done = command(*words, *(("--out", out) if out is not None else ()), *where)
+        found.append((done, out.read_bytes() if out is not None and out.exists() else b""))
+        if out is not None:
+            out.unlink(missing_ok=True)
+    (here, ours), (there, theirs) = found
+    assert (here.status, here.notes) == (there.status, there.notes.replace(f"{url}: ", ""))
+    assert ours == theirs
+    return here, there
+
+
+@pytest.mark.parametrize("form", ["json", "npz", "npy", "safetensors", "arrow", "png"])
+def test_extract(command: Command, url: str, pictures: list[Path], tmp_path: Path, form: str) -> None:
+    """Files of every format have the same bytes, receipts with probes and names of files among them."""
+    layers = "block3" if form == "npy" else "block3,block2.relu#*,head:input"
+    words = ("extract", *pictures, "--layers", layers, "--pool", "mean", "--normalize")
+    here, there = run_both(command, url, *words, out=tmp_path / f"out.{form}")
+    assert (here.status, here.out) == (there.status, there.out) == (0, "")
+
+
+def test_extract_beyond_the_limits(
+    command: Command, url: str, pictures: list[Path], broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More pictures than the server takes at once go in batches; bad ones are named, wherever they are."""
+    monkeypatch.setenv("LAYERTAP_MAX_INPUTS", "3")
+    files = [broken, *pictures, tmp_path / "no.png", *pictures, broken]
+    os.mkfifo(tmp_path / "no.png")
+    here, _ = run_both(command, url, "extract", *files, "--layers", "head", out=tmp_path / "out.npz")
+    assert (here.status, here.notes.count("bad.png: "), here.notes.count("no.png: ")) == (1, 2, 1)
+
+
+def test_extract_of_several_shapes(command: Command, serve: Serve, tmp_path: Path) -> None:
+    """A picture whose results fit to no others is left out."""
+    config = tmp_path / "m.yaml"
+    config.write_text(FILING.replace("[8, 8]}", "8}"))
+    files = [tmp_path / f"{place}.png" for place in range(4)]
+    for file, size in zip(files, ((16, 16), (32, 16), (16, 16), (16, 32)), strict=True):
+        file.write_bytes(picture(1, size))
+    outs = [tmp_path / "here.json", tmp_path / "there.json"]
+    words = ("extract", *files, "--layers", ".,files", "--out")
+    with serve(read_configuration(config)) as live:
+        done = [command(*words, outs[0], "--config", config), command(*words, outs[1], "--url", live.url)]
+    assert [each.status for each in done] == [1, 1]
+    assert json.loads(outs[0].read_text())["rows"] == 2
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+
+
+def test_extract_of_large_replies(command: Command, serve: Serve, pictures: list[Path], tmp_path: Path) -> None:
+    """What is too large for one reply comes in several."""
+    out = tmp_path / "out.json"
+    with serve(max_reply_bytes=70_000) as live:  # a row of block1 takes 64 KiB
+        done = command("extract", *pictures, "--layers", "block1", "--out", out, "--url", live.url)
+    assert (done.status, json.loads(out.read_text())["rows"]) == (0, 3)
+
+
+@pytest.mark.parametrize("form", ["png", "webp"])
+def test_show(command: Command, url: str, pictures: list[Path], tmp_path: Path, form: str) -> None:
+    """The picture is the same."""
+    words = ("show", pictures[0], "block1,head", "--tiles", "4", "--strongest")
+    here, there = run_both(command, url, *words, out=tmp_path / f"out.{form}")
+    assert here.out == there.out == f"{tmp_path / f'out.{form}'}\n"
+
+
+@pytest.mark.parametrize("form", ["png", "npz", "json"])
+def test_explain(command: Command, url: str, pictures: list[Path], tmp_path: Path, form: str) -> None:
+    """Maps are the same, and the best classes that are named."""
+    words = ("explain", pictures[0], "--method", "saliency,grad_cam", "--classes", "3,top", "--top-classes", "3")
+    here, _ = run_both(command, url, *words, out=tmp_path / f"out.{form}")
+    assert (here.status, here.notes.count("class ")) == (0, 3)
+
+
+@pytest.mark.parametrize("words", [(), ("--functions", "--type", "Conv2d"), ("--leaf", "--match", "block2*")])
+def test_layers(command: Command, url: str, words: tuple[str, ...]) -> None:
+    """The tree and the description are the same but for costs, which are measured anew each time."""
+    texts = [command("layers", "digits", *words, *where).out for where in ((), ("--url", url))]
+    assert mask_costs(texts[0]) == mask_costs(texts[1])
+    assert "Conv2d" in texts[0]
+    documents: list[Any] = [
+        json.loads(command("layers", "digits", *words, "--json", *where).out) for where in ((), ("--url", url))
+    ]
+    here, there = ([{**each, **COSTS} for each in document["layers"]] for document in documents)
+    assert here == there
+
+
+def test_check_index(command: Command, url: str, pictures: list[Path], tmp_path: Path) -> None:
+    """An index is compared with what the server makes of the fixed input now."""
+    file = tmp_path / "index.json"
+    layers = ("--layers", "block1,block2.relu#0,head:input", "--pool", "mean")
+    assert command("extract", *pictures, *layers, "--out", file).status == 0
+    here, there = run_both(command, url, "check", file)
+    assert (here.status, here.out) == (there.status, there.out)
+    assert here.out.count(": same\n") == 3
+    file.write_text(file.read_text().replace('"pool":"mean"', '"pool":"max"'))
+    here, there = run_both(command, url, "check", file)
+    assert (here.status, here.out) == (there.status, there.out)
+    assert here.status == 1
+
+
+def test_check_a_server(command: Command, locked: Live, url: str) -> None:
+    """Without an index the states of the server's models are told; status 2 where one has failed."""
+    done = command("check", "--url", url)
+    assert (done.status, re.search(r"digits: ready on cpu, float32, \d+ layers", done.out) is not None) == (0, True)
+    assert locked.client.get("/models/never/layers", headers={"X-API-Key": KEY}).status_code == 503
+    done = command("check", "--url", url)
+    assert (done.status, "never: failed on cpu" in done.out) == (2, True)
+
+
+REFUSED = (
+    ("extract", "PICTURE", "--layers", "block4"),
+    ("extract", "PICTURE", "--layers", "head", "--model", "digit"),
+    ("show", "PICTURE", "blok"),
+    ("explain", "PICTURE", "--method", "saliency", "--window", "3"),
+    ("explain", "PICTURE", "--method", "lime"),
+    ("layers", "digit"),
+    ("layers", "digits", "--type", "Conv"),
+)
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_refused(command: Command, url: str, pictures: list[Path], words: tuple[str, ...]) -> None:
+    """A mistake is told in the same words; of a server its address stands before them."""
+    given = [pictures[0] if word == "PICTURE" else word for word in words]
+    here, there = run_both(command, url, *given)
+    assert (here.status, here.out, there.out) == (2, "", "")
+    assert len(there.notes.splitlines()) == 1
+
+
+COMMANDS = (
+    ("extract", "PICTURE", "--layers", "head"),
+    ("show", "PICTURE", "head"),
+    ("explain", "PICTURE", "--method", "saliency"),
+    ("layers", "digits"),
+    ("check",),
+)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+def test_nobody_there_and_no_key(command: Command, locked: Live, pictures: list[Path], words: tuple[str, ...]) -> None:
+    """Where the key is missing or nobody answers, and where a configuration is named too, it is one line."""
+    given = [pictures[0] if word == "PICTURE" else word for word in words]
+    for more, told in (
+        ((locked.url,), "LAYERTAP_API_KEY"),
+        (("http://127.0.0.1:1",), "no server answers at http://127.0.0.1:1"),
+        ((f"{locked.url}/v1",), "without /v1"),
+        ((locked.url, "--config", "m.yaml"), "--url and --config cannot be combined"),
+    ):
+        done = command(*given, "--url", *more)
+        assert (done.status, done.out, len(done.notes.splitlines())) == (2, "", 1)
+        assert told in done.notes
