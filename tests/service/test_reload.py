@@ -72,6 +72,17 @@ def test_reload(serve: Serve, versions: Versions) -> None:
         assert reload(live) == {"added": [], "removed": [], "changed": {}, "aliases": {}, "default": None}
 
 
+def test_unloaded_model_becomes_lazy(serve: Serve, versions: Versions) -> None:
+    """What an administrator has unloaded no request loads, until the file says that a request does."""
+    with serve(versions.write(entry("a", "stays"), entry("a", "rests")), config=versions.file) as live:
+        before = ask(live.client, "rests").json()["features"]
+        assert live.client.post("/models/rests/unload").status_code == 200
+        problem(ask(live.client, "rests"), 503, seconds=True)
+        versions.write(entry("a", "stays"), entry("a", "rests", load="lazy"))
+        assert reload(live)["changed"] == {"rests": ["load"]}
+        assert ask(live.client, "rests").json()["features"] == before
+
+
 def test_removed_model_answers_what_it_has(serve: Serve, versions: Versions) -> None:
     """A model that the file has no more answers what it was asked before, and is not found any more."""
     with serve(versions.write(entry("a", "gated"), entry("b", "other")), config=versions.file) as live:
