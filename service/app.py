@@ -20,6 +20,7 @@ from layertap.service.engine.engine import Engine
 from layertap.service.engine.execute.processes import executors
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.models.model_updates import ModelUpdates
+from layertap.service.explain.planned_work import WorkPlan
 from layertap.service.explain.prober import Prober
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.http import openapi, problems
@@ -93,6 +94,7 @@ def create_app(
     )
     app.state.engine = engine
     app.state.prober = Prober(engine)
+    app.state.work_plan = WorkPlan(engine.settings, engine.metrics)
     app.state.updates = ModelUpdates(engine.manager, configuration, settings.config, engine.run_in_thread)
     for router in ROUTERS:
         app.include_router(router)

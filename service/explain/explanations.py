@@ -18,8 +18,7 @@ from layertap.models.labels import Labels
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
 from layertap.models.selection.plan import ResolvedObjective
-from layertap.service.engine.admit.admission import PlannedWork, Ticket
-from layertap.service.engine.admit.limits import check_sizes
+from layertap.service.engine.admit.admission import Ticket, check_sizes
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.models.model_handle import ModelHandle
@@ -37,6 +36,7 @@ from layertap.service.explain.explanation_methods import (
 )
 from layertap.service.explain.map_requests import MapRequest, list_maps
 from layertap.service.explain.perturbing import PerturbedMethod, perturb
+from layertap.service.explain.planned_work import PlannedWork, WorkPlan
 from layertap.service.features import Array, Features, TopClass, merge_results
 from layertap.service.formats.table import FORMATS
 
@@ -57,23 +57,23 @@ async def prepare(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Ex
     return await engine.fetch(request, ticket) if several or request.reply.format.is_picture else request
 
 
-async def explain(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Features:
+async def explain(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticket: Ticket) -> Features:
     """The maps that a prepared request asks for, one for each row, under each method's name.
 
     What ``Engine.extract`` raises. If the request names classes, the keys are ``METHOD.CLASS``. Without an objective a
     map is of each row's own highest score.
     """
-    return await engine.compute_once(request, ticket, partial(_explain, engine, request, ticket))
+    return await engine.compute_once(request, ticket, partial(_explain, engine, plan, request, ticket))
 
 
-async def _explain(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Features:
+async def _explain(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticket: Ticket) -> Features:
     explanation = _get_explanation(request)
     handle = await engine.get_handle(request.model, ticket)
     if request.reply.format.is_picture:  # what is captured is not drawn
         request = replace(request, reply=replace(request.reply, format=FORMATS["npz"]))
-    work = await engine.run_in_thread(partial(_plan_work, request, explanation, handle), ticket.deadline)
+    work = await engine.run_in_thread(partial(_plan_work, plan, request, explanation, handle), ticket.deadline)
     made: Features | None = None
-    with engine.admission.plan_work(work, ticket.deadline):
+    with work.count(ticket.deadline):
         for asked in list_maps(request, explanation):
             with ticket.return_bytes():
                 count = explanation.top_classes if made is None else 0
@@ -87,13 +87,13 @@ async def _explain(engine: Engine, request: ExtractRequest, ticket: Ticket) -> F
     return made
 
 
-def _plan_work(request: ExtractRequest, explanation: Explanation, handle: ModelHandle) -> PlannedWork:
+def _plan_work(plan: WorkPlan, request: ExtractRequest, explanation: Explanation, handle: ModelHandle) -> PlannedWork:
     """The changed inputs of all maps, as far as shapes are known."""
     model = _get_model(handle, request)
     changed = map_requests.list_changed_rows(list_maps(request, explanation), request, model)
     seconds = sum(each.estimate_seconds(model) for each in changed)
     smaller = map_requests.name_savings(request, explanation, model)
-    return PlannedWork(handle, sum(each.count for each in changed), seconds, smaller)
+    return PlannedWork(plan, handle, sum(each.count for each in changed), seconds, smaller)
 
 
 def _get_model(handle: ModelHandle, request: ExtractRequest) -> ModelInfo:

@@ -23,11 +23,12 @@ from layertap.models.labels import name_classes
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import InputOptions, Objective, Selector
 from layertap.models.selection.plan import ResolvedObjective
-from layertap.service.engine.admit.admission import PlannedWork, Ticket
+from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.explain.explanation_methods import GRADIENT_VALUES, VALUES, make_selector
 from layertap.service.explain.map_requests import CHUNK_ROWS, MapRequest, check_changed_inputs
+from layertap.service.explain.planned_work import PlannedWork
 from layertap.service.features import Array, Features, Receipt
 from layertap.service.inputs.items import ArraysItem
 
@@ -156,7 +157,7 @@ async def _perturb_row(
     base = row.make_request()
     for start in range(0, count, size):
         numbers = range(start, min(start + size, count))
-        await engine.admission.wait_for_turn(work, ticket.deadline)
+        await work.wait_for_turn(ticket.deadline)
         rows = await engine.run_in_thread(partial(made[0].make_rows, numbers), ticket.deadline)
         chunk = replace(base, items=((0, ArraysItem({None: rows}, may_batch=True)),))
         with ticket.return_bytes():

@@ -7,7 +7,7 @@ from email.message import Message
 from typing import Any
 
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError, escape
-from layertap.service.engine.admit.limits import check_count
+from layertap.service.engine.admit.admission import check_count
 from layertap.service.errors import BadRequestError, UnsupportedMediaError
 from layertap.service.http.body import MultipartPart
 from layertap.service.inputs.arrays import Array, read_npy, read_npz, read_safetensors

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from starlette.datastructures import Headers
 
 from layertap.models.errors import Fault, RequestError
-from layertap.service.engine.admit.limits import check_count, check_results
+from layertap.service.engine.admit.admission import check_count, check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.formats.reply_format import ReplyFormat

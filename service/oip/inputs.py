@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from layertap.models.errors import InputError, RequestError, escape
 from layertap.models.model_info import ModelInfo
-from layertap.service.engine.admit.limits import check_count
+from layertap.service.engine.admit.admission import check_count
 from layertap.service.http.input_readers import PlacedItems
 from layertap.service.inputs.arrays import Array, read_tensor
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem

@@ -9,7 +9,7 @@ from typing import Any
 from layertap.models.errors import LayertapError, RequestError, SelectorError
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Embedding, Selector
-from layertap.service.engine.admit.limits import check_results
+from layertap.service.engine.admit.admission import check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.errors import BadRequestError
 from layertap.service.http.json_document import load_json

@@ -22,11 +22,11 @@ from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.app import create_engine
-from layertap.service.engine.admit.admission import PlannedWork
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.explain.explanation_methods import METHODS
 from layertap.service.explain.map_requests import MapRequest
 from layertap.service.explain.perturbing import PerturbedMethod, perturb
+from layertap.service.explain.planned_work import PlannedWork, WorkPlan
 from layertap.service.inputs.items import ArraysItem
 from layertap.service.settings import Settings as ServiceSettings
 from tests.server import Live
@@ -258,8 +258,9 @@ def test_numbers_are_made_off_the_event_loop() -> None:
                 resolved = resolve_objective(objective, worker.model.catalog)
                 method = PerturbedMethod(asked, Watched, point, resolved, worker.model)
                 (part,) = await engine.extract_parts(method.prepare(request), ticket)
-                work = PlannedWork(worker, rows=40, seconds=1.0, smaller="less")
-                with engine.admission.plan_work(work, ticket.deadline):
+                plan = WorkPlan(engine.settings, engine.metrics)
+                work = PlannedWork(plan, worker, rows=40, seconds=1.0, smaller="less")
+                with work.count(ticket.deadline):
                     made = await perturb(engine, method, ticket, part, work)
                 assert (work.done, work.begun) == (40, True)
             return threading.current_thread().name, made.arrays["map"]

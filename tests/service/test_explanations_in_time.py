@@ -15,12 +15,12 @@ import pytest
 from layertap.models.catalog.catalog import Costs
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.app import create_engine
-from layertap.service.engine.admit.admission import PlannedWork
 from layertap.service.engine.batch import Batch, Job, RowSlice
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.errors import DeadlineError, QueueTooLongError
 from layertap.service.explain.map_requests import ChangedRows
+from layertap.service.explain.planned_work import PlannedWork, WorkPlan
 from layertap.service.settings import Settings
 from tests.server import Live
 from tests.service.conftest import Serve
@@ -175,7 +175,8 @@ async def planning() -> AsyncIterator[tuple[Engine, Callable[[float], PlannedWor
     try:
         worker = await engine.manager.get_handle("held", time.monotonic() + DEADLINE_S)
         unit = worker.pace.estimate_seconds(1.0)
-        yield engine, lambda seconds: PlannedWork(worker, rows=100, seconds=seconds / unit, smaller="less")
+        works = WorkPlan(engine.settings, engine.metrics)
+        yield engine, lambda seconds: PlannedWork(works, worker, rows=100, seconds=seconds / unit, smaller="less")
     finally:
         await engine.close()
 
@@ -184,16 +185,16 @@ def test_work_that_is_done() -> None:
     """The rows that an explanation has run count no more for the others."""
 
     async def run() -> None:
-        async with planning() as (engine, plan):
-            admission, deadline = engine.admission, time.monotonic() + 100
+        async with planning() as (_, plan):
+            deadline = time.monotonic() + 100
             first = plan(60)
-            with admission.plan_work(first, deadline):
-                with pytest.raises(QueueTooLongError), admission.plan_work(plan(60), deadline):
+            with first.count(deadline):
+                with pytest.raises(QueueTooLongError), plan(60).count(deadline):
                     raise AssertionError("nothing is planned")
                 first.done += 90  # 6 s are left
-                with admission.plan_work(plan(60), deadline):
+                with plan(60).count(deadline):
                     pass
-            with admission.plan_work(plan(150), deadline):  # alone
+            with plan(150).count(deadline):  # alone
                 pass
 
     asyncio.run(run())
@@ -204,18 +205,18 @@ def test_turns() -> None:
 
     async def run() -> None:
         async with planning() as (engine, plan), asyncio.TaskGroup() as group:
-            admission, deadline = engine.admission, time.monotonic() + DEADLINE_S
+            deadline = time.monotonic() + DEADLINE_S
             works = {seconds: plan(seconds) for seconds in (5, 6, 7, 1)}
             held = {seconds: ExitStack() for seconds in works}
             for seconds in (5, 6, 7):
-                held[seconds].enter_context(admission.plan_work(works[seconds], deadline))
+                held[seconds].enter_context(works[seconds].count(deadline))
             for seconds in (5, 6):
-                await admission.wait_for_turn(works[seconds], deadline)
+                await works[seconds].wait_for_turn(deadline)
             with pytest.raises(DeadlineError):
-                await admission.wait_for_turn(works[7], time.monotonic())
-            last = group.create_task(admission.wait_for_turn(works[7], deadline))
-            held[1].enter_context(admission.plan_work(works[1], deadline))
-            await admission.wait_for_turn(works[1], deadline)  # the shortest is first, whenever it came
+                await works[7].wait_for_turn(time.monotonic())
+            last = group.create_task(works[7].wait_for_turn(deadline))
+            held[1].enter_context(works[1].count(deadline))
+            await works[1].wait_for_turn(deadline)  # the shortest is first, whenever it came
             await let_others_run()
             held[5].close()
             await let_others_run()
@@ -223,12 +224,10 @@ def test_turns() -> None:
             held[1].close()
             await asyncio.wait_for(last, DEADLINE_S)
             works[7].done = 50  # who is ahead stays ahead
-            held[5].enter_context(admission.plan_work(works[5], deadline))
-            await admission.wait_for_turn(works[7], deadline)
+            held[5].enter_context(works[5].count(deadline))
+            await works[7].wait_for_turn(deadline)
             await engine.manager.unload("held")
-            await asyncio.wait_for(
-                admission.wait_for_turn(works[7], deadline), DEADLINE_S / 10
-            )  # to hear that it is gone
+            await asyncio.wait_for(works[7].wait_for_turn(deadline), DEADLINE_S / 10)  # to hear that it is gone
             for stack in held.values():
                 stack.close()
 

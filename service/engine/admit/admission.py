@@ -1,48 +1,29 @@
-"""What may come in: bytes in memory, rows in a model's queue, work of explanations; and whether it is done in time."""
+"""What may come in: bytes in memory, rows in a model's queue that are done in time; what is too large whoever asks."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import NoReturn
+from math import prod
 
 from layertap.models.errors import TooLargeError
-from layertap.service.engine.deadline import wait_until
+from layertap.models.model_info import ModelInfo
+from layertap.models.selection.plan import Plan, Result
+from layertap.models.selection.statistics import list_columns
+from layertap.models.spec import Shapes
+from layertap.service.engine.batch import BatchKey
 from layertap.service.engine.models.model_handle import ModelHandle
+from layertap.service.engine.request import ReplyOptions
 from layertap.service.errors import QueueFullError, QueueTooLongError, unloading_error
+from layertap.service.formats.reply_format import check_names
 from layertap.service.metrics import Metrics
+from layertap.service.pictures.panels import ResultInfo
 from layertap.service.settings import Settings
 from layertap.service.timings import Timings
 
 WAIT_MARGIN = 1.25  # what is expected may take so many times as long
-LENIENCY = 2.0  # where nothing else is planned: it may take so many times less
-TURNS = 2  # explanations that run on a device at a time: one prepares its next rows while another's are computed
-
-
-@dataclass(eq=False)
-class PlannedWork:
-    """Changed inputs that a request will queue a few at a time, and what makes them fewer, in words.
-
-    ``seconds``: of all their forwards on one thread, by what was measured at loading; ``found`` of the rows are known
-    to be needed, ``done`` are answered; ``begun``: it has had its first turn, or waits for it.
-    """
-
-    handle: ModelHandle
-    rows: int
-    seconds: float
-    smaller: str
-    found: int = 0
-    done: int = 0
-    begun: bool = False
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def seconds_left(self) -> float:
-        """Estimated seconds for the remaining rows, running alone."""
-        return max(1 - self.done / max(self.rows, 1), 0.0) * self.handle.pace.estimate_seconds(self.seconds)
+SURVEY_ROWS = 6  # one row, one that is timed, three, and one whose memory is measured
 
 
 class AdmissionControl:
@@ -57,7 +38,6 @@ class AdmissionControl:
         self.handles = handles
         self.settings = settings
         self.metrics = metrics
-        self._planned: list[PlannedWork] = []
 
     def admit(self, deadline: float, timings: Timings | None = None) -> Ticket:
         """A place for a request that is over at a moment on the monotonic clock; given back after its block."""
@@ -69,67 +49,8 @@ class AdmissionControl:
         Any thread may ask.
         """
         seconds = rows * handle.seconds_per_row
-        others = [each for each in tuple(self.handles.values()) if each is not handle and _share_device(each, handle)]
+        others = [each for each in tuple(self.handles.values()) if each is not handle and each.shares_device(handle)]
         return seconds + sum(min(seconds, other.rows * other.seconds_per_row) for other in others)
-
-    @contextmanager
-    def plan_work(self, work: PlannedWork, deadline: float) -> Iterator[None]:
-        """Have work count for others until the block ends; QueueTooLongError where it can't be done in time.
-
-        What else is planned for its device gets as much time, if it wants it. With nothing planned it is refused only
-        where there is no hope: what was measured may be slower than what will be.
-        """
-        self._check_work(work, max(deadline - time.monotonic(), 0.0))
-        self._planned.append(work)
-        try:
-            yield
-        finally:
-            self._planned.remove(work)
-            for other in self._planned:
-                other.changed.set()
-
-    async def wait_for_turn(self, work: PlannedWork, deadline: float) -> None:
-        """Return once it is among those that run, which have least left to do; DeadlineError.
-
-        Short work does not wait for long work. Where the deadlines leave no time for all of it, the first ones are done
-        in time instead of all being late.
-        """
-        work.begun = True
-        while not self._has_turn(work):
-            work.changed.clear()
-            await wait_until(deadline, work.changed.wait())
-
-    def _check_work(self, work: PlannedWork, left: float) -> None:
-        seconds = work.seconds_left
-        wait = sum(min(seconds, other.seconds_left) for other in self._list_others(work))
-        if wait:
-            if WAIT_MARGIN * (seconds + wait) > left:
-                taken = f"about {seconds:.1f} s, and explanations that run already {wait:.1f} s"
-                hint = f"come again later, or run fewer changed inputs: {work.smaller}"
-                self._refuse_work(work, taken, hint, wait, seconds + wait)
-            return
-        alone = work.handle.pace.estimate_least_seconds(work.seconds)
-        if alone / LENIENCY > left:
-            hint = f"run at most {max(int(work.rows * left / alone), 1)} changed inputs: {work.smaller}"
-            if alone > self.settings.deadline_s:
-                hint += ", or raise LAYERTAP_DEADLINE_S"
-            self._refuse_work(work, f"about {alone:.1f} s", hint, alone, alone)
-
-    def _refuse_work(self, work: PlannedWork, taken: str, hint: str, retry_after: float, needed_s: float) -> NoReturn:
-        self.metrics.count_refused("deadline")
-        detail = f"{work.rows} changed inputs take {taken}: the deadline would pass"
-        raise QueueTooLongError(detail, hint=hint, retry_after=retry_after, needed_s=needed_s)
-
-    def _has_turn(self, work: PlannedWork) -> bool:
-        """Whether few enough others have less to do; of equals the first that came is first."""
-        place, seconds = self._planned.index(work), work.seconds_left
-        begun = [other for other in self._list_others(work) if other.begun]
-        ahead = [(other.seconds_left, self._planned.index(other)) < (seconds, place) for other in begun]
-        return sum(ahead) < TURNS * max(len(work.handle.devices), 1)  # one that is unloaded has none
-
-    def _list_others(self, work: PlannedWork) -> list[PlannedWork]:
-        """What else is planned for its device."""
-        return [each for each in self._planned if each is not work and _share_device(each.handle, work.handle)]
 
 
 class Ticket(AbstractContextManager["Ticket"]):
@@ -233,5 +154,101 @@ class Ticket(AbstractContextManager["Ticket"]):
         self._holds.close()
 
 
-def _share_device(one: ModelHandle, other: ModelHandle) -> bool:
-    return not set(one.devices).isdisjoint(other.devices)
+def check_count(inputs: int, settings: Settings) -> None:
+    """TooLargeError where a request has more inputs than it may."""
+    if inputs > settings.max_inputs:
+        raise TooLargeError(
+            f"the request has {inputs} inputs, the limit is {settings.max_inputs}", hint="send them in several requests"
+        )
+
+
+def check_results(results: int, limit: int) -> None:
+    """TooLargeError for more results than a request may have."""
+    if results > limit:
+        raise TooLargeError(
+            f"the request names {results} results, the limit is {limit}", hint="ask for fewer layers at once"
+        )
+
+
+def check_reply_size(plan: Plan, rows: int, reply: ReplyOptions) -> None:
+    """TooLargeError where the reply to a plan for so many rows would be over its limit; RequestError for a name.
+
+    Called before any forward, with what the plan predicts.
+    """
+    check_names((result.key for result in plan.results), reply.reserved)
+    check_sizes([plan.count_numbers(rows)], [plan.nbytes(rows)], rows, reply)
+    if reply.format.is_picture:
+        reply.format.check_results([_outline_result(result, rows) for result in plan.results], reply.picture)
+
+
+def _outline_result(result: Result, rows: int) -> ResultInfo:
+    """What decides how large a drawing of a result is."""
+    capture, reduction = result.capture, result.capture.reduction
+    chosen = (reduction.tokens, reduction.heads, reduction.queries, reduction.keys)
+    return ResultInfo(
+        name=result.key,
+        module=result.module,
+        site=capture.point.site,
+        shape=capture.reply_shape(rows),
+        row_axis=capture.reply_rows_axis,
+        layout=capture.tensor.layout,
+        prefix_tokens=capture.tensor.prefix,
+        whole=reduction.pool == "none" and not any(chosen),
+        columns=list_columns(reduction.stats) if reduction.stats is not None else None,
+        channels=reduction.channels,
+        grid_size=capture.tensor.grid_size,
+    )
+
+
+def check_sizes(numbers: Iterable[int], nbytes: Iterable[int], rows: int, reply: ReplyOptions) -> None:
+    """TooLargeError where a reply of so many numbers, and so many bytes, would be over its limit."""
+    if reply.max_bytes is None:
+        return
+    size = reply.format.estimate_bytes(reply.encoding, sum(numbers), sum(nbytes))
+    if size > reply.max_bytes:
+        raise TooLargeError(
+            f"the reply would have about {size} bytes, the limit is {reply.max_bytes}",
+            hint="pool the layers, or ask for fewer" + (", or send fewer inputs at once" if rows > 1 else ""),
+        )
+
+
+def check_graph(plan: Plan, key: BatchKey) -> None:
+    """TooLargeError where not even one row's graph would fit."""
+    if plan.has_graph and key.costs.row_bytes > key.max_bytes:
+        raise TooLargeError(
+            f"a forward of one row that keeps its graph takes about {key.costs.row_bytes} bytes, "
+            f"the limit is {key.max_bytes}",
+            hint="ask for outputs, without gradients, or send a smaller input",
+        )
+
+
+def check_batch(rows: int, key: BatchKey) -> None:
+    """TooLargeError where rows that are to be one batch are more than a forward may have."""
+    if rows > key.max_rows:
+        raise TooLargeError(
+            f"rows of this model affect each other, and 'isolated' makes one batch of them: these are {rows}, "
+            f"the limit is {key.max_rows}",
+            hint="send fewer inputs at once, or leave 'isolated' out: each then runs alone",
+        )
+
+
+def check_survey(model: ModelInfo, shapes: Shapes, settings: Settings) -> None:
+    """TooLargeError for a shape so much larger than the configured one that its catalogue would keep others waiting."""
+    if model.catalogs.get_catalog(shapes) is not None:
+        return
+    # Of several inputs the one that grew most counts: which layers see which is not known.
+    tower = model.model_inputs.for_shapes(shapes)
+    catalog = model.get_catalog(tower)
+    ratio = max(prod(new) / prod(known) for new, known in zip(shapes, tower.shapes, strict=True))
+    one = min(catalog.seconds, catalog.costs.estimate_seconds(1))  # noise only adds
+    seconds, limit = SURVEY_ROWS * ratio * one, settings.deadline_s / 4
+    if ratio > 1 and seconds > limit:
+        raise TooLargeError(
+            f"an input of this shape would take about {seconds:.0f} s to get to know, the limit is {limit:.0f} s",
+            hint=f"send shape {show_shapes(tower.shapes)}, or configure the model for larger ones",
+        )
+
+
+def show_shapes(shapes: Shapes) -> str:
+    """Shapes of a model's inputs, for people."""
+    return ", ".join(str(list(shape)) for shape in shapes)

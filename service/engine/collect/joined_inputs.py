@@ -15,7 +15,7 @@ from layertap.models.fingerprint import digest_reply
 from layertap.models.selection.hook_points import AXES
 from layertap.models.selection.plan import Result
 from layertap.models.selection.statistics import merge_rows
-from layertap.service.engine.admit.limits import check_results, check_sizes
+from layertap.service.engine.admit.admission import check_results, check_sizes
 from layertap.service.engine.batch import Job
 from layertap.service.engine.collect.results import make_receipt
 from layertap.service.engine.request import ReplyOptions

@@ -151,6 +151,10 @@ class ModelHandle:
         in_use = self.answers == "none" or self.rows or self.holders or is_replaced or not self.is_active
         return not in_use and self._scheduler.is_idle(self.key)
 
+    def shares_device(self, other: ModelHandle) -> bool:
+        """Whether another model is on a device of this one."""
+        return not set(self.devices).isdisjoint(other.devices)
+
     def make_error(self) -> UnavailableError:
         """Why it can't be asked."""
         if self.error is None:

@@ -25,7 +25,7 @@ from layertap.models.selection.embedding import find_embedding, reduce_embedding
 from layertap.models.selection.hook_points import Selector
 from layertap.models.selection.plan import Capture, Plan, Result
 from layertap.models.spec import Preprocessed, Shapes
-from layertap.service.engine.admit.limits import (
+from layertap.service.engine.admit.admission import (
     check_count,
     check_reply_size,
     check_results,

@@ -24,7 +24,7 @@ from layertap.models.inputs.preprocess import compute_output_size
 from layertap.models.inputs.text import TextSpec
 from layertap.models.loaded_model import check_rows_fit
 from layertap.models.spec import Shapes
-from layertap.service.engine.admit.limits import check_batch, check_graph, show_shapes
+from layertap.service.engine.admit.admission import check_batch, check_graph, show_shapes
 from layertap.service.engine.batch import ForwardSpec, Job, UndecodedError
 from layertap.service.engine.collect.joined_inputs import ANOTHER_SHAPE, check_entries, find_others, list_entries
 from layertap.service.engine.deadline import RunInThread

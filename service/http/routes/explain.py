@@ -7,6 +7,7 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from layertap.service.explain import explanations
+from layertap.service.explain.planned_work import WorkPlan
 from layertap.service.http.dependencies import EngineDependency
 from layertap.service.http.openapi import COMPUTED, describe_inputs
 from layertap.service.http.parsing import parse_request
@@ -28,7 +29,8 @@ router = APIRouter(tags=["explain"])
 )
 async def explain(request: Request, engine: EngineDependency) -> Response:
     """Grad-CAM of a layer, attributions at the input, occlusion, attention rolled out, for each picture and class."""
+    plan: WorkPlan = request.app.state.work_plan
     async with receive(request, engine, parse) as (parsed, ticket):
         prepared = await explanations.prepare(engine, parsed, ticket)
-        features = await explanations.explain(engine, prepared, ticket)
+        features = await explanations.explain(engine, plan, prepared, ticket)
         return await encode_response(features, prepared, engine, ticket)

@@ -1,0 +1,112 @@
+"""Explanations that run on changed inputs at the same time: whether each is done in time, and whose turn it is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from layertap.service.engine.admit.admission import WAIT_MARGIN
+from layertap.service.engine.deadline import wait_until
+from layertap.service.engine.models.model_handle import ModelHandle
+from layertap.service.errors import QueueTooLongError
+from layertap.service.metrics import Metrics
+from layertap.service.settings import Settings
+
+LENIENCY = 2.0  # where nothing else is planned: it may take so many times less
+TURNS = 2  # explanations that run on a device at a time: one prepares its next rows while another's are computed
+
+
+@dataclass(eq=False)
+class WorkPlan:
+    """What explanations of this process have yet to run. For the event loop only."""
+
+    settings: Settings
+    metrics: Metrics
+    works: list[PlannedWork] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class PlannedWork:
+    """Changed inputs that a request will queue a few at a time, and what makes them fewer, in words.
+
+    ``seconds``: of all their forwards on one thread, by what was measured at loading; ``found`` of the rows are known
+    to be needed, ``done`` are answered; ``begun``: it has had its first turn, or waits for it.
+    """
+
+    plan: WorkPlan
+    handle: ModelHandle
+    rows: int
+    seconds: float
+    smaller: str
+    found: int = 0
+    done: int = 0
+    begun: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def seconds_left(self) -> float:
+        """Estimated seconds for the remaining rows, running alone."""
+        return max(1 - self.done / max(self.rows, 1), 0.0) * self.handle.pace.estimate_seconds(self.seconds)
+
+    @contextmanager
+    def count(self, deadline: float) -> Iterator[None]:
+        """Have it count for others until the block ends; QueueTooLongError where it can't be done in time.
+
+        What else is planned for its device gets as much time, if it wants it. With nothing planned it is refused only
+        where there is no hope: what was measured may be slower than what will be.
+        """
+        self._check(max(deadline - time.monotonic(), 0.0))
+        self.plan.works.append(self)
+        try:
+            yield
+        finally:
+            self.plan.works.remove(self)
+            for other in self.plan.works:
+                other.changed.set()
+
+    async def wait_for_turn(self, deadline: float) -> None:
+        """Return once it is among those that run, which have least left to do; DeadlineError.
+
+        Short work does not wait for long work. Where the deadlines leave no time for all of it, the first ones are done
+        in time instead of all being late.
+        """
+        self.begun = True
+        while not self._has_turn():
+            self.changed.clear()
+            await wait_until(deadline, self.changed.wait())
+
+    def _check(self, left: float) -> None:
+        seconds = self.seconds_left
+        wait = sum(min(seconds, other.seconds_left) for other in self._list_others())
+        if wait:
+            if WAIT_MARGIN * (seconds + wait) > left:
+                taken = f"about {seconds:.1f} s, and explanations that run already {wait:.1f} s"
+                hint = f"come again later, or run fewer changed inputs: {self.smaller}"
+                self._refuse(taken, hint, wait, seconds + wait)
+            return
+        alone = self.handle.pace.estimate_least_seconds(self.seconds)
+        if alone / LENIENCY > left:
+            hint = f"run at most {max(int(self.rows * left / alone), 1)} changed inputs: {self.smaller}"
+            if alone > self.plan.settings.deadline_s:
+                hint += ", or raise LAYERTAP_DEADLINE_S"
+            self._refuse(f"about {alone:.1f} s", hint, alone, alone)
+
+    def _refuse(self, taken: str, hint: str, retry_after: float, needed_s: float) -> NoReturn:
+        self.plan.metrics.count_refused("deadline")
+        detail = f"{self.rows} changed inputs take {taken}: the deadline would pass"
+        raise QueueTooLongError(detail, hint=hint, retry_after=retry_after, needed_s=needed_s)
+
+    def _has_turn(self) -> bool:
+        """Whether few enough others have less to do; of equals the first that came is first."""
+        works, seconds = self.plan.works, self.seconds_left
+        begun = [other for other in self._list_others() if other.begun]
+        ahead = [(other.seconds_left, works.index(other)) < (seconds, works.index(self)) for other in begun]
+        return sum(ahead) < TURNS * max(len(self.handle.devices), 1)  # one that is unloaded has none
+
+    def _list_others(self) -> list[PlannedWork]:
+        """What else is planned for its device."""
+        return [each for each in self.plan.works if each is not self and each.handle.shares_device(self.handle)]
