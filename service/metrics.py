@@ -153,9 +153,9 @@ class Metrics:
         """A request whose client went away while it was in the queue."""
         self._get_model(model).cancelled.inc()
 
-    def count_split(self, model: str, cause: Cause) -> None:
-        """A batch that was run again in parts."""
-        self._get_model(model).split[cause].inc()
+    def count_splits(self, model: str, cause: Cause, count: int) -> None:
+        """So many times a batch was run again in parts."""
+        self._get_model(model).split[cause].inc(count)
 
     def count_worker_restart(self, model: str, reason: RestartReason) -> None:
         """A worker process that ended, or was ended, and was replaced."""
@@ -165,9 +165,9 @@ class Metrics:
         """A task of the server that runs beside requests has raised something."""
         self._task_failures[task].inc()
 
-    def count_out_of_memory(self, model: str) -> None:
-        """A forward that the device had no memory for."""
-        self._get_model(model).out_of_memory.inc()
+    def count_out_of_memory(self, model: str, count: int) -> None:
+        """So many forwards that the device had no memory for."""
+        self._get_model(model).out_of_memory.inc(count)
 
     def get_statistics(self, model: str) -> ModelStatistics:
         """The sums of one model, which grow as long as the process lives."""

@@ -29,7 +29,7 @@ from layertap.service.engine.rows.rows import Items
 from layertap.service.engine.rows.sources import count_taken_bytes, fill_tensors, plan_stages
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
-from layertap.service.inputs.items import ImageItem, UrlItem
+from layertap.service.inputs.items import ImageItem
 from layertap.service.metrics import Metrics, ModelLoad, Snapshot
 from layertap.service.pictures.overlay import SentPicture
 from layertap.service.settings import Settings
@@ -89,7 +89,7 @@ class Engine:
             check = partial(add_warnings, features)
             return check() if has_few_numbers(features) else await self.run_in_thread(check, ticket.deadline)
 
-        if self.answers.max_bytes and not _has_urls(request):
+        if self.answers.max_bytes and not request.has_urls:
             features = await self._find_or_compute(request, handle, ticket, compute_checked)
         else:
             features = await compute_checked()
@@ -151,7 +151,7 @@ class Engine:
 
         RequestError; planned first where that can be: what is refused fetches nothing.
         """
-        if not _has_urls(request):
+        if not request.has_urls:
             return request
         handle = await self.get_handle(request.model, ticket)
         if request.explanation is None:
@@ -196,7 +196,7 @@ class Engine:
         entries, handles = list(self.manager.registry), self.manager.list_handles()
         answering = dict(self.manager.handles).items()  # new requests; others finish what they have
         active = {name: handle for name, handle in answering if handle.is_active}
-        waiting = sum(self.manager.scheduler.count_waiting_rows(handle.key) for handle in handles)
+        waiting = sum(self.manager.scheduler.batcher.count_waiting_rows(handle.key) for handle in handles)
         rows = sum(handle.rows for handle in handles)
         return Snapshot(
             queue_rows=waiting,
@@ -211,14 +211,14 @@ class Engine:
             max_queue_rows=self.settings.max_queue_rows,
             max_queue_bytes=self.settings.max_queue_bytes,
             max_connections=self.settings.max_connections,
-            device_slots=self.manager.scheduler.count_slots(),
+            device_slots=self.manager.scheduler.batcher.count_slots(),
         )
 
     def _measure_load(self, handle: ModelHandle) -> ModelLoad:
         replicas = len(handle.executor.devices)
         return ModelLoad(
             admitted_rows=handle.rows,
-            waiting_rows=self.manager.scheduler.count_waiting_rows(handle.key),
+            waiting_rows=self.manager.scheduler.batcher.count_waiting_rows(handle.key),
             queue_seconds=self.admission.estimate_wait(handle, handle.rows),
             replicas=replicas,
             busy_replicas=replicas - sum(handle.executor.count_idle().values()),
@@ -243,7 +243,9 @@ class Engine:
         planned = await self.planner.plan(request, handle, ticket.deadline)
         request.timings.facts.rows = max(request.timings.facts.rows, planned.rows)
         ticket.resize(planned.rows)  # before anything is decoded, or run to get to know a shape
-        items = await fetch_inputs(planned.request, planned.inputs, planned.rows, self.fetcher, ticket)
+        items: Items = planned.request.local_items
+        if planned.request.has_urls:
+            items = await fetch_inputs(planned.request, planned.inputs, planned.rows, self.fetcher, ticket)
         ticket.reserve_bytes(planned.nbytes)
         return planned, items
 
@@ -291,10 +293,6 @@ def _warn_of_embedding(request: ExtractRequest, model: ModelInfo) -> tuple[str, 
     """Why the model's embedding may mislead, where it is asked for."""
     asked = request.embedding is not None and not request.embedding.layer
     return model.model_embedding.warnings if asked and model.model_embedding is not None else ()
-
-
-def _has_urls(request: ExtractRequest) -> bool:
-    return any(isinstance(item, UrlItem) for _, item in request.items)
 
 
 def _fill(jobs: Sequence[Job], answers: Sequence[Answer]) -> list[Job]:

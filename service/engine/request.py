@@ -18,7 +18,7 @@ from layertap.models.selection.hook_points import (
 )
 from layertap.service.formats.reply_format import Encoding, ReplyFormat
 from layertap.service.formats.table import FORMATS
-from layertap.service.inputs.items import InputItem
+from layertap.service.inputs.items import InputItem, LocalItem, UrlItem
 from layertap.service.pictures.options import PictureOptions
 from layertap.service.timings import Timings
 from layertap.service.types import Priority
@@ -73,6 +73,16 @@ class ExtractRequest:
     priority: Priority = "interactive"
     reply: ReplyOptions = ReplyOptions()
     timings: Timings = field(default_factory=Timings)
+
+    @property
+    def local_items(self) -> list[tuple[int, LocalItem]]:
+        """The items that came with it: all but those at URLs."""
+        return [(index, item) for index, item in self.items if not isinstance(item, UrlItem)]
+
+    @property
+    def has_urls(self) -> bool:
+        """Whether some items are at URLs."""
+        return len(self.local_items) < len(self.items)
 
     def for_input(self, input_index: int) -> ExtractRequest:
         """The request as it is for one input: with this input's own options."""

@@ -395,9 +395,9 @@ def test_counters() -> None:
     metrics.count_answered("digits", 2)
     metrics.count_expired("digits")
     metrics.count_cancelled("gated")
-    metrics.count_out_of_memory("gated")
+    metrics.count_out_of_memory("gated", 1)
     for cause in get_args(Cause):
-        metrics.count_split("gated", cause)
+        metrics.count_splits("gated", cause, 1)
     for reason in get_args(Reason):
         metrics.count_refused(reason)
     assert nonzero(metrics) == {

@@ -114,7 +114,9 @@ class AnswerCache:
         self._copying_bytes += size
         is_kept = False
         try:
-            kept = await self._copy(features, size)
+            in_thread = size > SHORT_COPY
+            loop = asyncio.get_running_loop()
+            kept = await loop.run_in_executor(self._executor, _copy, features) if in_thread else _copy(features)
             is_kept = self._computing.get(key) is computing  # else its model was unloaded meanwhile
             if is_kept:
                 self._answers[key] = kept
@@ -124,11 +126,6 @@ class AnswerCache:
             self._copying_bytes -= size
             if not is_kept:
                 self.used_bytes -= size
-
-    async def _copy(self, features: Features, size: int) -> Features:
-        if size <= SHORT_COPY:
-            return _copy(features)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, _copy, features)
 
 
 def measure(features: Features) -> int:

@@ -172,7 +172,9 @@ def _keep(row_slice: RowSlice, results: Results, shared: bool) -> Results:
     Results of a forward that was ``shared`` are copied, so that a kept result holds no other request's memory.
     """
     joined = row_slice.job.joined
-    if joined is not None and row_slice.rows < row_slice.job.rows:
+    if joined is None:  # in a worker: what is sent is copied anyway
+        return results
+    if row_slice.rows < row_slice.job.rows:
         return joined.add(row_slice.start, row_slice.stop, results)
     return {capture: own_memory(reduced) for capture, reduced in results.items()} if shared else results
 

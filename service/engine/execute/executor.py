@@ -1,4 +1,4 @@
-"""Where a model's forwards run and its inputs are decoded: here in threads, on one device or several.
+"""Where a model's forwards and functions run and its inputs are decoded: here in threads, on one device or several.
 
 ``processes/executors.py`` has the executor whose forwards run in worker processes.
 """
@@ -10,28 +10,46 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
+from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.devices import transfer
+from layertap.models.errors import LayertapError
+from layertap.models.explanations.sensitivity import PointInfo
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_info import ModelInfo
 from layertap.models.multi_device_model import MultiDeviceModel
+from layertap.models.replica import Replica
+from layertap.models.resume.resumption import Resumption
+from layertap.models.selection.hook_points import HookPoint
+from layertap.models.selection.plan import ResolvedObjective
+from layertap.models.spec import Shapes
 from layertap.service.engine.batch import Batch, BatchResult
-from layertap.service.engine.execute.batch_runner import BatchRunner
-from layertap.service.engine.execute.model_functions import CallOutcome, ModelFunction, call_model
-from layertap.service.engine.execute.threads import WorkerThread, start_single_threaded
+from layertap.service.engine.execute.batch_runner import BatchRunner, find_lasting_failure
+from layertap.service.engine.execute.threads import WorkerThread, start_single_threaded, wrap_error
 from layertap.service.engine.rows.rows import ItemAttempts, try_to_decode
 from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
 
+ModelFunction = Callable[[LoadedModel], Any]
 Extend = Callable[[], Batch | None]  # has what waits join a batch that was started; what joins, as a batch
 
 
 class ModelLostError(Exception):
     """The process that had loaded the model has ended: what was asked of it may be asked again once it is back."""
+
+
+@dataclass(frozen=True)
+class CallOutcome:
+    """What a function of the model gave, or raised; ``failure`` says why nothing can be answered any more."""
+
+    result: Any | LayertapError | RuntimeError
+    failure: str = ""
 
 
 class Executor(ABC):
@@ -169,3 +187,32 @@ def _begin(device: torch.device) -> None:
 def decode_items(items: Sequence[LocalItem], inputs: ModelInputs, settings: Settings) -> ItemAttempts:
     """The items' rows, decoded in the calling thread, or why there are none."""
     return [try_to_decode(item, inputs, settings) for item in items]
+
+
+def call_model(model: LoadedModel, replica: Replica, function: ModelFunction) -> CallOutcome:
+    """Call a function of a model in its replica's thread; it has its result once the device has computed it."""
+    try:
+        result = function(model)
+        if model.device.type == "cuda":
+            transfer.synchronize_stream(model.device)  # threads with other streams may use the result
+    except LayertapError as error:
+        return CallOutcome(error)
+    except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio has its own
+        wrapped = wrap_error(error)
+        return CallOutcome(wrapped, find_lasting_failure(wrapped, model, replica))
+    return CallOutcome(result)
+
+
+def survey(model: LoadedModel, shapes: Shapes, *, functions: bool = False) -> Catalog:
+    """What the model does with rows of a shape, and which functions; InputError where it does not take them."""
+    return model.catalogs.survey(shapes, functions=functions)
+
+
+def verify_resumption(model: LoadedModel, point: HookPoint, leaf: TensorInfo, shapes: Shapes) -> Resumption:
+    """How forwards of rows of a shape go on from a point; SelectorError where they can't."""
+    return model.catalogs.verify_resumption(point, leaf, shapes)
+
+
+def find_grad_cam_layer(model: LoadedModel, objective: ResolvedObjective) -> PointInfo:
+    """The last layer of maps that an objective depends on; SelectorError where there is none."""
+    return model.catalogs.find_grad_cam_layer(objective)

@@ -25,9 +25,14 @@ from layertap.models.selection.plan import ResolvedObjective
 from layertap.models.spec import Shapes
 from layertap.service.engine.batch import CPU
 from layertap.service.engine.deadline import wait_until
-from layertap.service.engine.execute import model_functions
-from layertap.service.engine.execute.executor import Executor, ModelLostError
-from layertap.service.engine.execute.model_functions import ModelFunction
+from layertap.service.engine.execute.executor import (
+    Executor,
+    ModelFunction,
+    ModelLostError,
+    find_grad_cam_layer,
+    survey,
+    verify_resumption,
+)
 from layertap.service.engine.execute.threads import run_in_new_thread
 from layertap.service.engine.schedule.batch_keys import BatchKeys, Pace
 from layertap.service.engine.schedule.scheduler import Scheduler
@@ -170,8 +175,8 @@ class ModelHandle:
         """
         catalogs = self.model.catalogs
         find, keep = partial(catalogs.get_catalog, shapes, functions=functions), partial(catalogs.put_catalog, shapes)
-        survey = partial(model_functions.survey, shapes=shapes, functions=functions)
-        return await self._find_or_call(find, survey, keep, deadline)
+        function = partial(survey, shapes=shapes, functions=functions)
+        return await self._find_or_call(find, function, keep, deadline)
 
     async def verify_resumption(
         self, point: HookPoint, tensor: TensorInfo, shapes: Shapes, deadline: float
@@ -179,15 +184,15 @@ class ModelHandle:
         """How forwards of rows of a shape go on from a point; SelectorError where they can't, DeadlineError."""
         catalogs = self.model.catalogs
         find, keep = partial(catalogs.get_resumption, point, shapes), partial(catalogs.put_resumption, point, shapes)
-        verify = partial(model_functions.verify_resumption, point=point, leaf=tensor, shapes=shapes)
-        return await self._find_or_call(find, verify, keep, deadline)
+        function = partial(verify_resumption, point=point, leaf=tensor, shapes=shapes)
+        return await self._find_or_call(find, function, keep, deadline)
 
     async def find_grad_cam_layer(self, objective: ResolvedObjective, deadline: float) -> PointInfo:
         """The last layer of maps that an objective depends on; SelectorError where there is none, DeadlineError."""
         catalogs = self.model.catalogs
         find, keep = partial(catalogs.get_grad_cam_layer, objective), partial(catalogs.put_grad_cam_layer, objective)
-        search = partial(model_functions.find_grad_cam_layer, objective=objective)
-        return await self._find_or_call(find, search, keep, deadline)
+        function = partial(find_grad_cam_layer, objective=objective)
+        return await self._find_or_call(find, function, keep, deadline)
 
     @contextmanager
     def hold(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from layertap.service.engine.schedule.batch_formation import (
     find_batch_reason,
     form_batch,
 )
-from layertap.service.engine.schedule.waiting import DecodeTask, WaitingEntries, WaitingJobs, get_urgency
+from layertap.service.engine.schedule.waiting import DecodeTask, WaitingEntries, WaitingJobs, is_deferred
 
 Clock = Callable[[], float]
 IdleReplicas = Mapping[str, Mapping[str, int]]  # by model, then by device
@@ -93,7 +93,7 @@ class Batcher:
             self._devices[name], self._free_slots[name] = device, device.slots
 
     def count_slots(self) -> dict[str, int]:
-        """The slots of each device."""
+        """The slots of each device; any thread may ask."""
         return {name: device.slots for name, device in self._devices.items()}
 
     def count_parallel_batches(self, devices: Sequence[str], slots: int) -> int:
@@ -242,8 +242,7 @@ class Batcher:
                     jobs.append(job)
 
         def order(job: Job) -> tuple[bool, float, float]:
-            deferred, due_at = get_urgency(job, now)
-            return deferred, self._fair_share.used_seconds[job.key.model], due_at
+            return is_deferred(job, now), self._fair_share.used_seconds[job.key.model], job.due_at
 
         return sorted(jobs, key=order)
 
@@ -261,9 +260,8 @@ class Batcher:
         """Whether a job on the CPU goes before a picture: more urgent, or as urgent, ready and not much newer."""
         if CPU not in job.key.devices:
             return False
-        urgency_of_job, urgency_of_task = get_urgency(job, now), get_urgency(task, now)
-        if urgency_of_job.deferred != urgency_of_task.deferred:
-            return urgency_of_task.deferred
+        if is_deferred(job, now) != (task_is_deferred := is_deferred(task, now)):
+            return task_is_deferred
         return self._is_ready(job, now) and job.due_at <= task.due_at + self._bulk_delay
 
     # What may start

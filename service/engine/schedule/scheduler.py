@@ -25,8 +25,7 @@ from layertap.service.engine.batch import (
 )
 from layertap.service.engine.deadline import deadline_error, wait_until
 from layertap.service.engine.execute.batch_runner import refuse
-from layertap.service.engine.execute.executor import Executor
-from layertap.service.engine.execute.model_functions import ModelFunction
+from layertap.service.engine.execute.executor import Executor, ModelFunction
 from layertap.service.engine.execute.threads import wrap_error
 from layertap.service.engine.rows.rows import ItemAttempts, count_rows
 from layertap.service.engine.schedule.batch_formation import DeviceSlots
@@ -125,7 +124,7 @@ class Scheduler:
 
     ``failure`` says why this process can't go on, where that is so (CUDA asks for a new one after some errors of a
     device): nothing is answered any more. ``on_failure`` is called with it once. ``gpu_streams``: forwards that a GPU
-    may have begun at a time.
+    may have begun at a time. ``batcher`` says what waits, and what runs next.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class Scheduler:
         self._gpu_streams = gpu_streams
         self._on_failure = on_failure
         self._metrics = metrics
-        self._batcher = Batcher({CPU: DeviceSlots(slots)}, clock)
+        self.batcher = Batcher({CPU: DeviceSlots(slots)}, clock)
         self._models: dict[str, ScheduledModel] = {}
         self._in_flight: dict[Job, InFlight] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -150,7 +149,7 @@ class Scheduler:
         """Have a model take batches from now on; ``key`` is what one loading of it has and no other."""
         self._models[key] = ScheduledModel(key, name, executor, pace)
         for device in set(executor.devices) - {CPU}:
-            self._batcher.add_device(device, DeviceSlots(self._gpu_streams, parallel=False))
+            self.batcher.add_device(device, DeviceSlots(self._gpu_streams, parallel=False))
         executor.start(self._dispatch)
         self._dispatch()
 
@@ -164,12 +163,12 @@ class Scheduler:
     def remove_model(self, key: str) -> None:
         """Forget a model of which nothing waits or runs."""
         if self._models.pop(key, None) is not None:
-            self._batcher.remove_model(key)
+            self.batcher.remove_model(key)
 
     def is_idle(self, key: str) -> bool:
         """Whether nothing of a model waits or runs."""
         model = self._models.get(key)
-        return model is None or (not model.busy and not self._batcher.count_waiting_rows(key))
+        return model is None or (not model.busy and not self.batcher.count_waiting_rows(key))
 
     def refuse(self, key: str, make_error: Callable[[], Exception] | None) -> None:
         """Answer all jobs of a model with an error, also those that come, until that is None again."""
@@ -178,14 +177,6 @@ class Scheduler:
         for job, flight in list(self._in_flight.items()):
             if job.key.model == key and make_error is not None:
                 flight.fail(make_error())
-
-    def count_waiting_rows(self, key: str) -> int:
-        """Rows of a model that are in no batch yet; any thread may ask."""
-        return self._batcher.count_waiting_rows(key)
-
-    def count_slots(self) -> dict[str, int]:
-        """How many batches of one slot each device runs at once, by device; any thread may ask."""
-        return self._batcher.count_slots()
 
     def fail_permanently(self, reason: str) -> None:
         """Nothing can be answered any more: whoever waits gets UnavailableError."""
@@ -210,14 +201,14 @@ class Scheduler:
         try:
             for job in jobs:
                 self._in_flight[job] = flight
-                self._batcher.add(job)
+                self.batcher.add(job)
             self._dispatch()
             return await flight.answer
         finally:
             timer.cancel()
             for job in jobs:
                 self._in_flight.pop(job, None)
-                self._batcher.remove(job)
+                self.batcher.remove(job)
             flight.record()
             if not flight.started:  # the request never came to a forward
                 late = time.monotonic() >= jobs[0].deadline - EARLY_S
@@ -270,15 +261,15 @@ class Scheduler:
     ) -> T:
         """What ``work`` gives once it has a slot of the CPU, which it keeps to its end though nobody waits for it."""
         turn = Turn(priority=priority)
-        self._batcher.add_decode(turn)
+        self.batcher.add_decode(turn)
         model.busy += 1
         self._dispatch()
         try:
             await wait_until(deadline, turn.begun) if not turn.begun.done() else None
         except BaseException:
             if turn.begun.done() and not turn.begun.cancelled():
-                self._batcher.finish(turn, 0.0)
-            self._batcher.remove_decode(turn)
+                self.batcher.finish(turn, 0.0)
+            self.batcher.remove_decode(turn)
             self._leave(model)
             raise
         return await wait_until(deadline, asyncio.shield(self._start_task(self._finish_turn(model, turn, work()))))
@@ -288,7 +279,7 @@ class Scheduler:
         try:
             return await work
         finally:
-            self._batcher.finish(turn, time.perf_counter() - started)
+            self.batcher.finish(turn, time.perf_counter() - started)
             self._leave(model)
 
     def _get_model(self, key: str) -> ScheduledModel:
@@ -302,7 +293,7 @@ class Scheduler:
     def _dispatch(self) -> None:
         """Start all that may start now."""
         models = self._models if not self.failure else {}
-        while starting := self._batcher.start_next({key: each.executor.count_idle() for key, each in models.items()}):
+        while starting := self.batcher.start_next({key: each.executor.count_idle() for key, each in models.items()}):
             if isinstance(starting, Batch):
                 model = models[starting.key.model]
                 model.busy += 1
@@ -310,15 +301,15 @@ class Scheduler:
                 running = model.executor.run(starting, partial(self._extend, starting))
                 self._start_task(self._run(model, starting, running))
             elif (turn := cast("Turn", starting)).begun.done():  # given up just now
-                self._batcher.finish(turn, 0.0)
+                self.batcher.finish(turn, 0.0)
             else:
                 turn.begun.set_result(None)
         for key, model in models.items():
-            model.executor.note_waiting_rows(self._batcher.count_waiting_rows(key) > 0)
+            model.executor.note_waiting_rows(self.batcher.count_waiting_rows(key) > 0)
 
     def _extend(self, batch: Batch) -> Batch | None:
         """Have waiting rows join a batch that has begun, and not its forward; what joins, as a batch, if anything."""
-        joining = self._batcher.extend(batch)
+        joining = self.batcher.extend(batch)
         if not joining:
             return None
         self._note_started(joining)
@@ -363,13 +354,13 @@ class Scheduler:
 
     def _finish(self, model: ScheduledModel, batch: Batch, result: BatchResult, seconds: float) -> None:
         decode_seconds = result.decode_seconds
-        self._batcher.finish(batch, seconds, decode_seconds)
+        self.batcher.finish(batch, seconds, decode_seconds)
         if result.failure:
             self.fail_permanently(result.failure)
         if result.failures.too_many_rows is not None:
-            self._batcher.reduce_max_rows(batch.key, result.failures.too_many_rows)
+            self.batcher.reduce_max_rows(batch.key, result.failures.too_many_rows)
         if any(not isinstance(each.results, Exception) for each in result.results):
-            parallel = self._batcher.count_parallel_batches(batch.key.devices, batch.slots)
+            parallel = self.batcher.count_parallel_batches(batch.key.devices, batch.slots)
             model.pace.add_batch(batch, seconds, parallel, decoded=decode_seconds > 0)
         for each in result.results:
             job = batch.slices[each.index].job
@@ -379,7 +370,7 @@ class Scheduler:
         for again in result.again:
             waiting = [each for each in again.slices if each.job in self._in_flight]
             if waiting:
-                self._batcher.add_again(again.take(waiting, again.tries))
+                self.batcher.add_again(again.take(waiting, again.tries))
 
     def _leave(self, model: ScheduledModel) -> None:
         """Something of a model has ended: others may start."""
@@ -399,9 +390,6 @@ class Scheduler:
         max_rows, depth = max(batch.key.max_rows, batch.rows), min(batch.depth, 1.0)
         metrics.observe_batch(model, batch.rows, max_rows, requests, depth, seconds, batch.reason)
         metrics.add_busy_seconds(model, batch.device, seconds * batch.slots)
-        for _ in range(failures.out_of_memory):
-            metrics.count_out_of_memory(model)
-        for _ in range(failures.memory_splits):
-            metrics.count_split(model, "memory")
-        for _ in range(failures.error_splits):
-            metrics.count_split(model, "error")
+        metrics.count_out_of_memory(model, failures.out_of_memory)
+        metrics.count_splits(model, "memory", failures.memory_splits)
+        metrics.count_splits(model, "error", failures.error_splits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from layertap.service.engine.batch import Job, RowSlice
 from layertap.service.types import Priority
@@ -25,24 +25,17 @@ class DecodeTask:
 EntryT = TypeVar("EntryT", Job, DecodeTask)
 
 
-class Urgency(NamedTuple):
-    """The order of waiting entries: interactive before bulk, then by when they are due.
-
-    ``due_at``: the time of arrival; for bulk some seconds later; for the rest of a large job later after each of
-    its batches. ``deferred``: bulk before that time; from then on it counts as interactive.
-    """
-
-    deferred: bool
-    due_at: float
-
-
-def get_urgency(entry: Job | DecodeTask, now: float) -> Urgency:
-    """The urgency of an entry at a time; the least is the most urgent."""
-    return Urgency(entry.priority == "bulk" and now < entry.due_at, entry.due_at)
+def is_deferred(entry: Job | DecodeTask, now: float) -> bool:
+    """Whether an entry is bulk, and not due yet; from then on it counts as interactive."""
+    return entry.priority == "bulk" and now < entry.due_at
 
 
 class WaitingEntries(Generic[EntryT]):
-    """Entries that wait for the same thing."""
+    """Entries that wait for the same thing: those that are not deferred first, and of these what is due first.
+
+    An entry is due at the time of its arrival; bulk some seconds later; the rest of a large job later after each of its
+    batches.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[Priority, list[EntryT]] = {"interactive": [], "bulk": []}  # each sorted by ``due_at``
@@ -66,7 +59,7 @@ class WaitingEntries(Generic[EntryT]):
     def find_first(self, now: float) -> EntryT | None:
         """The most urgent entry."""
         first = [entries[0] for entries in self._entries.values() if entries]
-        return min(first, key=lambda entry: get_urgency(entry, now), default=None)
+        return min(first, key=lambda entry: (is_deferred(entry, now), entry.due_at), default=None)
 
 
 class WaitingJobs(WaitingEntries[Job]):
@@ -115,7 +108,7 @@ class WaitingJobs(WaitingEntries[Job]):
         """The jobs to choose the next batch from, sorted; deferred bulk only if nothing interactive waits."""
         interactive, bulk = self._list_first("interactive", now), self._list_first("bulk", now)
         if interactive:
-            bulk = [job for job in bulk if not get_urgency(job, now).deferred]
+            bulk = [job for job in bulk if not is_deferred(job, now)]
         return sorted([*interactive, *bulk], key=lambda job: job.due_at)
 
     def _list_first(self, priority: Priority, now: float) -> list[Job]:

@@ -28,8 +28,15 @@ from layertap.models.sources.python import list_search_folders
 from layertap.models.spec import ModelSpec
 from layertap.service.engine.batch import CPU, Batch, BatchResult, RowSlice, SliceResult, UndecodedError
 from layertap.service.engine.execute.batch_runner import refuse
-from layertap.service.engine.execute.executor import Executor, Extend, InProcessExecutor, ModelLostError, decode_items
-from layertap.service.engine.execute.model_functions import CallOutcome, ModelFunction
+from layertap.service.engine.execute.executor import (
+    CallOutcome,
+    Executor,
+    Extend,
+    InProcessExecutor,
+    ModelFunction,
+    ModelLostError,
+    decode_items,
+)
 from layertap.service.engine.execute.processes.channel import LARGE_BYTES
 from layertap.service.engine.execute.processes.messages import CallModel, DecodeItems, HostOptions
 from layertap.service.engine.execute.processes.model_host import ModelHost, OnRestart

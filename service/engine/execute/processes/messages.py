@@ -9,7 +9,7 @@ from pathlib import Path
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.spec import ModelSpec
 from layertap.service.engine.batch import Batch
-from layertap.service.engine.execute.model_functions import ModelFunction
+from layertap.service.engine.execute.executor import ModelFunction
 from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
 

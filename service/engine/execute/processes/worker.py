@@ -15,7 +15,7 @@ from layertap.models.resume.resumption import Resumption
 from layertap.service.allocator import release_memory
 from layertap.service.engine.batch import NEVER, Batch, BatchResult, Interval, RowSlice, SliceResult, UndecodedError
 from layertap.service.engine.execute.batch_runner import BatchRunner, Part
-from layertap.service.engine.execute.model_functions import CallOutcome, call_model
+from layertap.service.engine.execute.executor import CallOutcome, call_model
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel
 from layertap.service.engine.execute.processes.forking import limit_seconds
 from layertap.service.engine.execute.processes.messages import BatchDecoded, CallModel, DecodeItems
