@@ -12,23 +12,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.devices import transfer
 from layertap.models.errors import LayertapError
-from layertap.models.explanations.sensitivity import PointInfo
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
+from layertap.models.model_catalogs import ModelCatalogs
 from layertap.models.model_info import ModelInfo
 from layertap.models.multi_device_model import MultiDeviceModel
 from layertap.models.replica import Replica
-from layertap.models.resume.resumption import Resumption
-from layertap.models.selection.hook_points import HookPoint
-from layertap.models.selection.plan import ResolvedObjective
-from layertap.models.spec import Shapes
 from layertap.service.engine.batch import Batch, BatchResult
 from layertap.service.engine.execute.batch_runner import BatchRunner, find_lasting_failure
 from layertap.service.engine.execute.threads import WorkerThread, start_single_threaded, wrap_error
@@ -36,6 +31,8 @@ from layertap.service.engine.rows.rows import ItemAttempts, try_to_decode
 from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
 
+T = TypeVar("T")
+P = ParamSpec("P")
 ModelFunction = Callable[[LoadedModel], Any]
 Extend = Callable[[], Batch | None]  # has what waits join a batch that was started; what joins, as a batch
 
@@ -203,16 +200,8 @@ def call_model(model: LoadedModel, replica: Replica, function: ModelFunction) ->
     return CallOutcome(result)
 
 
-def survey(model: LoadedModel, shapes: Shapes, *, functions: bool = False) -> Catalog:
-    """What the model does with rows of a shape, and which functions; InputError where it does not take them."""
-    return model.catalogs.survey(shapes, functions=functions)
-
-
-def verify_resumption(model: LoadedModel, point: HookPoint, leaf: TensorInfo, shapes: Shapes) -> Resumption:
-    """How forwards of rows of a shape go on from a point; SelectorError where they can't."""
-    return model.catalogs.verify_resumption(point, leaf, shapes)
-
-
-def find_grad_cam_layer(model: LoadedModel, objective: ResolvedObjective) -> PointInfo:
-    """The last layer of maps that an objective depends on; SelectorError where there is none."""
-    return model.catalogs.find_grad_cam_layer(objective)
+def ask_catalogs(
+    model: LoadedModel, method: Callable[Concatenate[ModelCatalogs, P], T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """What a method of the model's catalogues gives, or raises, that runs it."""
+    return method(model.catalogs, *args, **kwargs)

@@ -17,6 +17,7 @@ from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import IN_THE_LOG, Failure, LayertapError, LoadError, make_load_error
 from layertap.models.explanations.sensitivity import PointInfo
 from layertap.models.loaded_model import LoadedModel
+from layertap.models.model_catalogs import ModelCatalogs
 from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry
 from layertap.models.resume.resumption import Resumption
@@ -29,9 +30,7 @@ from layertap.service.engine.execute.executor import (
     Executor,
     ModelFunction,
     ModelLostError,
-    find_grad_cam_layer,
-    survey,
-    verify_resumption,
+    ask_catalogs,
 )
 from layertap.service.engine.execute.threads import run_in_new_thread
 from layertap.service.engine.schedule.batch_keys import BatchKeys, Pace
@@ -175,7 +174,7 @@ class ModelHandle:
         """
         catalogs = self.model.catalogs
         find, keep = partial(catalogs.get_catalog, shapes, functions=functions), partial(catalogs.put_catalog, shapes)
-        function = partial(survey, shapes=shapes, functions=functions)
+        function = partial(ask_catalogs, method=ModelCatalogs.survey, shapes=shapes, functions=functions)
         return await self._find_or_call(find, function, keep, deadline)
 
     async def verify_resumption(
@@ -184,14 +183,16 @@ class ModelHandle:
         """How forwards of rows of a shape go on from a point; SelectorError where they can't, DeadlineError."""
         catalogs = self.model.catalogs
         find, keep = partial(catalogs.get_resumption, point, shapes), partial(catalogs.put_resumption, point, shapes)
-        function = partial(verify_resumption, point=point, leaf=tensor, shapes=shapes)
+        function = partial(
+            ask_catalogs, method=ModelCatalogs.verify_resumption, point=point, leaf=tensor, shapes=shapes
+        )
         return await self._find_or_call(find, function, keep, deadline)
 
     async def find_grad_cam_layer(self, objective: ResolvedObjective, deadline: float) -> PointInfo:
         """The last layer of maps that an objective depends on; SelectorError where there is none, DeadlineError."""
         catalogs = self.model.catalogs
         find, keep = partial(catalogs.get_grad_cam_layer, objective), partial(catalogs.put_grad_cam_layer, objective)
-        function = partial(find_grad_cam_layer, objective=objective)
+        function = partial(ask_catalogs, method=ModelCatalogs.find_grad_cam_layer, objective=objective)
         return await self._find_or_call(find, function, keep, deadline)
 
     @contextmanager

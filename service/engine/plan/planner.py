@@ -97,18 +97,17 @@ class Planner:
         items = [item for _, item in request.items]
         resumption: Resumption | None = None
         if request.resume is None:
-            inputs = model.model_inputs
-            rows = predict_rows(items, inputs)
-            request = _name_embedding(request, model, rows.tower)
-            check_count(rows.count, self._settings)
+            inputs = tower = model.model_inputs
+        else:
+            tower = find_tower(model, [request.resume])
+            resumption = await self._resume(request.resume, handle, tower.shapes, model.get_catalog(tower), deadline)
+            inputs = tower.replace_by_output(resumption.takes)
+        rows = predict_rows(items, inputs)
+        request = _name_embedding(request, model, rows.tower if resumption is None else tower)
+        check_count(rows.count, self._settings)
+        if resumption is None:
             catalog, catalog_shapes = await self._choose_catalog(request.for_input(input_index), handle, rows, deadline)
         else:
-            start = find_tower(model, [request.resume])
-            resumption = await self._resume(request.resume, handle, start.shapes, model.get_catalog(start), deadline)
-            inputs = start.replace_by_output(resumption.takes)
-            rows = predict_rows(items, inputs)
-            request = _name_embedding(request, model, start)
-            check_count(rows.count, self._settings)
             catalog, catalog_shapes = resumption.catalog, inputs.shapes
         preprocessed = find_preprocessed_by(items, rows.tower, rows.shapes)
         planned = PlannedRequest(

@@ -75,6 +75,8 @@ class ModelHost:
         with self._lock:
             if self._closed:
                 raise LoadError(f"model {self.name} is unloaded")
+            for worker in self.workers.values():  # of the host before
+                worker.connection.close()
             self._end()
             try:
                 return self._load()

@@ -247,15 +247,7 @@ class WorkerPool:
         await run_in_new_thread(f"end-{self._host.name}", self._host.close)
 
     def _start_workers(self) -> list[StartedWorker]:
-        started: list[StartedWorker] = []
-        try:
-            while len(started) < self._count:
-                started.append(self._host.start_worker())
-        except BaseException:
-            for each in started:
-                each.connection.close()
-            raise
-        return started
+        return [self._host.start_worker() for _ in range(self._count)]
 
     async def _borrow(self) -> WorkerProcess:
         """A worker for the caller alone, once one is idle; ModelLostError."""
