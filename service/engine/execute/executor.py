@@ -161,7 +161,10 @@ class InProcessExecutor(Executor):
 
     async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
         """The items' rows, in a thread of the pool."""
-        decode = partial(decode_items, items, inputs, self._settings)
+
+        def decode() -> ItemAttempts:
+            return [try_to_decode(item, inputs, self._settings) for item in items]
+
         return await asyncio.get_running_loop().run_in_executor(self._pool, decode)
 
     async def close(self) -> None:
@@ -179,11 +182,6 @@ def _begin(device: torch.device) -> None:
     start_single_threaded()
     if device.type == "cuda":
         transfer.use_own_stream(device)
-
-
-def decode_items(items: Sequence[LocalItem], inputs: ModelInputs, settings: Settings) -> ItemAttempts:
-    """The items' rows, decoded in the calling thread, or why there are none."""
-    return [try_to_decode(item, inputs, settings) for item in items]
 
 
 def call_model(model: LoadedModel, replica: Replica, function: ModelFunction) -> CallOutcome:

@@ -249,7 +249,8 @@ class ModelHandle:
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self.wait_for(lambda: not self.rows and (self.is_settled or self._executor is not None))
-                await self._scheduler.drain(self.key)
+                await self.wait_for(lambda: self._scheduler.is_idle(self.key))
+                self._scheduler.remove_model(self.key)
                 self._end_loading()
                 if self._executor is not None:
                     await self._executor.close()
@@ -297,7 +298,7 @@ class ModelHandle:
             # On a GPU forwards only overlap.
             parallel = sum(device == CPU for device in executor.devices) or len(set(executor.devices))
             self.pace = Pace(model, key, len(executor.devices), parallel)
-            self._scheduler.add_model(self.key, self.name, executor, self.pace)
+            self._scheduler.add_model(self.key, self.name, executor, self.pace, self.notify)
             if key.padded_rows is not None:
                 await self._try_padding(key.padded_rows)
         except BaseException:

@@ -124,14 +124,16 @@ class Planner:
             shapes=rows.shapes,
             rows=rows.count,
         )
-        planned = await self._add_plan(planned, _assume_lengths(rows.tower) if items else None, deadline)
+        lengths = _assume_lengths(rows.tower) if items else None
+        plan, fingerprints = await self._make_plan(planned, lengths, deadline)
         if request.verify:
-            verification.check_possible(planned.plan, catalog)
-        likely = planned.plan
+            verification.check_possible(plan, catalog)
+        likely = plan
         if rows.shapes != catalog_shapes:
-            likely = await self._scale(likely, rows.shapes, rows.tower, deadline)
+            likely = await self._scale(plan, rows.shapes, rows.tower, deadline)
         check_reply_size(likely, rows.count, request.reply)
-        return replace(planned, nbytes=likely.nbytes(rows.count) + rows.nbytes)
+        nbytes = likely.nbytes(rows.count) + rows.nbytes
+        return replace(planned, plan=plan, fingerprints=fingerprints, nbytes=nbytes)
 
     async def replan(
         self, planned: PlannedRequest, rows: Rows, items: Sequence[object], deadline: float
@@ -147,8 +149,10 @@ class Planner:
         if shapes != planned.catalog_shapes:
             model_shapes = _get_model_shapes(rows, planned.resumption, inputs)
             if model.catalogs.get_catalog(model_shapes) is None:  # a request that is refused anyway needs no survey
-                likely = planned if lengths is None else await self._add_plan(planned, lengths, deadline)
-                check_reply_size(await self._scale(likely.plan, shapes, tower, deadline), count, request.reply)
+                likely = planned.plan
+                if lengths is not None:
+                    likely, _ = await self._make_plan(planned, lengths, deadline)
+                check_reply_size(await self._scale(likely, shapes, tower, deadline), count, request.reply)
             catalog = await self.survey(handle, model_shapes, deadline, functions=_names_functions(request))
             resumption = planned.resumption
             if request.resume is not None:
@@ -157,19 +161,22 @@ class Planner:
             planned = replace(planned, resumption=resumption, catalog=catalog, catalog_shapes=shapes)
         known = planned.catalog is before.catalog and lengths is None and identity == before.identity
         if not known or request.input_options:
-            planned = await self._add_plan(planned, lengths, deadline)
+            plan, fingerprints = await self._make_plan(planned, lengths, deadline)
+            planned = replace(planned, plan=plan, fingerprints=fingerprints)
         check_reply_size(planned.plan, count, request.reply)
         return planned
 
-    async def _add_plan(self, planned: PlannedRequest, lengths: TextLengths | None, deadline: float) -> PlannedRequest:
-        """The request with the plan of what its input asks for of its catalogue; RequestError, TooLargeError."""
+    async def _make_plan(
+        self, planned: PlannedRequest, lengths: TextLengths | None, deadline: float
+    ) -> tuple[Plan, Fingerprints]:
+        """The plan of what a request's input asks for of its catalogue; RequestError, TooLargeError."""
         request, catalog, identity = planned.request.for_input(planned.input_index), planned.catalog, planned.identity
         is_small = _is_small(request)
         plans = self._plans.setdefault(planned.handle, LRUCache(MAX_PLANS))
         # Without numbered tokens, a plan depends on nothing of the lengths but how many positions are kept.
         key = id(catalog), identity, request.selectors, lengths.kept if lengths is not None else None
         if is_small and (kept := plans.get(key)) is not None:
-            return replace(planned, plan=kept[1], fingerprints=kept[2])
+            return kept[1:]
         make = partial(_make_plan, request, catalog, identity, lengths, self._settings.max_results)
         try:
             plan, fingerprints = await self._run_in_thread(make, deadline)
@@ -177,7 +184,7 @@ class Planner:
             raise planned.request.locate(error, planned.input_index) from None
         if is_small and len(plan.results) <= MAX_LAYERS:
             plans.put(key, (catalog, plan, fingerprints))  # an id is another's once its catalogue is gone
-        return replace(planned, plan=plan, fingerprints=fingerprints)
+        return plan, fingerprints
 
     async def survey(self, handle: ModelHandle, shapes: Shapes, deadline: float, *, functions: bool = False) -> Catalog:
         """The catalogue of a shape, measured if it is not known; with ``functions`` also what functions return."""

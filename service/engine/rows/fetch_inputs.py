@@ -16,6 +16,7 @@ from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.fetch.urls import FetchTarget
 from layertap.service.inputs.items import ImageItem, InputItem, UrlItem
 
+Targets = Sequence[tuple[int, Fetched | FetchTarget]]  # with their indexes in the request
 MAX_PARALLEL = 8  # fetches of one request at a time, so that none takes all that the server allows
 
 
@@ -27,18 +28,15 @@ async def fetch_inputs(
     While fetching, the request holds a single row of the queue. RequestError, TooLargeError if one fails and the
     request leaves none out; QueueFullError, DeadlineError.
     """
-    indexes = [input_index for input_index, _ in request.items]
-    targets = [_find_target(item, inputs, fetcher) for _, item in request.items]
-    items = [target for target in targets if not isinstance(target, FetchTarget)]
-    if len(items) < len(targets):
-        _check_all_are_good(request, indexes, targets)
-        ticket.resize(1)
-        with request.timings.step("fetch"):
-            fetching = _fetch_all(targets, fetcher, fetcher.create_budget(ticket.reserve_bytes))
-            items = await wait_until(ticket.deadline, fetching)
-        ticket.resize(rows)
-    _check_all_are_good(request, indexes, items)
-    return list(zip(indexes, items, strict=True))
+    targets = [(index, _find_target(item, inputs, fetcher)) for index, item in request.items]
+    _check_all_are_good(request, targets)
+    ticket.resize(1)
+    with request.timings.step("fetch"):
+        fetching = _fetch_all(targets, fetcher, fetcher.create_budget(ticket.reserve_bytes))
+        items = await wait_until(ticket.deadline, fetching)
+    ticket.resize(rows)
+    _check_all_are_good(request, items)
+    return items
 
 
 def _find_target(item: InputItem, inputs: ModelInputs, fetcher: Fetcher) -> Fetched | FetchTarget:
@@ -51,9 +49,7 @@ def _find_target(item: InputItem, inputs: ModelInputs, fetcher: Fetcher) -> Fetc
         return error
 
 
-async def _fetch_all(
-    targets: Sequence[Fetched | FetchTarget], fetcher: Fetcher, budget: DownloadBudget
-) -> list[Fetched]:
+async def _fetch_all(targets: Targets, fetcher: Fetcher, budget: DownloadBudget) -> Items:
     limit = asyncio.Semaphore(MAX_PARALLEL)
 
     async def fetch(target: Fetched | FetchTarget) -> Fetched:
@@ -67,17 +63,15 @@ async def _fetch_all(
 
     try:
         async with asyncio.TaskGroup() as group:  # if one fails the request, the others are cancelled
-            tasks = [group.create_task(fetch(target)) for target in targets]
+            tasks = [group.create_task(fetch(target)) for _, target in targets]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+    return [(index, task.result()) for (index, _), task in zip(targets, tasks, strict=True)]
 
 
-def _check_all_are_good(
-    request: ExtractRequest, indexes: Sequence[int], items: Sequence[Fetched | FetchTarget]
-) -> None:
+def _check_all_are_good(request: ExtractRequest, items: Targets) -> None:
     """RequestError or TooLargeError if some are errors and the request leaves none out."""
-    errors = [(index, item) for index, item in zip(indexes, items, strict=True) if isinstance(item, LayertapError)]
+    errors = [(index, item) for index, item in items if isinstance(item, LayertapError)]
     if request.on_error == "skip" or not errors:
         return
     too_large = [error for _, error in errors if isinstance(error, TooLargeError)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import TypeGuard
 
@@ -44,8 +44,10 @@ def predict_rows(items: Iterable[object], inputs: ModelInputs) -> PredictedRows:
     predicted = [_predict_item(item, inputs) for item in items]
     if not predicted:
         predicted = [_make_prediction(inputs.for_shapes(inputs.shapes), inputs.shapes, 1)]
-    return replace(
-        min(predicted, key=lambda each: count_numbers(each.shapes)),
+    least = min(predicted, key=lambda each: count_numbers(each.shapes))
+    return PredictedRows(
+        tower=least.tower,
+        shapes=least.shapes,
         uniform=len({each.shapes for each in predicted}) == 1,
         count=sum(each.count for each in predicted),
         nbytes=sum(each.nbytes for each in predicted),

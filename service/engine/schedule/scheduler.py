@@ -46,7 +46,7 @@ log = logging.getLogger("layertap")
 
 @dataclass(eq=False)
 class ScheduledModel:
-    """A model that takes batches: ``busy`` counts what runs of it, ``idle`` is set once nothing of it waits or runs.
+    """A model that takes batches: ``busy`` counts what runs of it, ``on_idle`` is called when that is nothing any more.
 
     ``make_error`` is there where the model can't be asked now.
     """
@@ -55,8 +55,8 @@ class ScheduledModel:
     name: str
     executor: Executor
     pace: Pace
+    on_idle: Callable[[], None]
     busy: int = 0
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
     make_error: Callable[[], Exception] | None = None
 
 
@@ -145,20 +145,13 @@ class Scheduler:
         self._in_flight: dict[Job, InFlight] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def add_model(self, key: str, name: str, executor: Executor, pace: Pace) -> None:
+    def add_model(self, key: str, name: str, executor: Executor, pace: Pace, on_idle: Callable[[], None]) -> None:
         """Have a model take batches from now on; ``key`` is what one loading of it has and no other."""
-        self._models[key] = ScheduledModel(key, name, executor, pace)
+        self._models[key] = ScheduledModel(key, name, executor, pace, on_idle)
         for device in set(executor.devices) - {CPU}:
             self.batcher.add_device(device, DeviceSlots(self._gpu_streams, parallel=False))
         executor.start(self._dispatch)
         self._dispatch()
-
-    async def drain(self, key: str) -> None:
-        """Return once nothing of a model waits or runs, and forget it."""
-        while not self.is_idle(key):
-            self._models[key].idle.clear()
-            await self._models[key].idle.wait()
-        self.remove_model(key)
 
     def remove_model(self, key: str) -> None:
         """Forget a model of which nothing waits or runs."""
@@ -381,7 +374,7 @@ class Scheduler:
     def _note_idle(self, key: str) -> None:
         model = self._models.get(key)
         if model is not None and self.is_idle(key):
-            model.idle.set()
+            model.on_idle()
 
     def _record(self, batch: Batch, failures: BatchFailures, seconds: float) -> None:
         """Count a batch, which took so long, and what went wrong in it."""

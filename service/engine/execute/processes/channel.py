@@ -309,9 +309,9 @@ class _Pickler(pickle.Pickler):
             buffer = pickle.PickleBuffer(view_bytes(value).numpy().data)
             return _make_tensor, (value.dtype, tuple(value.shape), buffer)
         if isinstance(value, ImageItem):
-            return _make_image, (pickle.PickleBuffer(value.data),)
+            return _make_of_bytes, (ImageItem, (), pickle.PickleBuffer(value.data))
         if isinstance(value, TensorData):
-            return _make_tensor_data, (value.shape, pickle.PickleBuffer(value.data))
+            return _make_of_bytes, (TensorData, (value.shape,), pickle.PickleBuffer(value.data))
         if isinstance(value, Exception) and value.__cause__ is not None:
             lines = "".join(traceback.format_exception(value.__cause__))
             return _make_error, (type(value), value.args, vars(value), lines)
@@ -393,12 +393,8 @@ def _make_tensor(dtype: torch.dtype, shape: tuple[int, ...], data: Any) -> Tenso
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-def _make_image(data: bytes | memoryview) -> ImageItem:
-    return ImageItem(bytes(data))
-
-
-def _make_tensor_data(shape: tuple[int, ...], data: memoryview) -> TensorData:
-    return TensorData(shape, bytes(data))
+def _make_of_bytes(make: Callable[..., object], args: tuple[Any, ...], data: bytes | memoryview) -> object:
+    return make(*args, bytes(data))
 
 
 def _make_error(kind: type[Exception], args: tuple[Any, ...], more: dict[str, Any], lines: str) -> Exception:

@@ -6,6 +6,7 @@ What crashes, hangs or eats memory in a worker process costs the inputs that did
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -35,7 +36,6 @@ from layertap.service.engine.execute.executor import (
     InProcessExecutor,
     ModelFunction,
     ModelLostError,
-    decode_items,
 )
 from layertap.service.engine.execute.processes.channel import LARGE_BYTES
 from layertap.service.engine.execute.processes.messages import CallModel, DecodeItems, HostOptions
@@ -130,6 +130,7 @@ class WorkerExecutor(Executor):
     max_decode_items = MAX_DECODE_ITEMS
     _workers: WorkerPool
     _settings: Settings
+    _pool: ThreadPoolExecutor
 
     async def wait_until_lost(self) -> None:
         """Return once the host has ended, and with it all workers."""
@@ -139,11 +140,32 @@ class WorkerExecutor(Executor):
         """Load what the host had again, and start the workers; LoadError."""
         await self._workers.restart()
 
-    async def _complete(self, items: Sequence[LocalItem], decoded: Sequence[Sequence[Attempt] | None]) -> ItemAttempts:
-        """The attempts at items; a worker decodes each item whose attempt is None."""
+    async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
+        """Items in a worker, on the GPU, or in a thread; a worker dies twice of an item before that is refused."""
+
+        def decode_here() -> list[Sequence[Attempt] | None]:
+            return [self._decode_here(item, inputs) for item in items]
+
+        decoded: list[Sequence[Attempt] | None] = [None] * len(items)
+        if inputs.decoder is not None or not all(self._is_for_workers(item, inputs) for item in items):
+            decoded = await asyncio.get_running_loop().run_in_executor(self._pool, decode_here)
         missing = [item for item, attempts in zip(items, decoded, strict=True) if attempts is None]
         more = iter(await self._decode(missing) if missing else ())
         return [next(more) if attempts is None else attempts for attempts in decoded]
+
+    @abstractmethod
+    def _is_for_workers(self, item: LocalItem, inputs: ModelInputs) -> bool:
+        """Whether workers decode an item, unless a GPU does."""
+
+    def _decode_here(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt] | None:
+        """What is made of an item in this process; None where a worker is to decode it."""
+        if not self._is_for_workers(item, inputs):
+            return try_to_decode(item, inputs, self._settings)
+        try:
+            row = decode_on_device(item, inputs, self._settings) if isinstance(item, ImageItem) else None
+        except TooLargeError as error:
+            return [error]
+        return None if row is None else [{inputs.pictures.specs[0].name: row}]
 
     async def _decode(self, items: Sequence[LocalItem], tries: int = TRIES) -> ItemAttempts:
         """Decode items in a worker; an item that kills ``tries`` workers is refused.
@@ -234,16 +256,10 @@ class ProcessExecutor(WorkerExecutor):
             raise ForwardError(DIED) from None
         return replace(outcome, failure="")  # that ended with its worker
 
-    async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
-        """Pictures and texts in a worker; one that dies of an item dies of it twice before that is refused."""
-        kinds: tuple[type, ...] = (ImageItem, TextItem) if inputs is self.model.model_inputs else ()
-        if kinds and isinstance(inputs.preprocess, LibraryProcessor):  # decoded pictures go through it there
-            kinds = (*kinds, ArraysItem)
-        here = [item for item in items if not isinstance(item, kinds)]
-        decode = partial(decode_items, here, inputs, self._settings)
-        attempts = iter(await asyncio.get_running_loop().run_in_executor(self._pool, decode) if here else ())
-        decoded = [None if isinstance(item, kinds) else next(attempts) for item in items]
-        return await self._complete(items, decoded)
+    def _is_for_workers(self, item: LocalItem, inputs: ModelInputs) -> bool:
+        """Pictures and texts are, and arrays where decoded pictures go through a library's processor."""
+        arrays = isinstance(item, ArraysItem) and isinstance(inputs.preprocess, LibraryProcessor)
+        return inputs is self.model.model_inputs and (arrays or isinstance(item, (ImageItem, TextItem)))
 
     async def close(self) -> None:
         """End all processes."""
@@ -317,29 +333,11 @@ class DecodingExecutor(WorkerExecutor, InProcessExecutor):
         super().start(on_idle)
         self._workers.start()
 
-    async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
-        """Pictures on the GPU or in a worker, all else in a thread."""
-        own = inputs is self.model.model_inputs
-        if own and inputs.decoder is None and all(isinstance(item, ImageItem) for item in items):
-            return await self._decode(items)
-
-        def decode() -> list[Sequence[Attempt] | None]:
-            return [self._decode_here(item, inputs) for item in items]
-
-        decoded = await asyncio.get_running_loop().run_in_executor(self._pool, decode)
-        return await self._complete(items, decoded)
+    def _is_for_workers(self, item: LocalItem, inputs: ModelInputs) -> bool:
+        """Pictures are."""
+        return inputs is self.model.model_inputs and isinstance(item, ImageItem)
 
     async def close(self) -> None:
         """End the threads and the workers."""
         await super().close()
         await self._workers.close()
-
-    def _decode_here(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt] | None:
-        """What is made of an item in this process; None where a worker is to decode it."""
-        if not isinstance(item, ImageItem) or inputs is not self.model.model_inputs:
-            return try_to_decode(item, inputs, self._settings)
-        try:
-            row = decode_on_device(item, inputs, self._settings)
-        except TooLargeError as error:
-            return [error]
-        return None if row is None else [{inputs.pictures.specs[0].name: row}]

@@ -29,7 +29,7 @@ from layertap.models.sources.python import add_search_folders
 from layertap.service import allocator, logs
 from layertap.service.engine.execute.processes.channel import Channel, connect
 from layertap.service.engine.execute.processes.forking import be_killed_first, fork, limit_memory, wait_for_child
-from layertap.service.engine.execute.processes.messages import HostOptions, TakeTurn, TurnEnded, WaitForProcess
+from layertap.service.engine.execute.processes.messages import HostOptions, Turn, WaitForProcess
 from layertap.service.engine.execute.processes.progress import Progress, map_progress
 from layertap.service.engine.execute.processes.references import WorkerReferences
 from layertap.service.engine.execute.processes.worker import DecodingWorker, Worker
@@ -79,11 +79,11 @@ def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo | None, Cre
 @contextmanager
 def _take_turn(channel: Channel) -> Iterator[None]:
     """Wait for other models' hosts as ``turns.take_turn`` does for models of one process: the server knows of all."""
-    channel.ask(TakeTurn(), timeout=None)
+    channel.ask(Turn(wanted=True), timeout=None)
     try:
         yield
     finally:
-        channel.send(TurnEnded())
+        channel.send(Turn(wanted=False))
 
 
 def run_in_copy(function: Callable[[], T]) -> T:

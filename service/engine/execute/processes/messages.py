@@ -36,16 +36,13 @@ class HostOptions:
 
 
 @dataclass(frozen=True)
-class TakeTurn:
-    """From a host: it waits until no other model is measured.
+class Turn:
+    """From a host: whether it wants to measure its model while no other is measured.
 
-    The answer, None, gives it the turn until it says ``TurnEnded``, or what became of the model.
+    The answer, None, gives it the turn until it wants none any more, or says what became of the model.
     """
 
-
-@dataclass(frozen=True)
-class TurnEnded:
-    """From a host: others may be measured."""
+    wanted: bool
 
 
 @dataclass(frozen=True)

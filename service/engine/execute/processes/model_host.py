@@ -18,13 +18,7 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.turns import build_beside, take_turn
 from layertap.service.engine.execute.processes.channel import connect
 from layertap.service.engine.execute.processes.fork_server import HostProcess, start_host
-from layertap.service.engine.execute.processes.messages import (
-    HostOptions,
-    StartWorker,
-    TakeTurn,
-    TurnEnded,
-    WaitForProcess,
-)
+from layertap.service.engine.execute.processes.messages import HostOptions, StartWorker, Turn, WaitForProcess
 from layertap.service.engine.execute.processes.progress import Progress, create_progress
 from layertap.service.types import RestartReason
 
@@ -176,11 +170,11 @@ class ModelHost:
                 turn.enter_context(build_beside())  # until it wants to measure
             while True:
                 message = self._channel.receive(max(deadline - time.monotonic(), 0.0))
-                if not isinstance(message, (TakeTurn, TurnEnded)):
+                if not isinstance(message, Turn):
                     answer: ModelInfo | LayertapError | None = message
                     return answer
                 turn.close()
-                if isinstance(message, TakeTurn):
+                if message.wanted:
                     turn.enter_context(take_turn())
                     self._channel.send(None)
 
