@@ -81,7 +81,7 @@ class Timings:
         forward, copy, decode = count_seconds(forwards, copies, decodes)
         spans = list(dict.fromkeys((*decodes, *forwards, *copies)))  # several parts may have shared one
         ended = max(span.ended for span in spans)
-        if decodes:
+        if any(span.ended for span in decodes):
             self.add("decode", decode, _find_spans("decode", spans))
         waited = max(ended - queued - forward - copy - decode, 0.0)
         self.add("queue", waited, _find_gaps(queued, spans))

@@ -12,17 +12,7 @@ from typing import Any, TypeVar, cast
 
 from layertap.models.errors import LayertapError, RequestError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.service.engine.batch import (
-    CPU,
-    NEVER,
-    Batch,
-    BatchFailures,
-    BatchResult,
-    Job,
-    Results,
-    RowSlice,
-    SliceResult,
-)
+from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, Job, Results, RowSlice, SliceResult
 from layertap.service.engine.deadline import deadline_error, wait_until
 from layertap.service.engine.execute.batch_runner import refuse
 from layertap.service.engine.execute.executor import Executor, ModelFunction
@@ -112,7 +102,7 @@ class InFlight:
         if parts:
             forwards = [Span("forward", *part.forward, part.rows) for part in parts]
             copies = [Span("copy", *part.copy) for part in parts]
-            decodes = [Span("decode", *part.decode) for part in parts if part.decode != NEVER]
+            decodes = [Span("decode", *part.decode) for part in parts]
             timings.add_parts(self._submitted, forwards, copies, decodes)
             timings.facts.batch_rows = max(timings.facts.batch_rows, *(part.rows for part in parts))
         elif not self.started:

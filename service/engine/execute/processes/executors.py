@@ -278,11 +278,9 @@ class ProcessExecutor(WorkerExecutor):
 
     def _blame(self, batch: Batch, error: WorkerDiedError) -> BatchResult:
         """The result of a batch whose worker died: a blamed slice runs once more, alone; the others run again."""
-        if error.timed_out:  # nobody waits any more
+        if error.timed_out or (error.decoding < 0 and batch.tries):  # nobody waits any more, or it was alone
             return refuse(batch, ForwardError(DIED))
         if error.decoding < 0:
-            if batch.tries:
-                return refuse(batch, ForwardError(DIED))
             return BatchResult(again=[batch.take([each], tries=1) for each in batch.slices])
         slices = list(batch.slices)
         blamed = slices.pop(error.decoding)
