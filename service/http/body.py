@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from io import BytesIO
+from typing import cast
 
 from fastapi import Request
-from python_multipart.exceptions import MultipartParseError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from python_multipart.multipart import Field, File, FormParser, parse_options_header
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
@@ -17,10 +18,8 @@ from layertap.models.errors import TooLargeError
 from layertap.service.errors import BadRequestError, BodyTimeoutError
 from layertap.service.settings import Settings
 
-if TYPE_CHECKING:
-    from python_multipart.multipart import MultipartCallbacks
-
-LATIN = "latin-1"
+MULTIPART = "multipart/form-data"
+IN_MEMORY = {"MAX_MEMORY_FILE_SIZE": math.inf}
 MAX_PADDING = 256  # blanks behind a delimiter
 MIN_BYTES_PER_S = 10_000  # of a body: whoever sends less holds a place and memory for nothing
 
@@ -85,82 +84,33 @@ def parse_multipart(headers: Headers, body: bytes, settings: Settings) -> list[M
     behind = body[len(delimiter) : len(delimiter) + MAX_PADDING]
     if padding := len(behind) - len(behind.lstrip(b" \t")):  # which the parser takes behind later delimiters alone
         body = delimiter + body[len(delimiter) + padding :]
-    reader = _PartReader(settings.max_inputs + 1)
-    parser = MultipartParser(boundary, reader.make_callbacks())
+    parts: list[MultipartPart] = []
+    ended = []
+
+    def add(part: Field | File) -> None:
+        if len(parts) > settings.max_inputs:
+            raise _too_many_parts_error(settings.max_inputs)
+        name = (part.field_name or b"").decode()
+        if isinstance(part, Field):
+            parts.append(MultipartPart(name, part.value or b""))
+        else:
+            data = cast("BytesIO", part.file_object).getvalue()
+            parts.append(MultipartPart(name, data, get_media_type(part.content_type or "")))
+
+    parser = FormParser(MULTIPART, add, add, lambda: ended.append(True), boundary, config=IN_MEMORY)
     try:
         parser.write(body)
         parser.finalize()
-    except TooManyPartsError:
-        raise _too_many_parts_error(settings.max_inputs) from None
-    except (MultipartParseError, ValueError):
+    except ValueError:  # which all errors of the parser are, and one of a name that is no UTF-8
         raise _broken_error() from None
-    if not reader.has_ended:
+    if not ended:  # by the last delimiter
         raise _broken_error()
-    return reader.parts
+    return parts
 
 
 def get_media_type(content_type: str) -> str:
     """A content type without its parameters, in small letters."""
     return content_type.partition(";")[0].strip(" \t").lower()
-
-
-class TooManyPartsError(Exception):
-    """A body has more parts than a request may have inputs."""
-
-
-class _PartReader:
-    """Puts parts together out of what python-multipart calls back with: the bytes, where a piece begins and ends."""
-
-    def __init__(self, max_parts: int) -> None:
-        self.parts: list[MultipartPart] = []
-        self.has_ended = False  # by the last delimiter
-        self._max_parts = max_parts
-        self._fields: list[tuple[bytes, bytes]] = []
-        self._name = self._value = b""
-        self._data: list[bytes] = []
-
-    def make_callbacks(self) -> MultipartCallbacks:
-        """The parser's own names for them."""
-        return {
-            "on_part_begin": self._begin,
-            "on_header_field": self._add_name,
-            "on_header_value": self._add_value,
-            "on_header_end": self._end_field,
-            "on_part_data": self._add_data,
-            "on_part_end": self._end,
-            "on_end": self._end_all,
-        }
-
-    def _begin(self) -> None:
-        if len(self.parts) == self._max_parts:
-            raise TooManyPartsError
-        self._fields, self._data = [], []
-
-    def _add_name(self, data: bytes, start: int, end: int) -> None:
-        self._name += data[start:end]
-
-    def _add_value(self, data: bytes, start: int, end: int) -> None:
-        self._value += data[start:end]
-
-    def _end_field(self) -> None:
-        self._fields.append((self._name.lower(), self._value))
-        self._name = self._value = b""
-
-    def _add_data(self, data: bytes, start: int, end: int) -> None:
-        self._data.append(data[start:end])
-
-    def _end_all(self) -> None:
-        self.has_ended = True
-
-    def _end(self) -> None:
-        """ValueError for a part without a name, or one that is no UTF-8."""
-        fields = dict(self._fields)
-        _, options = parse_options_header(fields.get(b"content-disposition", b""))
-        if b"name" not in options:
-            raise ValueError("a part has no name")
-        is_file = b"filename" in options
-        media_type = get_media_type(fields.get(b"content-type", b"").decode(LATIN)) if is_file else ""
-        self.parts.append(MultipartPart(options[b"name"].decode(), b"".join(self._data), media_type))
 
 
 def _broken_error() -> BadRequestError:

@@ -17,7 +17,7 @@ from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.formats.reply_format import ReplyFormat
 from layertap.service.http import input_readers
-from layertap.service.http.body import get_media_type, parse_multipart
+from layertap.service.http.body import MULTIPART, get_media_type, parse_multipart
 from layertap.service.http.input_readers import NPY, PlacedItems
 from layertap.service.http.json_document import load_json
 from layertap.service.http.query import ALWAYS, Query, read_fields
@@ -110,7 +110,7 @@ def _parse_body(raw: RawRequest, settings: Settings, kind: type[RequestBody]) ->
     media_type = "image/*" if raw.media_type.startswith("image/") else raw.media_type
     if media_type == "application/json":
         return _parse_json(raw, settings, kind)
-    if media_type == "multipart/form-data":
+    if media_type == MULTIPART:
         return _parse_multipart(raw, settings, kind)
     if not raw.data and not media_type:  # a dry run needs no input
         return _parse_query(raw, settings, kind), (), ()
