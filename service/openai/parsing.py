@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, TypeGuard
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, PlainValidator, StrictInt, ValidationError, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, ConfigDict, Field, StrictInt, ValidationError
 
 from layertap.models.errors import Fault, InputError, RequestError, SelectorError, escape
 from layertap.models.model_info import ModelInfo
@@ -21,63 +20,37 @@ from layertap.service.http.json_document import load_json
 from layertap.service.http.parsing import RawRequest
 from layertap.service.inputs.arrays import decode_base64
 from layertap.service.inputs.items import ImageItem, InputItem, TextItem, TokensItem, UrlItem
-from layertap.service.schemas.base import StrictBody
+from layertap.service.schemas.base import OneError, StrictBody, StrictIndex
 from layertap.service.schemas.faults import read_field
 from layertap.service.schemas.validation_errors import convert_errors
 from layertap.service.settings import Settings
 
 MAX_INPUTS = 2048  # as OpenAI has it
-MAX_TOKEN = 2**31
 Kind = Literal["text", "image", "tokens"]
-ENTRY_SCHEMA = {
-    "anyOf": [
-        {"type": "string", "description": "a text; a data: URI or a URL of a picture, for a model of pictures"},
-        {"type": "object", "properties": {"image": {"type": "string"}}, "required": ["image"]},
-        {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
-    ]
-}
-INPUT_SCHEMA = {
-    "anyOf": [
-        *ENTRY_SCHEMA["anyOf"],
-        {"type": "array", "items": ENTRY_SCHEMA, "minItems": 1, "maxItems": MAX_INPUTS},
-    ]
-}
 
 
-@dataclass(frozen=True)
-class InputEntry:
-    """One input as it stands in a body; ``kind`` None: by what it looks like, and by what the model takes."""
+class ImageEntry(StrictBody):
+    """An input that is a picture: base64, a data: URI or a URL."""
 
-    value: str | tuple[int, ...]
-    kind: Kind | None = None
+    image: str
 
 
-def _parse_input(value: object) -> tuple[InputEntry, ...]:
-    entries = [value] if not isinstance(value, list) or _are_tokens(value) else value
-    if not entries or len(entries) > MAX_INPUTS:
-        raise PydanticCustomError("input", f"Input should be an input, or a list of 1 to {MAX_INPUTS} of them")
-    return tuple(map(_parse_entry, entries))
+class TextEntry(StrictBody):
+    """An input that is a text."""
+
+    text: str
 
 
-def _are_tokens(entry: object) -> TypeGuard[list[int]]:
-    are_tokens = isinstance(entry, list) and all(type(token) is int and 0 <= token < MAX_TOKEN for token in entry)
-    return are_tokens and bool(entry)
+Entry = Annotated[
+    str | Annotated[tuple[StrictIndex, ...], Field(min_length=1, fail_fast=True)] | ImageEntry | TextEntry,
+    OneError('an input is a string, {"image": "<base64, data: URI or URL>"}, {"text": "a cat"} or a list of token ids'),
+]
 
 
-def _parse_entry(entry: object) -> InputEntry:
-    if isinstance(entry, str):
-        return InputEntry(entry)
-    if _are_tokens(entry):
-        return InputEntry(tuple(entry), "tokens")
-    if isinstance(entry, dict) and len(entry) == 1:
-        if isinstance(image := entry.get("image"), str):
-            return InputEntry(image, "image")
-        if isinstance(text := entry.get("text"), str):
-            return InputEntry(text, "text")
-    raise PydanticCustomError(
-        "entry",
-        'an input is a string, {"image": "<base64, data: URI or URL>"}, {"text": "a cat"} or a list of token ids',
-    )
+def _list_entries(value: object) -> object:
+    """The inputs of a body: a list of token ids is one of them."""
+    is_one = not isinstance(value, list) or (bool(value) and all(type(each) is int for each in value))
+    return [value] if is_one else value
 
 
 class EmbeddingsBody(StrictBody):
@@ -91,7 +64,7 @@ class EmbeddingsBody(StrictBody):
     model_config = ConfigDict(extra="allow")  # to name them
 
     model: str = Field(max_length=512)
-    input: Annotated[tuple[InputEntry, ...], PlainValidator(_parse_input), WithJsonSchema(INPUT_SCHEMA)]
+    input: Annotated[tuple[Entry, ...], Field(min_length=1, max_length=MAX_INPUTS), BeforeValidator(_list_entries)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: StrictInt | None = Field(None, ge=1)
     modality: Kind | None = None
@@ -195,20 +168,26 @@ def _read_items(body: EmbeddingsBody) -> tuple[tuple[int, InputItem], ...]:
     return tuple(items)
 
 
-def _read_item(entry: InputEntry, modality: Kind | None) -> InputItem:
+def _read_item(entry: Entry, modality: Kind | None) -> InputItem:
     """An entry as an item; InputError where it is to be a picture and is none, or may be of another tokenizer."""
-    value, kind = entry.value, entry.kind or modality
-    if isinstance(value, tuple):
+    if isinstance(entry, tuple):
         if modality != "tokens":
             raise InputError(
                 "token ids are those of one tokenizer, which clients choose without asking this model",
                 hint='send texts as strings, or "modality": "tokens" with ids of the model\'s own tokenizer',
             )
-        return TokensItem(value)
-    if kind == "tokens":
+        return TokensItem(entry)
+    if isinstance(entry, TextEntry):
+        return TextItem(entry.text)
+    if isinstance(entry, ImageEntry):
+        return _read_picture(entry.image)
+    if modality == "tokens":
         raise InputError("this is a text, and not a list of token ids", hint='leave "modality" out')
-    if kind == "text" or (kind is None and value[:5].lower() != "data:"):
-        return TextItem(value)
+    is_text = modality == "text" or (modality is None and entry[:5].lower() != "data:")
+    return TextItem(entry) if is_text else _read_picture(entry)
+
+
+def _read_picture(value: str) -> InputItem:
     return UrlItem(value) if value.startswith(URL_SCHEMES) else ImageItem(decode_base64(value))
 
 

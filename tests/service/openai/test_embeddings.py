@@ -218,7 +218,7 @@ REFUSED: dict[str, tuple[Json, type[openai.APIStatusError], str | None, str]] = 
     ),
     "no tokens": ({"input": [[1, 2**80]]}, openai.BadRequestError, "input", "token ids"),
     "mixed": ({"input": [1, "a"]}, openai.BadRequestError, "input", "token ids"),
-    "nothing": ({"input": []}, openai.BadRequestError, "input", "list of 1"),
+    "nothing": ({"input": []}, openai.BadRequestError, "input", "at least 1"),
     "too many": ({"input": ["a"] * 2049}, openai.BadRequestError, "input", "2048"),
     "untrained dimensions": ({"dimensions": 32}, openai.BadRequestError, None, "dimensions: [64, 128, 256]"),
     "other dimensions": ({"model": "short", "dimensions": 32}, openai.BadRequestError, None, "has 1, 16, 63, 64"),
