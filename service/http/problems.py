@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 import orjson
@@ -75,7 +76,7 @@ def encode_problem(problem: Problem) -> Response:
     """A problem's reply, below 1 KiB whatever went wrong: of many faults the first are shown and all are counted."""
     body: dict[str, Any] = {
         "type": f"urn:layertap:problem:{problem.kind}",
-        "title": TITLES[problem.status],
+        "title": TITLES.get(problem.status) or HTTPStatus(problem.status).phrase,
         "status": problem.status,
         "detail": problem.detail[:MAX_DETAIL],
         "request_id": problem.request_id,
@@ -156,9 +157,9 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
     detail = details.get(error.status_code, "the request was refused")
     hints = {404: "GET /docs lists the routes", 405: "the header Allow says which methods it takes"}
     hint = hints.get(error.status_code, "")
-    status = error.status_code if error.status_code in TITLES else 400
     headers = dict(error.headers or {})
-    return reply_problem(request, Problem(status, "http", detail, get_request_id(request), hint, headers=headers))
+    problem = Problem(error.status_code, "http", detail, get_request_id(request), hint, headers=headers)
+    return reply_problem(request, problem)
 
 
 def _count_left_out(faults: tuple[Fault, ...], shown: list[dict[str, Any]]) -> dict[str, int]:
@@ -209,23 +210,8 @@ HINTS: dict[int, str] = {  # where an error itself has none
     500: "report it, with the request_id and what the server's log says of it",
 }
 
-TITLES: dict[int, str] = {
-    400: "Bad Request",
-    401: "Unauthorized",
-    403: "Forbidden",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    406: "Not Acceptable",
-    408: "Request Timeout",
-    409: "Conflict",
+TITLES = {  # where Python has none, or one older than RFC 9110
     413: "Content Too Large",
-    415: "Unsupported Media Type",
     422: "Unprocessable Content",
-    429: "Too Many Requests",
-    431: "Request Header Fields Too Large",
     499: "Client Closed Request",
-    500: "Internal Server Error",
-    501: "Not Implemented",
-    503: "Service Unavailable",
-    504: "Gateway Timeout",
 }

@@ -65,37 +65,16 @@ EXPLAIN: dict[str, Json] = {
     },
     "occlusion": {"method": "occlusion", "window": 8, "stride": 4, "top_classes": 3, "inputs": [PICTURE]},
 }
-# Values of parameters, by their names: all that one operation has make a request together.
+# Values of parameters that need explaining, by their names: all that one operation has make a request together.
 PARAMETERS: Json = {
     "name": "digits",
     "model": "digits",
     "layers": "block2,head",
-    "pool": "flatten",
-    "normalize": True,
-    "dtype": "float32",
-    "encoding": "base64",
-    "format": "json",
-    "on_error": "fail",
-    "isolated": False,
-    "priority": "interactive",
-    "verify": False,
-    "probe": False,
-    "dry_run": False,
     "method": "grad_cam,integrated_gradients,smoothgrad,occlusion",
     "layer": "block2",
     "classes": "top,3",
-    "top_classes": 3,
-    "steps": 20,
-    "samples": 10,
-    "noise": 0.1,
-    "seed": 1,
-    "window": 8,
-    "stride": 4,
     "match": "block?.conv*",
     "type": "Conv2d",
-    "leaf": True,
-    "functions": True,
-    "preprocessed": "caller",
     "X-Request-Timeout": 10,
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from layertap.service.formats.table import FORMATS
-from layertap.service.http.problems import TITLES
+from layertap.service.http.problems import STATUS
 from tests.server import Live
 from tests.service.support import Json
 
@@ -92,7 +92,7 @@ def test_extract(document: Json) -> None:
     assert set(operation["responses"]["200"]["content"]) == {each.media_type for each in FORMATS.values()}
     statuses = {"200", "400", "401", "404", "406", "408", "413", "415", "422", "429", "503", "504"}
     assert set(operation["responses"]) == statuses | {"default"}
-    assert statuses <= {"200", *map(str, TITLES)}
+    assert statuses <= {"200", *(str(status) for status, _ in STATUS.values())}
     body = document["components"]["schemas"]["ExtractBody"]
     assert {"model", "inputs", "layers", "pool", "normalize", "dtype", "encoding", "on_error"} <= set(
         body["properties"]
