@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from layertap.models.catalog.catalog import Layer, TensorInfo
-from layertap.models.hooks.sites import split_function
+from layertap.models.hooks.sites import Site, split_function
 from layertap.models.inputs.library_processor import Preprocessing
 from layertap.models.inputs.text import TextSpec
 from layertap.models.model_info import ModelInfo
@@ -106,30 +106,25 @@ def describe_layer(layer: Layer) -> Json:
         "type": layer.type,
         "leaf": layer.is_leaf,
         "calls": len(layer.calls),
-        "outputs": [
-            {"call": number, **_describe_tensor(tensor)}
-            for number, call in enumerate(layer.calls)
-            for tensor in call.output.tensors
-        ],
-        "inputs": [
-            {"call": number, **_describe_tensor(tensor)}
-            for number, call in enumerate(layer.calls)
-            for tensor in call.input.tensors
-        ],
-        **{
-            site: [
-                {"call": number, **_describe_tensor(tensor), "how": tensor.source}
-                for number, call in enumerate(layer.calls)
-                for tensor in call.get_boundary(site).tensors
-            ]
-            for site in ("attention", "attention_sink")
-        },
+        "outputs": _describe_calls(layer, "output"),
+        "inputs": _describe_calls(layer, "input"),
+        "attention": _describe_calls(layer, "attention", with_source=True),
+        "attention_sink": _describe_calls(layer, "attention_sink", with_source=True),
         "parameters": layer.parameters,
         "layout": last.tensors[0].layout if last and last.tensors else None,
         "cost": last.cost if last else None,
         "share": round(layer.share, 4) if last else None,
         "hazards": layer.hazards,
     }
+
+
+def _describe_calls(layer: Layer, site: Site, *, with_source: bool = False) -> list[Json]:
+    """The tensors that a site has in each call of a layer; with how each is had, where that differs."""
+    return [
+        {"call": number, **_describe_tensor(tensor), **({"how": tensor.source} if with_source else {})}
+        for number, call in enumerate(layer.calls)
+        for tensor in call.get_boundary(site).tensors
+    ]
 
 
 def _describe_functions(layer: Layer) -> Json:

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 
 from layertap.models.selection.hook_points import Method
 from layertap.service.formats.table import FORMATS
+from layertap.service.http import timeout
 from layertap.service.http.query import BESIDE
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody, PictureBody, RequestBody
 from layertap.service.schemas.examples import EXAMPLES, PARAMETERS
@@ -44,7 +45,13 @@ TEXTS = {  # parameters that are no JSON, though the field in the body has a lis
     "classes": "separated by commas: numbers, or top; a map of each",
 }
 PARTS: Mapping[str, type[BaseModel]] = {"objective": ObjectiveBody, "picture": PictureBody}
-TIMEOUT: Json = {"name": "X-Request-Timeout", "in": "header", "required": False, "schema": {"type": "number"}}
+TIMEOUT: Json = {
+    "name": timeout.HEADER,
+    "in": "header",
+    "required": False,
+    "schema": {"type": "number", "exclusiveMinimum": 0, "description": "seconds that the answer may take"},
+    "example": 10,
+}
 MULTIPART: Json = {
     "type": "object",
     "properties": {
@@ -97,7 +104,7 @@ def describe_inputs(body: type[RequestBody], examples: Mapping[str, Any], **para
     titled = {title: {"value": value} for title, value in examples.items()}
     schemas = {"format": {"type": "string", "enum": list(FORMATS)}, **parameters, **_list_fields(body)}
     return {
-        "parameters": [*(_describe_parameter(name, schema) for name, schema in schemas.items()), TIMEOUT],
+        "parameters": [_describe_parameter(name, schema) for name, schema in schemas.items()],
         "requestBody": {
             "content": {
                 "application/json": {"schema": _refer(body), "examples": titled},
@@ -134,7 +141,9 @@ def _complete(document: Json) -> Json:
         for field in schema["properties"].values():
             field.pop("title", None)  # the field's name again
     for operation in (each for path in document["paths"].values() for each in path.values()):
-        for parameter in operation.get("parameters", ()):
+        parameters = operation.setdefault("parameters", [])
+        parameters += [TIMEOUT] if "504" in operation["responses"] else []
+        for parameter in parameters:
             if parameter["name"] in PARAMETERS:
                 parameter["example"] = PARAMETERS[parameter["name"]]
     document["components"] = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}

@@ -75,7 +75,6 @@ PARAMETERS: Json = {
     "classes": "top,3",
     "match": "block?.conv*",
     "type": "Conv2d",
-    "X-Request-Timeout": 10,
 }
 
 FINGERPRINT = "f2a0fb7d9df1f0de4ae71cd9fb4d7184"
