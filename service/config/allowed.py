@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from layertap.models.errors import escape
 from layertap.models.sources.grammar import is_checkpoint
@@ -20,6 +20,7 @@ FREE = frozenset(
         "tf32",  # nobody may change it, which is told elsewhere
     }
 )
+Changeable = Literal["inputs", "preprocess", "warm", "device", "devices", "dtype", "memory_format", "decode"]
 HINT = "who runs the server adds it to 'allow' in the configuration file"
 
 
@@ -27,17 +28,16 @@ HINT = "who runs the server adds it to 'allow' in the configuration file"
 class Allowed:
     """Sources, weights and files of labels as they may be written, and names of arguments; adapters are weights.
 
-    Weights and labels that end in a slash are folders.
-
-    Paths are absolute. What the file says of the model itself is always allowed, and what it leaves to the default.
-    ``fields`` are further ones of an entry that may change: inputs, devices or warm plans may take any memory and time.
+    Paths are absolute; weights and labels that end in a slash are folders. What the file says of the model itself is
+    always allowed, and what it leaves to the default. ``fields`` are further ones of an entry that may change: inputs,
+    devices or warm plans may take any memory and time.
     """
 
     sources: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
-    fields: tuple[str, ...] = ()
+    fields: tuple[Changeable, ...] = ()
 
     def check(self, spec: ModelSpec, configured: ModelSpec) -> None:
         """ForbiddenError where a model's next version has what neither this nor its entry in the file names."""

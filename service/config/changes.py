@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from layertap.models.spec import ModelSpec
@@ -27,13 +27,7 @@ class Changes:
 
     def describe(self) -> dict[str, Any]:
         """As plain data: names only, no values."""
-        return {
-            "added": self.added,
-            "removed": self.removed,
-            "changed": dict(self.changed),
-            "aliases": dict(self.aliases),
-            "default": self.default,
-        }
+        return asdict(self)
 
     def needs_loading(self, name: str) -> bool:
         """Whether a changed model has to be loaded anew."""

@@ -1,12 +1,12 @@
-"""What is wrong with specs that each read well: names, and options that exclude each other."""
+"""What is wrong with entries that each read well: names, and options that exclude each other."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from re import fullmatch
 
-from layertap.models.errors import LayertapError
 from layertap.models.sources.check import find_mistakes
 from layertap.models.spec import FOR_TENSORS, ModelSpec, PreprocessSpec
 from layertap.service.config.document import Mistake
@@ -14,21 +14,36 @@ from layertap.service.config.document import Mistake
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 NAME_RULE = "a name has 1 to 100 letters, digits, '.', '_' and '-', a letter or digit first"
 
-Specs = Mapping[int, ModelSpec]
 
+@dataclass(frozen=True)
+class Entry:
+    """A model of a file; ``spec`` has defaults for fields that are refused, unless it is ``whole``.
 
-def check_specs(
-    specs: Specs, refused: Collection[object], names: Sequence[str | None], default: str
-) -> Iterator[Mistake]:
-    """What is wrong with specs, by the entry's number, as far as the file shows it.
-
-    Those that are ``refused`` already lack fields. Of ``names``, None is one that may have been meant to be any.
+    ``name`` None: one that may have been meant to be any. ``spec`` None: nothing can be made of the entry.
     """
-    complete = {number: spec for number, spec in specs.items() if number not in refused}
-    yield from _check_names(names, default)
-    yield from _check_sources(specs)
-    yield from _check_precision(complete)
-    yield from _check_devices(complete)
+
+    name: str | None
+    spec: ModelSpec | None
+    whole: bool = True
+
+
+def check_entries(entries: Sequence[Entry], default: str) -> Iterator[Mistake]:
+    """What is wrong with entries, as far as the file shows it."""
+    names = [entry.name for entry in entries]
+    for number, (name, entry) in enumerate(zip(names, entries, strict=True)):
+        if name is not None and not fullmatch(NAME, name):
+            yield ("models", number, "name"), NAME_RULE
+        elif name is not None and name in names[:number]:
+            yield ("models", number, "name"), f"two models are called {name!r}"
+        if entry.spec is not None and ":" not in entry.spec.source:
+            text = f"{entry.spec.source!r} has no kind: write KIND:NAME, torchvision:resnet50"
+            yield ("models", number, "source"), text
+        if entry.spec is not None and entry.whole:
+            for field, text in _check_options(entry.spec):
+                yield ("models", number, field), f"model {name!r}: {text}"
+    if names and None not in names and default not in names:
+        yield ("defaults", "model"), f"the default model {default!r} is not among {', '.join(filter(None, names))}"
+    yield from _check_tf32(entries)
 
 
 def check_aliases(aliases: Mapping[str, str], names: Sequence[str | None]) -> Iterator[Mistake]:
@@ -42,64 +57,40 @@ def check_aliases(aliases: Mapping[str, str], names: Sequence[str | None]) -> It
             yield ("aliases", alias), f"there is no model {target!r}"
 
 
-def check_loading(specs: Specs, mistakes: Iterable[Mistake], folders: Sequence[Path]) -> Iterator[Mistake]:
+def check_loading(entries: Sequence[Entry], mistakes: Iterable[Mistake], folders: Sequence[Path]) -> Iterator[Mistake]:
     """What can't be had, or read by those who load it, where there is no mistake in the same place yet."""
     places = {place for place, _ in mistakes}
+    specs = {number: entry.spec for number, entry in enumerate(entries) if entry.spec is not None}
     numbers = list(specs)
     for (index, *rest), error in find_mistakes(list(specs.values()), folders):
         place = ("models", numbers[int(index)], *rest)
         if place not in places:
-            yield place, _format_error(error)
+            yield place, f"{error.detail}; {error.hint}" if error.hint else error.detail
 
 
-def _check_names(names: Sequence[str | None], default: str) -> Iterator[Mistake]:
-    for number, name in enumerate(names):
-        if name is not None and not fullmatch(NAME, name):
-            yield ("models", number, "name"), NAME_RULE
-        elif name is not None and name in names[:number]:
-            yield ("models", number, "name"), f"two models are called {name!r}"
-    known = [name for name in names if name is not None]
-    if names and len(known) == len(names) and default not in known:
-        yield ("defaults", "model"), f"the default model {default!r} is not among {', '.join(known)}"
+def _check_options(spec: ModelSpec) -> Iterator[tuple[str, str]]:
+    """Fields of one entry that exclude each other, or ask for what no GPU may do where none may run it."""
+    if spec.tf32 and spec.dtype != "float32":
+        yield "tf32", f"tf32 is a way to compute in float32, not in {spec.dtype}"
+    if spec.devices and spec.device != "auto":
+        yield "device", "give device, or devices, not both"
+    options = {"decode: device": spec.decode == "device", "cuda_graphs": any(w.cuda_graphs for w in spec.warm)}
+    for option in (option for option, chosen in options.items() if chosen and spec.is_for_cpu):
+        yield "device", f"{option} is for models on a GPU, and this one is on the CPU"
+    preprocess = spec.preprocess
+    if spec.decode == "device" and isinstance(preprocess, PreprocessSpec) and not preprocess.placeable:
+        if preprocess.interpolation in FOR_TENSORS:
+            yield "decode", "decode: device has no channels, letterbox and scale"
+        else:
+            known = ", ".join(sorted(FOR_TENSORS))
+            yield "decode", f"decode: device resizes by {known}, not by {preprocess.interpolation}"
 
 
-def _check_sources(specs: Specs) -> Iterator[Mistake]:
-    for number, spec in specs.items():
-        if ":" not in spec.source:
-            text = f"{spec.source!r} has no kind: write KIND:NAME, torchvision:resnet50"
-            yield ("models", number, "source"), text
-
-
-def _check_precision(specs: Specs) -> Iterator[Mistake]:
+def _check_tf32(entries: Sequence[Entry]) -> Iterator[Mistake]:
     """Where ``tf32`` could not be kept: torch has one switch for all models of a process."""
-    for number, spec in specs.items():
-        if spec.tf32 and spec.dtype != "float32":
-            text = f"model {spec.name!r}: tf32 is a way to compute in float32, not in {spec.dtype}"
-            yield ("models", number, "tf32"), text
+    specs = {number: entry.spec for number, entry in enumerate(entries) if entry.spec is not None and entry.whole}
     concerned = {number: spec for number, spec in specs.items() if spec.dtype == "float32" and not spec.is_for_cpu}
-    if len({spec.tf32 for spec in concerned.values()}) > 1:
-        others = {number: spec.name for number, spec in concerned.items() if not spec.tf32}
+    others = {number: spec.name for number, spec in concerned.items() if not spec.tf32}
+    if 0 < len(others) < len(concerned):
         text = f"tf32 holds for all models in float32 that a GPU may run: set it for {', '.join(others.values())} too"
         yield ("models", next(iter(others))), text
-
-
-def _check_devices(specs: Specs) -> Iterator[Mistake]:
-    """Where a model asks for what only a GPU does, and none may run it or none can do it so."""
-    for number, spec in specs.items():
-        if spec.devices and spec.device != "auto":
-            yield ("models", number, "device"), f"model {spec.name!r}: give device, or devices, not both"
-        options = {"decode: device": spec.decode == "device", "cuda_graphs": any(w.cuda_graphs for w in spec.warm)}
-        for name in (name for name, chosen in options.items() if chosen and spec.is_for_cpu):
-            text = f"model {spec.name!r}: {name} is for models on a GPU, and this one is on the CPU"
-            yield ("models", number, "device"), text
-        preprocess = spec.preprocess
-        if spec.decode == "device" and isinstance(preprocess, PreprocessSpec) and not preprocess.placeable:
-            known = ", ".join(sorted(FOR_TENSORS))
-            text = f"model {spec.name!r}: decode: device resizes by {known}, not by {preprocess.interpolation}"
-            if preprocess.interpolation in FOR_TENSORS:
-                text = f"model {spec.name!r}: decode: device has no channels, letterbox and scale"
-            yield ("models", number, "decode"), text
-
-
-def _format_error(error: LayertapError) -> str:
-    return f"{error.detail}; {error.hint}" if error.hint else error.detail

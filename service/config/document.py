@@ -1,4 +1,4 @@
-"""A YAML file with the lines of what it holds, so that each mistake is told with its line."""
+"""A YAML file with the lines of what it holds, so that each mistake is reported with its line."""
 
 from __future__ import annotations
 
@@ -63,24 +63,19 @@ def read_document(path: Path) -> Document:
     """The file at ``path``; ConfigError where it can't be read, or is no YAML."""
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}", hint=HINT) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {type(error).__name__}") from error
-    try:
         root = loader.get_single_node()
         if root is None:
             return Document(path, None, None)
         repeated = tuple(_find_repeated(root))  # before merges, which repeat fields, are made
         return Document(path, loader.construct_document(root), root, repeated)
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}", hint=HINT) from error
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         place = Fault(f"line {line}: this is not YAML")
         raise ConfigError(f"{path}:{line}: this is not YAML: {error.problem}", faults=(place,)) from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"{path} is not YAML: {type(error).__name__}") from error
-    finally:
-        loader.dispose()
 
 
 def _find_repeated(root: yaml.Node) -> Iterator[Mistake]:

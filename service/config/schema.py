@@ -1,62 +1,104 @@
-"""The file as pydantic models, and the names of all fields by place."""
+"""The file as pydantic reads it: what is good of it, and what is wrong with the rest."""
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, with_config
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic_core import ErrorDetails
 
+from layertap.models.errors import find_nearest
 from layertap.models.sources.check import Place
 from layertap.models.spec import EmbeddingSpec, InputSpec, ModelSpec, PreprocessSpec, WarmSpec
+from layertap.service.config.allowed import Allowed
+from layertap.service.config.document import Mistake
+
+T = TypeVar("T")
+strict = with_config(ConfigDict(extra="forbid"))  # of the class, and of what stands in it
 
 
-class Defaults(BaseModel):
+@dataclass(frozen=True)
+class Defaults:
     """What requests get that do not say."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
 
 
-class Allow(BaseModel):
-    """What may be brought by HTTP."""
+@strict
+@dataclass(frozen=True)
+class ConfigFile:
+    """The whole file, whose entries are read one by one."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    sources: list[str] = []
-    weights: list[str] = []
-    labels: list[str] = []
-    args: list[str] = []
-    fields: list[Literal["inputs", "preprocess", "warm", "device", "devices", "dtype", "memory_format", "decode"]] = []
-
-
-with_config(ConfigDict(extra="forbid"))(ModelSpec)  # marks the class, and so what stands in it
-SPEC_ADAPTER = TypeAdapter(ModelSpec)
-
-
-class ConfigFile(BaseModel):
-    """The whole file."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    models: Annotated[list[ModelSpec], Field(min_length=1)]
+    models: Annotated[list[Any], Field(min_length=1)]
     defaults: Defaults = Defaults()
-    aliases: dict[str, str] = {}
-    allow: Allow | None = None
+    aliases: dict[str, str] = field(default_factory=dict)
+    allow: Allowed | None = None
 
 
-def _list_fields(kind: Any) -> list[str]:
-    return [field.name for field in fields(kind)]
+ADAPTERS: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (ConfigFile, strict(ModelSpec))}
 
-
-FIELDS: dict[Place, list[str]] = {
-    (): list(ConfigFile.model_fields),
-    ("defaults",): list(Defaults.model_fields),
-    ("allow",): list(Allow.model_fields),
-    ("models", "*"): _list_fields(ModelSpec),
-    ("models", "*", "embedding"): _list_fields(EmbeddingSpec),
-    ("models", "*", "preprocess"): _list_fields(PreprocessSpec),
-    ("models", "*", "inputs", "*"): _list_fields(InputSpec),
-    ("models", "*", "warm", "*"): _list_fields(WarmSpec),
+CLASSES: dict[Place, Any] = {
+    (): ConfigFile,
+    ("defaults",): Defaults,
+    ("allow",): Allowed,
+    ("models", "*"): ModelSpec,
+    ("models", "*", "embedding"): EmbeddingSpec,
+    ("models", "*", "preprocess"): PreprocessSpec,
+    ("models", "*", "inputs", "*"): InputSpec,
+    ("models", "*", "warm", "*"): WarmSpec,
 }
+# What pydantic calls members of a union in a place.
+UNION_MEMBERS = ("literal[", "PreprocessSpec", "EmbeddingSpec", "tuple[")
+
+
+def read(kind: type[T], data: object, place: Place, needed: Mapping[str, Any]) -> tuple[T | None, list[Mistake]]:
+    """What stands at a place as a ``ConfigFile`` or a ``ModelSpec``, and what is wrong with it.
+
+    Fields that are refused have their defaults, or those of ``needed``, so that one mistake hides no other; None where
+    nothing can be made of the rest.
+    """
+    adapter = ADAPTERS[kind]
+    try:
+        return adapter.validate_python(data), []
+    except ValidationError as error:
+        refused = {each["loc"][0] for each in error.errors() if each["loc"]}
+        if isinstance(data, dict):
+            rest = {name: value for name, value in data.items() if name not in refused}
+            with suppress(ValidationError):
+                return adapter.validate_python({**needed, **rest}), list(_describe(error, place))
+        return None, list(_describe(error, place))
+
+
+def _describe(error: ValidationError, parent: Place) -> Iterator[Mistake]:
+    """Pydantic's errors, each place once: of those of a union's members the one that goes deepest."""
+    messages: dict[Place, str] = {}
+    for each in error.errors(include_url=False, include_input=False):
+        place = parent + tuple(part for part in each["loc"] if not _is_member(part))
+        if place not in messages or each["type"] == "value_error":
+            messages[place] = _write_message(each, place)
+    for place, text in messages.items():
+        if not any(other[: len(place)] == place for other in messages if other != place):
+            yield place, text
+
+
+def _is_member(part: str | int) -> bool:
+    return part in ("int", "str") or str(part).startswith(UNION_MEMBERS)
+
+
+def _write_message(error: ErrorDetails, place: Place) -> str:
+    match error["type"]:
+        case "unexpected_keyword_argument":
+            kind = CLASSES[tuple("*" if isinstance(part, int) else part for part in place[:-1])]
+            [nearest, *_] = find_nearest(str(place[-1]), [each.name for each in fields(kind)], cutoff=0.0)
+            return f"there is no such field; the nearest is {nearest!r}"
+        case "dataclass_type":
+            return "this is no mapping of names to values"
+        case "tuple_type":  # which YAML does not have
+            return "Input should be a valid list"
+        case "value_error":  # of a dataclass of ours, without pydantic's words
+            return str(error["ctx"]["error"])
+        case _:
+            return error["msg"]

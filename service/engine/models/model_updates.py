@@ -17,10 +17,9 @@ from layertap.models.registry import ModelEntry
 from layertap.models.spec import ModelSpec
 from layertap.service.config.allowed import Allowed
 from layertap.service.config.changes import Changes, compare
-from layertap.service.config.checks import check_specs
-from layertap.service.config.configuration import Configuration, read_configuration
+from layertap.service.config.checks import Entry, check_entries
+from layertap.service.config.configuration import Configuration, parse_entry, read_configuration
 from layertap.service.config.document import ConfigError
-from layertap.service.config.parsing import parse_entry
 from layertap.service.engine.deadline import RunInThread
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.errors import ConflictError, ForbiddenError
@@ -208,8 +207,8 @@ def _read_again(path: Path) -> Configuration:
 
 def _find_mistakes(specs: Iterable[ModelSpec], default: str, running: Mapping[str, ModelSpec]) -> list[str]:
     """What is wrong with models together, or can't be changed while others run."""
-    numbered = dict(enumerate(specs))
-    mistakes = [text for _, text in check_specs(numbered, (), [spec.name for spec in numbered.values()], default)]
-    if any(spec.tf32 != running[spec.name].tf32 for spec in numbered.values() if spec.name in running):
+    specs = list(specs)
+    mistakes = [text for _, text in check_entries([Entry(spec.name, spec) for spec in specs], default)]
+    if any(spec.tf32 != running[spec.name].tf32 for spec in specs if spec.name in running):
         mistakes.append("tf32 holds for the whole process: change it by a restart")
     return mistakes

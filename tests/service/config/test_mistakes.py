@@ -241,3 +241,25 @@ def test_unreadable(tmp_path: Path) -> None:
     for name in ("nowhere.yaml", "", "bytes"):
         with pytest.raises(ConfigError, match=r"read|not YAML"):
             read_configuration(tmp_path / name)
+
+
+BESIDE_ENTRIES = """models:
+- {name: a, source: 'torchvision:vgg11', dtype: float33}
+defaults: {model: b, modl: a}
+aliases: {prod: c, '-': a}
+allow: {sorces: [], weights: w, fields: [source]}
+"""
+
+
+def test_mistakes_beside_entries(tmp_path: Path) -> None:
+    """Defaults, aliases and what is allowed are checked whatever is wrong with entries, and beside each other."""
+    file = write_config(tmp_path, BESIDE_ENTRIES)
+    with pytest.raises(ConfigError) as caught:
+        read_configuration(file)
+    lines = [line.removeprefix(f"{file}:") for line in caught.value.detail.splitlines()]
+    assert [line.partition(": ")[0] + ": " + line.split(": ")[1] for line in lines] == [
+        *("2: models.0.dtype", "3: defaults.model", "3: defaults.modl", "4: aliases.-", "4: aliases.prod"),
+        *("5: allow.fields.0", "5: allow.sorces", "5: allow.weights"),
+    ]
+    assert lines[6].endswith("the nearest is 'sources'")
+    assert lines[7].endswith("Input should be a valid list")
