@@ -21,9 +21,9 @@ def check_address(url: str) -> None:
     try:
         address = httpx.URL(url)
     except (httpx.InvalidURL, TypeError) as error:
-        raise InputError(f"{url!r} is no address: {error}") from error
+        raise InputError(f"{url!r} is no address of a server: {error}") from error
     if address.scheme not in ("http", "https") or not address.host:
-        raise InputError(f"{url!r} is no address: write one like {URL!r}")
+        raise InputError(f"{url!r} is no address of a server: write one like {URL!r}")
     if address.path.rstrip("/").endswith(("/v1", "/v2")):
         raise InputError(f"{url!r} is for other clients: write it without {address.path.rstrip('/')[-3:]}")
 

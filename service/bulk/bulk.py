@@ -18,8 +18,7 @@ from typing import Any, Protocol
 from layertap.models.catalog.catalog import UNREPEATABLE
 from layertap.models.errors import LayertapError
 from layertap.service.bulk.arrow import import_parquet
-from layertap.service.bulk.entries import BatchLimits
-from layertap.service.bulk.job import Extractor, Outline, Question, RemainingJob, Rows
+from layertap.service.bulk.job import BatchLimits, Extractor, Outline, Question, RemainingJob, Rows
 from layertap.service.bulk.manifest import (
     LOCK,
     NAME,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from layertap.models.errors import LayertapError, RequestError
-from layertap.service.bulk.entries import BatchLimits, Entry
-from layertap.service.bulk.sources import Source
+from layertap.service.bulk.sources import Entry, Source
 from layertap.service.features import Array
 
 
@@ -101,6 +100,14 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class BatchLimits:
+    """At most how many inputs a batch has, and of how many bytes; one input is a batch whatever its size."""
+
+    rows: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class RemainingJob:
     """What is left of a job: ``entries``, to be cut into batches; ``open_source`` has them after the ``first`` ones."""
 
@@ -127,6 +134,21 @@ class Extractor(Protocol):
 
     async def close(self) -> None:
         """Let go of everything."""
+
+
+def cut_batches(entries: Iterable[Entry], limits: BatchLimits) -> Iterator[list[Entry]]:
+    """The entries in batches: always the same ones, wherever a batch is the first."""
+    batch: list[Entry] = []
+    nbytes = 0
+    for entry in entries:
+        size = len(entry.data or b"")
+        if batch and (len(batch) == limits.rows or nbytes + size > limits.nbytes):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(entry)
+        nbytes += size
+    if batch:
+        yield batch
 
 
 def make_column(name: str, row_axis: int | None, captured: Sequence[int], shape: Sequence[int], dtype: str) -> Column:

@@ -9,9 +9,9 @@ from dataclasses import replace
 from layertap.models.errors import Fault, RequestError
 from layertap.models.selection.hook_points import Embedding, Reduction, Selector
 from layertap.models.selection.selectors import parse_selector
-from layertap.service.bulk.entries import Entry
 from layertap.service.bulk.job import Answer, Outline, Question, make_column
 from layertap.service.bulk.pipeline import BatchExtractor
+from layertap.service.bulk.sources import Entry
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.explain.prober import TEXT, Prober, make_picture

@@ -13,8 +13,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from layertap.models.errors import LayertapError
-from layertap.service.bulk.entries import BatchLimits
-from layertap.service.bulk.job import Outline, Question
+from layertap.service.bulk.job import BatchLimits, Outline, Question
 
 NAME = "manifest.json"
 LOCK = ".lock"

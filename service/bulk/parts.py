@@ -14,10 +14,10 @@ import orjson
 
 from layertap.models.errors import LayertapError
 from layertap.service.bulk.arrow import import_parquet, summarize
-from layertap.service.bulk.entries import Entry
 from layertap.service.bulk.job import Outline, Rows
 from layertap.service.bulk.manifest import OTHERWISE, replace_file
 from layertap.service.bulk.shards import Layout
+from layertap.service.bulk.sources import Entry
 
 PART = "part-{start:012d}"
 GROUP_ROWS, GROUP_BYTES = 8192, 64 * 2**20  # of a row group of the file in the end

@@ -11,9 +11,18 @@ from contextlib import aclosing
 from typing import Protocol
 
 from layertap.models.errors import RequestError, TooLargeError
-from layertap.service.bulk.entries import Entry, cut_batches
-from layertap.service.bulk.job import Answer, Outline, Question, RemainingJob, Rows, join_answers, make_rows
+from layertap.service.bulk.job import (
+    Answer,
+    Outline,
+    Question,
+    RemainingJob,
+    Rows,
+    cut_batches,
+    join_answers,
+    make_rows,
+)
 from layertap.service.bulk.parts import PartWriter
+from layertap.service.bulk.sources import Entry
 
 PART_BYTES = 64 * 2**20
 SHORTEST_PART_S, LONGEST_PART_S = 1.0, 60.0

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layertap.models.errors import LayertapError
-from layertap.service.bulk.entries import Entry, cut_batches
-from layertap.service.bulk.job import Outline, Question, RemainingJob, Rows
+from layertap.service.bulk.job import Outline, Question, RemainingJob, Rows, cut_batches
 from layertap.service.bulk.pipeline import answer_batches
+from layertap.service.bulk.sources import Entry
 from layertap.service.ray_settings import read_settings_on_ray
 
 if TYPE_CHECKING:  # torch is imported on the cluster alone

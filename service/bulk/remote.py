@@ -8,10 +8,10 @@ from typing import Any
 
 import layertap_client as lt
 from layertap.models.errors import LayertapError, RequestError, TooLargeError
-from layertap.service.bulk.entries import Entry
 from layertap.service.bulk.job import Answer, Column, Outline, Question, make_column
 from layertap.service.bulk.manifest import check_same_model
 from layertap.service.bulk.pipeline import BatchExtractor
+from layertap.service.bulk.sources import Entry
 from layertap.service.clients import convert_error, convert_errors
 
 PATIENCE_S = 600.0  # without any answer: the server is restarted, or there are others before us

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +60,7 @@ async def retry_errors(job: Job, extractor: Extractor, open_source: OpenSource, 
 
         await run(inner, extractor, open_selected, observer)
         with lock_folder(inner.destination.folder):
-            _replace_rows(tables, numbers, list_tables(inner.destination))
+            _replace_rows(tables, list_tables(inner.destination))
         remove(inner.destination)
     return summarize(tables)
 
@@ -91,31 +90,22 @@ def _find_errors(tables: Sequence[Path]) -> list[int]:
     return numbers
 
 
-def _replace_rows(tables: Sequence[Path], numbers: Sequence[int], answers: Sequence[Path]) -> None:
-    """Write the tables anew, each whole, with other rows at some numbers; those that have none of these stay."""
+def _replace_rows(tables: Sequence[Path], answers: Sequence[Path]) -> None:
+    """Write the tables anew, each whole, with other rows for those that have an error; those without any stay."""
     parquet = import_parquet()
     rows = _Rows(read_batches(answers))
-    first = 0
     for table in tables:
-        metadata = parquet.read_metadata(table)
-        last = first + metadata.num_rows
-        inside = [number - first for number in numbers[bisect_left(numbers, first) : bisect_left(numbers, last)]]
-        if inside:
-            size = metadata.row_group(0).num_rows
-            batches = _exchange(read_batches([table]), inside, rows)
-            write_batches(batches, table, parquet.read_schema(table), size)
-        first = last
+        if read_column(table, "error").is_valid().to_numpy().any():
+            size = parquet.read_metadata(table).row_group(0).num_rows
+            write_batches(_exchange(read_batches([table]), rows), table, parquet.read_schema(table), size)
 
 
-def _exchange(batches: Iterator[Any], numbers: Sequence[int], rows: _Rows) -> Iterator[Any]:
-    """Record batches with other rows at some numbers; LayertapError where these are of other pictures."""
+def _exchange(batches: Iterator[Any], rows: _Rows) -> Iterator[Any]:
+    """Record batches with other rows for those that have an error; LayertapError where these are of other pictures."""
     import pyarrow as pa
 
-    first = 0
     for batch in batches:
-        last = first + batch.num_rows
-        places = np.array(numbers[bisect_left(numbers, first) : bisect_left(numbers, last)], int) - first
-        first = last
+        places = np.flatnonzero(batch.column("error").is_valid().to_numpy(zero_copy_only=False))
         if not len(places):
             yield batch
             continue

@@ -5,20 +5,20 @@ Each gives its entries one after another, always in the same order, and holds no
 
 from __future__ import annotations
 
-import fnmatch
 import glob
+import hashlib
 import os
+import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import orjson
 
 from layertap.models.errors import LayertapError, escape, suggest
-from layertap.service.bulk.entries import Entry
 from layertap.service.inputs.files import FileError, read_regular_file
 
 SUFFIXES = frozenset(
@@ -35,6 +35,20 @@ HINT = (
 
 
 IsWanted = Callable[[int], bool]  # whether an entry's bytes are to be read, by its number from 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An input: its key in the source and its bytes, or why there are none."""
+
+    key: str
+    data: bytes | None = field(repr=False)
+    error: str = ""
+
+    @property
+    def digest(self) -> str | None:
+        """SHA-256 of the bytes, in hexadecimal."""
+        return hashlib.sha256(self.data).hexdigest() if self.data is not None else None
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,7 @@ def open_source(text: str, limit: int, column: str | None = None) -> Source:
     if column is not None and not text.lower().endswith((".parquet", ".jsonl")):
         raise LayertapError(f"{text} has no columns", hint="leave --column out: it is for .parquet and .jsonl files")
     if path.is_dir():
-        return _open_paths(lambda: _walk(path, _has_suffix, with_hidden=False), limit)
+        return _open_paths(lambda: _walk(path, _has_suffix), limit)
     if path.is_file():
         name = path.name.lower()
         if name.endswith(ARCHIVES):
@@ -94,7 +108,7 @@ def describe_passed_over(text: str) -> str:
     top = Path(text)
     if not top.is_dir():
         return ""
-    found = _walk(top, lambda name: not _has_suffix(name), with_hidden=False)
+    found = _walk(top, lambda name: not _has_suffix(name))
     others = (path.suffix.lower() for _, path in found if not path.is_dir())
     counts = Counter(others).most_common()
     named = [f"{count} {escape(suffix) if suffix else 'without a suffix'}" for suffix, count in counts[:MAX_SUFFIXES]]
@@ -132,10 +146,8 @@ def _has_suffix(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in SUFFIXES  # noqa: PTH122  (a tenth of a Path's time, for every file)
 
 
-def _walk(top: Path, is_wanted: Callable[[str], bool], *, with_hidden: bool = True) -> Iterator[tuple[str, Path]]:
-    """The files below a folder that are wanted, by their names from there.
-
-    Dot files and dot folders count only ``with_hidden``.
+def _walk(top: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:
+    """The files below a folder that are wanted, by their names from there, without dot files and dot folders.
 
     Those of a folder's own are before those of folders in it; links to folders are left. A folder in it that can't be
     listed is given too: reading it tells why. OSError where it is the first.
@@ -145,8 +157,7 @@ def _walk(top: Path, is_wanted: Callable[[str], bool], *, with_hidden: bool = Tr
         folder = waiting.pop()
         try:
             with os.scandir(folder) as found:
-                shown = (entry for entry in found if with_hidden or not entry.name.startswith("."))
-                entries = sorted(shown, key=lambda entry: entry.name)
+                entries = sorted((each for each in found if not _is_hidden(each.name)), key=lambda each: each.name)
         except OSError:
             if folder == top:
                 raise
@@ -174,38 +185,17 @@ def _match(pattern: str) -> Iterator[tuple[str, Path]]:
         return ((name, Path(name)) for name in sorted(glob.glob(pattern)))  # noqa: PTH207  (a pattern may be absolute)
     first = names.index("**")
     tops = sorted(glob.glob("/".join([*names[:first], ""]))) if first else [""]  # noqa: PTH207
-
-    def is_wanted(name: str) -> bool:
-        return _match_names(name.split("/"), names[first:])
-
-    return ((f"{top}{name}", path) for top in tops for name, path in _walk(Path(top), is_wanted))
-
-
-def _match_names(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Whether the names of a path are those of a pattern; a name that begins with a dot only where its pattern does."""
-    places = _pass_any({0}, patterns)  # in the pattern: where the names so far may have led to
-    for name in names:
-        reached = set()
-        for place in places - {len(patterns)}:
-            pattern = patterns[place]
-            if name.startswith(".") and not pattern.startswith("."):
-                continue
-            if pattern == "**":
-                reached.add(place)
-            elif fnmatch.fnmatchcase(name, pattern):
-                reached.add(place + 1)
-        places = _pass_any(reached, patterns)
-    return len(patterns) in places
-
-
-def _pass_any(places: Collection[int], patterns: Sequence[str]) -> set[int]:
-    """Places in a pattern, with those behind each ``**`` there, which stands for no folder too."""
-    passed = set(places)
-    for place in places:
-        while place < len(patterns) and patterns[place] == "**":
-            place += 1
-            passed.add(place)
-    return passed
+    # To pathlib ** is a whole name, or a mistake, and at the end it stands for folders alone.
+    beneath = [name if name == "**" else re.sub(r"\*+", "*", name) for name in names[first:]]
+    beneath += ["*"] * (beneath[-1] == "**")
+    shows_hidden = any(name.startswith(".") for name in beneath)
+    found = (
+        (top, path.relative_to(top))
+        for top in tops
+        for path in sorted(Path(top).glob("/".join(beneath)), key=lambda path: (path.parts[:-1], path.name))
+    )
+    named = ((f"{top}{path}", Path(top) / path) for top, path in found if shows_hidden or not _is_hidden(str(path)))
+    return ((name, path) for name, path in named if not path.is_dir())
 
 
 def _read_list(path: Path) -> Iterator[tuple[str, Path]]:

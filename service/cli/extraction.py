@@ -22,7 +22,7 @@ MAX_BATCH_FILES = 32
 BODY_SHARE = 0.9  # of a server's limit; the rest is for what stands around pictures
 ANOTHER_SHAPE = "its results have another shape than the first"
 RECEIPTS = TypeAdapter(dict[str, Receipt])
-Batch = dict[int, bytes]  # pictures by their places
+Batch = dict[int, bytes]  # pictures by their indices
 
 
 @dataclass
@@ -56,8 +56,8 @@ class FileExtraction:
         await self._add_probes()
         faults = tuple(sorted(self.faults, key=lambda fault: fault.input or 0))
         features = replace(join_features(self.parts), errors=faults)
-        places = set(range(len(self.files))) - set(features.skipped)
-        return replace(features, files=tuple(_format_path(self.files[place]) for place in sorted(places)))
+        indices = set(range(len(self.files))) - set(features.skipped)
+        return replace(features, files=tuple(_format_path(self.files[index]) for index in sorted(indices)))
 
     def _read(self, limits: Mapping[str, float]) -> Iterator[Batch]:
         """The pictures in batches that a server takes; those that can't be read are named."""
@@ -65,16 +65,16 @@ class FileExtraction:
         batch: Batch = {}
         nbytes = 0
         for start in range(0, len(self.files), rows):
-            for place, path in enumerate(self.files[start : start + rows], start):
+            for index, path in enumerate(self.files[start : start + rows], start):
                 try:
                     data = read_regular_file(path)
                 except FileError as error:
-                    self._leave_out(place, str(error))
+                    self._leave_out(index, str(error))
                     continue
                 if batch and nbytes + len(data) > limits["max_body_bytes"] * BODY_SHARE:
                     yield batch
                     batch, nbytes = {}, 0
-                batch[place] = data
+                batch[index] = data
                 nbytes += len(data)
             if batch:
                 yield batch
@@ -102,18 +102,18 @@ class FileExtraction:
                 raise
             return
         if others := _find_others(result):
-            places = [place for number, place in enumerate(batch) if number in others]
-            for place in places:
-                self._leave_out(place, ANOTHER_SHAPE)
-            await self._extract({place: data for place, data in batch.items() if place not in places})
+            indices = [index for number, index in enumerate(batch) if number in others]
+            for index in indices:
+                self._leave_out(index, ANOTHER_SHAPE)
+            await self._extract({index: data for index, data in batch.items() if index not in indices})
             return
         self._leave_out_all(batch, result.errors)
         features = _make_features(result)
         check_names(features.arrays, self.reserved)
         if self.parts and _list_row_shapes(features) != _list_row_shapes(self.parts[0]):
-            for number, place in enumerate(batch):
+            for number, index in enumerate(batch):
                 if number not in result.skipped:
-                    self._leave_out(place, ANOTHER_SHAPE)
+                    self._leave_out(index, ANOTHER_SHAPE)
         else:
             self.parts.append(features)
 
@@ -134,21 +134,21 @@ class FileExtraction:
         self.parts[0] = replace(self.parts[0], receipts=receipts)
 
     async def _extract_halves(self, batch: Batch) -> None:
-        places = list(batch)
-        middle = len(places) // 2
-        for half in (places[:middle], places[middle:]):
-            await self._extract({place: batch[place] for place in half})
+        indices = list(batch)
+        middle = len(indices) // 2
+        for half in (indices[:middle], indices[middle:]):
+            await self._extract({index: batch[index] for index in half})
 
     def _leave_out_all(self, batch: Batch, faults: Any) -> None:
-        places = list(batch)
+        indices = list(batch)
         for fault in faults:
             if fault.input is not None:
-                self._leave_out(places[fault.input], fault.detail, fault.hint)
+                self._leave_out(indices[fault.input], fault.detail, fault.hint)
 
-    def _leave_out(self, place: int, reason: str, hint: str = "") -> None:
+    def _leave_out(self, index: int, reason: str, hint: str = "") -> None:
         """Name a picture that has no row."""
-        self.faults.append(Fault(reason, hint, f"/inputs/{place}", place))
-        tell(f"{_format_path(self.files[place])}: {reason}")
+        self.faults.append(Fault(reason, hint, f"/inputs/{index}", index))
+        tell(f"{_format_path(self.files[index])}: {reason}")
 
 
 def _make_features(result: lt.Result) -> Features:
@@ -163,7 +163,7 @@ def _make_features(result: lt.Result) -> Features:
 
 
 def _find_others(result: lt.Result) -> set[int]:
-    """The inputs, by their places, whose results have another shape than those of the first one."""
+    """The inputs, by their indices, whose results have another shape than those of the first one."""
     shapes: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, array in result.items():
         key, _, number = name.rpartition(".input")

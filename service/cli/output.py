@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,11 +14,9 @@ import typer
 
 from layertap.models.errors import LayertapError, escape
 from layertap.service.cli.console import stdout
-from layertap.service.cli.setup import connect
 
 if TYPE_CHECKING:
     from layertap.service.formats.reply_format import ReplyFormat
-    from layertap_client import Reply
 
 STDOUT = Path("-")
 SCREENS = ("DISPLAY", "WAYLAND_DISPLAY")  # where neither is set on Linux, nobody would see a window
@@ -103,20 +101,3 @@ def find_format(file: Path, name: str | None) -> ReplyFormat:
         raise LayertapError(f"can't tell the format of {file}", hint=hint)
     FORMATS[name].check()
     return FORMATS[name]
-
-
-async def ask_about_picture(
-    url: str | None, config: Path | None, path: str, image: Path, fields: Mapping[str, str | None], output: Output
-) -> Reply:
-    """The reply to a picture on disk, in the format of ``output``; LayertapError.
-
-    ``fields`` are those of a body, as query parameters say them.
-    """
-    from layertap.service.inputs.files import FileError, read_regular_file
-
-    try:
-        picture = read_regular_file(image)
-    except FileError as error:
-        raise LayertapError(f"{image}: {error}") from None
-    async with connect(url, config, fields["model"]) as client:
-        return await client.post(path, picture, fields, accept=output.format.media_type)

@@ -257,7 +257,7 @@ def test_what_is_imported() -> None:
     code = """if True:
         import sys
         import numpy as np
-        import layertap.service.app, layertap.service.cli.show
+        import layertap.service.app, layertap.service.cli.pictures
         from layertap.service.pictures.charts import draw_chart
         from layertap.service.pictures.panels import ResultInfo
         print("matplotlib" in sys.modules)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from layertap.service.bulk.entries import BatchLimits
-from layertap.service.bulk.job import Column, Outline, Question
+from layertap.service.bulk.job import BatchLimits, Column, Outline, Question
 from layertap.service.bulk.manifest import NAME, Manifest
 from tests.service.cli.commands import Command
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from layertap.service.bulk import pipeline
-from layertap.service.bulk.entries import BatchLimits, Entry, cut_batches
-from layertap.service.bulk.job import Answer, Column, Outline, Question, Rows
+from layertap.service.bulk.job import Answer, BatchLimits, Column, Outline, Question, Rows, cut_batches
 from layertap.service.bulk.parts import PartWriter, find_parts
 from layertap.service.bulk.shards import LAYOUTS
+from layertap.service.bulk.sources import Entry
 
 PICTURES, ROWS, IN_FLIGHT, WIDTH = 1000, 4, 3, 16
 OUTLINE = Outline("net", "f", {"x": Column((WIDTH,), "float32")}, {})

@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from layertap.models.errors import LayertapError, RequestError, TooLargeError
-from layertap.service.bulk.entries import Entry
 from layertap.service.bulk.job import Answer, Column, Outline, Question, Rows, make_rows
 from layertap.service.bulk.parts import PartWriter
 from layertap.service.bulk.pipeline import answer_batches, write_rows
 from layertap.service.bulk.shards import LAYOUTS
+from layertap.service.bulk.sources import Entry
 from tests.service.bulk.conftest import COUNT, read, write_pictures
 from tests.service.cli.commands import Command
 from tests.service.cli.test_extract import FILING

@@ -87,6 +87,9 @@ def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "**/b/**/?.*": ["a/b/x.png", "a/b/y.jpg", "c/b/x.png"],
         "a/[xy].png": ["a/x.png"],
         "**/.x.png": ["a/.x.png"],
+        "a/**": ["a/x.png", "a/b/x.png", "a/b/y.jpg"],
+        "**/b/x**g": ["a/b/x.png", "c/b/x.png"],
+        "a/x**.png": ["a/x.png"],
         f"{tmp_path}/c/**/x.png": [f"{tmp_path}/c/b/x.png"],
     }
     assert {pattern: [key for key, _ in list_entries(pattern)] for pattern in expected} == expected

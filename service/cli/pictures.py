@@ -1,4 +1,4 @@
-"""``layertap explain``."""
+"""``layertap show`` and ``layertap explain``: what a model makes of a picture, to be looked at."""
 
 from __future__ import annotations
 
@@ -7,31 +7,54 @@ import json
 from collections.abc import Mapping, Sequence
 from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
 from layertap.models.errors import LayertapError
 from layertap.models.selection.hook_points import Method
-from layertap.service.cli.console import ConfigOption, ModelOption, UrlOption, tell
-from layertap.service.cli.output import (
-    FormatOption,
-    OutOption,
-    Output,
-    ask_about_picture,
-    choose_output,
-    choose_picture,
-)
+from layertap.service.cli.console import ConfigOption, ModelOption, UrlOption, say, tell
+from layertap.service.cli.output import STDOUT, FormatOption, OutOption, Output, choose_output, choose_picture
+from layertap.service.cli.setup import connect
+from layertap.service.pictures.options import MAX_TILES
 
 if TYPE_CHECKING:
     from layertap_client import Reply
 
 METHODS = ", ".join(get_args(Method))
 HINTS = {"classes": "write --classes 3,top", "objective": "write --objective probability"}
+PictureArgument = Annotated[Path, typer.Argument(help="A picture.", exists=True, dir_okay=False, readable=False)]
+
+
+def show(
+    image: PictureArgument,
+    layers: Annotated[str, typer.Argument(help="Layer selectors, separated by commas.")],
+    file: Annotated[
+        Path | None,
+        typer.Option("--out", help="A .png or .webp file, - for stdout; without it the picture is opened."),
+    ] = None,
+    form: Annotated[
+        Literal["png", "webp"] | None, typer.Option("--format", help="To stdout where --out is not given.")
+    ] = None,
+    tiles: Annotated[int, typer.Option(help="How many channels or heads of each layer.", min=1, max=MAX_TILES)] = 16,
+    strongest: Annotated[bool, typer.Option(help="The strongest ones, in place of the first.")] = False,
+    model: ModelOption = None,
+    url: UrlOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Draw what layers see of a picture, and open it; without a screen, say where it is."""
+    output = choose_picture(file, form)
+    fields = {"model": model, "layers": layers, "tiles": str(tiles), "isolated": "true"}
+    fields["order"] = "strongest" if strongest else "first"
+    reply = asyncio.run(_ask(url, config, "/extract", image, fields, output))
+    output.write([reply.body])
+    if output.file not in (None, STDOUT):
+        say(str(output.file))
+    tell(f"fingerprint {reply.headers['x-layertap-fingerprint']}")
 
 
 def explain(
-    image: Annotated[Path, typer.Argument(help="A picture.", exists=True, dir_okay=False, readable=False)],
+    image: PictureArgument,
     method: Annotated[str, typer.Option(help=f"One of {METHODS}, or several separated by commas.")],
     file: OutOption = None,
     form: FormatOption = None,
@@ -88,7 +111,7 @@ async def _explain(
 ) -> Reply:
     """The reply; what is wrong with a field is told of the option that it came from."""
     try:
-        return await ask_about_picture(url, config, "/explain", image, fields, output)
+        return await _ask(url, config, "/explain", image, fields, output)
     except LayertapError as error:
         faults: Sequence[Any] = getattr(error.__cause__, "faults", ())
         name = faults[0].pointer.split("/")[1] if faults and faults[0].pointer else ""
@@ -96,3 +119,20 @@ async def _explain(
             raise
         hint = HINTS.get(name, faults[0].hint)
         raise LayertapError(f"--{name.replace('_', '-')}: {faults[0].detail}", hint=hint) from None
+
+
+async def _ask(
+    url: str | None, config: Path | None, path: str, image: Path, fields: Mapping[str, str | None], output: Output
+) -> Reply:
+    """The reply to a picture on disk, in the format of ``output``; LayertapError.
+
+    ``fields`` are those of a body, as query parameters say them.
+    """
+    from layertap.service.inputs.files import FileError, read_regular_file
+
+    try:
+        picture = read_regular_file(image)
+    except FileError as error:
+        raise LayertapError(f"{image}: {error}") from None
+    async with connect(url, config, fields["model"]) as client:
+        return await client.post(path, picture, fields, accept=output.format.media_type)
