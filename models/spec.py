@@ -21,6 +21,7 @@ InputDType = Literal["float32", "float16", "bfloat16", "float64", "int8", "int16
 Decode = Literal["exact", "fast", "device"]
 Compile = Literal[False, True, "always"]
 Preprocessed = Literal["", "caller", "mixed"]  # by whom rows were: nothing is said where it was as configured
+Truncate = Literal["none", "start", "end"]  # what is left out of a text that is too long; "none": it is refused
 Tower = Literal["texts", "pictures"]  # of a model of two towers, by what one takes
 Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels of a picture
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic", "lanczos", "box", "hamming"]

@@ -36,6 +36,7 @@ class Receipt:
     ``classes``: of a gradient, the class of each row whose score was its highest, where the objective is of that,
     ``labels`` their names. ``rows_per_forward`` is there where rows of the model affect each other.
     ``token_counts``: of texts, how many tokens each row has of its own, what lies behind them being padding.
+    ``truncated``: how many tokens were left out of each text, where one was too long.
     ``channels`` to ``keys`` are the indices that were kept, in their order, and ``reply_dtype`` what the result was
     cast to. ``prefix_tokens`` stand before the patches, of tokens or of attention's keys; ``grid_size`` are the rows
     and columns of these, where they are known. ``probe`` is what the fixed input gives there, where it was asked for.
@@ -74,6 +75,7 @@ class Receipt:
     queries: tuple[int, ...] | None = None
     keys: tuple[int, ...] | None = None
     token_counts: tuple[int, ...] | None = None
+    truncated: tuple[int, ...] | None = None
     reply_dtype: str = "float32"
     prefix_tokens: int = 0
     grid_size: GridSize | None = None
@@ -138,11 +140,6 @@ class Features:
     by_input: frozenset[str] = frozenset()
     tokens: int = 0
     top_classes: tuple[tuple[TopClass, ...], ...] = ()
-
-    def has_at_most(self, results: int, numbers: int) -> bool:
-        """Whether it has so few results, and so few numbers in all."""
-        arrays = self.arrays.values()
-        return len(arrays) <= results and sum(array.size for array in arrays) <= numbers
 
     @property
     def nbytes(self) -> int:

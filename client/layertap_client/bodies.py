@@ -47,6 +47,7 @@ class ExtractOptions(CallOptions, total=False):
     pool: str
     normalize: bool
     prompt: str | None
+    truncate: Literal["none", "start", "end"] | None
     dtype: Literal["float32", "float16", "int8"]
     interventions: Sequence[Mapping[str, Any]]
     verify: bool

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from layertap.models.catalog.catalog import LeftPadding
-from layertap.models.spec import InputSpec
+from layertap.models.spec import InputSpec, Truncate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Encode = Callable[[str, int, Truncate], tuple[list[int], int]]
 POSITIONS = "position_ids"  # by which a model is given the number of each token in its text
 MIN_PADDED_LENGTH = 8  # tokens of the smallest bucket; each further one has twice as many
 SURVEY_TOKENS = 32  # tokens of the row that a model is surveyed with
@@ -22,13 +23,14 @@ class TextSpec:
     """What a model of texts takes.
 
     ``ids`` and ``mask`` are the names of its inputs; without a mask nothing may be padded. ``max_tokens`` counts the
-    special ones; ``pad`` is the id that fills up, ``vocabulary`` the number of ids. ``encode`` gives the ids of a text
-    with the special ones around them, for several threads at once; None where there is no tokenizer. ``digest`` is of
-    the tokenizer. ``pads``: whether a text may be padded and stand beside longer ones, or runs at its own length;
-    ``left_padding``: how the model is given a text whose mask begins with zeros. ``cuts``: ``encode`` cuts a text to
-    ``max_tokens``. ``prompts`` are texts that a request puts in front of its own by name, ``default_prompt`` is the one
-    of a request that names none. Where forwards go on from a layer its output stands in place of the ids: the
-    vocabulary is 0 then, and ``axis`` the one of an item that has an entry for each token.
+    special ones; ``pad`` is the id that fills up, ``vocabulary`` the number of ids. ``encode`` takes a text, the most
+    tokens and what is left out of a longer one, and gives the ids with the special ones around them, and how many were
+    left out, for several threads at once; None where there is no tokenizer. ``digest`` is of the tokenizer. ``pads``:
+    whether a text may be padded and stand beside longer ones, or runs at its own length; ``left_padding``: how the
+    model is given a text whose mask begins with zeros. ``truncate``: what is left out of a text of more than
+    ``max_tokens`` where the request doesn't say. ``prompts`` are texts that a request puts in front of its own by name,
+    ``default_prompt`` is the one of a request that names none. Where forwards go on from a layer its output stands in
+    place of the ids: the vocabulary is 0 then, and ``axis`` the one of an item that has an entry for each token.
     """
 
     ids: str
@@ -36,12 +38,12 @@ class TextSpec:
     max_tokens: int
     pad: int
     vocabulary: int
-    encode: Callable[[str], list[int]] | None = field(default=None, repr=False, compare=False)
+    encode: Encode | None = field(default=None, repr=False, compare=False)
     digest: str = ""
     axis: int = 0
     pads: bool = True
     left_padding: LeftPadding = "as sent"
-    cuts: bool = False
+    truncate: Truncate = "none"
     prompts: Mapping[str, str] = field(default_factory=dict, hash=False)
     default_prompt: str = ""
 

@@ -11,9 +11,12 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from layertap.models.inputs.text import Encode
 from layertap.models.sources.build import wrap_build_errors
 from layertap.models.sources.sentence_head import SentenceFolder
+from layertap.models.spec import Truncate
 
+SIDES: dict[str, Truncate] = {"left": "start", "right": "end"}
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
 
 
@@ -21,15 +24,15 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "
 class Tokenizer:
     """What a directory says of texts.
 
-    ``cut_to`` has those of more tokens cut from then on. ``fill_to`` has those of fewer filled up; None where the model
-    is told which tokens do.
+    ``encode`` as that of TextSpec; ``side`` is the one at which the library cuts. ``fill_to`` has texts of fewer tokens
+    filled up; None where the model is told which tokens do.
     """
 
-    encode: Callable[[str], list[int]]
+    encode: Encode
     pad: int | None
     max_tokens: int
     digest: str
-    cut_to: Callable[[int], None] | None = None
+    side: Truncate
     fill_to: Callable[..., None] | None = None
 
 
@@ -51,34 +54,46 @@ def load_tokenizer(
             settings = {name: value for name, value in whole.init_kwargs.items() if str(folder) not in str(value)}
             described = type(whole).__name__, sorted(settings.items()), whole.get_vocab()
             digest = hashlib.sha256(repr(described).encode()).hexdigest()
-            return Tokenizer(partial(_encode_slowly, whole, Lock()), whole.pad_token_id, limit, digest)
+            return Tokenizer(
+                partial(_encode_slowly, whole, Lock()), whole.pad_token_id, limit, digest, SIDES[whole.truncation_side]
+            )
         # Its own copy: the library's wrapper sets truncation and padding at each call, which threads can't share.
         own = type(whole.backend_tokenizer).from_str(whole.backend_tokenizer.to_str())
         own.no_truncation()
         own.no_padding()
         if sentence is not None and sentence.lowercase:
             _lower(own)
-
-        def encode(text: str) -> list[int]:
-            ids: list[int] = own.encode(text).ids
-            return ids
-
         return Tokenizer(
-            encode=encode,
+            encode=partial(_encode, own),
             pad=whole.pad_token_id,
             max_tokens=limit,
             digest=hashlib.sha256(own.to_str().encode()).hexdigest(),
-            cut_to=partial(own.enable_truncation, direction=whole.truncation_side),
+            side=SIDES[whole.truncation_side],
             fill_to=None
             if "attention_mask" in whole.model_input_names
             else partial(own.enable_padding, direction=whole.padding_side, pad_id=whole.pad_token_id or 0),
         )
 
 
-def _encode_slowly(whole: Any, lock: Lock, text: str) -> list[int]:
+def _encode(own: Any, text: str, limit: int, truncate: Truncate) -> tuple[list[int], int]:
+    encoding = own.encode(text)
+    excess = len(encoding.ids) - limit
+    if excess <= 0 or truncate == "none":
+        return encoding.ids, 0
+    encoding = own.encode(text, add_special_tokens=False)
+    kept = limit - own.num_special_tokens_to_add(False)
+    encoding.truncate(kept, direction="left" if truncate == "start" else "right")
+    return own.post_process(encoding).ids, excess
+
+
+def _encode_slowly(whole: Any, lock: Lock, text: str, limit: int, truncate: Truncate) -> tuple[list[int], int]:
     with lock:  # one in Python may keep something from call to call
         ids: list[int] = whole(text)["input_ids"]
-    return ids
+        excess = len(ids) - limit
+        if excess <= 0 or truncate == "none":
+            return ids, 0
+        whole.truncation_side = "left" if truncate == "start" else "right"
+        return whole(text, truncation=True, max_length=limit)["input_ids"], excess
 
 
 def _lower(tokenizer: Any) -> None:

@@ -62,9 +62,6 @@ def make_text_spec(module: Any, tokenizer: Tokenizer | None, sentence: SentenceF
     pads = (tokenizer.pad if tokenizer else None, getattr(config, "pad_token_id", None))
     max_tokens = min(_count_positions(module, config), tokenizer.max_tokens if tokenizer else DEFAULT_MAX_TOKENS)
     named = hasattr(config, "max_position_embeddings") or (tokenizer is not None and max_tokens == tokenizer.max_tokens)
-    cuts = sentence is not None and named
-    if cuts and tokenizer and tokenizer.cut_to:
-        tokenizer.cut_to(max_tokens)
     tables = (
         part for name, part in module.named_modules() if name.endswith(("position_embedding", "position_embeddings"))
     )
@@ -80,7 +77,7 @@ def make_text_spec(module: Any, tokenizer: Tokenizer | None, sentence: SentenceF
         encode=tokenizer.encode if tokenizer else None,
         digest=tokenizer.digest if tokenizer else "",
         pads=not any(getattr(part, "rope_type", None) == "longrope" for part in module.modules()),
-        cuts=cuts,
+        truncate=tokenizer.side if tokenizer and sentence is not None and named else "none",
         prompts=sentence.prompts if sentence else {},
         default_prompt=sentence.default_prompt if sentence else "",
     )

@@ -160,8 +160,8 @@ class Job:
     tells tokens from padding. ``rows_per_forward``: how many rows a forward has where rows affect each other.
     ``preprocessed`` says who preprocessed the rows. ``labels`` names the model's classes. ``input_index`` is its
     input's, where other inputs are jobs of their own. ``changed`` names what each intervention of the request changes,
-    its input's own left out. ``tokens`` are those of its texts, padding not counted. ``cut_to``: of so many tokens
-    texts may have been longer.
+    its input's own left out. ``tokens`` are those of its texts, padding not counted. ``cut``: how many were left
+    out of each.
     """
 
     key: BatchKey
@@ -195,7 +195,7 @@ class Job:
     input_index: int | None = None
     changed: tuple[tuple[str, ...], ...] = ()
     tokens: int = 0
-    cut_to: int | None = None
+    cut: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.isolated = self.isolated or self.unsplittable

@@ -16,6 +16,7 @@ from layertap.models.selection.hook_points import (
     Objective,
     Selector,
 )
+from layertap.models.spec import Truncate
 from layertap.service.formats.reply_format import Encoding, ReplyFormat
 from layertap.service.formats.table import FORMATS
 from layertap.service.inputs.items import InputItem, LocalItem, UrlItem
@@ -49,6 +50,7 @@ class ExtractRequest:
     ``selectors``, ``explanation`` made of what is captured; ``isolated`` shares a forward with no other request;
     ``decode_with_batch`` has its pictures decoded where such a forward runs: for one who keeps all slots busy anyway;
     ``prompt`` names what the model's folder has to be put in front of each text; None: its default.
+    ``truncate`` says what is done to texts that are too long; None: what the model's folder says.
     ``verify`` puts outputs back in one; ``probe`` adds what the fixed input gives; ``dry_run`` runs none.
     ``input_options`` has the options of single inputs, by their indexes: each input is then a job of its own.
     """
@@ -61,6 +63,7 @@ class ExtractRequest:
     resume: Selector | None = None
     embedding: Embedding | None = None
     prompt: str | None = None
+    truncate: Truncate | None = None
     explanation: Explanation | None = None
     input_options: Mapping[int, InputOptions] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()

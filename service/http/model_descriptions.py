@@ -83,8 +83,12 @@ def _describe_text(text: TextSpec | None) -> Json:
         return {}
     takes = ["text", "tokens"] if text.encode else ["tokens"]
     described: Json = {"takes": takes, "max_tokens": text.max_tokens, "vocabulary": text.vocabulary, "mask": text.mask}
-    if text.cuts or text.prompts:
-        described |= {"cuts": text.cuts, "prompts": dict(text.prompts), "default_prompt": text.default_prompt}
+    if text.truncate != "none" or text.prompts:
+        described |= {
+            "cuts": text.truncate != "none",
+            "prompts": dict(text.prompts),
+            "default_prompt": text.default_prompt,
+        }
     return {"text": described}
 
 

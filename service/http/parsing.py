@@ -77,6 +77,7 @@ def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) 
         resume=layers.resume,
         embedding=layers.embedding,
         prompt=body.prompt if isinstance(body, ExtractBody) else None,
+        truncate=body.truncate if isinstance(body, ExtractBody) else None,
         explanation=body.to_explanation() if isinstance(body, ExplainBody) else None,
         input_options=body.read_input_options(),
         faults=faults,

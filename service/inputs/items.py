@@ -7,6 +7,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from layertap.models.spec import Truncate
+
 
 @dataclass(frozen=True)
 class ImageItem:
@@ -30,9 +32,10 @@ class ArraysItem:
 
 @dataclass(frozen=True)
 class TextItem:
-    """A text, to be tokenized."""
+    """A text, to be tokenized; ``truncate``: what is left out if it is too long, None: what the model's folder says."""
 
     text: str = field(repr=False)
+    truncate: Truncate | None = None
 
 
 @dataclass(frozen=True)

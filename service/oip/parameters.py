@@ -20,7 +20,7 @@ P = TypeVar("P", InferParameters, InputParameters, OutputParameters)
 # Those fields of other routes' bodies that mean something here.
 OF_REQUEST = frozenset(
     {
-        *("pool", "normalize", "dtype", "interventions", "resume", "verify", "isolated", "prompt"),
+        *("pool", "normalize", "dtype", "interventions", "resume", "verify", "isolated", "prompt", "truncate"),
         *("objective", "class", "target"),
     }
 )

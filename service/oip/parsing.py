@@ -95,6 +95,7 @@ def parse_infer(raw: RawRequest, settings: Settings, model: str) -> InferRequest
         objective=layers.objective,
         resume=layers.resume,
         prompt=request.prompt,
+        truncate=request.truncate,
         isolated=request.isolated,
         verify=layers.verify,
         priority="interactive" if own.priority <= HIGHEST_PRIORITY else "bulk",

@@ -13,6 +13,7 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Embedding
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.selectors import parse_selector
+from layertap.models.spec import Truncate
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.formats.reply_format import Encoding
@@ -53,11 +54,16 @@ def _list_entries(value: object) -> object:
     return [value] if is_one else value
 
 
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
 class EmbeddingsBody(StrictBody):
     """The body of ``POST /v1/embeddings``; fields of other servers' are ignored.
 
     ``model`` is ``NAME``, ``NAME:LAYER`` or one of them with ``?pool=POOL`` behind it. ``modality`` says what strings
     are, or that lists of numbers are ids of the model's own tokenizer; ``prompt`` names one of the model's folder;
+    ``truncate`` says what is left out of texts that are too long, in capitals too, as NVIDIA's clients send it;
     ``user`` means nothing here.
     """
 
@@ -70,6 +76,7 @@ class EmbeddingsBody(StrictBody):
     modality: Kind | None = None
     user: str | None = Field(None, max_length=512)
     prompt: str | None = Field(None, max_length=512)
+    truncate: Annotated[Truncate, BeforeValidator(_lower)] | None = None
 
 
 VECTOR_POOLS = tuple(name for name in POOLINGS if name != "none")
@@ -140,6 +147,7 @@ def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
         items=_read_items(body),
         embedding=embedding,
         prompt=body.prompt,
+        truncate=body.truncate,
         reply=ReplyOptions(raw.format, ENCODINGS[body.encoding_format], settings.max_reply_bytes),
         timings=raw.timings,
     )

@@ -21,6 +21,7 @@ from layertap.models.selection.hook_points import (
 )
 from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
+from layertap.models.spec import Truncate
 from layertap.service.pictures.options import MAX_TILES, Order, PictureOptions
 from layertap.service.schemas.base import OneError, StrictBody, make_list
 from layertap.service.schemas.faults import read_entries, read_field
@@ -100,6 +101,7 @@ class ExtractBody(RequestBody):
     )
     probe: bool = False
     prompt: str | None = Field(None, max_length=MAX_TEXT, description="for texts: a prompt of the model, by name")
+    truncate: Truncate | None = Field(None, description="for texts that are too long: what is left out; none: refused")
 
     @cached_property
     def layer_request(self) -> LayerRequest:

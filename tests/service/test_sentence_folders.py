@@ -161,12 +161,14 @@ def test_prompts_of_a_folder_that_names_no_limit(tmp_path: Path) -> None:
 
 
 def test_cut(folders: Folders) -> None:
-    """A text that may have been cut is named in a warning; a shorter one is not."""
+    """A text that was cut is named in a warning, a shorter one is not; with ``truncate`` none it is refused."""
     folders.prepare("prompts")
     for text, warned in ((SENTENCES[3], True), ("a cat", False)):
         body = {"model": "prompts", "inputs": [{"text": text}]}
         reply = folders.live.client.post("/extract", json=body)
-        assert (f"{LIMIT} tokens" in reply.headers.get("x-layertap-warnings", "")) == warned
+        assert ("1 of 1 texts are cut" in reply.headers.get("x-layertap-warnings", "")) == warned
+    body = {"model": "prompts", "input": SENTENCES[3], "truncate": "NONE"}  # as NVIDIA's clients write it
+    assert f"the limit is {LIMIT}" in folders.live.client.post("/v1/embeddings", json=body).json()["error"]["message"]
 
 
 def test_head_is_a_layer(folders: Folders) -> None:

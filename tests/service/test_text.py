@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, processors
+from transformers import AutoTokenizer
 
 from layertap.models.catalog_cache import MAX_CATALOGS
 from layertap.models.spec import ModelSpec
@@ -33,6 +34,7 @@ class Texts:
 
     live: Live
     module: Any
+    folder: Path
 
     def post(self, *inputs: Json, **fields: Any) -> Any:
         body = {"model": "bert", "layers": [HIDDEN], "encoding": "base64", "inputs": list(inputs), **fields}
@@ -59,7 +61,7 @@ def texts(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Te
         tokenizer(folder / name)
     specs = (ModelSpec(name, f"transformers:{folder / name}", device="cpu") for name in MODELS)
     with serve(configured(*specs)) as live:
-        yield Texts(live, module)
+        yield Texts(live, module, folder / "bert")
 
 
 MODELS = ("bert", "bare", "endless", "both", "convolving", "mixing")
@@ -107,6 +109,30 @@ def test_token_counts(texts: Texts) -> None:
     receipts = texts.live.client.post("/extract", json=body).json()["receipts"]
     assert receipts[HIDDEN]["token_counts"] == [len(ids_of(sentence)) for sentence in SENTENCES[:3]]
     assert "token_counts" not in receipts[".[pooler_output]"]
+
+
+LONG = " ".join(WORDS[5:] * POSITIONS)
+
+
+@pytest.mark.parametrize(("truncate", "side"), [("start", "left"), ("end", "right")])
+def test_truncate(texts: Texts, truncate: str, side: str) -> None:
+    """A text that is too long is cut at the side asked for, as the library cuts it; receipts count what is left out."""
+    library = AutoTokenizer.from_pretrained(texts.folder, truncation_side=side)
+    whole, cut = library(LONG).input_ids, library(LONG, truncation=True, max_length=POSITIONS).input_ids
+    inputs = [{"text": "a cat"}, {"text": LONG}]
+    np.testing.assert_allclose(
+        texts.of(*inputs, truncate=truncate)[1:], offline(texts.module, [cut]), rtol=1e-4, atol=1e-5
+    )
+    body = {"model": "bert", "layers": [HIDDEN], "inputs": inputs, "truncate": truncate}
+    reply = texts.live.client.post("/extract", json=body)
+    assert reply.json()["receipts"][HIDDEN]["truncated"] == [0, len(whole) - POSITIONS]
+    assert reply.headers["x-layertap-warnings"] == f"1 of 2 texts are cut, of {len(whole) - POSITIONS} tokens at most"
+    problem(texts.post(*inputs, truncate="none"), 422)
+    again = texts.live.client.post("/extract", json={**body, "inputs": inputs[:1]})
+    assert "truncated" not in again.json()["receipts"][HIDDEN]
+    by_input = [inputs[0], {"text": LONG, "interventions": [{"layer": "pooler", "op": "zero"}]}]  # a job for each
+    receipts = texts.live.client.post("/extract", json={**body, "layers": ["pooler"], "inputs": by_input}).json()
+    assert receipts["receipts"]["pooler"]["truncated"] == [0, len(whole) - POSITIONS]
 
 
 def test_last_tokens(texts: Texts) -> None:

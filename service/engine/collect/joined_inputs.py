@@ -25,7 +25,7 @@ ANOTHER_SHAPE = "its results have another shape than the first"
 # Fields of a receipt that are the input's own; all others are the same in receipts of results that one array holds.
 BY_ROW = ("classes", "labels", "token_counts")
 UNLIKE = {"preprocessed": "mixed", "forward": "", "how": "", "grid_size": None}  # of several inputs that differ there
-OF_INPUT: dict[str, Any] = {"captured": (), "fingerprint": "", **UNLIKE, **dict.fromkeys(BY_ROW)}
+OF_INPUT: dict[str, Any] = {"captured": (), "fingerprint": "", **UNLIKE, "truncated": None, **dict.fromkeys(BY_ROW)}
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def join_inputs(parts: Sequence[Features]) -> Features:
         if is_common:
             of_inputs = [part.receipts[key] for part in parts]
             arrays[key] = _join_arrays([part.arrays[key] for part in parts], of_inputs)
-            receipts[key] = _join_receipts(of_inputs)
+            receipts[key] = _join_receipts(of_inputs, [part.rows for part in parts])
             if key in first.scales:
                 scales[key] = np.concatenate([part.scales[key] for part in parts])
             continue
@@ -198,7 +198,7 @@ def _count_values(receipt: Receipt) -> int:
     return prod(size or 1 for letter, size in zip(letters, receipt.captured, strict=True) if letter not in narrowed)
 
 
-def _join_receipts(receipts: Sequence[Receipt]) -> Receipt:
+def _join_receipts(receipts: Sequence[Receipt], rows: Sequence[int]) -> Receipt:
     first = receipts[0]
     fingerprints = tuple(receipt.fingerprint for receipt in receipts)
     sizes = zip(*(receipt.captured for receipt in receipts), strict=True)
@@ -209,6 +209,9 @@ def _join_receipts(receipts: Sequence[Receipt]) -> Receipt:
     for name in BY_ROW:
         values = [getattr(receipt, name) for receipt in receipts]
         fields[name] = None if None in values else tuple(chain.from_iterable(values))
+    if any(receipt.truncated for receipt in receipts):
+        cut = (receipt.truncated or (0,) * count for receipt, count in zip(receipts, rows, strict=True))
+        fields["truncated"] = tuple(chain.from_iterable(cut))
     return replace(
         first,
         captured=tuple(axis[0] if len(set(axis)) == 1 else None for axis in sizes),

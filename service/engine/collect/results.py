@@ -45,18 +45,17 @@ def collect_features(job: Job, results: Results) -> Features:
         receipts={result.key: make_receipt(job, result, classes, token_counts) for result in job.spec.plan.results},
         errors=job.faults,
         verified=job.spec.verified_by is not None,
-        warnings=(*job.spec.plan.warnings, *_warn_of_cuts(job, token_counts or ())),
+        warnings=(*job.spec.plan.warnings, *_warn_of_cuts(job)),
         interventions=job.changed,
         input_index=job.input_index,
         tokens=job.tokens,
     )
 
 
-def _warn_of_cuts(job: Job, token_counts: tuple[int, ...]) -> tuple[str, ...]:
-    """A warning if a text has exactly as many tokens as longer texts are cut to, and so may be cut itself."""
-    if job.cut_to not in token_counts:
-        return ()
-    return (f"a text has {job.cut_to} tokens, to which longer ones are cut as sentence-transformers cuts them",)
+def _warn_of_cuts(job: Job) -> tuple[str, ...]:
+    """A warning if texts are cut."""
+    texts = sum(map(bool, job.cut))
+    return (f"{texts} of {job.rows} texts are cut, of {max(job.cut)} tokens at most",) if texts else ()
 
 
 def _find_classes(job: Job, results: Results) -> tuple[int, ...] | None:
@@ -122,6 +121,7 @@ def make_receipt(
         forward="compiled" if job.spec.compiled else "",
         classes=classes,
         token_counts=token_counts if info.token_axes else None,
+        truncated=job.cut if any(job.cut) else None,
         labels=name_classes(job.labels, classes) if classes is not None else None,
         rows_per_forward=job.rows_per_forward,
         preprocessed=job.preprocessed,
@@ -147,6 +147,12 @@ def add_warnings(features: Features) -> Features:
         return features
     others = [f"{len(found) - MAX_NAMED} more warnings of such numbers"] if len(found) > MAX_NAMED else []
     return replace(features, warnings=(*features.warnings, *found[:MAX_NAMED], *others))
+
+
+def has_few_numbers(features: Features) -> bool:
+    """Whether ``add_warnings`` takes so little time that it need not run in a thread."""
+    arrays = features.arrays.values()
+    return len(arrays) <= FEW_RESULTS and sum(array.size for array in arrays) <= FEW_NUMBERS
 
 
 def find_wrong_row(features: Features) -> tuple[int, str] | None:

@@ -92,7 +92,7 @@ class Planner:
     async def plan(self, request: ExtractRequest, handle: ModelHandle, deadline: float) -> PlannedRequest:
         """A request's plan before anything is decoded, by the shapes of its arrays; RequestError, TooLargeError."""
         model = handle.model
-        request = _put_prompt(request, model)
+        request = _complete_texts(request, model)
         input_index = request.items[0][0] if request.items else 0
         items = [item for _, item in request.items]
         resumption: Resumption | None = None
@@ -125,7 +125,7 @@ class Planner:
             rows=rows.count,
         )
         lengths = _assume_lengths(rows.tower) if items else None
-        plan, fingerprints = await self._get_plan(planned, lengths, deadline)
+        plan, fingerprints = await self._make_plan(planned, lengths, deadline)
         if request.verify:
             verification.check_possible(plan, catalog)
         likely = plan
@@ -151,7 +151,7 @@ class Planner:
             if model.catalogs.get_catalog(model_shapes) is None:  # a request that is refused anyway needs no survey
                 likely = planned.plan
                 if lengths is not None:
-                    likely, _ = await self._get_plan(planned, lengths, deadline)
+                    likely, _ = await self._make_plan(planned, lengths, deadline)
                 check_reply_size(await self._scale(likely, shapes, tower, deadline), count, request.reply)
             catalog = await self.survey(handle, model_shapes, deadline, functions=_names_functions(request))
             resumption = planned.resumption
@@ -161,12 +161,12 @@ class Planner:
             planned = replace(planned, resumption=resumption, catalog=catalog, catalog_shapes=shapes)
         known = planned.catalog is before.catalog and lengths is None and identity == before.identity
         if not known or request.input_options:
-            plan, fingerprints = await self._get_plan(planned, lengths, deadline)
+            plan, fingerprints = await self._make_plan(planned, lengths, deadline)
             planned = replace(planned, plan=plan, fingerprints=fingerprints)
         check_reply_size(planned.plan, count, request.reply)
         return planned
 
-    async def _get_plan(
+    async def _make_plan(
         self, planned: PlannedRequest, lengths: TextLengths | None, deadline: float
     ) -> tuple[Plan, Fingerprints]:
         """The plan of what a request's input asks for of its catalogue; RequestError, TooLargeError."""
@@ -331,8 +331,8 @@ def _name_embedding(request: ExtractRequest, model: ModelInfo, tower: ModelInput
     return replace(request, selectors=(reduce_embedding(selector, embedding), *request.selectors), embedding=None)
 
 
-def _put_prompt(request: ExtractRequest, model: ModelInfo) -> ExtractRequest:
-    """The request with its prompt, or the model's default, before each text; RequestError for an unknown prompt."""
+def _complete_texts(request: ExtractRequest, model: ModelInfo) -> ExtractRequest:
+    """The request with its prompt, or the model's default, before each text, and with what is cut; RequestError."""
     prompts, prompt = model.text.prompts if model.text else {}, model.text.default_prompt if model.text else ""
     if request.prompt is not None:
         if request.prompt not in prompts:
@@ -340,9 +340,12 @@ def _put_prompt(request: ExtractRequest, model: ModelInfo) -> ExtractRequest:
             fault = Fault(f"model {model.spec.name} has no prompt {escape(request.prompt)}", hint, "/prompt")
             raise RequestError.from_faults([fault])
         prompt = prompts[request.prompt]
-    if not prompt:
+    if not prompt and request.truncate is None:
         return request
-    items = ((index, TextItem(prompt + it.text) if isinstance(it, TextItem) else it) for index, it in request.items)
+    items = (
+        (index, TextItem(prompt + item.text, request.truncate) if isinstance(item, TextItem) else item)
+        for index, item in request.items
+    )
     return replace(request, items=tuple(items))
 
 

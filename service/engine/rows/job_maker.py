@@ -36,6 +36,7 @@ from layertap.service.engine.rows.rows import (
     ItemAttempts,
     Items,
     Rows,
+    TextRows,
     get_row_shapes,
     join_rows,
     normalize_rows,
@@ -51,11 +52,15 @@ HINT = "send one shape a request"
 
 @dataclass(frozen=True)
 class DecodedRows:
-    """Rows of one shape, the items that they were made of, and the first item's index in the request."""
+    """Rows of one shape, the items that they were made of, and the first item's index in the request.
+
+    ``cut``: of texts, how many tokens were left out of each.
+    """
 
     rows: dict[str, Tensor]
     items: Sequence[Fetched]
     input_index: int
+    cut: tuple[int, ...] = ()
 
     @property
     def shapes(self) -> Shapes:
@@ -131,7 +136,8 @@ class JobMaker:
             elif (misfit := _find_misfit(planned, attempt, input_index)) is not None:
                 faults.append(misfit)
             else:
-                parts.append(DecodedRows(dict(attempt), (item,), input_index))
+                cut = (attempt.cut,) if isinstance(attempt, TextRows) else ()
+                parts.append(DecodedRows(dict(attempt), (item,), input_index, cut))
         planned = add_faults(planned, faults)
         if planned.request.faults and (request.on_error == "fail" or not parts):
             raise RequestError.from_faults(planned.request.faults)
@@ -156,7 +162,7 @@ class JobMaker:
             return await self._make_jobs(planned, left, deadline)
         (part,) = parts
         final = await self._planner.replan(planned, part.rows, part.items, deadline)
-        return [make_job(final, part.rows, deadline=deadline)]
+        return [make_job(final, part.rows, deadline=deadline, cut=part.cut)]
 
     async def _plan_inputs(
         self, planned: PlannedRequest, parts: Sequence[DecodedRows], deadline: float
@@ -190,7 +196,9 @@ class JobMaker:
         for number, (plan, part) in enumerate(zip(plans, parts, strict=True)):
             try:
                 _check(plan)
-                job = make_job(plan, part.rows, deadline=deadline, first_row=number, input_index=part.input_index)
+                job = make_job(
+                    plan, part.rows, deadline=deadline, first_row=number, input_index=part.input_index, cut=part.cut
+                )
             except (RequestError, TooLargeError) as error:
                 raise error.of_input(part.input_index) from None
             jobs.append(job)
@@ -230,6 +238,7 @@ def make_job(
     encoded: tuple[ImageItem, ...] = (),
     first_row: int = 0,
     input_index: int | None = None,
+    cut: tuple[int, ...] = (),
 ) -> Job:
     """The job of a request whose rows are there, or will be, or, for a dry run, are not; any thread may make it.
 
@@ -280,7 +289,7 @@ def make_job(
         input_index=input_index,
         changed=plan.changed_selectors[: len(request.interventions)],
         tokens=_count_tokens(inputs, text),
-        cut_to=text.max_tokens if text and text.cuts else None,
+        cut=cut,
         joined=JoinedRows(planned.rows),
     )
 
@@ -354,7 +363,9 @@ def join_decoded(parts: Sequence[DecodedRows], inputs: ModelInputs) -> list[Deco
     rows: Sequence[Rows] = [part.rows for part in parts]
     if len({tuple(value.dtype for value in each.values()) for each in rows}) > 1:
         rows = [normalize_rows(each, inputs) for each in rows]
-    return [DecodedRows(join_rows(rows), [item for part in parts for item in part.items], parts[0].input_index)]
+    items = [item for part in parts for item in part.items]
+    cut = chain.from_iterable(part.cut or (0,) * len(next(iter(part.rows.values()))) for part in parts)
+    return [DecodedRows(join_rows(rows), items, parts[0].input_index, tuple(cut))]
 
 
 def add_faults(planned: PlannedRequest, faults: Sequence[Fault]) -> PlannedRequest:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -47,6 +48,14 @@ Items = Sequence[tuple[int, Fetched]]  # with their indexes in the request
 
 CHARACTERS = 16  # of a text, for each token that a model takes: bounds the time that a tokenizer takes
 CUT_CHARACTERS = 2**20  # of a text that may be cut: a tokenizer reads all of it
+
+
+class TextRows(dict[str, Tensor]):
+    """The row of a text, of which ``cut`` tokens were left out."""
+
+    def __init__(self, rows: Rows = MappingProxyType({}), cut: int = 0) -> None:
+        super().__init__(rows)
+        self.cut = cut
 
 
 def count_rows(attempts: ItemAttempts) -> int:
@@ -290,35 +299,38 @@ def _cut_padding(rows: dict[str, Tensor], text: TextSpec) -> dict[str, Tensor]:
     return {name: value.narrow(1 + text.axis * (name == text.ids), 0, int(lengths[0])) for name, value in rows.items()}
 
 
-def _tokenize(item: TextItem | TokensItem, inputs: ModelInputs) -> dict[str, Tensor]:
+def _tokenize(item: TextItem | TokensItem, inputs: ModelInputs) -> TextRows:
     """One text as a row, as long as it is; InputError if the model does not take it."""
     text = inputs.text
     if text is None or not text.is_read:
         raise InputError(f"model {inputs.model} takes no text", hint=f"send {_describe_inputs(inputs)}")
-    tokens = _encode_text(item.text, text, inputs.model) if isinstance(item, TextItem) else item.tokens
+    tokens, cut = _encode_text(item, text, inputs.model) if isinstance(item, TextItem) else (item.tokens, 0)
     if len(tokens) > text.max_tokens:
+        truncate = 'or cut it by "truncate": "end"' if isinstance(item, TextItem) else "or cut it"
         raise InputError(
-            f"the text has {len(tokens)} tokens, the limit is {text.max_tokens}", hint="send it in several inputs"
+            f"the text has {len(tokens)} tokens, the limit is {text.max_tokens}",
+            hint=f"send it in several inputs, {truncate}",
         )
     ids = torch.tensor([tokens], dtype=torch.int64)
-    return {text.ids: ids} if text.mask is None else {text.ids: ids, text.mask: torch.ones_like(ids)}
+    return TextRows({text.ids: ids} if text.mask is None else {text.ids: ids, text.mask: torch.ones_like(ids)}, cut)
 
 
-def _encode_text(content: str, text: TextSpec, name: str) -> list[int]:
+def _encode_text(item: TextItem, text: TextSpec, name: str) -> tuple[list[int], int]:
     if text.encode is None:
         raise InputError(f"model {name} has no tokenizer", hint=_format_hint(text))
-    most = max(CHARACTERS * text.max_tokens, CUT_CHARACTERS if text.cuts else 0)
-    if len(content) > most:
+    truncate = item.truncate or text.truncate
+    most = max(CHARACTERS * text.max_tokens, 0 if truncate == "none" else CUT_CHARACTERS)
+    if len(item.text) > most:
         raise InputError(
-            f"the text has {len(content)} characters, the limit is {most}", hint="send it in several inputs"
+            f"the text has {len(item.text)} characters, the limit is {most}", hint="send it in several inputs"
         )
     try:
-        tokens = text.encode(content)
+        tokens, cut = text.encode(item.text, text.max_tokens, truncate)
     except Exception as error:  # a tokenizer of a third party; lone surrogates, for one
         raise InputError(f"the text can't be tokenized ({type(error).__name__})") from error
     if not tokens:
         raise InputError("the text has no tokens", hint="send a text that is not empty")
-    return tokens
+    return tokens, cut
 
 
 def pad_texts(items: Items, attempts: Sequence[Sequence[Attempt]], text: TextSpec) -> list[Sequence[Attempt]]:
@@ -347,7 +359,8 @@ def _pad_rows(rows: Rows, size: int, text: TextSpec) -> dict[str, Tensor]:
         behind = (0, 0) * (value.ndim - axis - 1)  # of the axes after it, the last one first
         return functional.pad(value, (*behind, 0, size - value.shape[axis]), value=pads.get(name, 0))
 
-    return {name: fill(name, value) for name, value in rows.items()}
+    filled = {name: fill(name, value) for name, value in rows.items()}
+    return TextRows(filled, rows.cut) if isinstance(rows, TextRows) else filled
 
 
 def _format_hint(text: TextSpec) -> str:

@@ -210,7 +210,7 @@ def test_replies(live: Live, document: Json) -> None:
 
 RARE = {
     # Of a compiled plan, which takes long to compile; of windows, and layers that take several inputs of a row.
-    "Receipt": {"forward", "entries_per_row", "row_order"},
+    "Receipt": {"forward", "entries_per_row", "row_order", "truncated"},
     "Checkpoint": {"adapter"},  # of a folder of peft
     "TextInputs": {"cuts", "prompts", "default_prompt"},  # of a sentence-transformers folder
     "Model": {"replacement"},  # while another version loads

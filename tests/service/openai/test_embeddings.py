@@ -152,15 +152,15 @@ def test_dimensions(served: Live, client: OpenAI) -> None:
 
 def test_fields_of_other_servers(client: OpenAI) -> None:
     """Optional fields may be null, and unknown ones are ignored, with a warning that names them."""
-    nothing = dict.fromkeys(("encoding_format", "dimensions", "user", "modality", "prompt"))
-    others = {"input_type": "query", "truncate": "NONE"}
+    nothing = dict.fromkeys(("encoding_format", "dimensions", "user", "modality", "prompt", "truncate"))
+    others = {"input_type": "query", "encoding": "x"}
     create = client.embeddings.with_raw_response.create
     plain = create(model="bert", input=TEXTS[0], encoding_format="float")
     nulls = create(model="bert", input=TEXTS[0], extra_body=nothing)
     ignored = create(model="bert", input=TEXTS[0], extra_body=others)
     assert len({vectors(each.parse()).tobytes() for each in (plain, nulls, ignored)}) == 1
     assert nulls.headers.get("x-layertap-warnings") == plain.headers.get("x-layertap-warnings")
-    assert "'input_type', 'truncate'" in ignored.headers["x-layertap-warnings"]
+    assert "'input_type', 'encoding'" in ignored.headers["x-layertap-warnings"]
 
 
 def test_tokens(folder: Path, client: OpenAI) -> None:

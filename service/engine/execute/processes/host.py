@@ -135,7 +135,7 @@ def _describe(model: LoadedModel) -> ModelInfo:
     return replace(info, model_inputs=inputs)
 
 
-def refuse_here(given: object) -> NoReturn:
+def refuse_here(given: object, *_: object) -> NoReturn:
     """Stands for a tokenizer or an image processor that only the model's own process has."""
     raise NotImplementedError(f"a {type(given).__name__} is to be sent to a worker")
 
