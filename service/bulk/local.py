@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from layertap.models.errors import Fault, RequestError
-from layertap.models.selection.hook_points import Embedding, Reduction, Selector
-from layertap.models.selection.selectors import parse_selector
 from layertap.service.bulk.job import Answer, Outline, Question, make_column
 from layertap.service.bulk.pipeline import BatchExtractor
 from layertap.service.bulk.sources import Entry
@@ -16,7 +13,9 @@ from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.explain.prober import TEXT, Prober, make_picture
 from layertap.service.formats.plain_data import describe_receipts
+from layertap.service.http.parsing import validate_body
 from layertap.service.inputs.items import ImageItem, TextItem
+from layertap.service.schemas.bodies import ExtractBody
 
 DEADLINE_S = 3600
 MAX_ROWS = 32
@@ -65,27 +64,20 @@ class LocalExtractor(BatchExtractor):
 
 
 def _make_request(question: Question, inputs: Sequence[bytes]) -> ExtractRequest:
-    selectors, embedding = _read_question(question)
+    fields = {"layers": list(question.layers), "pool": question.pool, "normalize": question.normalize}
+    asked = validate_body(ExtractBody, {name: value for name, value in fields.items() if value}).layer_request
     items = [TextItem(data.decode()) if question.texts else ImageItem(data) for data in inputs]
     return ExtractRequest(
         model=question.model,
         items=tuple(enumerate(items)),
-        selectors=selectors,
-        embedding=embedding,
+        selectors=asked.selectors,
+        embedding=asked.embedding,
         prompt=question.prompt,
         on_error="skip",
         isolated=True,  # the same bits every time
         decode_with_batch=True,  # other batches keep the other workers busy, and no row crosses between processes
         priority="bulk",
     )
-
-
-def _read_question(question: Question) -> tuple[tuple[Selector, ...], Embedding | None]:
-    """Selectors, or the embedding where no layers are named; SelectorError."""
-    if not question.layers:
-        return (), Embedding(question.pool, question.normalize)
-    reduction = Reduction(pool=question.pool or "none", normalize=question.normalize)
-    return tuple(replace(parse_selector(layer), reduction=reduction) for layer in question.layers), None
 
 
 def _list_reasons(faults: Sequence[Fault]) -> dict[int, str]:

@@ -19,6 +19,7 @@ from typing import Any, Self
 import orjson
 
 from layertap.models.errors import LayertapError, escape, suggest
+from layertap.service.bulk.arrow import import_parquet, summarize
 from layertap.service.inputs.files import FileError, read_regular_file
 
 SUFFIXES = frozenset(
@@ -272,9 +273,9 @@ def _read_line(line: str, column: str, number: int, limit: int) -> Entry:
 
 
 def _open_parquet(path: Path, column: str | None, limit: int) -> Source:
-    from layertap.service.bulk.arrow import import_parquet, summarize
-
     parquet = import_parquet()
+    from pyarrow import compute, types
+
     try:
         with parquet.ParquetFile(path) as file:
             schema, count = file.schema_arrow, file.metadata.num_rows
@@ -283,7 +284,9 @@ def _open_parquet(path: Path, column: str | None, limit: int) -> Source:
         raise LayertapError(f"{path} can't be read: {summarize(error)}", hint=hint) from error
     chosen = _choose_column(path, schema, column)
     kind = schema.field(chosen).type
-    names = [f"{chosen}.path"] if _has_paths(kind) else []
+    is_struct = types.is_struct(kind)
+    has_paths = is_struct and kind.get_field_index("path") >= 0
+    names = [f"{chosen}.path"] if has_paths else []
 
     def read(is_wanted: IsWanted) -> Iterator[Entry]:
         number = 0
@@ -297,8 +300,14 @@ def _open_parquet(path: Path, column: str | None, limit: int) -> Source:
                         number = rows.stop
                         continue
                     for batch in file.iter_batches(PARQUET_ROWS, [group], columns):
-                        for value in batch.column(0):
-                            yield _read_value(value, number, limit) if is_wanted(number) else _name_value(value, number)
+                        values = batch.column(0)
+                        paths = compute.struct_field(values, "path") if has_paths else None
+                        if is_struct and columns != names:
+                            values = compute.struct_field(values, "bytes")
+                        for row in range(len(values)):
+                            name = paths[row].as_py() if paths is not None else None
+                            key = _make_key(name) if isinstance(name, str) and name else str(number)
+                            yield _make_entry(key, values[row].as_py(), limit) if is_wanted(number) else _skipped(key)
                             number += 1
         except (OSError, ValueError) as error:
             hint = "put a whole file with the same rows in its place, and the same command goes on"
@@ -307,18 +316,12 @@ def _open_parquet(path: Path, column: str | None, limit: int) -> Source:
     return Source(read, lambda: count, str(kind) in STRINGS)
 
 
-def _has_paths(kind: Any) -> bool:
-    import pyarrow.types as types
-
-    return types.is_struct(kind) and bool(kind.get_field_index("path") >= 0)
-
-
 def _choose_column(path: Path, schema: Any, column: str | None) -> str:
     """The column of pictures or texts that is named, or the only one of pictures.
 
     Pictures are bytes, or structs with bytes as the datasets library has them.
     """
-    import pyarrow.types as types
+    from pyarrow import types
 
     def holds_pictures(kind: Any) -> bool:
         if types.is_struct(kind):
@@ -340,28 +343,11 @@ def _choose_column(path: Path, schema: Any, column: str | None) -> str:
     raise LayertapError(f"{path} has {found}", hint=hint)
 
 
-def _name_value(scalar: Any, number: int) -> Entry:
-    """Of a row whose bytes are not wanted, though they may be there: they are not copied."""
-    has_path = _has_paths(scalar.type) and scalar.is_valid
-    return _skipped(_name_row({"path": scalar["path"].as_py()} if has_path else None, number))
-
-
-def _read_value(scalar: Any, number: int, limit: int) -> Entry:
-    value = scalar.as_py()
-    return _make_entry(_name_row(value, number), value.get("bytes") if isinstance(value, dict) else value, limit)
-
-
 def _make_entry(key: str, value: object, limit: int) -> Entry:
     data = value.encode() if isinstance(value, str) else value
     if not isinstance(data, bytes):
         return Entry(key, None, "has no picture or text")
     return Entry(key, data) if len(data) <= limit else Entry(key, None, f"has more than {limit} bytes")
-
-
-def _name_row(value: Any, number: int) -> str:
-    """The path that a struct has beside its bytes, else the row's number."""
-    path = value.get("path") if isinstance(value, dict) else None
-    return _make_key(path) if isinstance(path, str) and path else str(number)
 
 
 def _make_key(name: str) -> str:
