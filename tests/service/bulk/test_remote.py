@@ -139,3 +139,18 @@ def test_how_many_go_in_a_request() -> None:
     for _ in range(10 * CALM_REQUESTS):
         size.record(2, in_time=True)
     assert size.rows == 32
+
+
+@pytest.mark.parametrize("data", [b"", b"broken"], ids=["empty", "broken"])
+def test_a_picture_that_is_asked_for_alone(command: Command, live: Live, tmp_path: Path, data: bytes) -> None:
+    """A bad picture alone in its request is a row with the reason that it has among others."""
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "a.png").write_bytes(data)
+    reasons = []
+    for number in range(2):
+        out = tmp_path / f"{number}.parquet"
+        assert command("bulk", tmp_path / "source", *WORDS, "--out", out, "--url", live.url).status == 0
+        reasons.append(read(out)["error"][0])
+        (tmp_path / "source" / "b.png").write_bytes(data)
+    assert reasons[0]
+    assert reasons[0] == reasons[1]
