@@ -36,6 +36,7 @@ LEFT, RIGHT = 64, 20  # beside axes, for their numbers
 BINS = "histogram["  # how the names of a histogram's columns begin
 # What one plot shows of a channel together, and how channels that share a column of pixels are joined: sums to means.
 SPREAD = {"mean": np.add, "std": np.add, "min": np.minimum, "max": np.maximum}
+STEPS = (1, 2, 5, 10)  # between ticks
 MOST = 1e300  # numbers beyond are drawn as this: their differences are finite
 
 _DRAWING = Lock()  # matplotlib is not made for several threads
@@ -111,6 +112,7 @@ def _draw_bars(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> None:
     axes.set_title(name, loc="left", fontsize=SMALL)
     low, high = _join(axes, values, np.minimum), _join(axes, values, np.maximum)
     farthest = np.where(high >= -low, high, low)
+    _scale(axes, farthest)
     _fill(axes, np.zeros_like(farthest), farthest, BAR)
     axes.axhline(0, color=GREY, linewidth=1)
     finite = np.where(np.isfinite(values), values, -inf)
@@ -132,6 +134,7 @@ def _draw_statistics(axes: Axes, columns: dict[str, Array], info: ResultInfo) ->
     axes.set_xlim(low, high) if known else axes.set_xlim(0, len(bins))
     axes.set_xlabel("value" if known else "bin", fontsize=SMALL)
     axes.set_ylabel("count", fontsize=SMALL)
+    _scale(axes, bins)
     _fill(axes, np.zeros_like(bins), bins, BAR)
 
 
@@ -142,7 +145,9 @@ def _draw_spread(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> Non
     zeros = np.zeros_like(next(iter(joined.values())))
     mean, deviation = joined.get("mean", zeros), joined.get("std", zeros)
     below, above = mean - deviation, mean + deviation
-    _fill(axes, joined.get("min", below), joined.get("max", above), RANGE, "least to greatest")
+    low, high = joined.get("min", below), joined.get("max", above)
+    _scale(axes, np.concatenate([below, above, low, high]))
+    _fill(axes, low, high, RANGE, "least to greatest")
     if "std" in columns:
         _fill(axes, below, above, DEVIATION, "one deviation around the mean")
     if "mean" in columns:
@@ -165,15 +170,29 @@ def _draw_histograms(axes: Axes, columns: dict[str, Array], info: ResultInfo) ->
 
 def _fill(axes: Axes, low: Array, high: Array, color: str, label: str = "") -> None:
     """Bars over the whole width, each from one number to another; over the whole height where these are not finite."""
+    from matplotlib.patches import StepPatch
+
+    style: dict[str, Any] = {"linewidth": 0, "antialiased": False}
     edges, lost = _find_edges(axes, len(low)), ~np.isfinite(low + high)
     high, over = np.where(lost, nan, high), np.where(lost, 1.0, nan)
     if axes.bbox.width >= 4 * len(low):  # there is room for a pixel between two
         pixel = np.ptp(axes.get_xlim()) / axes.bbox.width
         edges = np.stack([edges[:-1], edges[1:] - pixel], 1).reshape(-1)
         low, high, over = (np.insert(each, range(1, len(each)), nan) for each in (low, high, over))
-    axes.stairs(high, edges, baseline=low, fill=True, color=color, label=label, antialiased=False)
-    across = axes.get_xaxis_transform()
-    axes.stairs(over, edges, fill=True, color=LOST, antialiased=False, transform=across)
+    # No stairs(), which look for the limits of each corner: these take as long as all else.
+    base: Any = low  # the stubs know one number alone
+    axes.add_artist(StepPatch(high, edges, baseline=base, color=color, label=label, **style))
+    if lost.any():
+        across = axes.get_xaxis_transform()
+        axes.add_artist(StepPatch(over, edges, color=LOST, transform=across, **style))
+
+
+def _scale(axes: Axes, values: Array) -> None:
+    """Make room for some numbers, and for zero."""
+    shown = np.append(values[np.isfinite(values)], 0.0)
+    low, high = float(shown.min()), float(shown.max())
+    room = (high - low) / 20 or 1.0
+    axes.set_ylim(low - room * (low < 0), high + room)
 
 
 def _find_edges(axes: Axes, count: int) -> Array:
@@ -198,7 +217,7 @@ def _number(axes: Axes, count: int, info: ResultInfo) -> None:
     names = info.channels if info.channels is not None and len(info.channels) == count else range(count)
     axes.set_xlim(-0.5, max(count, 1) - 0.5)
     axes.set_xlabel("channel" if info.columns else "index", fontsize=SMALL)
-    axes.xaxis.set_major_locator(MaxNLocator(round(axes.bbox.width / 40), integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_locator(MaxNLocator(round(axes.bbox.width / 45), steps=STEPS, integer=True))
     axes.xaxis.set_major_formatter(lambda place, _: str(names[round(place)]) if -0.5 < place < count - 0.5 else "")
 
 
@@ -212,7 +231,7 @@ def _add_axes(figure: Figure, top: int, height: int) -> Axes:
     axes.spines[:].set_visible(False)
     axes.grid(axis="y", color=LINE)
     axes.set_axisbelow(True)
-    axes.yaxis.set_major_locator(MaxNLocator(height // 30 or 1))
+    axes.yaxis.set_major_locator(MaxNLocator(height // 28 or 1, steps=STEPS))
     axes.yaxis.set_major_formatter(lambda value, _: format_number(value))
     axes.xaxis.set_visible(False)
     return axes

@@ -182,6 +182,7 @@ def test_charts_of_any_numbers(pair: tuple[float, float]) -> None:
     row = [*pair, *pair, 1.0]
     draw(np.array([pair]), layout="NC")
     draw(np.array([row]), columns=names)
+    draw(np.array([pair]), columns=names[:2])
     draw(np.array([[row, row[::-1]]]), columns=names)
 
 
