@@ -125,7 +125,7 @@ class Planner:
             rows=rows.count,
         )
         lengths = _assume_lengths(rows.tower) if items else None
-        plan, fingerprints = await self._make_plan(planned, lengths, deadline)
+        plan, fingerprints = await self._get_plan(planned, lengths, deadline)
         if request.verify:
             verification.check_possible(plan, catalog)
         likely = plan
@@ -151,7 +151,7 @@ class Planner:
             if model.catalogs.get_catalog(model_shapes) is None:  # a request that is refused anyway needs no survey
                 likely = planned.plan
                 if lengths is not None:
-                    likely, _ = await self._make_plan(planned, lengths, deadline)
+                    likely, _ = await self._get_plan(planned, lengths, deadline)
                 check_reply_size(await self._scale(likely, shapes, tower, deadline), count, request.reply)
             catalog = await self.survey(handle, model_shapes, deadline, functions=_names_functions(request))
             resumption = planned.resumption
@@ -161,12 +161,12 @@ class Planner:
             planned = replace(planned, resumption=resumption, catalog=catalog, catalog_shapes=shapes)
         known = planned.catalog is before.catalog and lengths is None and identity == before.identity
         if not known or request.input_options:
-            plan, fingerprints = await self._make_plan(planned, lengths, deadline)
+            plan, fingerprints = await self._get_plan(planned, lengths, deadline)
             planned = replace(planned, plan=plan, fingerprints=fingerprints)
         check_reply_size(planned.plan, count, request.reply)
         return planned
 
-    async def _make_plan(
+    async def _get_plan(
         self, planned: PlannedRequest, lengths: TextLengths | None, deadline: float
     ) -> tuple[Plan, Fingerprints]:
         """The plan of what a request's input asks for of its catalogue; RequestError, TooLargeError."""

@@ -123,6 +123,22 @@ assert errors == ["model digits is unloaded"], errors
 assert not list_children(server)
 """
 
+# A worker that was started when the server began to end has nobody who asks it: it ends, and is waited for.
+UNASKED = """
+from pathlib import Path
+from layertap.models.digits import spec
+from layertap.service.settings import Settings
+from layertap.service.engine.execute.processes.executors import load_in_host
+
+host = load_in_host(spec(), Settings(workers=1), None, print).host
+worker = host.start_worker()
+assert list(host.workers) == [worker.pid]
+host.close()
+assert worker.connection.fileno() == -1
+assert not Path(f"/proc/{worker.pid}").exists()
+assert not host.workers
+"""
+
 # A fork server that is killed again and again: what failed may pass, and no hint sends anybody to a traceback.
 KILLED = """
 import os, signal, threading
@@ -159,6 +175,7 @@ SCRIPTS = {
     "lazy": LAZY,
     "no processes": NO_PROCESSES,
     "closed": CLOSED,
+    "unasked": UNASKED,
     "killed": KILLED,
 }
 
