@@ -141,6 +141,11 @@ class Features:
     tokens: int = 0
     top_classes: tuple[tuple[TopClass, ...], ...] = ()
 
+    def has_at_most(self, results: int, numbers: int) -> bool:
+        """Whether it has so few results, and so few numbers in all."""
+        arrays = self.arrays.values()
+        return len(arrays) <= results and sum(array.size for array in arrays) <= numbers
+
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""

@@ -11,12 +11,11 @@ from typing import TypeVar
 
 from layertap.models.errors import LayertapError, RequestError
 from layertap.models.model_info import ModelInfo
-from layertap.models.spec import PreprocessSpec
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
 from layertap.service.engine.batch import Job, Results, UndecodedError
 from layertap.service.engine.collect.answer_cache import AnswerCache, digest_request
 from layertap.service.engine.collect.joined_inputs import join_inputs
-from layertap.service.engine.collect.results import FEW_RESULTS, add_warnings, collect_features, has_few_numbers
+from layertap.service.engine.collect.results import FEW_NUMBERS, FEW_RESULTS, add_warnings, collect_features
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.threads import start_single_threaded
 from layertap.service.engine.models.model_handle import ModelHandle
@@ -29,9 +28,7 @@ from layertap.service.engine.rows.rows import Items
 from layertap.service.engine.rows.sources import count_taken_bytes, fill_tensors, plan_stages
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
-from layertap.service.inputs.items import ImageItem
 from layertap.service.metrics import Metrics, ModelLoad, Snapshot
-from layertap.service.pictures.overlay import SentPicture
 from layertap.service.settings import Settings
 
 T = TypeVar("T")
@@ -87,7 +84,8 @@ class Engine:
         async def compute_checked() -> Features:
             features = await compute()
             check = partial(add_warnings, features)
-            return check() if has_few_numbers(features) else await self.run_in_thread(check, ticket.deadline)
+            few = features.has_at_most(FEW_RESULTS, FEW_NUMBERS)
+            return check() if few else await self.run_in_thread(check, ticket.deadline)
 
         if self.answers.max_bytes and not request.has_urls:
             features = await self._find_or_compute(request, handle, ticket, compute_checked)
@@ -164,22 +162,6 @@ class Engine:
             raise RequestError.from_faults((*request.faults, *faults))
         fetched = tuple((index, item) for index, item in items if not isinstance(item, LayertapError))
         return replace(request, items=fetched, faults=(*request.faults, *faults))
-
-    def list_pictures(
-        self, request: ExtractRequest, features: Features, ticket: Ticket
-    ) -> tuple[SentPicture | None, ...]:
-        """What the rows of an answer are pictures of, for those who show them; empty where rows are no single inputs.
-
-        None stands for what was no picture, or is at a URL and was not fetched before. Empty too where a library's own
-        processor makes the rows: which part of a picture a model sees is not known then.
-        """
-        handle = ticket.handles.get(request.model)
-        spec = handle.model.model_inputs.preprocess if handle is not None else None
-        items = [item for index, item in request.items if index not in features.skipped]
-        if not isinstance(spec, PreprocessSpec) or len(items) != features.rows:
-            return ()
-        limit = self.settings.max_pixels
-        return tuple(SentPicture(item.data, spec, limit) if isinstance(item, ImageItem) else None for item in items)
 
     async def run_in_thread(self, function: Callable[[], T], deadline: float) -> T:
         """Run something that computes, but no pictures and no forwards, in a pool of threads; DeadlineError."""

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from layertap.models.errors import Fault
+from layertap.models.spec import PreprocessSpec
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest
@@ -29,6 +30,8 @@ from layertap.service.http.content_coding import is_packed, unpack_body
 from layertap.service.http.parsing import RawRequest
 from layertap.service.http.query import Query
 from layertap.service.http.timeout import HEADER, Timeout
+from layertap.service.inputs.items import ImageItem
+from layertap.service.pictures.overlay import SentPicture
 from layertap.service.settings import Settings
 from layertap.service.timings import Timings
 
@@ -104,7 +107,8 @@ async def encode_response(features: Features, request: ExtractRequest, engine: E
     """Features as a reply, in the format that was asked for."""
     reply = request.reply
     with request.timings.step("encode"):
-        pictures = engine.list_pictures(request, features, ticket) if reply.format.is_picture else ()
+        limit = engine.settings.max_pixels
+        pictures = list_pictures(request, features, ticket, limit) if reply.format.is_picture else ()
         encode = partial(reply.format.encode, features, EncodeOptions(reply.encoding, reply.picture, pictures))
         if is_short(features) and not reply.format.in_thread:
             buffers = encode()
@@ -115,8 +119,23 @@ async def encode_response(features: Features, request: ExtractRequest, engine: E
 
 def is_short(features: Features) -> bool:
     """Whether encoding features takes less time than a way to another thread and back."""
-    arrays = features.arrays.values()
-    return len(arrays) <= FEW_RESULTS and sum(array.size for array in arrays) <= FEW_NUMBERS
+    return features.has_at_most(FEW_RESULTS, FEW_NUMBERS)
+
+
+def list_pictures(
+    request: ExtractRequest, features: Features, ticket: Ticket, max_pixels: int
+) -> tuple[SentPicture | None, ...]:
+    """What the rows of an answer are pictures of, for those who show them; empty where rows are no single inputs.
+
+    None stands for what was no picture, or is at a URL and was not fetched before. Empty too where a library's own
+    processor makes the rows: which part of a picture a model sees is not known then.
+    """
+    handle = ticket.handles.get(request.model)
+    spec = handle.model.model_inputs.preprocess if handle is not None else None
+    items = [item for index, item in request.items if index not in features.skipped]
+    if not isinstance(spec, PreprocessSpec) or len(items) != features.rows:
+        return ()
+    return tuple(SentPicture(item.data, spec, max_pixels) if isinstance(item, ImageItem) else None for item in items)
 
 
 def describe_features(features: Features) -> dict[str, str]:

@@ -149,12 +149,6 @@ def add_warnings(features: Features) -> Features:
     return replace(features, warnings=(*features.warnings, *found[:MAX_NAMED], *others))
 
 
-def has_few_numbers(features: Features) -> bool:
-    """Whether ``add_warnings`` takes so little time that it need not run in a thread."""
-    arrays = features.arrays.values()
-    return len(arrays) <= FEW_RESULTS and sum(array.size for array in arrays) <= FEW_NUMBERS
-
-
 def find_wrong_row(features: Features) -> tuple[int, str] | None:
     """The first row of a single result (rows, …) that holds such numbers, and what is wrong; None if none does."""
     ((key, array),) = features.arrays.items()
