@@ -12,7 +12,7 @@ from tests.recorded.client import Answer
 MASK = "(masked)"
 RANDOM_ID = re.compile(r"[0-9a-f]{32}")
 # Fields of JSON bodies that are measured: seconds of a forward, and shares of its cost.
-MEASURED = re.compile(rb'("(?:seconds|cost)":)-?[0-9][0-9.eE+-]*')
+MEASURED = re.compile(rb'("(?:seconds|cost|share)":)-?[0-9][0-9.eE+-]*')
 TREE_COST = re.compile(r"[ 0-9<]{3}%")  # the column of the tree for terminals
 # Headers whose values are not compared: times, random ids, seconds until one may come again.
 UNCOMPARED = frozenset({"date", "retry-after"})

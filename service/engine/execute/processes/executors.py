@@ -218,7 +218,7 @@ class ProcessExecutor(WorkerExecutor):
     @property
     def memory_bytes(self) -> int:
         """What the host had for itself when it had loaded the model, and what its workers have now."""
-        return (self.model.process_bytes or self.model.memory_bytes) + self.model.host.measure_worker_bytes()
+        return (self.model.process_bytes or self.model.memory_bytes) + self._workers.host.measure_worker_bytes()
 
     def start(self, on_idle: Callable[[], None]) -> None:
         """Begin to ask the workers."""
@@ -319,12 +319,11 @@ class DecodingExecutor(WorkerExecutor, InProcessExecutor):
         host = ModelHost(options, on_restart)
         host.load()
         self._workers = WorkerPool(host, settings.workers)
-        self._host = host
 
     @property
     def memory_bytes(self) -> int:
         """The weights and buffers, wherever they are, and what the workers have now."""
-        return super().memory_bytes + self._host.measure_worker_bytes()
+        return super().memory_bytes + self._workers.host.measure_worker_bytes()
 
     def start(self, on_idle: Callable[[], None]) -> None:
         """Start the threads, and begin to ask the workers."""

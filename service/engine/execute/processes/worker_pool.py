@@ -133,12 +133,12 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """As many workers as the settings say. For the event loop only, but for its creation."""
+    """So many workers, which ``host`` starts. For the event loop only, but for its creation."""
 
     def __init__(self, host: ModelHost, count: int) -> None:
         """Start the workers; LoadError where they can't be started."""
         self._on_idle: Callable[[], None] = lambda: None
-        self._host = host
+        self.host = host
         self._count = count
         self._workers: list[WorkerProcess] = []
         self._idle: list[WorkerProcess] = []  # the one whose memory was used last comes last, and is taken first
@@ -161,7 +161,7 @@ class WorkerPool:
         self._on_idle = on_idle
         self._lost = asyncio.Event()  # of this host: tasks of the one before keep theirs
         started, self._started = self._started, []
-        self._descriptor = self._host.take_descriptor()
+        self._descriptor = self.host.take_descriptor()
         if self._descriptor is None:
             self._lose()
         else:
@@ -236,18 +236,18 @@ class WorkerPool:
 
     async def restart(self) -> None:
         """Load the model again, and start its workers; LoadError."""
-        await run_in_new_thread(f"load-{self._host.name}", self._host.load)
-        self._started = await run_in_new_thread(f"start-{self._host.name}", self._start_workers)
+        await run_in_new_thread(f"load-{self.host.name}", self.host.load)
+        self._started = await run_in_new_thread(f"start-{self.host.name}", self._start_workers)
         self.start(self._on_idle)
 
     async def close(self) -> None:
         """End all processes."""
         self._lose()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await run_in_new_thread(f"end-{self._host.name}", self._host.close)
+        await run_in_new_thread(f"end-{self.host.name}", self.host.close)
 
     def _start_workers(self) -> list[StartedWorker]:
-        return [self._host.start_worker() for _ in range(self._count)]
+        return [self.host.start_worker() for _ in range(self._count)]
 
     async def _borrow(self) -> WorkerProcess:
         """A worker for the caller alone, once one is idle; ModelLostError."""
@@ -303,16 +303,16 @@ class WorkerPool:
 
     async def _start_another(self, pid: int, reason: RestartReason | None, lost: asyncio.Event) -> None:
         """Have another worker take the place of a dead one, tried until its host is ``lost``."""
-        name = self._host.name
-        status = await run_in_new_thread(f"end-{name}", partial(self._host.wait_for_worker, pid))
+        name = self.host.name
+        status = await run_in_new_thread(f"end-{name}", partial(self.host.wait_for_worker, pid))
         reason = reason or find_reason(status)
         log.warning(
             "a worker is replaced", extra={"fields": {"model": name, "pid": pid, "reason": reason, "status": status}}
         )
-        self._host.on_restart(name, reason)
+        self.host.on_restart(name, reason)
         while not lost.is_set():
             try:
-                started = await run_in_new_thread(f"start-{name}", self._host.start_worker)
+                started = await run_in_new_thread(f"start-{name}", self.host.start_worker)
                 if lost.is_set():
                     started.connection.close()
                 else:
@@ -328,7 +328,7 @@ class WorkerPool:
     def _bury_host(self) -> None:
         """The host has died, and its workers with it; nobody knows why."""
         for _ in self._workers:
-            self._host.on_restart(self._host.name, "unknown")
+            self.host.on_restart(self.host.name, "unknown")
         self._lose()
 
     def _lose(self) -> None:
