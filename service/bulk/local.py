@@ -13,9 +13,9 @@ from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.explain.prober import TEXT, Prober, make_picture
 from layertap.service.formats.plain_data import describe_receipts
-from layertap.service.http.parsing import validate_body
 from layertap.service.inputs.items import ImageItem, TextItem
 from layertap.service.schemas.bodies import ExtractBody
+from layertap.service.schemas.validation_errors import validate
 
 DEADLINE_S = 3600
 MAX_ROWS = 32
@@ -65,7 +65,7 @@ class LocalExtractor(BatchExtractor):
 
 def _make_request(question: Question, inputs: Sequence[bytes]) -> ExtractRequest:
     fields = {"layers": list(question.layers), "pool": question.pool, "normalize": question.normalize}
-    asked = validate_body(ExtractBody, {name: value for name, value in fields.items() if value}).layer_request
+    asked = validate(ExtractBody, {name: value for name, value in fields.items() if value}).layer_request
     items = [TextItem(data.decode()) if question.texts else ImageItem(data) for data in inputs]
     return ExtractRequest(
         model=question.model,

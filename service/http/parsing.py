@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import ValidationError
 from starlette.datastructures import Headers
 
 from layertap.models.errors import Fault, RequestError
@@ -24,11 +23,9 @@ from layertap.service.http.query import ALWAYS, Query, read_fields
 from layertap.service.pictures.options import PictureOptions
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
 from layertap.service.schemas.inputs import parse_inputs
-from layertap.service.schemas.validation_errors import convert_errors
+from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 from layertap.service.timings import Timings
-
-Body = TypeVar("Body", bound=RequestBody)
 
 
 @dataclass(frozen=True)
@@ -153,12 +150,12 @@ def _parse_query(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -
         return _parse_short_query(raw.query, kind, settings.max_json_depth)
     fields = read_fields(raw.query, _list_fields(kind), settings.max_json_depth)
     _check_sizes(fields, settings)
-    return validate_body(kind, fields)
+    return validate(kind, fields)
 
 
 @lru_cache(maxsize=64)
 def _parse_short_query(query: Query, kind: type[RequestBody], max_depth: int) -> RequestBody:
-    return validate_body(kind, read_fields(query, _list_fields(kind), max_depth))
+    return validate(kind, read_fields(query, _list_fields(kind), max_depth))
 
 
 def _list_fields(kind: type[RequestBody]) -> AbstractSet[str]:
@@ -169,7 +166,7 @@ def _list_fields(kind: type[RequestBody]) -> AbstractSet[str]:
 def _parse_document(data: bytes, settings: Settings, kind: type[RequestBody]) -> RequestBody:
     value = load_json(data, settings.max_json_depth)
     _check_sizes(value, settings)
-    return validate_body(kind, value)
+    return validate(kind, value)
 
 
 def _check_sizes(value: Any, settings: Settings) -> None:
@@ -181,16 +178,6 @@ def _check_sizes(value: Any, settings: Settings) -> None:
     if isinstance(layers, list):
         names = (layer.get("layer") if isinstance(layer, dict) else layer for layer in layers)
         check_results(len({name for name in names if isinstance(name, str)}), settings.max_results)
-
-
-def validate_body(kind: type[Body], value: Any) -> Body:
-    """A body of plain data; RequestError with a fault for each field that makes no sense."""
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        faults = convert_errors(error.errors(include_url=False, include_input=False, include_context=False))
-        detail = f"{faults[0].pointer}: {faults[0].detail}" if faults[0].pointer else faults[0].detail
-        raise RequestError(detail, faults=faults) from None
 
 
 READERS: Mapping[str, Callable[[RawRequest, Settings], PlacedItems]] = {  # of bodies that are one input

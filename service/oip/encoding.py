@@ -80,6 +80,6 @@ def encode_error(problem: Problem) -> Response:
     row = f"row {fault.input}: " if fault.input is not None else ""
     more = f" (and {len(problem.faults) - 1} more)" if len(problem.faults) > 1 else ""
     hint = f"; {fault.hint[:MAX_DETAIL]}" if fault.hint else ""
-    text = f"{row}{fault.detail[:MAX_DETAIL]}{hint}{more}"
+    text = f"{row}{problem.detail[:MAX_DETAIL]}{hint}{more}"
     status = STATUS.get(problem.status, problem.status)
     return Response(orjson.dumps({"error": text}), status, problem.headers, "application/json")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from layertap.models.errors import RequestError, escape, find_nearest, suggest
 from layertap.service.oip.schemas import InferParameters, InputParameters, OutputParameters
-from layertap.service.schemas.bodies import ExtractBody
 from layertap.service.schemas.layers import LayerBody
-from layertap.service.schemas.validation_errors import convert_errors
+from layertap.service.schemas.validation_errors import validate
 
 B = TypeVar("B", bound=BaseModel)
 P = TypeVar("P", InferParameters, InputParameters, OutputParameters)
@@ -35,22 +33,6 @@ REFUSED = {  # by how names begin
 }
 
 
-def validate(kind: type[B], value: Any, where: str = "") -> B:
-    """A part of a request; RequestError that says where, of several mistakes the first and all others beside it."""
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        faults = convert_errors(error.errors(include_url=False, include_input=False, include_context=False))
-        places = [f"{where}{fault.pointer or ''}".lstrip("/") for fault in faults]
-        located = [
-            replace(
-                fault, detail=f"{place}: {fault.detail}" if place else fault.detail, hint=_keep_hint(kind, fault.hint)
-            )
-            for place, fault in zip(places, faults, strict=True)
-        ]
-        raise RequestError.from_faults(located) from None
-
-
 def split_parameters(
     kind: type[P], given: Mapping[str, Any], others: AbstractSet[str], where: str
 ) -> tuple[P, dict[str, Any]]:
@@ -59,7 +41,7 @@ def split_parameters(
     for name, value in given.items():
         if name not in known and name not in others:
             _refuse(name, value, sorted({*known, *others}), where)
-    own = validate(kind, {name: given[name] for name in known & given.keys()}, where)
+    own = validate(kind, {name: given[name] for name in known & given.keys()}, f"/{where}")
     return own, {name: given[name] for name in others & given.keys()}
 
 
@@ -72,8 +54,3 @@ def _refuse(name: str, value: Any, known: Iterable[str], where: str) -> None:
         raise RequestError(f"{where}: the parameter {escape(name)} is not taken", hint=hint)
     if value:
         raise RequestError(f"{where}: {refusal[0]}", hint=refusal[1])
-
-
-def _keep_hint(kind: type[BaseModel], hint: str) -> str:
-    """A hint, where it is of a field that means the same on other routes."""
-    return hint if kind in (ExtractBody, LayerBody) else ""

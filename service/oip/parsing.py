@@ -18,10 +18,11 @@ from layertap.service.http.query import join_parts
 from layertap.service.inputs.items import ArraysItem
 from layertap.service.oip.encoding import BINARY, HEADER, JSON
 from layertap.service.oip.inputs import read_items, read_raw_item
-from layertap.service.oip.parameters import OF_OUTPUT, OF_REQUEST, split_parameters, validate
+from layertap.service.oip.parameters import OF_OUTPUT, OF_REQUEST, split_parameters
 from layertap.service.oip.schemas import InferBody, InferParameters, OutputBody, OutputParameters
 from layertap.service.schemas.bodies import ExtractBody
 from layertap.service.schemas.layers import LayerBody
+from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 
 EMBEDDING = "embedding"  # the output that is a model's embedding, whichever layer gives it
@@ -81,7 +82,7 @@ def parse_infer(raw: RawRequest, settings: Settings, model: str) -> InferRequest
     body = validate(InferBody, load_json(raw.data[:length], settings.max_json_depth))
     own, others = split_parameters(InferParameters, body.parameters, OF_REQUEST, "parameters")
     fields = join_parts(others)
-    request = validate(ExtractBody, fields, "parameters")
+    request = validate(ExtractBody, fields, "/parameters")
     check_results(len(body.outputs), settings.max_results)
     outputs = _read_outputs(body.outputs, fields, request, own.binary_data_output)
     layers = request.layer_request
@@ -134,9 +135,9 @@ def _read_outputs(
         own, others = split_parameters(OutputParameters, body.parameters, OF_OUTPUT, f"{where}/parameters")
         binary[body.name] = binary_default if own.binary_data is None else own.binary_data
         if body.name == EMBEDDING:
-            embedding = _make_embedding(validate(ExtractBody, fields | others, f"{where}/parameters"))
+            embedding = _make_embedding(validate(ExtractBody, fields | others, f"/{where}/parameters"))
             continue
-        layer = validate(LayerBody, others | {"layer": body.name}, f"{where}/parameters")
+        layer = validate(LayerBody, others | {"layer": body.name}, f"/{where}/parameters")
         try:
             selectors.append(layer.to_selector(request.pool, request.normalize, request.dtype))
         except SelectorError as error:

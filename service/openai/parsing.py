@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, StrictInt, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, StrictInt
 
 from layertap.models.errors import Fault, InputError, RequestError, SelectorError, escape
 from layertap.models.model_info import ModelInfo
@@ -23,7 +23,7 @@ from layertap.service.inputs.arrays import decode_base64
 from layertap.service.inputs.items import ImageItem, InputItem, TextItem, TokensItem, UrlItem
 from layertap.service.schemas.base import OneError, StrictBody, StrictIndex
 from layertap.service.schemas.faults import read_field
-from layertap.service.schemas.validation_errors import convert_errors
+from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 
 MAX_INPUTS = 2048  # as OpenAI has it
@@ -140,7 +140,7 @@ def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
         raise UnsupportedMediaError(
             "a body of this content type is not taken", hint="send Content-Type: application/json"
         )
-    body = _validate(load_json(raw.data, settings.max_json_depth))
+    body = validate(EmbeddingsBody, load_json(raw.data, settings.max_json_depth))
     name, embedding = read_field("/model", lambda: parse_model_id(body.model))
     extract = ExtractRequest(
         model=name,
@@ -152,15 +152,6 @@ def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
         timings=raw.timings,
     )
     return EmbeddingsRequest(extract, body.model, body.dimensions, tuple(body.model_extra or ()))
-
-
-def _validate(value: object) -> EmbeddingsBody:
-    try:
-        return EmbeddingsBody.model_validate(value)
-    except ValidationError as error:
-        faults = convert_errors(error.errors(include_url=False, include_input=False, include_context=False))
-        # Hints are of fields that other routes have.
-        raise RequestError.from_faults([replace(fault, hint="") for fault in faults]) from None
 
 
 def _read_items(body: EmbeddingsBody) -> tuple[tuple[int, InputItem], ...]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from layertap.models.errors import Fault, escape, find_nearest, suggest
+from layertap.models.errors import Fault, RequestError, escape, find_nearest, suggest
 from layertap.models.gradients.objectives import ObjectiveKind
 from layertap.models.interventions.operations import Op
 from layertap.models.selection.hook_points import Method, ReplyDType
 from layertap.models.selection.poolings import Pool
 from layertap.models.selection.statistics import STATS
-from layertap.service.schemas.bodies import ExplainBody, ExtractBody
+from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
 from layertap.service.schemas.inputs import InputBody
 from layertap.service.schemas.interventions import InterventionBody
 from layertap.service.schemas.layers import LayerBody
@@ -21,10 +22,29 @@ from layertap.service.schemas.objective import ObjectiveBody
 from layertap.service.schemas.tensors import TensorBody
 from layertap.service.types import Priority
 
+B = TypeVar("B", bound=BaseModel)
 
-def convert_errors(errors: Iterable[ErrorDetails]) -> tuple[Fault, ...]:
-    """Pydantic's errors as faults: where and what, never the input."""
-    return tuple(Fault(_get_message(each), _get_hint(each), _make_pointer(each["loc"])) for each in errors)
+
+def validate(kind: type[B], value: Any, where: str = "") -> B:
+    """A body of plain data, or the part that ``where`` points to; RequestError with a fault for each mistake."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        faults = convert_errors(
+            error.errors(include_url=False, include_input=False, include_context=False),
+            where,
+            with_hints=issubclass(kind, (RequestBody, LayerBody)),
+        )
+        detail = f"{faults[0].pointer}: {faults[0].detail}" if faults[0].pointer else faults[0].detail
+        raise RequestError(detail, faults=faults) from None
+
+
+def convert_errors(errors: Iterable[ErrorDetails], where: str = "", *, with_hints: bool = True) -> tuple[Fault, ...]:
+    """Pydantic's errors as faults: where and what, never the input; hints are of fields of our own routes."""
+    return tuple(
+        Fault(_get_message(each), _get_hint(each) if with_hints else "", where + _make_pointer(each["loc"]))
+        for each in errors
+    )
 
 
 def _get_message(error: ErrorDetails) -> str:

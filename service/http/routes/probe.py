@@ -16,10 +16,10 @@ from layertap.service.formats.plain_data import describe_receipts
 from layertap.service.http import query
 from layertap.service.http.dependencies import DeadlineDependency, EngineDependency
 from layertap.service.http.openapi import describe_problems
-from layertap.service.http.parsing import validate_body
 from layertap.service.inputs.items import TextItem
 from layertap.service.schemas.bodies import ExtractBody
 from layertap.service.schemas.replies import ProbeReply
+from layertap.service.schemas.validation_errors import validate
 
 router = APIRouter(tags=["models"])
 OF_BODY = frozenset({"layers", "pool", "normalize", "dtype"})
@@ -46,7 +46,7 @@ async def probe_layers(
     """What layers give for a fixed picture, text or tensor: receipts with probes, by the keys of a reply."""
     parsed = query.Query.parse(request.scope["query_string"])
     fields = query.read_fields(parsed, OF_BODY | OWN, engine.settings.max_json_depth)
-    asked = validate_body(ExtractBody, {key: fields[key] for key in fields.keys() - OWN}).layer_request
+    asked = validate(ExtractBody, {key: fields[key] for key in fields.keys() - OWN}).layer_request
     prober: Prober = request.app.state.prober
     features = await prober.probe(
         name,
