@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from layertap.service.formats.buffers import Buffer, Buffers
-from layertap.service.http.cycle_transport import SMALL
+from layertap.service.http.reply_transport import SMALL
 
 LARGE = 2**16  # bytes that uvicorn gives away without waiting for the peer
 PIECE = 2**20  # bytes that wait for the peer at a time

@@ -17,10 +17,9 @@ from typing import Any
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from layertap.service.http.cycle_transport import CycleTransport
 from layertap.service.http.exchange import make_context_headers
 from layertap.service.http.problems import Problem, encode_problem, format_retry_after
-from layertap.service.http.write_timer import WriteTimer
+from layertap.service.http.reply_transport import ReplyTransport
 from layertap.service.metrics import ConnectionReason, Metrics
 from layertap.service.settings import UNIX, Settings, count_allowed_files
 
@@ -64,8 +63,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._settings.uds is not None:
             self.client = (UNIX, 0)  # as ``TRUSTED_PROXIES`` names such a peer, which has no address
         self._metrics.add_connections(1)
-        self._write_timer = WriteTimer(transport, self._settings.send_timeout_s, self.logger)
-        self._cycle_transport = CycleTransport(transport, self.loop, self._end_after_reply)
+        self._replies = ReplyTransport(transport, self._end_after_reply, self._settings.send_timeout_s, self.logger)
         if not self._refuse_too_many():
             self._start_head_timer()
 
@@ -73,11 +71,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """End every timer, and every request; uvicorn tells the last one only, and keeps its timer after an error."""
         self._metrics.add_connections(-1)
         self._stop_head_timer()
-        self._write_timer.stop()
+        self._replies.stop_watching()
         if self._linger_timer is not None:
             self._linger_timer.cancel()
         self._unset_keepalive_if_required()
-        self._cycle_transport.end = self.transport.close  # nothing waits for the garbage collector
+        self._replies.end = self.transport.close  # nothing waits for the garbage collector
         for cycle in self._unanswered:
             cycle.scope["state"]["client_left"] = not self._has_sent(cycle)
             cycle.disconnected = True
@@ -111,7 +109,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = False
         self._stop_head_timer()
         super().on_headers_complete()
-        self.cycle.transport = self._cycle_transport  # type: ignore[assignment]
+        self.cycle.transport = self._replies  # type: ignore[assignment]
         self._unanswered.append(self.cycle)
         self.headers = []  # what comes as a trailer is none of the request's headers
 
@@ -129,20 +127,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """A reply is handed to the system, or waits for that."""
         self._unanswered.popleft()
-        self._cycle_transport.end_reply()
+        self._replies.end_reply()
         super().on_response_complete()
-        self._write_timer.start_for_last_reply()
+        self._replies.watch_last_reply()
 
     def pause_writing(self) -> None:
         """More of a reply waits to be sent than the system takes: look whether the peer reads."""
         super().pause_writing()
-        self._write_timer.start()
+        self._replies.watch()
 
     def resume_writing(self) -> None:
         """The peer reads."""
-        self._write_timer.stop()
+        self._replies.stop_watching()
         super().resume_writing()
-        self._write_timer.start_for_last_reply()
+        self._replies.watch_last_reply()
 
     def shutdown(self) -> None:
         """The server ends: what is asked for here already is answered, and nothing more."""
@@ -242,15 +240,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Say no more, and close when the peer has had time to hear of it: what it sends until then resets nothing."""
         self._ignores_input = True
         self._stop_head_timer()
-        self._cycle_transport.flush()
+        self._replies.flush()
         if self.transport.can_write_eof():  # TLS has no such half; the reply has said that it is the last
             self.transport.write_eof()
         self._linger_timer = self.loop.call_later(seconds, self._close)
 
     def _close(self) -> None:
-        self._cycle_transport.flush()
+        self._replies.flush()
         self.transport.close()
-        self._write_timer.start_for_last_reply()
+        self._replies.watch_last_reply()
 
     def _refuse_large_head(self) -> None:
         limit = self._settings.max_head_bytes
@@ -281,7 +279,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, reason: ConnectionReason, detail: str, hint: str = "") -> None:
         """Say what is wrong and close; where an earlier request is whole, once that is answered, and without a word."""
         self._ignores_input = True
-        self._cycle_transport.flush()
+        self._replies.flush()
         request_id = secrets.token_hex(16)
         self._metrics.count_refused_connection(reason)
         fields = {"request_id": request_id, "status": status, "reason": reason}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
-from layertap.service.http.cycle_transport import SMALL, CycleTransport
+from layertap.service.http.reply_transport import SMALL, ReplyTransport
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
-async def _connect() -> tuple[CycleTransport, asyncio.StreamReader, asyncio.StreamWriter, asyncio.Server]:
+async def _connect() -> tuple[ReplyTransport, asyncio.StreamReader, asyncio.StreamWriter, asyncio.Server]:
     """The transport of a connection's server, and its client."""
     made: asyncio.Future[asyncio.Transport] = asyncio.get_running_loop().create_future()
 
@@ -23,7 +24,7 @@ async def _connect() -> tuple[CycleTransport, asyncio.StreamReader, asyncio.Stre
     server = await asyncio.get_running_loop().create_server(Protocol, "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
     transport = await made
-    return CycleTransport(transport, asyncio.get_running_loop(), transport.close), reader, writer, server
+    return ReplyTransport(transport, transport.close, 60, logging.getLogger("uvicorn.error")), reader, writer, server
 
 
 @pytest.mark.parametrize("bodies", [(), (b"",), (b"body",), (b"a", b"b"), (bytes(SMALL + 1),), (bytes(SMALL), b"b")])
