@@ -17,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from layertap.models.errors import LayertapError
 from layertap.models.selection.poolings import POOLINGS
-from layertap.service.cli.console import ConfigOption, ModelOption, show_status, stderr
-from layertap.service.cli.setup import create_configured_engine
+from layertap.service.cli.console import ConfigOption, ModelOption, UrlOption, show_status, stderr, tell
+from layertap.service.cli.setup import check_one_answers, create_configured_engine
 
 if TYPE_CHECKING:
     from layertap.service.bulk.bulk import Job, Summary
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 POOLS = ", ".join(POOLINGS)
 OTHER_MODEL = 3  # exit status
 LINE_S = 10.0  # between lines where there is no terminal
-tell = partial(stderr.print, markup=False, highlight=False, soft_wrap=True)
 MAX_NAMED = 20  # inputs that are named with their reason
 
 
@@ -48,7 +47,7 @@ def bulk(
         str | None, typer.Option(help="Of a .parquet or .jsonl source: where the pictures or texts are.")
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="A prompt of the model, by name, in front of each text.")] = None,
-    url: Annotated[str | None, typer.Option(help="A server that answers, in place of this process.")] = None,
+    url: UrlOption = None,
     ray: Annotated[bool, typer.Option("--ray", help="Actors of a Ray cluster answer.")] = False,
     ray_address: Annotated[
         str | None, typer.Option(help="Of the cluster; without it the one of this machine, or one that is started.")
@@ -77,11 +76,12 @@ def bulk(
     if pool is not None and pool not in POOLINGS:
         raise LayertapError(f"there is no pool {pool!r}", hint=f"use one of {POOLS}")
     if ray and url is not None:
-        raise LayertapError("--ray and --url are two that answer", hint="leave one out")
+        raise LayertapError("--ray and --url cannot be combined", hint="leave one out")
+    check_one_answers(url, config)
     if ray_address is not None and not ray:
-        raise LayertapError("--ray-address is of a cluster that is not used", hint="add --ray")
+        raise LayertapError("--ray-address means nothing without --ray", hint="add --ray")
     if restart and retry_errors:
-        raise LayertapError("--restart answers all inputs, --retry-errors some", hint="leave one out")
+        raise LayertapError("--restart and --retry-errors cannot be combined", hint="leave one out")
     create = partial(_create_extractor, url, config)
     if ray:
         create = partial(_create_ray_extractor, ray_address, ray_cpus, ray_gpus, config)

@@ -57,11 +57,16 @@ def create_configured_engine(config: Path | None, *, warm: bool = False, workers
     return create_engine(read_settings(listens=False, config=config, workers=workers), warm=warm)
 
 
+def check_one_answers(url: str | None, config: Path | None) -> None:
+    """LayertapError where a server is to answer by a configuration that it does not have."""
+    if url is not None and config is not None:
+        raise LayertapError("--url and --config cannot be combined", hint="the server has its own configuration")
+
+
 @asynccontextmanager
 async def connect(url: str | None, config: Path | None, *models: str | None) -> AsyncIterator[AsyncClient]:
     """A client of the server at ``url``, or without one of this process, with some models loaded; LayertapError."""
-    if url is not None and config is not None:
-        raise LayertapError("--url and --config cannot be combined", hint="the server has its own configuration")
+    check_one_answers(url, config)
     async with AsyncExitStack() as stack:
         if url is not None:
             with show_status(f"asking {url}"):

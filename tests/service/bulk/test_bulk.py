@@ -227,6 +227,10 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "a format of folders": (("{folder}", "--out", "o.parquet", "--format", "npy"), "--out o"),
     "a gradient": (("{folder}", "--layers", "pool:grad_output", "--out", "o.parquet"), "objective"),
     "no server": (("{folder}", "--out", "o.parquet", "--url", "nonsense"), "no address of a server"),
+    "two that answer": (
+        ("{folder}", "--out", "o.parquet", "--url", "http://127.0.0.1:1", "--config", "m.yaml"),
+        "--url and --config cannot be combined",
+    ),
     "another folder": (("{folder}", "--layers", "pool", "--out", "{folder}"), "has other files in it"),
 }
 
