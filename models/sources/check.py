@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -33,13 +33,13 @@ Place = tuple[str | int, ...]
 DRIVER = "libcuda.so.1"
 
 
-def find_mistakes(specs: Sequence[ModelSpec], folders: Sequence[Path]) -> Iterator[tuple[Place, LayertapError]]:
-    """What is wrong with entries: the place, from the entry's number on, and the refusal.
+def find_mistakes(specs: Mapping[int, ModelSpec], folders: Sequence[Path]) -> Iterator[tuple[Place, LayertapError]]:
+    """What is wrong with entries, by number: the place, from the number on, and the refusal.
 
     Factories are looked for in ``folders`` too.
     """
-    context = CheckContext(tuple(folders), any(_may_register(spec, folders) for spec in specs))
-    for number, spec in enumerate(specs):
+    context = CheckContext(tuple(folders), any(_may_register(spec, folders) for spec in specs.values()))
+    for number, spec in specs.items():
         for place, check in _list_checks(spec, context):
             try:
                 _look(check)

@@ -61,11 +61,9 @@ def check_loading(entries: Sequence[Entry], mistakes: Iterable[Mistake], folders
     """What can't be had, or read by those who load it, where there is no mistake in the same place yet."""
     places = {place for place, _ in mistakes}
     specs = {number: entry.spec for number, entry in enumerate(entries) if entry.spec is not None}
-    numbers = list(specs)
-    for (index, *rest), error in find_mistakes(list(specs.values()), folders):
-        place = ("models", numbers[int(index)], *rest)
-        if place not in places:
-            yield place, f"{error.detail}; {error.hint}" if error.hint else error.detail
+    for place, error in find_mistakes(specs, folders):
+        if ("models", *place) not in places:
+            yield ("models", *place), f"{error.detail}; {error.hint}" if error.hint else error.detail
 
 
 def _check_options(spec: ModelSpec) -> Iterator[tuple[str, str]]:
