@@ -86,17 +86,17 @@ class Summary:
 
 
 class Observer(Protocol):
-    """Whoever wants to know how a job goes on."""
+    """Shows the progress of a job."""
 
     def start(self, rows: int, count: Callable[[], int | None]) -> None:
-        """It goes on after so many rows; ``count`` tells how many there will be, and may take long."""
+        """Begin after ``rows`` rows; ``count`` gives the number of all rows, and may take long."""
 
     def advance(self, rows: Rows) -> None:
         """A batch is answered."""
 
 
 def find_complete(job: Job, source: Source) -> tuple[Summary, Outline] | None:
-    """What is there already and of which model, where that is all; LayertapError where it is something else.
+    """The summary and the outline of a job that is complete, else None; LayertapError for the output of another job.
 
     The inputs' names are compared with those of ``source``, not what is in them.
     """
@@ -117,7 +117,7 @@ def find_complete(job: Job, source: Source) -> tuple[Summary, Outline] | None:
 
 
 def remove(destination: Destination) -> None:
-    """Remove what a job has written, and nothing else; LayertapError where it is somebody else's."""
+    """Remove what a job has written, and nothing else; LayertapError for what no job has written."""
     folder, file = destination.folder, destination.file
     if file is not None and file.exists():
         read_metadata(file)
@@ -134,14 +134,14 @@ def remove(destination: Destination) -> None:
 
 
 def check_replacement(job: Job, outline: Outline) -> None:
-    """LayertapError where a job could not be written in the place of what is there."""
+    """LayertapError where a job could not replace the existing output."""
     LAYOUTS[job.destination.layout].check(outline)
     if job.destination.folder.exists():
         check_folder(job.destination.folder)
 
 
 def check_folder(folder: Path) -> None:
-    """LayertapError where a folder has something in it and is none of a job's."""
+    """LayertapError for a folder that is not empty and not a job's."""
     begun = {LOCK, f"{NAME}.tmp"}  # what is there where a job was killed before all else
     if not (folder / NAME).exists() and any(path.name not in begun for path in folder.iterdir()):
         raise LayertapError(f"{folder} has other files in it", hint="choose another --out")
@@ -192,7 +192,7 @@ async def _begin(job: Job, extractor: Extractor) -> Manifest:
 
 
 def _finish(job: Job, manifest: Manifest) -> Summary:
-    """Make of parts what the job was to give."""
+    """Make the output of the parts."""
     target, outline = job.destination, manifest.outline
     parts = find_parts(target.folder)
     if not parts:

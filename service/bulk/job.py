@@ -1,4 +1,4 @@
-"""What a job asks for, what it was told that results will be like, and what its pictures gave."""
+"""The types of a job: what it asks, what its answers look like, and the answers to its batches."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class Question:
 
 @dataclass(frozen=True)
 class Column:
-    """What a result is for one picture."""
+    """The shape and dtype of a result for one input."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one picture's."""
+        """Bytes of one input's result."""
         return prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What answers will be like: by whom, under which fingerprint, what each result is, and where it comes from."""
+    """What answers look like: model, fingerprint, the column and the receipt of each result."""
 
     model: str
     fingerprint: str
@@ -57,11 +57,11 @@ class Outline:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of all results of a picture."""
+        """Bytes of all results of an input."""
         return sum(column.nbytes for column in self.columns.values())
 
     def find_misfit(self, arrays: Mapping[str, Array]) -> str:
-        """Why results can't stand among others, nothing where they can: they have other names or other shapes."""
+        """Why results don't fit the columns: other names or shapes; an empty text where they fit."""
         for name in {**self.columns, **arrays}:
             found, wanted = arrays.get(name), self.columns.get(name)
             if found is None or wanted is None:
@@ -73,9 +73,9 @@ class Outline:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a batch of entries gave.
+    """The answer to a batch of entries.
 
-    ``errors`` has the reason at the place of each entry that gave nothing; ``arrays`` a row for each of the others.
+    ``errors`` has the reason by the index of each entry without a result; ``arrays`` a row for each of the others.
     """
 
     fingerprint: str
@@ -85,7 +85,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Rows:
-    """Entries with what they gave, ready to be written: without their bytes."""
+    """Entries and their results, ready to be written, without the entries' bytes."""
 
     keys: Sequence[str]
     digests: Sequence[str | None]
@@ -109,7 +109,7 @@ class BatchLimits:
 
 @dataclass(frozen=True)
 class RemainingJob:
-    """What is left of a job: ``entries``, to be cut into batches; ``open_source`` has them after the ``first`` ones."""
+    """The rest of a job: ``entries`` to be cut into batches; ``open_source`` reads them again, behind the ``first``."""
 
     question: Question
     outline: Outline
@@ -120,20 +120,20 @@ class RemainingJob:
 
 
 class Extractor(Protocol):
-    """Whoever answers a job: an engine of this process, a server, a cluster. Limits are known with the outline."""
+    """An engine of this process, a server or a cluster that answers a job. Its limits are known with the outline."""
 
     max_picture_bytes: int
     max_batch_bytes: int
     max_rows: int
 
     async def outline(self, question: Question) -> Outline:
-        """What answers will be like; LayertapError."""
+        """What answers look like; LayertapError."""
 
     def answer(self, remaining: RemainingJob) -> AsyncGenerator[Rows, None]:
         """The rows of all batches of ``remaining``, in their order; LayertapError."""
 
     async def close(self) -> None:
-        """Let go of everything."""
+        """Free all resources."""
 
 
 def cut_batches(entries: Iterable[Entry], limits: BatchLimits) -> Iterator[list[Entry]]:
@@ -152,7 +152,7 @@ def cut_batches(entries: Iterable[Entry], limits: BatchLimits) -> Iterator[list[
 
 
 def make_column(name: str, row_axis: int | None, captured: Sequence[int], shape: Sequence[int], dtype: str) -> Column:
-    """What a result is for one input, whose tensor was ``captured``; RequestError where there is no row for each."""
+    """The column of a result; ``captured`` is the tensor of one input. RequestError where inputs have no row each."""
     rows = captured[0] if captured else 0
     if row_axis != 0:
         raise RequestError(f"{name} has no row for each input", hint="add --pool mean, or name another layer")
@@ -162,11 +162,11 @@ def make_column(name: str, row_axis: int | None, captured: Sequence[int], shape:
     return Column(tuple(shape[1:]), dtype)
 
 
-def make_rows(entries: Sequence[Entry], answer: Answer, outline: Outline, places: Sequence[int]) -> Rows:
-    """The rows of a batch; ``places`` are those of the entries that were asked for."""
+def make_rows(entries: Sequence[Entry], answer: Answer, outline: Outline, indices: Sequence[int]) -> Rows:
+    """The rows of a batch; ``indices`` are those of the entries that were sent."""
     errors: list[str | None] = [entry.error or None for entry in entries]
-    for place, reason in answer.errors.items():
-        errors[places[place]] = reason
+    for index, reason in answer.errors.items():
+        errors[indices[index]] = reason
     good = sum(error is None for error in errors)
     for name, array in answer.arrays.items():
         if len(array) != good:  # whatever has answered: rows are never given to other pictures
@@ -180,8 +180,8 @@ def make_rows(entries: Sequence[Entry], answer: Answer, outline: Outline, places
 
 
 def join_answers(first: Answer, second: Answer, middle: int) -> Answer:
-    """The answers to the two halves of a batch, of which the first has so many entries."""
+    """The answer to a batch out of those to its halves; the first has ``middle`` entries."""
     parts = [part.arrays for part in (first, second) if part.arrays]
     arrays = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]} if parts else {}
-    errors = {**first.errors, **{middle + place: reason for place, reason in second.errors.items()}}
+    errors = {**first.errors, **{middle + index: reason for index, reason in second.errors.items()}}
     return Answer(first.fingerprint or second.fingerprint, arrays, errors)

@@ -1,4 +1,4 @@
-"""Batches on their way: read, answered, written, each while the others are; never more than a few at once."""
+"""Batches are read, answered and written at the same time; only a few are in memory."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ OnRows = Callable[[Rows], None]
 
 
 class BatchExtractor(Protocol):
-    """Whatever answers batches: an engine of this process, or a server. ``in_flight``: how many keep it busy."""
+    """An engine of this process, or a server, that answers batches; ``in_flight`` of them keep it busy."""
 
     in_flight: int
 
     async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
-        """What a batch gives; its entries have bytes. Reasons that name an input are among the answer's errors.
+        """The answer to a batch of entries with bytes; errors that name an input are part of it.
 
-        RequestError, TooLargeError where fewer may be answered; any other LayertapError is no fault of an input's.
+        RequestError, TooLargeError: a smaller batch may succeed. Any other LayertapError ends the job.
         """
 
     def answer(self, remaining: RemainingJob) -> AsyncGenerator[Rows, None]:
@@ -87,20 +87,20 @@ async def answer_batches(
 
 
 def _choose_interval(elapsed: float) -> float:
-    """Seconds between parts of a job that has run for so long."""
+    """Seconds between two parts of a job that has run for ``elapsed`` seconds."""
     return min(max(elapsed * PART_SHARE, SHORTEST_PART_S), LONGEST_PART_S)
 
 
 async def _answer(batch: Sequence[Entry], extractor: BatchExtractor, question: Question, outline: Outline) -> Rows:
-    places = [place for place, entry in enumerate(batch) if entry.data is not None]
+    indices = [index for index, entry in enumerate(batch) if entry.data is not None]
     answer = Answer(outline.fingerprint, {}, {})
-    if places:
-        answer = await _extract(extractor, question, [batch[place] for place in places], outline)
-    return await asyncio.to_thread(make_rows, batch, answer, outline, places)
+    if indices:
+        answer = await _extract(extractor, question, [batch[index] for index in indices], outline)
+    return await asyncio.to_thread(make_rows, batch, answer, outline, indices)
 
 
 async def _extract(extractor: BatchExtractor, question: Question, entries: Sequence[Entry], outline: Outline) -> Answer:
-    """What entries give. Where they can't be answered together each half is asked for: what is odd ends up alone."""
+    """The answer to entries. If they fail together, each half is tried, so that the one at fault ends up alone."""
     try:
         answer = await extractor.extract(question, entries)
         reason = outline.find_misfit(answer.arrays) if answer.arrays else ""

@@ -1,7 +1,7 @@
-"""Pictures of a complete job that gave no result, answered again.
+"""Inputs of a complete job that have no result are answered again.
 
-They are a job of their own, beside what is complete, which may be interrupted as any other. Once it is complete its
-rows take the places of the old ones: each file is replaced whole, and is the old one or the new one whenever the
+They are a job of their own beside the complete one, and may be interrupted as any other. Once it is complete its
+rows replace the old ones: each file is replaced whole, and is the old one or the new one whenever the
 process is killed.
 """
 
@@ -66,7 +66,7 @@ async def retry_errors(job: Job, extractor: Extractor, open_source: OpenSource, 
 
 
 def remove_retries(target: Destination, but: Path | None = None) -> None:
-    """Remove what earlier ones have left that were of other rows, or were killed once all was in its place."""
+    """Remove what earlier retries have left: of other rows, or killed after their rows had been put in."""
     out = target.file or target.folder
     for folder in out.parent.glob(FOLDER.format(name=glob.escape(out.name), digest="?" * DIGITS)):
         if folder != but:
@@ -105,15 +105,15 @@ def _exchange(batches: Iterator[Any], rows: _Rows) -> Iterator[Any]:
     import pyarrow as pa
 
     for batch in batches:
-        places = np.flatnonzero(batch.column("error").is_valid().to_numpy(zero_copy_only=False))
-        if not len(places):
+        indices = np.flatnonzero(batch.column("error").is_valid().to_numpy(zero_copy_only=False))
+        if not len(indices):
             yield batch
             continue
-        others = rows.take(len(places))
-        if others.column("key").to_pylist() != batch.column("key").take(pa.array(places)).to_pylist():
+        others = rows.take(len(indices))
+        if others.column("key").to_pylist() != batch.column("key").take(pa.array(indices)).to_pylist():
             raise LayertapError("the source has other inputs than before, or in another order", hint=OTHERWISE)
         order = np.arange(batch.num_rows)
-        order[places] = batch.num_rows + np.arange(len(places))
+        order[indices] = batch.num_rows + np.arange(len(indices))
         both = pa.concat_tables([pa.Table.from_batches([batch]), others]).combine_chunks()
         yield from both.take(pa.array(order)).combine_chunks().to_batches()
 
