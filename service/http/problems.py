@@ -140,10 +140,6 @@ def format_fault(fault: Fault) -> dict[str, Any]:
     return {key: value for key, value in cut.items() if value is not None and value != ""}
 
 
-async def _handle_layertap_error(request: Request, error: Exception) -> Response:
-    return reply_problem(request, describe_error(error, get_request_id(request)))
-
-
 async def _handle_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)  # noqa: S101  (the table below says so)
     faults = convert_errors(error.errors())
@@ -166,8 +162,8 @@ def _count_left_out(faults: tuple[Fault, ...], shown: list[dict[str, Any]]) -> d
     return {"more_errors": len(faults) - len(shown)} if len(shown) < len(faults) else {}
 
 
+# What FastAPI itself raises; all other errors get through to ``RequestContextMiddleware``.
 EXCEPTION_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
-    LayertapError: _handle_layertap_error,
     RequestValidationError: _handle_validation_error,
     HTTPException: _handle_http_exception,
 }
