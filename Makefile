@@ -5,14 +5,15 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 SERVES := $(VENV)/.layertap-serves
 STAMP  := $(VENV)/.layertap-installed
+LOW    := .venvs/lowest
 # The first of these that runs, is 3.11 or newer and can make environments; `make setup PYTHON=/path/to/python` names one.
 PYTHON ?= python3.13 python3.12 python3.11 python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-hard fuzz soak lint audit sbom dist format bench pictures lock clean
+.PHONY: help setup serve test test-all test-lowest test-hard fuzz soak lint audit sbom dist format bench pictures lock clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP) ## Build .venv from requirements-dev.lock
 
@@ -27,6 +28,14 @@ test: $(STAMP) ## Run the quick tests, as many at once as there are cores; pytes
 
 test-all: $(STAMP) ## Run the slow tests too
 	$(PARALLEL) -m 'not gpu and not hard' $(ARGS)
+
+# Those that see what is missing in old versions of other packages, without those that need packages of the dev extra.
+LOWEST := tests/service/bulk tests/service/cli tests/service/config tests/service/formats tests/service/http tests/service/pictures \
+	tests/models/capture tests/models/hooks $(addprefix --ignore tests/service/, bulk/test_readers.py cli/test_inspect.py formats/test_arrow.py \
+	http/test_openapi_conformance.py pictures/test_overlays_of_captum.py)
+test-lowest: $(LOW)/.layertap-installed ## Run a part of the quick tests with the lowest versions that pyproject.toml promises
+	OMP_NUM_THREADS=1 $(LOW)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile \
+		--override-ini filterwarnings=default $(LOWEST) $(ARGS)
 
 test-hard: $(STAMP) ## Run every architecture, hostile input and faults at length (two hours and more)
 	$(BIN)/python -m pytest -m hard $(ARGS)
@@ -78,9 +87,10 @@ pictures: $(STAMP) ## Draw the pictures of the guide and the README anew, by the
 
 COMPILE := $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'
-lock: $(BIN)/uv ## Bring both locks in line with pyproject.toml; ARGS=--upgrade for the newest versions
+lock: $(BIN)/uv ## Bring the locks in line with pyproject.toml; ARGS=--upgrade for the newest versions
 	$(COMPILE) --extra dev -o requirements-dev.lock $(ARGS)
 	$(COMPILE) --extra all --extra build --constraint requirements-dev.lock -o requirements.lock --upgrade
+	$(COMPILE) --extra all --extra build --extra test --resolution lowest-direct -o .ci/lowest.lock $(ARGS)
 
 clean: ## Remove caches and build outputs, but not .venv
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
@@ -97,6 +107,12 @@ $(STAMP): requirements-dev.lock $(SERVES)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements-dev.lock
 	@$(BIN)/uv pip check --quiet --python $(BIN)/python \
 		|| { echo 'make: requirements-dev.lock does not fit pyproject.toml: make lock' >&2; exit 1; }
+	@touch $@
+
+$(LOW)/.layertap-installed: .ci/lowest.lock pyproject.toml client/pyproject.toml | $(BIN)/uv
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(LOW)
+	$(BIN)/uv pip install --quiet --python $(LOW)/bin/python --require-hashes --only-binary :all: -r .ci/lowest.lock
+	$(BIN)/uv pip install --no-config --quiet --python $(LOW)/bin/python --no-deps --no-build-isolation -e . -e ./client
 	@touch $@
 
 # The installer comes out of the lock as well, hashes and all.

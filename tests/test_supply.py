@@ -9,7 +9,10 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-LOCKS = ("requirements.lock", "requirements-dev.lock", "fuzz/requirements.txt", "deploy/helm/requirements.txt")
+LOCKS = (
+    *("requirements.lock", "requirements-dev.lock", ".ci/lowest.lock"),
+    *("fuzz/requirements.txt", "deploy/helm/requirements.txt"),
+)
 
 
 @pytest.mark.parametrize("name", LOCKS)
