@@ -11,7 +11,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 LOCKS = (
     *("requirements.lock", "requirements-dev.lock", ".ci/lowest.lock"),
-    *("fuzz/requirements.txt", "deploy/helm/requirements.txt"),
+    *("fuzz/requirements.txt", "deploy/helm/requirements.txt", "tests/service/other_clients/requirements.txt"),
 )
 
 
