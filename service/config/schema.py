@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
@@ -50,12 +51,12 @@ CLASSES: dict[Place, Any] = {
     ("models", "*", "inputs", "*"): InputSpec,
     ("models", "*", "warm", "*"): WarmSpec,
 }
-# What pydantic calls members of a union in a place.
-UNION_MEMBERS = ("literal[", "PreprocessSpec", "EmbeddingSpec", "tuple[")
+# Fields of several types: below them pydantic names the type that it tried.
+UNIONS = frozenset({"embedding", "preprocess", "labels", "resize", "crop"})
 
 
 def read(kind: type[T], data: object, place: Place, needed: Mapping[str, Any]) -> tuple[T | None, list[Mistake]]:
-    """What stands at a place as a ``ConfigFile`` or a ``ModelSpec``, and what is wrong with it.
+    """Read part of the file as ``kind``, a ``ConfigFile`` or a ``ModelSpec``, and list what is wrong with it.
 
     Fields that are refused have their defaults, or those of ``needed``, so that one mistake hides no other; None where
     nothing can be made of the rest.
@@ -76,16 +77,12 @@ def _describe(error: ValidationError, parent: Place) -> Iterator[Mistake]:
     """Pydantic's errors, each place once: of those of a union's members the one that goes deepest."""
     messages: dict[Place, str] = {}
     for each in error.errors(include_url=False, include_input=False):
-        place = parent + tuple(part for part in each["loc"] if not _is_member(part))
+        place = parent + tuple(part for before, part in pairwise(("", *each["loc"])) if before not in UNIONS)
         if place not in messages or each["type"] == "value_error":
             messages[place] = _write_message(each, place)
     for place, text in messages.items():
         if not any(other[: len(place)] == place for other in messages if other != place):
             yield place, text
-
-
-def _is_member(part: str | int) -> bool:
-    return part in ("int", "str") or str(part).startswith(UNION_MEMBERS)
 
 
 def _write_message(error: ErrorDetails, place: Place) -> str:

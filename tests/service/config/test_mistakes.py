@@ -69,6 +69,12 @@ BAD = {
     MODEL.format("preprocess: {resize: big}"): "models.0.preprocess.resize",
     MODEL.format("inputs: [{name: x, shape: [3], dtyp: int64}]"): "models.0.inputs.0.dtyp",
     MODEL.format("inputs: [{name: x}]"): "models.0.inputs.0.shape",
+    MODEL.format("int: 1"): "models.0.int: there is no such field",
+    MODEL.format("'literal[x': 1"): "models.0.literal[x: there is no such field",
+    MODEL.format("inputs: [{name: x, shape: [3], str: 1}]"): "models.0.inputs.0.str: there is no such field",
+    MODEL.format("preprocess: {crop: [8, x]}"): "models.0.preprocess.crop.1",
+    MODEL.format("preprocess: {'tuple[': 1}"): "models.0.preprocess.tuple[: there is no such field",
+    MODEL.format("labels: [3]"): "models.0.labels.0",
 }
 
 
