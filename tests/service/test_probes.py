@@ -143,6 +143,8 @@ def test_no_probe(live: Live, more: Json) -> None:
         ("/models/digit/probe", 404, "there is no model"),
         ("/models/digits/probe?layers=blok1", 422, "blok1"),
         ("/models/digits/probe?layer=block1", 422, "layer"),
+        ("/models/digits/probe?format=npz", 422, "format"),
+        ("/models/digits/probe?dry_run=true", 422, "dry_run"),
         ("/models/digits/probe?pool=mode", 422, "flatten"),
         ("/models/digits/probe?layers=block1:grad_output", 422, "objective"),
     ],

@@ -45,6 +45,7 @@ async def probe_layers(
 ) -> Response:
     """What layers give for a fixed picture, text or tensor: receipts with probes, by the keys of a reply."""
     parsed = query.Query.parse(request.scope["query_string"])
+    parsed.check_names(OF_BODY | OWN)  # a reply has one format, and no dry run
     fields = query.read_fields(parsed, OF_BODY | OWN, engine.settings.max_json_depth)
     asked = validate(ExtractBody, {key: fields[key] for key in fields.keys() - OWN}).layer_request
     prober: Prober = request.app.state.prober
