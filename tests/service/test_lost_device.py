@@ -46,8 +46,8 @@ def batches(place: int, mark: int) -> list[Array]:
 def check_lost(live: Live) -> None:
     """The server is neither ready nor alive, says why of its models, and answers nothing any more."""
     wait_until(lambda: live.client.get("/livez").status_code == 503)
-    problem(live.client.get("/livez"), 503, seconds=True)
-    problem(live.client.get("/readyz"), 503, seconds=True)
+    for path in ("/livez", "/readyz"):
+        assert "restarts it" in problem(live.client.get(path), 503, seconds=True)["hint"]
     for name in ("fragile", "digits"):
         body = live.client.get(f"/models/{name}").json()
         assert (body["state"], body["hooks"]) == ("failed", 0)

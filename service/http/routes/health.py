@@ -51,5 +51,7 @@ def _list_kinds(failures: Sequence[ModelEntry]) -> list[str]:
 
 def _permanent_failure_error() -> UnavailableError:
     return UnavailableError(
-        "a device, a model or a thread has failed for good; the server has to be restarted", retry_after=5.0
+        "a device, a model or a thread has failed for good; the server has to be restarted",
+        hint="whoever runs the server restarts it; its log has the reason",
+        retry_after=5.0,
     )
