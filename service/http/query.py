@@ -17,12 +17,12 @@ from layertap.service.http.json_document import load_json
 
 MAX_CACHED, MAX_CACHED_BYTES = 64, 512  # queries that are remembered, and how long each may be
 MAX_LIST_ITEMS = 50_000  # in one parameter
+MAX_DIGITS = 10  # of the number of a class
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
 ALWAYS = frozenset({"format", "dry_run"})
 BESIDE = {"class": "objective", "target": "objective", "tiles": "picture", "order": "picture"}  # whose part each is
 ONLY_JSON = frozenset({"interventions", "picture"})
 MAYBE_JSON = frozenset({"objective", "target", "method", "classes"})  # where it is an object or a list
-LISTS = frozenset({"method", "classes"})  # else separated by commas
 HINTS = {  # of JSON that is broken
     "layers": 'write layers=["avgpool",{"layer":"layer2","pool":"mean"}], percent-encoded',
     "interventions": 'write interventions=[{"layer":"NAME","op":"zero"}], percent-encoded',
@@ -121,7 +121,16 @@ def _read_field(query: Query, name: str, max_depth: int) -> Any:
     value = query.get_one(name) or ""
     if name in ONLY_JSON or (name in MAYBE_JSON and _is_json(value)):
         return _load(name, value, max_depth)
-    return _split(value) if name in LISTS else value
+    if name == "class":
+        return _read_class(value)
+    if name == "classes":
+        return [_read_class(item) for item in _split(value)]
+    return _split(value) if name == "method" else value
+
+
+def _read_class(text: str) -> int | str:
+    """The number of a class, or else the text as it is, for the body's own check."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS else text
 
 
 def _read_layers(query: Query, max_depth: int) -> list[Any]:

@@ -10,7 +10,7 @@ from layertap.models.gradients.objectives import ObjectiveKind
 from layertap.models.gradients.position import AXES
 from layertap.models.selection.hook_points import Objective
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
-from layertap.service.schemas.base import Number, OneError, SignedIndex, StrictBody, make_list
+from layertap.service.schemas.base import Number, OneError, SignedIndex, StrictBody, StrictIndex, make_list
 
 Place = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]
 Places = Annotated[tuple[Place, ...], Field(min_length=1, max_length=max(AXES))]
@@ -19,7 +19,7 @@ Position = Annotated[
     BeforeValidator(make_list, json_schema_input_type=Place | Places | None),
     OneError("Input should be a whole number, or a list of two"),
 ]
-SomeClass = Annotated[int, Field(ge=0, lt=2**31)] | Literal["top"]
+SomeClass = StrictIndex | Literal["top"]
 Class = Annotated[
     SomeClass | None,
     OneError("Input should be the number of a class, or 'top'"),

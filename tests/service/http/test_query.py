@@ -177,6 +177,8 @@ REFUSED: dict[str, tuple[int, Json, str, str]] = {  # status, query, pointer, wh
     "twice": (422, {"interventions": ["[]", "[]"]}, "", "given 2 times"),
     "an objective twice": (422, {"objective": ["logit", "sum"]}, "", "given 2 times"),
     "a class twice": (422, {"objective": '{"class": 3}', "class": "4"}, "/objective", "'class'"),
+    "a fraction as a class": (422, {"layers": "pool:grad_output", "class": "3.5"}, "/objective/class", "'top'"),
+    "a large class": (422, {"layers": "pool:grad_output", "class": "9" * 5000}, "/objective/class", "'top'"),
     "a list as an objective": (422, {"objective": "[]", "class": "4"}, "/objective", "no object"),
     "a list as an objective alone": (422, {"objective": "[]"}, "/objective", "object"),
     "a target of words": (422, {"target": '["a"]'}, "/objective/target/0", "number"),
