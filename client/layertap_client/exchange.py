@@ -35,7 +35,9 @@ class RetryPolicy:
     ``max_backoff_s``; a server that answered before and can't be reached now is tried until the timeout: it restarts.
     Requests that may be done twice are repeated in any case; loading and unloading a model only where the server can't
     have begun. ``attempts=0`` repeats nothing at all. ``statuses`` are those that are tried again.
-    ``on_wait`` is called before each pause, with the reason and the seconds.
+    ``on_wait`` is called before each pause, with the reason and the seconds. With ``patience_s`` a request is tried
+    again for that many seconds after its first failure, whatever ``attempts`` and ``Retry-After`` say, at the latest
+    every ``max_backoff_s``.
     """
 
     attempts: int = 3
@@ -43,6 +45,7 @@ class RetryPolicy:
     max_backoff_s: float = 5.0
     statuses: frozenset[int] = TRANSIENT
     on_wait: Callable[[LayertapError, float], None] | None = None
+    patience_s: float | None = None
 
 
 @dataclass
@@ -64,10 +67,11 @@ class Session:
         """The good reply to a request; LayertapError.
 
         ``timeout`` in seconds is for all attempts together. A connection on which nothing moves for ``silence_s`` is
-        given up, and another one tried.
+        given up, and another one tried. The server is told the shorter of the two as its deadline for an attempt.
         """
         longest = self.silence_s if silence_s is None else silence_s
         deadline = self.clock() + check_timeout(self.timeout if timeout is None else timeout)
+        given_up = deadline
         failures = attempts = refusals = 0
         while True:
             left = max(deadline - self.clock(), 0.001)
@@ -80,8 +84,10 @@ class Session:
                 if outcome.status == 200:
                     return replace(outcome, attempts=attempts, refusals=refusals)
                 refusals += outcome.status == 429
+            if attempts == 1 and self.retries.patience_s is not None:  # an attempt itself may take longer
+                given_up = min(deadline, self.clock() + self.retries.patience_s)
             pause = self._choose_pause(request, outcome, failures)
-            if pause is None or self.clock() + pause >= deadline:
+            if pause is None or self.clock() + pause >= given_up:
                 raise make_error(outcome)
             failures += _retry_after(outcome) is None
             if self.retries.on_wait is not None:
@@ -92,11 +98,14 @@ class Session:
         """Seconds until the request is sent again; None where it must not be, or it would be no use."""
         if not self.retries.attempts or not self._is_repeatable(request, outcome):
             return None
+        patient = self.retries.patience_s is not None
         told = _retry_after(outcome)
         if told is not None:
+            if patient:
+                told = min(max(told, self.retries.backoff_s), self.retries.max_backoff_s)
             return told * (1 + JITTER * self.draw())  # so that clients which were refused together come back apart
         restarting = isinstance(outcome, Failure) and not outcome.sent and self.answered
-        if failures >= self.retries.attempts and not restarting:
+        if failures >= self.retries.attempts and not restarting and not patient:
             return None
         pause = min(self.retries.backoff_s * 2.0 ** min(failures, 30), self.retries.max_backoff_s)
         return pause * (1 - JITTER * self.draw())

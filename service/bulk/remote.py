@@ -13,12 +13,15 @@ from layertap.service.bulk.manifest import check_same_model
 from layertap.service.bulk.pipeline import BatchExtractor
 from layertap.service.bulk.sources import Entry
 from layertap.service.clients import convert_error, convert_errors
+from layertap_client.exchange import MAX_TIMEOUT_S
 
-PATIENCE_S = 600.0  # without any answer: the server is restarted, or there are others before us
+PATIENCE_S = 600.0  # of a request since it first failed: the server is restarted, or there are others before us
 FIRST_PATIENCE_S = 30.0  # where there has never been one: it may be about to start
 SILENCE_S = 120.0  # beyond the server's own deadline: then a connection is dead
 TOO_SLOW = 504
-RETRIES = lt.RetryPolicy(10**9, 0.5, 15.0, lt.RetryPolicy.statuses - {TOO_SLOW})  # as long as patience lasts
+RETRIES = lt.RetryPolicy(
+    backoff_s=0.5, max_backoff_s=15.0, statuses=lt.RetryPolicy.statuses - {TOO_SLOW}, patience_s=PATIENCE_S
+)
 LATER = "the same command goes on later"
 ALONE_ATTEMPTS = 3  # of a picture that takes longer than the server allows: others may have been before it
 CALM_REQUESTS = 16  # in time, until twice as many pictures go in a request again
@@ -70,7 +73,7 @@ class RemoteExtractor(BatchExtractor):
         """What answers will be like, as the server tells; LayertapError."""
         with convert_errors(self._url, LATER):
             limits = (await self._client.models()).limits
-        self._client.session.timeout = PATIENCE_S
+        self._client.session.timeout = MAX_TIMEOUT_S  # patience ends a request, and each attempt has its own deadline
         self._client.session.silence_s = limits["deadline_s"] + SILENCE_S
         self.max_rows = int(min(MAX_ROWS, limits["max_inputs"], limits["max_queue_rows"]))
         self.max_batch_bytes = int(limits["max_body_bytes"]) - OVERHEAD_BYTES - PART_BYTES * self.max_rows

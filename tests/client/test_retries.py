@@ -215,6 +215,42 @@ def test_pauses() -> None:
     assert steps_of(late, failure, Reply(200, {}, bytearray())) == [0.75]
 
 
+def run_clocked(policy: RetryPolicy, *outcomes: tuple[float, Reply | Failure]) -> tuple[list[float], float, int]:
+    """The deadlines that the server is told, when the call ends, and its status; each outcome comes after seconds."""
+    now = 0.0
+    session = Session(1e6, retries=policy, silence_s=3720.0, clock=lambda: now, draw=lambda: 0.0)
+    exchange = session.exchange(Request("POST", "/x"))
+    deadlines, left = [], list(outcomes)
+    step = next(exchange)
+    try:
+        while True:
+            outcome = None
+            if isinstance(step, Wait):
+                now += step.seconds
+            elif isinstance(step, Send):
+                deadlines.append(float(step.request.headers["X-Request-Timeout"]))
+                seconds, outcome = left.pop(0) if len(left) > 1 else left[0]
+                now += seconds
+            step = exchange.send(outcome)
+    except StopIteration:
+        return deadlines, now, 200
+    except lt.ProblemError as error:
+        return deadlines, now, error.status
+
+
+def test_patience() -> None:
+    """Patience counts from the first failure, and cuts neither an attempt nor the deadline that the server is told."""
+    policy = RetryPolicy(1, 0.5, 15.0, patience_s=600)
+    good, refusal = Reply(200, {}, bytearray()), Reply(503, {"retry-after": "900"}, bytearray())
+    assert run_clocked(policy, (700, good)) == ([3719.5], 700, 200)
+    deadlines, end, status = run_clocked(policy, (700, refusal), (0, refusal))
+    assert (set(deadlines), len(deadlines), end, status) == ({3719.5}, 40, 700 + 39 * 15, 503)
+    deadlines, end, status = run_clocked(policy, *[(0, refusal)] * 39, (3000, good))
+    assert (set(deadlines), end, status) == ({3719.5}, 39 * 15 + 3000, 200)
+    assert run_clocked(policy, (0, Reply(502, {}, bytearray())))[1] > 580
+    assert run_clocked(policy, *[(0, Reply(429, {"retry-after": "0"}, bytearray()))] * 9, (0, good))[1] == 4.5
+
+
 def test_retry_after() -> None:
     """Seconds or a date; what is neither says nothing."""
     assert parse_retry_after("3") == 3

@@ -123,6 +123,14 @@ def test_a_server_with_no_time(command: Command, live: Live, folder: Path, tmp_p
     assert command(*words, live.url).status == 0
 
 
+def test_a_server_whose_deadline_is_long(command: Command, serve: Serve, folder: Path, tmp_path: Path) -> None:
+    """A server that gives a request longer than the job's patience is told of no shorter deadline."""
+    with serve(deadline_s=3600) as live, misbehaving(relay(live.url)) as server:
+        done = command("bulk", folder, *WORDS, "--out", tmp_path / "out.parquet", "--url", server.url)
+        told = [float(each.headers["x-request-timeout"]) for each in server.received[1:]]
+    assert (done.status, min(told) > 3600) == (0, True), done.notes
+
+
 def test_how_many_go_in_a_request() -> None:
     """Half as many after one that took too long, never none, twice as many after some in time, never more than most."""
     size = RequestSize(32, 32)
