@@ -95,14 +95,16 @@ def convert_errors(url: str | None, hint: str = "") -> Iterator[None]:
 def convert_error(error: lt.LayertapError, url: str | None, hint: str = "") -> LayertapError:
     """What a client has raised, for whoever typed the command.
 
-    ``url`` is the server's, None where it is this process; ``hint`` is for one that does not answer.
+    ``url`` is the server's, None where it is this process; ``hint`` is for one that does not answer, or not now.
     """
     if isinstance(error, lt.ProblemError):
         if url is None:
             return LayertapError(error.detail, hint=error.hint)
         detail = f"{url}: {error.detail}".replace(IN_THE_LOG, "its log has the traceback")
-        wants_key = isinstance(error, lt.AuthenticationError)
-        return LayertapError(detail, hint=f"set {KEY_VARIABLE}" if wants_key else error.hint)
+        if isinstance(error, lt.AuthenticationError):
+            return LayertapError(detail, hint=f"set {KEY_VARIABLE}")
+        hints = (error.hint, hint if error.status in lt.RetryPolicy.statuses else "")
+        return LayertapError(detail, hint="; ".join(filter(None, hints)))
     if isinstance(error, lt.BadReplyError):
         address = "the address is the server's own, without /v1 or /v2 behind it"
         return LayertapError(f"{url} does not answer as a layertap server does: {error}", hint=address)

@@ -123,6 +123,13 @@ def test_a_server_with_no_time(command: Command, live: Live, folder: Path, tmp_p
     assert command(*words, live.url).status == 0
 
 
+def test_a_server_that_has_no_time_at_first(command: Command, live: Live, folder: Path, tmp_path: Path) -> None:
+    """Where a server can't answer now, the job says that the same command goes on later."""
+    with misbehaving(relay(live.url), TOO_SLOW) as server:
+        done = command("bulk", folder, *WORDS, "--out", tmp_path / "out.parquet", "--url", server.url)
+    assert (done.status, "the same command goes on later" in done.notes) == (2, True)
+
+
 def test_a_server_whose_deadline_is_long(command: Command, serve: Serve, folder: Path, tmp_path: Path) -> None:
     """A server that gives a request longer than the job's patience is told of no shorter deadline."""
     with serve(deadline_s=3600) as live, misbehaving(relay(live.url)) as server:
