@@ -5,13 +5,13 @@ Each gives its entries one after another, always in the same order, and holds no
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import hashlib
 import os
-import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -147,8 +147,10 @@ def _has_suffix(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in SUFFIXES  # noqa: PTH122  (a tenth of a Path's time, for every file)
 
 
-def _walk(top: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:
-    """The files below a folder that are wanted, by their names from there, without dot files and dot folders.
+def _walk(top: Path, is_wanted: Callable[[str], bool], *, with_hidden: bool = False) -> Iterator[tuple[str, Path]]:
+    """The files below a folder that are wanted, by their names from there.
+
+    Dot files and dot folders count only ``with_hidden``.
 
     Those of a folder's own are before those of folders in it; links to folders are left. A folder in it that can't be
     listed is given too: reading it tells why. OSError where it is the first.
@@ -158,7 +160,8 @@ def _walk(top: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Pa
         folder = waiting.pop()
         try:
             with os.scandir(folder) as found:
-                entries = sorted((each for each in found if not _is_hidden(each.name)), key=lambda each: each.name)
+                shown = (entry for entry in found if with_hidden or not _is_hidden(entry.name))
+                entries = sorted(shown, key=lambda entry: entry.name)
         except OSError:
             if folder == top:
                 raise
@@ -186,17 +189,42 @@ def _match(pattern: str) -> Iterator[tuple[str, Path]]:
         return ((name, Path(name)) for name in sorted(glob.glob(pattern)))  # noqa: PTH207  (a pattern may be absolute)
     first = names.index("**")
     tops = sorted(glob.glob("/".join([*names[:first], ""]))) if first else [""]  # noqa: PTH207
-    # To pathlib ** is a whole name, or a mistake, and at the end it stands for folders alone.
-    beneath = [name if name == "**" else re.sub(r"\*+", "*", name) for name in names[first:]]
-    beneath += ["*"] * (beneath[-1] == "**")
-    shows_hidden = any(name.startswith(".") for name in beneath)
-    found = (
-        (top, path.relative_to(top))
-        for top in tops
-        for path in sorted(Path(top).glob("/".join(beneath)), key=lambda path: (path.parts[:-1], path.name))
+    patterns = names[first:]
+    with_hidden = any(name.startswith(".") for name in patterns)
+
+    def is_wanted(name: str) -> bool:
+        return _match_names(name.split("/"), patterns)
+
+    return (
+        (f"{top}{name}", path) for top in tops for name, path in _walk(Path(top), is_wanted, with_hidden=with_hidden)
     )
-    named = ((f"{top}{path}", Path(top) / path) for top, path in found if shows_hidden or not _is_hidden(str(path)))
-    return ((name, path) for name, path in named if not path.is_dir())
+
+
+def _match_names(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether the names of a path are those of a pattern; a name that begins with a dot only where its pattern does."""
+    indices = _pass_any({0}, patterns)  # in the pattern: where the names so far may have led to
+    for name in names:
+        reached = set()
+        for index in indices - {len(patterns)}:
+            pattern = patterns[index]
+            if name.startswith(".") and not pattern.startswith("."):
+                continue
+            if pattern == "**":
+                reached.add(index)
+            elif fnmatch.fnmatchcase(name, pattern):
+                reached.add(index + 1)
+        indices = _pass_any(reached, patterns)
+    return len(patterns) in indices
+
+
+def _pass_any(indices: Collection[int], patterns: Sequence[str]) -> set[int]:
+    """Indices in a pattern, with those behind each ``**`` there, which stands for no folder too."""
+    passed = set(indices)
+    for index in indices:
+        while index < len(patterns) and patterns[index] == "**":
+            index += 1
+            passed.add(index)
+    return passed
 
 
 def _read_list(path: Path) -> Iterator[tuple[str, Path]]:

@@ -57,25 +57,28 @@ def test_passed_over(tmp_path: Path) -> None:
     assert describe_passed_over(str(tmp_path / "*")) == ""
 
 
-def test_a_folder_that_vanishes(tmp_path: Path) -> None:
-    """A folder that can't be listed is an entry with a reason, and the next ones are read."""
+@pytest.mark.parametrize("pattern", ["", "**/*.png"], ids=["folder", "pattern"])
+def test_a_folder_that_vanishes(tmp_path: Path, pattern: str) -> None:
+    """A folder that can't be listed is an entry with a reason, and the next ones are read; none is listed early."""
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.png").write_bytes(name.encode())
-    entries = open_source(str(tmp_path), LIMIT).iterate(0)
-    assert next(entries).key == "a/x.png"
+    prefix = f"{tmp_path}/" if pattern else ""
+    entries = open_source(f"{tmp_path}/{pattern}", LIMIT).iterate(0)
+    assert next(entries).key == f"{prefix}a/x.png"
     (tmp_path / "b" / "x.png").unlink()
     (tmp_path / "b").rmdir()
     assert [(entry.key, entry.data, entry.error) for entry in entries] == [
-        ("b", None, "No such file or directory"),
-        ("c/x.png", b"c", ""),
+        (f"{prefix}b", None, "No such file or directory"),
+        (f"{prefix}c/x.png", b"c", ""),
     ]
 
 
 def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``**`` stands for any folders, but for links to folders: one that leads in a circle gives nothing twice."""
     monkeypatch.chdir(tmp_path)
-    for name in ("x.png", "a/x.png", "a/b/x.png", "a/b/y.jpg", ".hidden/x.png", "a/.x.png", "c/b/x.png"):
+    hidden = (".hidden/x.png", "a/.x.png", "a/.thumbs/x.png", ".git/.thumbs/x.png")
+    for name in ("x.png", "a/x.png", "a/b/x.png", "a/b/y.jpg", "c/b/x.png", *hidden):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_bytes(name.encode())
     for name in ("a/one", "a/two", "a/b/three"):
@@ -87,6 +90,8 @@ def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "**/b/**/?.*": ["a/b/x.png", "a/b/y.jpg", "c/b/x.png"],
         "a/[xy].png": ["a/x.png"],
         "**/.x.png": ["a/.x.png"],
+        "**/.thumbs/*": ["a/.thumbs/x.png"],
+        "**/one/*": [],
         "a/**": ["a/x.png", "a/b/x.png", "a/b/y.jpg"],
         "**/b/x**g": ["a/b/x.png", "c/b/x.png"],
         "a/x**.png": ["a/x.png"],
