@@ -60,18 +60,19 @@ class FileExtraction:
         return replace(features, files=tuple(_format_path(self.files[index]) for index in sorted(indices)))
 
     def _read(self, limits: Mapping[str, float]) -> Iterator[Batch]:
-        """The pictures in batches that a server takes; those that can't be read are named."""
+        """The pictures in batches that a server takes; those that can't be read, or are too large, are named."""
         rows = int(min(MAX_BATCH_FILES, limits["max_inputs"], limits["max_queue_rows"]))
+        max_bytes = int(limits["max_body_bytes"])  # a picture alone is the body
         batch: Batch = {}
         nbytes = 0
         for start in range(0, len(self.files), rows):
             for index, path in enumerate(self.files[start : start + rows], start):
                 try:
-                    data = read_regular_file(path)
+                    data = read_regular_file(path, max_bytes)
                 except FileError as error:
                     self._leave_out(index, str(error))
                     continue
-                if batch and nbytes + len(data) > limits["max_body_bytes"] * BODY_SHARE:
+                if batch and nbytes + len(data) > max_bytes * BODY_SHARE:
                     yield batch
                     batch, nbytes = {}, 0
                 batch[index] = data

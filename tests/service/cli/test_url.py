@@ -88,6 +88,21 @@ def test_extract_of_several_shapes(command: Command, serve: Serve, tmp_path: Pat
     assert outs[0].read_bytes() == outs[1].read_bytes()
 
 
+def test_extract_of_large_files(command: Command, serve: Serve, tmp_path: Path) -> None:
+    """A file that is larger than a body may be is left out and named; one that is as large is taken."""
+    files = [tmp_path / f"{number}.png" for number in range(4)]
+    for number, file in enumerate(files):
+        file.write_bytes(picture(number))
+    limit = files[2].stat().st_size + 1000
+    for file, size in ((files[1], limit + 1), (files[2], limit)):
+        file.write_bytes(file.read_bytes().ljust(size, b"\0"))  # what is behind a picture is not read
+    out = tmp_path / "out.json"
+    with serve(max_body_bytes=limit) as live:
+        done = command("extract", *files, "--layers", "head", "--out", out, "--url", live.url)
+    assert (done.status, json.loads(out.read_text())["rows"]) == (1, 3), done.notes
+    assert f"1.png: has more than {limit} bytes" in done.notes
+
+
 def test_extract_of_large_replies(command: Command, serve: Serve, pictures: list[Path], tmp_path: Path) -> None:
     """What is too large for one reply comes in several."""
     out = tmp_path / "out.json"
