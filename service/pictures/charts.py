@@ -1,7 +1,8 @@
 """Charts by matplotlib (the extra ``charts``): vectors, histograms, statistics of each channel.
 
-Neither pyplot nor rcParams, which belong to the whole process. No text of a request is drawn: matplotlib would look for
-formulas in it.
+Neither pyplot nor rcParams, which belong to the whole process: so several threads may draw, each figures of its own.
+``Figure.draw`` takes matplotlib's lock of the fonts. No text of a request is drawn: matplotlib would look for formulas
+in it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from math import inf, nan
 from textwrap import wrap
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,8 +38,6 @@ BINS = "histogram["  # how the names of a histogram's columns begin
 SPREAD = {"mean": np.add, "std": np.add, "min": np.minimum, "max": np.maximum}
 STEPS = (1, 2, 5, 10)  # between ticks
 MOST = 1e300  # numbers beyond are drawn as this: their differences are finite
-
-_DRAWING = Lock()  # matplotlib is not made for several threads
 
 
 def check_installed() -> None:
@@ -91,18 +89,17 @@ def draw_chart(info: ResultInfo, values: Array, size: Size) -> Image.Image:
     names = info.columns or ("",)
     table = np.asarray(values, np.float64).reshape(-1, len(names))
     columns = dict(zip(names, np.where(np.isfinite(table), table.clip(-MOST, MOST), table).T, strict=True))
-    with _DRAWING:
-        figure = Figure((size[0] / 72, size[1] / 72), dpi=72)  # a point is a pixel
-        canvas = FigureCanvasAgg(figure)
-        top = 0
-        for plot in _list_plots(info):
-            axes = _add_axes(figure, top + plot.head, plot.height)
-            if table.size:
-                plot.draw(axes, {name: columns[name] for name in plot.columns}, info)
-            top += plot.head + plot.height
-        axes.xaxis.set_visible(True)
-        canvas.draw()  # type: ignore[no-untyped-call]
-        return Image.fromarray(np.asarray(canvas.renderer.buffer_rgba())[..., :3])
+    figure = Figure((size[0] / 72, size[1] / 72), dpi=72)  # a point is a pixel
+    canvas = FigureCanvasAgg(figure)
+    top = 0
+    for plot in _list_plots(info):
+        axes = _add_axes(figure, top + plot.head, plot.height)
+        if table.size:
+            plot.draw(axes, {name: columns[name] for name in plot.columns}, info)
+        top += plot.head + plot.height
+    axes.xaxis.set_visible(True)
+    canvas.draw()  # type: ignore[no-untyped-call]
+    return Image.fromarray(np.asarray(canvas.renderer.buffer_rgba())[..., :3])
 
 
 def _draw_bars(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from typing import Any
 
@@ -19,7 +20,7 @@ from layertap.service.pictures.colormaps import DIVERGING, SEQUENTIAL
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.pictures.test_sheet import find_tile, look_up
-from tests.service.support import configured, image, npy, picture, problem, raw, tensor
+from tests.service.support import Json, configured, image, npy, picture, problem, raw, tensor
 
 DIGIT = picture(1)
 SQUARE = picture(4, (32, 32))
@@ -249,6 +250,21 @@ def test_without_matplotlib(live: Live, monkeypatch: pytest.MonkeyPatch, query: 
     assert 'pip install "layertap[charts]"' in body["hint"]
     assert count_forwards(live) == forwards
     draw(live, layers="block1")
+
+
+def test_charts_at_once(live: Live) -> None:
+    """Charts that several threads draw at once are those that each draws alone."""
+    layers = [["head"], ["pool"], ["head", "pool"], [{"layer": "block1", "stats": True}]]
+    bodies = [{"inputs": [image(DIGIT)], "layers": each} for each in layers]
+
+    def post(body: Json) -> httpx.Response:
+        return live.client.post("/extract?format=png", json=body)
+
+    alone = [read(post(body)) for body in bodies]
+    with ThreadPoolExecutor(8) as pool:
+        together = [read(reply) for reply in pool.map(post, bodies * 4)]
+    for number, found in enumerate(together):
+        np.testing.assert_array_equal(found, alone[number % len(bodies)])
 
 
 @pytest.mark.slow
