@@ -69,7 +69,7 @@ class ModelHost:
         with self._lock:
             if self._closed:
                 raise LoadError(f"model {self.name} is unloaded")
-            for worker in self.workers.values():  # of the host before
+            for worker in list(self.workers.values()):  # of the host before; other threads still wait for some
                 worker.connection.close()
             self._end()
             try:
