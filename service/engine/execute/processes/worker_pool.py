@@ -315,8 +315,13 @@ class WorkerPool:
                 started = await run_in_new_thread(f"start-{name}", self.host.start_worker)
                 if lost.is_set():
                     started.connection.close()
-                else:
+                    return
+                try:
                     self._add(WorkerProcess(started, self._bury))
+                except OSError:  # no descriptor is left for it
+                    started.connection.close()  # so that it ends
+                    await run_in_new_thread(f"end-{name}", partial(self.host.wait_for_worker, started.pid))
+                    raise
                 return
             except Exception as error:
                 detail = error.detail if isinstance(error, LoadError) else f"no worker of model {name} can be started"

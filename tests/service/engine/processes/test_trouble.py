@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES
 from layertap.service.engine.execute.processes.executors import HostedModel, ProcessExecutor
 from layertap.service.engine.execute.processes.messages import DecodeItems
+from layertap.service.engine.execute.processes.model_host import StartedWorker
 from layertap.service.engine.execute.processes.worker_pool import WorkerDiedError
 from layertap.service.inputs.items import TextItem
 from tests.server import Live
@@ -185,6 +187,29 @@ def test_no_descriptors(fatal: Live) -> None:
     wait_until(is_refused)
     assert send_input(stream.getvalue()).status_code == 200
     assert list_pids(fatal, "pictures") == before
+
+
+def test_no_descriptor_for_a_new_worker(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that has started, but that the server has no descriptor left for, ends; another one is started."""
+    with serve(configured(fatal_model_spec("Doomed")), workers=1) as live, ExitStack() as limit:
+        hosted = live.engine.manager.handles["doomed"].model
+        assert isinstance(hosted, HostedModel)
+        start, started = hosted.host.start_worker, list[int]()
+
+        def start_worker() -> StartedWorker:
+            limit.close()
+            worker = start()
+            if not started:
+                limit.enter_context(leave_descriptors(0))
+            started.append(worker.pid)
+            return worker
+
+        monkeypatch.setattr(hosted.host, "start_worker", start_worker)
+        os.kill(*list_pids(live, "doomed"), signal.SIGKILL)
+        wait_until(lambda: len(started) == 2)
+        assert list_pids(live, "doomed") == started[1:]
+        assert has_ended(started[0])
+        assert send_row(live, 1.0).status_code == 200
 
 
 def read_restarts(live: Live, model: str) -> dict[str, float]:
