@@ -14,6 +14,7 @@ import layertap_client as lt
 from layertap.models.errors import IN_THE_LOG, LayertapError
 from layertap.service.errors import UnavailableError
 from layertap.service.settings import Settings
+from layertap_client.exchange import MAX_TIMEOUT_S
 from layertap_client.transport import KEY_VARIABLE
 
 if TYPE_CHECKING:  # it imports torch
@@ -36,7 +37,8 @@ async def open_client(url: str, tell: Callable[[str], None]) -> AsyncIterator[lt
 
     with convert_errors(url):
         async with lt.AsyncClient(url, retries=lt.RetryPolicy(on_wait=tell_wait)) as client:
-            client.session.timeout = (await client.models()).limits["deadline_s"] + MARGIN_S
+            deadline_s = (await client.models()).limits["deadline_s"]
+            client.session.timeout = min(deadline_s + MARGIN_S, MAX_TIMEOUT_S)
             yield client
 
 

@@ -71,7 +71,7 @@ class RemoteExtractor:
         """The results of all rows, in as many requests as it takes."""
         limits = self._get_limits()
         row_bytes = max(1, sum(array.nbytes for array in arrays.values()) // rows)
-        size = int(min(limits.get("max_inputs", rows), limits.get("max_body_bytes", 1 << 30) * BODY_SHARE // row_bytes))
+        size = int(min(limits["max_inputs"], limits["max_body_bytes"] * BODY_SHARE // row_bytes))
         size, results, start = max(1, min(size, rows)), [], 0
         while start < rows:
             part = {name: array[start : start + size] for name, array in arrays.items()}

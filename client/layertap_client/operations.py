@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any, TypeAlias, Unpack
 from urllib.parse import quote
 
@@ -24,6 +25,8 @@ from layertap_client.messages import Compute, Reply, Request, Steps
 from layertap_client.models import Model, Models
 from layertap_client.results import Result, read_result
 
+OTHER_JSON = "the reply is JSON, but not what a layertap sends: is the address right?"
+LIMITS = ("deadline_s", "max_inputs", "max_queue_rows", "max_body_bytes")  # of those that a server has: needed here
 LayerSpec: TypeAlias = str | Mapping[str, Any]
 LayerSpecs: TypeAlias = LayerSpec | Sequence[LayerSpec]
 
@@ -111,7 +114,13 @@ def get(session: Session, /, path: str, params: Mapping[str, Any] | None = None,
 def models(session: Session, /) -> Steps[Models]:
     """All models of the server, the default one's name, and the limits that requests keep within."""
     reply = yield from session.exchange(Request("GET", "/models"))
-    return Models.read(_read_object(reply, "models", "limits"))
+    document = _read_object(reply, "models", "limits")
+    listed, limits = document["models"], document["limits"]
+    if not isinstance(listed, list) or not all(isinstance(each, dict) and "name" in each for each in listed):
+        raise BadReplyError(OTHER_JSON)
+    if not isinstance(limits, dict) or not all(_is_positive(limits.get(name)) for name in LIMITS):
+        raise BadReplyError(OTHER_JSON)
+    return Models.read(document)
 
 
 def model(session: Session, /, name: str | None = None) -> Steps[Model]:
@@ -224,5 +233,10 @@ def _read_object(reply: Reply, *needed: str) -> dict[str, Any]:
     """The object that a reply is, with some fields; BadReplyError."""
     document = reply.read_json()
     if not isinstance(document, dict) or not document.keys() >= set(needed):
-        raise BadReplyError("the reply is JSON, but not what a layertap sends: is the address right?")
+        raise BadReplyError(OTHER_JSON)
     return document
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether it is a finite number above 0."""
+    return isinstance(value, int | float) and 0 < value < inf

@@ -45,10 +45,10 @@ class Pace:
     def from_limits(cls, limits: Mapping[str, float], connections: int) -> Pace:
         """Within what a server's ``limits`` and a client's connections allow."""
         return cls(
-            max_rows=int(min(MAX_ROWS, limits.get("max_inputs", MAX_ROWS))),
+            max_rows=int(min(MAX_ROWS, limits["max_inputs"])),
             max_requests=min(MAX_REQUESTS, connections),
-            max_bytes=int(min(MAX_BODY_BYTES, BODY_SHARE * limits.get("max_body_bytes", MAX_BODY_BYTES))),
-            max_queue_rows=max(1, int(limits.get("max_queue_rows", 1 << 30)) // QUEUE_SHARE),
+            max_bytes=int(min(MAX_BODY_BYTES, BODY_SHARE * limits["max_body_bytes"])),
+            max_queue_rows=max(1, int(limits["max_queue_rows"]) // QUEUE_SHARE),
         )
 
     @property

@@ -300,7 +300,7 @@ def make_scheduler(
         client.session,
         {**fields, "on_error": "skip"},
         timeout,
-        limits.get("deadline_s", SILENCE_S) + SILENCE_S,
+        limits["deadline_s"] + SILENCE_S,
         Pace.from_limits(limits, client.connections),
         time.monotonic,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import layertap_client as lt
 from tests.client.misbehaving_server import misbehaving, reply
+from tests.client.test_retries import LIMITS
 from tests.server import Live, serving
 from tests.service.support import picture
 
@@ -128,6 +130,27 @@ def test_load_and_unload(client: Any) -> None:
     assert client.load("gated").state == "ready"
     assert client.unload("gated").state == "available"
     assert client.load("gated").state == "ready"  # no other test would load it
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"models": 3},
+        {"models": [3]},
+        {"models": [{"state": "ready"}]},
+        {"limits": {}},
+        {"limits": None},
+        {"limits": {**LIMITS, "max_inputs": "many"}},
+        {"limits": {**LIMITS, "deadline_s": float("nan")}},
+        {"limits": {**LIMITS, "max_body_bytes": 0}},
+    ],
+    ids=["number", "no object", "no name", "no limits", "null", "text", "nan", "zero"],
+)
+def test_models_of_others(open_client: Any, changes: dict[str, Any]) -> None:
+    """A list of models that is none, or without the limits that requests keep within, is a bad reply."""
+    document = {"default": "x", "models": [], "limits": LIMITS, **changes}
+    with misbehaving(reply(200, json.dumps(document).encode())) as server, pytest.raises(lt.BadReplyError):
+        open_client(server.url).models()
 
 
 @pytest.mark.parametrize(

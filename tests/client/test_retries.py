@@ -27,7 +27,8 @@ CALLS: dict[str, Any] = {
     "load": lambda c: c.load("digits"),
     "unload": lambda c: c.unload("digits"),
 }
-MODELS = reply(200, json.dumps({"default": "x", "models": [], "limits": {}}).encode())
+LIMITS = {"deadline_s": 30, "max_inputs": 256, "max_queue_rows": 1024, "max_body_bytes": 2**25}
+MODELS = reply(200, json.dumps({"default": "x", "models": [], "limits": LIMITS}).encode())
 MODEL = reply(200, json.dumps({"name": "digits", "state": "ready"}).encode())
 ANSWERS = {"extract": GOOD, "models": MODELS, "load": MODEL, "unload": MODEL}
 
