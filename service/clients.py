@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # it imports torch
 LOCAL = "http://127.0.0.1"  # what the application in this process is called
 LOCAL_TIMEOUT_S = 3600.0
 MARGIN_S = 120.0  # beyond the server's own deadline: for the way of large bodies
-LONG_WAIT_S = 2.0  # that is told
+LONG_WAIT_S = 2.0  # shorter ones are not reported
 UNBOUNDED = 2**40  # bytes: here nobody else needs them
 
 

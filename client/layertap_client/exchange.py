@@ -67,7 +67,8 @@ class Session:
         """The good reply to a request; LayertapError.
 
         ``timeout`` in seconds is for all attempts together. A connection on which nothing moves for ``silence_s`` is
-        given up, and another one tried. The server is told the shorter of the two as its deadline for an attempt.
+        given up, and another one tried. Each attempt sends the server a deadline: what is left of ``timeout``, at most
+        ``silence_s``, less the time that the reply needs to arrive.
         """
         longest = self.silence_s if silence_s is None else silence_s
         deadline = self.clock() + check_timeout(self.timeout if timeout is None else timeout)

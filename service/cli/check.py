@@ -42,7 +42,7 @@ def check(
     """Check settings, configuration and models without serving; status 2 where something is wrong.
 
     Models are loaded one after another, but for lazy ones whose weights would be downloaded. One that is not required
-    may fail. With --url: the states of a server's models. With INDEX: whether the vectors that it holds may still be
+    may fail. With --url: prints the state of each model. With INDEX: whether the vectors that it holds may still be
     compared with those that are made here, or by the server.
     """
     if index is not None:
