@@ -1,7 +1,6 @@
 """One HTTP/1.1 connection: uvicorn's own, with the bounds on heads and on slow peers that it lacks.
 
-Read against ``uvicorn.protocols.http.httptools_impl`` of uvicorn 0.32, 0.34, 0.38, 0.44 and 0.54, whose methods and
-attributes used here are the same.
+Read against ``uvicorn.protocols.http.httptools_impl`` of uvicorn 0.54, the version that ``pyproject.toml`` has.
 """
 
 from __future__ import annotations
