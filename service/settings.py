@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
-import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -90,10 +90,6 @@ def _can_have_workers() -> bool:
 
 def count_allowed_files() -> int | None:
     """How many files this process may have open at once; None: any number, or nobody knows."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if files == resource.RLIM_INFINITY else files
 
