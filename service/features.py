@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from itertools import chain
 from typing import Annotated, Any
 
 import numpy as np
@@ -121,7 +122,8 @@ class Features:
     that was asked for, what it changed. ``warnings`` say where an answer may mislead. ``files`` names
     those that the rows are of, where they came from files. ``input_index`` is set for features of a single input,
     beside others of other shapes; ``by_input`` are the keys of results of one such input. ``tokens`` counts those of
-    all texts, special ones among them, padding not.
+    all texts, special ones among them, padding not; ``cut`` says how many were left out of each row's text, () where
+    none was.
     ``top_classes`` has each row's best classes, the best one first, where they were asked for.
     """
 
@@ -139,6 +141,7 @@ class Features:
     input_index: int | None = None
     by_input: frozenset[str] = frozenset()
     tokens: int = 0
+    cut: tuple[int, ...] = ()
     top_classes: tuple[tuple[TopClass, ...], ...] = ()
 
     def has_at_most(self, results: int, numbers: int) -> bool:
@@ -189,7 +192,15 @@ def join_features(parts: Sequence[Features]) -> Features:
         verified=all(part.verified for part in parts),
         warnings=tuple(dict.fromkeys(warning for part in parts for warning in part.warnings)),
         tokens=sum(part.tokens for part in parts),
+        cut=join_cuts(parts),
     )
+
+
+def join_cuts(parts: Sequence[Features]) -> tuple[int, ...]:
+    """How many tokens were left out of each row's text; () where none was."""
+    if not any(part.cut for part in parts):
+        return ()
+    return tuple(chain.from_iterable(part.cut or (0,) * part.rows for part in parts))
 
 
 def _join_arrays(parts: Sequence[Mapping[str, Array]], receipts: Mapping[str, Receipt]) -> dict[str, Array]:

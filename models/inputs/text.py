@@ -25,12 +25,13 @@ class TextSpec:
     ``ids`` and ``mask`` are the names of its inputs; without a mask nothing may be padded. ``max_tokens`` counts the
     special ones; ``pad`` is the id that fills up, ``vocabulary`` the number of ids. ``encode`` takes a text, the most
     tokens and what is left out of a longer one, and gives the ids with the special ones around them, and how many were
-    left out, for several threads at once; None where there is no tokenizer. ``digest`` is of the tokenizer. ``pads``:
-    whether a text may be padded and stand beside longer ones, or runs at its own length; ``left_padding``: how the
-    model is given a text whose mask begins with zeros. ``truncate``: what is left out of a text of more than
-    ``max_tokens`` where the request doesn't say. ``prompts`` are texts that a request puts in front of its own by name,
-    ``default_prompt`` is the one of a request that names none. Where forwards go on from a layer its output stands in
-    place of the ids: the vocabulary is 0 then, and ``axis`` the one of an item that has an entry for each token.
+    left out, for several threads at once; None where there is no tokenizer. ``is_fast``: it reads a million characters
+    in about a second, and others at the same time. ``digest`` is of the tokenizer. ``pads``: whether a text may be
+    padded and stand beside longer ones, or runs at its own length; ``left_padding``: how the model is given a text
+    whose mask begins with zeros. ``truncate``: what is left out of a text of more than ``max_tokens`` where the request
+    doesn't say. ``prompts`` are texts that a request puts in front of its own by name, ``default_prompt`` is the one of
+    a request that names none. Where forwards go on from a layer its output stands in place of the ids: the vocabulary
+    is 0 then, and ``axis`` the one of an item that has an entry for each token.
     """
 
     ids: str
@@ -38,6 +39,7 @@ class TextSpec:
     max_tokens: int
     pad: int
     vocabulary: int
+    is_fast: bool = True
     encode: Encode | None = field(default=None, repr=False, compare=False)
     digest: str = ""
     axis: int = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,8 +23,8 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "
 class Tokenizer:
     """What a directory says of texts.
 
-    ``encode`` as that of TextSpec; ``side`` is the one at which the library cuts. ``fill_to`` has texts of fewer tokens
-    filled up; None where the model is told which tokens do.
+    ``encode`` and ``is_fast`` as those of TextSpec; ``side`` is the one at which the library cuts. ``fill`` has
+    ``encode`` fill up texts of fewer tokens; None where the model is given a mask.
     """
 
     encode: Encode
@@ -33,7 +32,8 @@ class Tokenizer:
     max_tokens: int
     digest: str
     side: Truncate
-    fill_to: Callable[..., None] | None = None
+    fill: Encode | None = None
+    is_fast: bool = True
 
 
 def load_tokenizer(
@@ -54,9 +54,8 @@ def load_tokenizer(
             settings = {name: value for name, value in whole.init_kwargs.items() if str(folder) not in str(value)}
             described = type(whole).__name__, sorted(settings.items()), whole.get_vocab()
             digest = hashlib.sha256(repr(described).encode()).hexdigest()
-            return Tokenizer(
-                partial(_encode_slowly, whole, Lock()), whole.pad_token_id, limit, digest, SIDES[whole.truncation_side]
-            )
+            encode = partial(_encode_slowly, whole, Lock())
+            return Tokenizer(encode, whole.pad_token_id, limit, digest, SIDES[whole.truncation_side], is_fast=False)
         # Its own copy: the library's wrapper sets truncation and padding at each call, which threads can't share.
         own = type(whole.backend_tokenizer).from_str(whole.backend_tokenizer.to_str())
         own.no_truncation()
@@ -69,21 +68,25 @@ def load_tokenizer(
             max_tokens=limit,
             digest=hashlib.sha256(own.to_str().encode()).hexdigest(),
             side=SIDES[whole.truncation_side],
-            fill_to=None
+            fill=None
             if "attention_mask" in whole.model_input_names
-            else partial(own.enable_padding, direction=whole.padding_side, pad_id=whole.pad_token_id or 0),
+            else partial(_encode_and_fill, own, whole.padding_side, whole.pad_token_id or 0),
         )
 
 
 def _encode(own: Any, text: str, limit: int, truncate: Truncate) -> tuple[list[int], int]:
-    encoding = own.encode(text)
-    excess = len(encoding.ids) - limit
-    if excess <= 0 or truncate == "none":
-        return encoding.ids, 0
     encoding = own.encode(text, add_special_tokens=False)
     kept = limit - own.num_special_tokens_to_add(False)
-    encoding.truncate(kept, direction="left" if truncate == "start" else "right")
+    excess = 0 if truncate == "none" else max(len(encoding.ids) - kept, 0)
+    if excess:
+        encoding.truncate(kept, direction="left" if truncate == "start" else "right")
     return own.post_process(encoding).ids, excess
+
+
+def _encode_and_fill(own: Any, side: str, pad: int, text: str, limit: int, truncate: Truncate) -> tuple[list[int], int]:
+    ids, excess = _encode(own, text, limit, truncate)
+    pads = [pad] * (limit - len(ids))
+    return (pads + ids if side == "left" else ids + pads), excess
 
 
 def _encode_slowly(whole: Any, lock: Lock, text: str, limit: int, truncate: Truncate) -> tuple[list[int], int]:

@@ -66,15 +66,17 @@ def make_text_spec(module: Any, tokenizer: Tokenizer | None, sentence: SentenceF
         part for name, part in module.named_modules() if name.endswith(("position_embedding", "position_embeddings"))
     )
     trained = any(getattr(part, "num_embeddings", 0) == max_tokens for part in tables)
-    if tokenizer and tokenizer.fill_to and trained and MASK in _list_arguments(module):
-        tokenizer.fill_to(length=max_tokens)
+    encode = tokenizer.encode if tokenizer else None
+    if tokenizer and tokenizer.fill and trained and MASK in _list_arguments(module):
+        encode = tokenizer.fill
     return TextSpec(
         ids=IDS,
         mask=MASK if MASK in _list_arguments(module) else None,
         max_tokens=max_tokens,
         pad=next((pad for pad in pads if isinstance(pad, int) and 0 <= pad < vocabulary), 0),
         vocabulary=vocabulary,
-        encode=tokenizer.encode if tokenizer else None,
+        encode=encode,
+        is_fast=tokenizer is None or tokenizer.is_fast,
         digest=tokenizer.digest if tokenizer else "",
         pads=not any(getattr(part, "rope_type", None) == "longrope" for part in module.modules()),
         truncate=tokenizer.side if tokenizer and sentence is not None and named else "none",

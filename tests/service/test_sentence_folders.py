@@ -166,7 +166,7 @@ def test_cut(folders: Folders) -> None:
     for text, warned in ((SENTENCES[3], True), ("a cat", False)):
         body = {"model": "prompts", "inputs": [{"text": text}]}
         reply = folders.live.client.post("/extract", json=body)
-        assert ("1 of 1 texts are cut" in reply.headers.get("x-layertap-warnings", "")) == warned
+        assert ("1 of 1 texts truncated" in reply.headers.get("x-layertap-warnings", "")) == warned
     body = {"model": "prompts", "input": SENTENCES[3], "truncate": "NONE"}  # as NVIDIA's clients write it
     assert f"the limit is {LIMIT}" in folders.live.client.post("/v1/embeddings", json=body).json()["error"]["message"]
 

@@ -126,13 +126,14 @@ def test_truncate(texts: Texts, truncate: str, side: str) -> None:
     body = {"model": "bert", "layers": [HIDDEN], "inputs": inputs, "truncate": truncate}
     reply = texts.live.client.post("/extract", json=body)
     assert reply.json()["receipts"][HIDDEN]["truncated"] == [0, len(whole) - POSITIONS]
-    assert reply.headers["x-layertap-warnings"] == f"1 of 2 texts are cut, of {len(whole) - POSITIONS} tokens at most"
+    assert reply.headers["x-layertap-warnings"] == f"1 of 2 texts truncated, by up to {len(whole) - POSITIONS} tokens"
     problem(texts.post(*inputs, truncate="none"), 422)
     again = texts.live.client.post("/extract", json={**body, "inputs": inputs[:1]})
     assert "truncated" not in again.json()["receipts"][HIDDEN]
     by_input = [inputs[0], {"text": LONG, "interventions": [{"layer": "pooler", "op": "zero"}]}]  # a job for each
-    receipts = texts.live.client.post("/extract", json={**body, "layers": ["pooler"], "inputs": by_input}).json()
-    assert receipts["receipts"]["pooler"]["truncated"] == [0, len(whole) - POSITIONS]
+    apart = texts.live.client.post("/extract", json={**body, "layers": ["pooler"], "inputs": by_input})
+    assert apart.json()["receipts"]["pooler"]["truncated"] == [0, len(whole) - POSITIONS]
+    assert apart.headers["x-layertap-warnings"] == reply.headers["x-layertap-warnings"]
 
 
 def test_last_tokens(texts: Texts) -> None:

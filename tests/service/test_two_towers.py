@@ -173,9 +173,10 @@ def test_texts_that_are_filled_up(serve: Serve, tmp_path: Path, name: str) -> No
     towers = save_towers(name, tmp_path)
     tokenizer(tmp_path, model_max_length=POSITIONS, model_input_names=["input_ids"])
     fill = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    rows = fill(list(SENTENCES), padding="max_length", return_tensors="pt")
+    sentences = [*SENTENCES, "a cat " * POSITIONS]
+    rows = fill(sentences, padding="max_length", truncation=True, return_tensors="pt")
     with serve(configured(entry(towers, "clip"))) as live:
-        found = extract(live, *({"text": sentence} for sentence in SENTENCES))[SHARED]
+        found = extract(live, *({"text": sentence} for sentence in sentences), truncate="end")[SHARED]
         if name == "siglip2":
             body = {"model": "clip", "inputs": [image(PICTURE)]}
             assert "spatial_shapes" in problem(live.client.post("/extract", json=body), 422)["detail"]

@@ -19,7 +19,7 @@ from layertap.service.engine.admit.admission import check_results, check_sizes
 from layertap.service.engine.batch import Job
 from layertap.service.engine.collect.results import make_receipt
 from layertap.service.engine.request import ReplyOptions
-from layertap.service.features import Array, Features, Receipt
+from layertap.service.features import Array, Features, Receipt, join_cuts
 
 ANOTHER_SHAPE = "its results have another shape than the first"
 # Fields of a receipt that are the input's own; all others are the same in receipts of results that one array holds.
@@ -113,12 +113,13 @@ def join_inputs(parts: Sequence[Features]) -> Features:
     first = parts[0]
     if len(parts) == 1:
         return first
+    cut = join_cuts(parts)
     arrays, scales, receipts, by_input = dict[str, Array](), dict[str, Array](), dict[str, Receipt](), set[str]()
     for key, is_common in _find_common(map(_outline_features, parts)).items():
         if is_common:
             of_inputs = [part.receipts[key] for part in parts]
             arrays[key] = _join_arrays([part.arrays[key] for part in parts], of_inputs)
-            receipts[key] = _join_receipts(of_inputs, [part.rows for part in parts])
+            receipts[key] = _join_receipts(of_inputs, cut)
             if key in first.scales:
                 scales[key] = np.concatenate([part.scales[key] for part in parts])
             continue
@@ -140,6 +141,7 @@ def join_inputs(parts: Sequence[Features]) -> Features:
         input_index=None,
         by_input=frozenset(by_input),
         tokens=sum(part.tokens for part in parts),
+        cut=cut,
     )
 
 
@@ -198,7 +200,7 @@ def _count_values(receipt: Receipt) -> int:
     return prod(size or 1 for letter, size in zip(letters, receipt.captured, strict=True) if letter not in narrowed)
 
 
-def _join_receipts(receipts: Sequence[Receipt], rows: Sequence[int]) -> Receipt:
+def _join_receipts(receipts: Sequence[Receipt], cut: tuple[int, ...]) -> Receipt:
     first = receipts[0]
     fingerprints = tuple(receipt.fingerprint for receipt in receipts)
     sizes = zip(*(receipt.captured for receipt in receipts), strict=True)
@@ -209,13 +211,11 @@ def _join_receipts(receipts: Sequence[Receipt], rows: Sequence[int]) -> Receipt:
     for name in BY_ROW:
         values = [getattr(receipt, name) for receipt in receipts]
         fields[name] = None if None in values else tuple(chain.from_iterable(values))
-    if any(receipt.truncated for receipt in receipts):
-        cut = (receipt.truncated or (0,) * count for receipt, count in zip(receipts, rows, strict=True))
-        fields["truncated"] = tuple(chain.from_iterable(cut))
     return replace(
         first,
         captured=tuple(axis[0] if len(set(axis)) == 1 else None for axis in sizes),
         fingerprint=digest_reply(fingerprints),
         fingerprints=fingerprints if len(set(fingerprints)) > 1 else None,
+        truncated=cut or None,
         **fields,
     )

@@ -45,17 +45,12 @@ def collect_features(job: Job, results: Results) -> Features:
         receipts={result.key: make_receipt(job, result, classes, token_counts) for result in job.spec.plan.results},
         errors=job.faults,
         verified=job.spec.verified_by is not None,
-        warnings=(*job.spec.plan.warnings, *_warn_of_cuts(job)),
+        warnings=job.spec.plan.warnings,
         interventions=job.changed,
         input_index=job.input_index,
         tokens=job.tokens,
+        cut=job.cut if any(job.cut) else (),
     )
-
-
-def _warn_of_cuts(job: Job) -> tuple[str, ...]:
-    """A warning if texts are cut."""
-    texts = sum(map(bool, job.cut))
-    return (f"{texts} of {job.rows} texts are cut, of {max(job.cut)} tokens at most",) if texts else ()
 
 
 def _find_classes(job: Job, results: Results) -> tuple[int, ...] | None:

@@ -47,6 +47,7 @@ Fetched = LocalItem | LayertapError  # an input, or why it can't be fetched
 Items = Sequence[tuple[int, Fetched]]  # with their indexes in the request
 
 CHARACTERS = 16  # of a text, for each token that a model takes: bounds the time that a tokenizer takes
+CUT_HINT = ', or cut it by "truncate": "end"'
 CUT_CHARACTERS = 2**20  # of a text that may be cut: a tokenizer reads all of it
 
 
@@ -306,11 +307,8 @@ def _tokenize(item: TextItem | TokensItem, inputs: ModelInputs) -> TextRows:
         raise InputError(f"model {inputs.model} takes no text", hint=f"send {_describe_inputs(inputs)}")
     tokens, cut = _encode_text(item, text, inputs.model) if isinstance(item, TextItem) else (item.tokens, 0)
     if len(tokens) > text.max_tokens:
-        truncate = 'or cut it by "truncate": "end"' if isinstance(item, TextItem) else "or cut it"
-        raise InputError(
-            f"the text has {len(tokens)} tokens, the limit is {text.max_tokens}",
-            hint=f"send it in several inputs, {truncate}",
-        )
+        hint = f"send it in several inputs{CUT_HINT if isinstance(item, TextItem) else ''}"
+        raise InputError(f"the text has {len(tokens)} tokens, the limit is {text.max_tokens}", hint=hint)
     ids = torch.tensor([tokens], dtype=torch.int64)
     return TextRows({text.ids: ids} if text.mask is None else {text.ids: ids, text.mask: torch.ones_like(ids)}, cut)
 
@@ -319,10 +317,12 @@ def _encode_text(item: TextItem, text: TextSpec, name: str) -> tuple[list[int], 
     if text.encode is None:
         raise InputError(f"model {name} has no tokenizer", hint=_format_hint(text))
     truncate = item.truncate or text.truncate
-    most = max(CHARACTERS * text.max_tokens, 0 if truncate == "none" else CUT_CHARACTERS)
+    most = max(CHARACTERS * text.max_tokens, CUT_CHARACTERS if text.is_fast and truncate != "none" else 0)
     if len(item.text) > most:
+        may_cut = text.is_fast and truncate == "none" and len(item.text) <= CUT_CHARACTERS
         raise InputError(
-            f"the text has {len(item.text)} characters, the limit is {most}", hint="send it in several inputs"
+            f"the text has {len(item.text)} characters, the limit is {most}",
+            hint=f"send it in several inputs{CUT_HINT if may_cut else ''}",
         )
     try:
         tokens, cut = text.encode(item.text, text.max_tokens, truncate)

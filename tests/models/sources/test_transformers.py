@@ -379,12 +379,20 @@ def test_tokenizer(tmp_path: Path) -> None:
     expected = [whole(sentence)["input_ids"] for sentence in sentences]
     assert expected[0][0] == CLS
     found: list[list[list[int]]] = []
-    threads = [threading.Thread(target=lambda: found.append([encode(each) for each in sentences])) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: found.append([encode(each, 24, "none")[0] for each in sentences]))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert found == [expected] * 4
+    for words in range(18, 30):  # as the library cuts them, up to the length that holds all
+        text = "a cat sat on " * (words // 4) + "the dog"
+        whole.truncation_side = "left"
+        cut = whole(text, truncation=True, max_length=24)["input_ids"]
+        assert encode(text, 24, "start") == (cut, len(whole(text)["input_ids"]) - len(cut))
 
 
 def test_pad_of_a_model_without_a_tokenizer(tmp_path: Path) -> None:
