@@ -109,7 +109,7 @@ def explain(
 async def _explain(
     url: str | None, config: Path | None, image: Path, fields: Mapping[str, str | None], output: Output
 ) -> Reply:
-    """The reply; what is wrong with a field is told of the option that it came from."""
+    """The reply; an error in a field names the option that the field came from."""
     try:
         return await _ask(url, config, "/explain", image, fields, output)
     except LayertapError as error:

@@ -66,7 +66,7 @@ def describe_result(key: str, receipt: Receipt, shape: Shape) -> ResultInfo:
 
 
 def _list_captions(receipt: Receipt) -> tuple[str, ...]:
-    """Of which class each row's gradient is, where that is told."""
+    """The class that each row's gradient is of, where receipts have it."""
     labels = receipt.labels or ("",) * len(receipt.classes or ())
     pairs = zip(receipt.classes or (), labels, strict=True)
     return tuple(f"class {number}{f': {label}' if label else ''}" for number, label in pairs)

@@ -34,7 +34,7 @@ MAX_FIELDS = 256  # each costs far more memory and time than its bytes tell
 FIRST_REQUEST_S = 1  # for the first request of a connection, once the server takes no more of them
 LAST_REQUEST_S = 0.3  # how long a request that was on its way when the connection ended may arrive
 LINGER_S = 5  # how long a peer that still sends is listened to after its reply
-MAX_REFUSED = 64  # connections that are told that they are too many: until their clients have read it they are open
+MAX_REFUSED = 64  # connections over the limit that get a reply: they stay open until their clients have read it
 SPARE_FILES, LAST_FILES = 32, 8  # kept for the server itself; for those that are just refused, too
 
 
@@ -220,7 +220,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._end_writing(LAST_REQUEST_S)
 
     def _has_sent(self, cycle: RequestResponseCycle) -> bool:
-        """Whether the system took a whole reply of known length, up to what it buffers, though its end was not told."""
+        """Whether the system took a whole reply of known length, up to what it buffers.
+
+        The application may not have said yet that it was the last part.
+        """
         whole = cycle.response_started and not cycle.chunked_encoding and cycle.expected_content_length == 0
         return whole and not self.flow.write_paused
 
@@ -255,7 +258,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refuse(431, "head_too_large", detail, "send what is long in the body")
 
     def _refuse_too_many(self) -> bool:
-        """Whether this connection is one too many: it is told so; where many others are just told that, it is closed.
+        """Whether this connection is one too many: it gets a reply that says so, or is closed if many others get one.
 
         Of files a system gives the lowest number that is free, so that of a new connection tells how many are open.
         Without this the event loop would close who comes then without a word to anybody (libuv does).

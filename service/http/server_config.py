@@ -20,7 +20,7 @@ CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2: with forward secrecy and 
 def make_server_config(
     app: ASGIApp, settings: Settings, metrics: Metrics | None = None, **options: Any
 ) -> uvicorn.Config:
-    """What uvicorn is told; ``options`` are more of its own.
+    """The configuration of uvicorn; ``options`` are more of its own options.
 
     ``metrics`` are where connections are counted, where that is wanted.
     """

@@ -105,7 +105,7 @@ class EmbeddingsRequest:
         """The request with strings read as the model takes them: where it takes no text, one may be a URL."""
         if model.text is not None:
             return self
-        items = tuple((place, _read_url(item)) for place, item in self.extract.items)
+        items = tuple((index, _read_url(item)) for index, item in self.extract.items)
         return replace(self, extract=replace(self.extract, items=items))
 
     def split(self, size: int) -> Iterator[ExtractRequest]:
@@ -121,8 +121,8 @@ def parse_model_id(model_id: str) -> tuple[str, Embedding]:
     ``:LAYER`` and ``?pool=POOL`` may each be left out. SelectorError where the layer is no selector, or one that may
     name several, or the pool is none.
     """
-    place, _, option = model_id.partition("?")
-    name, _, layer = place.partition(":")
+    named, _, option = model_id.partition("?")
+    name, _, layer = named.partition(":")
     if layer and parse_selector(layer).is_glob:  # to look for matches would take long
         raise SelectorError("an embedding is of one layer", hint="write its name, without '*' and '?'")
     pool = option.removeprefix("pool=") or None
@@ -157,11 +157,11 @@ def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
 def _read_items(body: EmbeddingsBody) -> tuple[tuple[int, InputItem], ...]:
     items: list[tuple[int, InputItem]] = []
     faults: list[Fault] = []
-    for place, entry in enumerate(body.input):
+    for index, entry in enumerate(body.input):
         try:
-            items.append((place, _read_item(entry, body.modality)))
+            items.append((index, _read_item(entry, body.modality)))
         except InputError as error:
-            faults.append(error.to_fault(f"/input/{place}", place))
+            faults.append(error.to_fault(f"/input/{index}", index))
     if faults:
         raise RequestError.from_faults(faults)
     return tuple(items)

@@ -103,7 +103,7 @@ def draw_chart(info: ResultInfo, values: Array, size: Size) -> Image.Image:
 
 
 def _draw_bars(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> None:
-    """Numbers as bars from zero; the place of the greatest of a vector stands above it."""
+    """Numbers as bars from zero; the index of the greatest of a vector stands above it."""
     [(name, values)] = columns.items()
     _number(axes, len(values), info)
     axes.set_title(name, loc="left", fontsize=SMALL)
@@ -114,8 +114,8 @@ def _draw_bars(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> None:
     axes.axhline(0, color=GREY, linewidth=1)
     finite = np.where(np.isfinite(values), values, -inf)
     if not name and (greatest := finite.max(initial=0.0)) > 0:
-        place = int(finite.argmax())
-        axes.annotate(str(place), (place, greatest), (0, 2), textcoords="offset points", ha="center", fontsize=SMALL)
+        index = int(finite.argmax())
+        axes.annotate(str(index), (index, greatest), (0, 2), textcoords="offset points", ha="center", fontsize=SMALL)
 
 
 def _draw_statistics(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> None:
@@ -208,14 +208,14 @@ def _join(axes: Axes, values: Array, join: np.ufunc) -> Array:
 
 
 def _number(axes: Axes, count: int, info: ResultInfo) -> None:
-    """Number what stands from left to right: by the numbers of channels where these are known, else by its place."""
+    """Number what stands from left to right: by the numbers of channels where these are known, else from 0."""
     from matplotlib.ticker import MaxNLocator
 
     names = info.channels if info.channels is not None and len(info.channels) == count else range(count)
     axes.set_xlim(-0.5, max(count, 1) - 0.5)
     axes.set_xlabel("channel" if info.columns else "index", fontsize=SMALL)
     axes.xaxis.set_major_locator(MaxNLocator(round(axes.bbox.width / 45), steps=STEPS, integer=True))
-    axes.xaxis.set_major_formatter(lambda place, _: str(names[round(place)]) if -0.5 < place < count - 0.5 else "")
+    axes.xaxis.set_major_formatter(lambda x, _: str(names[round(x)]) if -0.5 < x < count - 0.5 else "")
 
 
 def _add_axes(figure: Figure, top: int, height: int) -> Axes:

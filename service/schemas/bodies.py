@@ -78,7 +78,7 @@ class RequestBody(StrictBody):
         return LayerRequest((), (), self._read_objective(), None, verify=False)
 
     def read_input_options(self) -> dict[int, InputOptions]:
-        """What inputs want of their own, by their places; RequestError with a fault for what makes no sense."""
+        """The options of single inputs, by their indices; RequestError with a fault for what makes no sense."""
         return read_input_options(self.inputs, self.layer_request.objective)
 
     def _read_objective(self) -> Objective | None:
@@ -101,7 +101,9 @@ class ExtractBody(RequestBody):
     )
     probe: bool = False
     prompt: str | None = Field(None, max_length=MAX_TEXT, description="for texts: a prompt of the model, by name")
-    truncate: Truncate | None = Field(None, description="for texts that are too long: what is left out; none: refused")
+    truncate: Truncate | None = Field(
+        None, description="Which end of a text that is too long is cut; with none it is refused."
+    )
 
     @cached_property
     def layer_request(self) -> LayerRequest:
@@ -170,7 +172,7 @@ class ExplainBody(RequestBody):
         None,
         min_length=1,
         max_length=MAX_TEXT,
-        description="for grad_cam: without it the last one of maps that bears on the objective",
+        description="for grad_cam; without it the last layer with maps that the objective depends on",
     )
     discard_ratio: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     classes: Classes = ()
@@ -185,12 +187,12 @@ class ExplainBody(RequestBody):
     def read_input_options(self) -> dict[int, InputOptions]:
         """As of other bodies; a map is of a forward that nothing changes."""
         options = super().read_input_options()
-        for place, each in options.items():
+        for index, each in options.items():
             if each.interventions:
                 detail, hint = "an explanation takes no interventions", "leave them out, or use POST /extract"
-                raise RequestError.from_faults([Fault(detail, hint, f"/inputs/{place}/interventions", place)])
+                raise RequestError.from_faults([Fault(detail, hint, f"/inputs/{index}/interventions", index)])
             if self.classes and each.objective is not None:
-                raise RequestError.from_faults([Fault(*TWO_CLASSES, f"/inputs/{place}", place)])
+                raise RequestError.from_faults([Fault(*TWO_CLASSES, f"/inputs/{index}", index)])
         return options
 
     def to_explanation(self) -> Explanation:

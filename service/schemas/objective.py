@@ -12,11 +12,11 @@ from layertap.models.selection.hook_points import Objective
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.service.schemas.base import Number, OneError, SignedIndex, StrictBody, StrictIndex, make_list
 
-Place = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]
-Places = Annotated[tuple[Place, ...], Field(min_length=1, max_length=max(AXES))]
+AxisIndex = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]
+AxisIndices = Annotated[tuple[AxisIndex, ...], Field(min_length=1, max_length=max(AXES))]
 Position = Annotated[
-    Places | None,
-    BeforeValidator(make_list, json_schema_input_type=Place | Places | None),
+    AxisIndices | None,
+    BeforeValidator(make_list, json_schema_input_type=AxisIndex | AxisIndices | None),
     OneError("Input should be a whole number, or a list of two"),
 ]
 SomeClass = StrictIndex | Literal["top"]
