@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from layertap.models.errors import LayertapError, RequestError
+from layertap.models.spec import Truncate
 from layertap.service.bulk.sources import Entry, Source
 from layertap.service.features import Array
 
@@ -18,7 +19,8 @@ from layertap.service.features import Array
 class Question:
     """What is asked of every input; ``model`` None is the default one, ``layers`` empty its embedding.
 
-    ``texts``: inputs are texts, not pictures; ``prompt`` names what the model's folder has to be put in front of each.
+    ``texts``: inputs are texts, not pictures; ``prompt`` names what the model's folder has to be put in front of each,
+    ``truncate`` says which end of those that are too long is cut.
     """
 
     model: str | None
@@ -26,6 +28,7 @@ class Question:
     pool: str | None = None
     normalize: bool = False
     prompt: str | None = None
+    truncate: Truncate | None = None
     texts: bool = False
 
     def describe(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from layertap.models.errors import Fault, RequestError
 from layertap.service.bulk.job import Answer, Outline, Question, make_column
@@ -36,6 +37,7 @@ class LocalExtractor(BatchExtractor):
     async def outline(self, question: Question) -> Outline:
         """What answers will be like, by the answer to a fixed picture or text; LayertapError."""
         await self._engine.manager.get_handle(question.model, float("inf"))
+        question = replace(question, truncate="end")  # a prompt may be long
         request = _make_request(question, [TEXT.encode() if question.texts else make_picture()])
         with self._engine.admission.admit(_make_deadline()) as ticket:
             features = await self._engine.extract(request, ticket)
@@ -73,6 +75,7 @@ def _make_request(question: Question, inputs: Sequence[bytes]) -> ExtractRequest
         selectors=asked.selectors,
         embedding=asked.embedding,
         prompt=question.prompt,
+        truncate=question.truncate,
         on_error="skip",
         isolated=True,  # the same bits every time
         decode_with_batch=True,  # other batches keep the other workers busy, and no row crosses between processes

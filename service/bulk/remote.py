@@ -172,7 +172,7 @@ def _make_columns(
 
 def _list_options(question: Question) -> dict[str, Any]:
     """What is left out is false, and not asked for."""
-    return {key: value for key in ("model", *OF_PROBE, "prompt") if (value := getattr(question, key))}
+    return {key: value for key in ("model", *OF_PROBE, "prompt", "truncate") if (value := getattr(question, key))}
 
 
 def _list_reasons(faults: Iterable[lt.Fault]) -> dict[int, str]:

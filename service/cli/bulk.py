@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from layertap.models.errors import LayertapError
 from layertap.models.selection.poolings import POOLINGS
+from layertap.models.spec import Truncate
 from layertap.service.cli.console import ConfigOption, ModelOption, UrlOption, show_status, stderr, tell
 from layertap.service.cli.setup import check_one_answers, create_configured_engine
 
@@ -47,6 +48,7 @@ def bulk(
         str | None, typer.Option(help="Of a .parquet or .jsonl source: where the pictures or texts are.")
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="A prompt of the model, by name, in front of each text.")] = None,
+    truncate: Annotated[Truncate | None, typer.Option(help="Cut texts that are too long at this end.")] = None,
     url: UrlOption = None,
     ray: Annotated[bool, typer.Option("--ray", help="Actors of a Ray cluster answer.")] = False,
     ray_address: Annotated[
@@ -87,7 +89,7 @@ def bulk(
         create = partial(_create_ray_extractor, ray_address, ray_cpus, ray_gpus, config)
     opened = open_source(source, 1, column)
     names = tuple(name for name in layers.split(",") if name)
-    question = Question(model, names, pool, normalize, prompt, opened.texts)
+    question = Question(model, names, pool, normalize, prompt, truncate, opened.texts)
     job = Job(question, source, Destination.parse(out, layout), column)
     found = None if restart else find_complete(job, opened)
     retry = retry_errors and found is not None and bool(found[0].errors)

@@ -143,6 +143,11 @@ def test_prompts_of_bulk_jobs(
     assert "it was complete before" in command(*words, *here, "--prompt", "document").notes
     done = command(*words, *here, "--prompt", "query")
     assert (done.status, "was made with prompt document" in done.notes) == (2, True)
+    pq.write_table(pa.table({"text": ["a cat", "a cat " * LIMIT]}), tmp_path / "long.parquet")
+    for where, name in ((here, "here"), (by_server, "by_server")):
+        out = ("--out", tmp_path / f"{name}.parquet")
+        assert command("bulk", tmp_path / "long.parquet", *words[2:4], *out, *where, "--truncate", "none").status == 0
+        assert [bool(error) for error in read(out[1])["error"]] == [False, True]
 
 
 def test_prompts_of_a_folder_that_names_no_limit(tmp_path: Path) -> None:
