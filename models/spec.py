@@ -59,7 +59,9 @@ class PreprocessSpec:
 
     def __post_init__(self) -> None:
         """ValueError where steps contradict each other, or mean and std have not as many figures as channels."""
+        sizes = [size for size in (self.resize, self.crop) if size is not None]
         for wrong, text in (
+            (any(min(size) < 1 if isinstance(size, tuple) else size < 1 for size in sizes), "sizes are 1 or more"),
             (
                 not len(self.mean) == len(self.std) == self.channel_count,
                 "mean and std have a figure for each of three channels, of gray for the one",

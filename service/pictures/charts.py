@@ -144,9 +144,10 @@ def _draw_spread(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> Non
     below, above = mean - deviation, mean + deviation
     low, high = joined.get("min", below), joined.get("max", above)
     _scale(axes, np.concatenate([below, above, low, high]))
-    _fill(axes, low, high, RANGE, "least to greatest")
+    if columns.keys() & {"min", "max"}:
+        _fill(axes, low, high, RANGE, "min to max")
     if "std" in columns:
-        _fill(axes, below, above, DEVIATION, "one deviation around the mean")
+        _fill(axes, below, above, DEVIATION, "mean ± std")
     if "mean" in columns:
         edges = _find_edges(axes, len(mean))
         axes.hlines(mean, edges[:-1], edges[1:], INK, linewidth=2, label="mean")

@@ -27,6 +27,7 @@ BAD = {
     "models: [{name: a, source: 'a:b'}, {name: b, source: 'a:b'}, {name: a, source: 'c:d'}]": "two models",
     "models: [{name: a}]": "models.0.source",
     MODEL.format("preprocess: {std: [0.5, 0, 0.5]}"): "no std is 0",
+    MODEL.format("preprocess: {resize: 64, crop: [64, -3]}"): "sizes are 1 or more",
     MODEL.format("preprocess: {std: [.nan, 1, 1]}"): "finite",
     MODEL.format("preprocess: {mean: [0.5]}"): "three channels",
     "models: [{source: 'a:b'}]": "models.0.name",
