@@ -22,7 +22,7 @@ def check_address(url: str) -> None:
         address = httpx.URL(url)
     except (httpx.InvalidURL, TypeError) as error:
         raise InputError(f"{url!r} is no address of a server: {error}") from error
-    if address.scheme not in ("http", "https") or not address.host:
+    if address.scheme not in ("http", "https") or not address.host or not 0 < (address.port or 80) < 2**16:
         raise InputError(f"{url!r} is no address of a server: write one like {URL!r}")
     if address.path.rstrip("/").endswith(("/v1", "/v2")):
         raise InputError(f"{url!r} is for other clients: write it without {address.path.rstrip('/')[-3:]}")

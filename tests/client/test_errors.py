@@ -90,7 +90,7 @@ def test_keys_that_no_header_holds(cls: Any, key: str) -> None:
 
 
 ADDRESSES = (
-    *("127.0.0.1:8000", "localhost", "ftp://host", "http://", "http://[::1", ""),
+    *("127.0.0.1:8000", "localhost", "ftp://host", "http://", "http://[::1", "http://127.0.0.1:99999", ""),
     *("http://host:8000/v1", "http://host/x/v2/"),
 )
 
