@@ -209,3 +209,9 @@ def _join_arrays(parts: Sequence[Mapping[str, Array]], receipts: Mapping[str, Re
 
 def _concatenate(arrays: Sequence[Array], axis: int | None) -> Array:
     return arrays[0] if axis is None else np.concatenate(arrays, axis)
+
+
+def warn_of_cuts(features: Features) -> tuple[str, ...]:
+    """A warning if texts were cut."""
+    texts = sum(map(bool, features.cut))
+    return (f"{texts} of {features.rows} texts truncated, by up to {max(features.cut)} tokens",) if texts else ()

@@ -26,7 +26,7 @@ from layertap.service.engine.rows.fetch_inputs import fetch_inputs
 from layertap.service.engine.rows.job_maker import JobMaker, make_encoded_job, make_job, refuse_picture
 from layertap.service.engine.rows.rows import Items
 from layertap.service.engine.rows.sources import count_taken_bytes, fill_tensors, plan_stages
-from layertap.service.features import Features
+from layertap.service.features import Features, warn_of_cuts
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.metrics import Metrics, ModelLoad, Snapshot
 from layertap.service.settings import Settings
@@ -93,7 +93,7 @@ class Engine:
             features = await compute_checked()
         request.timings.facts.rows = rows + features.rows
         of_model = (*handle.model.warnings, *_warn_of_embedding(request, handle.model))
-        return replace(features, warnings=(*of_model, *features.warnings, *_warn_of_cuts(features)))
+        return replace(features, warnings=(*of_model, *features.warnings, *warn_of_cuts(features)))
 
     async def _find_or_compute(
         self, request: ExtractRequest, handle: ModelHandle, ticket: Ticket, compute: Callable[[], Awaitable[Features]]
@@ -269,11 +269,6 @@ async def _ask_again(request: ExtractRequest, ask: Callable[[ExtractRequest], Aw
         except LayertapError as error:
             request = request.leave_out(error)
     return await ask(request)
-
-
-def _warn_of_cuts(features: Features) -> tuple[str, ...]:
-    texts = sum(map(bool, features.cut))
-    return (f"{texts} of {features.rows} texts truncated, by up to {max(features.cut)} tokens",) if texts else ()
 
 
 def _warn_of_embedding(request: ExtractRequest, model: ModelInfo) -> tuple[str, ...]:
