@@ -29,11 +29,11 @@ test: $(STAMP) ## Run the quick tests, as many at once as there are cores; pytes
 test-all: $(STAMP) ## Run the slow tests too
 	$(PARALLEL) -m 'not gpu and not hard' $(ARGS)
 
-# Those that see what is missing in old versions of other packages, without those that need packages of the dev extra.
+# Tests that use most of the other packages, without those that need the dev extra.
 LOWEST := tests/service/bulk tests/service/cli tests/service/config tests/service/formats tests/service/http tests/service/pictures \
 	tests/models/capture tests/models/hooks $(addprefix --ignore tests/service/, bulk/test_readers.py cli/test_inspect.py formats/test_arrow.py \
 	http/test_openapi_conformance.py pictures/test_overlays_of_captum.py)
-test-lowest: $(LOW)/.layertap-installed ## Run a part of the quick tests with the lowest versions that pyproject.toml promises
+test-lowest: $(LOW)/.layertap-installed ## Run some of the quick tests with the lowest versions that pyproject.toml allows
 	OMP_NUM_THREADS=1 $(LOW)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile \
 		--override-ini filterwarnings=default $(LOWEST) $(ARGS)
 
