@@ -167,8 +167,8 @@ def _run_once(module: nn.Module, inputs: ModelInputs, device: torch.device, stat
 
 def _place_module(module: nn.Module, spec: ModelSpec, device: torch.device) -> nn.Module:
     """The module on its device, in its dtype and memory format, without gradients of its weights or nested tensors."""
-    # Not ``to(dtype)``, which makes complex buffers real.
-    module = CASTS[spec.dtype](module.to(device))
+    # Not ``to(dtype)``, which makes complex buffers real. Before it is moved: a device may have no room for both.
+    module = CASTS[spec.dtype](module).to(device)
     if spec.memory_format == "channels_last":
         # Only weights: a convolution goes by them whatever its input is like, and rows come the same way to all models.
         convert_conv2d_weight_memory_format(module, torch.channels_last)

@@ -15,10 +15,9 @@ from typing import Any
 from torch import nn
 
 from layertap.models.errors import IN_THE_LOG, LoadError, escape, find_nearest, label_failures, suggest
-from layertap.models.sources import transformers_switches
 from layertap.models.sources.arguments import describe_arguments, list_parameters, refuse_unknown_arguments
 from layertap.models.sources.build import BuiltModel, get_seed, wrap_build_errors
-from layertap.models.sources.construction import isolate_construction
+from layertap.models.sources.construction import construct_alone
 from layertap.models.sources.grammar import is_file, parse_factory, parse_weights, show_factory
 from layertap.models.sources.table import SOURCES
 from layertap.models.spec import ModelSpec
@@ -109,9 +108,8 @@ def _call_factory(ident: str, args: Mapping[str, Any], seed: int | None) -> nn.M
     with (
         label_failures("code"),
         wrap_build_errors(shown, f": its own code raised this; {IN_THE_LOG}"),
-        isolate_construction(seed),
+        construct_alone(seed),
     ):
-        transformers_switches.isolate_when_imported()
         called = _import_factory(name, factory)
         _check_arguments(called, args, shown)
         module = called(**args)

@@ -26,7 +26,6 @@ from layertap.models.inputs.noise import make_noise_row
 from layertap.models.labels import Labels
 from layertap.models.replica import call_module
 from layertap.models.selection.embedding import EmbeddingChoice
-from layertap.models.sources import transformers_switches
 from layertap.models.sources.arguments import refuse_reserved_arguments, refuse_unknown_arguments
 from layertap.models.sources.build import BuiltModel, wrap_build_errors
 from layertap.models.sources.embeddings import KnownEmbedding
@@ -152,7 +151,6 @@ def _import_library() -> Any:
     logs = importlib.import_module("transformers.utils.logging")
     logs.set_verbosity_error()  # its warnings name directories
     logs.disable_progress_bar()
-    transformers_switches.isolate()
     return library
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layertap.models.errors import LoadError, escape, format_names
 from layertap.models.sources.build import get_seed, wrap_build_errors
-from layertap.models.sources.construction import isolate_construction
+from layertap.models.sources.construction import construct_alone
 from layertap.models.sources.grammar import WeightsSource
 from layertap.models.spec import ModelSpec
 from layertap.models.weights.checkpoints import read_checkpoint
@@ -46,12 +46,12 @@ def build_module(
     if named:
         return _load_saved(library, folder, config, spec, shown, encoder=encoder)
     state = read_checkpoint(weights.path, spec.prefix) if weights.path else None
-    with wrap_build_errors(shown), isolate_construction(get_seed(spec, weights)):
+    with wrap_build_errors(shown), construct_alone(get_seed(spec, weights)):
         architecture = _find_architecture(library, config, encoder=encoder)
         if architecture is not None:
             module = architecture(config)
         else:
-            module = library.AutoModel.from_config(config, trust_remote_code=False)
+            module = library.AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False)
     if state is None:
         return module, None
     return module, load_state_dict(
@@ -68,8 +68,10 @@ def _load_saved(
     state = None if file.name in SAFETENSORS else read_checkpoint(file)
     place = str(folder) if state is None else None
     architecture = _find_architecture(library, config, encoder=encoder) or library.AutoModel
-    options = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    with wrap_build_errors(shown), isolate_construction(None if spec.strict else 0):
+    # In another dtype the library would make it the whole process's default while it constructs the module.
+    options = {"dtype": torch.float32, "use_safetensors": True}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    with wrap_build_errors(shown), construct_alone(None if spec.strict else 0):
         module, info = architecture.from_pretrained(place, config=config, state_dict=state, **options, **LOCAL)
     tied = _get_tied_weights(module)
     missing = [name for name in sorted(_drop_unsaved_pooler(module, info["missing_keys"])) if name not in tied]

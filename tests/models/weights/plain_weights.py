@@ -88,7 +88,7 @@ def _of(folder: Path) -> dict[str, Any]:
     kind = getattr(transformers, config.architectures[0])
     torch.manual_seed(SEED)
     random = kind(config)
-    module = kind.from_pretrained(folder)
+    module = kind.from_pretrained(folder, dtype=torch.float32)
     found = {"saved": facts(module), "random": facts(random), "digest": digest(saved(module))}
     return found | {"again": facts(initialized_again(module))}
 
