@@ -8,30 +8,24 @@ from layertap_client.embedding import Embedded
 from layertap_client.errors import (
     AuthenticationError,
     BadReplyError,
-    BadRequestError,
     ConnectionFailedError,
     DeadlineError,
     Fault,
     FingerprintChangedError,
-    ForbiddenError,
     InputError,
     InvalidRequestError,
     LayertapError,
-    NotAcceptableError,
     NotFoundError,
     ProblemError,
     ReplyTimeoutError,
-    ServerError,
     TooLargeError,
     TooManyRequestsError,
     UnavailableError,
-    UnsupportedMediaError,
 )
 from layertap_client.exchange import RetryPolicy
 from layertap_client.extractor import Activations, RemoteExtractor, hooks
-from layertap_client.layers import Layer, Layers
 from layertap_client.messages import Reply
-from layertap_client.models import Model, Models
+from layertap_client.models import Layer, Layers, Model, Models
 from layertap_client.results import Result
 from layertap_client.streams import AsyncEmbeddingStream, Embeddings, EmbeddingStream
 
@@ -42,7 +36,6 @@ __all__ = [
     "AsyncEmbeddingStream",
     "AuthenticationError",
     "BadReplyError",
-    "BadRequestError",
     "Client",
     "ConnectionFailedError",
     "DeadlineError",
@@ -51,7 +44,6 @@ __all__ = [
     "Embeddings",
     "Fault",
     "FingerprintChangedError",
-    "ForbiddenError",
     "InputError",
     "InvalidRequestError",
     "Layer",
@@ -59,7 +51,6 @@ __all__ = [
     "LayertapError",
     "Model",
     "Models",
-    "NotAcceptableError",
     "NotFoundError",
     "ProblemError",
     "RemoteExtractor",
@@ -67,10 +58,8 @@ __all__ = [
     "ReplyTimeoutError",
     "Result",
     "RetryPolicy",
-    "ServerError",
     "TooLargeError",
     "TooManyRequestsError",
     "UnavailableError",
-    "UnsupportedMediaError",
     "hooks",
 ]

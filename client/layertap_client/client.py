@@ -12,6 +12,7 @@ import httpx
 
 from layertap_client import operations
 from layertap_client.bodies import ExtractOptions
+from layertap_client.embedding import BATCH_SIZE, CONCURRENCY
 from layertap_client.exchange import RetryPolicy, Session
 from layertap_client.inputs import Input, check_many
 from layertap_client.messages import Failure, Reply, Send, Step, Steps, Wait
@@ -21,7 +22,6 @@ from layertap_client.transport import URL, describe_failure, make_arguments, mak
 
 P = ParamSpec("P")
 T = TypeVar("T")
-CONNECTIONS = 32
 
 
 def blocking(operation: Callable[Concatenate[Session, P], Steps[T]]) -> Callable[Concatenate[Client, P], T]:
@@ -62,13 +62,11 @@ class Client:
         api_key: str | None = None,
         timeout: float = 60.0,
         retries: RetryPolicy | None = None,
-        connections: int = CONNECTIONS,
         **httpx_options: Any,
     ) -> None:
         self.url = url
         self.session = Session(timeout, model, retries or RetryPolicy())
-        self.connections = connections
-        self._http = httpx.Client(**make_options(url, api_key, connections, httpx_options))
+        self._http = httpx.Client(**make_options(url, api_key, httpx_options))
 
     extract = blocking(operations.extract)
     explain = blocking(operations.explain)
@@ -89,18 +87,20 @@ class Client:
         inputs: Iterable[Input],
         layers: LayerSpecs | None = None,
         *,
-        progress: bool | None = None,
+        batch_size: int = BATCH_SIZE,
+        concurrency: int = CONCURRENCY,
         **options: Unpack[ExtractOptions],
     ) -> EmbeddingStream:
         """Many inputs, a list or whatever gives one after another: a stream of ``Embedded``, one each, in order.
 
-        Inputs are those of ``extract``, arrays without an axis of rows. How many go in a request and how many requests
-        are under way is found by measuring, within the server's limits; a server that refuses is sent less. Memory is
-        bounded. A bad input is an ``Embedded`` with an ``error``. ``progress``: a bar, by rich or tqdm; None shows one
-        on terminals. ``options``: those of ``ExtractOptions``; ``timeout`` (600) is for a batch with all attempts.
+        Inputs are those of ``extract``, arrays without an axis of rows. ``batch_size`` of them go in a request, and
+        ``concurrency`` requests are under way at once, fewer where the server's limits ask for it. Memory is bounded. A
+        bad input is an ``Embedded`` with an ``error``. ``options``: those of ``ExtractOptions``; ``timeout`` (600) is
+        for a batch with all attempts.
         LayertapError where the server can't be asked; FingerprintChangedError where its model changes meanwhile.
         """
-        return EmbeddingStream(stream(self, check_many(inputs), layers, progress, options))
+        sizes = {"batch_size": batch_size, "concurrency": concurrency}
+        return EmbeddingStream(stream(self, check_many(inputs), layers, options, **sizes))
 
     def close(self) -> None:
         """Close all connections."""
@@ -168,13 +168,11 @@ class AsyncClient:
         api_key: str | None = None,
         timeout: float = 60.0,
         retries: RetryPolicy | None = None,
-        connections: int = CONNECTIONS,
         **httpx_options: Any,
     ) -> None:
         self.url = url
         self.session = Session(timeout, model, retries or RetryPolicy())
-        self.connections = connections
-        self._http = httpx.AsyncClient(**make_options(url, api_key, connections, httpx_options))
+        self._http = httpx.AsyncClient(**make_options(url, api_key, httpx_options))
 
     extract = awaitable(operations.extract)
     explain = awaitable(operations.explain)
@@ -195,11 +193,13 @@ class AsyncClient:
         inputs: Iterable[Input] | AsyncIterable[Input],
         layers: LayerSpecs | None = None,
         *,
-        progress: bool | None = None,
+        batch_size: int = BATCH_SIZE,
+        concurrency: int = CONCURRENCY,
         **options: Unpack[ExtractOptions],
     ) -> AsyncEmbeddingStream:
         """As ``Client.embed``, a stream for ``async for``; inputs may come asynchronously too."""
-        return AsyncEmbeddingStream(stream_async(self, check_many(inputs), layers, progress, options))
+        sizes = {"batch_size": batch_size, "concurrency": concurrency}
+        return AsyncEmbeddingStream(stream_async(self, check_many(inputs), layers, options, **sizes))
 
     async def aclose(self) -> None:
         """Close all connections."""

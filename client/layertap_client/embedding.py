@@ -1,16 +1,16 @@
-"""Many inputs, some in each request: batches, what became of them, and their order; no input or output here."""
+"""Many inputs, some in each request: batches, and what became of each input; no input or output here."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from layertap_client.arrays import Array
-from layertap_client.bodies import MEDIA_TYPES, build_items_request
+from layertap_client.bodies import MEDIA_TYPES, ExtractOptions, build_items_request, check_options
 from layertap_client.errors import (
     Fault,
     FingerprintChangedError,
@@ -20,12 +20,18 @@ from layertap_client.errors import (
     TooLargeError,
 )
 from layertap_client.exchange import Session
-from layertap_client.inputs import AnyItem, Input, Item, read_item
+from layertap_client.inputs import AnyItem, Input, Item, read_item, to_plain
 from layertap_client.messages import Compute, Request, Steps
-from layertap_client.pace import Pace
+from layertap_client.operations import LayerSpecs, list_layers
 from layertap_client.results import Result, read_result
 
-AHEAD = 2  # times as many batches as are under way may wait for one that is slow
+BATCH_SIZE, CONCURRENCY = 32, 8
+MAX_BATCH_BYTES = 16 << 20
+BODY_SHARE = 0.5  # of the server's limit fill a batch: the last input may be large
+QUEUE_SHARE = 2  # of the server's queue half is left to others
+TIMEOUT_S = 600.0  # for one batch with all attempts: a restart or an upgrade of the server is waited for
+SILENCE_S = 30.0  # beyond the server's own deadline: then a connection is dead
+NOT_TAKEN = ("on_error", "format")
 MAX_GROUPS = 1024  # kinds of input whose fingerprint is remembered
 HEADERS = {"Accept": MEDIA_TYPES["safetensors"]}
 OF_INPUT = re.compile(r"/inputs/(\d{1,9})(?:/|$)")  # where in a JSON body an input stands
@@ -52,139 +58,65 @@ class Embedded:
         return next(iter(self.arrays.values()))
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Inputs of one request by their places, and those that could not be read; ``number`` counts batches."""
-
-    number: int
-    items: tuple[tuple[int, AnyItem], ...]
-    unreadable: tuple[Embedded, ...] = ()
-    group: object = None
-
-
-@dataclass(frozen=True)
-class BatchOutcome:
-    """What became of a batch's inputs; ``largest`` is how many went at once where more were too large."""
-
-    batch: Batch
-    embedded: tuple[Embedded, ...]
-    refusals: int = 0
-    largest: int | None = None
+Items: TypeAlias = list[tuple[int, AnyItem]]  # inputs by their places
+Batch: TypeAlias = list[tuple[int, AnyItem | Fault]]  # with those that could not be read
 
 
 @dataclass
-class BatchBuilder:
-    """Makes batches of inputs as they come: of one kind, of at most the pace's rows and bytes."""
+class Embedder:
+    """Makes batches of inputs as they come, and says what each takes; ``fields`` are those of a request's body.
 
-    pace: Pace
-    count: int = 0
-    _batches: int = 0
-    _items: list[tuple[int, AnyItem]] = field(default_factory=list)
-    _unreadable: list[Embedded] = field(default_factory=list)
-    _bytes: int = 0
-    _group: object = None
-
-    def add(self, value: Input) -> Batch | None:
-        """Take an input; reads it, which may take a while. A batch where one is full."""
-        place, self.count = self.count, self.count + 1
-        try:
-            item = read_item(value)
-        except Exception as error:  # whatever a broken picture or file raises: it is one input of many
-            self._unreadable.append(Embedded(place, error=Fault(str(error) or type(error).__name__, input=place)))
-            return self.finish() if len(self._unreadable) >= self.pace.max_rows else None
-        group = _find_group(item)
-        full = None
-        too_many = len(self._items) >= self.pace.rows or self._bytes + item.nbytes > self.pace.max_bytes
-        if self._items and (group != self._group or too_many):
-            full = self.finish()
-        self._items.append((place, item))
-        self._bytes += item.nbytes
-        self._group = group
-        return full or (self.finish() if len(self._items) >= self.pace.rows else None)
-
-    def finish(self) -> Batch | None:
-        """What was taken and is in no batch yet; None where there is nothing."""
-        if not self._items and not self._unreadable:
-            return None
-        batch = Batch(self._batches, tuple(self._items), tuple(self._unreadable), self._group)
-        self._batches += 1
-        self._items, self._unreadable, self._bytes = [], [], 0
-        return batch
-
-
-@dataclass
-class EmbeddingScheduler:
-    """Which batch is sent when, and which results are next; a driver sends and waits.
-
-    At most ``pace.requests`` batches are under way, and twice as many are in memory.
+    A batch has ``rows`` inputs, or fewer that have ``max_bytes`` together; ``concurrency`` are under way at once.
     """
 
     session: Session
     fields: Mapping[str, Any]
     timeout: float
     silence_s: float
-    pace: Pace
-    clock: Callable[[], float]
-    exhausted: bool = False
-    running: int = 0
-    failed: int = 0
-    _next: int = 0  # the batch whose results come next
-    _ready: dict[int, tuple[Embedded, ...]] = field(default_factory=dict)
+    rows: int
+    max_bytes: int
+    concurrency: int
+    _count: int = 0
+    _batch: Batch = field(default_factory=list)
+    _bytes: int = 0
     _fingerprints: dict[object, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.builder = BatchBuilder(self.pace)
+    def add(self, value: Input) -> Batch:
+        """Take an input; reads it, which may take a while. A batch where one is full, else nothing."""
+        place, self._count = self._count, self._count + 1
+        try:
+            item = read_item(value)
+        except Exception as error:  # whatever a broken picture or file raises: it is one input of many
+            self._batch.append((place, Fault(str(error) or type(error).__name__, input=place)))
+        else:
+            self._batch.append((place, item))
+            self._bytes += item.nbytes
+        return self.finish() if len(self._batch) >= self.rows or self._bytes >= self.max_bytes else []
 
-    @property
-    def can_start(self) -> bool:
-        """Whether another batch may be sent now."""
-        waiting = self.running + len(self._ready)
-        return not self.exhausted and self.running < self.pace.requests and waiting < AHEAD * self.pace.requests
+    def finish(self) -> Batch:
+        """What was taken and is in no batch yet."""
+        batch, self._batch, self._bytes = self._batch, [], 0
+        return batch
 
-    def pull(self, source: Iterator[Input]) -> Batch | None:
-        """The next batch of a source; None where it has come to its end. Reads inputs, so it may take a while."""
+    def pull(self, source: Iterator[Input]) -> Batch:
+        """The next batch of a source; nothing where it has come to its end. Reads inputs, so it may take a while."""
         for value in source:
-            if batch := self.builder.add(value):
+            if batch := self.add(value):
                 return batch
-        return self.end()
+        return self.finish()
 
-    def end(self) -> Batch | None:
-        """The last batch, where the source has come to its end."""
-        self.exhausted = True
-        return self.builder.finish()
+    def send(self, batch: Batch) -> Steps[list[Embedded]]:
+        """What becomes of a batch's inputs, in order; a request for each kind. FingerprintChangedError."""
+        embedded = [Embedded(place, error=item) for place, item in batch if isinstance(item, Fault)]
+        groups: dict[object, Items] = {}
+        for place, item in batch:
+            if not isinstance(item, Fault):
+                groups.setdefault(_find_group(item), []).append((place, item))
+        for group, items in groups.items():
+            embedded += yield from self._send_items(group, items)
+        return sorted(embedded, key=lambda each: each.index)
 
-    def send(self, batch: Batch) -> Steps[BatchOutcome]:
-        """The steps that a batch takes."""
-        self.running += 1
-        return self._send(batch)
-
-    def finish(self, outcome: BatchOutcome) -> None:
-        """Take note of what became of a batch; FingerprintChangedError."""
-        self.running -= 1
-        for each in outcome.embedded:
-            if each.fingerprint:
-                self._check_fingerprint(outcome.batch.group, each.fingerprint)
-            self.failed += each.error is not None
-        everything = (*outcome.embedded, *outcome.batch.unreadable)
-        self.failed += len(outcome.batch.unreadable)
-        self._ready[outcome.batch.number] = tuple(sorted(everything, key=lambda each: each.index))
-        if outcome.batch.items:
-            self.pace.record(len(outcome.batch.items), outcome.refusals, self.clock())
-        if outcome.largest is not None:
-            self.pace.shrink(outcome.largest)
-
-    def pop_ready(self) -> Iterator[Embedded]:
-        """Results that are next in order."""
-        while self._next in self._ready:
-            self._next += 1
-            yield from self._ready.pop(self._next - 1)
-
-    def _send(self, batch: Batch) -> Steps[BatchOutcome]:
-        if not batch.items:
-            return BatchOutcome(batch, ())
-        return (yield from self._send_items(batch, batch.items))
-
-    def _send_items(self, batch: Batch, items: tuple[tuple[int, AnyItem], ...]) -> Steps[BatchOutcome]:
+    def _send_items(self, group: object, items: Items) -> Steps[list[Embedded]]:
         """A request for some items; again without those that are bad, or in halves where they are too much."""
         build = Compute(lambda: build_items_request("/extract", [item for _, item in items], self.fields, HEADERS))
         request: Request = yield build
@@ -192,34 +124,61 @@ class EmbeddingScheduler:
             reply = yield from self.session.exchange(request, self.timeout, self.silence_s)
         except ProblemError as error:
             if bad := _find_bad(error, items):
-                rest = tuple(entry for entry in items if entry[0] not in bad)
-                others = (yield from self._send_items(batch, rest)) if rest else BatchOutcome(batch, ())
-                return replace(others, embedded=(*bad.values(), *others.embedded))
+                rest = [entry for entry in items if entry[0] not in bad]
+                return [*bad.values(), *((yield from self._send_items(group, rest)) if rest else ())]
             if not isinstance(error, TooLargeError) and error.status != 500:
                 raise
             if len(items) == 1:
-                return BatchOutcome(batch, (_fail(items[0][0], error),))
+                return [_fail(items[0][0], error)]
             half = len(items) // 2
-            first = yield from self._send_items(batch, items[:half])
-            second = yield from self._send_items(batch, items[half:])
-            largest = half if isinstance(error, TooLargeError) else None
-            return replace(first, embedded=first.embedded + second.embedded, largest=first.largest or largest)
+            first = yield from self._send_items(group, items[:half])
+            return first + (yield from self._send_items(group, items[half:]))
         result = read_result(reply)
-        return BatchOutcome(batch, tuple(_split_rows(result, [place for place, _ in items])), reply.refusals)
+        self._check_fingerprint(group, result.fingerprint)
+        return list(_split_rows(result, [place for place, _ in items]))
 
     def _check_fingerprint(self, group: object, fingerprint: str) -> None:
         if fingerprint.startswith("unrepeatable-"):
             raise FingerprintChangedError("the model is not deterministic: no two of its vectors can be compared")
-        known = self._fingerprints.get(group)
-        if known is None and len(self._fingerprints) < MAX_GROUPS:
-            self._fingerprints[group] = fingerprint
-        if known not in (None, fingerprint):
+        # One step, for threads do this at once.
+        known = self._fingerprints.setdefault(group, fingerprint)
+        if len(self._fingerprints) > MAX_GROUPS:
+            self._fingerprints.pop(group, None)
+        if known != fingerprint:
             raise FingerprintChangedError(
                 f"vectors have fingerprint {fingerprint} now and had {known} before: the server's model is another one"
             )
 
 
-def _find_bad(error: ProblemError, items: tuple[tuple[int, AnyItem], ...]) -> dict[int, Embedded]:
+def make_embedder(
+    session: Session,
+    limits: Mapping[str, float],
+    layers: LayerSpecs | None,
+    options: Mapping[str, Any],
+    *,
+    batch_size: int,
+    concurrency: int,
+) -> Embedder:
+    """What makes batches within a server's limits; TypeError for options that embedding does not have."""
+    check_options(options, ExtractOptions, "embed")
+    if taken := options.keys() & set(NOT_TAKEN):
+        raise TypeError(f"embed() has no option {taken.pop()!r}: bad inputs are always told one by one")
+    named = {"model": session.model, "priority": "bulk", **options, "layers": list_layers(layers)}
+    timeout = named.pop("timeout", None) or TIMEOUT_S
+    fields = {name: to_plain(value) for name, value in named.items() if value is not None}
+    rows = int(min(batch_size, limits["max_inputs"], limits["max_queue_rows"]))
+    return Embedder(
+        session,
+        {**fields, "on_error": "skip"},
+        timeout,
+        limits["deadline_s"] + SILENCE_S,
+        rows,
+        int(min(MAX_BATCH_BYTES, BODY_SHARE * limits["max_body_bytes"])),
+        max(1, min(concurrency, int(limits["max_queue_rows"]) // QUEUE_SHARE // rows)),
+    )
+
+
+def _find_bad(error: ProblemError, items: Items) -> dict[int, Embedded]:
     """The inputs that a refusal is of, by their places; none where it is of the request."""
     placed = [(_find_place(fault), fault) for fault in error.faults]
     faults = {place: fault for place, fault in placed if place is not None and place < len(items)}
@@ -270,7 +229,7 @@ def _take_row(name: str, array: Array, result: Result, row: int) -> Array:
 def _find_group(item: AnyItem) -> object:
     """What inputs of one request have in common, so that all have one fingerprint."""
     if not isinstance(item, Item):
-        return "entry", tuple(sorted(item.fields))
+        return "entry", frozenset(item.fields)
     if isinstance(item.value, bytes) or item.value.dtype == np.uint8:
         return item.kind if isinstance(item.value, bytes) else "pixels"
     return item.value.shape, item.value.dtype.str

@@ -63,7 +63,7 @@ class FingerprintChangedError(LayertapError):
 
 
 class ProblemError(LayertapError):
-    """A refusal, by the fields of its ``application/problem+json``.
+    """A refusal, by the fields of its ``application/problem+json``; some statuses have a class of their own.
 
     ``status``; ``kind``, the end of its ``type`` ("queue-full"); ``title``; ``detail``; ``hint``, what to type instead,
     "" where there is none; ``request_id``; ``faults``, of which ``more_faults`` were left out; ``retry_after`` in
@@ -92,32 +92,16 @@ class ProblemError(LayertapError):
         return "\n  ".join((f"{self.status} {self.title}: {self.detail}", *hints))
 
 
-class BadRequestError(ProblemError):
-    """400, 405, 408, 431: no request that the server could read."""
-
-
 class AuthenticationError(ProblemError):
     """401: the key is missing or not known."""
-
-
-class ForbiddenError(ProblemError):
-    """403: the key may not do that."""
 
 
 class NotFoundError(ProblemError):
     """404: no such model, or no such route."""
 
 
-class NotAcceptableError(ProblemError):
-    """406: the reply can't be written in the format that was asked for."""
-
-
 class TooLargeError(ProblemError):
     """413: a limit of the server."""
-
-
-class UnsupportedMediaError(ProblemError):
-    """415: a body that is not taken."""
 
 
 class InvalidRequestError(ProblemError):
@@ -128,25 +112,18 @@ class TooManyRequestsError(ProblemError):
     """429: the queue is full, or the key is over its rate."""
 
 
-class ServerError(ProblemError):
-    """500 and other failures of the server; ``kind`` is "model-raised" where the model's own code failed."""
-
-
-class UnavailableError(ServerError):
+class UnavailableError(ProblemError):
     """503: the model is loading or has failed, or the server is ending."""
 
 
-class DeadlineError(ServerError, TimeoutError):
+class DeadlineError(ProblemError, TimeoutError):
     """504: the server ran out of time; the timeout of a call is the server's deadline too."""
 
 
 BY_STATUS: Mapping[int, type[ProblemError]] = {
     401: AuthenticationError,
-    403: ForbiddenError,
     404: NotFoundError,
-    406: NotAcceptableError,
     413: TooLargeError,
-    415: UnsupportedMediaError,
     422: InvalidRequestError,
     429: TooManyRequestsError,
     503: UnavailableError,
@@ -154,19 +131,16 @@ BY_STATUS: Mapping[int, type[ProblemError]] = {
 }
 
 
-def make_problem(status: int, data: bytes | bytearray, retry_after: float | None) -> LayertapError:
-    """The error that a refusal means; BadReplyError where its body is no problem+json of a layertap."""
+def make_problem(status: int, data: bytes | bytearray, retry_after: float | None) -> ProblemError:
+    """The error that a refusal means; a proxy's own has its body as detail."""
     try:
         body = json.loads(data)
     except ValueError:
         body = None
     if not isinstance(body, dict) or "detail" not in body:
         shown = bytes(data[:200]).decode("utf-8", "replace")
-        if status not in BY_STATUS and status < 500:
-            return BadReplyError(f"status {status} with a body that no layertap sends: {shown!r}")
         body = {"title": "refused by something before the server", "detail": repr(shown)}
-    cls = BY_STATUS.get(status, ServerError if status >= 500 else BadRequestError)
-    return cls(status, body, retry_after)
+    return BY_STATUS.get(status, ProblemError)(status, body, retry_after)
 
 
 def read_faults(value: Any) -> tuple[Fault, ...]:

@@ -6,8 +6,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 
 from layertap_client.errors import (
     BadReplyError,
@@ -73,7 +71,7 @@ class Session:
         longest = self.silence_s if silence_s is None else silence_s
         deadline = self.clock() + check_timeout(self.timeout if timeout is None else timeout)
         given_up = deadline
-        failures = attempts = refusals = 0
+        failures = attempts = 0
         while True:
             left = max(deadline - self.clock(), 0.001)
             silence = min(left, longest)
@@ -83,8 +81,7 @@ class Session:
             if isinstance(outcome, Reply):
                 self.answered = True
                 if outcome.status == 200:
-                    return replace(outcome, attempts=attempts, refusals=refusals)
-                refusals += outcome.status == 429
+                    return replace(outcome, attempts=attempts)
             if attempts == 1 and self.retries.patience_s is not None:  # an attempt itself may take longer
                 given_up = min(deadline, self.clock() + self.retries.patience_s)
             pause = self._choose_pause(request, outcome, failures)
@@ -143,19 +140,9 @@ def _is_of_proxy(reply: Reply) -> bool:
 
 
 def _retry_after(outcome: Reply | Failure) -> float | None:
-    """The seconds that a refusal asks for, None where it says nothing."""
-    text = outcome.headers.get("retry-after") if isinstance(outcome, Reply) else None
-    return parse_retry_after(text) if text is not None else None
-
-
-def parse_retry_after(text: str) -> float | None:
-    """Seconds from now of a ``Retry-After``, which is a number or a date; None where it is neither."""
+    """The seconds that a refusal asks for, None where it says none; a date, as a proxy may write it, is not read."""
     try:
-        seconds = float(text[:32])
-    except ValueError:
-        try:
-            moment = parsedate_to_datetime(text[:64])
-        except ValueError:
-            return None
-        seconds = (moment.replace(tzinfo=moment.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
-    return max(seconds, 0.0) if seconds == seconds else None  # NaN is not equal to itself
+        seconds = float(outcome.headers["retry-after"][:32]) if isinstance(outcome, Reply) else -1
+    except (KeyError, ValueError):
+        return None
+    return seconds if seconds >= 0 else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from base64 import b64encode
@@ -21,16 +20,6 @@ Kind = Literal["images", "texts", "tensors"]
 REMOTE = ("http://", "https://", "data:")
 MAX_QUICK = 1 << 18  # bytes
 PNG_MODES = frozenset({"1", "L", "LA", "I;16", "P", "RGB", "RGBA"})
-OTHER_MODES = {
-    "CMYK": "RGB",
-    "YCbCr": "RGB",
-    "LAB": "RGB",
-    "HSV": "RGB",
-    "RGBX": "RGB",
-    "RGBa": "RGBA",
-    "La": "LA",
-    "PA": "RGBA",
-}
 
 
 class Readable(Protocol):
@@ -125,21 +114,10 @@ def is_pil_image(value: object) -> bool:
 
 
 def check_many(inputs: Any) -> Any:
-    """Inputs that come one after another; InputError for a single one, which would be taken apart.
-
-    InputError for a generator that has ended too: whoever gives it twice would take nothing for an answer.
-    """
-    if _is_ended(inputs):
-        raise InputError("the generator has ended, it was read before: make a new one, or give a list")
+    """Inputs that come one after another; InputError for a single one, which would be taken apart."""
     if not is_array(inputs) and not hasattr(inputs, "__aiter__") and is_single(inputs):
         raise InputError(f"a {type(inputs).__name__} is one input, and this takes many: write [INPUT]")
     return inputs
-
-
-def _is_ended(inputs: Any) -> bool:
-    if inspect.isasyncgen(inputs):
-        return inputs.ag_frame is None
-    return inspect.isgenerator(inputs) and inputs.gi_frame is None
 
 
 def read_item(value: Input) -> AnyItem:
@@ -246,13 +224,11 @@ def _read_file(value: Readable) -> bytes:
 def _encode_picture(picture: Any) -> bytes:
     """A picture of PIL as PNG, which keeps each pixel, and how it is to be turned upright."""
     stream = BytesIO()
-    if picture.mode not in PNG_MODES and picture.mode not in OTHER_MODES:
+    if picture.mode not in PNG_MODES:
         raise InputError(
-            f"a picture of mode {picture.mode} has numbers of no known range: scale them to 0 to 255 for mode 'L', "
-            "or send them as an array"
+            f"a picture of mode {picture.mode} can't be sent: convert it to 'L' or 'RGB', or send it as an array"
         )
-    shown = picture if picture.mode in PNG_MODES else picture.convert(OTHER_MODES[picture.mode])
-    shown.save(stream, "PNG", compress_level=1, exif=picture.getexif())
+    picture.save(stream, "PNG", compress_level=1, exif=picture.getexif())
     return stream.getvalue()
 
 

@@ -30,16 +30,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply: headers by their names in small letters; ``attempts`` counts the requests that it took.
-
-    ``refusals`` of them were refused because the server had too much to do.
-    """
+    """A reply: headers by their names in small letters; ``attempts`` counts the requests that it took."""
 
     status: int
     headers: Mapping[str, str]
     body: bytearray
     attempts: int = 1
-    refusals: int = 0
 
     def read_json(self) -> Any:
         """The body as JSON; BadReplyError."""

@@ -1,14 +1,12 @@
-"""The models of a server, as it tells of them."""
+"""The models of a server and their layers, as it tells of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
-from layertap_client.tables import align, make_table
-
-HEADERS = ("model", "state", "source", "device", "dtype", "input", "embedding")
+from layertap_client.tables import Listing
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,10 +33,7 @@ class Model:
         return cls(str(document["name"]), inputs=tuple(document.get("inputs") or ()), details=document, **texts)
 
     def __repr__(self) -> str:
-        return align([HEADERS, self.list_cells()])
-
-    def _repr_html_(self) -> str:
-        return make_table(("", self.name), [(name, str(value)) for name, value in self.details.items()])
+        return "  ".join(filter(None, self.list_cells()))
 
     def list_cells(self) -> tuple[str, ...]:
         """It as a row of a table."""
@@ -47,13 +42,13 @@ class Model:
 
 
 @dataclass(frozen=True, repr=False)
-class Models(Sequence[Model]):
+class Models(Listing[Model]):
     """All models of a server; by number, or by name.
 
     ``default`` is the one that is meant where none is named; ``limits`` has what requests must keep within.
     """
 
-    models: tuple[Model, ...]
+    headers = ("model", "state", "source", "device", "dtype", "input", "embedding")
     default: str
     limits: Mapping[str, float]
 
@@ -61,28 +56,66 @@ class Models(Sequence[Model]):
     def read(cls, document: Mapping[str, Any]) -> Models:
         """Models as ``GET /models`` tells of them."""
         models = tuple(map(Model.read, document["models"]))
-        return cls(models, str(document.get("default") or ""), document.get("limits") or {})
+        return cls(models, str(document.get("default") or ""), dict(document["limits"]))
 
-    @overload
-    def __getitem__(self, key: int | str) -> Model: ...
-    @overload
-    def __getitem__(self, key: slice) -> Sequence[Model]: ...
-    def __getitem__(self, key: int | str | slice) -> Model | Sequence[Model]:
-        if not isinstance(key, str):
-            return self.models[key]
-        for model in self.models:
-            if model.name == key:
-                return model
-        raise KeyError(key)
 
-    def __len__(self) -> int:
-        return len(self.models)
+@dataclass(frozen=True, repr=False)
+class Layer:
+    """One layer: how often it runs in a forward, the shape of what it gives for one row, its share of the cost.
 
-    def __iter__(self) -> Iterator[Model]:
-        return iter(self.models)
+    ``shape`` and ``layout`` are those of its last call's first tensor, None where it never runs. ``cost`` is the share
+    of a whole forward up to here. ``details`` has all that the server says of it: ``outputs``, ``inputs``,
+    ``attention``, ``hazards``.
+    """
+
+    name: str
+    type: str
+    leaf: bool
+    calls: int
+    shape: tuple[int, ...] | None
+    layout: str | None
+    parameters: int
+    cost: float | None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Layer:
+        """A layer as ``GET /models/{m}/layers`` tells of it."""
+        calls = int(document.get("calls") or 0)
+        last = [output for output in document.get("outputs") or () if output.get("call") == calls - 1]
+        return cls(
+            str(document["name"]),
+            str(document["type"]),
+            bool(document.get("leaf")),
+            calls,
+            tuple(last[0]["shape"]) if last else None,
+            last[0].get("layout") if last else None,
+            int(document.get("parameters") or 0),
+            document.get("cost"),
+            document,
+        )
 
     def __repr__(self) -> str:
-        return align([HEADERS, *(model.list_cells() for model in self.models)])
+        return "  ".join(filter(None, self.list_cells()))
 
-    def _repr_html_(self) -> str:
-        return make_table(HEADERS, [model.list_cells() for model in self.models], f"default: {self.default}")
+    def list_cells(self) -> tuple[str, ...]:
+        """It as a row of a table."""
+        if not self.calls:
+            return self.name, self.type, "never runs", f"{self.parameters:,}", "", ""
+        shape = "×".join(map(str, self.shape)) if self.shape is not None else ""
+        cost = f"{self.cost:.0%}" if self.cost is not None else ""
+        calls = f"{self.calls} calls" if self.calls > 1 else ""
+        return self.name, self.type, f"{shape} {self.layout or ''}".strip(), f"{self.parameters:,}", cost, calls
+
+
+@dataclass(frozen=True, repr=False)
+class Layers(Listing[Layer]):
+    """The layers of a model in execution order; by number, or by name."""
+
+    headers = ("layer", "type", "output", "parameters", "cost", "")
+    model: str
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Layers:
+        """Layers as ``GET /models/{m}/layers`` tells of them."""
+        return cls(tuple(map(Layer.read, document["layers"])), str(document["model"]))

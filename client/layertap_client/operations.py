@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import inf
-from typing import Any, TypeAlias, Unpack
+from operator import itemgetter
+from typing import Any, TypeAlias, TypeVar, Unpack
 from urllib.parse import quote
 
 from layertap_client.bodies import (
@@ -20,13 +20,13 @@ from layertap_client.bodies import (
 from layertap_client.errors import BadReplyError, ConnectionFailedError, UnavailableError
 from layertap_client.exchange import Session
 from layertap_client.inputs import Inputs, is_quick
-from layertap_client.layers import Layers
 from layertap_client.messages import Compute, Reply, Request, Steps
-from layertap_client.models import Model, Models
+from layertap_client.models import Layers, Model, Models
 from layertap_client.results import Result, read_result
 
 OTHER_JSON = "the reply is JSON, but not what a layertap sends: is the address right?"
-LIMITS = ("deadline_s", "max_inputs", "max_queue_rows", "max_body_bytes")  # of those that a server has: needed here
+LIMITS = {"deadline_s", "max_inputs", "max_queue_rows", "max_body_bytes"}  # of those that a server has: needed here
+T = TypeVar("T")
 LayerSpec: TypeAlias = str | Mapping[str, Any]
 LayerSpecs: TypeAlias = LayerSpec | Sequence[LayerSpec]
 
@@ -85,7 +85,7 @@ def dry_run(
     request = yield from _build(session, "/extract", inputs, fields, JSON)
     request = replace(request, params=[*request.params, ("dry_run", "true")])
     reply = yield from session.exchange(request, timeout)
-    return _read_object(reply)
+    return _read(reply, dict)
 
 
 def post(
@@ -113,21 +113,16 @@ def get(session: Session, /, path: str, params: Mapping[str, Any] | None = None,
 
 def models(session: Session, /) -> Steps[Models]:
     """All models of the server, the default one's name, and the limits that requests keep within."""
-    reply = yield from session.exchange(Request("GET", "/models"))
-    document = _read_object(reply, "models", "limits")
-    listed, limits = document["models"], document["limits"]
-    if not isinstance(listed, list) or not all(isinstance(each, dict) and "name" in each for each in listed):
+    listed = _read((yield from session.exchange(Request("GET", "/models"))), Models.read)
+    if not listed.limits.keys() >= LIMITS:
         raise BadReplyError(OTHER_JSON)
-    if not isinstance(limits, dict) or not all(_is_positive(limits.get(name)) for name in LIMITS):
-        raise BadReplyError(OTHER_JSON)
-    return Models.read(document)
+    return listed
 
 
 def model(session: Session, /, name: str | None = None) -> Steps[Model]:
     """One model; without a name that of the client, or else the server's default."""
     path = yield from _find_model(session, name)
-    reply = yield from session.exchange(Request("GET", path))
-    return Model.read(_read_object(reply, "name"))
+    return _read((yield from session.exchange(Request("GET", path))), Model.read)
 
 
 def layers(
@@ -141,7 +136,7 @@ def layers(
     functions: bool = False,
     timeout: float | None = None,
 ) -> Steps[Layers]:
-    """The layers of a model in execution order, as a tree; loads the model if need be.
+    """The layers of a model in execution order; loads the model if need be.
 
     ``match`` is a glob over names, ``type`` a class; ``leaf`` leaves those that have parts or those that have none;
     with ``functions`` each layer's ``details`` has those that its forward calls.
@@ -149,14 +144,14 @@ def layers(
     path = yield from _find_model(session, model)
     params = _list_params({"match": match, "type": type, "leaf": leaf, "functions": functions or None})
     reply = yield from session.exchange(Request("GET", f"{path}/layers", params, {"Accept": JSON}), timeout)
-    return Layers.read(_read_object(reply, "model", "layers"))
+    return _read(reply, Layers.read)
 
 
 def labels(session: Session, /, model: str | None = None, *, timeout: float | None = None) -> Steps[list[str] | None]:
     """The names of a model's classes, that of class 0 first; None where it has none. Loads the model if need be."""
     path = yield from _find_model(session, model)
     reply = yield from session.exchange(Request("GET", f"{path}/labels"), timeout)
-    names: list[str] | None = _read_object(reply, "labels")["labels"]
+    names: list[str] | None = _read(reply, itemgetter("labels"))
     return names
 
 
@@ -171,7 +166,7 @@ def probe(
     named = list_layers(layers)
     chosen = {**options, "layers": ",".join(map(str, named)) if named is not None else None}
     reply = yield from session.exchange(Request("GET", f"{path}/probe", _list_params(chosen)))
-    return _read_object(reply, "receipts")
+    return _read(reply, dict)
 
 
 def load(session: Session, /, model: str, *, timeout: float | None = None) -> Steps[Model]:
@@ -211,8 +206,7 @@ def _build(
 
 def _administer(session: Session, /, model: str, action: str, timeout: float | None) -> Steps[Model]:
     request = Request("POST", f"/models/{quote(model, safe='')}/{action}", repeatable=False)
-    reply = yield from session.exchange(request, timeout)
-    return Model.read(_read_object(reply, "name"))
+    return _read((yield from session.exchange(request, timeout)), Model.read)
 
 
 def _find_model(session: Session, /, name: str | None) -> Steps[str]:
@@ -229,14 +223,10 @@ def _list_params(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, text) for name, text in texts.items() if values[name] is not None]
 
 
-def _read_object(reply: Reply, *needed: str) -> dict[str, Any]:
-    """The object that a reply is, with some fields; BadReplyError."""
+def _read(reply: Reply, read: Callable[[Any], T]) -> T:
+    """What a reply's JSON says; BadReplyError where it is not what a layertap sends."""
     document = reply.read_json()
-    if not isinstance(document, dict) or not document.keys() >= set(needed):
-        raise BadReplyError(OTHER_JSON)
-    return document
-
-
-def _is_positive(value: Any) -> bool:
-    """Whether it is a finite number above 0."""
-    return isinstance(value, int | float) and 0 < value < inf
+    try:
+        return read(document)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise BadReplyError(OTHER_JSON) from None

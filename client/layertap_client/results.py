@@ -12,7 +12,7 @@ import numpy as np
 from layertap_client.arrays import Array, read_npy, read_safetensors
 from layertap_client.errors import BadReplyError, Fault, read_faults
 from layertap_client.messages import Reply
-from layertap_client.tables import align, make_table
+from layertap_client.tables import align
 
 NPY, SAFETENSORS = "application/x-npy", "application/x-safetensors"
 MAX_MEASURED = 1 << 24  # numbers of an array of which a repr still computes statistics
@@ -69,9 +69,6 @@ class Result(Mapping[str, Array]):
 
     def __repr__(self) -> str:
         return f"{self._describe()}\n{align([HEADERS, *self._list_rows()])}"
-
-    def _repr_html_(self) -> str:
-        return make_table(HEADERS, self._list_rows(), self._describe())
 
     def _describe(self) -> str:
         left_out = f", {len(self.skipped)} left out" if self.skipped else ""

@@ -1,30 +1,53 @@
-"""Tables for notebooks and terminals."""
+"""What a server lists, by number or by name, as a table in text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from html import escape
-
-LEFT = "text-align:left"
-
-
-def make_table(headers: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
-    """A table of texts, every one of them escaped."""
-    head = "".join(f'<th style="{LEFT}">{escape(header)}</th>' for header in headers)
-    body = "".join(f"<tr>{''.join(_make_cell(cell) for cell in row)}</tr>" for row in rows)
-    top = f'<caption style="{LEFT}">{escape(caption)}</caption>' if caption else ""
-    return f"<table>{top}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, TypeVar, overload
 
 
-def _make_cell(text: str) -> str:
-    return f'<td style="{LEFT};white-space:pre;font-family:monospace">{escape(text)}</td>'
+class Row(Protocol):
+    """One of what a server lists."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+
+    def list_cells(self) -> tuple[str, ...]:
+        """It as a row of a table."""
 
 
-def align(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> str:
-    """Texts in columns, for a terminal."""
+T = TypeVar("T", bound=Row)
+
+
+@dataclass(frozen=True, repr=False)
+class Listing(Sequence[T]):
+    """Entries in the server's order; KeyError for a name that none of them has."""
+
+    headers: ClassVar[tuple[str, ...]]
+    entries: tuple[T, ...]
+
+    @overload
+    def __getitem__(self, key: int | str) -> T: ...
+    @overload
+    def __getitem__(self, key: slice) -> Sequence[T]: ...
+    def __getitem__(self, key: int | str | slice) -> T | Sequence[T]:
+        if not isinstance(key, str):
+            return self.entries[key]
+        for entry in self.entries:
+            if entry.name == key:
+                return entry
+        raise KeyError(key)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __repr__(self) -> str:
+        return align([self.headers, *(entry.list_cells() for entry in self.entries)])
+
+
+def align(rows: Sequence[Sequence[str]]) -> str:
+    """Texts in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(f"{cell:>{width}}" if n in right else f"{cell:<{width}}" for n, (cell, width) in columns).rstrip()
-        for columns in (enumerate(zip(row, widths, strict=True)) for row in rows)
-    )
-    return "\n".join(lines)
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

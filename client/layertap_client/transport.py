@@ -28,14 +28,13 @@ def check_address(url: str) -> None:
         raise InputError(f"{url!r} is for other clients: write it without {address.path.rstrip('/')[-3:]}")
 
 
-def make_options(url: str, api_key: str | None, connections: int, given: dict[str, Any]) -> dict[str, Any]:
+def make_options(url: str, api_key: str | None, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of httpx's clients; InputError for an address or a key that can't be right."""
     check_address(url)
     # Replies are numbers, which hardly shrink: compressing them would take longer than sending them.
     headers = {"Accept-Encoding": "identity", **(given.pop("headers", None) or {})}
     headers |= make_key_header(api_key)
-    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-    return {"base_url": url, "headers": headers, "limits": limits, **given}
+    return {"base_url": url, "headers": headers, **given}
 
 
 def make_key_header(api_key: str | None = None) -> dict[str, str]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import re
 import socket
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from io import BytesIO
@@ -26,18 +24,6 @@ from tests.service.support import Array, configured, net, picture, raw
 ONE = ("digit.png", b"bytes", Path("digit.png"), Image.new("L", (8, 8)), BytesIO(b"file"), {"text": "a cat"})
 PICTURES = [picture(seed, size=(20 + seed % 7, 24)) for seed in range(60)]
 Embed = Callable[..., list[lt.Embedded]]
-Hide = Callable[..., None]
-
-
-@pytest.fixture
-def hide(monkeypatch: pytest.MonkeyPatch) -> Hide:
-    """Has Python find no package of a name, as where it is not installed."""
-
-    def by_name(*names: str) -> None:
-        for name in names:
-            monkeypatch.setitem(sys.modules, name, None)
-
-    return by_name
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -152,31 +138,6 @@ def test_bad_entries(embed: Embed, live: Live) -> None:
     assert all(each.error.detail for each in items if each.error)
 
 
-def test_given_twice(live: Live) -> None:
-    """A generator that has ended, and a stream that was read to its end, are refused: nothing would look like all."""
-    pictures = iter([PICTURES[0]])
-    generator = (each for each in pictures)
-
-    async def run() -> None:
-        async with lt.AsyncClient(live.url) as client:
-            stream = client.embed(each for each in PICTURES[:3])
-            assert len([each async for each in stream]) == 3
-            with pytest.raises(lt.InputError, match="has ended"):
-                await stream.collect()
-
-    with lt.Client(live.url) as client:
-        assert len(list(client.embed(generator))) == 1
-        with pytest.raises(lt.InputError, match="has ended"):
-            client.embed(generator)
-        stream = client.embed(PICTURES[:3])
-        assert next(stream).index == 0
-        assert stream.collect().indices.tolist() == [1, 2]
-        for again in (stream.collect, lambda: list(stream)):
-            with pytest.raises(lt.InputError, match="has ended"):
-                again()
-    asyncio.run(run())
-
-
 def test_nothing_but_bad_inputs(embed: Embed, live: Live) -> None:
     """A stream of nothing good has an error for each; an empty one has nothing."""
     items = embed(live.url, [b"x"] * 300)
@@ -204,11 +165,11 @@ def test_generators_are_drawn_as_needed(live: Live) -> None:
             drawn += 1
             yield each
 
-    with lt.Client(live.url, connections=2) as client:
-        stream = client.embed(endless())
+    with lt.Client(live.url) as client:
+        stream = client.embed(endless(), batch_size=7, concurrency=2)
         for taken in range(1, 400):
             assert next(stream).index == taken - 1
-            assert drawn - taken <= 4 * 256 + 256
+            assert drawn - taken < 2 * 2 * 7
         stream.close()
 
 
@@ -248,7 +209,6 @@ def test_collect(live: Live) -> None:
         np.testing.assert_allclose(embeddings.array, vectors_of(live, *PICTURES[:2]), rtol=1e-4, atol=1e-5)
         assert embeddings.fingerprint == client.extract(PICTURES[0]).fingerprint
         assert embeddings.fingerprint in repr(embeddings)
-        assert embeddings.fingerprint in embeddings._repr_html_()
         nothing = client.embed([b"x"]).collect()
         assert (dict(nothing.arrays), nothing.indices.tolist()) == ({}, [])
         mixed = client.embed([PICTURES[0], np.zeros((3, 32, 32), np.float32)]).collect()
@@ -264,6 +224,14 @@ def test_within_a_running_loop(live: Live) -> None:
             return len(list(client.embed(PICTURES[:5])))
 
     assert asyncio.run(run()) == 5
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 2), (1000, 100)], ids=str)
+def test_sizes(embed: Embed, live: Live, sizes: tuple[int, int]) -> None:
+    """However many inputs go in a request, and however many requests are under way, the vectors are the same."""
+    items = embed(live.url, PICTURES, batch_size=sizes[0], concurrency=sizes[1])
+    for each, vector in zip(items, vectors_of(live, *PICTURES), strict=True):
+        np.testing.assert_allclose(each.vector, vector, rtol=1e-4, atol=1e-5)
 
 
 def test_small_limits(embed: Embed) -> None:
@@ -301,10 +269,9 @@ def test_a_slow_batch(embed: Embed, live: Live) -> None:
         answered.release()
         return goes_on
 
-    # Of two kinds in turn, so that each is a batch: the first is held until as many wait as may, and none is under way.
-    inputs = [each if n % 2 else {"image": each} for n, each in enumerate(PICTURES[:20])]
+    # The first is held until as many wait as may, and none is under way.
     with misbehaving(good, late, soon) as server:
-        items = embed(server.url, inputs)
+        items = embed(server.url, PICTURES[:20], batch_size=1, concurrency=2)
     assert [each.index for each in items] == list(range(20))
     assert [each.index for each in items if each.error] == []
 
@@ -317,47 +284,6 @@ def test_another_model(embed: Embed) -> None:
         behaviours = [relay(one.url)] * 3 + [relay(other.url)]
         with misbehaving(*behaviours) as server, pytest.raises(lt.FingerprintChangedError):
             embed(server.url, rows, "linear", model="m")
-
-
-@pytest.mark.parametrize(("missing", "failed"), [((), "1 failed"), (("rich",), "failed=1")], ids=["rich", "tqdm"])
-def test_progress(
-    embed: Embed, live: Live, capfd: pytest.CaptureFixture[str], hide: Hide, missing: tuple[str, ...], failed: str
-) -> None:
-    """A bar where one is wanted, by rich or tqdm, on the stream for errors; none otherwise."""
-    hide(*missing)
-    embed(live.url, [*PICTURES[:3], b"x"], progress=True)
-    shown = capfd.readouterr()
-    embed(live.url, PICTURES[:3])
-    embed(live.url, PICTURES[:3], progress=False)
-    silent = capfd.readouterr()
-    assert shown.out == silent.out == silent.err == ""
-    assert "embedding" in shown.err
-    assert "4/4" in shown.err
-    assert failed in shown.err
-
-
-@pytest.mark.parametrize("missing", [(), ("rich",)], ids=["rich", "tqdm"])
-def test_progress_without_an_end(
-    live: Live, capfd: pytest.CaptureFixture[str], hide: Hide, missing: tuple[str, ...]
-) -> None:
-    """Of a source whose length nobody knows the bar counts; it ends where the caller takes no more."""
-    hide(*missing)
-    with lt.Client(live.url) as client:
-        stream = client.embed(itertools.cycle(PICTURES), progress=True)
-        for _ in range(100):
-            next(stream)
-        stream.close()
-    shown = capfd.readouterr()
-    assert shown.out == ""
-    assert re.search(r"embedding.*[1-9]\d", shown.err, re.DOTALL)
-    assert shown.err.endswith("\n")
-
-
-def test_no_library_for_progress(embed: Embed, live: Live, capfd: pytest.CaptureFixture[str], hide: Hide) -> None:
-    """Where neither library is there, nothing is shown and all is embedded."""
-    hide("rich", "tqdm")
-    assert len(embed(live.url, PICTURES[:3], progress=True)) == 3
-    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("given", ONE, ids=lambda given: type(given).__name__)

@@ -1,4 +1,4 @@
-"""Refusals as exceptions: one class for each kind, with all that the server says."""
+"""Refusals as exceptions, with all that the server says."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROW = np.ones((1, 4), np.float32)
         (lambda c: c.extract(PICTURE, "head", model="digit"), lt.NotFoundError, "unknown-model"),
         (lambda c: c.layers("digit"), lt.NotFoundError, "unknown-model"),
         (lambda c: c.model("a/b"), lt.NotFoundError, "http"),
-        (lambda c: c.extract(PICTURE, ["head", "block1"], format="npy"), lt.NotAcceptableError, "not-acceptable"),
+        (lambda c: c.extract(PICTURE, ["head", "block1"], format="npy"), lt.ProblemError, "not-acceptable"),
         (lambda c: c.extract([PICTURE] * 257, "head"), lt.TooLargeError, "too-large"),
     ],
 )
@@ -76,8 +76,9 @@ def test_keys(open_client: Any) -> None:
         assert open_client(live.url, api_key="user-key").extract(PICTURE, "head").rows == 1
         with pytest.raises(lt.AuthenticationError):
             open_client(live.url).extract(PICTURE, "head")
-        with pytest.raises(lt.ForbiddenError):
+        with pytest.raises(lt.ProblemError) as caught:
             open_client(live.url, api_key="user-key").load("digits")
+        assert caught.value.status == 403
 
 
 @pytest.mark.parametrize("key", ["", "schlüssel", "secret-key\n", " secret-key", "secret\nX-Other: 1"])
@@ -140,11 +141,8 @@ def test_load_and_unload(client: Any) -> None:
         {"models": [{"state": "ready"}]},
         {"limits": {}},
         {"limits": None},
-        {"limits": {**LIMITS, "max_inputs": "many"}},
-        {"limits": {**LIMITS, "deadline_s": float("nan")}},
-        {"limits": {**LIMITS, "max_body_bytes": 0}},
     ],
-    ids=["number", "no object", "no name", "no limits", "null", "text", "nan", "zero"],
+    ids=["number", "no object", "no name", "no limits", "null"],
 )
 def test_models_of_others(open_client: Any, changes: dict[str, Any]) -> None:
     """A list of models that is none, or without the limits that requests keep within, is a bad reply."""
@@ -159,10 +157,10 @@ def test_models_of_others(open_client: Any, changes: dict[str, Any]) -> None:
         (200, b"<html>", lt.BadReplyError),
         (301, b"", lt.BadReplyError),
         (204, b"", lt.BadReplyError),
-        (418, b"short and stout", lt.BadReplyError),
+        (418, b"short and stout", lt.ProblemError),
         (404, b"<html>nginx</html>", lt.NotFoundError),
-        (500, b"", lt.ServerError),
-        (403, b"[1]", lt.ForbiddenError),
+        (500, b"", lt.ProblemError),
+        (403, b"[1]", lt.ProblemError),
         (422, b'{"detail": "x", "errors": [3, {"detail": 4, "input": "one"}]}', lt.InvalidRequestError),
     ],
 )

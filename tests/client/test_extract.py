@@ -88,11 +88,10 @@ def test_rotated_picture(client: Any) -> None:
     assert not np.allclose(opened, plain)
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16", "CMYK"])
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16"])
 def test_modes_of_pictures(client: Any, mode: str) -> None:
     """A picture of PIL gives what the same picture in a file does."""
-    given = Image.open(BytesIO(PICTURE)).convert("L").convert(mode) if mode != "CMYK" else None
-    given = given or Image.open(BytesIO(PICTURE)).convert("CMYK")
+    given = Image.open(BytesIO(PICTURE)).convert("L").convert(mode)
     stream = BytesIO()
     given.save(stream, "TIFF")
     np.testing.assert_allclose(
@@ -264,8 +263,9 @@ def test_npy_reply(client: Any, live: Live) -> None:
         ("nul\0.png", "can't be read"),
         (closed_file(), "can't be read"),
         (Image.new("RGB", (0, 0)), "can't be read"),
-        (Image.new("F", (4, 4)), "of mode F has numbers of no known range"),
-        (Image.new("I", (4, 4)), "of mode I has numbers of no known range"),
+        (Image.new("F", (4, 4)), "of mode F can't be sent: convert it"),
+        (Image.new("I", (4, 4)), "of mode I can't be sent: convert it"),
+        (Image.new("CMYK", (4, 4)), "of mode CMYK can't be sent: convert it"),
         ([], "no inputs"),
         (3, "is no input"),
         ([PICTURE, 3.5], "input 1"),
