@@ -19,10 +19,10 @@ def construct_alone(seed: int | None) -> Iterator[None]:
     what they were before. Meanwhile they are the process's: a forward in another thread that draws random numbers
     draws from the same generator.
     """
-    dtype = torch.get_default_dtype()
     # Where CUDA is not in use it stays so.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with _LOCK, torch.random.fork_rng(devices):
+        dtype = torch.get_default_dtype()
         if seed is not None:
             torch.manual_seed(seed)
         try:

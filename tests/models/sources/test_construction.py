@@ -52,16 +52,18 @@ def test_default_dtype(fails: bool) -> None:
 
 def test_one_at_a_time() -> None:
     """A thread that constructs waits for one that began before, so that both draw what they draw alone."""
-    begun, goes_on = Event(), Event()
+    begun, waits, goes_on = Event(), Event(), Event()
 
     def construct_first() -> str:
         with construct_alone(1):
+            torch.set_default_dtype(torch.float64)
             first = nn.Linear(3, 2)
             begun.set()
             assert goes_on.wait(60)
             return digest_weights(nn.Sequential(first, nn.Linear(2, 2)))
 
     def construct_second() -> str:
+        waits.set()
         with construct_alone(2):
             assert goes_on.is_set()
             return digest_weights(nn.Linear(3, 2))
@@ -70,5 +72,7 @@ def test_one_at_a_time() -> None:
         first = pool.submit(construct_first)
         assert begun.wait(60)
         second = pool.submit(construct_second)
+        assert waits.wait(60)
         goes_on.set()
         assert [first.result(), second.result()] == [construct_first(), construct_second()]
+    assert torch.get_default_dtype() == torch.float32
