@@ -59,17 +59,17 @@ class LoadedModel(ModelInfo):
 
         Raises whatever a forward of so many rows does.
         """
-        if not self.catalog.rowwise:
+        if self.catalog.crosses_rows:
             return True
         noise = make_noise(self.inputs, self.device, self.dtype)
-        outputs = [leaf for leaf in self.catalog.layers["."].calls[0].output.tensors if leaf.row_axis is not None]
+        outputs = [info for info in self.catalog.layers["."].calls[0].output.tensors if info.row_axis is not None]
         rows_by_place = []
         with torch.no_grad(), use_threads(1):
             for place in sorted({0, 1 % rows, rows // 2, rows - 1}):
                 batch = {name: _repeat_rows(value, rows, place) for name, value in noise.items()}
                 tensors = dict(iterate_tensors(self.call(batch, self.module)))
-                pairs = [(tensors[leaf.path], leaf) for leaf in outputs if leaf.path in tensors]
-                rows_by_place.append([select_rows(value, leaf, (place, place + 1)).clone() for value, leaf in pairs])
+                pairs = [(tensors[info.path], info) for info in outputs if info.path in tensors]
+                rows_by_place.append([select_rows(value, info, (place, place + 1)).clone() for value, info in pairs])
         first = rows_by_place[0]
         return all(torch.equal(*pair) for each in rows_by_place for pair in zip(each, first, strict=True))
 
@@ -160,7 +160,7 @@ class LoadedModel(ModelInfo):
     def _assemble_batch(self, pieces: Sequence[Rows], padding: int, resumption: Resumption | None) -> dict[str, Tensor]:
         """One batch of all pieces, in memory that is the forward's own: a model may write to its input."""
         batch = {}
-        floating = self.dtype if resumption is None else DTYPES[resumption.leaf.dtype]  # a layer may have its own
+        floating = self.dtype if resumption is None else DTYPES[resumption.info.dtype]  # a layer may have its own
         for name, first in pieces[0].items():
             parts = [piece[name] for piece in pieces]
             if padding:
@@ -192,13 +192,13 @@ class LoadedModel(ModelInfo):
 
 def check_rows_fit(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> int:
     """How many rows a forward may have; InputError where the plan's must all share one and do not fit."""
-    size = max_rows if catalog.rowwise else 1
+    size = 1 if catalog.crosses_rows else max_rows
     if total > size and not plan.may_split:
         batch = ', or add "isolated": true, which makes them one batch'
-        mixed = [capture.point for capture in plan.captures if capture.tensor.mixed]
+        mixed = [capture.point for capture in plan.captures if capture.tensor.crosses_rows]
         raise InputError(
             f"a layer asked for mixes its rows, so they must share one forward, which holds {size} here",
-            hint=f"send at most {size} inputs with it" + (batch if catalog.batches and not catalog.rowwise else ""),
+            hint=f"send at most {size} inputs with it" + (batch if catalog.batches and catalog.crosses_rows else ""),
             points=dict.fromkeys(mixed, f"mixes rows, of which a forward holds {size} here"),
         )
     return size

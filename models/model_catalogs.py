@@ -57,7 +57,7 @@ def survey_configured(
         forward = partial(call_module, module=module, state=catalog.traits.state)
         row = make_noise_row(inputs.specs, device, inputs.dtype)
         row_bytes = _measure_row_bytes(forward, row, module, device)
-        reading = measure_forward(forward, row, device, catalog.rowwise, threads)
+        reading = measure_forward(forward, row, device, catalog.crosses_rows, threads)
     costs = make_costs(history.add(reading), row_bytes)
     # Noise only adds; and a survey of a quick model has a single thread.
     seconds = min(catalog.seconds, costs.estimate_seconds(1) / costs.speedup)
@@ -86,7 +86,7 @@ def _survey_repeatedly(
             break
         state = (*state, *sorted(found))
     if not run.is_same:  # nothing tells what is a neighbour's doing: each row runs alone
-        return replace(catalog, rowwise=False, traits=Traits(state, deterministic=False))
+        return replace(catalog, crosses_rows=True, traits=Traits(state, deterministic=False))
     if trial is None:
         return replace(catalog, traits=Traits(state))
     # What makes itself other parts by the length of a text would do so by its padding, too (BigBird).
@@ -159,14 +159,14 @@ class ModelCatalogs(CatalogCache):
         """The catalogues of each of two towers for its configured shape; InputError where one does not run alone."""
         return {tower.shapes: self.survey(tower.shapes) for tower in self._inputs.towers if tower.tower}
 
-    def verify_resumption(self, point: HookPoint, leaf: TensorInfo, shapes: Shapes) -> Resumption:
+    def verify_resumption(self, point: HookPoint, info: TensorInfo, shapes: Shapes) -> Resumption:
         """Forwards that go on from a point, of rows of a shape; tried where no result is kept.
 
         SelectorError where the model has none, OutOfMemoryError.
         """
         resumption = self._resumptions.get((point, shapes))
         if resumption is None:
-            resumption = self._try_resumption(point, leaf, shapes)
+            resumption = self._try_resumption(point, info, shapes)
             self.put_resumption(point, shapes, resumption)
         if isinstance(resumption, SelectorError):
             raise not_resumable_error(point)
@@ -193,7 +193,7 @@ class ModelCatalogs(CatalogCache):
         prefix = 0 if tower.tower == "texts" else self._prefix_tokens
         catalog = survey(self._module, specs, self._forward, self._device, prefix, dtype, functions=functions)
         traits = self.configured.traits
-        return replace(catalog, rowwise=catalog.rowwise and traits.deterministic, traits=traits)
+        return replace(catalog, crosses_rows=catalog.crosses_rows or not traits.deterministic, traits=traits)
 
     def _resize(self, specs: Sequence[InputSpec]) -> Catalog:
         """The catalogue of another shape by one forward; AnotherCourseError where that is not enough."""
@@ -220,14 +220,14 @@ class ModelCatalogs(CatalogCache):
     def _measure_row_bytes(self, row: memory.Rows) -> int:
         return _measure_row_bytes(self._forward, row, self._module, self._device)
 
-    def _try_resumption(self, point: HookPoint, leaf: TensorInfo, shapes: Shapes) -> Resumption | SelectorError:
+    def _try_resumption(self, point: HookPoint, info: TensorInfo, shapes: Shapes) -> Resumption | SelectorError:
         """The error where the model has none: it is kept too, or each request for it would try again."""
         catalog, specs = self.survey(shapes), self._inputs.with_shapes(shapes)
         rows = make_noise(specs, self._device, self._inputs.dtype)
         run = partial(call_module, state=catalog.traits.state)
         try:
             with use_threads(self._threads), _name_memory_errors():
-                return verify_resumable(self._module, (point, leaf), catalog, specs, run, rows, self._inputs.dtype)
+                return verify_resumable(self._module, (point, info), catalog, specs, run, rows, self._inputs.dtype)
         except SelectorError:
             return not_resumable_error(point)  # another than that, whose frames hold tensors
 

@@ -179,12 +179,12 @@ def _get_boundary(catalog: Catalog, point: HookPoint) -> CallBoundary:
 
 def _check_is_given(tensor: SelectorMatch, reduction: Reduction, excluded: str) -> None:
     """SelectorError where a tensor is ``excluded``, or of a kind that can't be given like that, whatever the values."""
-    name, leaf = escape(tensor.point.format_name()), tensor.tensor
+    name, info = escape(tensor.point.format_name()), tensor.tensor
     if excluded:
         raise SelectorError(f"{name} {excluded}")
-    if leaf.dtype not in CARRIED and not leaf.is_floating:
-        raise SelectorError(f"{name} is of dtype {leaf.dtype}, which no reply format carries")
-    if reduction.is_by_row and (leaf.row_axis is None or leaf.mixed):
+    if info.dtype not in CARRIED and not info.is_floating:
+        raise SelectorError(f"{name} is of dtype {info.dtype}, which no reply format carries")
+    if reduction.is_by_row and (info.row_axis is None or info.crosses_rows):
         what, hint = "it can't be pooled", "use pool 'none'"
         if reduction.stats is not None:
             what, hint = "it has no statistics of each", "leave 'stats' out: pool 'none' gives the whole tensor"
@@ -195,38 +195,38 @@ def _check_reduction(
     tensor: SelectorMatch, reduction: Reduction, catalog: Catalog, lengths: TextLengths | None
 ) -> None:
     """SelectorError where a tensor can't be reduced that way."""
-    name, leaf = escape(tensor.point.format_name()), tensor.tensor
+    name, info = escape(tensor.point.format_name()), tensor.tensor
     if reduction.stats is not None:
-        _check_stats(name, leaf, reduction, catalog)
+        _check_stats(name, info, reduction, catalog)
     if reduction.normalize and reduction.pool == "none":
         raise SelectorError("'normalize' needs a pooled result", hint="add a pool: 'mean', 'flatten', …")
     _check_pool(name, tensor, reduction)
-    if reduction.dtype == "int8" and reduction.pool == "none" and leaf.row_axis not in (0, None):
+    if reduction.dtype == "int8" and reduction.pool == "none" and info.row_axis not in (0, None):
         raise SelectorError(
-            f"{name} has its rows on axis {leaf.row_axis}, so int8 would scale them all together",
+            f"{name} has its rows on axis {info.row_axis}, so int8 would scale them all together",
             hint="add a pool, or ask for 'float16'",
         )
-    common = leaf if lengths is None else leaf.with_length(lengths.common)
+    common = info if lengths is None else info.with_length(lengths.common)
     for option, indices in reduction.indices.items():
         _check_indices(name, common, option, indices, catalog)
 
 
 def _check_pool(name: str, tensor: SelectorMatch, reduction: Reduction) -> None:
-    pooling, leaf = POOLINGS[reduction.pool], tensor.tensor
+    pooling, info = POOLINGS[reduction.pool], tensor.tensor
     if pooling.by_channel and tensor.point.site in ATTENTION:
         raise SelectorError(f"the attention of {name} has no channels", hint="use pool 'flatten' or 'none'")
-    if pooling.by_channel and leaf.layout is None:
+    if pooling.by_channel and info.layout is None:
         raise SelectorError(
-            f"the axes of {name}, shape {list(leaf.shape)}, are not known, so '{reduction.pool}' is not defined",
+            f"the axes of {name}, shape {list(info.shape)}, are not known, so '{reduction.pool}' is not defined",
             hint="use pool 'flatten' or 'none'",
         )
-    if pooling.first_token and leaf.prefix == 0 and not leaf.token_axes:
+    if pooling.first_token and info.prefix == 0 and not info.token_axes:
         raise SelectorError(f"{name} has no class token", hint="use pool 'mean'")
-    if pooling.last_token and "T" not in (leaf.layout or ""):
+    if pooling.last_token and "T" not in (info.layout or ""):
         raise SelectorError(f"{name} has no tokens", hint="use pool 'mean'")
 
 
-def _check_stats(name: str, leaf: TensorInfo, reduction: Reduction, catalog: Catalog) -> None:
+def _check_stats(name: str, info: TensorInfo, reduction: Reduction, catalog: Catalog) -> None:
     default = Reduction()
     options = [
         option for option in ("pool", "normalize", "dtype") if getattr(reduction, option) != getattr(default, option)
@@ -236,34 +236,34 @@ def _check_stats(name: str, leaf: TensorInfo, reduction: Reduction, catalog: Cat
             f"'stats' of {name} contradicts {escape(options[0])}: statistics are float32, in place of the values",
             hint=f"leave {' and '.join(map(escape, options))} out of this entry, or 'stats'",
         )
-    if catalog.sizes_known and prod(leaf.shape) == 0:
-        raise SelectorError(f"{name}, shape {list(leaf.shape)}, holds no value", hint="leave 'stats' out")
-    if reduction.by == "channel" and "C" not in (leaf.layout or ""):
-        raise SelectorError(f"{name}, shape {list(leaf.shape)}, has no channels", hint="leave 'by' out")
+    if catalog.sizes_known and prod(info.shape) == 0:
+        raise SelectorError(f"{name}, shape {list(info.shape)}, holds no value", hint="leave 'stats' out")
+    if reduction.by == "channel" and "C" not in (info.layout or ""):
+        raise SelectorError(f"{name}, shape {list(info.shape)}, has no channels", hint="leave 'by' out")
     if reduction.over == "inputs":
-        _check_merged(name, leaf, reduction.stats or ())
+        _check_merged(name, info, reduction.stats or ())
 
 
-def _check_merged(name: str, leaf: TensorInfo, stats: Collection[str]) -> None:
+def _check_merged(name: str, info: TensorInfo, stats: Collection[str]) -> None:
     """SelectorError where statistics over all inputs don't follow from those of each."""
     if unmerged := [each for each in stats if STATISTICS[each].merge is None]:
         detail = f"'{unmerged[0]}' of {name} is of each input only: its bins are other ones in each"
         raise SelectorError(detail, hint=f"leave '{unmerged[0]}' out, or 'over'")
     if "std" in stats and "mean" not in stats:
         raise SelectorError(f"'std' of {name} over all inputs is made of their means too", hint="add 'mean' to 'stats'")
-    if leaf.token_axes:
+    if info.token_axes:
         detail = f"{name} has as many values as an input has tokens, so inputs of several lengths count differently"
         raise SelectorError(detail, hint="leave 'over' out, and weigh the rows yourself")
 
 
-def _check_indices(name: str, leaf: TensorInfo, option: str, indices: tuple[int, ...], catalog: Catalog) -> None:
+def _check_indices(name: str, info: TensorInfo, option: str, indices: tuple[int, ...], catalog: Catalog) -> None:
     axis = AXES[option]
-    if leaf.layout is None or axis not in leaf.layout:
+    if info.layout is None or axis not in info.layout:
         raise SelectorError(f"{name} has no axis of {option}", hint=f"leave '{option}' out")
-    size = leaf.shape[leaf.layout.index(axis)]
+    size = info.shape[info.layout.index(axis)]
     if catalog.sizes_known and not (indices and all(-size <= index < size for index in indices)):
         raise SelectorError(f"'{option}' of {name} must be between {-size} and {size - 1}")
-    if indices and min(indices) < 0 and axis == "C" and leaf.layout.index(axis) in leaf.token_axes:
+    if indices and min(indices) < 0 and axis == "C" and info.layout.index(axis) in info.token_axes:
         detail = f"the channels of {name} are tokens, of which each text has its own number: none is the last of all"
         raise SelectorError(detail, hint="count from the first, 0")
     counted = [index + size if index < 0 and catalog.sizes_known else index for index in indices]

@@ -45,7 +45,7 @@ def find_spans(slices: Iterable[RequestSlice], rows: int) -> dict[Capture, tuple
 
     Neighbours that want the same are taken in one piece where that makes no other bits: sums and powers of several rows
     are rounded otherwise than those of one, and an answer must not depend on its neighbours. What does not belong to
-    single rows (``row_axis`` None, ``mixed``) is taken whole.
+    single rows (``row_axis`` None, ``crosses_rows``) is taken whole.
     """
     spans_by_capture: dict[Capture, list[Span]] = {}
     for each in sorted(slices, key=lambda each: each.start):
@@ -60,9 +60,9 @@ def find_spans(slices: Iterable[RequestSlice], rows: int) -> dict[Capture, tuple
     return {capture: tuple(spans) for capture, spans in spans_by_capture.items()}
 
 
-def select_span_rows(value: Tensor, leaf: TensorInfo, span: Span, rows: int) -> Tensor:
+def select_span_rows(value: Tensor, info: TensorInfo, span: Span, rows: int) -> Tensor:
     """The part of a tensor that belongs to a span of a forward's rows; a view."""
-    return value if span == (0, rows) else select_rows(value, leaf, span)
+    return value if span == (0, rows) else select_rows(value, info, span)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _is_exact(capture: Capture) -> bool:
 
 
 def _has_rows(capture: Capture) -> bool:
-    return capture.tensor.row_axis is not None and not capture.tensor.mixed
+    return capture.tensor.row_axis is not None and not capture.tensor.crosses_rows
 
 
 def _select_reduced(reduced: ReducedTensor, capture: Capture, span: Span, rows: Span) -> ReducedTensor:

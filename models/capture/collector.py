@@ -33,7 +33,7 @@ class GradientAnchor:
     """Where a gradient is wanted, or changed."""
 
     point: HookPoint
-    leaf: TensorInfo
+    info: TensorInfo
     interventions: list[tuple[RequestSlice, ResolvedIntervention]] = field(default_factory=list)
 
 
@@ -96,7 +96,7 @@ class Collector:
     """
 
     def __init__(
-        self, slices: tuple[RequestSlice, ...], rows: int, modules: Mapping[str, nn.Module], real: Tensor | None
+        self, slices: tuple[RequestSlice, ...], rows: int, modules: Mapping[str, nn.Module], token_mask: Tensor | None
     ) -> None:
         spans = find_spans(slices, rows)
         self.results: dict[tuple[Capture, Span], ReducedTensor] = {}
@@ -107,7 +107,7 @@ class Collector:
         self._has_graph = bool(self._objectives)
         self._rows = rows
         self._modules = modules
-        self._real = real
+        self._token_mask = token_mask
         self._tape = Tape()
         self._error: InputError | None = None
         self._misfits: list[LayertapError] = []
@@ -226,14 +226,14 @@ class Collector:
             tensor = tensors.get(change.point.path)
             if tensor is not None:
                 self._check_tensor(tensor, change.tensor, change.point)
-                changed = _apply_intervention(request_slice, change, self._rows, self._real, tensor)
+                changed = _apply_intervention(request_slice, change, self._rows, self._token_mask, tensor)
                 tensors[change.point.path] = changes[change.point.path] = changed
 
     def _anchor(self, anchor: GradientAnchor, tensor: Tensor) -> Tensor:
-        self._check_tensor(tensor, anchor.leaf, anchor.point)
+        self._check_tensor(tensor, anchor.info, anchor.point)
         self._check_differentiable(anchor.point)
         changes = [
-            partial(_apply_intervention, *each, self._rows, self._real) for each in reversed(anchor.interventions)
+            partial(_apply_intervention, *each, self._rows, self._token_mask) for each in reversed(anchor.interventions)
         ]
         return self._tape.anchor(self._get_key(anchor.point), tensor, changes)
 
@@ -250,8 +250,8 @@ class Collector:
 
     def _reduce(self, capture: Capture, span: Span, tensor: Tensor) -> None:
         part = select_span_rows(tensor, capture.tensor, span, self._rows)
-        real = _select_real(self._real, span)
-        self.results[capture, span] = reduce(part, capture.tensor, capture.reduction, real, capture.length)
+        token_mask = _select_token_mask(self._token_mask, span)
+        self.results[capture, span] = reduce(part, capture.tensor, capture.reduction, token_mask, capture.length)
 
     def _add_objective(self, place: int, tensors: Mapping[Path, Tensor]) -> None:
         objective = self._objectives.get(place)
@@ -260,22 +260,25 @@ class Collector:
             self._check_tensor(tensor, objective.tensor, objective.point)
             self._check_differentiable(objective.point)
             span = self._slices[place].span
-            part, real = select_span_rows(tensor, objective.tensor, span, self._rows), _select_real(self._real, span)
-            self._tape.add(objective.point, compute_objective(part, objective.tensor, objective.objective, real))
+            part, token_mask = (
+                select_span_rows(tensor, objective.tensor, span, self._rows),
+                _select_token_mask(self._token_mask, span),
+            )
+            self._tape.add(objective.point, compute_objective(part, objective.tensor, objective.objective, token_mask))
             del self._objectives[place]
 
-    def _check_tensor(self, tensor: Tensor, leaf: TensorInfo, point: HookPoint) -> None:
+    def _check_tensor(self, tensor: Tensor, info: TensorInfo, point: HookPoint) -> None:
         """Leave the forward where a tensor can't be cut by what its catalogue says: rows would be cut elsewhere."""
-        if misfit := self._find_misfit(tensor, leaf, point):
+        if misfit := self._find_misfit(tensor, info, point):
             self._error = misfit
             raise StopForward from misfit
 
-    def _find_misfit(self, tensor: Tensor, leaf: TensorInfo, point: HookPoint) -> InputError | None:
+    def _find_misfit(self, tensor: Tensor, info: TensorInfo, point: HookPoint) -> InputError | None:
         """What is wrong with a tensor that is not what its catalogue says."""
-        shape, expected = tuple(tensor.shape), leaf.shape_for(self._rows)
-        if shape == expected and dtype_name(tensor.dtype) == leaf.dtype:
+        shape, expected = tuple(tensor.shape), info.shape_for(self._rows)
+        if shape == expected and dtype_name(tensor.dtype) == info.dtype:
             return None
-        difference = f"is {dtype_name(tensor.dtype)} {list(shape)}, not {leaf.dtype} {list(expected)}"
+        difference = f"is {dtype_name(tensor.dtype)} {list(shape)}, not {info.dtype} {list(expected)}"
         one_row = "its size depends on the input's values: ask for another layer"
         hint = "send one input at a time" if self._rows > 1 else one_row
         detail = f"with this input {point.escaped_text} {difference}"
@@ -311,12 +314,14 @@ def _make_unreached_error(point: HookPoint) -> LayerNotReachedError:
 
 # Not a method: a graph whose hooks held the collector, which holds tensors of that graph, would never be freed.
 def _apply_intervention(
-    request_slice: RequestSlice, change: ResolvedIntervention, rows: int, real: Tensor | None, value: Tensor
+    request_slice: RequestSlice, change: ResolvedIntervention, rows: int, token_mask: Tensor | None, value: Tensor
 ) -> Tensor:
     """A tensor of so many rows in which those of one request are changed."""
     span = request_slice.span
     part = select_span_rows(value, change.tensor, span, rows)
-    changed = apply_operation(part, change.tensor, change.operation, request_slice.first, _select_real(real, span))
+    changed = apply_operation(
+        part, change.tensor, change.operation, request_slice.first, _select_token_mask(token_mask, span)
+    )
     if changed.shape == value.shape:
         return changed
     axis, entries = change.tensor.row_axis or 0, change.tensor.entries_per_row
@@ -325,5 +330,5 @@ def _apply_intervention(
     return torch.cat([before, changed, after], dim=axis)
 
 
-def _select_real(real: Tensor | None, span: Span) -> Tensor | None:
-    return None if real is None else real[slice(*span)]
+def _select_token_mask(token_mask: Tensor | None, span: Span) -> Tensor | None:
+    return None if token_mask is None else token_mask[slice(*span)]

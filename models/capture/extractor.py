@@ -38,18 +38,18 @@ class FeatureExtractor:
         return self.extract_slices(forward, [request_slice], rows).select(request_slice)
 
     def extract_slices(
-        self, forward: Callable[[], object], slices: Iterable[RequestSlice], rows: int, real: Tensor | None = None
+        self, forward: Callable[[], object], slices: Iterable[RequestSlice], rows: int, token_mask: Tensor | None = None
     ) -> BatchActivations:
         """Run one forward for several requests: the hooks are the union, each reduces only the rows that asked.
 
-        ``real`` (rows, tokens), on the host, is False where a token only pads its row.
+        ``token_mask`` (rows, tokens), on the host, is False where a token only pads its row.
         The tensors are the caller's; they are on the model's device and not to be differentiated. The forward ends as
         soon as nothing is pending; a backward follows where a slice has an objective. Where that finds no graph the
         forward may run once more: it takes its inputs anew each time. LayerNotReachedError if it ends earlier,
         InputError if a tensor is not as its catalogue says; whatever the forward raises goes through. In every case
         the hooks are gone.
         """
-        collector = Collector(tuple(slices), rows, self._modules, real)
+        collector = Collector(tuple(slices), rows, self._modules, token_mask)
         with ExitStack() as cleanup, collector.set_grad_mode():
             cleanup.callback(collector.release_graph)
             with ExitStack() as stack:

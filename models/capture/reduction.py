@@ -46,37 +46,37 @@ def own_memory(reduced: ReducedTensor) -> ReducedTensor:
 
 
 def reduce(
-    value: Tensor, leaf: TensorInfo, reduction: Reduction, real: Tensor | None = None, length: int | None = None
+    value: Tensor, info: TensorInfo, reduction: Reduction, token_mask: Tensor | None = None, length: int | None = None
 ) -> ReducedTensor:
     """Apply a reduction to a captured tensor; never returns memory that the model may still write to.
 
-    ``real`` (rows, tokens) is False where a token only pads its row: what is made of all tokens leaves it out, what
-    is kept of each has ``length`` of them, 0 where one is no token of its row. What is named by its number is counted
-    from the row's first own token, or back from its last. InputError where it has no such token.
+    ``token_mask`` (rows, tokens) is False where a token only pads its row: what is made of all tokens leaves it out,
+    what is kept of each has ``length`` of them, 0 where one is no token of its row. What is named by its number is
+    counted from the row's first own token, or back from its last. InputError where it has no such token.
     """
     part = value
-    if real is not None and leaf.token_axes:
-        if _is_of_whole_rows(leaf, reduction):
-            if is_padded(leaf, real):
-                value, leaf, real = _align_kept(value, leaf, reduction, real, length)
-                return _reduce_row_by_row(value, leaf, reduction, real)
+    if token_mask is not None and info.token_axes:
+        if _is_of_whole_rows(info, reduction):
+            if is_padded(info, token_mask):
+                value, info, token_mask = _align_kept(value, info, reduction, token_mask, length)
+                return _reduce_row_by_row(value, info, reduction, token_mask)
         else:
             if length is not None:
-                part, leaf = truncate(part, leaf, length, real)
-            part = move_padding_last(part, leaf, "".join(_find_numbered_axes(leaf, reduction)), real[:, :length])
-    return ensure_owned(apply_reduction(part, leaf, reduction), value)
+                part, info = truncate(part, info, length, token_mask)
+            part = move_padding_last(part, info, "".join(_find_numbered_axes(info, reduction)), token_mask[:, :length])
+    return ensure_owned(apply_reduction(part, info, reduction), value)
 
 
-def apply_reduction(value: Tensor, leaf: TensorInfo, reduction: Reduction) -> ReducedTensor:
+def apply_reduction(value: Tensor, info: TensorInfo, reduction: Reduction) -> ReducedTensor:
     """The numbers of a reduction, in whatever memory they are: of the captured tensor, where they are its own."""
-    value = _narrow(to_plain(value), leaf.layout, reduction)
+    value = _narrow(to_plain(value), info.layout, reduction)
     if reduction.stats is not None:
-        rows = move_rows_first(value, leaf)
+        rows = move_rows_first(value, info)
         groups = rows.positions(0) if reduction.by == "channel" else rows.values.flatten(1)
         return ReducedTensor(compute_statistics(to_floating(groups), reduction.stats))
     pool = POOLINGS[reduction.pool].compute
     if pool is not None:
-        value = pool(move_rows_first(value, leaf), _count_skipped(leaf, reduction))
+        value = pool(move_rows_first(value, info), _count_skipped(info, reduction))
     if reduction.normalize:
         value = torch.nn.functional.normalize(to_floating(value), dim=-1)
     if reduction.dtype == "int8" and value.is_floating_point():
@@ -102,57 +102,57 @@ def ensure_owned(reduced: ReducedTensor, captured: Tensor) -> ReducedTensor:
 
 
 def _align_kept(
-    value: Tensor, leaf: TensorInfo, reduction: Reduction, real: Tensor, length: int | None
+    value: Tensor, info: TensorInfo, reduction: Reduction, token_mask: Tensor, length: int | None
 ) -> tuple[Tensor, TensorInfo, Tensor]:
     """What is reduced row by row, with as many entries in every row where a result has one for each token."""
-    kept = _find_kept_axes(leaf, reduction)
+    kept = _find_kept_axes(info, reduction)
     if length is None or not kept:
-        return value, leaf, real
-    value, leaf = truncate(value, leaf, length, real)
-    real = real[:, :length]
-    letters = "".join(letter for letter, axis in _find_numbered_axes(leaf, reduction).items() if axis in kept)
-    value = move_padding_last(value, leaf, letters, real)
-    return value, replace(leaf, token_axes=tuple(axis for axis in leaf.token_axes if axis not in kept)), real
+        return value, info, token_mask
+    value, info = truncate(value, info, length, token_mask)
+    token_mask = token_mask[:, :length]
+    letters = "".join(letter for letter, axis in _find_numbered_axes(info, reduction).items() if axis in kept)
+    value = move_padding_last(value, info, letters, token_mask)
+    return value, replace(info, token_axes=tuple(axis for axis in info.token_axes if axis not in kept)), token_mask
 
 
-def _reduce_row_by_row(value: Tensor, leaf: TensorInfo, reduction: Reduction, real: Tensor) -> ReducedTensor:
+def _reduce_row_by_row(value: Tensor, info: TensorInfo, reduction: Reduction, token_mask: Tensor) -> ReducedTensor:
     """Each row as it would be reduced without the tokens that pad it."""
-    rows = [reduce(row, row_leaf, reduction) for row, row_leaf in strip_padding(value, leaf, real)]
+    rows = [reduce(row, row_info, reduction) for row, row_info in strip_padding(value, info, token_mask)]
     scales = [row.scale for row in rows if row.scale is not None]
-    axis = 0 if reduction.is_by_row else leaf.row_axis or 0
+    axis = 0 if reduction.is_by_row else info.row_axis or 0
     return ReducedTensor(torch.cat([row.values for row in rows], dim=axis), torch.cat(scales) if scales else None)
 
 
-def _is_of_whole_rows(leaf: TensorInfo, reduction: Reduction) -> bool:
+def _is_of_whole_rows(info: TensorInfo, reduction: Reduction) -> bool:
     """Whether a reduction makes numbers of all tokens of a row, or counts some of them from the end."""
-    numbered = _find_numbered_axes(leaf, reduction)
+    numbered = _find_numbered_axes(info, reduction)
     from_end = {AXES[option] for option, indices in reduction.indices.items() if min(indices) < 0}
-    if any(axis in leaf.token_axes and letter in from_end for letter, axis in numbered.items()):
+    if any(axis in info.token_axes and letter in from_end for letter, axis in numbered.items()):
         return True
     combines = POOLINGS[reduction.pool].combines or reduction.stats is not None
-    return combines and not set(numbered.values()).issuperset(leaf.token_axes)
+    return combines and not set(numbered.values()).issuperset(info.token_axes)
 
 
-def _find_kept_axes(leaf: TensorInfo, reduction: Reduction) -> set[int]:
+def _find_kept_axes(info: TensorInfo, reduction: Reduction) -> set[int]:
     """The axes of tokens along which a result has an entry for each of them."""
-    layout = leaf.layout or ""
+    layout = info.layout or ""
     if reduction.stats is not None or POOLINGS[reduction.pool].by_channel:
         letters = "" if reduction.stats is not None and reduction.by is None else "C"
     else:
-        letters = "".join(set(layout) - set(_find_numbered_axes(leaf, reduction)))
-    return {axis for axis, letter in enumerate(layout) if letter in letters and axis in leaf.token_axes}
+        letters = "".join(set(layout) - set(_find_numbered_axes(info, reduction)))
+    return {axis for axis, letter in enumerate(layout) if letter in letters and axis in info.token_axes}
 
 
-def _find_numbered_axes(leaf: TensorInfo, reduction: Reduction) -> dict[str, int]:
+def _find_numbered_axes(info: TensorInfo, reduction: Reduction) -> dict[str, int]:
     """The axes along which a reduction takes entries by their numbers, by their letters in the layout."""
     first = {"T"} if POOLINGS[reduction.pool].first_token else set[str]()
     letters = first | {AXES[option] for option in reduction.indices}
-    return {letter: axis for axis, letter in enumerate(leaf.layout or "") if letter in letters}
+    return {letter: axis for axis, letter in enumerate(info.layout or "") if letter in letters}
 
 
-def _count_skipped(leaf: TensorInfo, reduction: Reduction) -> int:
+def _count_skipped(info: TensorInfo, reduction: Reduction) -> int:
     """How many tokens at the front a pool leaves out."""
-    return leaf.prefix if reduction.tokens is None and POOLINGS[reduction.pool].skips_prefix else 0
+    return info.prefix if reduction.tokens is None and POOLINGS[reduction.pool].skips_prefix else 0
 
 
 def _narrow(value: Tensor, layout: str | None, reduction: Reduction) -> Tensor:

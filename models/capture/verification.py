@@ -78,9 +78,9 @@ def not_verified_error(detail: str, hint: str) -> RequestError:
 
 def _list_model_outputs(catalog: Catalog) -> frozenset[Capture]:
     return frozenset(
-        Capture(HookPoint(".", 0, leaf.path, "output"), leaf, Reduction())
-        for leaf in catalog.layers["."].calls[0].output.tensors
-        if not leaf.dtype.startswith("complex")
+        Capture(HookPoint(".", 0, info.path, "output"), info, Reduction())
+        for info in catalog.layers["."].calls[0].output.tensors
+        if not info.dtype.startswith("complex")
     )
 
 

@@ -116,12 +116,12 @@ class CallRecorder(CallObserver):
         shape = tuple(tensor.shape)
         if earlier is None:
             axis = 0 if shape[:1] == (1,) else None
-            return TensorObservation(shape, tensor.dtype, Sketch.from_tensor(tensor), axis, mixed=axis is None)
+            return TensorObservation(shape, tensor.dtype, Sketch.from_tensor(tensor), axis, crosses_rows=axis is None)
         axis = _find_grown_axis(earlier.shape, shape)
         part = tensor if axis is None else tensor.narrow(axis, PLACE * earlier.shape[axis], earlier.shape[axis])
         sketch = Sketch.from_tensor(part)
-        mixed = part.shape != earlier.shape or not sketch.matches(earlier.sketch)
-        return TensorObservation(shape, tensor.dtype, sketch, axis, mixed)
+        crosses_rows = part.shape != earlier.shape or not sketch.matches(earlier.sketch)
+        return TensorObservation(shape, tensor.dtype, sketch, axis, crosses_rows)
 
     def _record_attention(self, event: attention.AttentionEvent) -> None:
         """Note attention, by shape alone: weights of many tokens are large, and nobody asked for them yet."""
@@ -142,9 +142,9 @@ class CallRecorder(CallObserver):
         else:
             axis = _find_grown_axis(earlier.weights.shape, shape)
             axis = axis if axis == evidence.row_axis else None
-        mixed = axis is None or (earlier is not None and evidence.mixed)
+        crosses_rows = axis is None or (earlier is not None and evidence.crosses_rows)
         axes = layout.ATTENTION if axis == 0 else None
-        weights = TensorObservation(shape, event.dtype, evidence.sketch, axis, mixed, axes)
+        weights = TensorObservation(shape, event.dtype, evidence.sketch, axis, crosses_rows, axes)
         observations.append(AttentionObservation(weights, evidence, event.source, event.sinks))
 
     def _get_earlier_call(self, module: nn.Module, number: int) -> CallObservation | None:

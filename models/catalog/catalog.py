@@ -54,8 +54,8 @@ class TensorInfo:
 
     ``shape`` is that of a forward of one row. ``row_axis`` is the axis that grows with the rows, ``shape[row_axis]``
     its entries per row (windowed attention folds several into one axis); None where the tensor is the same for all
-    rows. ``mixed`` marks a tensor of which no part can be given to one row: its entries stand in another order, or
-    it holds something of all of them; it means what it says only where its rows share a forward with no others.
+    rows. ``crosses_rows`` marks a tensor of which no part can be given to one row: its entries stand in another order,
+    or it holds something of all of them; it means what it says only where its rows share a forward with no others.
     ``layout`` names the axes (NCHW, NTC …; NAQK of attention: heads, queries, keys), None where unknown; ``prefix``
     counts class and register tokens, of attention those among the keys; ``grid_size`` has the rows and columns in which
     the patches behind these stand, None where no map of the forward tells.
@@ -68,7 +68,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: str
     row_axis: int | None = 0
-    mixed: bool = False
+    crosses_rows: bool = False
     layout: str | None = None
     prefix: int = 0
     source: str = ""
@@ -187,7 +187,7 @@ class Costs:
 class Catalog:
     """Every layer by name, in execution order, those that never run last; for one shape of input.
 
-    ``seconds``: one forward of one row. ``rowwise``: whether a row's output is its own whatever else is in the batch;
+    ``seconds``: one forward of one row. ``crosses_rows``: whether what else is in the batch may change a row's output;
     ``batches``: whether a forward takes several rows at all.
     ``start`` is the layer that forwards go on from, where they do not begin at the model's inputs; the catalogue then
     has the tensors that follow from that layer's output alone. ``sizes_known``: whether the rows have that shape; where
@@ -198,7 +198,7 @@ class Catalog:
 
     layers: Mapping[str, Layer]
     seconds: float
-    rowwise: bool
+    crosses_rows: bool
     costs: Costs = Costs()
     start: str = ""
     batches: bool = True
@@ -228,12 +228,12 @@ class Catalog:
         gradients.
         """
         saved = sum(
-            leaf.nbytes
+            info.nbytes
             for layer in self.layers.values()
             if layer.is_leaf
             for call in layer.calls
             for boundary in (call.input, call.output)
-            for leaf in boundary.tensors
+            for info in boundary.tensors
         )
         costs = self.costs
         return replace(

@@ -65,7 +65,9 @@ class CatalogBuilder:
         self._length_probe = length_probe
         whole = several.calls.get(module, [])
         self._batches = several is not alone
-        self._rowwise = self._batches and not any(each.mixed for call in whole for each in call.output.values())
+        self._crosses_rows = not self._batches or any(
+            each.crosses_rows for call in whole for each in call.output.values()
+        )
 
     def build(self) -> Catalog:
         """The catalogue, its layers in the order in which they first run."""
@@ -74,7 +76,9 @@ class CatalogBuilder:
         layers.sort(key=lambda layer: layer.calls[0].input.order if layer.calls else math.inf)
         by_name = number_patches({layer.name: layer for layer in layers}, self._prefix)
         has_functions = self._alone.has_functions
-        return Catalog(by_name, self._timer.total, self._rowwise, batches=self._batches, has_functions=has_functions)
+        return Catalog(
+            by_name, self._timer.total, self._crosses_rows, batches=self._batches, has_functions=has_functions
+        )
 
     def _build_layer(self, name: str, module: nn.Module) -> Layer:
         pairs = zip(self._alone.calls.get(module, []), self._several.calls.get(module, []), strict=True)
@@ -115,7 +119,7 @@ class CatalogBuilder:
         )
 
     def _add_token_axes(self, module: nn.Module, number: int, info: TensorInfo, find: FindTensor) -> TensorInfo:
-        if self._length_probe is None or info.mixed:
+        if self._length_probe is None or info.crosses_rows:
             return info
         axes = self._length_probe.find_token_axes(module, number, find, info.shape)
         # Of a text every token counts; patches alone stand behind class tokens.
@@ -123,8 +127,8 @@ class CatalogBuilder:
 
     def _build_tensor(self, path: Path, alone: TensorObservation, several: TensorObservation) -> TensorInfo:
         # One row at a time, whatever has an axis for rows holds that one.
-        mixed = several.mixed and (self._rowwise or several.row_axis is None)
-        return TensorInfo(path, alone.shape, dtype_name(alone.dtype), several.row_axis, mixed, several.layout)
+        crosses_rows = several.crosses_rows and (not self._crosses_rows or several.row_axis is None)
+        return TensorInfo(path, alone.shape, dtype_name(alone.dtype), several.row_axis, crosses_rows, several.layout)
 
 
 def _find_at(boundary: Boundary, path: Path, call: CallObservation) -> TensorObservation | None:

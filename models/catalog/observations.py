@@ -25,7 +25,7 @@ class TensorObservation:
     dtype: torch.dtype
     sketch: Sketch
     row_axis: int | None
-    mixed: bool
+    crosses_rows: bool
     layout: str | None = None
 
 

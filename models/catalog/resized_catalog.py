@@ -28,7 +28,7 @@ class SizeRecorder(CallRecorder):
     """Notes the order of calls and the sizes of tensors, and looks at no number."""
 
     def _observe(self, earlier: TensorObservation | None, tensor: Tensor) -> TensorObservation:
-        return TensorObservation(tuple(tensor.shape), tensor.dtype, NO_SKETCH, None, mixed=False)
+        return TensorObservation(tuple(tensor.shape), tensor.dtype, NO_SKETCH, None, crosses_rows=False)
 
 
 def resize_catalog(configured: Catalog, module: nn.Module, recorder: SizeRecorder, prefix: int) -> Catalog:

@@ -30,25 +30,25 @@ class RowView:
         return self.values.movedim(self.channel, 1).flatten(2)[:, :, skip:].contiguous()
 
 
-def move_rows_first(value: Tensor, leaf: TensorInfo) -> RowView:
+def move_rows_first(value: Tensor, info: TensorInfo) -> RowView:
     """A tensor with its rows first, what belongs to one of them beside each other; a view where memory allows it."""
-    axis = leaf.row_axis or 0
+    axis = info.row_axis or 0
     first = value.movedim(axis, 0)
-    values = first.reshape(first.shape[0] // leaf.entries_per_row, leaf.entries_per_row, *first.shape[1:])
-    letters = (leaf.layout or "").replace("N", "")
+    values = first.reshape(first.shape[0] // info.entries_per_row, info.entries_per_row, *first.shape[1:])
+    letters = (info.layout or "").replace("N", "")
     return RowView(values, letters.index("C") + 2 if "C" in letters else None)
 
 
-def select_rows(value: Tensor, leaf: TensorInfo, span: Span) -> Tensor:
+def select_rows(value: Tensor, info: TensorInfo, span: Span) -> Tensor:
     """So many rows of a tensor; a view, all of it where it is the same for all rows."""
-    if leaf.row_axis is None:
+    if info.row_axis is None:
         return value
-    return value.narrow(leaf.row_axis, span[0] * leaf.entries_per_row, (span[1] - span[0]) * leaf.entries_per_row)
+    return value.narrow(info.row_axis, span[0] * info.entries_per_row, (span[1] - span[0]) * info.entries_per_row)
 
 
-def count_rows(value: Tensor, leaf: TensorInfo) -> int:
+def count_rows(value: Tensor, info: TensorInfo) -> int:
     """How many rows a tensor holds; 1 where it is the same for all rows."""
-    return 1 if leaf.row_axis is None else value.shape[leaf.row_axis] // leaf.entries_per_row
+    return 1 if info.row_axis is None else value.shape[info.row_axis] // info.entries_per_row
 
 
 def to_floating(value: Tensor) -> Tensor:

@@ -265,11 +265,11 @@ def _compile_captures(model: LoadedModel, captures: Sequence[Capture], kind: str
 
 def _list_captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
     """A plan's captures in order; WarmError where a graph can't give one."""
-    if not model.catalog.rowwise:
+    if model.catalog.crosses_rows:
         raise WarmError("rows of this model run one at a time")
     if model.text is not None:
         raise WarmError("texts come in many lengths")
     for capture in plan.captures:
-        if capture.point.site not in SITES or capture.tensor.row_axis is None or capture.tensor.mixed:
+        if capture.point.site not in SITES or capture.tensor.row_axis is None or capture.tensor.crosses_rows:
             raise WarmError(f"a graph does not give {capture.point.layer}:{capture.point.site}")
     return tuple(dict.fromkeys(result.capture for result in plan.results))

@@ -36,7 +36,7 @@ class ForwardSeconds:
 
 
 def measure_forward(
-    forward: Forward, row: Rows, device: torch.device, rowwise: bool, max_threads: int
+    forward: Forward, row: Rows, device: torch.device, crosses_rows: bool, max_threads: int
 ) -> ForwardSeconds:
     """How long forwards take; ``row`` is a batch of one, which stays as it is.
 
@@ -51,7 +51,7 @@ def measure_forward(
         if one > MAX_FORWARD_S:
             return ForwardSeconds(one, one)
         kinds = {"one": (row, 1)}
-        if rowwise and one * BATCH_ROWS <= MAX_FORWARD_S:
+        if not crosses_rows and one * BATCH_ROWS <= MAX_FORWARD_S:
             kinds["several"] = ({name: value.expand(BATCH_ROWS, *value.shape[1:]) for name, value in row.items()}, 1)
         if device.type == "cpu" and max_threads > 1 and busy >= MIN_THREADED_S:
             kinds["all_cores"] = (row, max_threads)

@@ -21,26 +21,26 @@ Array = NDArray[Any]
 SPATIAL = ("NCHW", "NHWC", "NTC")
 
 
-def grad_cam(values: Array, gradients: Array, leaf: TensorInfo) -> Array:
+def grad_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
     """Where a layer speaks for the objective: its channels weighted by their mean gradients, what is below 0 cut off.
 
     ``values`` and ``gradients`` are of that layer; the result is (N, H, W) in the layer's own pixels, or patches of a
     token grid, 0 and above. Selvaraju et al., "Grad-CAM", 2017, equations 1 and 2.
     """
-    maps, slopes = (_move_channels_first(each.astype(np.float32), leaf) for each in (values, gradients))
+    maps, slopes = (_move_channels_first(each.astype(np.float32), info) for each in (values, gradients))
     weights = slopes.mean((2, 3), keepdims=True)
     result: Array = np.maximum((weights * maps).sum(1), 0.0)
     return result
 
 
-def grad_cam_plusplus(values: Array, gradients: Array, leaf: TensorInfo) -> Array:
+def grad_cam_plusplus(values: Array, gradients: Array, info: TensorInfo) -> Array:
     """As Grad-CAM, each position's gradient weighted so that small evidence counts as much as large.
 
     (N, H, W), 0 and above. Chattopadhay et al., "Grad-CAM++", 2018, equations 10 and 19: of Y = exp(S) with S linear in
     the layer's values, so that Y's derivatives are powers of S's gradient times Y. That factor of each row is left out,
     as it only scales its map and soon overflows.
     """
-    maps, slopes = (_move_channels_first(each.astype(np.float64), leaf) for each in (values, gradients))
+    maps, slopes = (_move_channels_first(each.astype(np.float64), info) for each in (values, gradients))
     below = 2 * slopes**2 + maps.sum((2, 3), keepdims=True) * slopes**3
     alphas = np.divide(slopes**2, below, out=np.zeros_like(below), where=below != 0)
     weights = (alphas * np.maximum(slopes, 0.0)).sum((2, 3), keepdims=True)
@@ -48,21 +48,21 @@ def grad_cam_plusplus(values: Array, gradients: Array, leaf: TensorInfo) -> Arra
     return result
 
 
-def sign_pixels(gradients: Array, leaf: TensorInfo) -> Array:
+def sign_pixels(gradients: Array, info: TensorInfo) -> Array:
     """Gradients at the model's input as they are: (N, C, H, W), signed.
 
     Guided backpropagation's (Springenberg et al., "Striving for simplicity", 2014, section 3.4) where each ReLU has cut
     off what is below 0 of the gradient that it was given.
     """
-    return np.ascontiguousarray(_move_channels_first(gradients.astype(np.float32), leaf))
+    return np.ascontiguousarray(_move_channels_first(gradients.astype(np.float32), info))
 
 
-def saliency(gradients: Array, leaf: TensorInfo) -> Array:
+def saliency(gradients: Array, info: TensorInfo) -> Array:
     """How much each pixel of the model's input moves the objective: the largest absolute gradient of its channels.
 
     (N, H, W), 0 and above. Simonyan et al., "Deep inside convolutional networks", 2013, section 3.1.
     """
-    result: Array = np.abs(_move_channels_first(gradients.astype(np.float32), leaf)).max(1)
+    result: Array = np.abs(_move_channels_first(gradients.astype(np.float32), info)).max(1)
     return result
 
 
@@ -132,28 +132,28 @@ def _find_grid(patches: int, known: Grid | None) -> Grid:
 def find_attention_points(catalog: Catalog, prefix: int) -> list[tuple[HookPoint, TensorInfo]]:
     """Every attention of a forward in its order; SelectorError where they are not all over one grid of patches."""
     points = [
-        (call.attention.order, HookPoint(layer.name, number, leaf.path, "attention"), leaf)
+        (call.attention.order, HookPoint(layer.name, number, info.path, "attention"), info)
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
         if call.attention is not None
-        for leaf in call.attention.tensors
+        for info in call.attention.tensors
     ]
     points.sort(key=lambda point: point[0])
-    if len({leaf.shape[-2:] for _, _, leaf in points}) != 1 or not all(
-        _covers_patches(leaf, prefix) for *_, leaf in points
+    if len({info.shape[-2:] for _, _, info in points}) != 1 or not all(
+        _covers_patches(info, prefix) for *_, info in points
     ):
         raise SelectorError(
             "this model's attention is not over one grid of patches in every layer, so it can't be rolled out",
             hint="use method 'grad_cam' or 'saliency'",
         )
-    return [(point, leaf) for _, point, leaf in points]
+    return [(point, info) for _, point, info in points]
 
 
-def _covers_patches(leaf: TensorInfo, prefix: int) -> bool:
-    queries, keys = leaf.shape[-2:]
+def _covers_patches(info: TensorInfo, prefix: int) -> bool:
+    queries, keys = info.shape[-2:]
     patches = keys - prefix
-    is_complete = leaf.entries_per_row == 1 and not leaf.mixed and queries == keys
-    return is_complete and find_grid(patches, leaf.grid_size) is not None
+    is_complete = info.entries_per_row == 1 and not info.crosses_rows and queries == keys
+    return is_complete and find_grid(patches, info.grid_size) is not None
 
 
 def _zero_lowest(layer: Array, share: float) -> Array:
@@ -166,14 +166,14 @@ def _zero_lowest(layer: Array, share: float) -> Array:
     return remaining.reshape(layer.shape)
 
 
-def is_map(leaf: TensorInfo) -> bool:
+def is_map(info: TensorInfo) -> bool:
     """Whether a tensor has a grid of positions, each with channels, for every row."""
-    if leaf.layout not in SPATIAL or leaf.row_axis != 0 or leaf.mixed or leaf.entries_per_row != 1:
+    if info.layout not in SPATIAL or info.row_axis != 0 or info.crosses_rows or info.entries_per_row != 1:
         return False
-    if leaf.layout == "NTC":
-        tokens = leaf.shape[1] - leaf.prefix
-        return tokens > 1 and find_grid(tokens, leaf.grid_size) is not None
-    return min(leaf.shape[leaf.layout.index(letter)] for letter in "HW") > 1
+    if info.layout == "NTC":
+        tokens = info.shape[1] - info.prefix
+        return tokens > 1 and find_grid(tokens, info.grid_size) is not None
+    return min(info.shape[info.layout.index(letter)] for letter in "HW") > 1
 
 
 def find_map_layers(catalog: Catalog, end: HookPoint) -> list[tuple[HookPoint, TensorInfo]]:
@@ -183,11 +183,11 @@ def find_map_layers(catalog: Catalog, end: HookPoint) -> list[tuple[HookPoint, T
     """
     last = catalog.layers[end.layer].calls[end.call].output.order
     maps = [
-        (call.output.order, HookPoint(layer.name, number, leaf.path, "output"), leaf)
+        (call.output.order, HookPoint(layer.name, number, info.path, "output"), info)
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
-        for leaf in call.output.tensors
-        if call.output.order <= last and is_map(leaf) and "float" in leaf.dtype
+        for info in call.output.tensors
+        if call.output.order <= last and is_map(info) and "float" in info.dtype
     ]
     if not maps:
         raise SelectorError("no layer of this model returns a map", hint="use method 'saliency'")
@@ -195,7 +195,7 @@ def find_map_layers(catalog: Catalog, end: HookPoint) -> list[tuple[HookPoint, T
     outside = [each for each in maps if not each[1].layer.startswith(attention)]
     # Of a layer and what it is the last part of, the outer one: it returns last.
     ordered = sorted(outside or maps, key=lambda each: each[0], reverse=True)
-    return [(point, leaf) for _, point, leaf in ordered]
+    return [(point, info) for _, point, info in ordered]
 
 
 def find_zero_rows(maps: Array) -> list[int]:
@@ -204,9 +204,9 @@ def find_zero_rows(maps: Array) -> list[int]:
     return rows
 
 
-def _move_channels_first(values: Array, leaf: TensorInfo) -> Array:
+def _move_channels_first(values: Array, info: TensorInfo) -> Array:
     """(N, C, H, W); prefix tokens are left out, the others stand in their grid."""
-    if leaf.layout == "NTC":
-        patches = values[:, leaf.prefix :]
-        values = patches.reshape(len(patches), *_find_grid(patches.shape[1], leaf.grid_size), patches.shape[2])
-    return values if leaf.layout == "NCHW" else np.moveaxis(values, -1, 1)
+    if info.layout == "NTC":
+        patches = values[:, info.prefix :]
+        values = patches.reshape(len(patches), *_find_grid(patches.shape[1], info.grid_size), patches.shape[2])
+    return values if info.layout == "NCHW" else np.moveaxis(values, -1, 1)

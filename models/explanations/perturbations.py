@@ -36,7 +36,7 @@ class Perturbation(Protocol):
     def count(settings: Settings, shape: Sequence[int], layout: str) -> int:
         """How many changed rows there are."""
 
-    def __init__(self, row: Array, leaf: TensorInfo, settings: Settings, score: float) -> None: ...
+    def __init__(self, row: Array, info: TensorInfo, settings: Settings, score: float) -> None: ...
 
     def make_rows(self, numbers: range) -> Array:
         """Changed rows, float32 (rows, …)."""
@@ -66,7 +66,7 @@ class IntegratedGradients:
         """How many changed rows there are."""
         return int(settings["steps"])
 
-    def __init__(self, row: Array, leaf: TensorInfo, settings: Settings, score: float) -> None:
+    def __init__(self, row: Array, info: TensorInfo, settings: Settings, score: float) -> None:
         self._shares, self._weights = _find_nodes(int(settings["steps"]))
         self._row = row.astype(np.float64)
         self._mean = np.zeros_like(self._row)
@@ -108,7 +108,7 @@ class SmoothGrad:
         """How many changed rows there are."""
         return int(settings["samples"])
 
-    def __init__(self, row: Array, leaf: TensorInfo, settings: Settings, score: float) -> None:
+    def __init__(self, row: Array, info: TensorInfo, settings: Settings, score: float) -> None:
         self._row, self._samples, self._seed = row, int(settings["samples"]), int(settings["seed"])
         self._deviation = settings["noise"] * float(np.ptp(row))
         self._total = np.zeros(row.shape, np.float64)
@@ -151,8 +151,8 @@ class Occlusion:
         down, across = (_count_windows(side, settings) for side in _find_sides(shape, layout))
         return down * across
 
-    def __init__(self, row: Array, leaf: TensorInfo, settings: Settings, score: float) -> None:
-        self._row, self._layout, self._score = row, leaf.layout or "", score
+    def __init__(self, row: Array, info: TensorInfo, settings: Settings, score: float) -> None:
+        self._row, self._layout, self._score = row, info.layout or "", score
         self._window, self._stride = int(settings["window"]), int(settings["stride"])
         height, width = _find_sides(row.shape, self._layout)
         self._across = _count_windows(width, settings)

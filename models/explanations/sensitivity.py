@@ -49,7 +49,7 @@ def find_last_sensitive(
     return None
 
 
-def _capture_extremes(point: HookPoint, leaf: TensorInfo) -> Capture:
+def _capture_extremes(point: HookPoint, info: TensorInfo) -> Capture:
     """The least and the greatest gradient at a map: both 0 where all are."""
-    patches = tuple(range(leaf.prefix, leaf.shape[1])) if leaf.layout == "NTC" else None
-    return Capture(replace(point, site="grad_output"), leaf, Reduction(tokens=patches, stats=("min", "max")))
+    patches = tuple(range(info.prefix, info.shape[1])) if info.layout == "NTC" else None
+    return Capture(replace(point, site="grad_output"), info, Reduction(tokens=patches, stats=("min", "max")))

@@ -33,25 +33,25 @@ class ObjectiveSpec:
     compares: bool = False
 
 
-def _logit(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
+def _logit(values: Tensor, info: TensorInfo, objective: Objective) -> Tensor:
     return values.gather(1, _get_classes(values, objective)[:, None])
 
 
-def _probability(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
+def _probability(values: Tensor, info: TensorInfo, objective: Objective) -> Tensor:
     return values.softmax(1).gather(1, _get_classes(values, objective)[:, None])
 
 
-def _binary(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
-    return _logit(values, leaf, objective).sigmoid()
+def _binary(values: Tensor, info: TensorInfo, objective: Objective) -> Tensor:
+    return _logit(values, info, objective).sigmoid()
 
 
-def _cross_entropy(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
+def _cross_entropy(values: Tensor, info: TensorInfo, objective: Objective) -> Tensor:
     from torch.nn.functional import cross_entropy  # here: whoever only reads the table needs no torch
 
     return cross_entropy(values, _get_classes(values, objective), reduction="sum")
 
 
-def _kl_div(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
+def _kl_div(values: Tensor, info: TensorInfo, objective: Objective) -> Tensor:
     """KL(target ‖ softmax(logits)); the target of a class is one-hot."""
     from torch.nn.functional import kl_div, one_hot
 
@@ -62,18 +62,18 @@ def _kl_div(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
     return kl_div(values.log_softmax(1), target, reduction="sum")
 
 
-def _sum(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
+def _sum(values: Tensor, info: TensorInfo, objective: Objective) -> Tensor:
     return values.sum()
 
 
-def _mean(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
-    return move_rows_first(values, leaf).values.flatten(1).mean(1)
+def _mean(values: Tensor, info: TensorInfo, objective: Objective) -> Tensor:
+    return move_rows_first(values, info).values.flatten(1).mean(1)
 
 
-def _layer(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
+def _layer(values: Tensor, info: TensorInfo, objective: Objective) -> Tensor:
     if objective.channel is None:
-        return _mean(values, leaf, objective)
-    return move_rows_first(values, leaf).positions(0)[:, objective.channel].mean(1)
+        return _mean(values, info, objective)
+    return move_rows_first(values, info).positions(0)[:, objective.channel].mean(1)
 
 
 def _get_classes(values: Tensor, objective: Objective) -> Tensor:

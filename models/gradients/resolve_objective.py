@@ -28,11 +28,11 @@ def resolve_objective(objective: Objective, catalog: Catalog, lengths: TextLengt
 
 def count_classes(catalog: Catalog) -> int | None:
     """How many classes the model's output has scores of, for each row, token or pixel; None where it has none."""
-    leaf = _choose_output(catalog, Objective())
-    leaf = describe_position(leaf, None) if leaf is not None else None
-    if leaf is None or leaf.row_axis is None or not leaf.layout or "C" not in leaf.layout:
+    info = _choose_output(catalog, Objective())
+    info = describe_position(info, None) if info is not None else None
+    if info is None or info.row_axis is None or not info.layout or "C" not in info.layout:
         return None
-    return leaf.shape[leaf.layout.index("C")]
+    return info.shape[info.layout.index("C")]
 
 
 def check_gradient(tensor: SelectorMatch, objective: ResolvedObjective | None, catalog: Catalog) -> None:
@@ -67,79 +67,79 @@ def _find_tensor(objective: Objective, catalog: Catalog) -> SelectorMatch:
                 f"the objective's layer names {len(floating)} floating outputs", hint="name one: 'LAYER#0[path]'"
             )
         return floating[0]
-    leaf = _choose_output(catalog, objective)
-    if leaf is None:
+    info = _choose_output(catalog, objective)
+    if info is None:
         raise SelectorError("the model returns no floating tensor to differentiate", hint='use kind "layer"')
-    return SelectorMatch("", HookPoint(".", 0, leaf.path, "output"), leaf, catalog.layers["."].type)
+    return SelectorMatch("", HookPoint(".", 0, info.path, "output"), info, catalog.layers["."].type)
 
 
 def _choose_output(catalog: Catalog, objective: Objective) -> TensorInfo | None:
     """Of the model's floating outputs logits by name, then by shape, then the first; None where there are none."""
-    outputs = [leaf for leaf in catalog.layers["."].calls[0].output.tensors if leaf.is_floating]
+    outputs = [info for info in catalog.layers["."].calls[0].output.tensors if info.is_floating]
     of_classes = OBJECTIVES[objective.kind].of_classes
 
-    def rank(leaf: TensorInfo) -> tuple[bool, bool]:
-        return leaf.path != ("logits",), of_classes and not _is_scores(describe_position(leaf, objective.position))
+    def rank(info: TensorInfo) -> tuple[bool, bool]:
+        return info.path != ("logits",), of_classes and not _is_scores(describe_position(info, objective.position))
 
     return min(outputs, key=rank, default=None)
 
 
-def _is_scores(leaf: TensorInfo) -> bool:
-    return len(leaf.shape) == 2 and leaf.row_axis == 0 and leaf.entries_per_row == 1
+def _is_scores(info: TensorInfo) -> bool:
+    return len(info.shape) == 2 and info.row_axis == 0 and info.entries_per_row == 1
 
 
-def _check_objective(objective: Objective, leaf: TensorInfo, catalog: Catalog, lengths: TextLengths | None) -> None:
+def _check_objective(objective: Objective, info: TensorInfo, catalog: Catalog, lengths: TextLengths | None) -> None:
     kind, spec = escape(objective.kind), OBJECTIVES[objective.kind]
-    if leaf.row_axis is None:
+    if info.row_axis is None:
         raise SelectorError("the objective's tensor is the same for all rows, so it gives none a number of its own")
     if (objective.selector is not None) != spec.of_layer:
         hint = 'add "layer": "NAME"' if spec.of_layer else 'use "kind": "layer"'
         raise SelectorError(f"objective {kind} {'needs' if spec.of_layer else 'takes no'} layer", hint=hint)
     if objective.position is not None:
-        _check_position(objective.position, leaf, catalog, lengths)
-    leaf = describe_position(leaf, objective.position)
+        _check_position(objective.position, info, catalog, lengths)
+    info = describe_position(info, objective.position)
     if objective.channel is not None and catalog.sizes_known:
-        _check_channel(objective.channel, leaf if spec.of_layer else None, lengths)
+        _check_channel(objective.channel, info if spec.of_layer else None, lengths)
     if spec.of_classes:
-        if not _is_scores(leaf):
+        if not _is_scores(info):
             raise SelectorError(
-                f"objective {kind} needs an output of shape (rows, classes), this model's has {list(leaf.shape)}",
-                hint="; or ".join([*_offer_positions(leaf), 'use kind "sum", "mean" or "layer"']),
+                f"objective {kind} needs an output of shape (rows, classes), this model's has {list(info.shape)}",
+                hint="; or ".join([*_offer_positions(info), 'use kind "sum", "mean" or "layer"']),
             )
         _check_target(objective)
         if catalog.sizes_known:
-            _check_classes(objective, leaf, lengths)
+            _check_classes(objective, info, lengths)
     elif objective.klass is not None or objective.target is not None:
         raise SelectorError(f"objective {kind} takes neither class nor target", hint="leave them out")
 
 
-def _check_channel(channel: int, leaf: TensorInfo | None, lengths: TextLengths | None) -> None:
-    """``leaf`` is the layer's tensor, None where the objective is of no layer."""
+def _check_channel(channel: int, info: TensorInfo | None, lengths: TextLengths | None) -> None:
+    """``info`` is the layer's tensor, None where the objective is of no layer."""
     size = 0
-    if leaf is not None and leaf.layout and "C" in leaf.layout:
-        size = with_common_length(leaf, lengths).shape[leaf.layout.index("C")]
+    if info is not None and info.layout and "C" in info.layout:
+        size = with_common_length(info, lengths).shape[info.layout.index("C")]
     if not -size <= channel < size:
         raise SelectorError(
             f"the objective's channel must be between {-size} and {size - 1}" if size else "there is no such channel"
         )
 
 
-def _check_position(position: Position, leaf: TensorInfo, catalog: Catalog, lengths: TextLengths | None) -> None:
-    axes = find_axes(leaf, position)
+def _check_position(position: Position, info: TensorInfo, catalog: Catalog, lengths: TextLengths | None) -> None:
+    axes = find_axes(info, position)
     if axes is None:
         what = "tokens, of which 'position' is one" if len(position) == 1 else "rows and columns, of which it is a pair"
-        hint = "; or ".join([*_offer_positions(leaf), "leave it out"])
-        raise SelectorError(f"the objective's tensor, {list(leaf.shape)}, has no {what}", hint=hint)
-    sizes = [with_common_length(leaf, lengths).shape[axis] for axis in axes]
+        hint = "; or ".join([*_offer_positions(info), "leave it out"])
+        raise SelectorError(f"the objective's tensor, {list(info.shape)}, has no {what}", hint=hint)
+    sizes = [with_common_length(info, lengths).shape[axis] for axis in axes]
     if catalog.sizes_known and not all(-size <= index < size for index, size in zip(position, sizes, strict=True)):
         ranges = " and ".join(f"between {-size} and {size - 1}" for size in sizes)
         raise SelectorError(f"the objective's position must be {ranges}")
 
 
-def _offer_positions(leaf: TensorInfo) -> list[str]:
+def _offer_positions(info: TensorInfo) -> list[str]:
     """How a position of a tensor is named, where it has any."""
     examples = {1: 'add "position": -1, a token', 2: 'add "position": [0, 0], a row and a column'}
-    return [examples[numbers] for numbers in AXES if find_axes(leaf, (0,) * numbers) is not None]
+    return [examples[numbers] for numbers in AXES if find_axes(info, (0,) * numbers) is not None]
 
 
 def _check_target(objective: Objective) -> None:
@@ -153,16 +153,16 @@ def _check_target(objective: Objective) -> None:
         raise SelectorError("'target' is no distribution", hint="numbers from 0 to 1 that add up to 1")
 
 
-def _check_classes(objective: Objective, leaf: TensorInfo, lengths: TextLengths | None) -> None:
-    classes = with_common_length(leaf, lengths).shape[1]
+def _check_classes(objective: Objective, info: TensorInfo, lengths: TextLengths | None) -> None:
+    classes = with_common_length(info, lengths).shape[1]
     if classes == 1 and OBJECTIVES[objective.kind].compares:
         raise SelectorError(
             f"objective {escape(objective.kind)} is the same for every input: the output has a single score",
             hint='use kind "logit", the score itself, or "binary", its sigmoid',
         )
     if objective.target is not None:
-        if leaf.token_axes and lengths is not None:  # a class for each token
-            check_shape("'target'", leaf, lengths, lambda part: part.shape[1:], (len(objective.target),))
+        if info.token_axes and lengths is not None:  # a class for each token
+            check_shape("'target'", info, lengths, lambda part: part.shape[1:], (len(objective.target),))
         elif len(objective.target) != classes:
             raise SelectorError(f"'target' has {len(objective.target)} numbers, the model has {classes} classes")
     elif isinstance(objective.klass, int) and not 0 <= objective.klass < classes:

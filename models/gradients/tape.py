@@ -86,19 +86,23 @@ class Tape:
         }
 
 
-def compute_objective(value: Tensor, leaf: TensorInfo, objective: Objective, real: Tensor | None = None) -> Tensor:
+def compute_objective(
+    value: Tensor, info: TensorInfo, objective: Objective, token_mask: Tensor | None = None
+) -> Tensor:
     """The sum of an objective over a request's rows, in float32 or wider; ``value`` is their part of a tensor.
 
-    ``real`` (rows, tokens) is False where a token only pads its row: each row's is that of the row without it.
+    ``token_mask`` (rows, tokens) is False where a token only pads its row: each row's is that of the row without it.
     """
     value = value if value.dtype is torch.float64 else value.float()
-    if real is None or not is_padded(leaf, real):
-        return _compute(value, leaf, objective)
-    return torch.stack([_compute(row, row_leaf, objective) for row, row_leaf in strip_padding(value, leaf, real)]).sum()
+    if token_mask is None or not is_padded(info, token_mask):
+        return _compute(value, info, objective)
+    return torch.stack(
+        [_compute(row, row_info, objective) for row, row_info in strip_padding(value, info, token_mask)]
+    ).sum()
 
 
-def _compute(value: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
-    part, part_leaf = select_position(value, leaf, objective.position), describe_position(leaf, objective.position)
+def _compute(value: Tensor, info: TensorInfo, objective: Objective) -> Tensor:
+    part, part_leaf = select_position(value, info, objective.position), describe_position(info, objective.position)
     return OBJECTIVES[objective.kind].compute(part, part_leaf, objective).sum()
 
 

@@ -17,43 +17,43 @@ from layertap.models.selection.hook_points import AXES, Operation
 
 
 def apply_operation(
-    value: Tensor, leaf: TensorInfo, operation: Operation, first: int, real: Tensor | None = None
+    value: Tensor, info: TensorInfo, operation: Operation, first: int, token_mask: Tensor | None = None
 ) -> Tensor:
     """A request's rows of a tensor after an operation, in memory of their own; differentiable.
 
     ``value`` is the part of a tensor that holds them, the first of them being row ``first`` of its request: noise is
     drawn row by row, from the seed and the row's number, so that it does not depend on how rows are batched.
-    ``real`` (rows, tokens) is False where a token only pads its row: nothing is changed there.
+    ``token_mask`` (rows, tokens) is False where a token only pads its row: nothing is changed there.
     """
-    if real is None or not is_padded(leaf, real):
-        rows = RowRange(leaf.row_axis or 0, first, count_rows(value, leaf))
+    if token_mask is None or not is_padded(info, token_mask):
+        rows = RowRange(info.row_axis or 0, first, count_rows(value, info))
         change = OPERATIONS[operation.op].change
-        indices = list(find_indices(leaf, operation))
+        indices = list(find_indices(info, operation))
         return _change_part(value, indices, lambda part: change(part, operation, rows))
     changed = []
-    for place, positions in enumerate(find_own_positions(leaf, real)):
-        row_leaf = leaf.with_length(len(positions[0][1]))
-        apply = partial(apply_operation, leaf=row_leaf, operation=operation, first=first + place)
-        changed.append(_change_part(select_rows(value, leaf, (place, place + 1)), positions, apply))
-    return torch.cat(changed, dim=leaf.row_axis or 0)
+    for place, positions in enumerate(find_own_positions(info, token_mask)):
+        row_info = info.with_length(len(positions[0][1]))
+        apply = partial(apply_operation, info=row_info, operation=operation, first=first + place)
+        changed.append(_change_part(select_rows(value, info, (place, place + 1)), positions, apply))
+    return torch.cat(changed, dim=info.row_axis or 0)
 
 
-def compute_part_shape(leaf: TensorInfo, operation: Operation) -> tuple[int, ...]:
+def compute_part_shape(info: TensorInfo, operation: Operation) -> tuple[int, ...]:
     """The shape of the part of one row that an operation changes: what ``replace`` takes; no axis for a single row."""
-    shape = list(leaf.shape)
-    for axis, indices in find_indices(leaf, operation):
+    shape = list(info.shape)
+    for axis, indices in find_indices(info, operation):
         shape[axis] = len(indices)
-    return tuple(size for axis, size in enumerate(shape) if axis != leaf.row_axis or leaf.entries_per_row > 1)
+    return tuple(size for axis, size in enumerate(shape) if axis != info.row_axis or info.entries_per_row > 1)
 
 
-def find_indices(leaf: TensorInfo, operation: Operation) -> Iterator[tuple[int, Sequence[int]]]:
+def find_indices(info: TensorInfo, operation: Operation) -> Iterator[tuple[int, Sequence[int]]]:
     """The axes that are narrowed, and to which indices: those below 0 count from the end."""
     top, left, bottom, right = operation.region or (0, 0, 0, 0)
     ranges = {"H": range(top, bottom), "W": range(left, right)} if operation.region is not None else {}
     named = {AXES[option]: indices for option, indices in operation.indices.items()}
     for letter, indices in (named | ranges).items():
-        axis = (leaf.layout or "").index(letter)
-        yield axis, [index + leaf.shape[axis] if index < 0 else index for index in indices]
+        axis = (info.layout or "").index(letter)
+        yield axis, [index + info.shape[axis] if index < 0 else index for index in indices]
 
 
 def _change_part(

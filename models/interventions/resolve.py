@@ -132,38 +132,42 @@ def _check_parameters(operation: Operation) -> None:
         raise SelectorError("'std' is 0 or more")
 
 
-def _check_numbers(name: str, leaf: TensorInfo, operation: Operation) -> None:
+def _check_numbers(name: str, info: TensorInfo, operation: Operation) -> None:
     """SelectorError where the tensor's dtype does not hold a number: a kernel raises or makes it infinite."""
-    largest = torch.finfo(DTYPES[leaf.dtype]).max
+    largest = torch.finfo(DTYPES[info.dtype]).max
     for parameter in NUMBERS:
         number = vars(operation)[parameter]
         if number is not None and not abs(number) <= largest:
             raise SelectorError(
-                f"{parameter!r} is {number}, which {name} of dtype {leaf.dtype} does not hold",
+                f"{parameter!r} is {number}, which {name} of dtype {info.dtype} does not hold",
                 hint=f"use {-largest:g} to {largest:g}",
             )
 
 
 def _check_part(
-    name: str, leaf: TensorInfo, operation: Operation, catalog: Catalog, lengths: TextLengths | None
+    name: str, info: TensorInfo, operation: Operation, catalog: Catalog, lengths: TextLengths | None
 ) -> None:
-    if leaf.mixed and leaf.row_axis is not None and (operation.tensor is not None or OPERATIONS[operation.op].by_row):
+    if (
+        info.crosses_rows
+        and info.row_axis is not None
+        and (operation.tensor is not None or OPERATIONS[operation.op].by_row)
+    ):
         raise SelectorError(
             f"the rows of {name} do not stand one after the other, so none gets a tensor or noise of its own",
             hint="change another layer",
         )
     for option, indices in operation.indices.items():
-        size = _get_size(name, with_common_length(leaf, lengths), option, AXES[option])
+        size = _get_size(name, with_common_length(info, lengths), option, AXES[option])
         if catalog.sizes_known and not _are_distinct(indices, size):
             raise SelectorError(f"{option!r} of {name} are different numbers between {-size} and {size - 1}")
-        if indices and min(indices) < 0 <= max(indices) and _differ_in_length(leaf, AXES[option], lengths):
+        if indices and min(indices) < 0 <= max(indices) and _differ_in_length(info, AXES[option], lengths):
             raise SelectorError(
                 f"{option!r} of {name} are counted from both ends, and texts may have any length",
                 hint="write two entries, or count all from one end",
             )
     if operation.region is not None:
         top, left, bottom, right = operation.region
-        height, width = (_get_size(name, with_common_length(leaf, lengths), "region", letter) for letter in "HW")
+        height, width = (_get_size(name, with_common_length(info, lengths), "region", letter) for letter in "HW")
         if catalog.sizes_known and not (0 <= top < bottom <= height and 0 <= left < right <= width):
             raise SelectorError(
                 f"'region' of {name} must lie within {height} by {width}",
@@ -172,7 +176,7 @@ def _check_part(
     if operation.tensor is not None and catalog.sizes_known:
         check_shape(
             f"the tensor for {name}",
-            leaf,
+            info,
             lengths,
             lambda part: compute_part_shape(part, operation),
             operation.tensor.shape,
@@ -185,17 +189,17 @@ def _are_distinct(indices: Sequence[int], size: int) -> bool:
     return bool(indices) and len(places) == len(indices)
 
 
-def _differ_in_length(leaf: TensorInfo, letter: str, lengths: TextLengths | None) -> bool:
+def _differ_in_length(info: TensorInfo, letter: str, lengths: TextLengths | None) -> bool:
     """Whether an axis has another size in some rows, as far as is known."""
     if lengths is None or not lengths.known:
         return False
-    return (leaf.layout or "").index(letter) in leaf.token_axes and lengths.fewest < lengths.most
+    return (info.layout or "").index(letter) in info.token_axes and lengths.fewest < lengths.most
 
 
-def _get_size(name: str, leaf: TensorInfo, option: str, letter: str) -> int:
-    if leaf.layout is None or letter not in leaf.layout:
+def _get_size(name: str, info: TensorInfo, option: str, letter: str) -> int:
+    if info.layout is None or letter not in info.layout:
         raise SelectorError(f"{name} has no axis for {option!r}", hint=f"leave {option!r} out")
-    return leaf.shape[leaf.layout.index(letter)]
+    return info.shape[info.layout.index(letter)]
 
 
 def _join_names(names: Sequence[str]) -> str:

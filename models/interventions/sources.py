@@ -23,46 +23,46 @@ def find_source(match: SelectorMatch, operation: Operation, catalog: Catalog) ->
     if operation.source is None:
         return None
     taken = _find_match(match, operation, catalog)
-    name, leaf = escape(taken.point.format_name()), taken.tensor
+    name, info = escape(taken.point.format_name()), taken.tensor
     if taken.point.site in GRADIENTS or match.point.site in GRADIENTS:
         raise SelectorError("'from' takes values, not gradients", hint="name an output, an input or attention")
-    if not leaf.is_floating or leaf.row_axis is None or leaf.mixed:
+    if not info.is_floating or info.row_axis is None or info.crosses_rows:
         raise SelectorError(f"{name} is no floating tensor of which each input has its own part", hint="name another")
     try:
-        shapes = [compute_part_shape(each.with_length(1), operation) for each in (leaf, match.tensor)]
+        shapes = [compute_part_shape(each.with_length(1), operation) for each in (info, match.tensor)]
     except ValueError:
         raise SelectorError(f"{name} has not the axes that are narrowed", hint="leave 'layer' out of 'from'") from None
     if catalog.sizes_known and shapes[0] != shapes[1]:
-        there, here = (list(compute_part_shape(each, operation)) for each in (leaf, match.tensor))
+        there, here = (list(compute_part_shape(each, operation)) for each in (info, match.tensor))
         raise SelectorError(
             f"what {name} has there is {there}, and {here} is changed", hint="name a layer whose output has that shape"
         )
-    return Capture(taken.point, leaf, Reduction())
+    return Capture(taken.point, info, Reduction())
 
 
 def find_tensor(point: HookPoint, catalog: Catalog) -> TensorInfo | None:
     """The tensor that a point has in another catalogue of the same model; None where there is none."""
     layer = catalog.layers.get(point.layer)
     for call in layer.calls[point.call :][:1] if layer is not None else ():
-        return next((leaf for leaf in call.get_boundary(point.site).tensors if leaf.path == point.path), None)
+        return next((info for info in call.get_boundary(point.site).tensors if info.path == point.path), None)
     return None
 
 
 def take_part(
-    value: Tensor, source: Capture, change: ResolvedIntervention, real: Tensor | None, own: Tensor | None
+    value: Tensor, source: Capture, change: ResolvedIntervention, token_mask: Tensor | None, own: Tensor | None
 ) -> TensorData:
-    """The part of a captured row that a change puts into another; ``real`` and ``own`` (1, tokens) are their masks.
+    """The part of a captured row that a change puts into another; ``token_mask`` and ``own`` (1, tokens) are masks.
 
     SelectorError where one text has other tokens than the other.
     """
-    part, leaf = _strip(value, source.tensor, real)
-    for axis, indices in find_indices(leaf, change.operation):
+    part, info = _strip(value, source.tensor, token_mask)
+    for axis, indices in find_indices(info, change.operation):
         size = part.shape[axis]
         if not all(0 <= index < size for index in indices):
             raise SelectorError(f"the input that is named in 'from' has {size} tokens, and not all that are changed")
         part = part.index_select(axis, torch.as_tensor(list(indices)))
-    if leaf.entries_per_row == 1 and leaf.row_axis is not None:
-        part = part.squeeze(leaf.row_axis)
+    if info.entries_per_row == 1 and info.row_axis is not None:
+        part = part.squeeze(info.row_axis)
     wanted = compute_part_shape(_describe_own(change.tensor, own), change.operation)
     if tuple(part.shape) != wanted:
         raise SelectorError(
@@ -82,15 +82,15 @@ def _find_match(match: SelectorMatch, operation: Operation, catalog: Catalog) ->
     return matches[0]
 
 
-def _strip(value: Tensor, leaf: TensorInfo, real: Tensor | None) -> tuple[Tensor, TensorInfo]:
+def _strip(value: Tensor, info: TensorInfo, token_mask: Tensor | None) -> tuple[Tensor, TensorInfo]:
     """What of a row is its own, without padding."""
-    if real is None or not leaf.token_axes:
-        return value, leaf
-    (axes,) = find_own_positions(leaf, real)
+    if token_mask is None or not info.token_axes:
+        return value, info
+    (axes,) = find_own_positions(info, token_mask)
     for axis, positions in axes:
         value = value.index_select(axis, positions)
-    return value, _describe_own(leaf, real)
+    return value, _describe_own(info, token_mask)
 
 
-def _describe_own(leaf: TensorInfo, real: Tensor | None) -> TensorInfo:
-    return leaf if real is None else leaf.with_length(int(real.sum()))
+def _describe_own(info: TensorInfo, token_mask: Tensor | None) -> TensorInfo:
+    return info if token_mask is None else info.with_length(int(token_mask.sum()))

@@ -46,10 +46,10 @@ def verify_resumable(
     ``rows`` are a few, in ``dtype`` where they are floating. Of the first one only structures are kept. What a device
     raises for want of memory, or for good, goes through: it says nothing of the model.
     """
-    point, leaf = start
+    point, info = start
     skipped = find_skipped_calls(module, point, catalog)
     first = {name: value[:1].clone() for name, value in rows.items()}
-    others = {name: value[1:].clone() if catalog.rowwise else value[1:2].clone() for name, value in rows.items()}
+    others = {name: value[1:2].clone() if catalog.crosses_rows else value[1:].clone() for name, value in rows.items()}
     before = ModuleState(module)
     whole, resumed = MarkRecorder(module, point), ResumedMarkRecorder(module, point, skipped)
     try:
@@ -57,7 +57,7 @@ def verify_resumable(
             whole.watch(lambda rows: run(rows, module), others)
             placeholders = PlaceholderRecorder(module, skipped, catalog)
             placeholders.watch(lambda rows: run(rows, module), first)
-            draft = Resumption(point, leaf, catalog, inputs, dtype, placeholders.collect())
+            draft = Resumption(point, info, catalog, inputs, dtype, placeholders.collect())
             run_tainted = resumed.with_taint(run)
             resumed.watch(lambda rows: draft.forward(run_tainted, module, rows["sent"]), {"sent": whole.get_output()})
     except Exception as error:  # whatever a model raises where it finds NaN, it means the same
@@ -122,7 +122,7 @@ class Trial:
 
     def _build_boundary(self, boundary: CallBoundary, paths: Iterable[Path], catalog: Catalog) -> CallBoundary:
         same = frozenset(paths)
-        tensors = tuple(leaf for leaf in boundary.tensors if leaf.path in same)
+        tensors = tuple(info for info in boundary.tensors if info.path in same)
         cost = max(boundary.cost - self._get_skipped_cost(catalog), 0.0) / self._get_remaining_cost(catalog)
         return replace(boundary, cost=round(cost, 4), tensors=tensors)
 

@@ -38,8 +38,8 @@ class Placeholder:
     def fill(self, rows: int, device: torch.device) -> Any:
         """As it would be for so many rows, of NaN, or zeros where a dtype has none; its memory is the caller's."""
         value, dtypes = self.value, {path: tensor.dtype for path, tensor in iterate_tensors(self.value)}
-        for leaf in self.tensors:
-            value = replace_tensor(value, leaf.path, _make_empty(leaf.shape_for(rows), dtypes[leaf.path], device))
+        for info in self.tensors:
+            value = replace_tensor(value, info.path, _make_empty(info.shape_for(rows), dtypes[info.path], device))
         return value
 
 
@@ -56,7 +56,7 @@ class Resumption:
     """
 
     point: HookPoint
-    leaf: TensorInfo
+    info: TensorInfo
     catalog: Catalog
     inputs: tuple[InputSpec, ...]
     dtype: torch.dtype
@@ -65,11 +65,11 @@ class Resumption:
     @property
     def takes(self) -> InputSpec:
         """What a request sends for each row: the layer's output without its axis of rows, of a text of any length."""
-        spec = InputSpec(escape_point(self.point), self.leaf.shape[1:], cast("InputDType", self.leaf.dtype))
+        spec = InputSpec(escape_point(self.point), self.info.shape[1:], cast("InputDType", self.info.dtype))
         longest = next((each.longest for each in self.inputs if each.longest is not None), None)
-        if longest is None or len(self.leaf.token_axes) != 1:
+        if longest is None or len(self.info.token_axes) != 1:
             return spec
-        return replace(spec, longest=longest, long_axis=self.leaf.token_axes[0] - 1)
+        return replace(spec, longest=longest, long_axis=self.info.token_axes[0] - 1)
 
     def forward(self, run: Forward, module: nn.Module, sent: Tensor) -> object:
         """What the model returns when it goes on from a layer's output; the module is left as it was.
@@ -90,7 +90,7 @@ class Resumption:
                 return None
             if name != self.point.layer or number < len(calls) - 1:
                 return lambda: placeholder.fill(len(sent), sent.device)
-            output = _begin_graph(sent.to(DTYPES[self.leaf.dtype]))
+            output = _begin_graph(sent.to(DTYPES[self.info.dtype]))
             return lambda: replace_tensor(placeholder.fill(len(sent), sent.device), self.point.path, output)
 
         return get_return
@@ -112,20 +112,20 @@ def find_start(selector: Selector, catalog: Catalog) -> tuple[HookPoint, TensorI
             f"{escape(selector.text)} does not name the output of one layer",
             hint="name a layer without a site; where it returns several tensors, one of them: 'LAYER[path]'",
         )
-    point, leaf = matches[0].point, matches[0].tensor
+    point, info = matches[0].point, matches[0].tensor
     if point.layer == ".":
         raise SelectorError("nothing runs after the model's own output", hint="resume from a layer inside")
-    if leaf.dtype not in DTYPES:
+    if info.dtype not in DTYPES:
         raise SelectorError(
-            f"'{escape_point(point)}' is of dtype {leaf.dtype}, which can't be sent",
+            f"'{escape_point(point)}' is of dtype {info.dtype}, which can't be sent",
             hint="resume from a layer after it",
         )
-    if leaf.row_axis != 0 or leaf.entries_per_row != 1 or leaf.mixed:
+    if info.row_axis != 0 or info.entries_per_row != 1 or info.crosses_rows:
         raise SelectorError(
             f"'{escape_point(point)}' does not return one entry for each input, so none can be sent",
             hint="resume from a layer around it, or after it",
         )
-    return point, leaf
+    return point, info
 
 
 def not_resumable_error(point: HookPoint) -> SelectorError:

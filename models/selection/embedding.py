@@ -79,10 +79,10 @@ def find_embedding(text: str, catalog: Catalog) -> Selector:
         raise SelectorError(
             f"{escape(text)} names {len(matches)} tensors, an embedding is one", hint=f"name one: {keys}"
         )
-    leaf = matches[0].tensor
-    if leaf.row_axis is None or leaf.mixed:
+    info = matches[0].tensor
+    if info.row_axis is None or info.crosses_rows:
         raise SelectorError(f"{escape(text)} does not hold one entry for each input", hint="name another layer")
-    return replace(selector, reduction=Reduction(pool=_choose_pool(leaf)))
+    return replace(selector, reduction=Reduction(pool=_choose_pool(info)))
 
 
 def reduce_embedding(selector: Selector, embedding: Embedding) -> Selector:
@@ -95,10 +95,10 @@ def reduce_embedding(selector: Selector, embedding: Embedding) -> Selector:
     return replace(selector, reduction=reduction, alias=embedding.alias)
 
 
-def _choose_pool(leaf: TensorInfo) -> Pool:
-    if len(leaf.shape) == 2 and leaf.row_axis == 0 and leaf.entries_per_row == 1:
+def _choose_pool(info: TensorInfo) -> Pool:
+    if len(info.shape) == 2 and info.row_axis == 0 and info.entries_per_row == 1:
         return "none"
-    return "mean" if leaf.layout is not None and "C" in leaf.layout else "flatten"
+    return "mean" if info.layout is not None and "C" in info.layout else "flatten"
 
 
 def _find_head(catalog: Catalog) -> Iterator[EmbeddingChoice]:
@@ -112,8 +112,8 @@ def _find_head(catalog: Catalog) -> Iterator[EmbeddingChoice]:
 
 
 def _list_outputs(catalog: Catalog) -> Iterator[EmbeddingChoice]:
-    for leaf in catalog.layers["."].calls[0].output.tensors:
-        yield EmbeddingChoice(f".{format_path(leaf.path)}", OUTPUT)
+    for info in catalog.layers["."].calls[0].output.tensors:
+        yield EmbeddingChoice(f".{format_path(info.path)}", OUTPUT)
 
 
 def _get_end(layer: Layer) -> int:

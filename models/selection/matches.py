@@ -164,24 +164,24 @@ def _no_place_error(selector: Selector, layers: int) -> UnknownLayerError:
 def _find_in_layer(selector: Selector, layer: Layer, catalog: Catalog) -> Iterator[SelectorMatch]:
     site = "function" if selector.function is not None else selector.site
     for call in _find_calls(selector, layer):
-        leaves = layer.calls[call].get_boundary(site).tensors
-        starts = _find_starts(selector, leaves)
-        named = [leaf for leaf in leaves if any(leaf.path[: len(start)] == start for start in starts)]
+        infos = layer.calls[call].get_boundary(site).tensors
+        starts = _find_starts(selector, infos)
+        named = [info for info in infos if any(info.path[: len(start)] == start for start in starts)]
         if not named:
             if selector.is_glob:
                 continue
-            raise _refused_error(selector, layer, call) or _no_tensor_error(selector, layer, leaves, catalog)
-        for leaf in named:
-            point = HookPoint(layer.name, call, leaf.path, site)
-            yield SelectorMatch(_make_key(selector, layer, point, len(named) > 1), point, leaf, layer.type)
+            raise _refused_error(selector, layer, call) or _no_tensor_error(selector, layer, infos, catalog)
+        for info in named:
+            point = HookPoint(layer.name, call, info.path, site)
+            yield SelectorMatch(_make_key(selector, layer, point, len(named) > 1), point, info, layer.type)
 
 
-def _find_starts(selector: Selector, leaves: Sequence[TensorInfo]) -> list[tuple[str, ...]]:
+def _find_starts(selector: Selector, infos: Sequence[TensorInfo]) -> list[tuple[str, ...]]:
     """With what the paths begin that a selector names, of those that a call has."""
     function, path = selector.function, selector.path or ()
     if function is None:
         return [path]
-    numbers = list(dict.fromkeys(leaf.path[1] for leaf in leaves if leaf.path[0] == function.name))
+    numbers = list(dict.fromkeys(info.path[1] for info in infos if info.path[0] == function.name))
     if isinstance(function.number, int):
         from_end = numbers[function.number] if -len(numbers) <= function.number < 0 else ""
         numbers = [each for each in numbers if each in (str(function.number), from_end)]
@@ -215,7 +215,7 @@ def _refused_error(selector: Selector, layer: Layer, call: int) -> SelectorError
     where = (
         f"{_describe_side(selector, layer)} at {escape(format_path(path))}" if path else _describe_side(selector, layer)
     )
-    others = [format_path(leaf.path) for leaf in boundary.tensors]
+    others = [format_path(info.path) for info in boundary.tensors]
     return SelectorError(
         f"{where} is {kind}: only dense tensors can be had",
         hint=f"paths here: {', '.join(others[:20])}" if any(others) else "ask for a layer before it or after it",
@@ -228,12 +228,12 @@ def _describe_side(selector: Selector, layer: Layer) -> str:
 
 
 def _no_tensor_error(
-    selector: Selector, layer: Layer, leaves: tuple[TensorInfo, ...], catalog: Catalog
+    selector: Selector, layer: Layer, infos: tuple[TensorInfo, ...], catalog: Catalog
 ) -> UnknownLayerError:
     if selector.function is not None:
-        return _no_function_error(selector, layer, leaves)
+        return _no_function_error(selector, layer, infos)
     side = _describe_side(selector, layer)
-    paths = [format_path(leaf.path) for leaf in leaves]
+    paths = [format_path(info.path) for info in infos]
     if not paths and catalog.start:
         return UnknownLayerError(
             f"{side} does not follow from the output of {escape(catalog.start)} alone",
@@ -260,19 +260,19 @@ def _check_function(selector: Selector, catalog: Catalog) -> None:
         )
 
 
-def _no_function_error(selector: Selector, layer: Layer, leaves: Sequence[TensorInfo]) -> UnknownLayerError:
-    if not leaves:
+def _no_function_error(selector: Selector, layer: Layer, infos: Sequence[TensorInfo]) -> UnknownLayerError:
+    if not infos:
         return UnknownLayerError(
             f"layer {escape(layer.name)} calls no functions of its own",
             hint="GET /models/{model}/layers?functions=true lists those that do",
         )
-    starts = _find_starts(replace(selector, path=None), leaves)
+    starts = _find_starts(replace(selector, path=None), infos)
     if not starts:
-        functions = list(dict.fromkeys(split_function(leaf.path)[0] for leaf in leaves))
+        functions = list(dict.fromkeys(split_function(info.path)[0] for info in infos))
         return UnknownLayerError(
             f"layer {escape(layer.name)} calls no such function", hint=f"functions here: {', '.join(functions[:20])}"
         )
-    paths = [format_path(leaf.path[3:]) for leaf in leaves if leaf.path[:3] in starts]
+    paths = [format_path(info.path[3:]) for info in infos if info.path[:3] in starts]
     return UnknownLayerError(
         f"the {selector.site} of {escape('/'.join((layer.name, split_function(starts[0])[0])))} has nothing at "
         f"{escape(format_path(selector.path or ()))}",

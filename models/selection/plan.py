@@ -155,10 +155,10 @@ class Plan:
     @cached_property
     def may_split(self) -> bool:
         """Whether the rows may run in several forwards and be joined again."""
-        leaves = [capture.tensor for capture in self.captures] + [
+        infos = [capture.tensor for capture in self.captures] + [
             change.tensor for change in self.resolved_interventions
         ]
-        return not any(leaf.mixed for leaf in (*leaves, *([self.objective.tensor] if self.objective else ())))
+        return not any(info.crosses_rows for info in (*infos, *([self.objective.tensor] if self.objective else ())))
 
     @property
     def changed_selectors(self) -> tuple[tuple[str, ...], ...]:
@@ -212,24 +212,24 @@ class Plan:
         return {}
 
 
-def compute_reduced_shape(leaf: TensorInfo, reduction: Reduction, rows: int) -> tuple[int, ...]:
+def compute_reduced_shape(info: TensorInfo, reduction: Reduction, rows: int) -> tuple[int, ...]:
     """The shape that a reduction gives for a forward of ``rows`` rows."""
     if reduction.stats is not None:
         columns = len(list_columns(reduction.stats))
-        return (rows, columns) if reduction.by is None else (rows, _count_channels(leaf, reduction), columns)
-    shape = list(leaf.shape_for(rows))
+        return (rows, columns) if reduction.by is None else (rows, _count_channels(info, reduction), columns)
+    shape = list(info.shape_for(rows))
     for option, indices in reduction.indices.items():
-        shape[(leaf.layout or "").index(AXES[option])] = len(indices)
+        shape[(info.layout or "").index(AXES[option])] = len(indices)
     pooling = POOLINGS[reduction.pool]
     if pooling.compute is None:
         return tuple(shape)
     if not pooling.by_channel:
         return (rows, prod(shape) // rows)
-    return (rows, _count_channels(leaf, reduction))
+    return (rows, _count_channels(info, reduction))
 
 
-def _count_channels(leaf: TensorInfo, reduction: Reduction) -> int:
+def _count_channels(info: TensorInfo, reduction: Reduction) -> int:
     """Channels that a reduction keeps; 1 where the layout has none."""
-    if not leaf.layout or "C" not in leaf.layout:
+    if not info.layout or "C" not in info.layout:
         return 1
-    return leaf.shape_for(1)[leaf.layout.index("C")] if reduction.channels is None else len(reduction.channels)
+    return info.shape_for(1)[info.layout.index("C")] if reduction.channels is None else len(reduction.channels)

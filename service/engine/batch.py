@@ -140,7 +140,7 @@ class BatchKey:
 
 
 NOTHING = ForwardSpec(Plan((), HookPoint("", 0, (), "output"), 0.0, ()))
-NO_CATALOG = Catalog({}, 0.0, rowwise=True)
+NO_CATALOG = Catalog({}, 0.0, crosses_rows=False)
 
 
 @dataclass(eq=False)

@@ -52,7 +52,7 @@ class PerturbedMethod:
 
     def __post_init__(self) -> None:
         info = self.objective.tensor
-        if self.by_score and (info.row_axis != 0 or info.mixed or info.entries_per_row != 1):
+        if self.by_score and (info.row_axis != 0 or info.crosses_rows or info.entries_per_row != 1):
             raise SelectorError("the objective is of a tensor without an entry for each row", hint="use another method")
 
     @property

@@ -63,7 +63,7 @@ def describe_layers(model: ModelInfo, layers: list[Layer], *, functions: bool = 
         "model": model.spec.name,
         "layers": [describe_layer(layer) | (_describe_functions(layer) if functions else {}) for layer in layers],
         "seconds": round(catalog.seconds, 6),
-        "rowwise": catalog.rowwise,
+        "rowwise": not catalog.crosses_rows,
         "embedding": model.embedding,
     }
 

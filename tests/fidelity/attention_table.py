@@ -102,9 +102,9 @@ def _pad(rows: Rows) -> Iterator[Rows]:
 
 def _list_tensors(value: object) -> list[Tensor]:
     return [
-        leaf
-        for leaf in torch.utils._pytree.tree_leaves(dict(value) if isinstance(value, Mapping) else value)
-        if isinstance(leaf, Tensor)
+        info
+        for info in torch.utils._pytree.tree_leaves(dict(value) if isinstance(value, Mapping) else value)
+        if isinstance(info, Tensor)
     ]
 
 
@@ -294,7 +294,7 @@ def _examine(kind: str, largest: float) -> tuple[str, str]:
         except Exception as error:  # a server has a model that failed
             return "refused", f"{type(error).__name__}: {error}"[:300]
         try:
-            if not model.catalog.rowwise:
+            if model.catalog.crosses_rows:
                 forwards = [{name: value[:1] for name, value in rows.items()} for rows in forwards]
                 wanted = [ask_library(Path(folder), type(module), rows) for rows in forwards]
             found = [ask_layertap(model, rows) for rows in forwards]

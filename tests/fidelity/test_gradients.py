@@ -198,15 +198,15 @@ def test_every_gradient(name: str) -> None:
     plans = [make_plan(selectors, catalog, objective=objective) for objective, _ in OBJECTIVES]
     together = taken(module, plans, x)
     wanted = by_autograd(module, x)
-    leaves = {(layer, c, p, s): leaf for layer, c, p, s, leaf in _leaves(catalog)}
+    leaves = {(layer, c, p, s): info for layer, c, p, s, info in _leaves(catalog)}
     assert {key for key in wanted if leaves[key].row_axis is not None} == together[0].keys()
     assert sum(bool(value.any()) for value in wanted.values()) > 0.9 * len(wanted)
     for row, found in enumerate(together):
         alone = taken(module, plans[row : row + 1], x[row : row + 1])[0]
         assert alone.keys() == found.keys()
         for key, value in found.items():
-            leaf = leaves[key]
-            own = wanted[key].narrow(leaf.row_axis or 0, row * leaf.entries_per_row, leaf.entries_per_row)
+            info = leaves[key]
+            own = wanted[key].narrow(info.row_axis or 0, row * info.entries_per_row, info.entries_per_row)
             assert close(value, own), (key, row)
             assert close(alone[key], own), (key, row)
 
@@ -215,5 +215,5 @@ def _leaves(catalog: Catalog) -> Any:
     for name, layer in catalog.layers.items():
         for number, call in enumerate(layer.calls):
             for site, moment in (("grad_input", call.input), ("grad_output", call.output)):
-                for leaf in moment.tensors:
-                    yield name, number, leaf.path, site, leaf
+                for info in moment.tensors:
+                    yield name, number, info.path, site, info

@@ -330,8 +330,8 @@ def test_digests_stay() -> None:
     """What was asked for before an option was there has the digest that it had, in whatever it stands."""
     assert digest_model(MODEL, MODEL, net_spec("Chain").precision, None, INPUTS) == "600bda1f6d6d74a38ba8ff16c7b90192"
     gradient = replace(POINT, site="grad_output")
-    leaf = TensorInfo((), (1, 3), "float32", layout="NC")
-    goal = ResolvedObjective(POINT, leaf, Objective("layer", selector=Selector("a", "a"), channel=1))
+    info = TensorInfo((), (1, 3), "float32", layout="NC")
+    goal = ResolvedObjective(POINT, info, Objective("layer", selector=Selector("a", "a"), channel=1))
     how = Reduction(channels=(1,), tokens=(2,), pool="mean", normalize=True, dtype="float16")
     assert digest_model("w", "s", "float32", PREPROCESS, INPUTS) == "b0ad4e7c4c632444889eb2162adc51b4"
     assert digest_model("w", "s", "float32", None, INPUTS) == "2bd8b126866588cc028b4d8d5f2d6c3e"
@@ -343,15 +343,15 @@ def test_digests_stay() -> None:
     assert digest_result(MODEL, POINT, how) == "96ca313bee1115357da44a78e9abc0f5"
     assert digest_explanation("gradient_rollout", ["b", "a"]) == "14decdc0229aa00c3736c3a95be8e71d"
     assert digest_result(MODEL, gradient, Reduction(), digest_changes([goal])) == "8b08032b09cbcecca0fd03ce0e92dbcb"
-    change = ResolvedIntervention(POINT, leaf, Operation("zero", channels=(1,)))
+    change = ResolvedIntervention(POINT, info, Operation("zero", channels=(1,)))
     assert digest_changes([change]) == "54e89bd48bb230c844a4d973ca11ee35"
 
 
 def test_changes_without_padding() -> None:
     """Changes and objectives of texts leave padding out, which they did not always: another digest, for any length."""
     for make in (
-        lambda leaf: ResolvedObjective(POINT, leaf, Objective("sum")),
-        lambda leaf: ResolvedIntervention(POINT, leaf, Operation("zero")),
+        lambda info: ResolvedObjective(POINT, info, Objective("sum")),
+        lambda info: ResolvedIntervention(POINT, info, Operation("zero")),
     ):
         plain, *texts = (
             digest_changes([make(TensorInfo((), (1, length, 3), "float32", layout="NTC", token_axes=axes))])

@@ -39,13 +39,13 @@ def captures(model: LoadedModel, how: Reduction) -> Iterator[Capture]:
     for layer in model.catalog.layers.values():
         for number, call in enumerate(layer.calls):
             for site in ("output", "input"):
-                for leaf in call.get_boundary(site).tensors:  # type: ignore[arg-type]
-                    if not leaf.mixed and leaf.dtype != "complex64" and _fits(leaf, how):
-                        yield Capture(HookPoint(layer.name, number, leaf.path, site), leaf, how)  # type: ignore[arg-type]
+                for info in call.get_boundary(site).tensors:  # type: ignore[arg-type]
+                    if not info.crosses_rows and info.dtype != "complex64" and _fits(info, how):
+                        yield Capture(HookPoint(layer.name, number, info.path, site), info, how)  # type: ignore[arg-type]
 
 
-def _fits(leaf: TensorInfo, how: Reduction) -> bool:
-    return how.pool == "none" or (leaf.row_axis is not None and leaf.layout is not None)
+def _fits(info: TensorInfo, how: Reduction) -> bool:
+    return how.pool == "none" or (info.row_axis is not None and info.layout is not None)
 
 
 def everything(model: LoadedModel, how: Reduction) -> Plan:
@@ -186,7 +186,7 @@ def test_digits() -> None:
     """The embedded model loads with its weights and preprocessing and gives its embedding."""
     model = load_model(replace(digits.spec(), device="cpu"))
     assert (model.weights, model.embedding, model.preprocess) == ("digits.safetensors", "pool", digits.PREPROCESS)
-    assert model.catalog.rowwise
+    assert not model.catalog.crosses_rows
     assert extract(model, batch(model.inputs, 2), "pool", "head")["head"].shape == (2, 10)
     assert model.hooks == 0
 
@@ -347,7 +347,7 @@ def test_half_precision(load_net: Loader, dtype: str) -> None:
         found = extract(model, x, text, max_rows=2)[text]
         assert found.numpy().dtype == "float32"
         torch.testing.assert_close(found, extract(full, x, text)[text], rtol=0.05, atol=0.05)
-    leaves = [leaf.dtype for layer in model.catalog.layers.values() for leaf in layer.calls[0].output.tensors]
+    leaves = [info.dtype for layer in model.catalog.layers.values() for info in layer.calls[0].output.tensors]
     assert set(leaves) == {dtype}
     assert model.digest == full.digest
     assert model.identity != full.identity

@@ -187,7 +187,7 @@ def answers(model: LoadedModel, inputs: Mapping[str, Tensor], texts: list[str], 
 
 def score(model: LoadedModel, output: Any) -> Tensor:
     """The sum of the model's first floating output."""
-    return next(leaf for leaf in ordered(output) if leaf.is_floating_point()).float().sum()
+    return next(info for info in ordered(output) if info.is_floating_point()).float().sum()
 
 
 def ordered(value: Any) -> Iterator[Tensor]:
@@ -237,7 +237,7 @@ def test_gradients(name: str) -> None:
                 answers(model, inputs, [asked], (), SUM)
             continue
         delta = torch.zeros_like(value).requires_grad_()
-        with changed(model.module, key, lambda leaf, delta=delta: leaf + delta):  # type: ignore[misc]
+        with changed(model.module, key, lambda info, delta=delta: info + delta):  # type: ignore[misc]
             end = score(model, called(model, inputs))
         wanted = torch.autograd.grad(end, delta, allow_unused=True)[0] if end.requires_grad else None
         wanted = torch.zeros_like(value) if wanted is None else wanted
@@ -258,7 +258,7 @@ def test_changes(name: str) -> None:
     for key in truth:
         how = Intervention(parse_selector(text(key, key[3])), Operation("scale", by=-1.5))
         found = answers(model, inputs, ["."], [how])
-        with changed(model.module, key, lambda leaf: leaf * -1.5), torch.no_grad():
+        with changed(model.module, key, lambda info: info * -1.5), torch.no_grad():
             wanted = flatten(called(model, inputs))
         for path, value in wanted.items():
             got = found["." + "".join(f"[{part}]" for part in path)] if len(wanted) > 1 else next(iter(found.values()))

@@ -219,9 +219,9 @@ class Watched(IntegratedGradients):
 
     threads: set[str]
 
-    def __init__(self, row: Array, leaf: Any, settings: Settings, score: float) -> None:
+    def __init__(self, row: Array, info: Any, settings: Settings, score: float) -> None:
         type(self).threads.add(threading.current_thread().name)
-        super().__init__(row, leaf, settings, score)
+        super().__init__(row, info, settings, score)
 
     def make_rows(self, numbers: range) -> Array:
         type(self).threads.add(threading.current_thread().name)

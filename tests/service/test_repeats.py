@@ -256,7 +256,7 @@ def test_what_is_state(name: str) -> None:
     """State is what changes after the first forward; it is as it was before any, and rows do not affect each other."""
     model = load_model(own(name), replicas=2)
     assert [list(key) for key in model.catalog.traits.state] == STATES[name]
-    assert model.catalog.rowwise
+    assert not model.catalog.crosses_rows
     fresh = globals()[name]()
     for _, attribute in STATES[name]:
         assert getattr(model.module, attribute) == getattr(fresh, attribute)

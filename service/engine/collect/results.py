@@ -106,7 +106,7 @@ def make_receipt(
         row_axis=axis,
         entries_per_row=entries,
         row_order="forward"
-        if axis is not None and (info.mixed or (job.rows_per_forward == job.rows > 1 and entries > 1))
+        if axis is not None and (info.crosses_rows or (job.rows_per_forward == job.rows > 1 and entries > 1))
         else "",
         stats=list_columns(reduction.stats) if reduction.stats is not None else None,
         by=reduction.by,

@@ -184,7 +184,7 @@ class ModelHandle:
         catalogs = self.model.catalogs
         find, keep = partial(catalogs.get_resumption, point, shapes), partial(catalogs.put_resumption, point, shapes)
         function = partial(
-            ask_catalogs, method=ModelCatalogs.verify_resumption, point=point, leaf=tensor, shapes=shapes
+            ask_catalogs, method=ModelCatalogs.verify_resumption, point=point, info=tensor, shapes=shapes
         )
         return await self._find_or_call(find, function, keep, deadline)
 

@@ -246,7 +246,7 @@ def make_job(
     """
     request, plan, catalog, handle = planned.request, planned.plan, planned.catalog, planned.handle
     text = handle.model.text
-    unsplittable = request.isolated and catalog.batches and not catalog.rowwise and planned.rows > 1
+    unsplittable = request.isolated and catalog.batches and catalog.crosses_rows and planned.rows > 1
     runs = bool(inputs) or bool(encoded)
     numbers = text is not None and planned.resumption is None and text.numbers(inputs)
     compiled = _find_compiled(planned) if runs and not numbers else None
@@ -277,7 +277,7 @@ def make_job(
         deadline=deadline,
         isolated=isolated or not plan.may_share,
         unsplittable=unsplittable or not plan.may_split,
-        rows_per_forward=None if catalog.rowwise else planned.rows if unsplittable else 1,
+        rows_per_forward=(planned.rows if unsplittable else 1) if catalog.crosses_rows else None,
         faults=request.faults,
         timings=request.timings,
         fingerprints=fingerprints,
@@ -340,7 +340,7 @@ def _leave_out(
 def _check(planned: PlannedRequest) -> None:
     """RequestError where an input can't be answered beside those of other shapes."""
     request, catalog = planned.request, planned.catalog
-    if request.isolated and catalog.batches and not catalog.rowwise:
+    if request.isolated and catalog.batches and catalog.crosses_rows:
         detail = (
             "rows of this model affect each other, 'isolated' makes one batch of them, and these have several shapes, "
             "or want different things"

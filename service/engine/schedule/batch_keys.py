@@ -67,9 +67,9 @@ class BatchKeys:
             name=model.spec.name,
             devices=self._devices,
             costs=costs,
-            max_rows=max_rows if catalog.rowwise or unsplittable else 1,
+            max_rows=max_rows if not catalog.crosses_rows or unsplittable else 1,
             max_bytes=self._max_bytes,
-            pads=settings.fixed_batch_rows is not None and catalog.rowwise,
+            pads=settings.fixed_batch_rows is not None and not catalog.crosses_rows,
             slots=max(settings.cpu_threads // self._replicas, 1) if costs.speedup > 1 else 1,
             replicas=self._replicas,
         )

@@ -94,32 +94,32 @@ def together(
 def tensors_of(model: LoadedModel) -> list[tuple[HookPoint, TensorInfo]]:
     """Every tensor that a forward of several requests may be asked for."""
     return [
-        (HookPoint(layer.name, number, leaf.path, site), leaf)
+        (HookPoint(layer.name, number, info.path, site), info)
         for layer in model.catalog.layers.values()
         for number, call in enumerate(layer.calls)
         for site in ("output", "input")
-        for leaf in call.get_boundary(site).tensors
-        if not leaf.mixed and leaf.dtype != "complex64"
+        for info in call.get_boundary(site).tensors
+        if not info.crosses_rows and info.dtype != "complex64"
     ]
 
 
-def allowed(leaf: TensorInfo, how: Reduction) -> bool:
+def allowed(info: TensorInfo, how: Reduction) -> bool:
     """The rules of a request, told again."""
     if how.pool == "none":
-        return not how.normalize and (how.dtype != "int8" or leaf.row_axis in (0, None))
-    if leaf.row_axis is None or (how.pool != "flatten" and leaf.layout is None):
+        return not how.normalize and (how.dtype != "int8" or info.row_axis in (0, None))
+    if info.row_axis is None or (how.pool != "flatten" and info.layout is None):
         return False
-    return how.pool != "cls" or leaf.prefix > 0
+    return how.pool != "cls" or info.prefix > 0
 
 
-def ways(leaf: TensorInfo) -> list[Reduction]:
+def ways(info: TensorInfo) -> list[Reduction]:
     """Every reduction that a tensor may be asked for with."""
     return [
         how
         for pool in POOLS
         for normalize in (False, True)
         for dtype in DTYPES
-        if allowed(leaf, how := Reduction(pool=pool, normalize=normalize, dtype=dtype))
+        if allowed(info, how := Reduction(pool=pool, normalize=normalize, dtype=dtype))
     ]
 
 
@@ -127,7 +127,7 @@ def some(
     model: LoadedModel, dice: random.Random, count: int, found: Sequence[tuple[HookPoint, TensorInfo]]
 ) -> set[Capture]:
     chosen = dice.sample(list(found), min(count, len(found)))
-    return {Capture(point, leaf, dice.choice(ways(leaf))) for point, leaf in chosen}
+    return {Capture(point, info, dice.choice(ways(info))) for point, info in chosen}
 
 
 # An oracle of reductions: numpy, row by row, in double precision.
@@ -135,25 +135,25 @@ def some(
 
 def expected(value: Tensor, capture: Capture) -> Array:
     """What a capture is of a tensor that an independent hook copied in a forward of these rows alone."""
-    leaf, how = capture.tensor, capture.reduction
+    info, how = capture.tensor, capture.reduction
     whole: Array = value.numpy() if not value.is_floating_point() else value.to(torch.float64).numpy()
     if how.pool == "none":
         return whole
-    axis = leaf.row_axis or 0
-    rows = np.split(whole, whole.shape[axis] // leaf.shape[axis], axis)
-    found = np.stack([_one(row, leaf, how.pool) for row in rows])
+    axis = info.row_axis or 0
+    rows = np.split(whole, whole.shape[axis] // info.shape[axis], axis)
+    found = np.stack([_one(row, info, how.pool) for row in rows])
     return found / np.maximum(np.linalg.norm(found, axis=-1, keepdims=True), 1e-12) if how.normalize else found
 
 
-def _one(row: Array, leaf: TensorInfo, pool: Pool) -> Array:
+def _one(row: Array, info: TensorInfo, pool: Pool) -> Array:
     if pool == "flatten":
         return row.reshape(-1)
-    layout = leaf.layout or ""
+    layout = info.layout or ""
     channels = np.moveaxis(row, layout.index("C"), 0) if "C" in layout else row[None]
     places = channels.reshape(len(channels), -1)
     if pool in ("cls", "last"):
         return places[:, 0 if pool == "cls" else -1]
-    kept = places if pool == "mean_all" else places[:, leaf.prefix :]
+    kept = places if pool == "mean_all" else places[:, info.prefix :]
     if pool == "max":
         return kept.max(-1)
     return kept.mean(-1) if pool in ("mean", "mean_all") else (np.clip(kept, 1e-6, None) ** 3).mean(-1) ** (1 / 3)
@@ -224,7 +224,7 @@ def test_every_way_of_one_tensor(net: Net, name: str) -> None:
     """Requests that want the same tensors in every way there is, in one forward."""
     model = net(name)
     found = tensors_of(model)[:: max(len(tensors_of(model)) // 8, 1)]
-    every = [Capture(point, leaf, how) for point, leaf in found for how in ways(leaf)]
+    every = [Capture(point, info, how) for point, info in found for how in ways(info)]
     captures = [frozenset(every), frozenset(every[::2]), frozenset(every[1::2])]
     guests = [Guest(batch(model.inputs, 1 + place, seed=place), wanted) for place, wanted in enumerate(captures)]
     check_all(model, guests, together(model, guests))
@@ -243,9 +243,9 @@ def test_every_way_of_one_tensor(net: Net, name: str) -> None:
 def test_where_rows_are(net: Net, name: str, layer: str, site: Site, axis: int | None, per_row: int) -> None:
     """Rows are cut out where the catalogue says they are, and what has none is the same for everybody."""
     model = net(name)
-    point, leaf = next(item for item in tensors_of(model) if (item[0].layer, item[0].site) == (layer, site))
-    assert (leaf.row_axis, leaf.entries_per_row) == (axis, per_row)
-    wanted = frozenset(Capture(point, leaf, how) for how in ways(leaf))
+    point, info = next(item for item in tensors_of(model) if (item[0].layer, item[0].site) == (layer, site))
+    assert (info.row_axis, info.entries_per_row) == (axis, per_row)
+    wanted = frozenset(Capture(point, info, how) for how in ways(info))
     guests = [Guest(batch(model.inputs, rows, seed=rows), wanted) for rows in (2, 3, 1)]
     check_all(model, guests, together(model, guests))
 
@@ -253,10 +253,10 @@ def test_where_rows_are(net: Net, name: str, layer: str, site: Site, axis: int |
 def test_channels_and_tokens(net: Net) -> None:
     """Narrowed tensors are narrowed for each request as it says."""
     model = net("vit")
-    point, leaf = next(item for item in tensors_of(model) if item[0].layer == "encoder.ln")
+    point, info = next(item for item in tensors_of(model) if item[0].layer == "encoder.ln")
     hows = [Reduction(channels=(5, 2)), Reduction(tokens=(3, 0, 7)), Reduction(channels=(1,), tokens=(4,), pool="mean")]
     guests = [
-        Guest(batch(model.inputs, 2, seed=at), frozenset([Capture(point, leaf, how)])) for at, how in enumerate(hows)
+        Guest(batch(model.inputs, 2, seed=at), frozenset([Capture(point, info, how)])) for at, how in enumerate(hows)
     ]
     first, second, third = (next(iter(found.values())).values for found in together(model, guests))
     seen = [record(model.module, guest.rows["x"])["encoder.ln", 0, (), "output"] for guest in guests]
@@ -284,8 +284,8 @@ def begun(module: nn.Module, names: Sequence[str]) -> Iterator[list[str]]:
 
 
 def at(model: LoadedModel, layer: str, site: Site = "output") -> Capture:
-    point, leaf = next(item for item in tensors_of(model) if (item[0].layer, item[0].site) == (layer, site))
-    return Capture(point, leaf, Reduction())
+    point, info = next(item for item in tensors_of(model) if (item[0].layer, item[0].site) == (layer, site))
+    return Capture(point, info, Reduction())
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
@@ -326,9 +326,9 @@ def bits(reduced: ReducedTensor) -> tuple[bytes, bytes | None]:
 def every_way(model: LoadedModel) -> list[Capture]:
     """All reductions of a few tensors of every kind."""
     kinds: dict[object, tuple[HookPoint, TensorInfo]] = {}
-    for point, leaf in tensors_of(model):
-        kinds[point.site, leaf.layout, leaf.row_axis, leaf.entries_per_row, leaf.dtype] = (point, leaf)
-    return [Capture(point, leaf, how) for point, leaf in kinds.values() for how in ways(leaf)]
+    for point, info in tensors_of(model):
+        kinds[point.site, info.layout, info.row_axis, info.entries_per_row, info.dtype] = (point, info)
+    return [Capture(point, info, how) for point, info in kinds.values() for how in ways(info)]
 
 
 ROWS = 6
@@ -378,7 +378,7 @@ def _channels_last(value: Tensor) -> Tensor:
 def test_a_neighbour_does_not_choose_the_memory_format(net: Net, name: str) -> None:
     """A row that was sent channels last has the same bits with neighbours in whatever order of memory."""
     model = net(name)
-    wanted = frozenset(Capture(point, leaf, Reduction()) for point, leaf in tensors_of(model))
+    wanted = frozenset(Capture(point, info, Reduction()) for point, info in tensors_of(model))
     mine, other = (
         {key: _channels_last(value) for key, value in batch(model.inputs, 2, seed).items()} for seed in (1, 2)
     )
@@ -387,8 +387,8 @@ def test_a_neighbour_does_not_choose_the_memory_format(net: Net, name: str) -> N
     assert all(bits(one[capture]) == bits(two[capture]) for capture in wanted)
 
 
-def capture_of(leaf: TensorInfo, **how: Any) -> Capture:
-    return Capture(HookPoint("0", 0, (), "output"), leaf, Reduction(**how))
+def capture_of(info: TensorInfo, **how: Any) -> Capture:
+    return Capture(HookPoint("0", 0, (), "output"), info, Reduction(**how))
 
 
 LAYOUTS = {
@@ -407,14 +407,14 @@ def test_zeros_of_both_signs_and_nan(
     name: str, order: tuple[int, ...] | None, seed: int, numbers: tuple[float, ...]
 ) -> None:
     """Which of two equal numbers a reduction gives does not depend on whether neighbours want the same."""
-    leaf, rows = LAYOUTS[name], 4
+    info, rows = LAYOUTS[name], 4
     generator = torch.Generator().manual_seed(seed)
-    shape = leaf.shape_for(rows)
+    shape = info.shape_for(rows)
     x = torch.tensor(numbers)[torch.randint(0, len(numbers), shape, generator=generator)]
     if order is not None:
         x = x.permute(*order).contiguous().permute(*np.argsort(order).tolist())
     module = nn.Sequential(nn.Identity())
-    wanted = frozenset(capture_of(leaf, **vars(how)) for how in ways(leaf))
+    wanted = frozenset(capture_of(info, **vars(how)) for how in ways(info))
 
     def run(others: frozenset[Capture]) -> dict[Capture, ReducedTensor]:
         shares = [RequestSlice(row, row + 1, wanted if row == 1 else others) for row in range(rows)]
@@ -551,7 +551,7 @@ class Moves(Several):
 def test_steady(name: str, steady: bool) -> None:
     """Whether places matter is seen in outputs whose rows are on another axis, beside one that has none."""
     model = load_model(replace(net_spec("TimeFirst"), source=f"python:{__name__}:{name}"))
-    assert model.catalog.rowwise
+    assert not model.catalog.crosses_rows
     assert model.is_batch_invariant(4) is steady
 
 
@@ -564,10 +564,10 @@ def shares(*spans: tuple[int, int, set[Capture]]) -> list[RequestSlice]:
 
 def test_spans() -> None:
     """Neighbours that want a copy of the same are taken in one piece, those that want something computed are not."""
-    leaf = LAYOUTS["NTC"]
-    copies = {capture_of(leaf, pool=pool) for pool in ("none", "flatten", "cls")}
-    computed = {capture_of(leaf, pool=pool) for pool in ("mean", "gem", "max")}
-    computed |= {capture_of(leaf, pool="flatten", normalize=True)}
+    info = LAYOUTS["NTC"]
+    copies = {capture_of(info, pool=pool) for pool in ("none", "flatten", "cls")}
+    computed = {capture_of(info, pool=pool) for pool in ("mean", "gem", "max")}
+    computed |= {capture_of(info, pool="flatten", normalize=True)}
     every = copies | computed
     found = find_spans(shares((3, 4, every), (0, 2, every), (5, 9, every), (2, 3, every), (4, 5, set())), 9)
     assert found.keys() == every
@@ -575,7 +575,9 @@ def test_spans() -> None:
     assert all(found[capture] == ((0, 2), (2, 3), (3, 4), (5, 9)) for capture in computed)
 
 
-@pytest.mark.parametrize("more", [{"row_axis": None}, {"mixed": True}, {"row_axis": None, "mixed": True}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{"row_axis": None}, {"crosses_rows": True}, {"row_axis": None, "crosses_rows": True}], ids=str
+)
 def test_what_belongs_to_no_row_is_taken_whole(more: dict[str, Any]) -> None:
     """Once, whoever wants it, and everybody gets all of it."""
     capture = capture_of(TensorInfo((), (1, 3), "float32", **more))
@@ -590,13 +592,13 @@ def test_what_belongs_to_no_row_is_taken_whole(more: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rows_of(name: str) -> None:
     """A span's part of a tensor is what these rows are alone; nothing is copied."""
-    leaf, rows = LAYOUTS[name], 5
-    alone = [torch.randn(leaf.shape) for _ in range(rows)]
-    whole = torch.cat(alone, leaf.row_axis or 0)
+    info, rows = LAYOUTS[name], 5
+    alone = [torch.randn(info.shape) for _ in range(rows)]
+    whole = torch.cat(alone, info.row_axis or 0)
     for start in range(rows):
         for stop in range(start + 1, rows + 1):
-            truth = torch.cat(alone[start:stop], leaf.row_axis or 0)
-            for part in (select_span_rows(whole, leaf, (start, stop), rows), select_rows(whole, leaf, (start, stop))):
+            truth = torch.cat(alone[start:stop], info.row_axis or 0)
+            for part in (select_span_rows(whole, info, (start, stop), rows), select_rows(whole, info, (start, stop))):
                 assert part.equal(truth)
                 assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
@@ -605,17 +607,17 @@ def test_rows_of(name: str) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_joined(name: str, cuts: tuple[int, ...]) -> None:
     """A request's rows of several forwards are those of one, in whatever order these come, and one twice."""
-    leaf = LAYOUTS[name]
-    axis, alone = leaf.row_axis or 0, [torch.randn(leaf.shape) for _ in range(4)]
+    info = LAYOUTS[name]
+    axis, alone = info.row_axis or 0, [torch.randn(info.shape) for _ in range(4)]
     whole = torch.cat(alone, axis)
     spans = [(int(stop) - cut, int(stop)) for cut, stop in zip(cuts, np.cumsum(cuts), strict=True)]
-    for how in ways(leaf):
-        capture, joined = capture_of(leaf, **vars(how)), JoinedRows(4)
+    for how in ways(info):
+        capture, joined = capture_of(info, **vars(how)), JoinedRows(4)
         for start, stop in [spans[-1], *spans]:
-            found = joined.add(start, stop, {capture: reduce(torch.cat(alone[start:stop], axis), leaf, how)})
+            found = joined.add(start, stop, {capture: reduce(torch.cat(alone[start:stop], axis), info, how)})
         check(found[capture], capture, expected(whole, capture), 4)
         if not POOLINGS[how.pool].averages and not how.normalize:
-            assert bits(found[capture]) == bits(reduce(whole, leaf, how))
+            assert bits(found[capture]) == bits(reduce(whole, info, how))
 
 
 def test_joined_of_what_is_the_same_for_all_rows() -> None:

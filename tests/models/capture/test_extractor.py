@@ -35,16 +35,16 @@ ROWWISE = [
 
 
 def everything(catalog: Catalog, **how: object) -> Plan:
-    """Every leaf of every call of every layer, the whole model's too, at both sites."""
+    """Every info of every call of every layer, the whole model's too, at both sites."""
     captures = [
-        Selector(layer.name, layer.name, number, leaf.path, site, None, Reduction(**how), f"{count_}")  # type: ignore[arg-type]
-        for count_, (layer, number, leaf, site) in enumerate(
-            (layer, number, leaf, site)
+        Selector(layer.name, layer.name, number, info.path, site, None, Reduction(**how), f"{count_}")  # type: ignore[arg-type]
+        for count_, (layer, number, info, site) in enumerate(
+            (layer, number, info, site)
             for layer in catalog.layers.values()
             for number, call in enumerate(layer.calls)
             for site in ("input", "output")
-            for leaf in call.get_boundary(site).tensors
-            if leaf.dtype != "complex64" and not any("*" in part or "?" in part for part in leaf.path)
+            for info in call.get_boundary(site).tensors
+            if info.dtype != "complex64" and not any("*" in part or "?" in part for part in info.path)
         )
     ]
     return make_plan(captures, catalog)

@@ -127,7 +127,7 @@ def test_a_borrowed_part() -> None:
     assert torch.equal(found["head"], x * 2 + x.flip(1) * 2)
     assert torch.equal(found["block/clone#1"], found["head"])
     assert torch.equal(found["block/mul#1"], found["head"] * 3)
-    names = {path[0] for path in (leaf.path for leaf in function_tensors(survey_functions(module), "block"))}
+    names = {path[0] for path in (info.path for info in function_tensors(survey_functions(module), "block"))}
     assert names == {"mul", "clone", "add", "flip"}  # those of the borrowed part count as its own
 
 

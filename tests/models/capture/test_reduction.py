@@ -26,15 +26,15 @@ POINT = HookPoint("layer", 0, (), "output")
 
 @dataclass(frozen=True)
 class Case:
-    """A leaf, and how numpy brings a batch of it into (rows, channels, positions), prefix tokens first."""
+    """A info, and how numpy brings a batch of it into (rows, channels, positions), prefix tokens first."""
 
-    leaf: TensorInfo
+    info: TensorInfo
     split: Callable[[Array, int], Array]
     rows: int = 3
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.leaf.shape_for(self.rows)
+        return self.info.shape_for(self.rows)
 
 
 def case(shape: tuple[int, ...], layout: str | None, split: Callable[[Array, int], Array], **more: Any) -> Case:
@@ -82,8 +82,8 @@ def test_pools(name: str, pool: Pool) -> None:
     """Mean, max and GeM of every layout are those of numpy, (N, C), prefix tokens left out but of ``mean_all``."""
     item = CASES[name]
     value = values(item.shape)
-    expected = POOLS[pool](item.split(as_numpy(value), item.rows), item.leaf.prefix)
-    found = reduce(value, item.leaf, Reduction(pool=pool)).values
+    expected = POOLS[pool](item.split(as_numpy(value), item.rows), item.info.prefix)
+    found = reduce(value, item.info, Reduction(pool=pool)).values
     assert found.dtype is torch.float32
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
 
@@ -93,8 +93,8 @@ def test_flatten(name: str) -> None:
     """``flatten`` keeps every number of a row, in the order in which the row's own tensor holds them."""
     item = CASES[name]
     value = values(item.shape)
-    rows = np.split(value.numpy(), item.rows, axis=item.leaf.row_axis or 0)
-    found = reduce(value, item.leaf, Reduction(pool="flatten")).values
+    rows = np.split(value.numpy(), item.rows, axis=item.info.row_axis or 0)
+    found = reduce(value, item.info, Reduction(pool="flatten")).values
     np.testing.assert_array_equal(found.numpy(), np.stack([row.reshape(-1) for row in rows]))
 
 
@@ -103,7 +103,7 @@ def test_class_token(name: str) -> None:
     """``cls`` is the first token."""
     item = CASES[name]
     value = values(item.shape)
-    found = reduce(value, item.leaf, Reduction(pool="cls")).values
+    found = reduce(value, item.info, Reduction(pool="cls")).values
     np.testing.assert_array_equal(found.numpy(), item.split(value.numpy(), item.rows)[:, :, 0])
 
 
@@ -113,8 +113,8 @@ def test_last_token(name: str) -> None:
     item = CASES[name]
     value = values(item.shape)
     expected = item.split(value.numpy(), item.rows)[:, :, -1]
-    np.testing.assert_array_equal(reduce(value, item.leaf, Reduction(pool="last")).values.numpy(), expected)
-    named = reduce(value, item.leaf, Reduction(tokens=(-1,), pool="mean")).values
+    np.testing.assert_array_equal(reduce(value, item.info, Reduction(pool="last")).values.numpy(), expected)
+    named = reduce(value, item.info, Reduction(tokens=(-1,), pool="mean")).values
     np.testing.assert_allclose(named.numpy(), expected, rtol=1e-6)
 
 
@@ -122,23 +122,23 @@ def test_last_token(name: str) -> None:
 @pytest.mark.parametrize("pool", POOLS)
 def test_arithmetic_is_float32_at_least(pool: Pool, dtype: torch.dtype) -> None:
     """A pool of a half-precision tensor is as exact as float32: sums are not rounded on the way."""
-    leaf = TensorInfo((), (1, 2, 64, 64), str(dtype).removeprefix("torch."), layout="NCHW")
+    info = TensorInfo((), (1, 2, 64, 64), str(dtype).removeprefix("torch."), layout="NCHW")
     value = (values((2, 2, 64, 64)).abs() + 100).to(dtype)
     expected = POOLS[pool](as_numpy(value).reshape(2, 2, -1), 0)
-    np.testing.assert_allclose(reduce(value, leaf, Reduction(pool=pool)).values.numpy(), expected, rtol=2e-6)
+    np.testing.assert_allclose(reduce(value, info, Reduction(pool=pool)).values.numpy(), expected, rtol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
 @pytest.mark.parametrize("pool", ["none", "flatten", "max", "mean", "mean_all", "gem"])
 def test_whole_numbers(pool: Pool, dtype: torch.dtype) -> None:
     """Integers and booleans stay what they are unless an average is asked for; the plan knows which."""
-    leaf = TensorInfo((), (1, 3, 4), str(dtype).removeprefix("torch."), layout="NCL")
+    info = TensorInfo((), (1, 3, 4), str(dtype).removeprefix("torch."), layout="NCL")
     value = torch.arange(24).reshape(2, 3, 4).to(dtype)
     how = Reduction(pool=pool, dtype="float16")
-    found = reduce(value, leaf, how).values
+    found = reduce(value, info, how).values
     averaged = pool in ("mean", "mean_all", "gem")
     assert found.dtype is (torch.float16 if averaged else dtype)
-    capture = Capture(POINT, leaf, how)
+    capture = Capture(POINT, info, how)
     assert capture.dtype == str(found.dtype).removeprefix("torch.")
     assert capture.nbytes(2) == found.numel() * found.itemsize
     if averaged:
@@ -150,14 +150,14 @@ def test_whole_numbers(pool: Pool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_normalize(pool: Pool, dtype: torch.dtype) -> None:
     """``normalize`` gives rows of length one, and zero where a row is zero."""
-    leaf = TensorInfo((), (1, 5, 6), str(dtype).removeprefix("torch."), layout="NCL")
+    info = TensorInfo((), (1, 5, 6), str(dtype).removeprefix("torch."), layout="NCL")
     value = values((3, 5, 6), dtype)
     value[1] = 0
     how = Reduction(pool=pool, normalize=True)
-    found = reduce(value, leaf, how).values
+    found = reduce(value, info, how).values
     assert found.dtype is torch.float32
-    assert Capture(POINT, leaf, how).dtype == "float32"
-    plain = as_numpy(reduce(value, leaf, Reduction(pool=pool)).values)
+    assert Capture(POINT, info, how).dtype == "float32"
+    plain = as_numpy(reduce(value, info, Reduction(pool=pool)).values)
     lengths = np.linalg.norm(plain, axis=-1, keepdims=True)
     np.testing.assert_allclose(found.numpy(), plain / np.maximum(lengths, 1e-12), rtol=1e-5)
 
@@ -170,9 +170,9 @@ def test_channels(name: str, axis: int) -> None:
     item = CASES[name]
     value = values(item.shape)
     chosen = np.take(value.numpy(), [3, 0, 3], axis)
-    found = reduce(value, item.leaf, Reduction(channels=(3, 0, 3)))
+    found = reduce(value, item.info, Reduction(channels=(3, 0, 3)))
     np.testing.assert_array_equal(found.values.numpy(), chosen)
-    pooled = reduce(value, item.leaf, Reduction(channels=(3, 0, 3), pool="mean")).values
+    pooled = reduce(value, item.info, Reduction(channels=(3, 0, 3), pool="mean")).values
     expected = item.split(value.numpy(), item.rows)[:, [3, 0, 3]].mean(-1)
     np.testing.assert_allclose(pooled.numpy(), expected, rtol=1e-5, atol=1e-6)
 
@@ -184,8 +184,8 @@ def test_tokens(name: str) -> None:
     value = values(item.shape)
     axis = 0 if name.startswith("T") else 1
     chosen = np.take(value.numpy(), [5, 0], axis)
-    np.testing.assert_array_equal(reduce(value, item.leaf, Reduction(tokens=(5, 0))).values.numpy(), chosen)
-    pooled = reduce(value, item.leaf, Reduction(tokens=(5, 0), pool="mean")).values
+    np.testing.assert_array_equal(reduce(value, item.info, Reduction(tokens=(5, 0))).values.numpy(), chosen)
+    pooled = reduce(value, item.info, Reduction(tokens=(5, 0), pool="mean")).values
     np.testing.assert_allclose(pooled.numpy(), item.split(chosen, item.rows).mean(-1), rtol=1e-5, atol=1e-6)
 
 
@@ -193,19 +193,19 @@ def test_tokens(name: str) -> None:
 def test_shapes_and_bytes_are_predicted(name: str) -> None:
     """What the plan says about a result's shape, dtype and bytes is so, for every pool, dtype and narrowing."""
     item = CASES[name]
-    letters = item.leaf.layout or ""
+    letters = item.info.layout or ""
     value = values(item.shape)
     pools: list[Pool] = ["none", "mean", "max", "gem", "flatten", "cls"]
     dtypes: list[ReplyDType] = ["float32", "float16", "int8"]
     narrow: list[dict[str, Any]] = [{}, *([{"channels": (1, 2)}] if "C" in letters else [])]
     narrow += [{"tokens": (4, 1, 0)}] if "T" in letters and "H" not in letters else []
     for how in (Reduction(pool=p, dtype=d, **n) for p in pools for d in dtypes for n in narrow):
-        if how.pool == "cls" and not item.leaf.prefix:
+        if how.pool == "cls" and not item.info.prefix:
             continue
-        found = reduce(value, item.leaf, how)
-        capture = Capture(POINT, item.leaf, how)
+        found = reduce(value, item.info, how)
+        capture = Capture(POINT, item.info, how)
         assert (
-            tuple(found.values.shape) == capture.shape(item.rows) == compute_reduced_shape(item.leaf, how, item.rows)
+            tuple(found.values.shape) == capture.shape(item.rows) == compute_reduced_shape(item.info, how, item.rows)
         ), how
         assert f"torch.{capture.dtype}" == str(found.values.dtype), how
         scale = 0 if found.scale is None else found.scale.nbytes
@@ -214,13 +214,13 @@ def test_shapes_and_bytes_are_predicted(name: str) -> None:
 
 def test_a_tensor_without_axes() -> None:
     """A scalar comes through, in every reply dtype, and takes the bytes that were predicted."""
-    leaf = TensorInfo((), (), "float32", row_axis=None)
+    info = TensorInfo((), (), "float32", row_axis=None)
     dtypes: list[ReplyDType] = ["float32", "float16", "int8"]
     for dtype in dtypes:
-        found = reduce(torch.tensor(2.5), leaf, Reduction(dtype=dtype))
+        found = reduce(torch.tensor(2.5), info, Reduction(dtype=dtype))
         assert found.values.shape == ()
         size = found.values.nbytes + (0 if found.scale is None else found.scale.nbytes)
-        assert Capture(POINT, leaf, Reduction(dtype=dtype)).nbytes(4) == size
+        assert Capture(POINT, info, Reduction(dtype=dtype)).nbytes(4) == size
 
 
 @given(st.lists(st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=3, max_size=3), min_size=1, max_size=4))
@@ -254,11 +254,11 @@ def test_int8_of_nothing(shape: tuple[int, ...]) -> None:
 
 def test_int8_scales_are_of_each_row() -> None:
     """One row's scale does not depend on another's size."""
-    leaf = TensorInfo((), (1, 2, 3), "float32", layout="NTC")
+    info = TensorInfo((), (1, 2, 3), "float32", layout="NTC")
     value = values((3, 2, 3))
-    alone = reduce(value[:1], leaf, Reduction(dtype="int8"))
+    alone = reduce(value[:1], info, Reduction(dtype="int8"))
     value[1] *= 1e6
-    together = reduce(value, leaf, Reduction(dtype="int8"))
+    together = reduce(value, info, Reduction(dtype="int8"))
     assert alone.scale is not None
     assert together.scale is not None
     assert torch.equal(alone.values[0], together.values[0])
@@ -269,7 +269,7 @@ def test_int8_scales_are_of_each_row() -> None:
 @pytest.mark.parametrize("pool", ["none", "flatten", "cls", "mean", "max"])
 def test_results_own_their_memory(pool: Pool, dtype: ReplyDType) -> None:
     """A result is no view: it takes its own size, is contiguous, and does not change with the model's tensor."""
-    leaf = TensorInfo((), (1, 1, 4), "float32", layout="NTC", prefix=1 if pool == "cls" else 0)
+    info = TensorInfo((), (1, 1, 4), "float32", layout="NTC", prefix=1 if pool == "cls" else 0)
     storage = values((2, 197, 4))
     views = {
         "slice": storage[:, :1],
@@ -279,7 +279,7 @@ def test_results_own_their_memory(pool: Pool, dtype: ReplyDType) -> None:
         "one row": storage[:1, :1],
     }
     for name, view in views.items():
-        found = reduce(view, leaf, Reduction(pool=pool, dtype=dtype)).values
+        found = reduce(view, info, Reduction(pool=pool, dtype=dtype)).values
         before = found.clone()
         assert found.untyped_storage().nbytes() == found.nbytes, name
         assert found.is_contiguous(), name
@@ -289,9 +289,9 @@ def test_results_own_their_memory(pool: Pool, dtype: ReplyDType) -> None:
 
 def test_channels_last_memory_comes_out_in_c_order() -> None:
     """The order of a tensor's memory has no bearing on a result."""
-    leaf = TensorInfo((), (1, 3, 4, 5), "float32", layout="NCHW")
+    info = TensorInfo((), (1, 3, 4, 5), "float32", layout="NCHW")
     value = values((2, 3, 4, 5))
-    found = reduce(value.contiguous(memory_format=torch.channels_last), leaf, Reduction()).values
+    found = reduce(value.contiguous(memory_format=torch.channels_last), info, Reduction()).values
     assert found.stride() == (60, 20, 5, 1)
     assert torch.equal(found, value)
 
@@ -299,10 +299,10 @@ def test_channels_last_memory_comes_out_in_c_order() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_every_float_becomes_the_reply_dtype(dtype: torch.dtype) -> None:
     """A model's own dtype never reaches the reply: bfloat16 has no numpy type."""
-    leaf = TensorInfo((), (1, 3), str(dtype).removeprefix("torch."), layout="NC")
+    info = TensorInfo((), (1, 3), str(dtype).removeprefix("torch."), layout="NC")
     value = values((2, 3), dtype)
     for reply, wanted in (("float32", torch.float32), ("float16", torch.float16)):
-        found = reduce(value, leaf, Reduction(dtype=reply)).values  # type: ignore[arg-type]
+        found = reduce(value, info, Reduction(dtype=reply)).values  # type: ignore[arg-type]
         assert found.dtype is wanted
         assert torch.equal(found, value.to(wanted))
         assert found.numpy().dtype.name == reply
@@ -320,15 +320,15 @@ def test_padding_stays_out(name: str, how: dict[str, Any]) -> None:
     """A row is pooled as if it had come without the tokens that pad it, whatever these hold."""
     item = PADDED[name]
     value = values(item.shape).abs()
-    rows, tokens = item.leaf.row_axis or 0, (item.leaf.layout or "").index("T")
+    rows, tokens = item.info.row_axis or 0, (item.info.layout or "").index("T")
     spoiled = value.clone().movedim((rows, tokens), (0, 1))
     spoiled[~REAL] = torch.nan
     spoiled = spoiled.movedim((0, 1), (rows, tokens))
-    leaf = replace(item.leaf, token_axes=(tokens,))
-    found = reduce(spoiled, leaf, Reduction(**how), REAL).values
+    info = replace(item.info, token_axes=(tokens,))
+    found = reduce(spoiled, info, Reduction(**how), REAL).values
     for place, places in enumerate(REAL):
         alone = value.select(rows, place).numpy()[places.numpy()]  # (tokens, channels)
-        kept = alone if "stats" in how or how["pool"] == "mean_all" else alone[item.leaf.prefix :]
+        kept = alone if "stats" in how or how["pool"] == "mean_all" else alone[item.info.prefix :]
         wanted = by_numpy(kept.astype(np.float64), how)
         np.testing.assert_allclose(found[place].numpy(), wanted, rtol=1e-5)
 
@@ -344,10 +344,10 @@ def by_numpy(kept: Array, how: dict[str, Any]) -> Array:
 
 def test_padding_is_left_in_elsewhere() -> None:
     """Nothing is taken out of what is no sequence of these tokens, or is not made of all of them."""
-    leaf, value = CASES["NTC"].leaf, values((3, 6, 5))
+    info, value = CASES["NTC"].info, values((3, 6, 5))
     for how in (Reduction(), Reduction(pool="flatten"), Reduction(pool="mean", tokens=(1, 5))):
-        assert torch.equal(reduce(value, leaf, how, REAL).values, reduce(value, leaf, how).values)
-    grid = CASES["NCHW"].leaf
+        assert torch.equal(reduce(value, info, how, REAL).values, reduce(value, info, how).values)
+    grid = CASES["NCHW"].info
     other = values((3, 5, 4, 3))
     mean = Reduction(pool="mean")
     assert torch.equal(reduce(other, grid, mean, REAL).values, reduce(other, grid, mean).values)
@@ -361,10 +361,10 @@ def test_tokens_from_the_end(name: str) -> None:
     """Of rows of several lengths each gives its own last tokens, wherever a tensor has its rows."""
     item = PADDED[name]
     value = values(item.shape)
-    rows, tokens = item.leaf.row_axis or 0, (item.leaf.layout or "").index("T")
-    leaf = replace(item.leaf, token_axes=(tokens,))
-    found = reduce(value, leaf, Reduction(tokens=(-1, -3)), REAL, 6).values
-    assert found.shape == compute_reduced_shape(leaf, Reduction(tokens=(-1, -3)), 3)
+    rows, tokens = item.info.row_axis or 0, (item.info.layout or "").index("T")
+    info = replace(item.info, token_axes=(tokens,))
+    found = reduce(value, info, Reduction(tokens=(-1, -3)), REAL, 6).values
+    assert found.shape == compute_reduced_shape(info, Reduction(tokens=(-1, -3)), 3)
     for place, count in enumerate(REAL.sum(1).tolist()):
         wanted = value.select(rows, place)[[count - 1, count - 3]]
         assert torch.equal(found.movedim((rows, tokens), (0, 1))[place], wanted)

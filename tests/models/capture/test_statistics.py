@@ -78,21 +78,21 @@ def values(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def leaf(shape: tuple[int, ...], layout: str | None = None, dtype: str = "float32", **more: Any) -> TensorInfo:
+def info(shape: tuple[int, ...], layout: str | None = None, dtype: str = "float32", **more: Any) -> TensorInfo:
     return TensorInfo((), shape, dtype, layout=layout, **more)
 
 
 LEAVES = {
-    "N": leaf((1,), "N"),
-    "NC": leaf((1, 5), "NC"),
-    "NC folded": leaf((4, 5), "NC"),
-    "NCHW": leaf((1, 5, 4, 3), "NCHW"),
-    "NHWC": leaf((1, 4, 3, 5), "NHWC"),
-    "NTC": leaf((1, 6, 5), "NTC"),
-    "NTC with prefix": leaf((1, 6, 5), "NTC", prefix=2),
-    "windows": leaf((4, 6, 5), "NTC"),
-    "TNC": leaf((6, 1, 5), "TNC", row_axis=1),
-    "unknown axes": leaf((1, 3, 2, 2, 2, 2)),
+    "N": info((1,), "N"),
+    "NC": info((1, 5), "NC"),
+    "NC folded": info((4, 5), "NC"),
+    "NCHW": info((1, 5, 4, 3), "NCHW"),
+    "NHWC": info((1, 4, 3, 5), "NHWC"),
+    "NTC": info((1, 6, 5), "NTC"),
+    "NTC with prefix": info((1, 6, 5), "NTC", prefix=2),
+    "windows": info((4, 6, 5), "NTC"),
+    "TNC": info((6, 1, 5), "TNC", row_axis=1),
+    "unknown axes": info((1, 3, 2, 2, 2, 2)),
 }
 
 
@@ -112,7 +112,7 @@ def test_layouts(name: str) -> None:
 def test_order_of_memory() -> None:
     """The order of a tensor's memory has no bearing on a bit of its statistics."""
     value = values(2, 8, 9, 7)
-    here = leaf((1, 8, 9, 7), "NCHW")
+    here = info((1, 8, 9, 7), "NCHW")
     last = value.contiguous(memory_format=torch.channels_last)
     assert torch.equal(reduce(last, here, ALL).values, reduce(value, here, ALL).values)
 
@@ -148,13 +148,13 @@ def test_dtypes(dtype: str) -> None:
     value = (values(2, 3, 40, 40).abs() * 50).to(getattr(torch, dtype))
     if dtype == "bool":
         value[:, 0] = False
-    check(reduce(value, leaf((1, 3, 40, 40), "NCHW", dtype), ALL).values, list(value.double().numpy()))
+    check(reduce(value, info((1, 3, 40, 40), "NCHW", dtype), ALL).values, list(value.double().numpy()))
 
 
 def test_float64_stays() -> None:
     """A deviation that float32 would lose beside the mean is there."""
     value = torch.tensor([[1e8, 1e8 + 1e-3]], dtype=torch.float64)
-    found = reduce(value, leaf((1, 2), "NC", "float64"), Reduction(stats=("std", "histogram"))).values
+    found = reduce(value, info((1, 2), "NC", "float64"), Reduction(stats=("std", "histogram"))).values
     assert float(found[0, 0]) == pytest.approx(5e-4, rel=1e-4)
     assert found[0, 1:].tolist() == [1, *[0] * 14, 1]
 
@@ -188,7 +188,7 @@ def test_special_values(name: str) -> None:
 
 def test_edges_of_bins() -> None:
     """A value at an edge belongs to the bin above it, the greatest to the last."""
-    found = reduce(torch.arange(17.0)[None], leaf((1, 17), "NC"), Reduction(stats=("histogram",))).values
+    found = reduce(torch.arange(17.0)[None], info((1, 17), "NC"), Reduction(stats=("histogram",))).values
     assert found[0].tolist() == [*[1] * 15, 2]
 
 
@@ -207,7 +207,7 @@ def test_denormal_values() -> None:
 
 def test_one_value() -> None:
     """A row of a single value has a deviation of zero and one count."""
-    found = reduce(torch.tensor([[2.5], [-1.0]]), leaf((1, 1), "NC"), ALL).values
+    found = reduce(torch.tensor([[2.5], [-1.0]]), info((1, 1), "NC"), ALL).values
     check(found, [np.array([2.5]), np.array([-1.0])])
 
 
@@ -235,11 +235,11 @@ def test_models(name: str, site: Site) -> None:
 def everywhere(catalog: Catalog, site: Site = "output") -> list[Selector]:
     """One for each tensor of a model that has rows of its own."""
     return [
-        stats_of(f"{layer.name}#{number}{format_path(leaf.path)}:{site}")
+        stats_of(f"{layer.name}#{number}{format_path(info.path)}:{site}")
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
-        for leaf in call.get_boundary(site).tensors
-        if leaf.row_axis is not None and not leaf.mixed and leaf.dtype != "complex64"
+        for info in call.get_boundary(site).tensors
+        if info.row_axis is not None and not info.crosses_rows and info.dtype != "complex64"
     ]
 
 

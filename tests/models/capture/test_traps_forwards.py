@@ -185,7 +185,7 @@ def test_19_rows_that_affect_each_other(load_fresh_net: Loader, name: str) -> No
     with naive(model.module, [""]) as found:
         model.module(x)
     assert not torch.allclose(found[""], torch.cat(alone), atol=1e-3)
-    assert not model.catalog.rowwise
+    assert model.catalog.crosses_rows
     taken = ours(model, x, ".")["."]
     for row in range(3):
         torch.testing.assert_close(taken[row : row + 1], alone[row])

@@ -78,7 +78,7 @@ def verified(model: LoadedModel, plan: Plan, rows: int = 2, padded: int | None =
 
 
 def offered(layer: Layer) -> bool:
-    return bool(layer.calls) and all(leaf.dtype != "complex64" for call in layer.calls for leaf in call.output.tensors)
+    return bool(layer.calls) and all(info.dtype != "complex64" for call in layer.calls for info in call.output.tensors)
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -87,7 +87,7 @@ def test_every_layer(name: str) -> None:
     model = load_model(net_spec(name))
     texts = [f"{layer.name}#*" for layer in model.catalog.layers.values() if offered(layer) and layer.name != "."]
     plan = plan_of(model, *texts)
-    rows = 2 if model.catalog.rowwise and plan.may_split else 1
+    rows = 2 if not model.catalog.crosses_rows and plan.may_split else 1
     found = verified(model, plan, rows)
     seen = record(model.module, **batch(model.inputs, rows, seed=5))
     assert found.keys() == {capture.point for capture in plan.captures}

@@ -17,7 +17,7 @@ from tests.nets import Cube, Sound, resnet, surveyed, swin
 
 
 def outputs(catalog: Catalog) -> dict[str, str | None]:
-    """Layer and call to the layout of the first leaf."""
+    """Layer and call to the layout of the first info."""
     return {
         f"{layer.name}#{number}": call.output.tensors[0].layout
         for layer in catalog.layers.values()

@@ -44,16 +44,16 @@ def each(name: str, value: torch.Tensor) -> list[torch.Tensor]:
 
 def test_cut_and_own_rows_and_changes() -> None:
     """In each layout the same numbers are kept, and only these are changed."""
-    for name, (leaf, shape) in LEAVES.items():
+    for name, (info, shape) in LEAVES.items():
         value = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        kept, own = truncate(value, leaf, 3, REAL)
-        assert own.shape_for(2 if leaf.row_axis is not None else 1) == tuple(kept.shape)
-        apart = list(strip_padding(value, leaf, REAL))
-        other = apply_operation(value, leaf, Operation("scale", by=2.0), 0, REAL)
+        kept, own = truncate(value, info, 3, REAL)
+        assert own.shape_for(2 if info.row_axis is not None else 1) == tuple(kept.shape)
+        apart = list(strip_padding(value, info, REAL))
+        other = apply_operation(value, info, Operation("scale", by=2.0), 0, REAL)
         assert other.shape == value.shape
         for place, row in enumerate(each(name, value)):
-            length = 3 if leaf.row_axis is None else int(REAL[place].sum())
-            mine = (slice(length),) * len(leaf.token_axes)
+            length = 3 if info.row_axis is None else int(REAL[place].sum())
+            mine = (slice(length),) * len(info.token_axes)
             (found,) = each(name, apart[place][0]) if name not in ("folded",) else [apart[place][0]]
             assert torch.equal(found, row[mine])
             assert torch.equal(each(name, kept)[place][mine], row[mine])

@@ -28,7 +28,7 @@ def test_sizes(load_fresh_net: Loader, name: str, shape: tuple[int, ...]) -> Non
         key: (tuple(value.shape), str(value.dtype)) for key, value in alone[0].items()
     }
     for key, info in known.items():
-        for row in range(3 if info.row_axis is not None and not info.mixed else 0):
+        for row in range(3 if info.row_axis is not None and not info.crosses_rows else 0):
             start = row * info.entries_per_row
             close(together[key].narrow(info.row_axis or 0, start, info.entries_per_row), alone[row][key])
 
@@ -89,4 +89,4 @@ def test_an_order_that_one_entry_does_not_tell() -> None:
     model = load_model(own("WindowMajor"))
     (one,) = model.catalog.layers["inner"].calls[0].output.tensors
     (two,) = model.catalogs.survey(((2, 8),)).layers["inner"].calls[0].output.tensors
-    assert (one.mixed, two.mixed, two.shape) == (False, True, (2, 2, 4))
+    assert (one.crosses_rows, two.crosses_rows, two.shape) == (False, True, (2, 2, 4))

@@ -42,11 +42,11 @@ def seen(model: LoadedModel, rows: dict[str, Tensor]) -> dict[Key, Tensor]:
 
 def leaves(catalog: Catalog) -> dict[Key, TensorInfo]:
     return {
-        (layer.name, number, leaf.path, site): leaf
+        (layer.name, number, info.path, site): info
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
         for site in ("input", "output")
-        for leaf in call.get_boundary(site).tensors
+        for info in call.get_boundary(site).tensors
     }
 
 
@@ -61,41 +61,41 @@ def test_one_row(load_net: Loader, name: str) -> None:
     there = seen(model, batch(model.inputs, 1, seed=1))
     known = leaves(model.catalog)
     assert known.keys() == there.keys()
-    assert {key: leaf.shape for key, leaf in known.items()} == {key: tuple(value.shape) for key, value in there.items()}
-    assert {key: f"torch.{leaf.dtype}" for key, leaf in known.items()} == {
+    assert {key: info.shape for key, info in known.items()} == {key: tuple(value.shape) for key, value in there.items()}
+    assert {key: f"torch.{info.dtype}" for key, info in known.items()} == {
         key: str(value.dtype) for key, value in there.items()
     }
 
 
 @pytest.mark.parametrize("name", [name for name in INPUTS if ROWWISE[name]])
 def test_rows(load_net: Loader, name: str) -> None:
-    """Where a leaf is said to hold its rows in order, each row's part of a batch is what that row gives alone."""
+    """Where a info is said to hold its rows in order, each row's part of a batch is what that row gives alone."""
     model = load_net(name)
     rows = batch(model.inputs, 3, seed=2)
     together = seen(model, rows)
     alone = [seen(model, {key: value[row : row + 1] for key, value in rows.items()}) for row in range(3)]
-    assert model.catalog.rowwise
-    for key, leaf in leaves(model.catalog).items():
-        if leaf.mixed:
+    assert not model.catalog.crosses_rows
+    for key, info in leaves(model.catalog).items():
+        if info.crosses_rows:
             continue
-        assert tuple(together[key].shape) == leaf.shape_for(3), key
+        assert tuple(together[key].shape) == info.shape_for(3), key
         for row, single in enumerate(alone):
             part = together[key]
-            if leaf.row_axis is not None:
-                part = part.narrow(leaf.row_axis, row * leaf.entries_per_row, leaf.entries_per_row)
+            if info.row_axis is not None:
+                part = part.narrow(info.row_axis, row * info.entries_per_row, info.entries_per_row)
             close(part, single[key])
 
 
 @pytest.mark.parametrize("name", [name for name in INPUTS if not ROWWISE[name]])
-def test_not_rowwise(load_net: Loader, name: str) -> None:
+def test_crossing_rows(load_net: Loader, name: str) -> None:
     """A model whose rows affect each other, or that takes one at a time, is found out, whichever row affects which."""
-    assert not load_net(name).catalog.rowwise
+    assert load_net(name).catalog.crosses_rows
 
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_mixed(load_net: Loader, name: str) -> None:
     """A tensor is marked mixed where its entries are not the rows', in order, and nowhere else."""
-    marked = {(key[0], key[3]) for key, leaf in leaves(load_net(name).catalog).items() if leaf.mixed}
+    marked = {(key[0], key[3]) for key, info in leaves(load_net(name).catalog).items() if info.crosses_rows}
     assert marked == MIXED.get(name, set())
 
 
@@ -161,7 +161,7 @@ def test_swin_windows(load_net: Loader) -> None:
     block = layers["features.1.0"].calls[0].output.tensors[0]
     assert (block.layout, block.shape) == ("NHWC", (1, 8, 12, 24))
     windows = load_net("Windows").catalog.layers["inner"].calls[0].output.tensors[0]
-    assert (windows.shape, windows.row_axis, windows.entries_per_row, windows.mixed) == ((4, 2, 6), 0, 4, False)
+    assert (windows.shape, windows.row_axis, windows.entries_per_row, windows.crosses_rows) == ((4, 2, 6), 0, 4, False)
     assert windows.shape_for(3) == (12, 2, 6)
 
 
@@ -170,26 +170,26 @@ def test_dictionary_output() -> None:
     catalog = surveyed(get_model("lraspp_mobilenet_v3_large", weights=None, weights_backbone=None), 3, 48, 64)
     (out,) = catalog.layers["."].calls[0].output.tensors
     assert (out.path, out.shape, out.layout) == (("out",), (1, 21, 48, 64), "NCHW")
-    assert catalog.rowwise
+    assert not catalog.crosses_rows
 
 
 def test_video() -> None:
     """A video model's layers have a time axis."""
     catalog = surveyed(seeded(get_model("r3d_18", weights=None), 0), 3, 4, 24, 32)
-    leaf = catalog.layers["layer1"].calls[0].output.tensors[0]
-    assert (leaf.shape, leaf.layout, leaf.row_axis) == ((1, 64, 4, 12, 16), "NCTHW", 0)
-    assert catalog.rowwise
+    info = catalog.layers["layer1"].calls[0].output.tensors[0]
+    assert (info.shape, info.layout, info.row_axis) == ((1, 64, 4, 12, 16), "NCTHW", 0)
+    assert not catalog.crosses_rows
 
 
 def test_time_first(load_net: Loader) -> None:
     """``nn.MultiheadAttention`` without batch_first has its rows on axis 1, also where that is the model's output."""
     layers = load_net("TimeOut").catalog.layers
     tensors = layers["attention"].calls[0].output.tensors
-    assert [(leaf.shape, leaf.row_axis, leaf.layout) for leaf in tensors] == [
+    assert [(info.shape, info.row_axis, info.layout) for info in tensors] == [
         ((5, 1, 8), 1, "TNC"),
         ((1, 5, 5), 0, "NTC"),
     ]
-    assert [leaf.path for leaf in layers["attention"].calls[0].input.tensors] == [("0",), ("1",), ("2",)]
+    assert [info.path for info in layers["attention"].calls[0].input.tensors] == [("0",), ("1",), ("2",)]
     assert layers["."].calls[0].output.tensors[0].row_axis == 1
 
 
@@ -204,9 +204,9 @@ def test_tied(load_net: Loader) -> None:
 def test_keywords(load_net: Loader) -> None:
     """Arguments by name are found by name, call by call."""
     layers = load_net("Keywords").catalog.layers
-    inputs = [[leaf.path for leaf in call.input.tensors] for call in layers["gate"].calls]
+    inputs = [[info.path for info in call.input.tensors] for call in layers["gate"].calls]
     assert inputs == [[("0",), ("gate",)], [("x",), ("gate",), ("bias",)]]
-    assert [leaf.path for leaf in layers["."].calls[0].input.tensors] == [("pixels",), ("kind",)]
+    assert [info.path for info in layers["."].calls[0].input.tensors] == [("pixels",), ("kind",)]
     assert layers["embed"].calls[0].input.tensors[0].dtype == "int64"
 
 
@@ -220,9 +220,9 @@ def test_recursion() -> None:
 def test_a_call_that_fails(load_net: Loader) -> None:
     """A call whose exception the model catches counts; it has an input and no output."""
     failed, second = load_net("Retries").catalog.layers["picky"].calls
-    assert [leaf.shape for leaf in failed.input.tensors] == [(1, 5)]
+    assert [info.shape for info in failed.input.tensors] == [(1, 5)]
     assert failed.output.tensors == ()
-    assert [leaf.shape for leaf in second.output.tensors] == [(1, 4)]
+    assert [info.shape for info in second.output.tensors] == [(1, 4)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", slow("float16")])
@@ -230,17 +230,17 @@ def test_a_call_that_fails(load_net: Loader) -> None:
 def test_rounding_is_no_mixing(load_net: Loader, name: str, dtype: str) -> None:
     """In no dtype does rounding make rows look as if they affected each other."""
     catalog = load_net(name, dtype=dtype).catalog
-    assert catalog.rowwise
-    assert not any(leaf.mixed for leaf in leaves(catalog).values())
+    assert not catalog.crosses_rows
+    assert not any(info.crosses_rows for info in leaves(catalog).values())
     assert catalog.layers["."].calls[0].output.tensors[0].dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_mixing_is_no_rounding(load_net: Loader, dtype: str) -> None:
     """In no dtype does an effect of one row on another pass for rounding."""
-    assert not load_net("BatchCentred", dtype=dtype).catalog.rowwise
+    assert load_net("BatchCentred", dtype=dtype).catalog.crosses_rows
     marked = leaves(load_net("WindowMajor", dtype=dtype).catalog)
-    assert marked["inner", 0, (), "output"].mixed
+    assert marked["inner", 0, (), "output"].crosses_rows
 
 
 def test_a_small_effect_is_seen() -> None:
@@ -252,7 +252,7 @@ def test_a_small_effect_is_seen() -> None:
             out: Tensor = x - 0.01 * self.mean(x)
             return out
 
-    assert not surveyed(seeded(Slightly(), 0), 4).rowwise
+    assert surveyed(seeded(Slightly(), 0), 4).crosses_rows
 
 
 def test_a_shape_that_does_not_fit(load_fresh_net: Loader) -> None:
@@ -278,12 +278,12 @@ def test_families(module: Callable[[], nn.Module]) -> None:
     """Families of torchvision: row-wise, no layer mixed, a known layout for every tensor with more than two axes."""
     part = seeded(module(), 1)
     catalog = surveyed(part, 3, 64, 64)
-    assert catalog.rowwise
-    for key, leaf in leaves(catalog).items():
-        assert not leaf.mixed, key
-        assert leaf.row_axis == 0, key
-        assert leaf.layout is not None, key
-        assert len(leaf.layout) == len(leaf.shape), key
+    assert not catalog.crosses_rows
+    for key, info in leaves(catalog).items():
+        assert not info.crosses_rows, key
+        assert info.row_axis == 0, key
+        assert info.layout is not None, key
+        assert len(info.layout) == len(info.shape), key
 
 
 def test_near_names(load_net: Loader) -> None:
@@ -300,7 +300,7 @@ def test_a_scripted_part() -> None:
     catalog = surveyed(nn.Sequential(nn.Linear(4, 4), scripted, nn.Linear(4, 2)), 4)
     assert [name for name, layer in catalog.layers.items() if layer.calls] == [".", "0", "1", "2"]
     assert catalog.layers["1.0"].hazards == ("scripted",)
-    assert catalog.rowwise
+    assert not catalog.crosses_rows
 
 
 def test_integer_inputs(load_net: Loader) -> None:

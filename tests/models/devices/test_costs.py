@@ -223,7 +223,7 @@ def test_as_it_was(load_fresh_net: Loader, name: str) -> None:
     forward = partial(call_module, module=model.module)
     with torch.no_grad():
         found = memory.measure_peak_bytes(forward, rows, model.module, CPU)
-    costs.measure_forward(forward, rows, CPU, model.catalog.rowwise, 2)
+    costs.measure_forward(forward, rows, CPU, model.catalog.crosses_rows, 2)
     assert found == model.catalog.costs.row_bytes >= sum(value.nbytes for value in rows.values())
     assert all(rows[key].equal(value) for key, value in before.items())
     assert all(value.equal(state[key]) for key, value in model.module.state_dict().items())
@@ -239,7 +239,9 @@ def test_a_forward_that_fails() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         peak(nn.Linear(4, 4), ones(1, 5))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        costs.measure_forward(lambda rows: nn.Linear(4, 4)(rows["x"]), ones(1, 5), CPU, rowwise=True, max_threads=2)
+        costs.measure_forward(
+            lambda rows: nn.Linear(4, 4)(rows["x"]), ones(1, 5), CPU, crosses_rows=False, max_threads=2
+        )
     assert _get_current_dispatch_mode() is None
     assert torch.get_num_threads() == before
 
@@ -279,11 +281,11 @@ def forwards(module: nn.Module, seen: list[tuple[int, int]]) -> Callable[[Rows],
     return run
 
 
-@pytest.mark.parametrize("rowwise", [True, False])
-def test_measure(rowwise: bool) -> None:
+@pytest.mark.parametrize("crosses_rows", [True, False])
+def test_measure(crosses_rows: bool) -> None:
     """Figures that a policy can count with, of a few forwards; several rows only where rows do not meet."""
     module, seen = linear(4, 8, 2).eval(), list[tuple[int, int]]()
-    reading = costs.measure_forward(forwards(module, seen), ones(1, 4), CPU, rowwise, 2)
+    reading = costs.measure_forward(forwards(module, seen), ones(1, 4), CPU, crosses_rows, 2)
     measured = costs.make_costs([reading], 100)
     figures = (measured.base, measured.per_row, measured.speedup, float(measured.row_bytes))
     assert all(math.isfinite(figure) for figure in figures)
@@ -294,9 +296,9 @@ def test_measure(rowwise: bool) -> None:
     assert measured.row_bytes == 100
     assert measured.speedup == 1.0
     assert {threads for _, threads in seen} == {1}
-    assert {rows for rows, _ in seen} == ({1, costs.BATCH_ROWS} if rowwise else {1})
+    assert {rows for rows, _ in seen} == ({1} if crosses_rows else {1, costs.BATCH_ROWS})
     assert len(seen) <= 2 + 2 * costs.MAX_ROUNDS
-    if not rowwise:
+    if crosses_rows:
         assert measured.base == 0
 
 
@@ -367,7 +369,7 @@ def test_pairs() -> None:
             pass
         return run(rows)
 
-    costs.measure_forward(forward, ones(1, 4), CPU, rowwise=True, max_threads=2)
+    costs.measure_forward(forward, ones(1, 4), CPU, crosses_rows=False, max_threads=2)
     kinds = Counter(seen)
     assert kinds[1, 2] >= costs.MIN_PAIRS
     assert kinds[1, 1] == kinds[1, 2] + 1  # the first, which tells whether it takes too long

@@ -33,10 +33,10 @@ LEAVES = {
 @pytest.mark.parametrize("layout", LEAVES)
 def test_grad_cam(layout: str) -> None:
     """Each position: the sum over channels of its value times the channel's mean gradient; nothing below 0."""
-    leaf = LEAVES[layout]
+    info = LEAVES[layout]
     generator = np.random.default_rng(1)
-    values, gradients = (generator.normal(size=(2, *leaf.shape[1:])).astype(np.float32) for _ in range(2))
-    found = grad_cam(values, gradients, leaf)
+    values, gradients = (generator.normal(size=(2, *info.shape[1:])).astype(np.float32) for _ in range(2))
+    found = grad_cam(values, gradients, info)
     height, width = (2, 2) if layout == "NTC" else (2, 4)
     assert found.shape == (2, height, width)
     assert found.dtype == np.float32
@@ -146,7 +146,7 @@ def test_zero_maps() -> None:
 
 def test_what_is_a_map() -> None:
     """A grid of positions for every row: not what was pooled, not a sequence that makes no square."""
-    assert all(is_map(leaf) for leaf in LEAVES.values())
+    assert all(is_map(info) for info in LEAVES.values())
     assert not is_map(TensorInfo((), (1, 3, 1, 1), "float32", layout="NCHW"))
     assert not is_map(TensorInfo((), (1, 7, 3), "float32", layout="NTC", prefix=2))
     assert not is_map(TensorInfo((), (1, 3), "float32", layout="NC"))
@@ -160,8 +160,8 @@ def test_maps() -> None:
     assert find_map_layers(surveyed(resnet(), 3, 64, 64), end)[0][0].layer == "layer4"
     assert find_map_layers(surveyed(resnet(), 3, 64, 64), HookPoint("layer2.0.relu", 0, (), "output"))[0][0].call == 0
     assert find_map_layers(surveyed(vit(), 3, 32, 32, prefix=1), end)[0][0].layer == "encoder"
-    point, leaf = find_map_layers(surveyed(swin(), 3, 32, 32), end)[0]
-    assert leaf.shape[0] == 1
+    point, info = find_map_layers(surveyed(swin(), 3, 32, 32), end)[0]
+    assert info.shape[0] == 1
     assert point.layer in ("norm", "permute")
     with pytest.raises(SelectorError, match="no layer"):
         find_map_layers(surveyed(resnet().fc, 512), end)

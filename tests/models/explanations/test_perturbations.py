@@ -24,13 +24,13 @@ def run(
     measure: Callable[[Array], Array],
     size: int,
     row: Array = ROW,
-    leaf: TensorInfo = NCHW,
+    info: TensorInfo = NCHW,
     score: float = 0.0,
     **options: Any,
 ) -> Array:
     """A method for one row, so many changed rows at a time."""
-    settings = kind.choose_settings(Explanation((), **options), row.shape, leaf.layout or "")
-    made, count = kind(row, leaf, settings, score), kind.count(settings, row.shape, leaf.layout or "")
+    settings = kind.choose_settings(Explanation((), **options), row.shape, info.layout or "")
+    made, count = kind(row, info, settings, score), kind.count(settings, row.shape, info.layout or "")
     for start in range(0, count, size):
         numbers = range(start, min(start + size, count))
         rows = made.make_rows(numbers)
@@ -58,16 +58,16 @@ def test_smoothgrad(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])
-@pytest.mark.parametrize("leaf", [NCHW, NHWC])
-def test_occlusion(size: int, leaf: TensorInfo) -> None:
+@pytest.mark.parametrize("info", [NCHW, NHWC])
+def test_occlusion(size: int, info: TensorInfo) -> None:
     """Of the sum of all: each pixel's mean over its windows of what they cover, written out."""
-    row = ROW if leaf is NCHW else np.ascontiguousarray(np.moveaxis(ROW, 1, -1))
+    row = ROW if info is NCHW else np.ascontiguousarray(np.moveaxis(ROW, 1, -1))
     found = run(
         Occlusion,
         lambda rows: rows.reshape(len(rows), -1).sum(1),
         size,
         row,
-        leaf,
+        info,
         float(ROW.sum()),
         window=2,
         stride=2,

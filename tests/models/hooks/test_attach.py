@@ -48,7 +48,7 @@ def put(module: nn.Module, site: Side, changes: dict[tuple[str, ...], Tensor], *
 
 
 def test_what_is_given_back_goes_on() -> None:
-    """Tensors are replaced leaf by leaf, by position and by name; what is not named stays."""
+    """Tensors are replaced info by info, by position and by name; what is not named stays."""
     module, x = nn.Tanh(), torch.ones(2)
     assert put(module, "output", {(): x * 5}, x).tolist() == [5, 5]
     assert put(module, "input", {(): x * 0}, x).tolist() == [0, 0]

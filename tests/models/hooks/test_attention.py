@@ -328,12 +328,12 @@ def test_weights(name: str) -> None:
     found = run(module, plan_for(catalog, "*:attention"), x)
     assert list(found) == [f"{layer}:attention" for layer in case.layers]
     for layer in case.layers:
-        (leaf,) = catalog.layers[layer].calls[0].get_boundary("attention").tensors
+        (info,) = catalog.layers[layer].calls[0].get_boundary("attention").tensors
         weights, _ = case.hand(module.get_submodule(layer), entered(module, layer, x))
         assert weights.std() > 0.01
         torch.testing.assert_close(found[f"{layer}:attention"], weights)
-        assert leaf.shape_for(ROWS) == weights.shape
-        assert (leaf.row_axis, leaf.mixed, leaf.layout, leaf.source) == (0, False, "NAQK", case.how)
+        assert info.shape_for(ROWS) == weights.shape
+        assert (info.row_axis, info.crosses_rows, info.layout, info.source) == (0, False, "NAQK", case.how)
 
 
 @pytest.mark.parametrize("name", CASES)

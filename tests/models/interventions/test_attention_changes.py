@@ -86,8 +86,8 @@ def planned(
 
 
 def count_windows(catalog: Catalog, layer: str) -> int:
-    (leaf,) = catalog.layers[layer].calls[0].get_boundary("attention").tensors
-    return leaf.entries_per_row
+    (info,) = catalog.layers[layer].calls[0].get_boundary("attention").tensors
+    return info.entries_per_row
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -52,11 +52,11 @@ def ours(model: LoadedModel, known: Resumption, given: Tensor, plan: Plan, repli
 def points(known: Resumption) -> set[Key]:
     """Every tensor that the resumed catalogue offers."""
     return {
-        (layer.name, number, leaf.path, site)
+        (layer.name, number, info.path, site)
         for layer in known.catalog.layers.values()
         for number, call in enumerate(layer.calls)
         for site, moment in (("input", call.input), ("output", call.output))
-        for leaf in moment.tensors
+        for info in moment.tensors
     }
 
 

@@ -28,7 +28,7 @@ LEAVES = {
     "picture": PICTURE,
     "unknown": replace(PICTURE, layout=None),
     "shared": replace(PICTURE, row_axis=None, layout=None),
-    "mixed": replace(PICTURE, mixed=True, layout="NCHW"),
+    "mixed": replace(PICTURE, crosses_rows=True, layout="NCHW"),
     "second": replace(TOKENS, shape=(5, 1, 8), layout="TNC", row_axis=1),
     "complex": replace(PICTURE, dtype="complex64"),
 }
@@ -41,10 +41,10 @@ def catalog_of(leaves: dict[str, TensorInfo]) -> Catalog:
             "Part",
             True,
             0,
-            (Call(CallBoundary(2 * at + 1, 0.0, (leaf,)), CallBoundary(2 * at + 2, 0.1, (leaf,))),),
+            (Call(CallBoundary(2 * at + 1, 0.0, (info,)), CallBoundary(2 * at + 2, 0.1, (info,))),),
             (),
         )
-        for at, (name, leaf) in enumerate(leaves.items())
+        for at, (name, info) in enumerate(leaves.items())
     }
     return Catalog(layers, 1.0, True)
 

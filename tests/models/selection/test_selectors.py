@@ -202,13 +202,13 @@ def test_a_glob_that_would_blow_up_a_regular_expression() -> None:
     assert matches_glob("*" * 500, "a" * 2000)
 
 
-def leaf(*path: str) -> TensorInfo:
+def info(*path: str) -> TensorInfo:
     return TensorInfo(path, (1, 4), "float32", layout="NC")
 
 
 def layer(name: str, kind: str, *calls: tuple[TensorInfo, ...]) -> Layer:
     runs = tuple(
-        Call(CallBoundary(2 * k, 0.0, (leaf(),)), CallBoundary(2 * k + 1, 0.0, out)) for k, out in enumerate(calls)
+        Call(CallBoundary(2 * k, 0.0, (info(),)), CallBoundary(2 * k + 1, 0.0, out)) for k, out in enumerate(calls)
     )
     return Layer(name, kind, True, 0, runs, ())
 
@@ -217,11 +217,11 @@ CATALOG = Catalog(
     {
         item.name: item
         for item in (
-            layer(".", "Net", (leaf("out"), leaf("aux", "0"), leaf("aux", "1"))),
-            layer("conv1", "Conv2d", (leaf(),)),
-            layer("block.conv2", "Conv2d", (leaf(),)),
-            layer("block.relu", "ReLU", (leaf(),), (leaf(),), (leaf(),)),
-            layer("block", "Block", (leaf("0"), leaf("1"))),
+            layer(".", "Net", (info("out"), info("aux", "0"), info("aux", "1"))),
+            layer("conv1", "Conv2d", (info(),)),
+            layer("block.conv2", "Conv2d", (info(),)),
+            layer("block.relu", "ReLU", (info(),), (info(),), (info(),)),
+            layer("block", "Block", (info("0"), info("1"))),
             layer("empty", "Nothing", ()),
             layer("silent", "Linear"),
             layer("head.silent", "Linear"),

@@ -177,8 +177,8 @@ def test_checkpoint_of_an_unreleased_model_gives_that_model(tmp_path: Path, name
     image = torch.rand(2, 3, 96, 96)
     with torch.inference_mode():
         expected, result = module(image), model.module(image)
-    for leaf, own in zip(leaves(expected), leaves(result), strict=True):
-        assert torch.equal(leaf, own)
+    for info, own in zip(leaves(expected), leaves(result), strict=True):
+        assert torch.equal(info, own)
 
 
 def leaves(value: Tensor | dict[str, Tensor]) -> list[Tensor]:

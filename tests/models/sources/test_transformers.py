@@ -81,11 +81,11 @@ def everything(model: LoadedModel, rows: Rows) -> dict[Key, Tensor]:
     """Every tensor that enters or leaves any module, as the project sees it."""
     catalog = shapes(model, rows)
     captures = {
-        (layer.name, number, leaf.path, site): Capture(HookPoint(layer.name, number, leaf.path, site), leaf, REDUCTION)
+        (layer.name, number, info.path, site): Capture(HookPoint(layer.name, number, info.path, site), info, REDUCTION)
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
         for site in SITES
-        for leaf in call.get_boundary(site).tensors  # type: ignore[arg-type]
+        for info in call.get_boundary(site).tensors  # type: ignore[arg-type]
     }
     share = RequestSlice(0, len(next(iter(rows.values()))), frozenset(captures.values()))
     taken = model.run(model.replicas[0], [rows], [share]).select(share)
@@ -165,7 +165,7 @@ def test_nothing_beside_what_is_computed(tmp_path: Path) -> None:
     config |= {"use_cache": True, "return_dict": False, "output_hidden_states": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = loaded(tmp_path)
-    assert {leaf.path for leaf in model.catalog.layers["."].calls[0].output.tensors} == {("logits",)}
+    assert {info.path for info in model.catalog.layers["."].calls[0].output.tensors} == {("logits",)}
     assert model.module.training is False
     assert (model.hooks, model.replicas[0].own_hooks) == (0, 0)
 
@@ -238,15 +238,15 @@ def test_gradients(tmp_path: Path, layer: str) -> None:
     """The gradient of a logit at a layer's output is autograd's on a graph that begins there."""
     module = saved("classifier", tmp_path)
     rows = texts(3, LENGTH, padded=True)
-    leaf: list[Tensor] = []
+    info: list[Tensor] = []
 
     def begin(_: nn.Module, args: object, output: Tensor) -> Tensor:
-        leaf.append(output.detach().requires_grad_())
-        return leaf[0]
+        info.append(output.detach().requires_grad_())
+        return info[0]
 
     with hooked(module.get_submodule(layer), begin):
         logits = module(**rows).logits
-    (expected,) = torch.autograd.grad(logits[:, 1].sum(), leaf[0])
+    (expected,) = torch.autograd.grad(logits[:, 1].sum(), info[0])
     (found,) = extracted(loaded(tmp_path), rows, f"{layer}:grad_output", goal=Objective("logit", 1)).values()
     assert expected.abs().amax() > 1e-3
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
