@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import SelectorError
-from layertap.models.explanations.sensitivity import PointInfo
 from layertap.models.lru_cache import LRUCache
 from layertap.models.resume.resumption import Resumption
 from layertap.models.selection.hook_points import HookPoint
-from layertap.models.selection.plan import ResolvedObjective
+from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.models.spec import Shapes
 
 MAX_CATALOGS = 16  # one for each shape of input that was asked for lately; texts of 8 to 131,072 tokens have 15 lengths
@@ -34,7 +33,7 @@ class CatalogCache:
         self.add_towers(towers or {})
         self._catalogs = LRUCache[Shapes, Catalog](MAX_CATALOGS - 1)
         self._resumptions = LRUCache[tuple[HookPoint, Shapes], Resumption | SelectorError](MAX_RESUMPTIONS)
-        self._grad_cam_layers = LRUCache[ResolvedObjective, PointInfo](MAX_GRAD_CAM_LAYERS)
+        self._grad_cam_layers = LRUCache[ResolvedObjective, Tap](MAX_GRAD_CAM_LAYERS)
 
     def __reduce__(self) -> tuple[Callable[..., CatalogCache], tuple[object, ...]]:
         """A copy in another process begins with the configured catalogues alone."""
@@ -68,7 +67,7 @@ class CatalogCache:
         resumption = self._resumptions.get((point, shapes))
         return resumption if isinstance(resumption, Resumption) else None
 
-    def get_grad_cam_layer(self, objective: ResolvedObjective) -> PointInfo | None:
+    def get_grad_cam_layer(self, objective: ResolvedObjective) -> Tap | None:
         """The layer that Grad-CAM looks at; None where it was not looked for lately."""
         return self._grad_cam_layers.get(objective)
 
@@ -76,6 +75,6 @@ class CatalogCache:
         """Keep how forwards go on from a point, or that they can't."""
         self._resumptions.put((point, shapes), resumption)
 
-    def put_grad_cam_layer(self, objective: ResolvedObjective, layer: PointInfo) -> None:
+    def put_grad_cam_layer(self, objective: ResolvedObjective, layer: Tap) -> None:
         """Keep the layer that Grad-CAM looks at."""
         self._grad_cam_layers.put(objective, layer)

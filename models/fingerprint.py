@@ -161,11 +161,11 @@ def make_unrepeatable() -> str:
 
 def _describe_change(change: ResolvedIntervention | ResolvedObjective) -> dict[str, Any]:
     """A change without what is only here or now: what a catalogue knows of it, which input a tensor is taken of."""
-    described = {name: value for name, value in _to_plain_data(change).items() if name not in ("tensor", "source")}
+    described = {name: value for name, value in _to_plain_data(change).items() if name not in ("info", "source")}
     if isinstance(change, ResolvedIntervention) and change.source is not None:
         operation = {name: value for name, value in described["operation"].items() if name != "source"}
         described |= {"operation": operation, "source": _to_plain_data(change.source.point)}
-    return described | ({"tokens": "own"} if change.tensor.token_axes else {})
+    return described | ({"tokens": "own"} if change.info.token_axes else {})
 
 
 def _describe_picture(how: Preprocessing, decode: Decode) -> dict[str, Any]:

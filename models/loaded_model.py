@@ -160,7 +160,7 @@ class LoadedModel(ModelInfo):
     def _assemble_batch(self, pieces: Sequence[Rows], padding: int, resumption: Resumption | None) -> dict[str, Tensor]:
         """One batch of all pieces, in memory that is the forward's own: a model may write to its input."""
         batch = {}
-        floating = self.dtype if resumption is None else DTYPES[resumption.info.dtype]  # a layer may have its own
+        floating = self.dtype if resumption is None else DTYPES[resumption.start.info.dtype]  # a layer may have its own
         for name, first in pieces[0].items():
             parts = [piece[name] for piece in pieces]
             if padding:
@@ -195,7 +195,7 @@ def check_rows_fit(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> i
     size = 1 if catalog.crosses_rows else max_rows
     if total > size and not plan.may_split:
         batch = ', or add "isolated": true, which makes them one batch'
-        mixed = [capture.point for capture in plan.captures if capture.tensor.crosses_rows]
+        mixed = [capture.point for capture in plan.captures if capture.info.crosses_rows]
         raise InputError(
             f"a layer asked for mixes its rows, so they must share one forward, which holds {size} here",
             hint=f"send at most {size} inputs with it" + (batch if catalog.batches and catalog.crosses_rows else ""),

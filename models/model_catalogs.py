@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.capture.extractor import FeatureExtractor
-from layertap.models.catalog.catalog import Catalog, Costs, TensorInfo, Traits
+from layertap.models.catalog.catalog import Catalog, Costs, Traits
 from layertap.models.catalog.resized_catalog import AnotherCourseError, SizeRecorder, resize_catalog
 from layertap.models.catalog.survey import name_input_errors, survey
 from layertap.models.catalog.trials import RepeatedRun, try_padding
@@ -22,7 +22,7 @@ from layertap.models.devices.costs import make_costs, measure_forward
 from layertap.models.devices.threads import use_threads
 from layertap.models.errors import SelectorError, out_of_memory_error
 from layertap.models.explanations.maps import find_map_layers
-from layertap.models.explanations.sensitivity import PointInfo, find_last_sensitive
+from layertap.models.explanations.sensitivity import find_last_sensitive
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.interventions.sources import find_tensor
@@ -30,8 +30,7 @@ from layertap.models.module_state import StateKey
 from layertap.models.replica import call_module
 from layertap.models.resume.prover import verify_resumable
 from layertap.models.resume.resumption import Resumption, not_resumable_error
-from layertap.models.selection.hook_points import HookPoint
-from layertap.models.selection.plan import ResolvedObjective
+from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.models.spec import InputSpec, Shapes
 
 QUICK_S = 0.5  # CPU-seconds of a forward in which one thread is enough: others that wait for it only spin
@@ -159,20 +158,20 @@ class ModelCatalogs(CatalogCache):
         """The catalogues of each of two towers for its configured shape; InputError where one does not run alone."""
         return {tower.shapes: self.survey(tower.shapes) for tower in self._inputs.towers if tower.tower}
 
-    def verify_resumption(self, point: HookPoint, info: TensorInfo, shapes: Shapes) -> Resumption:
-        """Forwards that go on from a point, of rows of a shape; tried where no result is kept.
+    def verify_resumption(self, start: Tap, shapes: Shapes) -> Resumption:
+        """Forwards that go on from a tensor, of rows of a shape; tried where no result is kept.
 
         SelectorError where the model has none, OutOfMemoryError.
         """
-        resumption = self._resumptions.get((point, shapes))
+        resumption = self._resumptions.get((start.point, shapes))
         if resumption is None:
-            resumption = self._try_resumption(point, info, shapes)
-            self.put_resumption(point, shapes, resumption)
+            resumption = self._try_resumption(start, shapes)
+            self.put_resumption(start.point, shapes, resumption)
         if isinstance(resumption, SelectorError):
-            raise not_resumable_error(point)
+            raise not_resumable_error(start.point)
         return resumption
 
-    def find_grad_cam_layer(self, objective: ResolvedObjective) -> PointInfo:
+    def find_grad_cam_layer(self, objective: ResolvedObjective) -> Tap:
         """The last layer of maps that an objective depends on, tried out where none is kept; OutOfMemoryError.
 
         The last one of all where it depends on none of the last few: what is to be seen there is zero. SelectorError
@@ -220,20 +219,20 @@ class ModelCatalogs(CatalogCache):
     def _measure_row_bytes(self, row: memory.Rows) -> int:
         return _measure_row_bytes(self._forward, row, self._module, self._device)
 
-    def _try_resumption(self, point: HookPoint, info: TensorInfo, shapes: Shapes) -> Resumption | SelectorError:
+    def _try_resumption(self, start: Tap, shapes: Shapes) -> Resumption | SelectorError:
         """The error where the model has none: it is kept too, or each request for it would try again."""
         catalog, specs = self.survey(shapes), self._inputs.with_shapes(shapes)
         rows = make_noise(specs, self._device, self._inputs.dtype)
         run = partial(call_module, state=catalog.traits.state)
         try:
             with use_threads(self._threads), _name_memory_errors():
-                return verify_resumable(self._module, (point, info), catalog, specs, run, rows, self._inputs.dtype)
+                return verify_resumable(self._module, start, catalog, specs, run, rows, self._inputs.dtype)
         except SelectorError:
-            return not_resumable_error(point)  # another than that, whose frames hold tensors
+            return not_resumable_error(start.point)  # another than that, whose frames hold tensors
 
     def _find_sensitive(
-        self, layers: Sequence[PointInfo], objective: ResolvedObjective, specs: Sequence[InputSpec]
-    ) -> PointInfo | None:
+        self, layers: Sequence[Tap], objective: ResolvedObjective, specs: Sequence[InputSpec]
+    ) -> Tap | None:
         row = self._make_row(specs)
         with use_threads(self._threads), _name_memory_errors():
             return find_last_sensitive(

@@ -80,8 +80,8 @@ class _Match:
 
     def capture(self, tensor: SelectorMatch) -> Capture:
         """What is to be taken of one of the tensors."""
-        length = self.length if tensor.tensor.token_axes else None
-        return Capture(tensor.point, tensor.tensor, self.selector.reduction, length)
+        length = self.length if tensor.info.token_axes else None
+        return Capture(tensor.point, tensor.info, self.selector.reduction, length)
 
 
 def _match_selector(
@@ -179,7 +179,7 @@ def _get_boundary(catalog: Catalog, point: HookPoint) -> CallBoundary:
 
 def _check_is_given(tensor: SelectorMatch, reduction: Reduction, excluded: str) -> None:
     """SelectorError where a tensor is ``excluded``, or of a kind that can't be given like that, whatever the values."""
-    name, info = escape(tensor.point.format_name()), tensor.tensor
+    name, info = escape(tensor.point.format_name()), tensor.info
     if excluded:
         raise SelectorError(f"{name} {excluded}")
     if info.dtype not in CARRIED and not info.is_floating:
@@ -195,7 +195,7 @@ def _check_reduction(
     tensor: SelectorMatch, reduction: Reduction, catalog: Catalog, lengths: TextLengths | None
 ) -> None:
     """SelectorError where a tensor can't be reduced that way."""
-    name, info = escape(tensor.point.format_name()), tensor.tensor
+    name, info = escape(tensor.point.format_name()), tensor.info
     if reduction.stats is not None:
         _check_stats(name, info, reduction, catalog)
     if reduction.normalize and reduction.pool == "none":
@@ -212,7 +212,7 @@ def _check_reduction(
 
 
 def _check_pool(name: str, tensor: SelectorMatch, reduction: Reduction) -> None:
-    pooling, info = POOLINGS[reduction.pool], tensor.tensor
+    pooling, info = POOLINGS[reduction.pool], tensor.info
     if pooling.by_channel and tensor.point.site in ATTENTION:
         raise SelectorError(f"the attention of {name} has no channels", hint="use pool 'flatten' or 'none'")
     if pooling.by_channel and info.layout is None:

@@ -137,7 +137,7 @@ def _is_exact(capture: Capture) -> bool:
 
 
 def _has_rows(capture: Capture) -> bool:
-    return capture.tensor.row_axis is not None and not capture.tensor.crosses_rows
+    return capture.info.row_axis is not None and not capture.info.crosses_rows
 
 
 def _select_reduced(reduced: ReducedTensor, capture: Capture, span: Span, rows: Span) -> ReducedTensor:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from layertap.models.capture.batch_slices import RequestSlice, find_spans, select_span_rows
 from layertap.models.capture.reduction import ReducedTensor, reduce
-from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_view import Span
 from layertap.models.devices.dtypes import dtype_name
 from layertap.models.errors import InputError, LayerNotReachedError, LayertapError
@@ -25,15 +24,14 @@ from layertap.models.hooks.sites import ATTENTION, GRADIENTS, Side
 from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors, replace_tensor
 from layertap.models.interventions.apply import apply_operation
 from layertap.models.selection.hook_points import HookPoint
-from layertap.models.selection.plan import Capture, ResolvedIntervention
+from layertap.models.selection.plan import Capture, ResolvedIntervention, Tap
 
 
 @dataclass
 class GradientAnchor:
     """Where a gradient is wanted, or changed."""
 
-    point: HookPoint
-    info: TensorInfo
+    tap: Tap
     interventions: list[tuple[RequestSlice, ResolvedIntervention]] = field(default_factory=list)
 
 
@@ -52,7 +50,10 @@ class CallActions:
     @property
     def point(self) -> HookPoint:
         """One of those where something is changed or differentiated."""
-        return [*(anchor.point for anchor in self.anchors.values()), *(each.point for _, each in self.interventions)][0]
+        return [
+            *(anchor.tap.point for anchor in self.anchors.values()),
+            *(each.point for _, each in self.interventions),
+        ][0]
 
 
 def group_actions(
@@ -69,8 +70,8 @@ def group_actions(
         side: Side = "unfused" if point.side == "attention" and module in unfused else point.side
         return groups[module, side][point.call]
 
-    def get_anchor(item: ResolvedIntervention | Capture) -> GradientAnchor:
-        return get_actions(item.point).anchors.setdefault(item.point.path, GradientAnchor(item.point, item.tensor))
+    def get_anchor(tap: Tap) -> GradientAnchor:
+        return get_actions(tap.point).anchors.setdefault(tap.point.path, GradientAnchor(tap))
 
     captures = tuple(captures)
     for request_slice in slices:
@@ -225,64 +226,64 @@ class Collector:
         for request_slice, change in actions.interventions:
             tensor = tensors.get(change.point.path)
             if tensor is not None:
-                self._check_tensor(tensor, change.tensor, change.point)
+                self._check_tensor(tensor, change)
                 changed = _apply_intervention(request_slice, change, self._rows, self._token_mask, tensor)
                 tensors[change.point.path] = changes[change.point.path] = changed
 
     def _anchor(self, anchor: GradientAnchor, tensor: Tensor) -> Tensor:
-        self._check_tensor(tensor, anchor.info, anchor.point)
-        self._check_differentiable(anchor.point)
+        self._check_tensor(tensor, anchor.tap)
+        self._check_differentiable(anchor.tap.point)
         changes = [
             partial(_apply_intervention, *each, self._rows, self._token_mask) for each in reversed(anchor.interventions)
         ]
-        return self._tape.anchor(self._get_key(anchor.point), tensor, changes)
+        return self._tape.anchor(self._get_key(anchor.tap.point), tensor, changes)
 
     def _capture(self, capture: Capture, tensors: Mapping[Path, Tensor]) -> None:
         tensor = tensors.get(capture.point.path)
         if tensor is None or capture not in self._pending:
             return
         spans = self._pending.pop(capture)
-        if misfit := self._find_misfit(tensor, capture.tensor, capture.point):
+        if misfit := self._find_misfit(tensor, capture):
             self._misfits.append(misfit)
             return
         for span in spans:
             self._reduce(capture, span, tensor.detach())
 
     def _reduce(self, capture: Capture, span: Span, tensor: Tensor) -> None:
-        part = select_span_rows(tensor, capture.tensor, span, self._rows)
+        part = select_span_rows(tensor, capture.info, span, self._rows)
         token_mask = _select_token_mask(self._token_mask, span)
-        self.results[capture, span] = reduce(part, capture.tensor, capture.reduction, token_mask, capture.length)
+        self.results[capture, span] = reduce(part, capture.info, capture.reduction, token_mask, capture.length)
 
     def _add_objective(self, place: int, tensors: Mapping[Path, Tensor]) -> None:
         objective = self._objectives.get(place)
         tensor = tensors.get(objective.point.path) if objective is not None else None
         if objective is not None and tensor is not None:
-            self._check_tensor(tensor, objective.tensor, objective.point)
+            self._check_tensor(tensor, objective)
             self._check_differentiable(objective.point)
             span = self._slices[place].span
             part, token_mask = (
-                select_span_rows(tensor, objective.tensor, span, self._rows),
+                select_span_rows(tensor, objective.info, span, self._rows),
                 _select_token_mask(self._token_mask, span),
             )
-            self._tape.add(objective.point, compute_objective(part, objective.tensor, objective.objective, token_mask))
+            self._tape.add(objective.point, compute_objective(part, objective.info, objective.objective, token_mask))
             del self._objectives[place]
 
-    def _check_tensor(self, tensor: Tensor, info: TensorInfo, point: HookPoint) -> None:
+    def _check_tensor(self, tensor: Tensor, tap: Tap) -> None:
         """Leave the forward where a tensor can't be cut by what its catalogue says: rows would be cut elsewhere."""
-        if misfit := self._find_misfit(tensor, info, point):
+        if misfit := self._find_misfit(tensor, tap):
             self._error = misfit
             raise StopForward from misfit
 
-    def _find_misfit(self, tensor: Tensor, info: TensorInfo, point: HookPoint) -> InputError | None:
+    def _find_misfit(self, tensor: Tensor, tap: Tap) -> InputError | None:
         """What is wrong with a tensor that is not what its catalogue says."""
-        shape, expected = tuple(tensor.shape), info.shape_for(self._rows)
-        if shape == expected and dtype_name(tensor.dtype) == info.dtype:
+        shape, expected = tuple(tensor.shape), tap.info.shape_for(self._rows)
+        if shape == expected and dtype_name(tensor.dtype) == tap.info.dtype:
             return None
-        difference = f"is {dtype_name(tensor.dtype)} {list(shape)}, not {info.dtype} {list(expected)}"
+        difference = f"is {dtype_name(tensor.dtype)} {list(shape)}, not {tap.info.dtype} {list(expected)}"
         one_row = "its size depends on the input's values: ask for another layer"
         hint = "send one input at a time" if self._rows > 1 else one_row
-        detail = f"with this input {point.escaped_text} {difference}"
-        return InputError(detail, hint=hint, points={point: difference})
+        detail = f"with this input {tap.point.escaped_text} {difference}"
+        return InputError(detail, hint=hint, points={tap.point: difference})
 
     def _check_differentiable(self, point: HookPoint) -> None:
         """Leave the forward where the model itself keeps no graph: zero would be no answer."""
@@ -318,13 +319,13 @@ def _apply_intervention(
 ) -> Tensor:
     """A tensor of so many rows in which those of one request are changed."""
     span = request_slice.span
-    part = select_span_rows(value, change.tensor, span, rows)
+    part = select_span_rows(value, change.info, span, rows)
     changed = apply_operation(
-        part, change.tensor, change.operation, request_slice.first, _select_token_mask(token_mask, span)
+        part, change.info, change.operation, request_slice.first, _select_token_mask(token_mask, span)
     )
     if changed.shape == value.shape:
         return changed
-    axis, entries = change.tensor.row_axis or 0, change.tensor.entries_per_row
+    axis, entries = change.info.row_axis or 0, change.info.entries_per_row
     before = value.narrow(axis, 0, span[0] * entries)
     after = value.narrow(axis, span[1] * entries, value.shape[axis] - span[1] * entries)
     return torch.cat([before, changed, after], dim=axis)

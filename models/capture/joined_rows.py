@@ -38,7 +38,7 @@ class JoinedRows:
                 if capture not in self._whole:
                     self._whole[capture] = _make_whole(capture, reduced, stop - start, self._rows)
         for capture, reduced in part.items():
-            if capture.tensor.row_axis is not None:
+            if capture.info.row_axis is not None:
                 whole, share = self._whole[capture], (start, stop - start)
                 _copy_rows(whole.values, reduced.values, capture.rows_axis, share)
                 if whole.scale is not None and reduced.scale is not None:
@@ -48,7 +48,7 @@ class JoinedRows:
 
 def _make_whole(capture: Capture, part: ReducedTensor, count: int, rows: int) -> ReducedTensor:
     """Room for so many rows, of which a part has some; what all rows share is copied."""
-    if capture.tensor.row_axis is None:
+    if capture.info.row_axis is None:
         return clone_reduced(part)
     scale = part.scale
     return ReducedTensor(

@@ -39,7 +39,7 @@ def check_possible(plan: Plan, catalog: Catalog) -> None:
 
 def list_extra_captures(plan: Plan, catalog: Catalog) -> frozenset[Capture]:
     """What a forward must take beside the plan's own captures: each output as it is, and the model's own."""
-    raw = {Capture(each.point, each.tensor, Reduction()) for each in plan.captures if each.point.site == "output"}
+    raw = {Capture(each.point, each.info, Reduction()) for each in plan.captures if each.point.site == "output"}
     return frozenset(raw) | _list_model_outputs(catalog)
 
 

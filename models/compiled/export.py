@@ -69,7 +69,7 @@ def _reduce_captures(
     tensors = dict(iterate_tensors(value)) if call in calls else {}
     for capture in calls.get(call, ()):
         # A copy: what the forward writes there later is another value.
-        reduced[capture] = apply_reduction(tensors[capture.point.path].clone(), capture.tensor, capture.reduction)
+        reduced[capture] = apply_reduction(tensors[capture.point.path].clone(), capture.info, capture.reduction)
 
 
 def flatten(reduced: Iterable[ReducedTensor]) -> Iterator[Tensor]:

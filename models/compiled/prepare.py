@@ -270,6 +270,6 @@ def _list_captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
     if model.text is not None:
         raise WarmError("texts come in many lengths")
     for capture in plan.captures:
-        if capture.point.site not in SITES or capture.tensor.row_axis is None or capture.tensor.crosses_rows:
+        if capture.point.site not in SITES or capture.info.row_axis is None or capture.info.crosses_rows:
             raise WarmError(f"a graph does not give {capture.point.layer}:{capture.point.site}")
     return tuple(dict.fromkeys(result.capture for result in plan.results))

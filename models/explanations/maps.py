@@ -7,6 +7,7 @@ patches stand, and they make no square.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.catalog.token_grid import Grid, find_grid
 from layertap.models.errors import SelectorError
 from layertap.models.selection.hook_points import HookPoint
+from layertap.models.selection.plan import Tap
 
 Array = NDArray[Any]
 SPATIAL = ("NCHW", "NHWC", "NTC")
@@ -129,24 +131,22 @@ def _find_grid(patches: int, known: Grid | None) -> Grid:
     return grid
 
 
-def find_attention_points(catalog: Catalog, prefix: int) -> list[tuple[HookPoint, TensorInfo]]:
+def find_attention(catalog: Catalog, prefix: int) -> list[Tap]:
     """Every attention of a forward in its order; SelectorError where they are not all over one grid of patches."""
-    points = [
-        (call.attention.order, HookPoint(layer.name, number, info.path, "attention"), info)
+    taps = [
+        (call.attention.order, Tap(HookPoint(layer.name, number, info.path, "attention"), info))
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
         if call.attention is not None
         for info in call.attention.tensors
     ]
-    points.sort(key=lambda point: point[0])
-    if len({info.shape[-2:] for _, _, info in points}) != 1 or not all(
-        _covers_patches(info, prefix) for *_, info in points
-    ):
+    infos = [tap.info for _, tap in taps]
+    if len({info.shape[-2:] for info in infos}) != 1 or not all(_covers_patches(info, prefix) for info in infos):
         raise SelectorError(
             "this model's attention is not over one grid of patches in every layer, so it can't be rolled out",
             hint="use method 'grad_cam' or 'saliency'",
         )
-    return [(point, info) for _, point, info in points]
+    return [tap for _, tap in sorted(taps, key=itemgetter(0))]
 
 
 def _covers_patches(info: TensorInfo, prefix: int) -> bool:
@@ -176,14 +176,14 @@ def is_map(info: TensorInfo) -> bool:
     return min(info.shape[info.layout.index(letter)] for letter in "HW") > 1
 
 
-def find_map_layers(catalog: Catalog, end: HookPoint) -> list[tuple[HookPoint, TensorInfo]]:
+def find_map_layers(catalog: Catalog, end: HookPoint) -> list[Tap]:
     """The layers of a forward that return maps, up to one of its points, the last one first; SelectorError.
 
     Parts of an attention are left out where there are others: an entry of a query, key or value is no channel.
     """
     last = catalog.layers[end.layer].calls[end.call].output.order
     maps = [
-        (call.output.order, HookPoint(layer.name, number, info.path, "output"), info)
+        (call.output.order, Tap(HookPoint(layer.name, number, info.path, "output"), info))
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
         for info in call.output.tensors
@@ -192,10 +192,9 @@ def find_map_layers(catalog: Catalog, end: HookPoint) -> list[tuple[HookPoint, T
     if not maps:
         raise SelectorError("no layer of this model returns a map", hint="use method 'saliency'")
     attention = tuple(f"{name}." for name, layer in catalog.layers.items() if layer.has_attention and name != ".")
-    outside = [each for each in maps if not each[1].layer.startswith(attention)]
+    outside = [each for each in maps if not each[1].point.layer.startswith(attention)]
     # Of a layer and what it is the last part of, the outer one: it returns last.
-    ordered = sorted(outside or maps, key=lambda each: each[0], reverse=True)
-    return [(point, info) for _, point, info in ordered]
+    return [tap for _, tap in sorted(outside or maps, key=itemgetter(0), reverse=True)]
 
 
 def find_zero_rows(maps: Array) -> list[int]:

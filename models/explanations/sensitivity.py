@@ -7,13 +7,11 @@ from dataclasses import replace
 
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.capture.extractor import FeatureExtractor
-from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import LayertapError
 from layertap.models.gradients.objectives import OBJECTIVES
-from layertap.models.selection.hook_points import HookPoint, Objective, Reduction
-from layertap.models.selection.plan import Capture, ResolvedObjective
+from layertap.models.selection.hook_points import Objective, Reduction
+from layertap.models.selection.plan import Capture, ResolvedObjective, Tap
 
-PointInfo = tuple[HookPoint, TensorInfo]
 MAX_TOGETHER = 16  # maps that one backward looks at
 MAX_MAPS = 65  # maps looked at in all: a block of a transformer returns 14
 
@@ -27,9 +25,9 @@ def make_trial_objective(objective: ResolvedObjective) -> ResolvedObjective:
 def find_last_sensitive(
     extractor: FeatureExtractor,
     forward: Callable[[], object],
-    maps: Sequence[PointInfo],
+    maps: Sequence[Tap],
     objective: ResolvedObjective,
-) -> PointInfo | None:
+) -> Tap | None:
     """The first of some maps where the objective has a gradient at any position that is no prefix token's.
 
     ``maps`` begin with what is returned last; ``forward`` runs one row, and more than once. None where the first few
@@ -37,19 +35,19 @@ def find_last_sensitive(
     """
     starts = range(1, min(len(maps), MAX_MAPS), MAX_TOGETHER)
     for chunk in (maps[:1], *(maps[start : start + MAX_TOGETHER] for start in starts)):
-        captures = [_capture_extremes(*each) for each in chunk]
+        captures = [_capture_extremes(each) for each in chunk]
         request_slice = RequestSlice(0, 1, frozenset(captures), objective=objective)
         try:
             gradients = extractor.extract_slices(forward, [request_slice], 1).select(request_slice)
         except LayertapError:
             return None
-        for point_info, capture in zip(chunk, captures, strict=True):
+        for tap, capture in zip(chunk, captures, strict=True):
             if gradients[capture].values.any():
-                return point_info
+                return tap
     return None
 
 
-def _capture_extremes(point: HookPoint, info: TensorInfo) -> Capture:
+def _capture_extremes(tap: Tap) -> Capture:
     """The least and the greatest gradient at a map: both 0 where all are."""
-    patches = tuple(range(info.prefix, info.shape[1])) if info.layout == "NTC" else None
-    return Capture(replace(point, site="grad_output"), info, Reduction(tokens=patches, stats=("min", "max")))
+    patches = tuple(range(tap.info.prefix, tap.info.shape[1])) if tap.info.layout == "NTC" else None
+    return Capture(replace(tap.point, site="grad_output"), tap.info, Reduction(tokens=patches, stats=("min", "max")))

@@ -11,8 +11,8 @@ from layertap.models.errors import SelectorError, escape
 from layertap.models.gradients.objectives import OBJECTIVES
 from layertap.models.gradients.position import AXES, Position, describe_position, find_axes
 from layertap.models.selection.hook_points import HookPoint, Objective
-from layertap.models.selection.matches import SelectorMatch, find_matches, prefer_layer
-from layertap.models.selection.plan import ResolvedObjective
+from layertap.models.selection.matches import find_matches, prefer_layer
+from layertap.models.selection.plan import ResolvedObjective, Tap
 
 SPREAD = 1e-3  # how far from 1 a target's probabilities may add up
 
@@ -22,8 +22,8 @@ def resolve_objective(objective: Objective, catalog: Catalog, lengths: TextLengt
     target = _find_tensor(objective, catalog)
     if OBJECTIVES[objective.kind].of_classes and objective.klass is None and objective.target is None:
         objective = replace(objective, klass="top")
-    _check_objective(objective, target.tensor, catalog, lengths)
-    return ResolvedObjective(target.point, target.tensor, objective)
+    _check_objective(objective, target.info, catalog, lengths)
+    return ResolvedObjective(target.point, target.info, objective)
 
 
 def count_classes(catalog: Catalog) -> int | None:
@@ -35,33 +35,33 @@ def count_classes(catalog: Catalog) -> int | None:
     return info.shape[info.layout.index("C")]
 
 
-def check_gradient(tensor: SelectorMatch, objective: ResolvedObjective | None, catalog: Catalog) -> None:
+def check_gradient(tap: Tap, objective: ResolvedObjective | None, catalog: Catalog) -> None:
     """SelectorError where there is no gradient at a point: no objective, or none that depends on it row by row."""
     if objective is None:
         raise SelectorError(
-            f"site {escape(tensor.point.site)} needs an objective to differentiate",
+            f"site {escape(tap.point.site)} needs an objective to differentiate",
             hint='add "objective": {"kind": "logit", "class": "top"}',
         )
-    name = escape(tensor.point.format_name())
-    if not tensor.tensor.is_floating:
-        raise SelectorError(f"{name} is of dtype {tensor.tensor.dtype}, which has no gradient")
-    if tensor.tensor.row_axis is None:
+    name = escape(tap.point.format_name())
+    if not tap.info.is_floating:
+        raise SelectorError(f"{name} is of dtype {tap.info.dtype}, which has no gradient")
+    if tap.info.row_axis is None:
         raise SelectorError(f"{name} is the same for all rows, so no row has a gradient of its own there")
     end = catalog.layers[objective.point.layer].calls[objective.point.call].output.order
-    if catalog.layers[tensor.point.layer].calls[tensor.point.call].get_boundary(tensor.point.site).order > end:
+    if catalog.layers[tap.point.layer].calls[tap.point.call].get_boundary(tap.point.site).order > end:
         raise SelectorError(
             f"the objective does not depend on {name}, which runs later",
             hint="ask for the gradient at a layer before it",
         )
 
 
-def _find_tensor(objective: Objective, catalog: Catalog) -> SelectorMatch:
+def _find_tensor(objective: Objective, catalog: Catalog) -> Tap:
     """The tensor that an objective looks at: a layer's only output, or of the model's outputs the one that suits."""
     if objective.selector is not None:
         if prefer_layer(objective.selector, catalog).function is not None:
             raise SelectorError("the objective is of layers, not of functions", hint="name a layer without a function")
         matches, _ = find_matches(objective.selector, catalog)
-        floating = [match for match in matches if match.tensor.is_floating and match.point.site == "output"]
+        floating = [match for match in matches if match.info.is_floating and match.point.site == "output"]
         if len(floating) != 1:
             raise SelectorError(
                 f"the objective's layer names {len(floating)} floating outputs", hint="name one: 'LAYER#0[path]'"
@@ -70,7 +70,7 @@ def _find_tensor(objective: Objective, catalog: Catalog) -> SelectorMatch:
     info = _choose_output(catalog, objective)
     if info is None:
         raise SelectorError("the model returns no floating tensor to differentiate", hint='use kind "layer"')
-    return SelectorMatch("", HookPoint(".", 0, info.path, "output"), info, catalog.layers["."].type)
+    return Tap(HookPoint(".", 0, info.path, "output"), info)
 
 
 def _choose_output(catalog: Catalog, objective: Objective) -> TensorInfo | None:

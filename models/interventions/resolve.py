@@ -46,11 +46,11 @@ def resolve_intervention(
     _check_parameters(operation)
     every_call = selector.call is None
     matches, _ = find_matches(replace(selector, call="*") if every_call else selector, catalog)
-    floating = [match for match in matches if match.tensor.is_floating]
+    floating = [match for match in matches if match.info.is_floating]
     if every_call and selector.site in GRADIENTS:
         floating = _select_differentiable(floating, objective, catalog)
     if not floating:
-        point, dtype = matches[0].point, matches[0].tensor.dtype
+        point, dtype = matches[0].point, matches[0].info.dtype
         name = escape(point.format_name())
         raise SelectorError(f"{name} is of dtype {dtype}; only floating values are changed")
     for match in floating:
@@ -61,7 +61,7 @@ def resolve_intervention(
         if selector.site in GRADIENTS:
             check_gradient(match, objective, catalog)
     return [
-        ResolvedIntervention(match.point, match.tensor, operation, find_source(match, operation, catalog))
+        ResolvedIntervention(match.point, match.info, operation, find_source(match, operation, catalog))
         for match in floating
     ]
 
@@ -96,8 +96,8 @@ def _find_error(
     call = f"#{match.point.call}" if several else ""
     name = escape(match.point.format_name(call))
     try:
-        _check_numbers(name, match.tensor, operation)
-        _check_part(name, match.tensor, operation, catalog, lengths)
+        _check_numbers(name, match.info, operation)
+        _check_part(name, match.info, operation, catalog, lengths)
     except SelectorError as error:
         return error
     return None

@@ -23,17 +23,17 @@ def find_source(match: SelectorMatch, operation: Operation, catalog: Catalog) ->
     if operation.source is None:
         return None
     taken = _find_match(match, operation, catalog)
-    name, info = escape(taken.point.format_name()), taken.tensor
+    name, info = escape(taken.point.format_name()), taken.info
     if taken.point.site in GRADIENTS or match.point.site in GRADIENTS:
         raise SelectorError("'from' takes values, not gradients", hint="name an output, an input or attention")
     if not info.is_floating or info.row_axis is None or info.crosses_rows:
         raise SelectorError(f"{name} is no floating tensor of which each input has its own part", hint="name another")
     try:
-        shapes = [compute_part_shape(each.with_length(1), operation) for each in (info, match.tensor)]
+        shapes = [compute_part_shape(each.with_length(1), operation) for each in (info, match.info)]
     except ValueError:
         raise SelectorError(f"{name} has not the axes that are narrowed", hint="leave 'layer' out of 'from'") from None
     if catalog.sizes_known and shapes[0] != shapes[1]:
-        there, here = (list(compute_part_shape(each, operation)) for each in (info, match.tensor))
+        there, here = (list(compute_part_shape(each, operation)) for each in (info, match.info))
         raise SelectorError(
             f"what {name} has there is {there}, and {here} is changed", hint="name a layer whose output has that shape"
         )
@@ -55,7 +55,7 @@ def take_part(
 
     SelectorError where one text has other tokens than the other.
     """
-    part, info = _strip(value, source.tensor, token_mask)
+    part, info = _strip(value, source.info, token_mask)
     for axis, indices in find_indices(info, change.operation):
         size = part.shape[axis]
         if not all(0 <= index < size for index in indices):
@@ -63,7 +63,7 @@ def take_part(
         part = part.index_select(axis, torch.as_tensor(list(indices)))
     if info.entries_per_row == 1 and info.row_axis is not None:
         part = part.squeeze(info.row_axis)
-    wanted = compute_part_shape(_describe_own(change.tensor, own), change.operation)
+    wanted = compute_part_shape(_describe_own(change.info, own), change.operation)
     if tuple(part.shape) != wanted:
         raise SelectorError(
             f"what is taken of the input in 'from' has shape {list(part.shape)}, and {list(wanted)} is changed",

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
+from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer
 from layertap.models.devices.memory import is_device_error
 from layertap.models.hooks.tensor_tree import Path
 from layertap.models.module_state import ModuleState
@@ -29,12 +29,13 @@ from layertap.models.resume.recorders import (
 from layertap.models.resume.resumption import Forward, Inputs, Resumption, format_point, not_resumable_error
 from layertap.models.resume.skipped_calls import CallNumbers, find_skipped_calls
 from layertap.models.selection.hook_points import HookPoint
+from layertap.models.selection.plan import Tap
 from layertap.models.spec import InputSpec
 
 
 def verify_resumable(
     module: nn.Module,
-    start: tuple[HookPoint, TensorInfo],
+    start: Tap,
     catalog: Catalog,
     inputs: tuple[InputSpec, ...],
     run: Forward,
@@ -46,7 +47,7 @@ def verify_resumable(
     ``rows`` are a few, in ``dtype`` where they are floating. Of the first one only structures are kept. What a device
     raises for want of memory, or for good, goes through: it says nothing of the model.
     """
-    point, info = start
+    point = start.point
     skipped = find_skipped_calls(module, point, catalog)
     first = {name: value[:1].clone() for name, value in rows.items()}
     others = {name: value[1:2].clone() if catalog.crosses_rows else value[1:].clone() for name, value in rows.items()}
@@ -57,7 +58,7 @@ def verify_resumable(
             whole.watch(lambda rows: run(rows, module), others)
             placeholders = PlaceholderRecorder(module, skipped, catalog)
             placeholders.watch(lambda rows: run(rows, module), first)
-            draft = Resumption(point, info, catalog, inputs, dtype, placeholders.collect())
+            draft = Resumption(start, catalog, inputs, dtype, placeholders.collect())
             run_tainted = resumed.with_taint(run)
             resumed.watch(lambda rows: draft.forward(run_tainted, module, rows["sent"]), {"sent": whole.get_output()})
     except Exception as error:  # whatever a model raises where it finds NaN, it means the same

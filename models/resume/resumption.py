@@ -22,6 +22,7 @@ from layertap.models.errors import SelectorError, escape
 from layertap.models.hooks.tensor_tree import iterate_tensors, replace_tensor
 from layertap.models.selection.hook_points import HookPoint, Selector, format_path
 from layertap.models.selection.matches import find_matches
+from layertap.models.selection.plan import Tap
 from layertap.models.spec import InputDType, InputSpec
 
 Inputs = Mapping[str, Tensor]
@@ -50,13 +51,12 @@ SkippedCalls = tuple[Placeholder | None, ...]  # of one module, from its first c
 class Resumption:
     """Forwards that begin with what leaves one call of a layer.
 
-    ``catalog`` knows what follows from that alone, and what it costs. ``skipped`` has, by name, the modules that are
-    skipped, each for so many calls; the last of the layer's own is the one whose output is sent. ``inputs`` are the
-    model's, in ``dtype`` where they are floating.
+    ``start`` is the tensor that is sent. ``catalog`` knows what follows from that alone, and what it costs. ``skipped``
+    has, by name, the modules that are skipped, each for so many calls; the last of the layer's own is the one whose
+    output is sent. ``inputs`` are the model's, in ``dtype`` where they are floating.
     """
 
-    point: HookPoint
-    info: TensorInfo
+    start: Tap
     catalog: Catalog
     inputs: tuple[InputSpec, ...]
     dtype: torch.dtype
@@ -65,11 +65,12 @@ class Resumption:
     @property
     def takes(self) -> InputSpec:
         """What a request sends for each row: the layer's output without its axis of rows, of a text of any length."""
-        spec = InputSpec(escape_point(self.point), self.info.shape[1:], cast("InputDType", self.info.dtype))
+        info = self.start.info
+        spec = InputSpec(escape_point(self.start.point), info.shape[1:], cast("InputDType", info.dtype))
         longest = next((each.longest for each in self.inputs if each.longest is not None), None)
-        if longest is None or len(self.info.token_axes) != 1:
+        if longest is None or len(info.token_axes) != 1:
             return spec
-        return replace(spec, longest=longest, long_axis=self.info.token_axes[0] - 1)
+        return replace(spec, longest=longest, long_axis=info.token_axes[0] - 1)
 
     def forward(self, run: Forward, module: nn.Module, sent: Tensor) -> object:
         """What the model returns when it goes on from a layer's output; the module is left as it was.
@@ -88,10 +89,10 @@ class Resumption:
             placeholder = calls[number]
             if placeholder is None:
                 return None
-            if name != self.point.layer or number < len(calls) - 1:
+            if name != self.start.point.layer or number < len(calls) - 1:
                 return lambda: placeholder.fill(len(sent), sent.device)
-            output = _begin_graph(sent.to(DTYPES[self.info.dtype]))
-            return lambda: replace_tensor(placeholder.fill(len(sent), sent.device), self.point.path, output)
+            output = _begin_graph(sent.to(DTYPES[self.start.info.dtype]))
+            return lambda: replace_tensor(placeholder.fill(len(sent), sent.device), self.start.point.path, output)
 
         return get_return
 
@@ -104,7 +105,7 @@ class Resumption:
         return {each.name: _make_empty((len(sent), *each.shape), dtype(each), sent.device) for each in self.inputs}
 
 
-def find_start(selector: Selector, catalog: Catalog) -> tuple[HookPoint, TensorInfo]:
+def find_start(selector: Selector, catalog: Catalog) -> Tap:
     """The one tensor that a forward is to go on from; UnknownLayerError, SelectorError where there is no such one."""
     matches, _ = find_matches(selector, catalog)
     if len(matches) != 1 or matches[0].point.site != "output":
@@ -112,7 +113,7 @@ def find_start(selector: Selector, catalog: Catalog) -> tuple[HookPoint, TensorI
             f"{escape(selector.text)} does not name the output of one layer",
             hint="name a layer without a site; where it returns several tensors, one of them: 'LAYER[path]'",
         )
-    point, info = matches[0].point, matches[0].tensor
+    point, info = matches[0].point, matches[0].info
     if point.layer == ".":
         raise SelectorError("nothing runs after the model's own output", hint="resume from a layer inside")
     if info.dtype not in DTYPES:
@@ -125,7 +126,7 @@ def find_start(selector: Selector, catalog: Catalog) -> tuple[HookPoint, TensorI
             f"'{escape_point(point)}' does not return one entry for each input, so none can be sent",
             hint="resume from a layer around it, or after it",
         )
-    return point, info
+    return Tap(point, info)
 
 
 def not_resumable_error(point: HookPoint) -> SelectorError:

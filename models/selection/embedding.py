@@ -79,7 +79,7 @@ def find_embedding(text: str, catalog: Catalog) -> Selector:
         raise SelectorError(
             f"{escape(text)} names {len(matches)} tensors, an embedding is one", hint=f"name one: {keys}"
         )
-    info = matches[0].tensor
+    info = matches[0].info
     if info.row_axis is None or info.crosses_rows:
         raise SelectorError(f"{escape(text)} does not hold one entry for each input", hint="name another layer")
     return replace(selector, reduction=Reduction(pool=_choose_pool(info)))

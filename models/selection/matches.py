@@ -9,18 +9,17 @@ from layertap.models.catalog.catalog import Catalog, Layer, TensorInfo
 from layertap.models.errors import SelectorError, UnknownLayerError, escape, suggest
 from layertap.models.hooks.sites import ATTENTION, OF_FUNCTIONS, SITES, split_function
 from layertap.models.selection.hook_points import HookPoint, Selector, format_path
+from layertap.models.selection.plan import Tap
 
 MAX_SHOWN = 5  # names in a hint
 SCRIPTED = "scripted: hooks on its parts never run"
 
 
 @dataclass(frozen=True)
-class SelectorMatch:
-    """A hook point that a selector named: its tensor in the catalogue and the key it gets in the reply."""
+class SelectorMatch(Tap):
+    """A tensor that a selector named, the key that it gets in the reply, and its module's class."""
 
     key: str
-    point: HookPoint
-    tensor: TensorInfo
     module: str
 
 
@@ -173,7 +172,7 @@ def _find_in_layer(selector: Selector, layer: Layer, catalog: Catalog) -> Iterat
             raise _refused_error(selector, layer, call) or _no_tensor_error(selector, layer, infos, catalog)
         for info in named:
             point = HookPoint(layer.name, call, info.path, site)
-            yield SelectorMatch(_make_key(selector, layer, point, len(named) > 1), point, info, layer.type)
+            yield SelectorMatch(point, info, _make_key(selector, layer, point, len(named) > 1), layer.type)
 
 
 def _find_starts(selector: Selector, infos: Sequence[TensorInfo]) -> list[tuple[str, ...]]:

@@ -16,21 +16,27 @@ MAX_SHOWN = 10  # names in a warning
 
 
 @dataclass(frozen=True)
-class Capture:
+class Tap:
+    """A tensor of a forward: where a hook finds it, and what the catalogue says of it."""
+
+    point: HookPoint
+    info: TensorInfo
+
+
+@dataclass(frozen=True)
+class Capture(Tap):
     """One tensor to take and what to do with it; several results may share a capture.
 
     ``length``: tokens of the request's longest text, where the tensor has positions; what lies beyond only pads it.
     """
 
-    point: HookPoint
-    tensor: TensorInfo
     reduction: Reduction
     length: int | None = None
 
     @property
     def unpadded(self) -> TensorInfo:
         """The tensor without what only pads it."""
-        return self.tensor.with_length(self.length)
+        return self.info.with_length(self.length)
 
     def shape(self, rows: int) -> tuple[int, ...]:
         """The result's shape for so many rows."""
@@ -43,25 +49,25 @@ class Capture:
     @property
     def rows_axis(self) -> int:
         """The axis of the result that holds the rows, where one does."""
-        return 0 if self.reduction.is_by_row else self.tensor.row_axis or 0
+        return 0 if self.reduction.is_by_row else self.info.row_axis or 0
 
     @property
     def reply_rows_axis(self) -> int | None:
         """The axis of what is replied that holds the rows; None where it is the same, or one, for all of them."""
         if self.reduction.over:
             return None
-        return 0 if self.reduction.is_by_row else self.tensor.row_axis
+        return 0 if self.reduction.is_by_row else self.info.row_axis
 
     @property
     def dtype(self) -> str:
         """The result's dtype: integers and booleans keep their own, unless averages or statistics are made of them."""
-        return self.reduction.dtype if self.is_float else self.tensor.dtype
+        return self.reduction.dtype if self.is_float else self.info.dtype
 
     @property
     def is_float(self) -> bool:
         """Whether the reduced values are floating."""
         averages = POOLINGS[self.reduction.pool].averages or self.reduction.stats is not None
-        return self.tensor.is_floating or averages or self.reduction.normalize
+        return self.info.is_floating or averages or self.reduction.normalize
 
     @property
     def is_scaled(self) -> bool:
@@ -76,21 +82,17 @@ class Capture:
 
 
 @dataclass(frozen=True)
-class ResolvedIntervention:
+class ResolvedIntervention(Tap):
     """One tensor to change on its way, and how; ``source`` is where another input has the tensor that it takes."""
 
-    point: HookPoint
-    tensor: TensorInfo
     operation: Operation
     source: Capture | None = None
 
 
 @dataclass(frozen=True)
-class ResolvedObjective:
+class ResolvedObjective(Tap):
     """What is differentiated: an objective and the tensor that it looks at."""
 
-    point: HookPoint
-    tensor: TensorInfo
     objective: Objective
 
 
@@ -143,7 +145,7 @@ class Plan:
             return None
         position = self.objective.objective.position or ()
         return Capture(
-            self.objective.point, self.objective.tensor, Reduction(tokens=position if len(position) == 1 else None)
+            self.objective.point, self.objective.info, Reduction(tokens=position if len(position) == 1 else None)
         )
 
     @cached_property
@@ -155,10 +157,9 @@ class Plan:
     @cached_property
     def may_split(self) -> bool:
         """Whether the rows may run in several forwards and be joined again."""
-        infos = [capture.tensor for capture in self.captures] + [
-            change.tensor for change in self.resolved_interventions
-        ]
-        return not any(info.crosses_rows for info in (*infos, *([self.objective.tensor] if self.objective else ())))
+        objectives = () if self.objective is None else (self.objective,)
+        taps: tuple[Tap, ...] = (*self.captures, *self.resolved_interventions, *objectives)
+        return not any(tap.info.crosses_rows for tap in taps)
 
     @property
     def changed_selectors(self) -> tuple[tuple[str, ...], ...]:
@@ -186,7 +187,7 @@ class Plan:
         return (
             self.may_split
             and not self.unfused_layers
-            and all(change.tensor.row_axis is not None for change in self.resolved_interventions)
+            and all(change.info.row_axis is not None for change in self.resolved_interventions)
         )
 
     def count_numbers(self, rows: int) -> int:

@@ -9,7 +9,6 @@ from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import SelectorError, escape
 from layertap.models.explanations import maps
 from layertap.models.explanations.perturbations import IntegratedGradients, Occlusion, Perturbation, SmoothGrad
-from layertap.models.explanations.sensitivity import PointInfo
 from layertap.models.gradients.resolve_objective import check_gradient
 from layertap.models.hooks.sites import GRADIENTS, Site
 from layertap.models.model_info import ModelInfo
@@ -22,7 +21,7 @@ from layertap.models.selection.hook_points import (
     Selector,
 )
 from layertap.models.selection.matches import find_matches
-from layertap.models.selection.plan import ResolvedObjective
+from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.service.features import Array
 
 VALUES, GRADIENT_VALUES = "values", "gradients"
@@ -34,7 +33,7 @@ class Captured:
 
     values: Sequence[Array]
     gradients: Sequence[Array]
-    tensor: TensorInfo
+    info: TensorInfo
     prefix_tokens: int
     discard_ratio: float
 
@@ -47,7 +46,7 @@ class MethodSpec:
     instead of ``make_map``. ``guided``: negative gradients at ReLUs are clamped to 0.
     """
 
-    find_points: Callable[[Explanation, ModelInfo], list[PointInfo]]
+    find_taps: Callable[[Explanation, ModelInfo], list[Tap]]
     sites: Mapping[str, Site]
     make_map: Callable[[Captured], Array] | None = None
     options: frozenset[str] = frozenset()
@@ -107,54 +106,54 @@ def find_unguided(catalog: Catalog) -> list[str]:
     ]
 
 
-def _find_layer(explanation: Explanation, model: ModelInfo) -> list[PointInfo]:
+def _find_layer(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     """The layer asked for."""
     if explanation.selector is None:
         raise ValueError("the default layer has not been found yet")
     matches, _ = find_matches(explanation.selector, model.catalog)
-    of_maps = [match for match in matches if maps.is_map(match.tensor) and match.point.site == "output"]
+    of_maps = [match for match in matches if maps.is_map(match.info) and match.point.site == "output"]
     if len(of_maps) != 1:
         raise SelectorError(
             f"{escape(explanation.selector.text)} names {len(of_maps)} outputs that are maps",
             hint="name one layer of maps",
         )
-    return [(of_maps[0].point, of_maps[0].tensor)]
+    return [*of_maps]
 
 
-def _find_input(explanation: Explanation, model: ModelInfo) -> list[PointInfo]:
+def _find_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     """The model's input."""
     tensors = model.catalog.layers["."].calls[0].input.tensors
     of_maps = [tensor for tensor in tensors if maps.is_map(tensor)]
     if not of_maps:
         raise SelectorError("this model takes no pictures")
-    return [(HookPoint(".", 0, of_maps[0].path, "input"), of_maps[0])]
+    return [Tap(HookPoint(".", 0, of_maps[0].path, "input"), of_maps[0])]
 
 
-def _find_only_input(explanation: Explanation, model: ModelInfo) -> list[PointInfo]:
+def _find_only_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     """The model's input, which must be the only one: others would stay as they are while it changes."""
-    points = _find_input(explanation, model)
-    if len(model.inputs) != 1 or "H" not in (points[0][1].layout or ""):
+    taps = _find_input(explanation, model)
+    if len(model.inputs) != 1 or "H" not in (taps[0].info.layout or ""):
         raise SelectorError("this method changes pictures, and this model takes more", hint="use method 'saliency'")
-    return points
+    return taps
 
 
-def _find_attention(explanation: Explanation, model: ModelInfo) -> list[PointInfo]:
+def _find_attention(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     """Every layer's attention."""
-    return maps.find_attention_points(model.catalog, model.prefix_tokens)
+    return maps.find_attention(model.catalog, model.prefix_tokens)
 
 
 def _roll_out_attention(captured: Captured) -> Array:
     layers = [maps.average_heads(weights) for weights in captured.values]
-    return maps.rollout(layers, captured.discard_ratio, captured.prefix_tokens, captured.tensor.grid_size)
+    return maps.rollout(layers, captured.discard_ratio, captured.prefix_tokens, captured.info.grid_size)
 
 
 def _roll_out_gradients(captured: Captured) -> Array:
-    layers, tensor = _weight_by_gradients(captured), captured.tensor
+    layers, tensor = _weight_by_gradients(captured), captured.info
     return maps.rollout(layers, captured.discard_ratio, captured.prefix_tokens, tensor.grid_size)
 
 
 def _find_relevance(captured: Captured) -> Array:
-    return maps.relevance(_weight_by_gradients(captured), captured.prefix_tokens, captured.tensor.grid_size)
+    return maps.relevance(_weight_by_gradients(captured), captured.prefix_tokens, captured.info.grid_size)
 
 
 def _weight_by_gradients(captured: Captured) -> list[Array]:
@@ -170,16 +169,16 @@ _LAYER = frozenset({"selector"})
 
 METHODS: dict[Method, MethodSpec] = {
     "grad_cam": MethodSpec(
-        _find_layer, _OF_LAYER, lambda it: maps.grad_cam(it.values[0], it.gradients[0], it.tensor), _LAYER
+        _find_layer, _OF_LAYER, lambda it: maps.grad_cam(it.values[0], it.gradients[0], it.info), _LAYER
     ),
     "grad_cam_plusplus": MethodSpec(
-        _find_layer, _OF_LAYER, lambda it: maps.grad_cam_plusplus(it.values[0], it.gradients[0], it.tensor), _LAYER
+        _find_layer, _OF_LAYER, lambda it: maps.grad_cam_plusplus(it.values[0], it.gradients[0], it.info), _LAYER
     ),
-    "saliency": MethodSpec(_find_input, _GRADIENTS, lambda it: maps.saliency(it.gradients[0], it.tensor)),
+    "saliency": MethodSpec(_find_input, _GRADIENTS, lambda it: maps.saliency(it.gradients[0], it.info)),
     "guided_backpropagation": MethodSpec(
         _find_input,
         _GRADIENTS,
-        lambda it: maps.sign_pixels(it.gradients[0], it.tensor),
+        lambda it: maps.sign_pixels(it.gradients[0], it.info),
         layout="NCHW",
         guided=True,
     ),

@@ -12,12 +12,12 @@ from layertap.models import fingerprint
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import LayertapError, RequestError, escape
 from layertap.models.explanations import maps
-from layertap.models.explanations.sensitivity import PointInfo, make_trial_objective
+from layertap.models.explanations.sensitivity import make_trial_objective
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.labels import Labels
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
-from layertap.models.selection.plan import ResolvedObjective
+from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.service.engine.admit.admission import Ticket, check_sizes
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.engine import Engine
@@ -119,10 +119,10 @@ async def _make_maps(
     model = _get_model(handle, request)
     objective = request.objective or (Objective() if method.has_objective else None)
     if method.takes_layer and asked.explanation.selector is None:
-        points = [await _find_default_layer(engine, handle, model, objective or Objective(), ticket.deadline)]
+        taps = [await _find_default_layer(engine, handle, model, objective or Objective(), ticket.deadline)]
     else:
-        find = partial(method.find_points, asked.explanation, model)  # a glob may take long
-        points = await engine.run_in_thread(find, ticket.deadline)
+        find = partial(method.find_taps, asked.explanation, model)  # a glob may take long
+        taps = await engine.run_in_thread(find, ticket.deadline)
     perturbed: PerturbedMethod | None = None
     warnings: tuple[str, ...] = ()
     interventions = request.interventions
@@ -134,8 +134,8 @@ async def _make_maps(
             survey = engine.planner.survey(handle, model.shapes, ticket.deadline, functions=True)
             warnings = _warn_of_unguided(await survey)
         if method.perturbation is not None:
-            perturbed = PerturbedMethod(asked, method.perturbation, points[0], resolved, model)
-    selectors = _make_selectors(points, method)
+            perturbed = PerturbedMethod(asked, method.perturbation, taps[0], resolved, model)
+    selectors = _make_selectors(taps, method)
     wanted = replace(request, selectors=selectors, interventions=interventions, objective=objective)
     if perturbed is not None:
         wanted = perturbed.prepare(wanted)
@@ -146,9 +146,9 @@ async def _make_maps(
     parts = await engine.run_in_thread(take, ticket.deadline)
     if perturbed is not None:
         made = [await perturb(engine, perturbed, ticket, part, work) for part in parts]
-        make = partial(_join_features, made, asked, points)
+        make = partial(_join_features, made, asked, taps)
     else:
-        make = partial(_make_features, parts, asked, points, model.prefix_tokens)
+        make = partial(_make_features, parts, asked, taps, model.prefix_tokens)
     features = await engine.run_in_thread(make, ticket.deadline)
     return replace(features, warnings=(*features.warnings, *warnings))
 
@@ -163,20 +163,20 @@ async def _resolve(engine: Engine, objective: Objective, model: ModelInfo, deadl
 
 async def _find_default_layer(
     engine: Engine, handle: ModelHandle, model: ModelInfo, objective: Objective, deadline: float
-) -> PointInfo:
+) -> Tap:
     """The last layer of maps that an objective depends on; RequestError if the model has no such objective."""
     trial = make_trial_objective(await _resolve(engine, objective, model, deadline))
     return await handle.find_grad_cam_layer(trial, deadline)
 
 
-def _join_features(made: Sequence[Features], asked: MapRequest, points: Sequence[PointInfo]) -> Features:
+def _join_features(made: Sequence[Features], asked: MapRequest, taps: Sequence[Tap]) -> Features:
     """The maps of all inputs, with a warning for maps of zeros."""
     starts = [sum(part.rows for part in made[:number]) for number in range(len(made))]
     warnings: list[str] = []
     for key in asked.requests:
         zeros = [maps.find_zero_rows(part.arrays[key]) for part in made]
         rows = [start + row for start, of_part in zip(starts, zeros, strict=True) for row in of_part]
-        warnings += _warn(rows, key, asked, points)
+        warnings += _warn(rows, key, asked, taps)
     return replace(
         join_inputs(made),
         interventions=(),  # those of guided backpropagation were not asked for
@@ -185,21 +185,19 @@ def _join_features(made: Sequence[Features], asked: MapRequest, points: Sequence
     )
 
 
-def _make_features(
-    parts: Sequence[Features], asked: MapRequest, points: Sequence[PointInfo], prefix_tokens: int
-) -> Features:
+def _make_features(parts: Sequence[Features], asked: MapRequest, taps: Sequence[Tap], prefix_tokens: int) -> Features:
     """The features of all inputs, with maps in place of what was captured."""
-    return _join_features([_make_map(part, asked, points, prefix_tokens) for part in parts], asked, points)
+    return _join_features([_make_map(part, asked, taps, prefix_tokens) for part in parts], asked, taps)
 
 
-def _make_map(features: Features, asked: MapRequest, points: Sequence[PointInfo], prefix_tokens: int) -> Features:
+def _make_map(features: Features, asked: MapRequest, taps: Sequence[Tap], prefix_tokens: int) -> Features:
     def select(name: str) -> list[Array]:
-        keys = [f"{name}{number}" for number in range(len(points))]
+        keys = [f"{name}{number}" for number in range(len(taps))]
         return [features.arrays[key] for key in keys if key in features.arrays]
 
     discard = (asked.explanation.discard if "discard" in asked.spec.options else None) or 0.0
     last = next(reversed(features.receipts.values()))
-    tensor = replace(points[0][1], grid_size=last.grid_size)  # of rows of this shape
+    tensor = replace(taps[0].info, grid_size=last.grid_size)  # of rows of this shape
     captured = Captured(select(VALUES), select(GRADIENT_VALUES), tensor, prefix_tokens, discard)
     made_by = [asked.method] + ([f"discard {asked.explanation.discard}"] if discard else [])
     digest = fingerprint.digest_explanation(
@@ -216,12 +214,12 @@ def _make_map(features: Features, asked: MapRequest, points: Sequence[PointInfo]
     )
 
 
-def _warn(rows: Sequence[int], key: str, asked: MapRequest, points: Sequence[PointInfo]) -> Iterator[str]:
+def _warn(rows: Sequence[int], key: str, asked: MapRequest, taps: Sequence[Tap]) -> Iterator[str]:
     """A warning of maps that are all zeros: they explain nothing, which does not show once they are drawn."""
     if rows:
         shown = ", ".join(map(str, rows[:MAX_SHOWN])) + (" and others" if len(rows) > MAX_SHOWN else "")
         which = f"the maps of rows {shown} are" if len(rows) > 1 else f"the map of row {shown} is"
-        where = f"does layer {escape(points[0][0].layer)}" if asked.spec.takes_layer else "does anything"
+        where = f"does layer {escape(taps[0].point.layer)}" if asked.spec.takes_layer else "does anything"
         several = len(asked.explanation.methods) > 1 or asked.explanation.classes
         of_key = f"{key}: " if several else ""
         yield f"{of_key}{which} all zeros: at no position {where} speak for the objective"
@@ -236,10 +234,10 @@ def _warn_of_unguided(catalog: Catalog) -> tuple[str, ...]:
     return (f"ReLUs that are functions were not guided, in the forward of: {shown}",)
 
 
-def _make_selectors(points: Sequence[PointInfo], method: MethodSpec) -> tuple[Selector, ...]:
+def _make_selectors(taps: Sequence[Tap], method: MethodSpec) -> tuple[Selector, ...]:
     return tuple(
-        make_selector(replace(point, site=site), f"{name}{number}")
-        for number, (point, _) in enumerate(points)
+        make_selector(replace(tap.point, site=site), f"{name}{number}")
+        for number, tap in enumerate(taps)
         for name, site in method.sites.items()
     )
 

@@ -125,7 +125,7 @@ def list_changed_rows(asked: Sequence[MapRequest], request: ExtractRequest, mode
     changed = []
     for each in asked:
         if (kind := each.spec.perturbation) is not None:
-            layout = each.spec.find_points(each.explanation, model)[0][1].layout or ""
+            layout = each.spec.find_taps(each.explanation, model)[0].info.layout or ""
             for shape, count in rows.items():
                 of_row = kind.count(kind.choose_settings(each.explanation, shape, layout), shape, layout)
                 changed.append(ChangedRows(count * of_row, shape, not each.spec.measures_scores))

@@ -14,7 +14,6 @@ from layertap.models import fingerprint
 from layertap.models.errors import SelectorError
 from layertap.models.explanations import maps
 from layertap.models.explanations.perturbations import Perturbation, Settings
-from layertap.models.explanations.sensitivity import PointInfo
 from layertap.models.gradients.objectives import OBJECTIVES
 from layertap.models.gradients.position import select_position
 from layertap.models.gradients.resolve_objective import resolve_objective
@@ -22,7 +21,7 @@ from layertap.models.gradients.tape import compute_objective
 from layertap.models.labels import name_classes
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import InputOptions, Objective, Selector
-from layertap.models.selection.plan import ResolvedObjective
+from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
@@ -41,17 +40,17 @@ class PerturbedMethod:
     """A method that changes inputs, for the maps of a request.
 
     ``objective`` is that of the first map. Those of the others differ in their classes alone, so that all look at one
-    tensor. ``point`` is the model's input.
+    tensor. ``tap`` is the model's input.
     """
 
     asked: MapRequest
     perturbation: type[Perturbation]
-    point: PointInfo
+    tap: Tap
     objective: ResolvedObjective
     model: ModelInfo
 
     def __post_init__(self) -> None:
-        info = self.objective.tensor
+        info = self.objective.info
         if self.by_score and (info.row_axis != 0 or info.crosses_rows or info.entries_per_row != 1):
             raise SelectorError("the objective is of a tensor without an entry for each row", hint="use another method")
 
@@ -65,7 +64,7 @@ class PerturbedMethod:
         """What is captured of changed rows."""
         if self.by_score:
             return make_selector(self.objective.point, SCORE)
-        return make_selector(replace(self.point[0], site="grad_input"), SLOPES)
+        return make_selector(replace(self.tap.point, site="grad_input"), SLOPES)
 
     def prepare(self, request: ExtractRequest) -> ExtractRequest:
         """A request for the unchanged rows; without an objective if only scores are needed."""
@@ -84,7 +83,7 @@ async def perturb(
     What ``Engine.extract_parts`` raises; TooLargeError. A row's chunks are requests for tensor rows; if they are for
     gradients, with the row's own class. ``work`` is that of the whole request.
     """
-    rows, layout = part.arrays[X], method.point[1].layout or ""
+    rows, layout = part.arrays[X], method.tap.info.layout or ""
     settings = method.perturbation.choose_settings(method.asked.explanation, rows.shape, layout)
     count = method.perturbation.count(settings, rows.shape, layout)
     work.found += count * len(rows)
@@ -113,7 +112,7 @@ class _Row:
         """One for each map; ``scores`` are the row's own."""
         own = [math.nan] * len(self.objectives) if scores is None else self.compute_scores(scores)[0]
         return [
-            self.method.perturbation(self.values, self.method.point[1], self.settings, float(score)) for score in own
+            self.method.perturbation(self.values, self.method.tap.info, self.settings, float(score)) for score in own
         ]
 
     def make_request(self) -> ExtractRequest:
@@ -132,7 +131,7 @@ class _Row:
 
     def compute_scores(self, values: Array) -> Array:
         """Each objective of each row of a tensor that all of them look at, (rows, objectives)."""
-        info, rows = self.method.objective.tensor, torch.split(torch.from_numpy(np.array(values)), 1)
+        info, rows = self.method.objective.info, torch.split(torch.from_numpy(np.array(values)), 1)
         return np.array([[float(compute_objective(row, info, each)) for each in self.objectives] for row in rows])
 
     def add(self, made: Sequence[Perturbation], numbers: range, arrays: Mapping[str, Array]) -> None:
@@ -143,7 +142,7 @@ class _Row:
 
     def finish(self, made: Sequence[Perturbation]) -> list[Array]:
         """The attributions map by map, those in the layout of the input signed by pixel."""
-        info, results = self.method.point[1], [each.finish() for each in made]
+        info, results = self.method.tap.info, [each.finish() for each in made]
         return [maps.sign_pixels(each, info) if each.ndim == len(info.layout or "") else each for each in results]
 
 
@@ -195,7 +194,7 @@ def _find_classes(resolved: ResolvedObjective, part: Features) -> tuple[int, ...
     if klass is None:
         return None
     scores = torch.from_numpy(np.array(part.arrays[SCORE])).float()
-    return tuple(select_position(scores, resolved.tensor, resolved.objective.position).argmax(1).tolist())
+    return tuple(select_position(scores, resolved.info, resolved.objective.position).argmax(1).tolist())
 
 
 def _list_objectives(

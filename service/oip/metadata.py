@@ -110,7 +110,7 @@ def describe_output(result: Result) -> TensorMetadata:
     if capture.reduction.is_by_row:
         any_size: tuple[int, ...] = (0,)
     else:
-        any_size = (*capture.tensor.token_axes, *([] if capture.tensor.row_axis is None else [capture.tensor.row_axis]))
+        any_size = (*capture.info.token_axes, *([] if capture.info.row_axis is None else [capture.info.row_axis]))
     shape = tuple(-1 if axis in any_size else size for axis, size in sizes.items())
     return TensorMetadata(result.key, DATATYPES[capture.dtype], shape)
 

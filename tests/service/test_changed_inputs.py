@@ -247,16 +247,16 @@ def test_numbers_are_made_off_the_event_loop() -> None:
         try:
             with engine.admission.admit(time.monotonic() + 120) as ticket:
                 worker = await engine.manager.get_handle("cnn", ticket.deadline)
-                point = METHODS["integrated_gradients"].find_points(explanation, worker.model)[0]
+                tap = METHODS["integrated_gradients"].find_taps(explanation, worker.model)[0]
                 objective = Objective(klass=1)
                 selectors = tuple(
-                    Selector(".", ".", 0, point[0].path, site, alias=alias)
+                    Selector(".", ".", 0, tap.point.path, site, alias=alias)
                     for alias, site in (("values0", "input"), ("gradients0", "grad_input"))
                 )
                 request = ExtractRequest(model="cnn", items=items, selectors=selectors, objective=objective)
                 asked = MapRequest("integrated_gradients", explanation, {"map": request})
                 resolved = resolve_objective(objective, worker.model.catalog)
-                method = PerturbedMethod(asked, Watched, point, resolved, worker.model)
+                method = PerturbedMethod(asked, Watched, tap, resolved, worker.model)
                 (part,) = await engine.extract_parts(method.prepare(request), ticket)
                 plan = WorkPlan(engine.settings, engine.metrics)
                 work = PlannedWork(plan, worker, rows=40, seconds=1.0, smaller="less")

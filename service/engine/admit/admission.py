@@ -191,12 +191,12 @@ def _outline_result(result: Result, rows: int) -> ResultInfo:
         site=capture.point.site,
         shape=capture.reply_shape(rows),
         row_axis=capture.reply_rows_axis,
-        layout=capture.tensor.layout,
-        prefix_tokens=capture.tensor.prefix,
+        layout=capture.info.layout,
+        prefix_tokens=capture.info.prefix,
         whole=reduction.pool == "none" and not any(chosen),
         columns=list_columns(reduction.stats) if reduction.stats is not None else None,
         channels=reduction.channels,
-        grid_size=capture.tensor.grid_size,
+        grid_size=capture.info.grid_size,
     )
 
 

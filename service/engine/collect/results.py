@@ -72,7 +72,7 @@ def _select_scores(values: Tensor, objective: ResolvedObjective) -> tuple[Tensor
     """The scores at an objective's position; of a single position only that token was captured."""
     position = objective.objective.position
     captured = (0,) if position is not None and len(position) == 1 else position
-    return select_position(values, objective.tensor, captured), describe_position(objective.tensor, position)
+    return select_position(values, objective.info, captured), describe_position(objective.info, position)
 
 
 def _count_tokens(job: Job) -> tuple[int, ...] | None:
@@ -85,7 +85,7 @@ def make_receipt(
     job: Job, result: Result, classes: tuple[int, ...] | None = None, token_counts: tuple[int, ...] | None = None
 ) -> Receipt:
     """Where a result comes from; ``classes`` are those of its rows' highest scores, ``token_counts`` of its texts."""
-    point, info, reduction = result.capture.point, result.capture.tensor, result.capture.reduction
+    point, info, reduction = result.capture.point, result.capture.info, result.capture.reduction
     classes = classes if point.site in GRADIENTS else None
     function, site, path = point.place
     axis = result.capture.reply_rows_axis

@@ -13,16 +13,14 @@ from enum import Enum
 from functools import partial
 from typing import Literal, TypeVar, cast
 
-from layertap.models.catalog.catalog import Catalog, TensorInfo
+from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import IN_THE_LOG, Failure, LayertapError, LoadError, make_load_error
-from layertap.models.explanations.sensitivity import PointInfo
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_catalogs import ModelCatalogs
 from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry
 from layertap.models.resume.resumption import Resumption
-from layertap.models.selection.hook_points import HookPoint
-from layertap.models.selection.plan import ResolvedObjective
+from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.models.spec import Shapes
 from layertap.service.engine.batch import CPU
 from layertap.service.engine.deadline import wait_until
@@ -177,18 +175,14 @@ class ModelHandle:
         function = partial(ask_catalogs, method=ModelCatalogs.survey, shapes=shapes, functions=functions)
         return await self._find_or_call(find, function, keep, deadline)
 
-    async def verify_resumption(
-        self, point: HookPoint, tensor: TensorInfo, shapes: Shapes, deadline: float
-    ) -> Resumption:
-        """How forwards of rows of a shape go on from a point; SelectorError where they can't, DeadlineError."""
-        catalogs = self.model.catalogs
-        find, keep = partial(catalogs.get_resumption, point, shapes), partial(catalogs.put_resumption, point, shapes)
-        function = partial(
-            ask_catalogs, method=ModelCatalogs.verify_resumption, point=point, info=tensor, shapes=shapes
-        )
+    async def verify_resumption(self, start: Tap, shapes: Shapes, deadline: float) -> Resumption:
+        """How forwards of rows of a shape go on from a tensor; SelectorError where they can't, DeadlineError."""
+        catalogs, key = self.model.catalogs, (start.point, shapes)
+        find, keep = partial(catalogs.get_resumption, *key), partial(catalogs.put_resumption, *key)
+        function = partial(ask_catalogs, method=ModelCatalogs.verify_resumption, start=start, shapes=shapes)
         return await self._find_or_call(find, function, keep, deadline)
 
-    async def find_grad_cam_layer(self, objective: ResolvedObjective, deadline: float) -> PointInfo:
+    async def find_grad_cam_layer(self, objective: ResolvedObjective, deadline: float) -> Tap:
         """The last layer of maps that an objective depends on; SelectorError where there is none, DeadlineError."""
         catalogs = self.model.catalogs
         find, keep = partial(catalogs.get_grad_cam_layer, objective), partial(catalogs.put_grad_cam_layer, objective)

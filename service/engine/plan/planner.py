@@ -233,8 +233,7 @@ class Planner:
         """How forwards of a shape continue from a layer; RequestError."""
         try:
             find = partial(find_start, start, catalog)  # a glob may take long
-            point, tensor = await self._run_in_thread(find, deadline)
-            return await handle.verify_resumption(point, tensor, shapes, deadline)
+            return await handle.verify_resumption(await self._run_in_thread(find, deadline), shapes, deadline)
         except RequestError as error:
             raise RequestError.from_faults([error.to_fault("/resume")]) from None
 
@@ -270,7 +269,7 @@ def _digest_results(plan: Plan, catalog: Catalog, identity: str) -> Fingerprints
 
     def digest(capture: Capture) -> str:
         depends_on = gradient_changes if capture.point.site in GRADIENTS else changes
-        of_text = bool(capture.tensor.token_axes)
+        of_text = bool(capture.info.token_axes)
         return fingerprint.digest_result(identity, capture.point, capture.reduction, depends_on, of_text=of_text)
 
     return {result.key: digest(result.capture) for result in plan.results}
@@ -390,7 +389,7 @@ def _scale_plan(plan: Plan, shapes: Shapes, known: Shapes) -> Plan:
 
 
 def _scale_result(result: Result, ratio: float) -> Result:
-    tensor, reduction = result.capture.tensor, result.capture.reduction
+    tensor, reduction = result.capture.info, result.capture.reduction
     if reduction.pool not in ("none", "flatten") or reduction.stats is not None:
         return result
     sizes = [1] * len(tensor.shape) if ratio < 1 else list(tensor.shape)
@@ -398,4 +397,4 @@ def _scale_result(result: Result, ratio: float) -> Result:
         growing = (axis for axis, letter in enumerate(tensor.layout or "") if letter in "HT" and sizes[axis] > SMALL)
         for axis in (*growing,)[:1]:
             sizes[axis] = math.ceil(sizes[axis] * ratio * GROWTH)
-    return replace(result, capture=replace(result.capture, tensor=replace(tensor, shape=tuple(sizes))))
+    return replace(result, capture=replace(result.capture, info=replace(tensor, shape=tuple(sizes))))

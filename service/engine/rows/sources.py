@@ -63,7 +63,7 @@ def prepare_sources(jobs: Sequence[Job]) -> list[Job]:
 
 def count_taken_bytes(job: Job) -> int:
     """Bytes of what a job's changes take of other inputs, at least."""
-    return sum(4 * prod(compute_part_shape(change.tensor, change.operation)) for change in _list_taking(job))
+    return sum(4 * prod(compute_part_shape(change.info, change.operation)) for change in _list_taking(job))
 
 
 def fill_tensors(job: Job, answers: Iterable[tuple[Job, Results]]) -> Job:
@@ -105,7 +105,7 @@ def _check_shape(job: Job, source: Capture, taken: Job) -> None:
     """RequestError where inputs of several shapes have several shapes at what is taken, too."""
     if taken.catalog is job.catalog or not taken.catalog.sizes_known:
         return
-    there, here = find_tensor(source.point, taken.catalog), source.tensor
+    there, here = find_tensor(source.point, taken.catalog), source.info
     if there is None or there.shape != here.shape:
         shape = "nothing" if there is None else str(list(there.shape[1:]))
         name = escape(source.point.format_name())

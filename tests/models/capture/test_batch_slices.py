@@ -135,7 +135,7 @@ def some(
 
 def expected(value: Tensor, capture: Capture) -> Array:
     """What a capture is of a tensor that an independent hook copied in a forward of these rows alone."""
-    info, how = capture.tensor, capture.reduction
+    info, how = capture.info, capture.reduction
     whole: Array = value.numpy() if not value.is_floating_point() else value.to(torch.float64).numpy()
     if how.pool == "none":
         return whole

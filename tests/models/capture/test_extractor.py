@@ -115,7 +115,7 @@ def test_half_precision(load_net: Loader, name: str, dtype: str) -> None:
     truth = oracle(model, {name: value.to(model.dtype) for name, value in inputs.items()})
     taken = extract_plan(model, inputs, everything(model.catalog), model.catalog, 8)
     for capture, reduced in taken.items():
-        assert capture.tensor.dtype == dtype
+        assert capture.info.dtype == dtype
         equal(reduced.values, truth[key(capture)], exact=True)
 
 
@@ -130,14 +130,14 @@ def test_chunks(load_net: Loader, name: str, pool: Pool) -> None:
     found = [
         capture
         for capture in everything(model.catalog).captures
-        if pool == "none" or (capture.tensor.layout and capture.tensor.row_axis is not None)
+        if pool == "none" or (capture.info.layout and capture.info.row_axis is not None)
     ]
     dtypes: list[ReplyDType] = ["float32", "int8"]
     captures = [
-        Capture(capture.point, capture.tensor, Reduction(pool=pool, dtype=dtype))
+        Capture(capture.point, capture.info, Reduction(pool=pool, dtype=dtype))
         for capture in found
         for dtype in dtypes
-        if dtype == "float32" or pool != "none" or capture.tensor.row_axis == 0
+        if dtype == "float32" or pool != "none" or capture.info.row_axis == 0
     ]
     plan = _plan(captures)
     whole = extract_plan(model, inputs, plan, model.catalog, max_rows=5)

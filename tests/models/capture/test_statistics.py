@@ -227,7 +227,7 @@ def test_models(name: str, site: Site) -> None:
     seen = record(model.module, *rows.values())
     assert len(plan.results) >= 2
     for capture, reduced in found.items():
-        point, here = capture.point, capture.tensor
+        point, here = capture.point, capture.info
         value = seen[point.layer, point.call, point.path, point.site].double().numpy()
         check(reduced.values, np.split(value, 3, axis=here.row_axis or 0))
 

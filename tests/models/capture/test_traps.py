@@ -274,7 +274,7 @@ def test_6_a_bad_name_midway(load_fresh_net: Loader) -> None:
     plan = make_plan([parse_selector("conv1"), parse_selector("bn1:input")], model.catalog)
     missing = [
         *plan.captures,
-        Capture(HookPoint("layer9", 0, (), "output"), plan.results[0].capture.tensor, Reduction()),
+        Capture(HookPoint("layer9", 0, (), "output"), plan.results[0].capture.info, Reduction()),
     ]
     with pytest.raises(KeyError):
         model.replicas[0].extractor(lambda: None, missing, 1)

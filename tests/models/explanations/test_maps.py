@@ -10,7 +10,7 @@ from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import SelectorError
 from layertap.models.explanations.maps import (
     average_heads,
-    find_attention_points,
+    find_attention,
     find_map_layers,
     find_zero_rows,
     grad_cam,
@@ -127,13 +127,13 @@ def test_relevant_attention() -> None:
 
 def test_what_can_be_rolled_out() -> None:
     """Attention over all patches in every layer: not windows, not convolutions."""
-    found = find_attention_points(surveyed(vit(), 3, 32, 32, prefix=1), 1)
-    assert [point.layer for point, _ in found] == [
+    found = find_attention(surveyed(vit(), 3, 32, 32, prefix=1), 1)
+    assert [tap.point.layer for tap in found] == [
         f"encoder.layers.encoder_layer_{number}.self_attention" for number in range(2)
     ]
     for factory in (swin, resnet):
         with pytest.raises(SelectorError, match="rolled out"):
-            find_attention_points(surveyed(factory(), 3, 32, 32), 0)
+            find_attention(surveyed(factory(), 3, 32, 32), 0)
 
 
 def test_zero_maps() -> None:
@@ -157,12 +157,14 @@ def test_what_is_a_map() -> None:
 def test_maps() -> None:
     """Layers that return maps, the last one first, the outer one of those that return the same."""
     end = HookPoint(".", 0, (), "output")
-    assert find_map_layers(surveyed(resnet(), 3, 64, 64), end)[0][0].layer == "layer4"
-    assert find_map_layers(surveyed(resnet(), 3, 64, 64), HookPoint("layer2.0.relu", 0, (), "output"))[0][0].call == 0
-    assert find_map_layers(surveyed(vit(), 3, 32, 32, prefix=1), end)[0][0].layer == "encoder"
-    point, info = find_map_layers(surveyed(swin(), 3, 32, 32), end)[0]
-    assert info.shape[0] == 1
-    assert point.layer in ("norm", "permute")
+    assert find_map_layers(surveyed(resnet(), 3, 64, 64), end)[0].point.layer == "layer4"
+    assert (
+        find_map_layers(surveyed(resnet(), 3, 64, 64), HookPoint("layer2.0.relu", 0, (), "output"))[0].point.call == 0
+    )
+    assert find_map_layers(surveyed(vit(), 3, 32, 32, prefix=1), end)[0].point.layer == "encoder"
+    tap = find_map_layers(surveyed(swin(), 3, 32, 32), end)[0]
+    assert tap.info.shape[0] == 1
+    assert tap.point.layer in ("norm", "permute")
     with pytest.raises(SelectorError, match="no layer"):
         find_map_layers(surveyed(resnet().fc, 512), end)
 
@@ -172,7 +174,7 @@ def test_maps_are_not_of_queries() -> None:
     catalog = surveyed(
         VisionTransformer(img_size=32, patch_size=8, depth=1, num_heads=2, embed_dim=24), 3, 32, 32, prefix=1
     )
-    names = [point.layer for point, _ in find_map_layers(catalog, HookPoint(".", 0, (), "output"))]
+    names = [tap.point.layer for tap in find_map_layers(catalog, HookPoint(".", 0, (), "output"))]
     assert is_map(catalog.layers["blocks.0.attn.qkv"].calls[0].output.tensors[0])
     assert {"blocks.0.norm1", "blocks.0.attn", "blocks.0.mlp.fc1"} <= set(names)
     assert not [name for name in names if name.startswith("blocks.0.attn.")]

@@ -53,7 +53,7 @@ def looked_at(module: nn.Module, prefix: int = 0, objective: Objective | None = 
     found = find_map_layers(catalog, goal.point)
     chosen = find_last_sensitive(FeatureExtractor(module), lambda: module(ROW.clone()), found, goal)
     assert chosen is not None
-    return chosen[0], found[0][0]
+    return chosen.point, found[0].point
 
 
 FIRST_NORMS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {

@@ -36,7 +36,7 @@ ROW = InputSpec("x", (4,))
 
 
 def resumed(model: LoadedModel, layer: str) -> Resumption:
-    return model.catalogs.verify_resumption(*find_start(parse_selector(layer), model.catalog), model.shapes)
+    return model.catalogs.verify_resumption(find_start(parse_selector(layer), model.catalog), model.shapes)
 
 
 def plan_of(known: Resumption, *texts: str, objective: Objective | None = None) -> Plan:
@@ -112,7 +112,7 @@ def test_what_follows(loaded: Callable[[str], LoadedModel], net: str, layer: str
     """Offered is just what is the same whatever the model's inputs were; it has the numbers of a plain forward."""
     model = loaded(net)
     known = resumed(model, layer)
-    point = known.point
+    point = known.start.point
     given = torch.randn(ROWS, *known.takes.shape, generator=torch.Generator().manual_seed(5))
     one, other = (offline(model, point.layer, point.call, given, seed) for seed in (1, 2))
     offered = points(known)

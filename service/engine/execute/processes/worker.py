@@ -121,7 +121,7 @@ class Worker(DecodingWorker):
         job, known = each.job, each.spec.resumption
         if known is not None:
             shapes = tuple(spec.shape for spec in known.inputs)
-            resumption = self._model.catalogs.verify_resumption(known.point, known.info, shapes)
+            resumption = self._model.catalogs.verify_resumption(known.start, shapes)
             job = replace(job, spec=replace(each.spec, resumption=resumption))
         if each.encoded:
             job = replace(job, inputs=self._decode_pictures(index, each), encoded=())

@@ -264,8 +264,8 @@ def test_memory_that_was_lacking() -> None:
     """A worker without memory to prepare a forward that begins at a layer has it prepared the next time."""
     spec = ModelSpec("starved", f"python:{__name__}:Starved", weights="random:0", device="cpu", inputs=(ROW,))
     known, model = load_model(spec), load_model(spec)
-    point, info = find_start(Selector("first", "first"), known.catalog)
-    resumption = known.catalogs.verify_resumption(point, info, (ROW.shape,))
+    start = find_start(Selector("first", "first"), known.catalog)
+    resumption = known.catalogs.verify_resumption(start, (ROW.shape,))
     plan = make_plan([Selector("second", "second")], resumption.catalog)
     key = BatchKey("starved", (CPU,), model.catalog.costs, 1)
     inputs = {resumption.takes.name: torch.ones(1, 4)}
@@ -327,9 +327,9 @@ def test_asked_once(serve: Serve) -> None:
         handle = live.engine.manager.handles["digits"]
 
         async def ask() -> list[Any]:
-            point, info = find_start(Selector("pool", "pool"), handle.model.catalog)
+            start = find_start(Selector("pool", "pool"), handle.model.catalog)
             deadline = time.monotonic() + WAIT_S
-            asked = (handle.verify_resumption(point, info, handle.model.shapes, deadline) for _ in range(3))
+            asked = (handle.verify_resumption(start, handle.model.shapes, deadline) for _ in range(3))
             surveyed = (handle.survey(handle.model.shapes, deadline, functions=True) for _ in range(3))
             return await asyncio.gather(*asked, *surveyed)
 
