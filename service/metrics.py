@@ -10,7 +10,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from layertap.service.statistics import ModelStatistics
 from layertap.service.timings import STEPS
 from layertap.service.types import BatchReason, CacheResult, RestartReason
 
@@ -72,7 +71,6 @@ class Metrics:
         self._statuses: dict[tuple[str, int], Counter] = {}
         self._models: dict[str, _ModelMetrics] = {}
         self._busy: dict[tuple[str, str], Counter] = {}
-        self._statistics: dict[str, ModelStatistics] = {}
         self._steps = {step: self._families.step_seconds.labels(step) for step in STEPS}
         self._refused = {reason: self._families.refused.labels(reason) for reason in get_args(Reason)}
         self._refused_connections = {
@@ -116,12 +114,10 @@ class Metrics:
         metrics.requests.observe(requests)
         metrics.depth.observe(depth)
         metrics.seconds.observe(seconds)
-        self.get_statistics(model).add_batch(rows, seconds)
 
     def count_answered(self, model: str, rows: int) -> None:
         """Rows whose features were handed back: each once, however many forwards it took part in."""
         self._get_model(model).answered.inc(rows)
-        self.get_statistics(model).add_rows(rows)
 
     def count_refused(self, reason: Reason) -> None:
         """A request that found no place in the queue."""
@@ -168,10 +164,6 @@ class Metrics:
     def count_out_of_memory(self, model: str, count: int) -> None:
         """So many forwards that the device had no memory for."""
         self._get_model(model).out_of_memory.inc(count)
-
-    def get_statistics(self, model: str) -> ModelStatistics:
-        """The sums of one model, which grow as long as the process lives."""
-        return self._statistics.get(model) or self._statistics.setdefault(model, ModelStatistics())
 
     def register_gauges(self, read: Callable[[], Snapshot]) -> None:
         """Have the gauges read at every scrape, in the thread that renders; ValueError the second time."""

@@ -99,18 +99,12 @@ class Engine:
         self, request: ExtractRequest, handle: ModelHandle, ticket: Ticket, compute: Callable[[], Awaitable[Features]]
     ) -> Features:
         """What was kept for an equal request to this loading of the model, or else what ``compute`` gives."""
-        with self.metrics.get_statistics(handle.name).measure_lookup() as lookup:
-
-            async def compute_measured() -> Features:
-                with lookup.compute():
-                    return await compute()
-
-            digest = partial(digest_request, request)
-            short = ticket.nbytes <= SHORT_BODY
-            key = (handle.generation, digest() if short else await self.run_in_thread(digest, ticket.deadline))
-            features, result = await self.answers.get_or_compute(key, compute_measured, ticket.deadline)
-            if result != "miss":
-                ticket.reserve_bytes(features.nbytes)
+        digest = partial(digest_request, request)
+        short = ticket.nbytes <= SHORT_BODY
+        key = (handle.generation, digest() if short else await self.run_in_thread(digest, ticket.deadline))
+        features, result = await self.answers.get_or_compute(key, compute, ticket.deadline)
+        if result != "miss":
+            ticket.reserve_bytes(features.nbytes)
         self.metrics.count_cached(result)
         request.timings.notes["cache"] = result
         return features
@@ -118,8 +112,7 @@ class Engine:
     async def extract_parts(self, request: ExtractRequest, ticket: Ticket) -> list[Features]:
         """As ``extract``, in one part where all inputs have one shape, else in one for each of them."""
         handle = await self.get_handle(request.model, ticket)
-        statistics = self.metrics.get_statistics(handle.name)
-        with statistics.measure_request(request.timings.steps), ticket.queue_rows(handle, len(request.items)):
+        with ticket.queue_rows(handle, len(request.items)):
             planned, items = await self._plan_and_fetch(request, handle, ticket)
             answers = await self._decode_and_run(planned, items, ticket)
             for job, _ in answers:

@@ -16,7 +16,7 @@ from layertap.service.formats.json import estimate_bytes
 from layertap.service.formats.json_writer import write_json
 from layertap.service.formats.reply_format import EncodeOptions, ReplyFormat
 from layertap.service.http.problems import MAX_DETAIL, Problem
-from layertap.service.oip.datatypes import DATATYPES
+from layertap.service.oip.tensors import DATATYPES
 
 HEADER = "Inference-Header-Content-Length"
 VERSION = "1"  # the only one of each model

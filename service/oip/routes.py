@@ -1,4 +1,4 @@
-"""The routes below ``/v2``: inferences, metadata, health, the repository, statistics.
+"""The routes below ``/v2``: inferences, metadata, health.
 
 They are left out of the OpenAPI document: the protocol has one of its own, and clients that are made from it.
 """
@@ -11,23 +11,20 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from layertap.models.errors import LayertapError, RequestError, UnknownModelError, escape
-from layertap.service.engine.engine import Engine
-from layertap.service.engine.models.model_handle import ModelHandle
+from layertap.models.errors import LayertapError, UnknownModelError, escape
 from layertap.service.errors import UnavailableError
-from layertap.service.http.auth import require_admin
 from layertap.service.http.buffers_response import make_response
 from layertap.service.http.dependencies import DeadlineDependency, EngineDependency
-from layertap.service.http.json_document import read_document
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.request_handler import describe_features, is_short, receive
-from layertap.service.http.routes import health, models
-from layertap.service.oip import metadata
+from layertap.service.http.routes import health
 from layertap.service.oip.encoding import BINARY, FORMATS, HEADER, JSON, VERSION, encode_reply
-from layertap.service.oip.metadata import describe_statistics
+from layertap.service.oip.metadata import describe_model, make_outputs_request
 from layertap.service.oip.parsing import InferRequest, parse_infer
+from layertap.service.version import get_version
 
 Endpoint = Callable[..., Any]
+EXTENSIONS = ("binary_tensor_data", "parameters", "schedule_policy")
 
 
 async def check_version(request: Request) -> None:
@@ -56,10 +53,8 @@ async def infer(request: Request, engine: EngineDependency, name: str) -> Respon
     """What layers of a model compute for a request's inputs."""
     parse = partial(parse_infer, model=name)
     async with receive(request, engine, parse, FORMATS, get_timeout=_get_timeout) as (parsed, ticket):
-        handle = await engine.get_handle(parsed.model, ticket)
-        extract = parsed.fit_to_model(handle.model)
         try:
-            features = await engine.extract(extract, ticket)
+            features = await engine.extract(parsed.extract, ticket)
         except LayertapError as error:
             raise parsed.locate(error) from None
         headers = describe_features(features)
@@ -74,7 +69,7 @@ async def infer(request: Request, engine: EngineDependency, name: str) -> Respon
 @router.get("")
 async def show_server() -> Json:
     """The server's name, version and extensions."""
-    return metadata.describe_server()
+    return {"name": "layertap", "version": get_version(), "extensions": EXTENSIONS}
 
 
 @router.get("/health/live")
@@ -91,90 +86,26 @@ async def show_ready(engine: EngineDependency) -> Json:
     return {"ready": True}
 
 
-@router.get("/models/stats")
-async def list_statistics(engine: EngineDependency) -> Json:
-    """What requests and forwards of each model took."""
-    return {"model_stats": [_describe_statistics(engine, entry.spec.name) for entry in engine.manager.registry]}
-
-
-@add_of_model("GET", "/stats")
-async def show_statistics(engine: EngineDependency, name: str) -> Json:
-    """What requests and forwards of one model took."""
-    return {"model_stats": [_describe_statistics(engine, engine.manager.registry.get_entry(name).spec.name)]}
-
-
 @add_of_model("GET", "/ready")
 async def show_model_ready(engine: EngineDependency, name: str) -> Json:
     """Whether a model is loaded."""
     entry = engine.manager.registry.get_entry(name)
     if entry.state != "ready":
-        index = metadata.describe_index(entry)
         handle = engine.manager.find_handle(name)
         seconds = handle.seconds_to_load if handle is not None else 0.0
-        raise UnavailableError(f"model {name} is {entry.state}", hint=index["reason"], retry_after=seconds)
+        hint = entry.reason or "GET /models has its state"
+        raise UnavailableError(f"model {name} is {entry.state}", hint=hint, retry_after=seconds)
     return {"name": name, "ready": True}
 
 
 @add_of_model("GET")
 async def show_model(engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Json:
     """A model's inputs, and its outputs that need no name of a layer; loads the model if need be."""
-    handle, outputs = await _plan_outputs(engine, name, deadline)
-    return metadata.describe_model(handle.model, outputs)
-
-
-@add_of_model("GET", "/config")
-async def show_config(engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Json:
-    """The same as Triton's configuration has it; loads the model if need be."""
-    handle, outputs = await _plan_outputs(engine, name, deadline)
-    return metadata.describe_config(handle.model, outputs, engine.settings.max_inputs)
-
-
-@router.post("/repository/index")
-async def list_repository(request: Request, engine: EngineDependency, deadline: DeadlineDependency) -> list[Json]:
-    """Every configured model and its state; with ``ready`` only those that are."""
-    document = await _read_fields(request, engine, deadline, {"ready"})
-    index = [metadata.describe_index(entry) for entry in engine.manager.registry]
-    return [each for each in index if not document.get("ready") or each["state"] == "READY"]
-
-
-@router.post("/repository/models/{name}/load", dependencies=[Depends(require_admin)])
-async def load_model(request: Request, engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Json:
-    """As ``POST /models/NAME/load``."""
-    document = await _read_fields(request, engine, deadline, {"parameters"})
-    if document.get("parameters"):
-        raise RequestError("models are configured by who runs the server", hint="leave 'config' and files out")
-    await models.load_model(engine, deadline, name)
-    return {}
-
-
-@router.post("/repository/models/{name}/unload", dependencies=[Depends(require_admin)])
-async def unload_model(engine: EngineDependency, name: str) -> Json:
-    """As ``POST /models/NAME/unload``; no model has others that depend on it."""
-    await models.unload_model(engine, name)
-    return {}
+    handle = await engine.manager.get_handle(name, deadline)
+    with handle.hold():
+        planned = await engine.planner.plan(make_outputs_request(handle.model), handle, deadline)
+    return describe_model(handle.model, planned.plan.results)
 
 
 def _get_timeout(request: InferRequest) -> float | None:
     return request.timeout_s
-
-
-def _describe_statistics(engine: Engine, name: str) -> Json:
-    return describe_statistics(name, engine.metrics.get_statistics(name))
-
-
-async def _plan_outputs(
-    engine: Engine, name: str, deadline: float
-) -> tuple[ModelHandle, list[metadata.TensorMetadata]]:
-    """A model's handle, and the outputs that its metadata have."""
-    handle = await engine.manager.get_handle(name, deadline)
-    with handle.hold():
-        planned = await engine.planner.plan(metadata.make_outputs_request(handle.model), handle, deadline)
-    return handle, [metadata.describe_output(result) for result in planned.plan.results]
-
-
-async def _read_fields(request: Request, engine: Engine, deadline: float, fields: set[str]) -> Json:
-    """A body of few fields, or none; BadRequestError, RequestError, TooLargeError."""
-    document = await read_document(request, engine.settings, partial(engine.admission.admit, deadline))
-    if unknown := document.keys() - fields:
-        raise RequestError(f"there is no field {escape(min(unknown))}", hint=f"use {', '.join(fields)}")
-    return document

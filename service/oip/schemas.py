@@ -4,52 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import FailFast, Field, StrictBool
+from pydantic import ConfigDict, FailFast, Field, StrictBool
 
 from layertap.service.schemas.base import MAX_FIELDS, StrictBody
 
 Size = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
-Parameters = Annotated[dict[str, Any], Field(max_length=MAX_FIELDS)]
-
-
-class TensorBody(StrictBody):
-    """An input: its numbers in ``data``, nested or one after another, or behind the JSON."""
-
-    name: str = Field(min_length=1, max_length=256)
-    shape: Annotated[list[Size], Field(max_length=8)]
-    datatype: str = Field(max_length=16)
-    parameters: Parameters = Field({})
-    data: Any = None  # looked at elsewhere: it may have millions of numbers
-
-
-class OutputBody(StrictBody):
-    """An output that is asked for: a layer as selectors name it, or the model's embedding."""
-
-    name: str = Field(max_length=1024)
-    parameters: Parameters = Field({})
-
-
-class InferBody(StrictBody):
-    """The body of an inference; ``model_name`` and ``model_version`` are those of the path, and not looked at."""
-
-    id: str = Field("", max_length=1024)
-    model_name: str | None = Field(None, max_length=256)
-    model_version: str | None = Field(None, max_length=256)
-    parameters: Parameters = Field({})
-    inputs: Annotated[list[TensorBody], Field(min_length=1, max_length=MAX_FIELDS), FailFast()]
-    outputs: Annotated[list[OutputBody], Field(default_factory=list, max_length=50_000), FailFast()]
-
-
-class InferParameters(StrictBody):
-    """The parameters of an inference that the protocol itself knows; ``timeout`` in microseconds, 0 is none.
-
-    ``priority`` is 1 for the highest, 0 for the usual one.
-    """
-
-    binary_data_output: StrictBool = False
-    priority: Count = 0
-    timeout: Count = 0
 
 
 class InputParameters(StrictBody):
@@ -59,6 +19,49 @@ class InputParameters(StrictBody):
 
 
 class OutputParameters(StrictBody):
-    """The parameters of an output that the protocol itself knows: whether it is sent behind the JSON."""
+    """The parameters of an output: whether it is sent behind the JSON, and what entries of ``layers`` have."""
+
+    model_config = ConfigDict(extra="allow")
 
     binary_data: StrictBool | None = None
+
+
+class InferParameters(StrictBody):
+    """The parameters of an inference, and fields of ``POST /extract``.
+
+    ``timeout`` is in microseconds, 0 is none; ``priority`` is 1 for the highest, 0 for the usual one.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    binary_data_output: StrictBool = False
+    priority: Count = 0
+    timeout: Count = 0
+
+
+class TensorBody(StrictBody):
+    """An input: its numbers in ``data``, nested or one after another, or behind the JSON."""
+
+    name: str = Field(min_length=1, max_length=256)
+    shape: Annotated[list[Size], Field(max_length=8)]
+    datatype: str = Field(max_length=16)
+    parameters: InputParameters = InputParameters()
+    data: Any = None  # looked at elsewhere: it may have millions of numbers
+
+
+class OutputBody(StrictBody):
+    """An output that is asked for: a layer as selectors name it, or the model's embedding."""
+
+    name: str = Field(max_length=1024)
+    parameters: OutputParameters = OutputParameters()
+
+
+class InferBody(StrictBody):
+    """The body of an inference; ``model_name`` and ``model_version`` are those of the path, and not looked at."""
+
+    id: str = Field("", max_length=1024)
+    model_name: str | None = Field(None, max_length=256)
+    model_version: str | None = Field(None, max_length=256)
+    parameters: InferParameters = InferParameters()
+    inputs: Annotated[list[TensorBody], Field(min_length=1, max_length=MAX_FIELDS), FailFast()]
+    outputs: Annotated[list[OutputBody], Field(default_factory=list, max_length=50_000), FailFast()]

@@ -1,58 +1,141 @@
-"""Inputs as arrays or as encoded elements, from JSON or from the bytes behind it."""
+"""The inputs of an inference as items: arrays by the names of the model's inputs, encoded pictures, texts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from layertap.models.errors import InputError
+from layertap.models.errors import InputError, RequestError, escape
+from layertap.service.engine.admit.admission import check_count
+from layertap.service.http.input_readers import PlacedItems
 from layertap.service.inputs.arrays import Array, decode_base64, read_tensor
-from layertap.service.oip.datatypes import get_dtype
+from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
 from layertap.service.oip.schemas import TensorBody
+from layertap.service.settings import Settings
 
+T = TypeVar("T")
+IMAGE, TEXT = "encoded_image", "text"
+BYTES = "BYTES"  # elements of any length, each behind its own length
+DTYPES = {
+    "BOOL": "bool",
+    "UINT8": "uint8",
+    "UINT16": "uint16",
+    "UINT32": "uint32",
+    "UINT64": "uint64",
+    "INT8": "int8",
+    "INT16": "int16",
+    "INT32": "int32",
+    "INT64": "int64",
+    "FP16": "float16",
+    "BF16": "bfloat16",
+    "FP32": "float32",
+    "FP64": "float64",
+}
+DATATYPES = {dtype: datatype for datatype, dtype in DTYPES.items()}
 LENGTH_BYTES = 4  # of the length that stands before each element
 PIECE = 2**15  # numbers that are looked at at a time: meanwhile no other thread runs
-KINDS: dict[str, tuple[set[type], str]] = {  # by numpy's kinds of dtypes
-    "b": ({bool}, "true and false"),
-    "i": ({int}, "whole numbers"),
-    "u": ({int}, "whole numbers, none negative"),
-    "f": ({int, float}, "numbers"),
+KINDS: dict[str, tuple[Any, set[type], str]] = {  # by numpy's kinds of dtypes: the widest, and what JSON has
+    "b": (np.bool_, {bool}, "true and false"),
+    "i": (np.int64, {int}, "whole numbers"),
+    "u": (np.uint64, {int}, "whole numbers, none negative"),
+    "f": (np.float64, {int, float}, "numbers"),
 }
 
 
-def read_array(body: TensorBody, data: memoryview | None) -> Array:
+def read_items(bodies: Sequence[TensorBody], rest: memoryview, settings: Settings) -> PlacedItems:
+    """The items of a request with the bytes behind its JSON; RequestError, TooLargeError."""
+    names = [body.name for body in bodies]
+    if len(set(names)) < len(names):
+        raise RequestError("two inputs have one name", hint="send rows as a batch")
+    pieces = _split_bytes(bodies, rest)
+    if all(body.datatype != BYTES for body in bodies):
+        arrays: dict[str | None, Array] = {
+            body.name: _read(body, _read_array, piece) for body, piece in zip(bodies, pieces, strict=True)
+        }
+        return ((0, ArraysItem(arrays, may_batch=True, by_name=True)),)
+    if len(bodies) > 1:
+        raise RequestError(
+            f"an input of datatype {BYTES} is all that a request has", hint="send others in requests of their own"
+        )
+    (body,), (piece,) = bodies, pieces
+    make_item = READERS.get(body.name)
+    if make_item is None:
+        hint = " or ".join(f"'{name}'" for name in READERS)
+        raise RequestError(f"no input {escape(body.name)} is of datatype {BYTES}", hint=f"name it {hint}")
+    if not body.shape or body.shape[1:] not in ([], [1]) or not prod(body.shape):
+        raise RequestError(f"{body.name}: shape {body.shape} is not taken", hint="send shape [N, 1] or [N]")
+    check_count(body.shape[0], settings)
+    return tuple((row, make_item(element)) for row, element in enumerate(_read(body, _read_elements, piece)))
+
+
+def _split_bytes(bodies: Sequence[TensorBody], rest: memoryview) -> list[memoryview | None]:
+    """The bytes of each input, None of one whose numbers are in the JSON; RequestError unless all are used."""
+    pieces: list[memoryview | None] = []
+    start = 0
+    for body in bodies:
+        size = body.parameters.binary_data_size
+        if size is None:
+            pieces.append(None)
+            continue
+        if body.data is not None:
+            raise RequestError(f"{escape(body.name)} has 'data' and 'binary_data_size'", hint="send it once")
+        if start + size > len(rest):
+            raise RequestError(
+                f"{escape(body.name)} has {size} bytes behind the JSON, of which {len(rest) - start} are there",
+                hint="the header Inference-Header-Content-Length says where the JSON ends",
+            )
+        pieces.append(rest[start : start + size])
+        start += size
+    if start < len(rest):
+        raise RequestError(f"{len(rest) - start} bytes behind the JSON are no input's")
+    return pieces
+
+
+def _read(body: TensorBody, read: Callable[[TensorBody, memoryview | None], T], data: memoryview | None) -> T:
+    try:
+        return read(body, data)
+    except InputError as error:
+        raise RequestError(f"{escape(body.name)}: {error.detail}", hint=error.hint) from None
+
+
+def _read_array(body: TensorBody, data: memoryview | None) -> Array:
     """The array of an input whose bytes are ``data``, None where its numbers are in the JSON; InputError."""
-    dtype = get_dtype(body.datatype)
+    dtype = DTYPES.get(body.datatype)
+    if dtype is None:
+        hint = f"use {', '.join(DTYPES)} or {BYTES}"
+        raise InputError(f"datatype {escape(body.datatype)} is not taken", hint=hint)
     if data is not None:
         return read_tensor(dtype, body.shape, data)
     if dtype == "bfloat16":
         raise InputError("JSON has no numbers of BF16", hint="send its bytes behind the JSON, or FP32")
-    kind = np.dtype(dtype).kind
+    widest, types, offer = KINDS[np.dtype(dtype).kind]
     numbers = _flatten(body)
-    wide: Array = np.empty(len(numbers), WIDEST[kind])
+    wide: Array = np.empty(len(numbers), widest)
     for start in range(0, len(numbers), PIECE):
         piece = numbers[start : start + PIECE]
-        _check_types(piece, body, *KINDS[kind])
+        _check_types(piece, body, types, offer)
         try:
             wide[start : start + PIECE] = piece
         except OverflowError:
             raise InputError(f"there is a number beyond {body.datatype}") from None
-    if kind in "iu" and wide.size and not (np.iinfo(dtype).min <= wide.min() and wide.max() <= np.iinfo(dtype).max):
-        raise InputError(f"there is a number beyond {body.datatype}")
     with np.errstate(over="ignore"):  # what becomes infinite is refused with all that is not finite
-        return wide.astype(dtype).reshape(body.shape)
+        array = wide.astype(dtype)
+    if wide.dtype.kind in "iu" and not np.array_equal(array, wide):
+        raise InputError(f"there is a number beyond {body.datatype}")
+    return array.reshape(body.shape)
 
 
-def read_elements(body: TensorBody, data: memoryview | None) -> list[bytes]:
-    """The elements of an input of datatype BYTES; InputError."""
+def _read_elements(body: TensorBody, data: memoryview | None) -> list[bytes]:
+    """The elements of an input of datatype BYTES, of which JSON has pictures in base64; InputError."""
     count = prod(body.shape)
     if data is None:
         texts = _flatten(body)
         _check_types(texts, body, {str}, "strings")
-        return [text.encode() for text in texts]
+        return [decode_base64(text) if body.name == IMAGE else text.encode() for text in texts]
     elements: list[bytes] = []
     start = 0
     for _ in range(count):
@@ -68,12 +151,6 @@ def read_elements(body: TensorBody, data: memoryview | None) -> list[bytes]:
     if start < len(data):
         raise InputError(f"{len(data) - start} bytes are left behind {count} elements of shape {body.shape}")
     return elements
-
-
-def read_pictures(body: TensorBody, data: memoryview | None) -> list[bytes]:
-    """The same of encoded pictures, which JSON has in base64."""
-    elements = read_elements(body, data)
-    return elements if data is not None else [decode_base64(text.decode()) for text in elements]
 
 
 def _flatten(body: TensorBody) -> list[Any]:
@@ -99,4 +176,11 @@ def _check_types(values: list[Any], body: TensorBody, types: set[type], offer: s
         raise InputError(f"the data of {body.datatype} is {offer}")
 
 
-WIDEST = {"b": np.bool_, "i": np.int64, "u": np.uint64, "f": np.float64}
+def _make_text(data: bytes) -> TextItem:
+    try:
+        return TextItem(data.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise RequestError("a text is not UTF-8", hint="send UTF-8") from None
+
+
+READERS: Mapping[str, Callable[[bytes], InputItem]] = {IMAGE: ImageItem, TEXT: _make_text}

@@ -191,7 +191,7 @@ REQUESTS: dict[str, Json] = {
         for path in (
             *("/models/deep/layers", "/models/deep/layers?functions=true", "/models/deep/probe?layers=layers.*"),
             *("/models", "/models/deep", "/models/digits/labels", "/metrics", "/readyz", "/openapi.json", "/docs", "/"),
-            *("/v1/models", "/v2/models/deep", "/v2/models/deep/config", "/v2/models/stats"),
+            *("/v1/models", "/v2/models/deep"),
         )
     },
 }

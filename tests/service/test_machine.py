@@ -27,7 +27,6 @@ from tests.service.support import ROW, Json, arrays_of, npy, picture, problem, r
 
 CLOCKS = {"time.time", "time.time_ns", "time.localtime", "time.ctime", "datetime.now", "datetime.today", "date.today"}
 TOLD = {  # nothing is decided by it
-    "service/statistics.py",  # Triton's clients read when a model was last asked
     "service/http/tracing.py",  # spans of several machines stand on one line of time
     "service/load/report.py",  # a report has its day
 }

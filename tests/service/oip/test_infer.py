@@ -231,18 +231,6 @@ def test_nested_data(live: Live) -> None:
     assert flat.json()["outputs"] == nested.json()["outputs"]
 
 
-def test_raw_body(live: Live) -> None:
-    """A body without JSON is one row, as the model takes it: a picture, or an array's bytes."""
-    for model, data, sent in (
-        ("digits", PICTURES[0], {"inputs": [image(PICTURES[0])]}),
-        ("gated", np.arange(4, dtype="<f4").tobytes(), {"inputs": [tensor(np.arange(4, dtype=np.float32))]}),
-    ):
-        reply = live.client.post(f"/v2/models/{model}/infer", content=data, headers={HEADER: "0"})
-        result = triton.InferResult.from_response_body(reply.content, header_length=int(reply.headers[HEADER]))
-        (expected,) = arrays_of(live.client.post("/extract", json={"model": model, **sent})).values()
-        assert np.array_equal(result.as_numpy("embedding"), expected)
-
-
 @pytest.mark.parametrize("asked", [None, "gzip", "deflate"])
 @pytest.mark.parametrize("packed", [None, "gzip"])
 def test_compression(live: Live, client: Any, packed: str | None, asked: str | None) -> None:
