@@ -61,7 +61,7 @@ def _selector(data: bytes) -> None:
 
 def _pictures() -> dict[str, bytes]:
     found = {}
-    modes = {"PNG": ("RGB", "LA", "P", "I;16"), "JPEG": ("RGB", "CMYK", "L"), "TIFF": ("RGB", "I;16"), "GIF": ("P",)}
+    modes = {"PNG": ("RGB", "LA", "P", "I;16"), "JPEG": ("RGB", "CMYK", "L"), "GIF": ("P",)}
     for kind, names in {**modes, "BMP": ("RGB",), "WEBP": ("RGB", "RGBA"), "AVIF": ("RGB",)}.items():
         for mode in names:
             stream = BytesIO()

@@ -22,9 +22,7 @@ from layertap.models.errors import LayertapError, escape, suggest
 from layertap.service.bulk.arrow import import_parquet, summarize
 from layertap.service.inputs.files import FileError, read_regular_file
 
-SUFFIXES = frozenset(
-    {".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
-)
+SUFFIXES = frozenset({".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jpeg", ".jpg", ".png", ".webp"})
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 DAMAGED = frozenset({"InvalidHeaderError", "TruncatedHeaderError"})  # what tarfile raises within itself
 MAX_SUFFIXES = 8  # that are named

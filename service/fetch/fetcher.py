@@ -39,7 +39,7 @@ class ThreadedResolver:
 log = logging.getLogger("layertap")
 HEADERS = (
     ("User-Agent", "layertap"),
-    ("Accept", "image/jpeg, image/png, image/webp, image/gif, image/bmp, image/tiff, application/octet-stream"),
+    ("Accept", "image/jpeg, image/png, image/webp, image/gif, image/bmp, application/octet-stream"),
     ("Accept-Encoding", "identity"),
     ("Connection", "close"),
 )

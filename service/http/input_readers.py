@@ -10,9 +10,8 @@ from layertap.models.errors import Fault, InputError, LayertapError, RequestErro
 from layertap.service.engine.admit.admission import check_count
 from layertap.service.errors import BadRequestError, UnsupportedMediaError
 from layertap.service.http.body import MultipartPart
-from layertap.service.inputs.arrays import Array, read_npy, read_npz, read_safetensors
+from layertap.service.inputs.arrays import NPY_MAGIC, Array, read_npy, read_npz, read_safetensors
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
-from layertap.service.inputs.npy_header import MAGIC
 from layertap.service.settings import Settings
 
 NPY = "application/x-npy"
@@ -112,7 +111,7 @@ def _read_text_part(data: bytes) -> TextItem:
 
 def _is_array(part: MultipartPart) -> bool:
     """Whether a part is a .npy file, by its bytes, or as it is said to be where its name means nothing else."""
-    return part.data.startswith(MAGIC) or (part.media_type == NPY and part.name not in ("request", *PART_READERS))
+    return part.data.startswith(NPY_MAGIC) or (part.media_type == NPY and part.name not in ("request", *PART_READERS))
 
 
 def _read_parts(parts: Sequence[MultipartPart]) -> PlacedItems:

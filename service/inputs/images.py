@@ -19,12 +19,11 @@ from PIL.GifImagePlugin import GifImageFile
 from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
-from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from layertap.models.errors import InputError, LayertapError, TooLargeError
 from layertap.models.spec import Box, Color
-from layertap.service.inputs.image_limits import FORMATS_HINT, ImageReader, check_image, check_tiff, damaged_error
+from layertap.service.inputs.image_limits import FORMATS_HINT, ImageReader, check_image, damaged_error
 from layertap.service.inputs.orientation import apply_turn, read_turn, turn_margins, turn_size
 from layertap.service.inputs.rgb import load_rgb
 
@@ -61,7 +60,7 @@ def decode_image(
     makes no sense is ignored. ``check_size`` gets the stored width and height before anything is decoded, and raises
     where the picture is of no use.
 
-    InputError: not one of the formats, damaged, cut short, or of a pixel type with no fixed scale (float, 32-bit).
+    InputError: not one of the formats, damaged, cut short, or of another kind.
     TooLargeError: more than ``max_pixels``, by the header and before anything is decoded; or what ``image_limits``
     refuses.
     """
@@ -133,8 +132,6 @@ def _open(data: bytes, max_pixels: int, check_size: CheckSize) -> ImageFile:
     _raise_pillow_limit(max_pixels)
     reader = ImageReader(data)
     try:
-        if plugin is TiffImageFile:
-            check_tiff(data)
         image = plugin(reader)
     except (LayertapError, MemoryError):
         raise
@@ -187,8 +184,8 @@ def _get_heif() -> type[ImageFile]:
 
 
 def _raise_pillow_limit(max_pixels: int) -> None:
-    # Pillow warns, and above twice as many pixels raises, by a threshold of its own that TIFF and GIF consult again
-    # while they load. Only ever raised, and under a lock: concurrent callers can't lower it for each other.
+    # Pillow warns, and above twice as many pixels raises, by a threshold of its own that GIF consults again while it
+    # loads. Only ever raised, and under a lock: concurrent callers can't lower it for each other.
     with _pillow_limit:
         if Image.MAX_IMAGE_PIXELS is not None and max_pixels > Image.MAX_IMAGE_PIXELS:
             Image.MAX_IMAGE_PIXELS = max_pixels
@@ -215,7 +212,7 @@ def _make_box(image: Image.Image, margins: Box) -> Box:
 
 def _decode_whole(image: ImageFile, background: Color | None) -> Image.Image:
     with _translate_errors():
-        # PNG may hold its EXIF after the pixels and TIFF turns itself while loading: the turn is read only then.
+        # PNG may hold its EXIF after the pixels: the turn is read only then.
         pixels = image.width * image.height
         rgb = load_rgb(image, background)
         if rgb.width * rgb.height != pixels:  # a box may say another size than the pixels in it have
@@ -243,10 +240,6 @@ _PLUGINS: dict[bytes, type[ImageFile]] = {
     b"GIF87a": GifImageFile,
     b"GIF89a": GifImageFile,
     b"BM": BmpImageFile,
-    b"II*\x00": TiffImageFile,
-    b"MM\x00*": TiffImageFile,
-    b"II+\x00": TiffImageFile,
-    b"MM\x00+": TiffImageFile,
 }
 _BRANDS: dict[bytes, Callable[[], type[ImageFile]]] = {
     **dict.fromkeys((b"avif", b"avis"), _get_avif),

@@ -94,7 +94,7 @@ RECEIPT: Json = {
 }
 FAULT: Json = {
     "detail": "the bytes are not a picture of a known format",
-    "hint": "send a complete JPEG, PNG, WebP, AVIF, GIF, BMP or TIFF file",
+    "hint": "send a complete JPEG, PNG, WebP, AVIF, GIF or BMP file",
     "pointer": "/inputs/1",
     "input": 1,
 }

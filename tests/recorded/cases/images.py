@@ -20,9 +20,6 @@ CODECS: dict[str, tuple[str, Json]] = {
     "lossless webp": ("WEBP", {"lossless": True}),
     "gif": ("GIF", {}),
     "bmp": ("BMP", {}),
-    "tiff": ("TIFF", {}),
-    "tiff lzw": ("TIFF", {"compression": "tiff_lzw"}),
-    "tiff deflate": ("TIFF", {"compression": "tiff_adobe_deflate"}),
 }
 MODES = {
     "grey": ("PNG", "L"),
@@ -67,6 +64,6 @@ def requests() -> Iterator[Request]:
         "images/codecs in one request",
         {
             "layers": ["head"],
-            "inputs": [image(picture(8, format=f)) for f in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")],
+            "inputs": [image(picture(8, format=f)) for f in ("PNG", "JPEG", "WEBP", "GIF", "BMP")],
         },
     )

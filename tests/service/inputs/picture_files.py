@@ -44,20 +44,3 @@ def make_png(width: int, height: int, depth: int, colour: int, body: bytes) -> b
 
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(body)) + chunk(b"IEND", b"")
-
-
-def make_tiff(values: np.ndarray[Any, Any], bits: int, photometric: int, sample_format: int = 1) -> bytes:
-    """A little-endian gray TIFF of one uncompressed strip."""
-    height, width = values.shape
-    body = values.tobytes() if bits != 12 else pack_twelve_bit(values)
-    tags = [(256, width), (257, height), (258, bits), (259, 1), (262, photometric), (273, 8), (277, 1), (278, height)]
-    tags += [(279, len(body)), (339, sample_format)]
-    directory = struct.pack("<H", len(tags))
-    directory += b"".join(struct.pack("<HHII", tag, 4 if value > 65535 else 3, 1, value) for tag, value in tags)
-    return b"II*\x00" + struct.pack("<I", 8 + len(body)) + body + directory + bytes(4)
-
-
-def pack_twelve_bit(values: np.ndarray[Any, Any]) -> bytes:
-    pairs = values.reshape(-1, 2).astype(np.uint32)
-    whole = (pairs[:, 0] << 12) | pairs[:, 1]
-    return np.stack([whole >> 16, (whole >> 8) & 255, whole & 255], 1).astype(np.uint8).tobytes()

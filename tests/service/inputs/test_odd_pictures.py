@@ -85,41 +85,31 @@ ONE = Image.new("RGB", (1, 1), (1, 2, 3))
 # The file, its pixels, and how far from them a lossy one may be.
 ODD: dict[str, tuple[bytes, Array, int]] = {
     "CMYK jpeg": (saved(Image.new("CMYK", SIZE, (255, 0, 0, 0)), "JPEG"), CYAN, 3),
-    "CMYK tiff": (saved(Image.new("CMYK", SIZE, (255, 0, 0, 0)), "TIFF"), CYAN, 3),
     "16-bit gray png": (png(16, 0, 0, rows(DEEP[..., 0].astype(">u2"))), gray(DEEP[..., 0] / 257), 1),
     "16-bit colour png": (png(16, 2, 0, rows(DEEP[..., :3].astype(">u2"))), DEEP[..., :3] / 257, 1),
     "16-bit png with alpha": (png(16, 6, 0, rows(DEEP.astype(">u2"))), DEEP[..., :3] / 257, 1),
-    "16-bit tiff": (saved(Image.fromarray(DEEP[..., 0].copy()), "TIFF"), gray(DEEP[..., 0] / 257), 1),
     "palette png": (palette("PNG"), COLOURS[INDICES], 0),
     "palette png with alpha": (palette("PNG", transparency=b"\0\x80\xff\x10"), COLOURS[INDICES], 0),
     "palette gif with a transparent colour": (palette("GIF", transparency=1), COLOURS[INDICES], 0),
-    "palette tiff": (palette("TIFF"), COLOURS[INDICES], 0),
     "palette bmp": (palette("BMP"), COLOURS[INDICES], 0),
     "gray png with alpha": (saved(LA, "PNG"), gray(GRAY), 0),
-    "gray tiff with alpha": (saved(LA, "TIFF"), gray(GRAY), 0),
     "webp with alpha": (saved(RGBA, "WEBP", lossless=True, exact=True), NOISE, 0),
     "png with alpha": (saved(RGBA, "PNG"), NOISE, 0),
     "Adam7 gray png": (png(8, 0, 1, adam7(GRAY)), gray(GRAY), 0),
     "Adam7 colour png": (png(8, 2, 1, adam7(NOISE)), NOISE, 0),
-    "bilevel tiff": (saved(Image.fromarray(GRAY > 127), "TIFF", compression="group4"), gray((GRAY > 127) * 255), 0),
     **{
         f"{kind} of orientation {turn}": (turned(kind, turn, **options), UPRIGHT.get(turn, UPRIGHT[1])(NOISE), 0)
-        for kind, options in (("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {}))
+        for kind, options in (("PNG", {}), ("WEBP", {"lossless": True}))
         for turn in (*UPRIGHT, 0, 9, 600)
     },
     "png with a broken EXIF block": (saved(Image.fromarray(NOISE), "PNG", exif=BROKEN), NOISE, 0),
     "animated gif": (animated("GIF"), RED, 0),
     "animated png": (animated("PNG"), RED, 0),
     "animated webp": (animated("WEBP", lossless=True), RED, 0),
-    "tiff of three pages": (animated("TIFF"), RED, 0),
     "jpeg of three pictures": (animated("MPO"), RED, 1),
     **{
         f"1 by 1 {kind}": (saved(ONE, kind), np.array([[[1, 2, 3]]]), 3 * (kind == "JPEG"))
-        for kind in ("PNG", "JPEG", "GIF", "BMP", "TIFF")
-    },
-    **{
-        f"tiff packed as {packed}": (saved(Image.fromarray(NOISE), "TIFF", compression=packed), NOISE, 0)
-        for packed in ("tiff_lzw", "tiff_adobe_deflate", "packbits")
+        for kind in ("PNG", "JPEG", "GIF", "BMP")
     },
 }
 

@@ -14,17 +14,17 @@ from PIL import Image
 
 from layertap.models.errors import InputError, TooLargeError
 from layertap.service.inputs.images import decode_image
-from tests.service.inputs.picture_files import LIMIT, NOISE, SMOOTH, decode_pixels, encode, make_png, make_tiff
+from tests.service.inputs.picture_files import LIMIT, NOISE, SMOOTH, decode_pixels, encode, make_png
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "HEIF"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "AVIF", "HEIF"])
 @pytest.mark.parametrize("kept", [0.02, 0.3, 0.7])
 def test_truncated(kind: str, kept: float) -> None:
     """A picture cut short is refused, with the formats to send."""
     whole = encode(Image.fromarray(np.random.default_rng(1).integers(0, 256, (64, 64, 3), dtype=np.uint8)), kind)
     with pytest.raises(InputError) as caught:
         decode_image(whole[: int(len(whole) * kept)], LIMIT)
-    assert "JPEG, PNG, WebP, AVIF, GIF, BMP or TIFF" in caught.value.hint
+    assert "JPEG, PNG, WebP, AVIF, GIF or BMP" in caught.value.hint
 
 
 @pytest.mark.parametrize("progressive", [False, True])
@@ -51,7 +51,7 @@ FOREIGN = {
     "riff": b"RIFF\x00\x00\x00\x00WAVEfmt ",
     "jpeg start": b"\xff\xd8\xff",
     "bmp start": b"BM",
-    "tiff start": b"II*\x00",
+    "tiff": encode(Image.fromarray(NOISE), "TIFF"),
     "webp start": b"RIFF\x00\x00\x00\x00WEBP",
     "empty png": make_png(0, 0, 8, 2, b""),
 }
@@ -59,25 +59,10 @@ FOREIGN = {
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_foreign(kind: str) -> None:
-    """What is not one of the six formats is refused, with the formats to send."""
+    """What is not one of the formats is refused, with the formats to send."""
     with pytest.raises(InputError) as caught:
         decode_image(FOREIGN[kind], LIMIT)
-    assert "JPEG, PNG, WebP, AVIF, GIF, BMP or TIFF" in caught.value.hint
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        encode(Image.fromarray(NOISE[..., 0].astype(np.float32)), "TIFF"),
-        encode(Image.fromarray(NOISE[..., 0].astype(np.int32)), "TIFF"),
-        make_tiff(NOISE[..., 0].astype(np.int16), 16, 1, 2),
-    ],
-    ids=["float", "int32", "int16"],
-)
-def test_no_scale(data: bytes) -> None:
-    """Pixels without a fixed full scale are refused."""
-    with pytest.raises(InputError, match="float, signed or 32-bit"):
-        decode_image(data, LIMIT)
+    assert "JPEG, PNG, WebP, AVIF, GIF or BMP" in caught.value.hint
 
 
 def claimed(kind: str, side: int, mark: bytes, offset: int, layout: str) -> bytes:
@@ -112,12 +97,6 @@ BOMBS = {
     "heif": (claimed_box("HEIF", 64, 30000), "900000000"),
     "webp": (claimed_webp(10000), "100000000"),
     "webp, larger": (claimed_webp(16000), ""),
-    "tiff": (
-        make_tiff(np.zeros((1, 70000), np.uint8), 8, 1).replace(
-            struct.pack("<HHII", 257, 3, 1, 1), struct.pack("<HHII", 257, 3, 1, 60000)
-        ),
-        "4200000000",
-    ),
 }
 
 
@@ -148,7 +127,7 @@ def test_exactly_the_limit() -> None:
         decode_image(data, 53)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "TIFF", "GIF", "WEBP"])
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP"])
 def test_own_limit_counts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a limit above Pillow's own threshold neither its warning nor its error stands in the way."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
@@ -165,7 +144,7 @@ def refusal(data: bytes) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:PIL")
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "HEIF"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "AVIF", "HEIF"])
 def test_damaged(kind: str) -> None:
     """Whatever bytes of a file are changed, it decodes or is refused in the tree's own errors and plain words."""
     chance = random.Random(kind)
