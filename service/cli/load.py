@@ -12,7 +12,7 @@ from rich.console import Console
 
 from layertap.models.errors import LayertapError
 from layertap.service.cli.console import stderr, stdout
-from layertap.service.load.options import MAX_REQUESTS, Arrivals, Options
+from layertap.service.load.options import MAX_REQUESTS, Options
 
 DURATION_S = 10.0
 ANSWER_S = 10.0
@@ -29,7 +29,6 @@ def load(
         int | None,
         typer.Option(min=1, help="Closed loop: each sends its next request once it is answered; 16 without."),
     ] = None,
-    arrivals: Annotated[Arrivals, typer.Option(help="Of an open loop.")] = "poisson",
     duration: Annotated[
         float | None, typer.Option(min=0.001, help=f"Seconds; {DURATION_S:g} where --requests is not given either.")
     ] = None,
@@ -74,7 +73,6 @@ def load(
         url=url,
         connections=connections or Options.connections,
         rate=rate,
-        arrivals=arrivals,
         max_in_flight=max_in_flight,
         requests=requests or MAX_REQUESTS,
         duration=DURATION_S if requests is None and duration is None else duration,

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from layertap.service.load.scenario import RequestKind
 
 REFUSALS = frozenset({429, 503})
@@ -27,17 +29,11 @@ class Sample(NamedTuple):
     error: str | None = None
     seconds: float = 0.0
     late: float | None = None
-    size: int = 0
-
-    @property
-    def good(self) -> bool:
-        """Whether the answer is an expected one."""
-        return self.status == self.kind.expect
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Percentiles and the greatest, by nearest rank: each is a value that occurred. Milliseconds."""
+    """Percentiles and the greatest; each is a value that occurred. Milliseconds."""
 
     p50: float
     p90: float
@@ -63,42 +59,30 @@ class Figures:
     errors: dict[str, int]
     goodput: float
     rows_per_second: float
-    bytes_per_second: float
     latency_ms: Spread | None
     refusal_ms: Spread | None
 
 
 def summarize(samples: Sequence[Sample], elapsed_s: float) -> Figures:
     """The figures of some samples."""
-    answers = [each for each in samples if each.status is not None]
-
-    def get_rate(number: int) -> float:
-        return round(number / elapsed_s, 3) if elapsed_s else 0.0
-
+    elapsed_s = elapsed_s or 1.0  # there is nothing then
     return Figures(
         requests=len(samples),
         failed=sum(each.failed for each in samples),
-        statuses=dict(sorted(Counter(each.status for each in answers if each.status).items())),
+        statuses=dict(sorted(Counter(each.status for each in samples if each.status).items())),
         errors=dict(sorted(Counter(each.error for each in samples if each.error).items())),
-        goodput=get_rate(sum(each.good for each in answers)),
-        rows_per_second=get_rate(sum(each.kind.inputs for each in answers if each.status == 200)),
-        bytes_per_second=get_rate(sum(each.size for each in answers)),
-        latency_ms=make_spread(each.seconds for each in answers if each.status not in REFUSALS),
-        refusal_ms=make_spread(each.seconds for each in answers if each.status in REFUSALS),
+        goodput=round(sum(each.status == each.kind.expect for each in samples) / elapsed_s, 3),
+        rows_per_second=round(sum(each.kind.inputs for each in samples if each.status == 200) / elapsed_s, 3),
+        latency_ms=make_spread(each.seconds for each in samples if each.status and each.status not in REFUSALS),
+        refusal_ms=make_spread(each.seconds for each in samples if each.status in REFUSALS),
     )
 
 
 def make_spread(seconds: Iterable[float]) -> Spread | None:
     """Milliseconds of some seconds; None where there are none."""
-    ordered = sorted(each * 1000 for each in seconds)
-    if not ordered:
+    if not (values := [each * 1000 for each in seconds]):
         return None
-    return Spread(*(round(get_percentile(ordered, percent), 3) for percent in (50, 90, 99, 100)))
-
-
-def get_percentile(ordered: Sequence[float], percent: int) -> float:
-    """The least value that ``percent`` of all values do not exceed; ``ordered`` ascends and is not empty."""
-    return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
+    return Spread(*np.percentile(values, (50, 90, 99, 100), method="inverted_cdf").round(3).tolist())
 
 
 def find_breaches(total: Figures, max_error_rate: float, max_p99_ms: float | None) -> list[str]:

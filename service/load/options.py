@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
-Arrivals = Literal["poisson", "constant"]
 MAX_REQUESTS = 1_000_000  # each takes some 500 bytes until the end
 
 
@@ -21,7 +19,6 @@ class Options:
     url: str
     connections: int = 16
     rate: float | None = None
-    arrivals: Arrivals = "poisson"
     max_in_flight: int = 256
     requests: int = MAX_REQUESTS
     duration: float | None = None

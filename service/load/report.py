@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, astuple
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,14 +13,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from layertap.models.errors import LayertapError
-from layertap.service.load.figures import REFUSALS, Figures, make_spread
+from layertap.service.load.figures import REFUSALS, Figures, Spread, make_spread
 from layertap.service.load.run import LoadRun
 from layertap.service.logs import escape_unprintable
 from layertap.service.version import get_version
 
 BUSY = 0.8  # CPU-seconds a second from which the client may be what limits
 INTERVALS = 60  # of a plot
-COLUMNS = ("requests", "failed", "good/s", "rows/s", "MB/s", "p50 ms", "p90 ms", "p99 ms", "max ms", "outcomes")
+COLUMNS = ("requests", "failed", "good/s", "rows/s", "p50 ms", "p90 ms", "p99 ms", "max ms", "outcomes")
 
 
 def make_watch(console: Console) -> Callable[[LoadRun], None]:
@@ -54,21 +54,22 @@ def print_report(run: LoadRun, console: Console) -> None:
         console.print("interrupted: these are the figures of what was done")
     if total.refusal_ms is not None:
         console.print(f"refusals (429, 503), in no percentile above: {total.refusal_ms}", highlight=False)
-    if run.late_ms is not None:
-        console.print(f"sent after their moments by {run.late_ms}", highlight=False)
+    if run.options.rate is not None:
+        console.print(f"sent after their moments by {find_lateness(run)}", highlight=False)
     busy = ": the client may be what limits" if run.client_cpu >= BUSY else ""
     console.print(f"client: {run.client_cpu:.2f} CPU-seconds a second{busy}", highlight=False)
 
 
-def _format_cells(figures: Figures) -> Iterator[str]:
-    yield str(figures.requests)
-    yield str(figures.failed or "")
-    for rate in (figures.goodput, figures.rows_per_second, figures.bytes_per_second / 1e6):
-        yield f"{rate:.1f}"
-    latency = figures.latency_ms
-    yield from ("",) * 4 if latency is None else (f"{value:.1f}" for value in asdict(latency).values())
-    outcomes = [*figures.statuses.items(), *figures.errors.items()]
-    yield ", ".join(f"{name} × {count}" for name, count in outcomes)
+def _format_cells(figures: Figures) -> list[str]:
+    latency = ("",) * 4 if figures.latency_ms is None else (f"{each:.1f}" for each in astuple(figures.latency_ms))
+    outcomes = ", ".join(f"{name} × {count}" for name, count in (figures.statuses | figures.errors).items())
+    rates = f"{figures.goodput:.1f}", f"{figures.rows_per_second:.1f}"
+    return [str(figures.requests), str(figures.failed or ""), *rates, *latency, outcomes]
+
+
+def find_lateness(run: LoadRun) -> Spread | None:
+    """How long after their moments requests were sent, where any was."""
+    return make_spread(each.late for each in run.samples if each.late is not None)
 
 
 def make_document(run: LoadRun, scenario: str, breaches: list[str]) -> dict[str, object]:
@@ -85,7 +86,7 @@ def make_document(run: LoadRun, scenario: str, breaches: list[str]) -> dict[str,
             "kinds": {name: asdict(figures) for name, figures in run.by_kind.items()},
             "elapsed_s": round(run.elapsed_s, 3),
             "client_cpu": round(run.client_cpu, 3),
-            "late_ms": asdict(run.late_ms) if run.late_ms else None,
+            "late_ms": asdict(late) if run.options.rate is not None and (late := find_lateness(run)) else None,
             "interrupted": run.interrupted,
         },
     }
@@ -108,7 +109,7 @@ def write_plot(run: LoadRun, title: str, path: Path) -> None:
     answers = [each for each in run.samples if each.status is not None and each.status not in REFUSALS]
     moments = {
         "due": [each.at for each in run.samples],
-        "good": [each.at + each.seconds for each in run.samples if each.good],
+        "good": [each.at + each.seconds for each in run.samples if each.status == each.kind.expect],
         "failed": [each.at + each.seconds for each in run.samples if each.failed],
     }
     figure = Figure(figsize=(8, 6), layout="constrained")

@@ -12,7 +12,7 @@ from random import Random
 
 import httpx
 
-from layertap.service.load.figures import NOT_SENT, Figures, Sample, Spread, make_spread, summarize
+from layertap.service.load.figures import NOT_SENT, Figures, Sample, summarize
 from layertap.service.load.options import Options
 from layertap.service.load.scenario import RequestKind
 
@@ -52,17 +52,14 @@ class LoadRun:
         samples = {kind.name: [each for each in self.samples if each.kind is kind] for kind in self.kinds}
         return {name: summarize(some, self.elapsed_s) for name, some in samples.items()}
 
-    @property
-    def late_ms(self) -> Spread | None:
-        """How long after their moments an open loop sent its requests; None in a closed one, which has no moments."""
-        if self.options.rate is None:
-            return None
-        return make_spread(each.late for each in self.samples if each.late is not None)
-
     async def send_all(self, watch: Callable[[LoadRun], object]) -> None:
         """Warm up, then send what the options say; ``watch`` is called every now and then and at the end."""
+        warm_up = replace(self.options, requests=self.options.warmup, duration=None, seed=self.options.seed + 1)
         try:
-            await self._warm_up()
+            try:
+                await self._send(warm_up)
+            finally:
+                self.samples.clear()
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(self._watch(watch))
                 await self._send(self.options)
@@ -72,13 +69,6 @@ class LoadRun:
             watch(self)
             for connection in self._free:
                 await connection.aclose()
-
-    async def _warm_up(self) -> None:
-        """Send requests that are not counted, on connections that stay open."""
-        try:
-            await self._send(replace(self.options, requests=self.options.warmup, duration=None), "warm-up")
-        finally:
-            self.samples.clear()
 
     async def _watch(self, watch: Callable[[LoadRun], object]) -> None:
         while True:
@@ -90,10 +80,10 @@ class LoadRun:
         self.elapsed_s = time.perf_counter() - self._begun
         self.client_cpu = (time.process_time() - self._cpu_begun) / self.elapsed_s
 
-    async def _send(self, options: Options, phase: str = "") -> None:
+    async def _send(self, options: Options) -> None:
         """Send what these options say, and end when all is answered."""
         self._begun, self._cpu_begun = time.perf_counter(), time.process_time()
-        schedule = make_schedule(self.kinds, options, phase)
+        schedule = make_schedule(self.kinds, options)
         async with asyncio.TaskGroup() as group:
             if options.rate is not None:
                 await self._send_open(schedule, options.max_in_flight, group)
@@ -124,12 +114,12 @@ class LoadRun:
 
     async def _send_request(self, kind: RequestKind, due: float) -> Sample:
         """Send the next request of a kind, read all of the answer, and keep what became of it."""
-        sent, size, status, error = time.perf_counter(), 0, None, None
+        sent, status, error = time.perf_counter(), None, None
         connection = self._free.pop() if self._free else self._connect()
         try:
             response = await connection.handle_async_request(next(self._requests[kind.name]))
-            async for chunk in response.aiter_raw():
-                size += len(chunk)
+            async for _ in response.aiter_raw():
+                pass
             status = response.status_code
         except httpx.TransportError as failure:
             error = type(failure).__name__
@@ -140,7 +130,7 @@ class LoadRun:
             else:  # httpcore may hold it as busy for ever
                 await connection.aclose()
         failed = status != kind.expect and status not in self.options.allow
-        sample = Sample(kind, due - self._begun, failed, status, error, ended - due, sent - due, size)
+        sample = Sample(kind, due - self._begun, failed, status, error, ended - due, sent - due)
         self.samples.append(sample)
         return sample
 
@@ -161,18 +151,17 @@ def run(
     return test
 
 
-def make_schedule(kinds: Sequence[RequestKind], options: Options, phase: str = "") -> Schedule:
-    """Moments, in seconds after the start, and what is sent then; ``phase`` gives another schedule.
+def make_schedule(kinds: Sequence[RequestKind], options: Options) -> Schedule:
+    """Moments, in seconds after the start, and what is sent then.
 
-    In closed loop every moment is 0: a request is due once a connection is free.
+    In open loop gaps are exponential. In closed loop every moment is 0: a request is due once a connection is free.
     """
-    draws, gaps = Random(f"{options.seed} kinds {phase}"), Random(f"{options.seed} {phase}")  # noqa: S311 - no secrets
+    draws, gaps = Random(f"{options.seed} kinds"), Random(f"{options.seed}")  # noqa: S311 - no secrets
     weights = [each.weight for each in kinds]
     moment = 0.0
-    for number in range(options.requests):
+    for _ in range(options.requests):
         if options.rate is not None:
-            constant = options.arrivals == "constant"
-            moment = number / options.rate if constant else moment + gaps.expovariate(options.rate)
+            moment += gaps.expovariate(options.rate)
         if options.duration is not None and moment >= options.duration:
             return
         yield moment, draws.choices(kinds, weights)[0]

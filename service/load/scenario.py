@@ -16,6 +16,7 @@ import numpy as np
 import yaml
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 from pydantic_core.core_schema import ValidationInfo
 
 from layertap.models.errors import LayertapError
@@ -68,9 +69,6 @@ class RequestKind(BaseModel):
     def _make_bodies(self, info: ValidationInfo) -> Self:
         if {name for name in set().union(*SOURCES) if getattr(self, name) is not None} not in SOURCES:
             raise ValueError("give one of 'picture', 'draw', 'random' and 'json'; 'json' goes with pictures too")
-        if self.random is not None:
-            self._bodies = [_make_npy((self.inputs, *self.random), self.name)]
-            return self
         pictures: list[Body] = []
         if self.picture is not None:
             pictures = _read_pictures(Path(info.context or "", self.picture))
@@ -79,8 +77,12 @@ class RequestKind(BaseModel):
             pictures = [_draw_picture(*self.draw, f"{number} {self.name}") for number in range(count)]
         endless = cycle(pictures)
         groups = [list(islice(endless, self.inputs)) for _ in range(0, max(1, len(pictures)), self.inputs)]
-        json_body = self.json_body
-        self._bodies = [_make_multipart(each) if json_body is None else _make_json(json_body, each) for each in groups]
+        if self.random is not None:
+            self._bodies = [_make_npy((self.inputs, *self.random), self.name)]
+        elif self.json_body is not None:
+            self._bodies = [_make_json(self.json_body, each) for each in groups]
+        else:
+            self._bodies = [_make_multipart(each) for each in groups]
         return self
 
 
@@ -93,13 +95,11 @@ def find_scenario(name: str) -> list[RequestKind]:
     if not path.exists():
         raise LayertapError(f"there is no scenario {name!r}", hint=f"a file, or one of {', '.join(BUILT_IN)}")
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: dates and numbers that are none
-        raise LayertapError(f"{path} is not YAML: {error}") from error
-    try:
-        return make_scenario(data, path.parent)
+        return make_scenario(yaml.safe_load(path.read_text(encoding="utf-8")), path.parent)
     except LayertapError as error:
         raise LayertapError(f"{path}: {error.detail}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: dates and numbers that are none
+        raise LayertapError(f"{path} is not YAML: {error}") from error
 
 
 def make_scenario(data: object, folder: Path) -> list[RequestKind]:
@@ -107,20 +107,19 @@ def make_scenario(data: object, folder: Path) -> list[RequestKind]:
     try:
         kinds = SCENARIO.validate_python(data, context=folder)
     except ValidationError as error:
-        raise LayertapError("\n".join(_format_mistake(each["loc"], each["msg"]) for each in error.errors())) from error
+        raise LayertapError("\n".join(map(_format_mistake, error.errors()))) from error
     names = [each.name for each in kinds]
     if len(set(names)) < len(names):
         raise LayertapError(f"two kinds of requests are called {max(names, key=names.count)!r}")
     return kinds
 
 
-def _format_mistake(location: Sequence[int | str], message: str) -> str:
-    """Where a mistake is: by the number of the request, from 1, and the key."""
-    if not location:
-        return f"a scenario is a list of kinds of requests: {message}"
-    return ": ".join(
-        (f"request {int(location[0]) + 1}", *map(str, location[1:]), message.removeprefix("Value error, "))
-    )
+def _format_mistake(error: ErrorDetails) -> str:
+    """What is wrong, behind the number of the request, from 1, and the key."""
+    if not (location := error["loc"]):
+        return f"a scenario is a list of kinds of requests: {error['msg']}"
+    message = error["msg"].removeprefix("Value error, ")
+    return ": ".join((f"request {int(location[0]) + 1}", *map(str, location[1:]), message))
 
 
 def _make_multipart(pictures: Sequence[Body]) -> Body:
@@ -134,9 +133,9 @@ def _make_multipart(pictures: Sequence[Body]) -> Body:
 
 
 def _make_json(body: Mapping[str, Any], pictures: Sequence[Body]) -> Body:
-    """JSON in which the pictures stand as data URIs."""
+    """JSON in which the pictures stand as data URIs, wherever it has ``PICTURES``."""
     uris = [f"data:{each.media_type};base64,{b64encode(each.content).decode()}" for each in pictures]
-    text = json.dumps({name: uris if value == PICTURES else value for name, value in body.items()})
+    text = json.dumps(body).replace(json.dumps(PICTURES), json.dumps(uris))
     return Body(text.encode(), "application/json")
 
 
@@ -162,7 +161,7 @@ def _seed(text: str) -> np.random.Generator:
 
 
 def _read_pictures(path: Path) -> list[Body]:
-    """A picture, or those of a folder by name; ValueError where there is none, or more than is good to hold."""
+    """A picture, or those of a folder by name; a mistake where there is none, or more than is good to hold."""
     files = sorted(each for each in path.iterdir() if each.name[0] != ".") if path.is_dir() else [path]
     types = {file: mimetypes.guess_type(file.name)[0] or "" for file in files}
     chosen = {file: media_type for file, media_type in types.items() if media_type.startswith("image/")}

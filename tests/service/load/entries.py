@@ -29,7 +29,6 @@ GATED: Json = {"name": "gated", "path": "/extract?model=gated&layers=linear", "r
 LOOPS: dict[str, Json] = {
     "closed": {"connections": 4},
     "open": {"rate": 200.0},
-    "constant": {"rate": 200.0, "arrivals": "constant"},
 }
 
 
