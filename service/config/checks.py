@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from re import fullmatch
 
@@ -15,53 +14,41 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 NAME_RULE = "a name has 1 to 100 letters, digits, '.', '_' and '-', a letter or digit first"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A model of a file; ``spec`` has defaults for fields that are refused, unless it is ``whole``.
-
-    ``name`` None: one that may have been meant to be any. ``spec`` None: nothing can be made of the entry.
-    """
-
-    name: str | None
-    spec: ModelSpec | None
-    whole: bool = True
-
-
-def check_entries(entries: Sequence[Entry], default: str) -> Iterator[Mistake]:
+def check_models(specs: Sequence[ModelSpec], default: str) -> Iterator[Mistake]:
     """What is wrong with entries, as far as the file shows it."""
-    names = [entry.name for entry in entries]
-    for number, (name, entry) in enumerate(zip(names, entries, strict=True)):
-        if name is not None and not fullmatch(NAME, name):
+    names = [spec.name for spec in specs]
+    for number, spec in enumerate(specs):
+        if not fullmatch(NAME, spec.name):
             yield ("models", number, "name"), NAME_RULE
-        elif name is not None and name in names[:number]:
-            yield ("models", number, "name"), f"two models are called {name!r}"
-        if entry.spec is not None and ":" not in entry.spec.source:
-            text = f"{entry.spec.source!r} has no kind: write KIND:NAME, torchvision:resnet50"
+        elif spec.name in names[:number]:
+            yield ("models", number, "name"), f"two models are called {spec.name!r}"
+        if ":" not in spec.source:
+            text = f"{spec.source!r} has no kind: write KIND:NAME, torchvision:resnet50"
             yield ("models", number, "source"), text
-        if entry.spec is not None and entry.whole:
-            for field, text in _check_options(entry.spec):
-                yield ("models", number, field), f"model {name!r}: {text}"
-    if names and None not in names and default not in names:
-        yield ("defaults", "model"), f"the default model {default!r} is not among {', '.join(filter(None, names))}"
-    yield from _check_tf32(entries)
+        for field, text in _check_options(spec):
+            yield ("models", number, field), f"model {spec.name!r}: {text}"
+    if default not in names:
+        yield ("defaults", "model"), f"the default model {default!r} is not among {', '.join(names)}"
+    yield from _check_tf32(specs)
 
 
-def check_aliases(aliases: Mapping[str, str], names: Sequence[str | None]) -> Iterator[Mistake]:
+def check_aliases(aliases: Mapping[str, str], names: Sequence[str]) -> Iterator[Mistake]:
     """What is wrong with aliases of models, by their names."""
     for alias, target in aliases.items():
         if not fullmatch(NAME, alias):
             yield ("aliases", alias), NAME_RULE
         elif alias in names:
             yield ("aliases", alias), f"a model is called {alias!r}"
-        elif target not in names and None not in names:
+        elif target not in names:
             yield ("aliases", alias), f"there is no model {target!r}"
 
 
-def check_loading(entries: Sequence[Entry], mistakes: Iterable[Mistake], folders: Sequence[Path]) -> Iterator[Mistake]:
+def check_loading(
+    specs: Sequence[ModelSpec], mistakes: Iterable[Mistake], folders: Sequence[Path]
+) -> Iterator[Mistake]:
     """What can't be had, or read by those who load it, where there is no mistake in the same place yet."""
     places = {place for place, _ in mistakes}
-    specs = {number: entry.spec for number, entry in enumerate(entries) if entry.spec is not None}
-    for place, error in find_mistakes(specs, folders):
+    for place, error in find_mistakes(dict(enumerate(specs)), folders):
         if ("models", *place) not in places:
             yield ("models", *place), f"{error.detail}; {error.hint}" if error.hint else error.detail
 
@@ -84,10 +71,9 @@ def _check_options(spec: ModelSpec) -> Iterator[tuple[str, str]]:
             yield "decode", f"decode: device resizes by {known}, not by {preprocess.interpolation}"
 
 
-def _check_tf32(entries: Sequence[Entry]) -> Iterator[Mistake]:
+def _check_tf32(specs: Sequence[ModelSpec]) -> Iterator[Mistake]:
     """Where ``tf32`` could not be kept: torch has one switch for all models of a process."""
-    specs = {number: entry.spec for number, entry in enumerate(entries) if entry.spec is not None and entry.whole}
-    concerned = {number: spec for number, spec in specs.items() if spec.dtype == "float32" and not spec.is_for_cpu}
+    concerned = {n: spec for n, spec in enumerate(specs) if spec.dtype == "float32" and not spec.is_for_cpu}
     others = {number: spec.name for number, spec in concerned.items() if not spec.tf32}
     if 0 < len(others) < len(concerned):
         text = f"tf32 holds for all models in float32 that a GPU may run: set it for {', '.join(others.values())} too"

@@ -11,9 +11,9 @@ from layertap.models.sources.grammar import is_checkpoint
 from layertap.models.sources.table import SOURCES
 from layertap.models.spec import ModelSpec
 from layertap.service.config.allowed import Allowed
-from layertap.service.config.checks import Entry, check_aliases, check_entries, check_loading
+from layertap.service.config.checks import check_aliases, check_loading, check_models
 from layertap.service.config.document import Mistake, read_document
-from layertap.service.config.schema import ConfigFile, read
+from layertap.service.config.schema import read_file
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,21 @@ def read_configuration(path: Path, *, before_loading: bool = False) -> Configura
     """The configuration in a file; a relative checkpoint or directory is looked for beside it.
 
     With ``before_loading`` also what can't be had is refused, as far as it shows without torch: an architecture, a
-    device, a file. ConfigError reports all mistakes, each with its line.
+    device, a file. ConfigError reports all mistakes, each with its line; where fields are wrong, these alone.
     """
     document, folder = read_document(path), path.parent.absolute()
-    configuration, entries, mistakes = _parse(document.data, folder)
-    if before_loading:
-        mistakes += check_loading(entries, list(mistakes), (folder, Path.cwd()))
+    configuration, mistakes = _parse(document.data, folder)
+    if before_loading and configuration is not None:
+        mistakes += check_loading(configuration.models, list(mistakes), (folder, Path.cwd()))
     document.refuse(mistakes)
+    assert configuration is not None  # noqa: S101  (else there are mistakes)
     return configuration
 
 
 def parse_entry(data: object, folder: Path) -> ModelSpec:
     """A model as an entry of a file in a folder describes it; RequestError with what is wrong, and where."""
-    configuration, _, mistakes = _parse({"models": [data]}, folder)
-    if mistakes:
+    configuration, mistakes = _parse({"models": [data]}, folder)
+    if configuration is None or mistakes:
         raise RequestError.from_faults(
             [Fault(text, pointer="".join(f"/{part}" for part in place[2:])) for place, text in mistakes]
         )
@@ -63,30 +64,16 @@ def make_default_configuration() -> Configuration:
     return Configuration((spec(), *lazy), "digits")
 
 
-def _parse(data: object, folder: Path) -> tuple[Configuration, list[Entry], list[Mistake]]:
-    """What a file holds, and what is wrong with it as far as it shows there: one mistake hides no other."""
-    found, mistakes = read(ConfigFile, data, (), {})
-    file = found or ConfigFile(models=[])
-    entries: list[Entry] = []
-    for number, each in enumerate(file.models):
-        read_spec, wrong = read(ModelSpec, each, ("models", number), {"name": ""})
-        spec = _resolve_paths(read_spec, folder) if read_spec is not None else None
-        name = _get_text(each, "name") if wrong or spec is None else spec.name
-        entries.append(Entry(name, spec, not wrong))
-        mistakes += wrong
-    names = [entry.name for entry in entries]
-    defaults = data.get("defaults") if isinstance(data, dict) else None  # other fields of it may be refused
-    default = _get_text(defaults, "model") or next(iter(names), None) or ""
-    mistakes += [*check_entries(entries, default), *check_aliases(file.aliases, names)]
-    models = tuple(entry.spec for entry in entries if entry.spec is not None)
+def _parse(data: object, folder: Path) -> tuple[Configuration | None, list[Mistake]]:
+    """What a file holds, None where that makes no sense, and what is wrong with it as far as it shows there."""
+    file, mistakes = read_file(data)
+    if file is None:
+        return None, mistakes
+    models = tuple(_resolve_paths(spec, folder) for spec in file.models)
+    default = file.defaults.model or models[0].name
+    mistakes += [*check_models(models, default), *check_aliases(file.aliases, [spec.name for spec in models])]
     allowed = _resolve_allowed(file.allow, folder) if file.allow is not None else None
-    return Configuration(models, default, folder, file.aliases, allowed), entries, mistakes
-
-
-def _get_text(data: object, name: str) -> str | None:
-    """A text in what may be a mapping; None where there is none."""
-    value = data.get(name) if isinstance(data, dict) else None
-    return value if isinstance(value, str) else None
+    return Configuration(models, default, folder, file.aliases, allowed), mistakes
 
 
 def _resolve_paths(spec: ModelSpec, folder: Path) -> ModelSpec:

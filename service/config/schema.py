@@ -1,12 +1,11 @@
-"""The file as pydantic reads it: what is good of it, and what is wrong with the rest."""
+"""The file as pydantic reads it, and what is wrong with it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from pydantic_core import ErrorDetails
@@ -17,7 +16,6 @@ from layertap.models.spec import EmbeddingSpec, InputSpec, ModelSpec, Preprocess
 from layertap.service.config.allowed import Allowed
 from layertap.service.config.document import Mistake
 
-T = TypeVar("T")
 strict = with_config(ConfigDict(extra="forbid"))  # of the class, and of what stands in it
 
 
@@ -31,16 +29,15 @@ class Defaults:
 @strict
 @dataclass(frozen=True)
 class ConfigFile:
-    """The whole file, whose entries are read one by one."""
+    """The whole file."""
 
-    models: Annotated[list[Any], Field(min_length=1)]
+    models: Annotated[tuple[ModelSpec, ...], Field(min_length=1)]
     defaults: Defaults = Defaults()
     aliases: dict[str, str] = field(default_factory=dict)
     allow: Allowed | None = None
 
 
-ADAPTERS: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (ConfigFile, strict(ModelSpec))}
-
+ADAPTER = TypeAdapter(ConfigFile)
 CLASSES: dict[Place, Any] = {
     (): ConfigFile,
     ("defaults",): Defaults,
@@ -55,29 +52,19 @@ CLASSES: dict[Place, Any] = {
 UNIONS = frozenset({"embedding", "preprocess", "labels", "resize", "crop"})
 
 
-def read(kind: type[T], data: object, place: Place, needed: Mapping[str, Any]) -> tuple[T | None, list[Mistake]]:
-    """Read part of the file as ``kind``, a ``ConfigFile`` or a ``ModelSpec``, and list what is wrong with it.
-
-    Fields that are refused have their defaults, or those of ``needed``, so that one mistake hides no other; None where
-    nothing can be made of the rest.
-    """
-    adapter = ADAPTERS[kind]
+def read_file(data: object) -> tuple[ConfigFile | None, list[Mistake]]:
+    """What a file says; None, and what is wrong with it, where it makes no sense."""
     try:
-        return adapter.validate_python(data), []
+        return ADAPTER.validate_python(data), []
     except ValidationError as error:
-        refused = {each["loc"][0] for each in error.errors() if each["loc"]}
-        if isinstance(data, dict):
-            rest = {name: value for name, value in data.items() if name not in refused}
-            with suppress(ValidationError):
-                return adapter.validate_python({**needed, **rest}), list(_describe(error, place))
-        return None, list(_describe(error, place))
+        return None, list(_describe(error))
 
 
-def _describe(error: ValidationError, parent: Place) -> Iterator[Mistake]:
+def _describe(error: ValidationError) -> Iterator[Mistake]:
     """Pydantic's errors, each place once: of those of a union's members the one that goes deepest."""
     messages: dict[Place, str] = {}
     for each in error.errors(include_url=False, include_input=False):
-        place = parent + tuple(part for before, part in pairwise(("", *each["loc"])) if before not in UNIONS)
+        place = tuple(part for before, part in pairwise(("", *each["loc"])) if before not in UNIONS)
         if place not in messages or each["type"] == "value_error":
             messages[place] = _write_message(each, place)
     for place, text in messages.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from layertap.models.registry import ModelEntry
 from layertap.models.spec import ModelSpec
 from layertap.service.config.allowed import Allowed
 from layertap.service.config.changes import Changes, compare
-from layertap.service.config.checks import Entry, check_entries
+from layertap.service.config.checks import check_models
 from layertap.service.config.configuration import Configuration, parse_entry, read_configuration
 from layertap.service.config.document import ConfigError
 from layertap.service.engine.deadline import RunInThread
@@ -205,10 +205,9 @@ def _read_again(path: Path) -> Configuration:
     return read_configuration(path, before_loading=True)
 
 
-def _find_mistakes(specs: Iterable[ModelSpec], default: str, running: Mapping[str, ModelSpec]) -> list[str]:
+def _find_mistakes(specs: Sequence[ModelSpec], default: str, running: Mapping[str, ModelSpec]) -> list[str]:
     """What is wrong with models together, or can't be changed while others run."""
-    specs = list(specs)
-    mistakes = [text for _, text in check_entries([Entry(spec.name, spec) for spec in specs], default)]
+    mistakes = [text for _, text in check_models(specs, default)]
     if any(spec.tf32 != running[spec.name].tf32 for spec in specs if spec.name in running):
         mistakes.append("tf32 holds for the whole process: change it by a restart")
     return mistakes

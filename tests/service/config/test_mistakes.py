@@ -1,4 +1,4 @@
-"""Mistakes of a configuration file: each is told with its line, and none hides another."""
+"""Mistakes of a configuration file: each is told with its line; those of fields before those that need their values."""
 
 from __future__ import annotations
 
@@ -121,32 +121,41 @@ def test_all_mistakes(tmp_path: Path) -> None:
     assert len(lines) == len(unknown) + len(rest)
 
 
-STAGES = """models:
+FIELDS = """models:
 - {name: key, source: 'torchvision:vgg11', wieghts: random:0}
-- {name: architecture, source: 'torchvision:resnet5O', dtype: float33}
+- {name: architecture, source: 'torchvision:resnet50', dtype: float33}
+- {name: weights, source: 'torchvision:vgg11', preprocess: {crop: 8, std: [1]}}
+- {nmae: unnamed, source: 'torchvision:vgg11'}
+- torchvision:vgg11
+"""
+OF_FIELDS = [
+    "2: models.0.wieghts: there is no such field; the nearest is 'weights'",
+    "3: models.1.dtype: Input should be 'float32', 'bfloat16' or 'float16'",
+    "4: models.2.preprocess: mean and std have a figure for each of three channels, of gray for the one",
+    "5: models.3.name: Field required",
+    "5: models.3.nmae: there is no such field; the nearest is 'name'",
+    "6: models.4: this is no mapping of names to values",
+]
+
+ENTRIES = """models:
+- {name: key, source: 'torchvision:vgg11'}
+- {name: architecture, source: 'torchvision:resnet5O'}
 - {name: kind, source: vgg11}
 - {name: module, source: 'python:no_such_package_here.nets:build'}
 - {name: file, source: 'torchvision:vgg11', weights: gone.pth}
-- {name: key, source: 'torchvision:vgg11', weights: random:x, preprocess: {crop: 8, std: [1]}}
-- {nmae: unnamed, source: 'torchvision:vgg1l', device: tpu}
+- {name: key, source: 'torchvision:vgg11', weights: random:x}
+- {name: unnamed, source: 'torchvision:vgg1l', device: tpu}
 - {name: precision, source: 'torchvision:vgg11', tf32: true, dtype: float16}
 - {name: placed, source: 'torchvision:vgg11', decode: device, device: cpu, embedding: 'a['}
-- torchvision:vgg11
 - {name: 'a/b', source: 'torchvision:vgg11', warm: [{layers: ['b[']}]}
 """
 
 ALONE = [  # that the file shows by itself
-    "2: models.0.wieghts: there is no such field; the nearest is 'weights'",
-    "3: models.1.dtype: Input should be 'float32', 'bfloat16' or 'float16'",
     "4: models.2.source: 'vgg11' has no kind",
     "7: models.5.name: two models are called 'key'",
-    "7: models.5.preprocess: mean and std have a figure for each of three channels, of gray for the one",
-    "8: models.6.name: Field required",
-    "8: models.6.nmae: there is no such field; the nearest is 'name'",
     "9: models.7.tf32: model 'precision': tf32 is a way to compute in float32",
     "10: models.8.device: model 'placed': decode: device is for models on a GPU",
-    "11: models.9: this is no mapping of names to values",
-    "12: models.10.name: a name has 1 to 100 letters",
+    "11: models.9.name: a name has 1 to 100 letters",
 ]
 
 BESIDE = [  # that a look at the libraries and at the machine shows
@@ -157,29 +166,24 @@ BESIDE = [  # that a look at the libraries and at the machine shows
     "8: models.6.device: 'tpu' is no device",
     "8: models.6.source: torchvision has no architecture 'vgg1l'",
     "10: models.8.embedding: the path in 'a[' is not closed",
-    "12: models.10.warm.0.layers.0: the path in 'b[' is not closed",
+    "11: models.9.warm.0.layers.0: the path in 'b[' is not closed",
 ]
 
 
-def test_mistakes_of_all_stages(tmp_path: Path) -> None:
-    """No mistake hides another one, of its own entry or of others, whatever it takes to see it; by lines."""
-    file = write_config(tmp_path, STAGES)
-    for before_loading, expected in ((False, ALONE), (True, ALONE + BESIDE)):
-        with pytest.raises(ConfigError) as caught:
-            read_configuration(file, before_loading=before_loading)
-        lines = [line.removeprefix(f"{file}:") for line in caught.value.detail.splitlines()]
-        ordered = sorted(expected, key=lambda text: (int(text.partition(":")[0]), text))
-        assert len(lines) == len(ordered), lines
-        assert [line[: len(text)] for line, text in zip(lines, ordered, strict=True)] == ordered
-
-
-def test_default_of_a_refused_entry(tmp_path: Path) -> None:
-    """An entry that is refused is there all the same: a default that names it, or may be meant to, is no mistake."""
-    for name in ("name: b", "nmae: b"):
-        text = f"models: [{{name: a, source: 'a:b'}}, {{{name}, source: 'a:b', colour: red}}]\ndefaults: {{model: b}}"
-        with pytest.raises(ConfigError) as caught:
-            read_configuration(write_config(tmp_path, text))
-        assert "is not among" not in caught.value.detail
+@pytest.mark.parametrize(
+    ("text", "before_loading", "expected"),
+    [(FIELDS, True, OF_FIELDS), (ENTRIES, False, ALONE), (ENTRIES, True, ALONE + BESIDE)],
+    ids=["fields", "entries", "before loading"],
+)
+def test_mistakes_together(tmp_path: Path, text: str, before_loading: bool, expected: list[str]) -> None:
+    """No field hides another one, nor does an entry that can be read, whatever it takes to see it; by lines."""
+    file = write_config(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        read_configuration(file, before_loading=before_loading)
+    lines = [line.removeprefix(f"{file}:") for line in caught.value.detail.splitlines()]
+    ordered = sorted(expected, key=lambda text: (int(text.partition(":")[0]), text))
+    assert len(lines) == len(ordered), lines
+    assert [line[: len(text)] for line, text in zip(lines, ordered, strict=True)] == ordered
 
 
 MISSING_NAME = ["models.1.name: Field required"]
@@ -253,20 +257,28 @@ def test_unreadable(tmp_path: Path) -> None:
 BESIDE_ENTRIES = """models:
 - {name: a, source: 'torchvision:vgg11', dtype: float33}
 defaults: {model: b, modl: a}
-aliases: {prod: c, '-': a}
 allow: {sorces: [], weights: w, fields: [source]}
 """
 
 
 def test_mistakes_beside_entries(tmp_path: Path) -> None:
-    """Defaults, aliases and what is allowed are checked whatever is wrong with entries, and beside each other."""
+    """Fields of defaults and of what is allowed are checked beside those of entries."""
     file = write_config(tmp_path, BESIDE_ENTRIES)
     with pytest.raises(ConfigError) as caught:
         read_configuration(file)
     lines = [line.removeprefix(f"{file}:") for line in caught.value.detail.splitlines()]
     assert [line.partition(": ")[0] + ": " + line.split(": ")[1] for line in lines] == [
-        *("2: models.0.dtype", "3: defaults.model", "3: defaults.modl", "4: aliases.-", "4: aliases.prod"),
-        *("5: allow.fields.0", "5: allow.sorces", "5: allow.weights"),
+        *("2: models.0.dtype", "3: defaults.modl", "4: allow.fields.0", "4: allow.sorces", "4: allow.weights"),
     ]
-    assert lines[6].endswith("the nearest is 'sources'")
-    assert lines[7].endswith("Input should be a valid list")
+    assert lines[3].endswith("the nearest is 'sources'")
+    assert lines[4].endswith("Input should be a valid list")
+
+
+def test_aliases(tmp_path: Path) -> None:
+    """Aliases are names, of models that there are, and the default is one of these."""
+    text = "models: [{name: a, source: 'a:b'}]\ndefaults: {model: b}\naliases: {prod: c, '-': a}\n"
+    with pytest.raises(ConfigError) as caught:
+        read_configuration(write_config(tmp_path, text))
+    assert [line.split(": ")[1] for line in caught.value.detail.splitlines()] == [
+        *("defaults.model", "aliases.-", "aliases.prod")
+    ]
