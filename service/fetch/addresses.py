@@ -1,10 +1,17 @@
-"""Which addresses may be dialled. ``is_global`` alone lets through translations, relays, multicast."""
+"""Which addresses may be dialled, and connections to these alone.
+
+``is_global`` by itself lets through translations, relays and multicast.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 
+from httpcore import SOCKET_OPTION, AnyIOBackend, AsyncNetworkBackend, AsyncNetworkStream, ConnectError
+
+CONNECT_TIMEOUT_S = 3.0
+MAX_ADDRESSES = 4
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
@@ -19,7 +26,38 @@ def is_allowed(address: Address, private: bool) -> bool:
     if private and _is_within(address, PRIVATE):
         return True
     assigned = address.version == 4 or _is_within(address, GLOBAL_UNICAST)
-    return assigned and address.is_global and not _is_within(address, SPECIAL)
+    return assigned and address.is_global and not address.is_multicast and not _is_within(address, SPECIAL)
+
+
+class PinnedTransport(AsyncNetworkBackend):
+    """One connection, to the first of some addresses that answers, whatever host is asked for."""
+
+    def __init__(self, addresses: Sequence[Address]) -> None:
+        self._addresses = addresses[:MAX_ADDRESSES]
+        self._network = AnyIOBackend()
+        self._stream: AsyncNetworkStream | None = None
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,  # noqa: ASYNC109  (the interface has it)
+        local_address: str | None = None,
+        socket_options: Iterable[SOCKET_OPTION] | None = None,
+    ) -> AsyncNetworkStream:
+        """The connection; ConnectError."""
+        for address in self._addresses:
+            try:
+                self._stream = await self._network.connect_tcp(str(address), port, CONNECT_TIMEOUT_S)
+            except ConnectError:
+                continue
+            return self._stream
+        raise ConnectError("no address answers")
+
+    async def aclose(self) -> None:
+        """Close the connection, also one whose handshake was broken off: httpcore leaves that open."""
+        if self._stream is not None:
+            await self._stream.aclose()
 
 
 def _is_within(address: Address, networks: Iterable[Network]) -> bool:
@@ -46,26 +84,8 @@ METADATA = _parse_networks(
     "fd20:ce::/32",
 )
 SPECIAL = _parse_networks(
-    "0.0.0.0/8",  # this network
-    "10.0.0.0/8",
-    "100.64.0.0/10",  # shared by a provider's customers
-    "127.0.0.0/8",
-    "172.16.0.0/12",
     "192.0.0.0/24",  # protocols
-    "192.0.2.0/24",  # documentation
-    "192.31.196.0/24",  # AS112
-    "192.52.193.0/24",  # multicast relays
     "192.88.99.0/24",  # 6to4 relays
-    "192.168.0.0/16",
-    "192.175.48.0/24",  # AS112
-    "198.18.0.0/15",  # benchmarks
-    "198.51.100.0/24",  # documentation
-    "203.0.113.0/24",  # documentation
-    "224.0.0.0/4",  # multicast
-    "240.0.0.0/4",  # reserved, broadcast
     "2001::/23",  # protocols, Teredo among them
-    "2001:db8::/32",  # documentation
     "2002::/16",  # 6to4
-    "2620:4f:8000::/48",  # AS112
-    "3fff::/20",  # documentation
 )

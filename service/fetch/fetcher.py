@@ -13,14 +13,23 @@ from ipaddress import ip_address
 
 import httpcore
 
-from layertap.models.errors import InputError
-from layertap.service.fetch.addresses import Address, is_allowed
-from layertap.service.fetch.download_budget import DownloadBudget
-from layertap.service.fetch.transport import ByteLimiter, PinnedTransport
+from layertap.models.errors import InputError, TooLargeError
+from layertap.service.fetch.addresses import Address, PinnedTransport, is_allowed
 from layertap.service.fetch.urls import AllowedHosts, FetchTarget
 from layertap.service.settings import Settings
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
+
+
+log = logging.getLogger("layertap")
+HEADERS = (
+    ("User-Agent", "layertap"),
+    ("Accept", "image/jpeg, image/png, image/webp, image/gif, image/bmp, application/octet-stream"),
+    ("Accept-Encoding", "identity"),
+    ("Connection", "close"),
+)
+UNTYPED = frozenset({b"application/octet-stream", b"binary/octet-stream"})
+NETWORK_ERRORS = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError)
 
 
 class ThreadedResolver:
@@ -36,19 +45,32 @@ class ThreadedResolver:
         return [str(address[0]) for *_, address in entries]
 
 
-log = logging.getLogger("layertap")
-HEADERS = (
-    ("User-Agent", "layertap"),
-    ("Accept", "image/jpeg, image/png, image/webp, image/gif, image/bmp, application/octet-stream"),
-    ("Accept-Encoding", "identity"),
-    ("Connection", "close"),
-)
-UNTYPED = frozenset({b"application/octet-stream", b"binary/octet-stream"})
-NETWORK_ERRORS = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError)
-
-
 class RejectedResponse(Exception):  # noqa: N818  (nobody outside sees it)
     """A response, or an address, that is not taken; the text is for the operator's log."""
+
+
+class DownloadBudget:
+    """The bytes that all URLs of one request may bring; ``reserve`` is told of them as they arrive, and may refuse."""
+
+    def __init__(self, limit: int, reserve: Callable[[int], None]) -> None:
+        self._limit = limit
+        self._reserve = reserve
+        self._used = 0
+
+    def check(self, size: int) -> None:
+        """TooLargeError where so many bytes more are too many."""
+        used = self._used + size
+        if used > self._limit:
+            raise TooLargeError(
+                f"the pictures at the request's URLs have {used} bytes or more, the limit is {self._limit}",
+                hint="send fewer or smaller inputs",
+            )
+
+    def take(self, size: int) -> None:
+        """So many bytes more have arrived; TooLargeError, QueueFullError."""
+        self.check(size)
+        self._reserve(size)
+        self._used += size
 
 
 class Fetcher:
@@ -100,8 +122,7 @@ class Fetcher:
         return addresses
 
     async def _download(self, target: FetchTarget, addresses: Sequence[Address], budget: DownloadBudget) -> bytes:
-        limiter = ByteLimiter()
-        transport = PinnedTransport(addresses, limiter)
+        transport = PinnedTransport(addresses)
         url = httpcore.URL(
             scheme=target.scheme.encode(), host=target.host.encode(), port=target.port, target=target.path.encode()
         )
@@ -115,8 +136,8 @@ class Fetcher:
                 data = bytearray()
                 async for piece in response.aiter_stream():
                     budget.take(len(piece))
-                    limiter.add_body(len(piece))
                     data += piece
+                    await asyncio.sleep(0)  # pieces may be small and many: others have their turn
                 return bytes(data)
         finally:
             await transport.aclose()

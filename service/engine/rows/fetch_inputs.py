@@ -11,8 +11,7 @@ from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.rows.rows import Fetched, Items, get_preprocessing
-from layertap.service.fetch.download_budget import DownloadBudget
-from layertap.service.fetch.fetcher import Fetcher
+from layertap.service.fetch.fetcher import DownloadBudget, Fetcher
 from layertap.service.fetch.urls import FetchTarget
 from layertap.service.inputs.items import ImageItem, InputItem, UrlItem
 
