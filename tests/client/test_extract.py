@@ -93,8 +93,7 @@ def test_modes_of_pictures(client: Any, mode: str) -> None:
     """A picture of PIL gives what the same picture in a file does."""
     given = Image.open(BytesIO(PICTURE)).convert("L").convert(mode)
     stream = BytesIO()
-    given.save(stream, "JPEG" if mode == "CMYK" else "PNG")
-    given = Image.open(BytesIO(stream.getvalue())).copy()  # a JPEG is not what was saved
+    given.save(stream, "PNG")
     np.testing.assert_allclose(
         client.extract(given, "head").array, client.extract(stream.getvalue(), "head").array, rtol=1e-3, atol=1e-3
     )
