@@ -119,11 +119,10 @@ class Features:
     ``arrays`` holds one C-contiguous little-endian array per key, in the order asked for; ``scales`` one float32 array
     for each int8 key, to multiply along axis 0; ``rows`` counts the inputs that were used; ``errors`` names the others.
     ``verified``: outputs, put back in a second forward, gave the model's own again. ``interventions`` names, for each
-    that was asked for, what it changed. ``warnings`` say where an answer may mislead. ``files`` names
-    those that the rows are of, where they came from files. ``input_index`` is set for features of a single input,
-    beside others of other shapes; ``by_input`` are the keys of results of one such input. ``tokens`` counts those of
-    all texts, special ones among them, padding not; ``cut`` says how many were left out of each row's text, () where
-    none was.
+    that was asked for, what it changed. ``warnings`` say where an answer may mislead. ``input_index`` is set for
+    features of a single input, beside others of other shapes; ``by_input`` are the keys of results of one such input.
+    ``tokens`` counts those of all texts, special ones among them, padding not; ``cut`` says how many were left out of
+    each row's text, () where none was.
     ``top_classes`` has each row's best classes, the best one first, where they were asked for.
     """
 
@@ -137,7 +136,6 @@ class Features:
     verified: bool = False
     interventions: tuple[tuple[str, ...], ...] = ()
     warnings: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
     input_index: int | None = None
     by_input: frozenset[str] = frozenset()
     tokens: int = 0

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
-import time
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,20 +14,15 @@ from layertap.service.cli.setup import check_setup, connect
 
 if TYPE_CHECKING:
     from layertap.models.inputs.model_inputs import ModelInputs
-    from layertap.models.model_info import ModelInfo
     from layertap.models.registry import Registry
-
-
-SIZE = (640, 427)  # of a picture whose row is timed
-ROUNDS = 5
 
 
 def check(
     index: Annotated[
-        str | None,
+        Path | None,
         typer.Argument(
-            help="A .npz, .safetensors or .json file with receipts, or the URL of a running server: are its vectors "
-            "still like those made here? Status 1 where they are not."
+            help="A .json, .safetensors or .parquet file with receipts, or a folder of bulk: are its vectors still "
+            "like those made here? Status 1 where they are not."
         ),
     ] = None,
     model: Annotated[
@@ -62,18 +54,15 @@ def check(
     settings = settings.model_copy(update={"workers": 0})  # what ends soon starts no processes
     registry = create_engine(settings, configuration, fetcher, warm=False).manager.registry
     skipped = [entry.spec.name for entry in registry if entry.spec.load == "lazy" and entry.spec.downloads]
-    failed = pictures = False
+    failed = False
     for spec in [entry.spec for entry in registry if entry.spec.name not in skipped]:
         try:
             with show_loading(spec.name):
-                loaded, state = _load(registry, spec.name)
-                pictures |= loaded.model_inputs.takes_pictures
+                state = _load(registry, spec.name)
         except LayertapError as error:
             failed, state = failed or spec.required, f"failed: {format_error(error)}"
         _print_state(spec.name, state)
         registry.unload(spec.name)
-    if pictures and (deep := _compare_deep_pictures()):
-        _print_state("pictures", deep)
     if skipped:
         _print_state(format_list(skipped, "models"), "not loaded, for weights would be downloaded")
     if failed:
@@ -91,15 +80,15 @@ async def _check_server(url: str, config: Path | None) -> bool:
     return all(each.state != "failed" for each in models)
 
 
-def _load(registry: Registry, name: str) -> tuple[ModelInfo, str]:
-    """A model, and what it is once loaded; LayertapError where it can't be, or a warm plan names what is not there."""
+def _load(registry: Registry, name: str) -> str:
+    """What a model is once loaded; LayertapError where it can't be, or a warm plan names what is not there."""
     from layertap.models.compiled.prepare import make_warm_plan
 
     model = registry.load(name)
     for warm in model.spec.warm:
         make_warm_plan(model, warm)
     facts = [f"ready on {model.device_name}", model.spec.precision, f"{len(model.catalog.layers)} layers"]
-    return model, ", ".join(facts + [each for each in [_describe_pictures(model.model_inputs)] if each])
+    return ", ".join(facts + [each for each in [_describe_pictures(model.model_inputs)] if each])
 
 
 def _print_state(name: str, state: str) -> None:
@@ -107,37 +96,10 @@ def _print_state(name: str, state: str) -> None:
 
 
 def _describe_pictures(inputs: ModelInputs) -> str:
-    """Whether pictures take the fast path, and the milliseconds of one once it is decoded; or why none are taken."""
-    from PIL import Image
-
+    """Whether pictures take the fast path, or why none are taken."""
     from layertap.models.inputs.library_processor import LibraryProcessor
-    from layertap.models.inputs.preprocess import make_row
 
     how = inputs.preprocess
     if how is None or not inputs.takes_pictures:
         return f"no pictures: {inputs.no_pictures}" if inputs.no_pictures else ""
-    image = Image.linear_gradient("L").resize(SIZE).convert("RGB")
-    seconds = []
-    for _ in range(ROUNDS):
-        started = time.perf_counter()
-        make_row(image, how)
-        seconds.append(time.perf_counter() - started)
-    way = f"through {how.name}" if isinstance(how, LibraryProcessor) else "on the fast path"
-    return f"pictures {way}, {statistics.median(seconds) * 1000:.1f} ms each of {SIZE[0]} by {SIZE[1]}"
-
-
-def _compare_deep_pictures() -> str:
-    """How a picture of 16-bit gray differs from what Pillow's ``convert`` makes of it, if it does."""
-    import numpy as np
-    from PIL import Image
-
-    from layertap.service.inputs.images import decode_image
-
-    stream = BytesIO()
-    Image.fromarray(np.arange(65536, dtype=np.uint16).reshape(256, 256)).save(stream, "PNG")
-    ours = np.asarray(decode_image(stream.getvalue(), 2**16), np.int64)
-    with Image.open(stream) as image:
-        converted = np.asarray(image.convert("RGB"), np.int64)
-    steps = int(np.abs(ours - converted).max())
-    text = f"16-bit gray is scaled to 8 bits; Pillow's convert, which libraries use, differs by up to {steps} of 255"
-    return text if steps else ""
+    return f"pictures through {how.name}" if isinstance(how, LibraryProcessor) else "pictures on the fast path"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from layertap.models.errors import LayertapError
@@ -17,14 +16,11 @@ from layertap.models.selection.hook_points import AXES
 from layertap.service.bulk.arrow import import_parquet
 from layertap.service.cli.console import say
 from layertap.service.cli.setup import connect
-from layertap.service.clients import convert_errors
 from layertap.service.probes import Probe, is_rounding, measure_change, parse_probe
-from layertap_client import AsyncClient, Client, InvalidRequestError, Model
+from layertap_client import AsyncClient, InvalidRequestError
 
 OF_ENTRY = ("layer", "call", "path", "site", "pool", "normalize", *AXES, "by", "over")
-HINT = (
-    "give a .npz, .safetensors, .parquet, .arrow or .json file with receipts, a folder of `bulk`, or http://HOST:PORT"
-)
+HINT = "give a .json, .safetensors or .parquet file with receipts, or a folder of `bulk`"
 
 
 @dataclass(frozen=True)
@@ -43,19 +39,18 @@ class StoredReceipts:
     receipts: Mapping[str, Mapping[str, Any]]
 
 
-async def check_index(index: str, model: str | None, url: str | None, config: Path | None) -> bool:
+async def check_index(index: Path, model: str | None, url: str | None, config: Path | None) -> bool:
     """Print what has become of each result that an index holds; whether all are good. LayertapError.
 
-    ``model`` is asked in place of their own.
+    ``model`` is asked in place of the index's own.
     """
-    stored, good = read_stored_receipts(index, model), True
-    async with connect(url, config, *(model or each.model for each in stored)) as client:
-        for each in stored:
-            name = model or each.model
-            for key, receipt in each.receipts.items():
-                verdict = await _check_receipt(client, name, receipt)
-                good = good and verdict.good
-                say(f"{name} {key}: {verdict.words}")
+    stored, good = read_stored_receipts(index), True
+    name = model or stored.model
+    async with connect(url, config, name) as client:
+        for key, receipt in stored.receipts.items():
+            verdict = await _check_receipt(client, name, receipt)
+            good = good and verdict.good
+            say(f"{name} {key}: {verdict.words}")
     return good
 
 
@@ -113,54 +108,33 @@ def _compare(receipt: Mapping[str, Any], before: Probe | None, now: Mapping[str,
     return Verdict(f"changed by {change:.2%}{also}", good=False)
 
 
-def read_stored_receipts(index: str, model: str | None) -> list[StoredReceipts]:
-    """The receipts that a file holds, or those of the embeddings of a server's models; LayertapError.
-
-    ``model``: of a server only that one is asked for.
-    """
-    if index.startswith(("http://", "https://")):
-        return _ask_server(index, model)
-    read = _read_job if Path(index).is_dir() else READERS.get(Path(index).suffix)
+def read_stored_receipts(index: Path) -> StoredReceipts:
+    """The receipts that a file or a folder holds; LayertapError."""
+    read = _read_job if index.is_dir() else READERS.get(index.suffix)
     if read is None:
         raise LayertapError(f"{index} is of a kind that is not read", hint=HINT)
     try:
-        fields = read(Path(index))
-    except (KeyError, ValueError, SafetensorError) as error:
+        stored = read(index)
+        model, receipts = stored["model"], stored["receipts"]
+        if isinstance(receipts, str | bytes):  # in metadata, which is text
+            receipts = json.loads(receipts)
+        return StoredReceipts(str(model), {key: dict(receipt) for key, receipt in receipts.items()})
+    except (KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
         raise LayertapError(f"{index} has no receipts", hint=HINT) from error
-    return [_parse(index, fields)]
-
-
-def _read_npz(file: Path) -> Any:
-    with np.load(file, allow_pickle=False) as arrays:
-        return {"model": str(arrays["model"]), "receipts": json.loads(str(arrays["receipts"]))}
-
-
-def _read_safetensors(file: Path) -> Any:
-    with safe_open(file, "numpy") as opened:
-        metadata = opened.metadata() or {}
-    return {"model": metadata["model"], "receipts": json.loads(metadata["receipts"])}
-
-
-def _read_arrow(file: Path) -> Any:
-    try:
-        import pyarrow as pa
-    except ImportError:
-        raise LayertapError(f"{file} is read by pyarrow", hint='type pip install "layertap[arrow]"') from None
-    try:
-        with pa.ipc.open_stream(file) as reader:
-            metadata = reader.schema.metadata or {}
-    except pa.ArrowException as error:
-        raise ValueError("no Arrow stream") from error
-    return {"model": metadata[b"model"].decode(), "receipts": json.loads(metadata[b"receipts"])}
 
 
 def _read_json(file: Path) -> Any:
     return json.loads(file.read_bytes())
 
 
+def _read_safetensors(file: Path) -> Any:
+    with safe_open(file, "numpy") as opened:
+        return opened.metadata()
+
+
 def _read_parquet(file: Path) -> Any:
     metadata = import_parquet().read_schema(file).metadata or {}
-    return {"model": metadata[b"model"].decode(), "receipts": json.loads(metadata[b"receipts"])}
+    return {name.decode(): value.decode() for name, value in metadata.items() if name in (b"model", b"receipts")}
 
 
 def _read_job(folder: Path) -> Any:
@@ -168,33 +142,7 @@ def _read_job(folder: Path) -> Any:
 
 
 READERS: Mapping[str, Callable[[Path], Any]] = {
-    ".npz": _read_npz,
+    ".json": _read_json,
     ".safetensors": _read_safetensors,
     ".parquet": _read_parquet,
-    ".json": _read_json,
-    ".arrow": _read_arrow,
 }
-
-
-def _ask_server(url: str, model: str | None) -> list[StoredReceipts]:
-    with convert_errors(url), Client(url) as client:
-        names = [model] if model is not None else [each.name for each in client.models() if _has_vectors(each)]
-        if not names:
-            raise LayertapError(f"{url} has no model that is ready and has an embedding", hint="type --model NAME")
-        return [_parse(url, client.probe(model=name)) for name in names]
-
-
-def _has_vectors(model: Model) -> bool:
-    return model.state == "ready" and bool(model.embedding)
-
-
-def _parse(source: str, fields: Any) -> StoredReceipts:
-    """What a document says; LayertapError where it says no model and no receipts."""
-    model, receipts = (fields.get(name) if isinstance(fields, dict) else None for name in ("model", "receipts"))
-    if (
-        not isinstance(model, str)
-        or not isinstance(receipts, dict)
-        or not all(isinstance(receipt, dict) for receipt in receipts.values())
-    ):
-        raise LayertapError(f"{source} has no receipts", hint=HINT)
-    return StoredReceipts(model, receipts)

@@ -11,11 +11,10 @@ from layertap.models.errors import LayertapError
 from layertap.service.cli.bulk import bulk
 from layertap.service.cli.check import check
 from layertap.service.cli.console import format_error, stderr, stdout
-from layertap.service.cli.extract import extract
 from layertap.service.cli.inspect import inspect
 from layertap.service.cli.load import load
 from layertap.service.cli.models import layers, models, plan
-from layertap.service.cli.pictures import explain, show
+from layertap.service.cli.pictures import explain, extract, show
 from layertap.service.cli.serve import serve
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, or that of typer's own copy of click

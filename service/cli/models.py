@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
 import typer
 from rich.table import Table
 
-from layertap.service.cli.console import ConfigOption, UrlOption, say, show_loading, stdout, tell
+from layertap.service.cli.console import ConfigOption, UrlOption, say, show_loading, stdout
 from layertap.service.cli.setup import connect, create_configured_engine
 
 if TYPE_CHECKING:
@@ -47,30 +47,16 @@ def layers(
     url: UrlOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Show a model's layers as a tree: shapes of one row, parameters, shares of the forward's cost, hazards."""
+    """Show a model's layers as a tree: shapes of one row, parameters, the forward's cost up to each."""
     params = {"match": match, "type": kind, "leaf": leaf, "functions": functions or None}
-    asyncio.run(_show_layers(url, config, model, params, as_json))
+    accept = "application/json" if as_json else "text/plain"
 
+    async def run() -> bytes:
+        async with connect(url, config, model) as client:
+            return bytes((await client.get(f"/models/{quote(model, safe='')}/layers", params, accept=accept)).body)
 
-async def _show_layers(
-    url: str | None, config: Path | None, model: str, params: Mapping[str, Any], as_json: bool
-) -> None:
-    path = f"/models/{quote(model, safe='')}"
-    async with connect(url, config, model) as client:
-        if not as_json and not stdout.is_terminal:
-            say((await client.get(f"{path}/layers", params, accept="text/plain")).body.decode(), end="")
-            return
-        document = (await client.get(f"{path}/layers", params)).read_json()
-        if as_json:
-            say(json.dumps(document, indent=2))
-            return
-        from layertap.service.cli.layer_table import print_layers
-        from layertap.service.http.layer_tree import list_rows
-
-        print_layers(stdout, list_rows(model, document["layers"]))
-        shown, total = len(document["layers"]), (await client.model(model)).details["layers"]
-        count = f"{total} layers" if shown == total else f"{shown} of {total} layers"
-        tell(f"\n{count}, a forward of one row takes {document['seconds'] * 1000:.3g} ms", style="bright_black")
+    body = asyncio.run(run())
+    say(json.dumps(json.loads(body), indent=2) + "\n" if as_json else body.decode(), end="")
 
 
 def plan(config: ConfigOption = None) -> None:

@@ -1,10 +1,10 @@
-"""``layertap show`` and ``layertap explain``: what a model makes of a picture, to be looked at."""
+"""``layertap extract``, ``show`` and ``explain``: what a model makes of pictures on disk, in one request."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -13,17 +13,53 @@ import typer
 
 from layertap.models.errors import LayertapError
 from layertap.models.selection.hook_points import Method
+from layertap.models.selection.poolings import POOLINGS
 from layertap.service.cli.console import ConfigOption, ModelOption, UrlOption, say, tell
-from layertap.service.cli.output import STDOUT, FormatOption, OutOption, Output, choose_output, choose_picture
+from layertap.service.cli.output import STDOUT, FormatOption, OutOption, choose_output, choose_picture
 from layertap.service.cli.setup import connect
 from layertap.service.pictures.options import MAX_TILES
 
 if TYPE_CHECKING:
-    from layertap_client import Reply
+    from layertap_client import Fault, Reply
 
 METHODS = ", ".join(get_args(Method))
 HINTS = {"classes": "write --classes 3,top", "objective": "write --objective probability"}
+MANY = "layertap bulk takes any number of pictures"
+SUMMARIZED = "application/x-safetensors"
 PictureArgument = Annotated[Path, typer.Argument(help="A picture.", exists=True, dir_okay=False, readable=False)]
+
+
+def extract(
+    images: Annotated[list[Path], typer.Argument(help="Pictures.", exists=True, dir_okay=False, readable=False)],
+    layers: Annotated[str, typer.Option(help="Layer selectors, separated by commas.")],
+    model: ModelOption = None,
+    pool: Annotated[str, typer.Option(help=f"One of {', '.join(POOLINGS)}.")] = "none",
+    normalize: Annotated[bool, typer.Option(help="L2 over the last axis of pooled results.")] = False,
+    file: OutOption = None,
+    form: FormatOption = None,
+    url: UrlOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Take layers of a model for pictures on disk, as many as a request may have; bulk takes more.
+
+    Without --out and --format a summary is printed.
+    """
+    output = choose_output(file, form)
+    named = [name for name in layers.split(",") if name]
+    if not named:
+        raise LayertapError("name at least one layer", hint="write --layers NAME,NAME")
+    options = {"layers": named, "pool": pool, "normalize": normalize, "model": model}
+    fields = {**options, "isolated": True, "probe": True}  # isolated: the same bits every time
+    accept = output.format.media_type if output else SUMMARIZED
+    reply = asyncio.run(_ask(url, config, "/extract", images, fields, accept, options))
+    if output is None:
+        from layertap_client.results import read_result
+
+        say(repr(read_result(reply)))
+    else:
+        output.write([reply.body])
+        tell(f"{output.name}: fingerprint {reply.headers['x-layertap-fingerprint']}")
+        _tell_warnings(reply)
 
 
 def show(
@@ -46,7 +82,7 @@ def show(
     output = choose_picture(file, form)
     fields = {"model": model, "layers": layers, "tiles": str(tiles), "isolated": "true"}
     fields["order"] = "strongest" if strongest else "first"
-    reply = asyncio.run(_ask(url, config, "/extract", image, fields, output))
+    reply = asyncio.run(_ask(url, config, "/extract", [image], fields, output.format.media_type))
     output.write([reply.body])
     if output.file not in (None, STDOUT):
         say(str(output.file))
@@ -94,7 +130,7 @@ def explain(
         "model": model,
     }
     fields = {name: None if value is None else str(value) for name, value in given.items()}
-    reply = asyncio.run(_explain(url, config, image, fields, output))
+    reply = asyncio.run(_ask(url, config, "/explain", [image], fields, output.format.media_type, fields))
     output.write([reply.body])
     for best in json.loads(reply.headers.get("x-layertap-top-classes", "[]")):
         name = f" {best['label']}" if "label" in best else ""
@@ -102,37 +138,59 @@ def explain(
         tell(f"class {best['class']}{name}: {nan if best['score'] is None else best['score']:.4g}{share}")
     written = f"{output.name}: " if output.file is not None else ""
     tell(f"{written}{method.replace(',', ', ')}, fingerprint {reply.headers['x-layertap-fingerprint']}")
+    _tell_warnings(reply)
+
+
+def _tell_warnings(reply: Reply) -> None:
     if warnings := reply.headers.get("x-layertap-warnings"):
         tell(warnings)
 
 
-async def _explain(
-    url: str | None, config: Path | None, image: Path, fields: Mapping[str, str | None], output: Output
-) -> Reply:
-    """The reply; an error in a field names the option that the field came from."""
-    try:
-        return await _ask(url, config, "/explain", image, fields, output)
-    except LayertapError as error:
-        faults: Sequence[Any] = getattr(error.__cause__, "faults", ())
-        name = faults[0].pointer.split("/")[1] if faults and faults[0].pointer else ""
-        if name not in fields:
-            raise
-        hint = HINTS.get(name, faults[0].hint)
-        raise LayertapError(f"--{name.replace('_', '-')}: {faults[0].detail}", hint=hint) from None
-
-
 async def _ask(
-    url: str | None, config: Path | None, path: str, image: Path, fields: Mapping[str, str | None], output: Output
+    url: str | None,
+    config: Path | None,
+    path: str,
+    images: Sequence[Path],
+    fields: Mapping[str, Any],
+    accept: str,
+    options: Collection[str] = (),
 ) -> Reply:
-    """The reply to a picture on disk, in the format of ``output``; LayertapError.
+    """The reply to pictures on disk; LayertapError, which names the picture or the option that is wrong.
 
-    ``fields`` are those of a body, as query parameters say them.
+    ``fields`` are those of a body, ``options`` those that are options of the command.
     """
     from layertap.service.inputs.files import FileError, read_regular_file
+    from layertap_client import TooLargeError
 
+    pictures = []
+    for image in images:
+        try:
+            pictures.append(read_regular_file(image))
+        except FileError as error:
+            raise LayertapError(f"{image}: {error}") from None
     try:
-        picture = read_regular_file(image)
-    except FileError as error:
-        raise LayertapError(f"{image}: {error}") from None
-    async with connect(url, config, fields["model"]) as client:
-        return await client.post(path, picture, fields, accept=output.format.media_type)
+        async with connect(url, config, fields["model"]) as client:
+            return await client.post(path, pictures, fields, accept=accept)
+    except LayertapError as error:
+        faults: Sequence[Fault] = getattr(error.__cause__, "faults", ())
+        lines = [_describe(fault, images, options) for fault in faults]
+        if any(lines) and not _is_of_all(faults, images):
+            raise LayertapError("\n".join(filter(None, lines))) from None
+        if isinstance(error.__cause__, TooLargeError) and len(images) > 1:
+            raise LayertapError(error.detail, hint=MANY) from None
+        raise
+
+
+def _is_of_all(faults: Sequence[Fault], images: Sequence[Path]) -> bool:
+    """Whether the same is wrong with each of several pictures: the model takes none."""
+    return len(images) > 1 and len({fault.input for fault in faults if fault.detail == faults[0].detail}) == len(images)
+
+
+def _describe(fault: Fault, images: Sequence[Path], options: Collection[str]) -> str:
+    """The picture or the option that a fault is of, what is wrong, what to do; "" where it is of neither."""
+    name = fault.pointer.split("/")[1] if fault.pointer else ""
+    if fault.input is None and name not in options:
+        return ""
+    where = f"--{name.replace('_', '-')}" if fault.input is None else str(images[fault.input])
+    hint = HINTS.get(name, fault.hint)
+    return f"{where}: {fault.detail}" + (f" ({hint})" if hint else "")

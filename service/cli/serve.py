@@ -80,8 +80,9 @@ def _run(
     """Serve until the process ends."""
     from layertap.service import allocator, logs
     from layertap.service.app import create_app
-    from layertap.service.cli.startup import StartupSummary
+    from layertap.service.cli.startup import print_summary
     from layertap.service.http.server_config import make_server_config
+    from layertap.service.http.sockets import format_url
     from layertap.service.process import Server
 
     if settings.workers:
@@ -89,13 +90,12 @@ def _run(
 
         fork_this_process()  # as long as there is one thread
     allocator.keep_large_blocks()
-    scheme = "https" if settings.tls_cert else "http"
-    summary = StartupSummary(stderr, listeners[0].getsockname(), settings.requires_key, scheme)
+    url = format_url(listeners[0].getsockname(), "https" if settings.tls_cert else "http")
 
     def settle(manager: ModelManager) -> None:
         gc.freeze()  # what the models imported, torchvision for one, is as much again
         if logs.wants_text(settings.log_format):
-            summary.print(manager)
+            print_summary(stderr, manager, url, requires_key=settings.requires_key)
 
     app = create_app(settings, configuration, fetcher, settle)
     # What is imported by now stays: a collector that looks through it stops all threads for up to a tenth of a second.

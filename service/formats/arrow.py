@@ -15,7 +15,6 @@ from layertap.service.formats.buffers import BufferFile, Buffers, name_arrays, t
 from layertap.service.formats.plain_data import describe_as_text
 from layertap.service.formats.reply_format import EncodeOptions
 
-FILE = "file"
 _HINT = "leave it out, or use application/x-npz (format=npz) or application/x-safetensors"
 
 
@@ -31,15 +30,13 @@ def encode(features: Features, options: EncodeOptions) -> Buffers:
 
     A result of shape (rows, …) is a column of fixed-shape tensors, one of shape (rows,) a column of numbers; scales are
     columns ``KEY.scale``, booleans are uint8. Where rows lie on another axis it comes first here. The schema's metadata
-    is that of safetensors. ``file`` names the rows, where they are of files.
+    is that of safetensors.
 
     NotAcceptableError: a result without a row for each input, or two columns of the same name.
     """
     import pyarrow as pa
 
     columns = {name: _make_column(by_row) for name, by_row in _arrange_by_rows(features).items()}
-    if features.files:
-        columns[FILE] = pa.array(features.files)
     batch = pa.RecordBatch.from_pydict(columns, metadata=describe_as_text(features))
     file = BufferFile()
     with pa.ipc.new_stream(file, batch.schema) as writer:

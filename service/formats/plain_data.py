@@ -35,7 +35,6 @@ def describe_as_text(features: Features) -> dict[str, str]:
         "receipts": orjson.dumps(describe_receipts(features)).decode(),
         "errors": orjson.dumps(describe_errors(features)).decode(),
         **({"skipped": ",".join(map(str, features.skipped))} if features.skipped else {}),
-        **({"files": orjson.dumps(features.files).decode()} if features.files else {}),
         **({"verified": "true"} if features.verified else {}),
         **({"interventions": orjson.dumps(features.interventions).decode()} if features.interventions else {}),
         **({"warnings": orjson.dumps(features.warnings).decode()} if features.warnings else {}),

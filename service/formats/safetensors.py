@@ -21,9 +21,9 @@ def encode(features: Features, options: EncodeOptions) -> Buffers:
     """The results as a safetensors file, scales as ``KEY.scale``; ``options`` change nothing.
 
     The metadata holds ``model``, ``fingerprint``, ``rows``, ``receipts`` and ``errors`` as JSON, ``skipped`` where
-    inputs were left out, ``files`` as JSON where the rows are of files, and ``verified``, ``interventions`` and
-    ``warnings`` where there were any. The same features give the same bytes. NotAcceptableError: two tensors of the
-    same name, or one that has the name of the format's own entry.
+    inputs were left out, and ``verified``, ``interventions`` and ``warnings`` where there were any. The same features
+    give the same bytes. NotAcceptableError: two tensors of the same name, or one that has the name of the format's own
+    entry.
     """
     tensors = {name: to_little_endian(array) for name, array in name_arrays(features).items()}
     if _RESERVED in tensors:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from layertap.models.errors import escape
@@ -16,53 +15,19 @@ Row = tuple[str, ...]
 Json = dict[str, Any]  # a layer, a function or a tensor of it
 
 
-@dataclass(frozen=True)
-class TreeRow:
-    """A line of a tree: how it stands in the first column, and what is known of the layer, or function, that it is of.
-
-    ``guides`` lead to ``label`` from what it is a part of. ``layer``: None for a function, and for a root that was not
-    chosen. All texts are safe to show.
-    """
-
-    label: str
-    guides: str = ""
-    type: str = ""
-    output: str = ""
-    layer: Json | None = None
-
-    @property
-    def cells(self) -> Row:
-        """Its columns as text."""
-        first, layer = self.guides + self.label, self.layer
-        if layer is None:
-            return first, self.type, self.output, "", "", ""
-        cost = f"{layer['cost']:.0%}" if layer["calls"] else ""
-        calls = f"{layer['calls']} calls" if layer["calls"] > 1 else ""
-        return first, self.type, self.output, f"{layer['parameters']:,}", cost, calls
-
-
 def format_tree(model: str, layers: Iterable[Json]) -> str:
     """A table of layers beneath a model's name: class, shape for one row, parameters, cost of the forward up to there.
 
-    Its lines are those of ``list_rows``.
-    """
-    rows = [HEADERS, *(row.cells for row in list_rows(model, layers))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "".join(_format_row(row, widths) for row in rows)
-
-
-def list_rows(model: str, layers: Iterable[Json]) -> list[TreeRow]:
-    """The lines of a tree of layers beneath a model's name, from top to bottom.
-
     A layer stands beneath the nearest one that it is a part of, in execution order; right beneath it the functions that
-    its own forward calls, where they are described.
+    its own forward calls, where they are described. All texts are safe to show.
     """
     by_name = {layer["name"]: layer for layer in layers}
     root = by_name.pop(ROOT, None)
-    rows = [_make_row(_escape_name(model), "", root), *_list_functions(root, f"{ROOT}/")]
-    for name, label, guides, beneath in _draw_branches(by_name):
-        rows += [_make_row(label, guides, by_name[name]), *_list_functions(by_name[name], f"{beneath}/")]
-    return rows
+    rows = [HEADERS, _make_row(_escape_name(model), root), *_list_functions(root, f"{ROOT}/")]
+    for name, label, beneath in _draw_branches(by_name):
+        rows += [_make_row(label, by_name[name]), *_list_functions(by_name[name], f"{beneath}/")]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "".join(_format_row(row, widths) for row in rows)
 
 
 def _format_row(row: Row, widths: list[int]) -> str:
@@ -71,15 +36,15 @@ def _format_row(row: Row, widths: list[int]) -> str:
     return "  ".join(cells).rstrip() + "\n"
 
 
-def _draw_branches(layers: Iterable[str]) -> Iterator[tuple[str, str, str, str]]:
-    """Names with their labels, what stands before these, and before all beneath them, from top to bottom."""
+def _draw_branches(layers: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Names, how each stands in the first column, and what stands before all beneath it, from top to bottom."""
     children = _find_children(frozenset(layers), layers)
     pending = [(name, "", "", name is children[""][-1]) for name in reversed(children.get("", []))]
     while pending:  # no recursion: models may be deeper than Python's stack
         name, parent, guides, last = pending.pop()
         label = name.removeprefix(f"{parent}.") if parent else name
         beneath = guides + ("   " if last else "│  ")
-        yield name, _escape_name(label), guides + ("└─ " if last else "├─ "), beneath
+        yield name, guides + ("└─ " if last else "├─ ") + _escape_name(label), beneath
         parts = children.get(name, [])
         pending += [(each, name, beneath, each is parts[-1]) for each in reversed(parts)]
 
@@ -106,21 +71,24 @@ def _list_ancestors(name: str) -> Iterator[str]:
         end = name.find(".", end + 1)
 
 
-def _make_row(label: str, guides: str, layer: Json | None) -> TreeRow:
+def _make_row(first: str, layer: Json | None) -> Row:
+    """What is known of a layer; None is a root that was not chosen."""
     if layer is None:
-        return TreeRow(label, guides)
-    output = "never runs"
-    if layer["calls"]:
-        shapes = [_format_tensor(each) for each in _take_last_call(layer, "outputs")]
-        output = "".join(shapes[:1]) + (f" +{len(shapes) - 1}" if len(shapes) > 1 else "")
-    return TreeRow(label, guides, _escape_name(layer["type"]), output, layer)
+        return first, "", "", "", "", ""
+    kind, parameters = _escape_name(layer["type"]), f"{layer['parameters']:,}"
+    if not layer["calls"]:
+        return first, kind, "never runs", parameters, "", ""
+    shapes = [_format_tensor(each) for each in _take_last_call(layer, "outputs")]
+    output = "".join(shapes[:1]) + (f" +{len(shapes) - 1}" if len(shapes) > 1 else "")
+    calls = f"{layer['calls']} calls" if layer["calls"] > 1 else ""
+    return first, kind, output, parameters, f"{layer['cost']:.0%}", calls
 
 
-def _list_functions(layer: Json | None, guides: str) -> Iterator[TreeRow]:
+def _list_functions(layer: Json | None, guides: str) -> Iterator[Row]:
     """What the functions return that the last call of a layer calls."""
     for function in _take_last_call(layer, "functions") if layer else ():
         for tensor in function["outputs"]:
-            yield TreeRow(function["name"] + tensor["path"], guides, output=_format_tensor(tensor))
+            yield guides + function["name"] + tensor["path"], "", _format_tensor(tensor), "", "", ""
 
 
 def _take_last_call(layer: Json, field: str) -> Iterator[Json]:

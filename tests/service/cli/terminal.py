@@ -18,7 +18,6 @@ from tests.service.cli.commands import ROOT
 
 LIMIT_S = 240
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-COLOURS = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-7]|9[0-7])(?:;[0-9;]*)?m")
 
 
 def run_in_terminal(*words: str | Path, width: int = 120, **variables: str) -> tuple[int, str]:

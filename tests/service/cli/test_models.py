@@ -10,7 +10,6 @@ import pytest
 
 from tests.server import Live
 from tests.service.cli.commands import CONFIG, ROOT, Command
-from tests.service.cli.terminal import COLOURS, run_in_terminal, strip_escapes
 
 
 def test_models(command: Command, tmp_path: Path) -> None:
@@ -61,35 +60,6 @@ def test_filters(command: Command, live: Live, words: tuple[str, ...], query: di
 def mask_costs(text: str) -> str:
     """A tree without its percentages, which are measured anew each time, and without the spaces beside them."""
     return re.sub(r" *\d+%", " %", text)
-
-
-def test_in_a_terminal() -> None:
-    """A terminal gets colours, each layer's share as a bar and a number, calls and hazards."""
-    status, text = run_in_terminal("layers", "digits")
-    assert status == 0
-    assert COLOURS.search(text)
-    lines = strip_escapes(text).splitlines()
-    header = next(line for line in lines if line.startswith("layer"))
-    assert header.split() == ["layer", "type", "output", "parameters", "share", "up", "to", "here"]
-    (relu,) = (line for line in lines if "relu" in line and "1×32×16×16" in line)
-    assert relu.rstrip().endswith("2 calls, inplace")
-    convolutions = [line for line in lines if "Conv2d" in line]
-    assert len(convolutions) == 7
-    assert any("████████" in line for line in lines)  # the dearest of all
-    assert any("22 layers, a forward of one row takes" in line for line in lines)
-
-
-@pytest.mark.slow
-def test_in_a_narrow_terminal_without_colours() -> None:
-    """NO_COLOR is respected; where columns are few, what can be missed is left out and no line is broken."""
-    status, text = run_in_terminal("layers", "digits", "--match", "block2*", width=64, NO_COLOR="1")
-    assert status == 0
-    assert not COLOURS.search(text)
-    lines = [line for line in strip_escapes(text).splitlines() if "─ " in line or line.startswith("layer")]
-    assert len(lines) == 8  # the header, the block and its six parts
-    assert "parameters" not in text
-    assert all(len(line) <= 64 for line in lines)
-    assert all(re.search(r"\d%", line) for line in lines[1:])
 
 
 RAISING = """

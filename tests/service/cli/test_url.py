@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from layertap.service.config.configuration import read_configuration
 from tests.server import Live
 from tests.service.cli.commands import Command, Done
-from tests.service.cli.test_extract import FILING
 from tests.service.cli.test_models import mask_costs
 from tests.service.conftest import Serve
-from tests.service.support import configured, net, picture
+from tests.service.support import configured, net
 
 KEY = "secret"
 COSTS = {"cost": 0, "share": 0}  # measured anew each time
@@ -54,61 +51,18 @@ def run_both(command: Command, url: str, *words: str | Path, out: Path | None = 
 
 @pytest.mark.parametrize("form", ["json", "npz", "npy", "safetensors", "arrow", "png"])
 def test_extract(command: Command, url: str, pictures: list[Path], tmp_path: Path, form: str) -> None:
-    """Files of every format have the same bytes, receipts with probes and names of files among them."""
+    """Files of every format have the same bytes, receipts with probes among them."""
     layers = "block3" if form == "npy" else "block3,block2.relu#*,head:input"
     words = ("extract", *pictures, "--layers", layers, "--pool", "mean", "--normalize")
     here, there = run_both(command, url, *words, out=tmp_path / f"out.{form}")
     assert (here.status, here.out) == (there.status, there.out) == (0, "")
 
 
-def test_extract_beyond_the_limits(
-    command: Command, url: str, pictures: list[Path], broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More pictures than the server takes at once go in batches; bad ones are named, wherever they are."""
-    monkeypatch.setenv("LAYERTAP_MAX_INPUTS", "3")
-    files = [broken, *pictures, tmp_path / "no.png", *pictures, broken]
-    os.mkfifo(tmp_path / "no.png")
-    here, _ = run_both(command, url, "extract", *files, "--layers", "head", out=tmp_path / "out.npz")
-    assert (here.status, here.notes.count("bad.png: "), here.notes.count("no.png: ")) == (1, 2, 1)
-
-
-def test_extract_of_several_shapes(command: Command, serve: Serve, tmp_path: Path) -> None:
-    """A picture whose results fit to no others is left out."""
-    config = tmp_path / "m.yaml"
-    config.write_text(FILING.replace("[8, 8]}", "8}"))
-    files = [tmp_path / f"{place}.png" for place in range(4)]
-    for file, size in zip(files, ((16, 16), (32, 16), (16, 16), (16, 32)), strict=True):
-        file.write_bytes(picture(1, size))
-    outs = [tmp_path / "here.json", tmp_path / "there.json"]
-    words = ("extract", *files, "--layers", ".,files", "--out")
-    with serve(read_configuration(config)) as live:
-        done = [command(*words, outs[0], "--config", config), command(*words, outs[1], "--url", live.url)]
-    assert [each.status for each in done] == [1, 1]
-    assert json.loads(outs[0].read_text())["rows"] == 2
-    assert outs[0].read_bytes() == outs[1].read_bytes()
-
-
-def test_extract_of_large_files(command: Command, serve: Serve, tmp_path: Path) -> None:
-    """A file that is larger than a body may be is left out and named; one that is as large is taken."""
-    files = [tmp_path / f"{number}.png" for number in range(4)]
-    for number, file in enumerate(files):
-        file.write_bytes(picture(number))
-    limit = files[2].stat().st_size + 1000
-    for file, size in ((files[1], limit + 1), (files[2], limit)):
-        file.write_bytes(file.read_bytes().ljust(size, b"\0"))  # what is behind a picture is not read
-    out = tmp_path / "out.json"
-    with serve(max_body_bytes=limit) as live:
-        done = command("extract", *files, "--layers", "head", "--out", out, "--url", live.url)
-    assert (done.status, json.loads(out.read_text())["rows"]) == (1, 3), done.notes
-    assert f"1.png: has more than {limit} bytes" in done.notes
-
-
-def test_extract_of_large_replies(command: Command, serve: Serve, pictures: list[Path], tmp_path: Path) -> None:
-    """What is too large for one reply comes in several."""
-    out = tmp_path / "out.json"
-    with serve(max_reply_bytes=70_000) as live:  # a row of block1 takes 64 KiB
-        done = command("extract", *pictures, "--layers", "block1", "--out", out, "--url", live.url)
-    assert (done.status, json.loads(out.read_text())["rows"]) == (0, 3)
+def test_extract_beyond_the_limits(command: Command, url: str, pictures: list[Path], broken: Path) -> None:
+    """More pictures than the server takes at once are for ``bulk``; a bad one is named."""
+    done = command("extract", *pictures, *pictures, "--layers", "head", "--url", url)
+    assert (done.status, "layertap bulk" in done.notes) == (2, True)
+    run_both(command, url, "extract", pictures[0], broken, "--layers", "head")
 
 
 @pytest.mark.parametrize("form", ["png", "webp"])

@@ -245,5 +245,5 @@ def test_without_pyarrow(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_not_imported() -> None:
     """Whoever asks for no Arrow pays nothing for it."""
-    code = "import sys, layertap.service.app, layertap.service.cli.extract; print('pyarrow' in sys.modules)"
+    code = "import sys, layertap.service.app, layertap.service.cli.pictures; print('pyarrow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
