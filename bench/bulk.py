@@ -160,7 +160,7 @@ def run_loop(folder: Path, case: Case) -> Figures:
 
 def run_bulk(folder: Path, case: Case) -> Figures:
     """A bulk job."""
-    from layertap.service.bulk.bulk import Destination, Job, run
+    from layertap.service.bulk.bulk import Job, run
     from layertap.service.bulk.job import Question, Rows
     from layertap.service.bulk.local import LocalExtractor
     from layertap.service.bulk.sources import open_source
@@ -173,20 +173,24 @@ def run_bulk(folder: Path, case: Case) -> Figures:
         def advance(self, rows: Rows) -> None:
             pass
 
+    class Kept(LocalExtractor):
+        async def close(self) -> None:
+            """Both runs have one engine."""
+
     question, few = Question(case.model, (case.layer,), "mean"), folder / "few.txt"
     few.write_text("".join(f"{path}\n" for path in sorted((folder / "pictures").iterdir())[: case.images // TRIED]))
 
     async def embed() -> Figures:
         config = folder / "models.json" if case.config else None
-        extractor = LocalExtractor(create_configured_engine(config, workers=None))
+        extractor = Kept(create_configured_engine(config, workers=None))
         try:
             for source, out in ((few, "few.parquet"), (folder / "pictures", "bulk.parquet")):
-                job = Job(question, str(source), Destination.parse(folder / out, None))
+                job = Job.parse(question, str(source), folder / out, None)
                 watch = Watch()
-                await run(job, extractor, partial(open_source, str(source)), Silent())
+                await run(job, open_source(str(source)), lambda: extractor, Silent())
             return watch.read()
         finally:
-            await extractor.close()
+            await LocalExtractor.close(extractor)
 
     return asyncio.run(embed())
 

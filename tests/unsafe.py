@@ -47,7 +47,7 @@ BUILTINS = frozenset(["eval", "exec", "compile", "__import__"])
 # Where a module is named by the operator's configuration, which no request reaches, or by a table of our own.
 MAY_IMPORT_ANY = frozenset(["models/sources/python.py", "models/sources/build.py"])
 # What our own processes say to each other: no file and no request gets there.
-MAY_PICKLE = frozenset(["service/engine/execute/processes/channel.py", "service/bulk/ray_extractor.py"])
+MAY_PICKLE = frozenset(["service/engine/execute/processes/channel.py"])
 
 
 def findings(source: str, shown: str) -> list[str]:

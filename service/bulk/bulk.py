@@ -5,84 +5,90 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from itertools import zip_longest
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+import orjson
 
 from layertap.models.catalog.catalog import UNREPEATABLE
 from layertap.models.errors import LayertapError
 from layertap.service.bulk.arrow import import_parquet
-from layertap.service.bulk.job import BatchLimits, Extractor, Outline, Question, RemainingJob, Rows
-from layertap.service.bulk.manifest import (
-    LOCK,
-    NAME,
-    OTHERWISE,
-    Manifest,
-    check_same_job,
-    check_same_model,
-    lock_folder,
+from layertap.service.bulk.job import BatchLimits, Extractor, Outline, Question, Rows, cut_batches
+from layertap.service.bulk.manifest import LOCK, NAME, Manifest, check_same_model, lock_folder
+from layertap.service.bulk.parts import (
+    PartWriter,
+    check_columns,
+    check_keys,
+    find_parts,
+    list_parts,
+    merge_parts,
+    read_column,
 )
-from layertap.service.bulk.parts import PartWriter, check_keys, find_parts, make_metadata, merge_parts, open_table
-from layertap.service.bulk.pipeline import write_rows
-from layertap.service.bulk.shards import LAYOUTS
+from layertap.service.bulk.pipeline import answer_batches, write_rows
 from layertap.service.bulk.sources import Source
 
 PARTS = ".parts"  # behind a file's name: the folder that it grows in
-INDEX = "index.parquet"  # of shards
-OWN = ("part-*", f"{INDEX}*", f"{NAME}.*", NAME)  # the manifest last: until then they are known to be a job's
-ROW_BYTES = 256  # about, of an index of shards
 TARGET_BYTES = 64 * 2**20  # of a batch's results
 
 
 @dataclass(frozen=True)
-class Destination:
-    """Where results go: a single file in the end (``file``), or a folder that keeps its parts."""
-
-    folder: Path
-    file: Path | None
-    layout: str
-
-    @classmethod
-    def parse(cls, out: Path, layout: str | None) -> Destination:
-        """By the name that was given: one that ends in ``.parquet`` is a file; LayertapError."""
-        if out.suffix != ".parquet":
-            return cls(out, None, layout or "parquet")
-        if layout not in (None, "parquet"):
-            raise LayertapError(f"{layout} is for a folder", hint=f"write --out {out.with_suffix('')}")
-        return cls(out.with_name(out.name + PARTS), out, "parquet")
-
-
-@dataclass(frozen=True)
 class Job:
-    """What is asked of which source, and where it goes."""
+    """What is asked of which source, and the folder for the results; ``file`` is what becomes of it in the end, if any.
+
+    ``column`` is of a table.
+    """
 
     question: Question
     source: str
-    destination: Destination
-    column: str | None = None  # of a table
+    folder: Path
+    file: Path | None
+    layout: str
+    column: str | None = None
 
-    @property
-    def location(self) -> str:
-        """The source, wherever it is named from."""
-        return os.path.abspath(self.source)  # noqa: PTH100  (a pattern is no path)
+    @classmethod
+    def parse(cls, question: Question, source: str, out: Path, layout: str | None, column: str | None = None) -> Job:
+        """A job whose ``out`` is a file if its name ends in ``.parquet``; LayertapError."""
+        if out.suffix != ".parquet":
+            return cls(question, source, out, None, layout or "parquet", column)
+        if layout not in (None, "parquet"):
+            raise LayertapError(f"{layout} is for a folder", hint=f"write --out {out.with_suffix('')}")
+        return cls(question, source, out.with_name(out.name + PARTS), out, "parquet", column)
 
     def describe(self) -> dict[str, Any]:
-        """All but where it goes, as plain data."""
-        return {**self.question.describe(), "source": self.location, "column": self.column}
+        """What is asked, as plain data."""
+        source = os.path.abspath(self.source)  # noqa: PTH100  (a pattern is no path)
+        return {**self.question.describe(), "source": source, "column": self.column, "layout": self.layout}
+
+    def find_begun(self) -> Manifest | None:
+        """The manifest of what is there, which may be of another job; LayertapError for files that no job wrote."""
+        if self.file is not None and self.file.exists():
+            return _read_file(self.file)
+        begun = Manifest.read(self.folder)
+        just_begun = (LOCK, f"{NAME}.tmp")  # what is there where a job was killed before all else
+        if (
+            begun is None
+            and self.folder.exists()
+            and any(path.name not in just_begun for path in self.folder.iterdir())
+        ):
+            raise LayertapError(f"{self.folder} has other files in it", hint="choose another --out")
+        return begun
+
+    def list_tables(self) -> list[Path]:
+        """The tables that have a row for each input, in order."""
+        return [self.file] if self.file is not None and self.file.exists() else list_parts(self.folder)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How many rows there are, and how many of them are errors."""
+    """How many rows there are, how many of them are errors, and whether all were there before."""
 
     rows: int
     errors: int
+    before: bool
 
 
 class Observer(Protocol):
@@ -95,181 +101,117 @@ class Observer(Protocol):
         """A batch is answered."""
 
 
-def find_complete(job: Job, source: Source) -> tuple[Summary, Outline] | None:
-    """The summary and the outline of a job that is complete, else None; LayertapError for the output of another job.
+async def run(
+    job: Job, source: Source, create: Callable[[], Extractor], observer: Observer, *, restart: bool = False
+) -> Summary:
+    """Answer what is not answered yet; LayertapError. ``restart`` removes what is there.
 
-    The inputs' names are compared with those of ``source``, not what is in them.
+    ``create`` makes what answers, once nothing else is wrong.
     """
-    target = job.destination
-    _finish_cleaning(target)
-    if target.file is not None and target.file.exists() and not (target.folder / NAME).exists():
-        metadata = read_metadata(target.file)
-        outline = Outline(metadata[b"model"].decode(), metadata[b"fingerprint"].decode(), {}, {})
-        check_same_job(json.loads(metadata[b"question"]), job.describe(), outline.model)
-    else:
-        manifest = Manifest.read(target.folder)
-        if manifest is None or not manifest.complete:
-            return None
-        manifest.check_same(job.describe(), target.layout)
-        outline = manifest.outline
-    _check_pictures(list_tables(target), source)
-    return summarize(list_tables(target)), outline
-
-
-def remove(destination: Destination) -> None:
-    """Remove what a job has written, and nothing else; LayertapError for what no job has written."""
-    folder, file = destination.folder, destination.file
-    if file is not None and file.exists():
-        read_metadata(file)
-    if Manifest.read(folder) is not None:
-        with lock_folder(folder):
-            for pattern in OWN:
-                for path in folder.glob(pattern):
-                    path.unlink()
-        (folder / LOCK).unlink()
-        with suppress(OSError):  # what else is there stays
-            folder.rmdir()
-    if file is not None:
-        file.unlink(missing_ok=True)
-
-
-def check_replacement(job: Job, outline: Outline) -> None:
-    """LayertapError where a job could not replace the existing output."""
-    LAYOUTS[job.destination.layout].check(outline)
-    if job.destination.folder.exists():
-        check_folder(job.destination.folder)
-
-
-def check_folder(folder: Path) -> None:
-    """LayertapError for a folder that is not empty and not a job's."""
-    begun = {LOCK, f"{NAME}.tmp"}  # what is there where a job was killed before all else
-    if not (folder / NAME).exists() and any(path.name not in begun for path in folder.iterdir()):
-        raise LayertapError(f"{folder} has other files in it", hint="choose another --out")
-
-
-async def run(job: Job, extractor: Extractor, open_source: Callable[[int], Source], observer: Observer) -> Summary:
-    """Answer what is not answered yet; LayertapError. ``open_source`` gets the most bytes that a picture may have."""
-    target = job.destination
     await asyncio.to_thread(import_parquet)  # takes a second, in which batches would wait later
-    target.folder.mkdir(parents=True, exist_ok=True)
-    check_folder(target.folder)
-    with lock_folder(target.folder):
-        manifest = await _begin(job, extractor)
-        source = open_source(extractor.max_picture_bytes)
-        parts = await asyncio.to_thread(find_parts, target.folder)
-        first = sum(part.count for part in parts)
-        entries = source.iterate(first)
+    begun = job.find_begun()
+    if begun is not None and not restart:
+        begun.check_same(job.describe())
+    if next(source.iterate(1, 0), None) is None:
+        raise LayertapError(f"there is nothing in {job.source}")
+    complete = begun is not None and begun.complete and not restart
+    if complete:
+        entries = source.iterate(sys.maxsize, 0)
+        await asyncio.to_thread(check_keys, entries, job.list_tables(), complete=True)
+    extractor = create()
+    try:
+        outline = await extractor.outline(job.question)
+        _check_outline(job, outline)
+        if begun is not None and restart:  # not before the question has an answer: what is there may have taken a night
+            _remove(job, begun)
+            begun = job.find_begun()
+        elif begun is not None:
+            check_same_model(begun.outline, outline)
+        if not complete:
+            await _go_on(job, source, extractor, outline, begun, observer)
+    finally:
+        await extractor.close()
+    if job.file is not None and job.folder.exists():
+        _clear(job.folder)
+    errors = [read_column(table, "error") for table in job.list_tables()]
+    return Summary(sum(map(len, errors)), sum(len(each) - each.null_count for each in errors), complete)
+
+
+async def _go_on(
+    job: Job, source: Source, extractor: Extractor, outline: Outline, begun: Manifest | None, observer: Observer
+) -> None:
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with lock_folder(job.folder):
+        if job.find_begun() != begun:
+            raise LayertapError(f"another process has written to {job.folder}", hint="enter the command again")
+        if begun is None:
+            rows = max(1, min(extractor.max_rows, TARGET_BYTES // max(outline.row_bytes, 1)))
+            begun = Manifest(job.describe(), outline, BatchLimits(rows, extractor.max_batch_bytes))
+            begun.save(job.folder)
+        parts, first = await asyncio.to_thread(find_parts, job.folder)
+        entries = source.iterate(first, extractor.max_input_bytes)
         await asyncio.to_thread(check_keys, entries, parts)
         observer.start(first, source.count)
-        writer = PartWriter(target.folder, manifest.outline, LAYOUTS[target.layout], first)
-        reopen = partial(open_source, extractor.max_picture_bytes)
-        remaining = RemainingJob(job.question, manifest.outline, manifest.limits, entries, reopen, first)
-        await write_rows(extractor.answer(remaining), writer, observer.advance)
-        return await asyncio.to_thread(_finish, job, manifest)
+        batches = cut_batches(entries, begun.limits)
+        writer = PartWriter(job.folder, begun.outline, job.layout, first)
+        await write_rows(answer_batches(batches, extractor, job.question, begun.outline), writer, observer.advance)
+        await asyncio.to_thread(_finish, job, begun)
 
 
-async def _begin(job: Job, extractor: Extractor) -> Manifest:
-    """The manifest of the job, written now where there is none; LayertapError where it is of another."""
-    target = job.destination
-    manifest = Manifest.read(target.folder)
-    if manifest is not None:
-        manifest.check_same(job.describe(), target.layout)
-    outline = await extractor.outline(job.question)
+def _check_outline(job: Job, outline: Outline) -> None:
+    """LayertapError where answers can't be compared, or don't fit the layout."""
     if outline.fingerprint.startswith(UNREPEATABLE):
         raise LayertapError(
             f"model {outline.model} is not deterministic: no two of its vectors can be compared",
             hint="find in its code what draws random numbers outside of training",
         )
-    if manifest is not None:
-        check_same_model(manifest.outline, outline)
-        return manifest
-    LAYOUTS[target.layout].check(outline)
-    rows = max(1, min(extractor.max_rows, TARGET_BYTES // max(outline.row_bytes, 1)))
-    limits = BatchLimits(rows, extractor.max_batch_bytes)
-    manifest = Manifest(job.question, job.location, job.column, outline, limits, target.layout)
-    manifest.save(target.folder)
-    return manifest
+    check_columns(outline, job.layout)
 
 
-def _finish(job: Job, manifest: Manifest) -> Summary:
+def _finish(job: Job, manifest: Manifest) -> None:
     """Make the output of the parts."""
-    target, outline = job.destination, manifest.outline
-    parts = find_parts(target.folder)
-    if not parts:
-        raise LayertapError(f"there is nothing in {job.source}")
-    metadata = make_metadata(outline, job.describe())
-    if target.file is not None:
-        merge_parts(parts, target.file, metadata, outline.row_bytes)
-    elif LAYOUTS[target.layout].write_shard is not None:
-        merge_parts(parts, target.folder / INDEX, metadata, ROW_BYTES)
-    manifest.finish(target.folder)
-    _clean(target)
-    return summarize(list_tables(target))
+    if job.file is None:
+        replace(manifest, complete=True).save(job.folder)
+        return
+    outline = manifest.outline
+    metadata = {  # ``layertap check`` reads it
+        "model": outline.model,
+        "fingerprint": outline.fingerprint,
+        "receipts": orjson.dumps(outline.receipts).decode(),
+        "question": orjson.dumps(manifest.question).decode(),
+    }
+    merge_parts(list_parts(job.folder), job.file, metadata, outline.row_bytes)
 
 
-def _clean(target: Destination) -> None:
-    """Remove what a complete job needs no more; its manifest says so until the last, whenever it is killed."""
-    if target.file is None and LAYOUTS[target.layout].write_shard is None:
-        return  # parts are what was asked for
-    for path in target.folder.glob("part-*.parquet"):
-        path.unlink()
-    if target.file is not None:
-        (target.folder / NAME).unlink()
-        shutil.rmtree(target.folder)
-
-
-def _finish_cleaning(target: Destination) -> None:
-    """Remove what a job that was killed while it cleaned has left."""
-    manifest = Manifest.read(target.folder)
-    final = target.file or target.folder / INDEX
-    if manifest is not None and manifest.complete and manifest.layout == target.layout and final.exists():
-        with lock_folder(target.folder):
-            _clean(target)
-    elif manifest is None and target.file is not None and target.file.exists() and _is_emptied(target.folder):
-        shutil.rmtree(target.folder)
-
-
-def _is_emptied(folder: Path) -> bool:
-    """Whether nothing is left of a job but the file that locks its folder."""
-    return folder.is_dir() and all(path.name == LOCK for path in folder.iterdir())
-
-
-def list_tables(target: Destination) -> list[Path]:
-    """The tables of a complete job that have a row for each picture, in order."""
-    if target.file is not None:
-        return [target.file]
-    index = target.folder / INDEX
-    return [index] if index.exists() else sorted(target.folder.glob("part-*.parquet"))
-
-
-def _check_pictures(tables: Sequence[Path], source: Source) -> None:
-    """LayertapError where what is complete is not of the pictures that a source has now."""
-    answered = (key for path in tables for key in read_column(path, "key").to_pylist())
-    there = (entry.key for entry in source.iterate(sys.maxsize))  # none of them is read
-    for before, now in zip_longest(answered, there):
-        if before != now:
-            what = f"there is {now} now, which was not there then" if now is not None else f"{before} is gone"
-            raise LayertapError(f"{tables[0].name} is complete, and of other inputs: {what}", hint=OTHERWISE)
-
-
-def read_column(table: Path, name: str) -> Any:
-    """A column of what a job has written; LayertapError where that is damaged."""
-    with open_table(table) as file:
-        return file.read([name]).column(0)
-
-
-def summarize(tables: Sequence[Path]) -> Summary:
-    """How many rows there are in what is complete; LayertapError."""
-    columns = [read_column(path, "error") for path in tables]
-    return Summary(sum(map(len, columns)), sum(len(column) - column.null_count for column in columns))
-
-
-def read_metadata(file: Path) -> Mapping[bytes, bytes]:
-    """What a file says of the job that made it; LayertapError where none did."""
+def _read_file(file: Path) -> Manifest:
+    """What a complete job's file says of it; LayertapError where no job has made it."""
     try:
-        metadata: Mapping[bytes, bytes] = import_parquet().read_schema(file).metadata or {}
-        if metadata.keys() >= {b"model", b"question"} and isinstance(json.loads(metadata[b"question"]), dict):
-            return metadata
-    except (OSError, ValueError):
-        pass
-    raise LayertapError(f"{file} is there already, and none of ours", hint="choose another --out")
+        facts = {name.decode(): value for name, value in import_parquet().read_schema(file).metadata.items()}
+        outline = Outline(facts["model"].decode(), facts["fingerprint"].decode(), {}, {})
+        question = {"layout": "parquet", **json.loads(facts["question"])}
+        return Manifest(question, outline, BatchLimits(0, 0), complete=True)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError):
+        raise LayertapError(f"{file} is there already, and none of ours", hint="choose another --out") from None
+
+
+def _remove(job: Job, begun: Manifest) -> None:
+    """Remove what a job has written, and nothing else."""
+    if job.folder.exists():
+        replace(begun, complete=False).save(job.folder)  # it may be interrupted, and goes on as one that is not
+        _clear(job.folder)
+    if job.file is not None:
+        job.file.unlink(missing_ok=True)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a job has written into a folder, and the folder where nothing else is in it.
+
+    The last part is the first to go, and the manifest goes after all parts: it is a job's whenever this is interrupted.
+    """
+    with lock_folder(folder):
+        for pattern in ("part-*", f"{NAME}*"):
+            for path in sorted(folder.glob(pattern), reverse=True):
+                path.unlink()
+    (folder / LOCK).unlink()
+    with suppress(OSError):
+        folder.rmdir()

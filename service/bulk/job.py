@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ import numpy as np
 
 from layertap.models.errors import LayertapError, RequestError
 from layertap.models.spec import Truncate
-from layertap.service.bulk.sources import Entry, Source
+from layertap.service.bulk.sources import Entry
 from layertap.service.features import Array
 
 
@@ -43,11 +43,6 @@ class Column:
     shape: tuple[int, ...]
     dtype: str
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one input's result."""
-        return prod(self.shape) * np.dtype(self.dtype).itemsize
-
 
 @dataclass(frozen=True)
 class Outline:
@@ -58,10 +53,23 @@ class Outline:
     columns: Mapping[str, Column]
     receipts: Mapping[str, Mapping[str, Any]]
 
+    @classmethod
+    def of(cls, model: str, fingerprint: str, arrays: Mapping[str, Array], receipts: Mapping[str, Any]) -> Outline:
+        """By the answer to one input. RequestError where an input has not one row of each result."""
+        columns = {}
+        for name, array in arrays.items():
+            if receipts[name].get("row_axis", 0) != 0:
+                raise RequestError(f"{name} has no row for each input", hint="add --pool mean, or name another layer")
+            if len(array) != 1:
+                detail = f"{name} has {len(array)} rows for each input: windows are folded into the batch there"
+                raise RequestError(detail, hint="name another layer, such as the block that it is in")
+            columns[name] = Column(array.shape[1:], array.dtype.name)
+        return cls(model, fingerprint, columns, receipts)
+
     @property
     def row_bytes(self) -> int:
         """Bytes of all results of an input."""
-        return sum(column.nbytes for column in self.columns.values())
+        return sum(prod(column.shape) * np.dtype(column.dtype).itemsize for column in self.columns.values())
 
     def find_misfit(self, arrays: Mapping[str, Array]) -> str:
         """Why results don't fit the columns: other names or shapes; an empty text where they fit."""
@@ -110,30 +118,25 @@ class BatchLimits:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class RemainingJob:
-    """The rest of a job: ``entries`` to be cut into batches; ``open_source`` reads them again, behind the ``first``."""
-
-    question: Question
-    outline: Outline
-    limits: BatchLimits
-    entries: Iterator[Entry]
-    open_source: Callable[[], Source]
-    first: int
-
-
 class Extractor(Protocol):
-    """An engine of this process, a server or a cluster that answers a job. Its limits are known with the outline."""
+    """An engine of this process, a server or a cluster that answers batches; ``in_flight`` of them keep it busy.
 
-    max_picture_bytes: int
+    All numbers are known with the outline.
+    """
+
+    in_flight: int
+    max_input_bytes: int
     max_batch_bytes: int
     max_rows: int
 
     async def outline(self, question: Question) -> Outline:
         """What answers look like; LayertapError."""
 
-    def answer(self, remaining: RemainingJob) -> AsyncGenerator[Rows, None]:
-        """The rows of all batches of ``remaining``, in their order; LayertapError."""
+    async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
+        """The answer to a batch of entries with bytes; errors that name an input are part of it.
+
+        RequestError, TooLargeError: a smaller batch may succeed. Any other LayertapError ends the job.
+        """
 
     async def close(self) -> None:
         """Free all resources."""
@@ -152,17 +155,6 @@ def cut_batches(entries: Iterable[Entry], limits: BatchLimits) -> Iterator[list[
         nbytes += size
     if batch:
         yield batch
-
-
-def make_column(name: str, row_axis: int | None, captured: Sequence[int], shape: Sequence[int], dtype: str) -> Column:
-    """The column of a result; ``captured`` is the tensor of one input. RequestError where inputs have no row each."""
-    rows = captured[0] if captured else 0
-    if row_axis != 0:
-        raise RequestError(f"{name} has no row for each input", hint="add --pool mean, or name another layer")
-    if rows != 1:
-        detail = f"{name} has {rows} rows for each input: windows are folded into the batch there"
-        raise RequestError(detail, hint="name another layer, such as the block that it is in")
-    return Column(tuple(shape[1:]), dtype)
 
 
 def make_rows(entries: Sequence[Entry], answer: Answer, outline: Outline, indices: Sequence[int]) -> Rows:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from layertap.models.errors import Fault, RequestError
-from layertap.service.bulk.job import Answer, Outline, Question, make_column
-from layertap.service.bulk.pipeline import BatchExtractor
+from layertap.service.bulk.job import Answer, Extractor, Outline, Question
 from layertap.service.bulk.sources import Entry
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest
@@ -23,14 +22,14 @@ MAX_ROWS = 32
 MAX_BATCH_BYTES = 64 * 2**20
 
 
-class LocalExtractor(BatchExtractor):
+class LocalExtractor(Extractor):
     """An engine, which it owns."""
 
     def __init__(self, engine: Engine) -> None:
         settings = engine.settings
         self._engine = engine
         self.in_flight = max(settings.workers, settings.cpu_threads) + 2  # one for each, and some that are decoded
-        self.max_picture_bytes = settings.max_body_bytes
+        self.max_input_bytes = settings.max_body_bytes
         self.max_batch_bytes = MAX_BATCH_BYTES
         self.max_rows = min(MAX_ROWS, settings.max_batch_rows, settings.max_inputs, settings.max_queue_rows)
 
@@ -42,11 +41,7 @@ class LocalExtractor(BatchExtractor):
         with self._engine.admission.admit(_make_deadline()) as ticket:
             features = await self._engine.extract(request, ticket)
             features = await Prober(self._engine).add_probes(features, request, ticket)
-        columns = {
-            key: make_column(key, features.receipts[key].row_axis, array.shape, array.shape, array.dtype.name)
-            for key, array in features.arrays.items()
-        }
-        return Outline(features.model, features.fingerprint, columns, describe_receipts(features))
+        return Outline.of(features.model, features.fingerprint, features.arrays, describe_receipts(features))
 
     async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
         """What a batch gives; RequestError, TooLargeError where fewer may be answered; any error of the tree."""

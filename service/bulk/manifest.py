@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from layertap.models.errors import LayertapError
-from layertap.service.bulk.job import BatchLimits, Outline, Question
+from layertap.service.bulk.job import BatchLimits, Outline
 
 NAME = "manifest.json"
 LOCK = ".lock"
@@ -26,29 +27,29 @@ class OtherModelError(LayertapError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """A job: what is asked of which source, what answers are like, how pictures are batched, whether all are there."""
+    """A job: what is asked of which source, what answers are like, how inputs are batched, whether all are there."""
 
-    question: Question
-    source: str
-    column: str | None
+    question: dict[str, Any]
     outline: Outline
     limits: BatchLimits
-    layout: str
     complete: bool = False
-    format: Literal[1] = 1  # of the file
+    format: Literal[2] = 2  # of the file
 
-    def check_same(self, asked: Mapping[str, Any], layout: str) -> None:
-        """LayertapError where what a job asks now is not what it was begun with."""
-        begun = {**self.question.describe(), "source": self.source, "column": self.column, "layout": self.layout}
-        check_same_job(begun, {**asked, "layout": layout}, self.outline.model)
+    def check_same(self, asked: Mapping[str, Any]) -> None:
+        """LayertapError where what is asked now is not what the job was begun with.
+
+        To name no model is to ask for the one that answered, as is to name that.
+        """
+        for name, value in asked.items():
+            before = self.question.get(name)
+            if (value or None) != (before or None) and not (name == "model" and value in (None, self.outline.model)):
+                detail = f"what is there was made with {name} {before}, and now it is to be {value}"
+                raise LayertapError(detail, hint=OTHERWISE)
 
     def save(self, folder: Path) -> None:
         """Write it, all or nothing."""
-        write_atomically(folder / NAME, json.dumps(asdict(self), indent=1).encode())
-
-    def finish(self, folder: Path) -> None:
-        """Write that all pictures are there."""
-        replace(self, complete=True).save(folder)
+        with replace_file(folder / NAME) as temporary:
+            temporary.write_bytes(json.dumps(asdict(self), indent=1).encode())
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -63,19 +64,6 @@ class Manifest:
             raise LayertapError(detail, hint="choose another --out") from None
 
 
-def check_same_job(begun: Mapping[str, Any], asked: Mapping[str, Any], model: str) -> None:
-    """LayertapError where what is asked now is not what a job was begun with; ``model`` is the one that answered.
-
-    To name no model is to ask for the one that answered, as is to name that. What older versions do not name is false.
-    """
-    for name, value in asked.items():
-        before = begun.get(name)
-        if (value or None) != (before or None) and not (name == "model" and value in (None, model)):
-            raise LayertapError(
-                f"what is there was made with {name} {before}, and now it is to be {value}", hint=OTHERWISE
-            )
-
-
 def check_same_model(before: Outline, now: Outline) -> None:
     """OtherModelError where answers are not of the fingerprint that a job was begun with."""
     if now.fingerprint != before.fingerprint:
@@ -83,12 +71,6 @@ def check_same_model(before: Outline, now: Outline) -> None:
             f"what is there was made by {before.model} with fingerprint {before.fingerprint}, and now "
             f"{now.model} has {now.fingerprint}: the vectors can't be compared"
         )
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all, whatever happens."""
-    with replace_file(path) as temporary:
-        temporary.write_bytes(data)
 
 
 @contextmanager
@@ -109,17 +91,11 @@ def replace_file(path: Path) -> Iterator[Path]:
         reason = os.strerror(error.errno) if error.errno else str(error)
         hint = "what is written stays: make room, and the same command goes on"
         raise LayertapError(f"{path} can't be written: {reason}", hint=hint) from error
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the disk keep which files a folder has."""
-    with suppress(OSError):  # not on Windows
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # which files the folder has
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -127,11 +103,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Keep other processes out as long as the block runs; LayertapError where one is in."""
     with (folder / LOCK).open("w") as file:
         try:
-            import fcntl
-
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # not on Windows
-            pass
         except OSError:
             raise LayertapError(f"another process writes to {folder}", hint="wait for it, or end it") from None
         yield

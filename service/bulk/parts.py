@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import orjson
+import numpy as np
+from safetensors.numpy import save
 
 from layertap.models.errors import LayertapError
 from layertap.service.bulk.arrow import import_parquet, summarize
 from layertap.service.bulk.job import Outline, Rows
 from layertap.service.bulk.manifest import OTHERWISE, replace_file
-from layertap.service.bulk.shards import Layout
 from layertap.service.bulk.sources import Entry
+from layertap.service.features import Array
 
 PART = "part-{start:012d}"
+RESERVED = frozenset({"key", "digest", "fingerprint", "error", "shard", "row"})
 GROUP_ROWS, GROUP_BYTES = 8192, 64 * 2**20  # of a row group of the file in the end
-READ_ROWS = 1024
-KEYS, FIRST, COUNT = b"keys", b"first", b"count"
-
-
-@dataclass(frozen=True)
-class PartFile:
-    """Rows that are written, as their file tells: the first one's number, how many, a digest of their keys."""
-
-    path: Path
-    first: int
-    count: int
-    keys: str
+OPTIONS: dict[str, Any] = {"compression": "zstd", "compression_level": 1, "use_dictionary": ["fingerprint", "error"]}
 
 
 @dataclass
@@ -41,7 +30,7 @@ class PartWriter:
 
     folder: Path
     outline: Outline
-    layout: Layout
+    layout: str
     first: int  # number of the next row
     _rows: list[Rows] = field(default_factory=list)
 
@@ -58,88 +47,120 @@ class PartWriter:
         """Write what was added, where there is something."""
         if not self._rows:
             return
-        parquet = import_parquet()
         name = PART.format(start=self.first)
-        table = self.layout.make_table(self.folder, name, self._rows, self.outline)
-        keys = [key for rows in self._rows for key in rows.keys]
-        facts = {KEYS: digest_keys(keys), FIRST: str(self.first).encode(), COUNT: str(len(keys)).encode()}
+        table = self._make_table(f"{name}.safetensors")
         with replace_file(self.folder / f"{name}.parquet") as temporary:
-            parquet.write_table(table.replace_schema_metadata({**table.schema.metadata, **facts}), temporary, **OPTIONS)
-        self.first += len(keys)
+            import_parquet().write_table(table, temporary, **OPTIONS)
+        self.first += len(table)
         self._rows.clear()
 
+    def _make_table(self, shard: str) -> Any:
+        """The rows as a table; results are columns of it, or arrays in a file of their own, which is written."""
+        import pyarrow as pa
 
-def find_parts(folder: Path) -> list[PartFile]:
-    """The parts of a folder, in order, without a gap; LayertapError. What was begun and not finished is removed."""
-    for left in folder.glob("*.tmp"):
-        left.unlink()
-    parts = [_read_part(path) for path in sorted(folder.glob("part-*.parquet"))]
-    expected = 0
-    for part in parts:
-        if part.first != expected:
-            raise LayertapError(f"rows from {expected} on are missing in {folder}", hint=OTHERWISE)
-        expected += part.count
-    return parts
+        parts = self._rows
+        errors = [error for rows in parts for error in rows.errors]
+        good = np.array([error is None for error in errors], bool)
+        arrays = {key: np.concatenate([rows.arrays[key] for rows in parts]) for key in self.outline.columns}
+        fingerprints = [rows.fingerprint if error is None else None for rows in parts for error in rows.errors]
+        columns: dict[str, Any] = {
+            "key": pa.array([key for rows in parts for key in rows.keys], pa.string()),
+            "digest": pa.array([digest for rows in parts for digest in rows.digests], pa.string()),
+        }
+        if self.layout == "parquet":
+            columns |= {key: _make_vectors(array, good) for key, array in arrays.items()}
+        else:
+            with replace_file(self.folder / shard) as temporary:
+                temporary.write_bytes(save({key: np.ascontiguousarray(array) for key, array in arrays.items()}))
+            columns["shard"] = pa.array([shard if each else None for each in good], pa.string())
+            columns["row"] = pa.array(np.cumsum(good) - 1, pa.int64(), mask=~good)
+        columns["fingerprint"] = pa.array(fingerprints, pa.string())
+        columns["error"] = pa.array(errors, pa.string())
+        return pa.table(columns, metadata={})
 
 
-def check_keys(entries: Iterator[Entry], parts: Sequence[PartFile]) -> None:
-    """Take as many entries as parts have rows; LayertapError where they are not the same pictures in the same order."""
-    for part in parts:
-        keys = [entry.key for entry in islice(entries, part.count)]
-        if digest_keys(keys).decode() != part.keys:
+def _make_vectors(array: Array, good: Any) -> Any:
+    """Fixed-size lists, null where there is no row."""
+    import pyarrow as pa
+
+    width = array.shape[1]
+    values = np.zeros((len(good), width), array.dtype)
+    values[good] = array
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), width, mask=pa.array(~good))
+
+
+def check_columns(outline: Outline, layout: str) -> None:
+    """LayertapError where results don't fit a table."""
+    for name, column in outline.columns.items():
+        if name in RESERVED:
+            raise LayertapError(f"no result may be called {name}", hint="name the layer's call: LAYER#-1")
+        if layout == "parquet" and len(column.shape) != 1:
             raise LayertapError(
-                f"the source has other inputs than before, or in another order, after the first {part.first}",
-                hint=OTHERWISE,
+                f"{name} is {list(column.shape)} for each input, and no vector",
+                hint="add --pool mean, or --out a folder and --format safetensors",
             )
 
 
-def digest_keys(keys: Iterable[str]) -> bytes:
-    """A digest of keys in their order."""
-    digest = hashlib.sha256()
-    for key in keys:
-        digest.update(key.encode() + b"\0")
-    return digest.hexdigest().encode()
+def list_parts(folder: Path) -> list[Path]:
+    """The tables of a folder, in order."""
+    return sorted(folder.glob("part-*.parquet"))
 
 
-def merge_parts(parts: Sequence[PartFile], path: Path, metadata: Mapping[str, str], row_bytes: int) -> None:
+def find_parts(folder: Path) -> tuple[list[Path], int]:
+    """The tables of a folder, in order, and how many rows they have; LayertapError where some are missing.
+
+    What was begun and not finished is removed.
+    """
+    for left in folder.glob("*.tmp"):
+        left.unlink()
+    parts, count = list_parts(folder), 0
+    for path in parts:
+        if path.stem != PART.format(start=count):
+            raise LayertapError(f"rows from {count} on are missing in {folder}", hint=OTHERWISE)
+        with open_table(path) as file:
+            count += file.metadata.num_rows
+    return parts, count
+
+
+def check_keys(entries: Iterator[Entry], tables: Sequence[Path], *, complete: bool = False) -> None:
+    """Take as many entries as tables have rows; LayertapError where they are not the same inputs in the same order.
+
+    ``complete``: there may be no others.
+    """
+    end = Entry("", None)
+    keys = (key for table in tables for key in read_column(table, "key").to_pylist())
+    for before in keys:
+        now = next(entries, end)
+        if now.key != before:
+            what = f"there is {now.key} now" if now is not end else f"{before} is gone"
+            raise LayertapError(f"the source has other inputs than before: {what}", hint=OTHERWISE)
+    if complete and (more := next(entries, None)) is not None:
+        raise LayertapError(f"the source has other inputs than before: there is {more.key} now", hint=OTHERWISE)
+
+
+def merge_parts(parts: Sequence[Path], path: Path, metadata: Mapping[str, str], row_bytes: int) -> None:
     """All parts as one file, which depends on their rows alone: not on where a part ends."""
-    schema = import_parquet().read_schema(parts[0].path).with_metadata({**metadata})
-    size = max(1, min(GROUP_ROWS, GROUP_BYTES // max(row_bytes, 1)))
-    write_batches(read_batches([part.path for part in parts]), path, schema, size)
-
-
-def write_batches(batches: Iterator[Any], path: Path, schema: Any, size: int) -> None:
-    """Record batches as one file, in groups of ``size`` rows."""
-    parquet = import_parquet()
     import pyarrow as pa
 
+    parquet = import_parquet()
+    schema = parquet.read_schema(parts[0]).with_metadata({**metadata})
+    size = max(1, min(GROUP_ROWS, GROUP_BYTES // max(row_bytes, 1)))
+    table = schema.empty_table()
     with replace_file(path) as temporary, parquet.ParquetWriter(temporary, schema, **OPTIONS) as writer:
-        for group in _regroup(batches, size):
-            writer.write_table(pa.Table.from_batches(group, schema).combine_chunks(), size)
+        for part in parts:
+            with open_table(part) as file:
+                table = pa.concat_tables([table, file.read().replace_schema_metadata(schema.metadata)])
+            while len(table) >= size:
+                writer.write_table(table.slice(0, size).combine_chunks(), size)
+                table = table.slice(size)
+        if len(table):
+            writer.write_table(table.combine_chunks(), size)
 
 
-def read_batches(paths: Iterable[Path]) -> Iterator[Any]:
-    """The record batches of what a job has written, without metadata; LayertapError where that is damaged."""
-    for path in paths:
-        with open_table(path) as file:
-            for batch in file.iter_batches(READ_ROWS):
-                yield batch.replace_schema_metadata(None)
-
-
-def _regroup(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    """Record batches, as many as have so many rows together."""
-    group: list[Any] = []
-    missing = size
-    for batch in batches:
-        rest = batch
-        while rest.num_rows >= missing:
-            yield [*group, rest.slice(0, missing)]
-            rest, group, missing = rest.slice(missing), [], size
-        if rest.num_rows:
-            group.append(rest)
-            missing -= rest.num_rows
-    if group:
-        yield group
+def read_column(table: Path, name: str) -> Any:
+    """A column of what a job has written; LayertapError where that is damaged."""
+    with open_table(table) as file:
+        return file.read([name]).column(0)
 
 
 @contextmanager
@@ -148,28 +169,5 @@ def open_table(path: Path) -> Iterator[Any]:
     try:
         with import_parquet().ParquetFile(path) as file:
             yield file
-    except LayertapError:
-        raise
     except (OSError, ValueError) as error:
         raise LayertapError(f"{path} is damaged: {summarize(error)}", hint=OTHERWISE) from error
-
-
-def _read_part(path: Path) -> PartFile:
-    try:
-        facts = import_parquet().read_schema(path).metadata
-        return PartFile(path, int(facts[FIRST]), int(facts[COUNT]), facts[KEYS].decode())
-    except (KeyError, OSError, TypeError, ValueError) as error:
-        raise LayertapError(f"{path} is no part of a job", hint=OTHERWISE) from error
-
-
-def make_metadata(outline: Outline, question: Mapping[str, Any]) -> dict[str, str]:
-    """What a file says of all its rows: ``layertap check`` reads it."""
-    return {
-        "model": outline.model,
-        "fingerprint": outline.fingerprint,
-        "receipts": orjson.dumps(outline.receipts).decode(),
-        "question": orjson.dumps(question).decode(),
-    }
-
-
-OPTIONS: dict[str, Any] = {"compression": "zstd", "compression_level": 1, "use_dictionary": ["fingerprint", "error"]}

@@ -8,57 +8,29 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Protocol
 
 from layertap.models.errors import RequestError, TooLargeError
-from layertap.service.bulk.job import (
-    Answer,
-    Outline,
-    Question,
-    RemainingJob,
-    Rows,
-    cut_batches,
-    join_answers,
-    make_rows,
-)
+from layertap.service.bulk.job import Answer, Extractor, Outline, Question, Rows, join_answers, make_rows
 from layertap.service.bulk.parts import PartWriter
 from layertap.service.bulk.sources import Entry
 
 PART_BYTES = 64 * 2**20
-SHORTEST_PART_S, LONGEST_PART_S = 1.0, 60.0
-PART_SHARE = 0.02  # of the time that the job has run: what a kill loses, and how many parts there are, stay small
+PART_S = 30.0  # between two parts: what a kill loses
 
 OnRows = Callable[[Rows], None]
-
-
-class BatchExtractor(Protocol):
-    """An engine of this process, or a server, that answers batches; ``in_flight`` of them keep it busy."""
-
-    in_flight: int
-
-    async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
-        """The answer to a batch of entries with bytes; errors that name an input are part of it.
-
-        RequestError, TooLargeError: a smaller batch may succeed. Any other LayertapError ends the job.
-        """
-
-    def answer(self, remaining: RemainingJob) -> AsyncGenerator[Rows, None]:
-        """The rows of all batches of ``remaining``, in their order; LayertapError."""
-        batches = cut_batches(remaining.entries, remaining.limits)
-        return answer_batches(batches, self, remaining.question, remaining.outline)
 
 
 async def write_rows(answers: AsyncGenerator[Rows, None], writer: PartWriter, on_rows: OnRows) -> None:
     """Write all rows in their order; LayertapError, with what was answered written."""
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, "writer") as files:
-        begun = written = time.monotonic()
+        written = time.monotonic()
         try:
             async with aclosing(answers):
                 async for rows in answers:
                     writer.add(rows)
                     now = time.monotonic()
-                    if writer.nbytes >= PART_BYTES or now - written >= _choose_interval(now - begun):
+                    if writer.nbytes >= PART_BYTES or now - written >= PART_S:
                         await loop.run_in_executor(files, writer.flush)
                         written = now
                     on_rows(rows)
@@ -67,7 +39,7 @@ async def write_rows(answers: AsyncGenerator[Rows, None], writer: PartWriter, on
 
 
 async def answer_batches(
-    batches: Iterator[list[Entry]], extractor: BatchExtractor, question: Question, outline: Outline
+    batches: Iterator[list[Entry]], extractor: Extractor, question: Question, outline: Outline
 ) -> AsyncGenerator[Rows, None]:
     """The rows of all batches in their order, read in a thread while others are answered; LayertapError."""
     loop = asyncio.get_running_loop()
@@ -86,12 +58,7 @@ async def answer_batches(
             await asyncio.gather(*pending, return_exceptions=True)
 
 
-def _choose_interval(elapsed: float) -> float:
-    """Seconds between two parts of a job that has run for ``elapsed`` seconds."""
-    return min(max(elapsed * PART_SHARE, SHORTEST_PART_S), LONGEST_PART_S)
-
-
-async def _answer(batch: Sequence[Entry], extractor: BatchExtractor, question: Question, outline: Outline) -> Rows:
+async def _answer(batch: Sequence[Entry], extractor: Extractor, question: Question, outline: Outline) -> Rows:
     indices = [index for index, entry in enumerate(batch) if entry.data is not None]
     answer = Answer(outline.fingerprint, {}, {})
     if indices:
@@ -99,7 +66,7 @@ async def _answer(batch: Sequence[Entry], extractor: BatchExtractor, question: Q
     return await asyncio.to_thread(make_rows, batch, answer, outline, indices)
 
 
-async def _extract(extractor: BatchExtractor, question: Question, entries: Sequence[Entry], outline: Outline) -> Answer:
+async def _extract(extractor: Extractor, question: Question, entries: Sequence[Entry], outline: Outline) -> Answer:
     """The answer to entries. If they fail together, each half is tried, so that the one at fault ends up alone."""
     try:
         answer = await extractor.extract(question, entries)

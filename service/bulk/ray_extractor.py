@@ -1,214 +1,162 @@
-"""Batches answered by actors of a Ray cluster, through Ray Data. What is written, and where, is as without it."""
+"""Batches answered by actors of a Ray cluster. What is read and written, and where, is as without it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import pickle
 import socket
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import chdir
-from dataclasses import dataclass, replace
-from itertools import islice
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from layertap.models.errors import LayertapError
-from layertap.service.bulk.job import Outline, Question, RemainingJob, Rows, cut_batches
-from layertap.service.bulk.pipeline import answer_batches
+from layertap.service.bulk.job import Answer, Extractor, Outline, Question
 from layertap.service.bulk.sources import Entry
 from layertap.service.ray_settings import read_settings_on_ray
 
 if TYPE_CHECKING:  # torch is imported on the cluster alone
     from layertap.service.bulk.local import LocalExtractor
 
-log = logging.getLogger("layertap")
 CONNECT_S = 10.0
-GROUP = 4  # batches that an actor takes at once, to decode some while it runs others
-IN_FLIGHT = 2  # groups of an actor: the next is there when one is done
-GROUPS = "groups"  # the only column, of pickled lists
-NODE = "ray.io/node-id"  # a label that every node has
+MAX_BATCH_BYTES = 16 * 2**20  # this process holds those of all actors
+ATTEMPTS = 10  # at a batch whose actors die
 # Of a cluster that is started here nothing is told to anybody; what its C++ code logs comes as exceptions too.
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
 
 
-@dataclass(frozen=True)
-class ActorResources:
-    """What each actor gets of a cluster."""
+class RayExtractor(Extractor):
+    """Actors of a cluster, each with an engine, so many CPUs and GPUs, and the settings that are ``chosen``.
 
-    cpus: float
-    gpus: float
+    There are as many as batches wait, at most as many as the cluster has room for.
+    """
 
-
-class RayExtractor:
-    """Actors of a cluster, each with an engine; ``chosen`` are the settings that theirs are read with."""
-
-    def __init__(self, address: str | None, resources: ActorResources, chosen: Mapping[str, Any]) -> None:
+    def __init__(self, address: str | None, cpus: float, gpus: float, chosen: Mapping[str, Any]) -> None:
         """Connect to the cluster, or start one; LayertapError."""
         self._ray = _connect(address)
-        if not _has_room(self._ray, resources):  # an autoscaler may add one, so that this is no error
-            needs = f"{resources.cpus:g} CPUs and {resources.gpus:g} GPUs"
-            log.warning("no machine of the Ray cluster has %s: waiting for one (see ray status)", needs)
-        self._resources = resources
-        self._chosen = chosen
-        self.max_picture_bytes = self.max_batch_bytes = self.max_rows = 0  # an actor tells
+        self._room = _count_places(self._ray, cpus, gpus)
+        self._start = partial(self._ray.remote(num_cpus=cpus, num_gpus=gpus)(_Answerer).remote, chosen)
+        self._free: asyncio.Queue[Any] = asyncio.Queue()  # an actor for each batch that it has time for, or an error
+        self._dead: list[Any] = []
+        self._openings: set[asyncio.Task[None]] = set()
+        self.in_flight = self.max_input_bytes = self.max_rows = 0  # an actor tells
+        self.max_batch_bytes = MAX_BATCH_BYTES
 
     async def outline(self, question: Question) -> Outline:
-        """What answers will be like, as a process of the cluster tells; LayertapError."""
-        # Once: what it has loaded is gone with its process.
-        once = self._ray.remote(num_cpus=self._resources.cpus, num_gpus=self._resources.gpus, max_calls=1)
-        reference = once(_describe).remote(self._chosen, question)
-        outline: Outline
-        outline, limits = await asyncio.to_thread(self._get, reference)
-        self.max_picture_bytes, self.max_batch_bytes, self.max_rows = limits
+        """What answers will be like, as the first actor tells; LayertapError."""
+        places = self._room
+        self._room -= 1
+        outline, batches, self.max_input_bytes, self.max_rows = await self._open(question)
+        self.in_flight = places * batches
         return outline
 
-    async def answer(self, remaining: RemainingJob) -> AsyncGenerator[Rows, None]:
-        """The rows of all batches of ``remaining``, in their order; LayertapError."""
-        run, groups = asyncio.get_running_loop().run_in_executor, self._iterate(remaining)
-        with ThreadPoolExecutor(1, "ray") as thread:
+    async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
+        """The answer of an actor that has time for it; errors as of any extractor.
+
+        A batch whose actor dies is given to another one: Ray would wait until it can start the same one again.
+        """
+        for _ in range(ATTEMPTS):
+            actor = await self._take(question)
             try:
-                while (group := await run(thread, next, groups, None)) is not None:
-                    for rows in group:
-                        yield rows
-            finally:
-                # As long as the cluster is there: Ray Data tidies up by it, and would start another one.
-                await run(thread, groups.close)
+                answer: Answer = await actor.extract.remote(question, entries)
+            except self._ray.exceptions.RayActorError as error:
+                reason = error
+                if actor not in self._dead:
+                    self._dead.append(actor)
+                    self._room += 1
+                continue
+            except self._ray.exceptions.RayError as error:
+                self._free.put_nowait(actor)
+                raise _find_cause(error) from None
+            self._free.put_nowait(actor)
+            return answer
+        raise _find_cause(reason)
+
+    async def _take(self, question: Question) -> Any:
+        """An actor that has time for a batch; LayertapError."""
+        while True:
+            if self._free.empty() and self._room:
+                self._room -= 1
+                self._openings.add(asyncio.create_task(self._open_another(question)))
+            actor = await self._free.get()
+            if isinstance(actor, LayertapError):
+                self._free.put_nowait(actor)  # for all others, too
+                raise actor
+            if actor not in self._dead:
+                return actor
 
     async def close(self) -> None:
         """Leave the cluster, and end it where it was started here."""
         await asyncio.to_thread(self._ray.shutdown)
 
-    def _get(self, reference: Any) -> Any:
+    async def _open(self, question: Question) -> tuple[Outline, int, int, int]:
+        """Start an actor, and wait until it has its model; LayertapError."""
+        actor = self._start()
         try:
-            return self._ray.get(reference)
+            told: tuple[Outline, int, int, int] = await actor.open.remote(question)
         except self._ray.exceptions.RayError as error:
             raise _find_cause(error) from None
+        for _ in range(told[1]):
+            self._free.put_nowait(actor)
+        return told
 
-    def _iterate(self, remaining: RemainingJob) -> Generator[list[Rows], None, None]:
-        """The rows of groups of batches, in their order; LayertapError."""
+    async def _open_another(self, question: Question) -> None:
         try:
-            for row in self._make_dataset(remaining).iter_rows():
-                yield pickle.loads(row[GROUPS])  # noqa: S301  (of our own actors)
-        except self._ray.exceptions.RayError as error:
-            raise _find_cause(error) from None
-
-    def _make_dataset(self, remaining: RemainingJob) -> Any:
-        import ray.data
-
-        logging.getLogger("ray.data").setLevel(logging.ERROR)  # it warns of what is chosen here
-        context = ray.data.DataContext.get_current()
-        context.enable_progress_bars = False
-        context.execution_options.preserve_order = True
-        context.target_max_block_size = 1  # a block for each group, so a task for each
-        groups = ray.data.range(1).map_batches(
-            _read_groups,
-            fn_kwargs={
-                "remaining": replace(remaining, entries=iter(())),
-                "folder": Path.cwd(),  # where a list's paths begin
-            },
-            batch_format="pyarrow",
-            num_cpus=0,
-            label_selector={NODE: self._ray.get_runtime_context().get_node_id()},
-        )
-        return groups.map_batches(
-            _Answerer,
-            fn_constructor_kwargs={
-                "chosen": self._chosen,
-                "question": remaining.question,
-                "outline": remaining.outline,
-            },
-            batch_format="pyarrow",
-            num_cpus=self._resources.cpus,
-            num_gpus=self._resources.gpus,
-            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=None, max_tasks_in_flight_per_actor=IN_FLIGHT),
-        )
-
-
-def _read_groups(_: Any, remaining: RemainingJob, folder: Path) -> Iterator[Any]:
-    """Read what is left of a source, on the machine where the job was begun: a row for each group of batches."""
-    with chdir(folder):
-        entries = islice(remaining.open_source().iterate(remaining.first), remaining.first, None)
-        batches = cut_batches(entries, remaining.limits)
-        while group := list(islice(batches, GROUP)):
-            yield _pack(group)
+            await self._open(question)
+        except LayertapError as error:
+            self._free.put_nowait(error)
 
 
 class _Answerer:
-    """An actor with an engine of its own, which answers groups of batches."""
+    """An actor with an engine of its own."""
 
-    def __init__(self, chosen: Mapping[str, Any], question: Question, outline: Outline) -> None:
-        self._runner = asyncio.Runner()
-        self._extractor = self._runner.run(_create_extractor(chosen))
-        self._question, self._outline = question, outline
+    def __init__(self, chosen: Mapping[str, Any]) -> None:
+        self._chosen = chosen
 
-    def __call__(self, table: Any) -> Any:
-        (group,) = table.column(GROUPS).to_pylist()
-        return _pack(self._runner.run(self._answer(pickle.loads(group))))  # noqa: S301  (of our own reader)
+    @cached_property
+    def _extractor(self) -> LocalExtractor:
+        from layertap.service.app import create_engine
+        from layertap.service.bulk.local import LocalExtractor
 
-    async def _answer(self, group: list[list[Entry]]) -> list[Rows]:
-        return [rows async for rows in answer_batches(iter(group), self._extractor, self._question, self._outline)]
+        return LocalExtractor(create_engine(read_settings_on_ray(self._chosen), warm=False))
 
+    async def open(self, question: Question) -> tuple[Outline, int, int, int]:
+        """What answers will be like, how many batches it takes at once, the most bytes of an input, rows of a batch."""
+        each = self._extractor
+        return await each.outline(question), each.in_flight, each.max_input_bytes, each.max_rows
 
-def _describe(chosen: Mapping[str, Any], question: Question) -> tuple[Outline, tuple[int, int, int]]:
-    """What answers will be like, and the most bytes of a picture, bytes of a batch and rows of it."""
-
-    async def describe() -> tuple[Outline, tuple[int, int, int]]:
-        extractor = await _create_extractor(chosen)
-        try:
-            outline = await extractor.outline(question)
-        finally:
-            await extractor.close()
-        return outline, (extractor.max_picture_bytes, extractor.max_batch_bytes, extractor.max_rows)
-
-    return asyncio.run(describe())
-
-
-async def _create_extractor(chosen: Mapping[str, Any]) -> LocalExtractor:
-    from layertap.service.app import create_engine
-    from layertap.service.bulk.local import LocalExtractor
-
-    return LocalExtractor(create_engine(read_settings_on_ray(chosen), warm=False))
-
-
-def _pack(group: Sequence[object]) -> Any:
-    import pyarrow as pa
-
-    return pa.table({GROUPS: pa.array([pickle.dumps(list(group), pickle.HIGHEST_PROTOCOL)], pa.large_binary())})
+    async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
+        """The answer to a batch."""
+        return await self._extractor.extract(question, entries)
 
 
 def _connect(address: str | None) -> Any:
+    """Ray, connected to a cluster or to one that is started; LayertapError."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
         import ray
     except ImportError:
         raise LayertapError("Ray is not installed", hint="pip install 'layertap[ray]'") from None
-    _check_address(address)
-    options = {"log_to_driver": False, "logging_level": logging.WARNING}
+    host, _, port = (address or "").rpartition(":")
     try:
-        ray.init(address, **options)
+        if host and port.isdecimal() and "/" not in host:  # Ray itself would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
     except Exception as error:  # whatever it is: Ray raises Exception itself where a node does not start in time
-        raise LayertapError(f"Ray does not start: {error}", hint="see ray status") from error
+        raise LayertapError(f"there is no Ray cluster, and none starts: {error}", hint="see ray status") from error
     return ray
 
 
-def _has_room(ray: Any, resources: ActorResources) -> bool:
-    """Whether a machine of the cluster could have an actor, were it idle: Ray itself would wait without a word."""
+def _count_places(ray: Any, cpus: float, gpus: float) -> int:
+    """How many actors a cluster has room for, were it idle; LayertapError for none: Ray itself would wait for ever."""
+    needs = {name: each for name, each in (("CPU", cpus), ("GPU", gpus)) if each}
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return any(each.get("CPU", 0) >= resources.cpus and each.get("GPU", 0) >= resources.gpus for each in machines)
-
-
-def _check_address(address: str | None) -> None:
-    """LayertapError where nobody listens at HOST:PORT: Ray itself would try for minutes."""
-    host, _, port = (address or "").rpartition(":")
-    if host and port.isdecimal() and "/" not in host:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-        except (OSError, OverflowError) as error:
-            raise LayertapError(f"there is no Ray cluster at {address}: {error}", hint="see ray status") from None
+    places = sum(int(min(machine.get(name, 0) / each for name, each in needs.items())) for machine in machines)
+    if not places:
+        hint = "see ray status; --ray-cpus and --ray-gpus say what an actor has"
+        raise LayertapError(f"no machine of the Ray cluster has {cpus:g} CPUs and {gpus:g} GPUs", hint=hint)
+    return places
 
 
 def _find_cause(error: BaseException) -> LayertapError:

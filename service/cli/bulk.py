@@ -8,12 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from layertap.models.errors import LayertapError
 from layertap.models.selection.poolings import POOLINGS
@@ -22,10 +22,7 @@ from layertap.service.cli.console import ConfigOption, ModelOption, UrlOption, s
 from layertap.service.cli.setup import check_one_answers, create_configured_engine
 
 if TYPE_CHECKING:
-    from layertap.service.bulk.bulk import Job, Summary
-    from layertap.service.bulk.job import Extractor, Outline, Rows
-
-    Found = tuple[Summary, Outline] | None  # what was complete before
+    from layertap.service.bulk.job import Extractor, Rows
 
 POOLS = ", ".join(POOLINGS)
 OTHER_MODEL = 3  # exit status
@@ -41,8 +38,8 @@ def bulk(
     pool: Annotated[str | None, typer.Option(help=f"One of {POOLS}.")] = None,
     normalize: Annotated[bool, typer.Option(help="L2 over the last axis of pooled results.")] = False,
     layout: Annotated[
-        Literal["parquet", "safetensors", "npy"] | None,
-        typer.Option("--format", help="Of a folder: vectors as Parquet, or arrays as safetensors or npy."),
+        Literal["parquet", "safetensors"] | None,
+        typer.Option("--format", help="Of a folder: vectors as Parquet, or arrays as safetensors."),
     ] = None,
     column: Annotated[
         str | None, typer.Option(help="Of a .parquet or .jsonl source: where the pictures or texts are.")
@@ -57,9 +54,6 @@ def bulk(
     ray_cpus: Annotated[float, typer.Option(min=0.0, help="CPUs of each actor.")] = 1.0,
     ray_gpus: Annotated[float, typer.Option(min=0.0, help="GPUs of each actor; a share of one, like 0.25.")] = 0.0,
     restart: Annotated[bool, typer.Option(help="Begin anew; what is there is removed.")] = False,
-    retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Of what is complete: the inputs without a result once more.")
-    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Status 1 where an input has no result.")] = False,
     config: ConfigOption = None,
 ) -> None:
@@ -69,11 +63,10 @@ def bulk(
     row with the reason, and is named; with --strict the exit status is then 1. Status 3: the existing output is of
     another model.
     """
-    from layertap.service.bulk.bulk import Destination, Job, find_complete
+    from layertap.service.bulk.bulk import Job, run
     from layertap.service.bulk.job import Question
     from layertap.service.bulk.manifest import OtherModelError
-    from layertap.service.bulk.retry import check_retry, remove_retries
-    from layertap.service.bulk.sources import describe_passed_over, open_source
+    from layertap.service.bulk.sources import open_source
 
     if pool is not None and pool not in POOLINGS:
         raise LayertapError(f"there is no pool {pool!r}", hint=f"use one of {POOLS}")
@@ -82,61 +75,26 @@ def bulk(
     check_one_answers(url, config)
     if ray_address is not None and not ray:
         raise LayertapError("--ray-address means nothing without --ray", hint="add --ray")
-    if restart and retry_errors:
-        raise LayertapError("--restart and --retry-errors cannot be combined", hint="leave one out")
     create = partial(_create_extractor, url, config)
     if ray:
         create = partial(_create_ray_extractor, ray_address, ray_cpus, ray_gpus, config)
-    opened = open_source(source, 1, column)
+    opened = open_source(source, column)
     names = tuple(name for name in layers.split(",") if name)
     question = Question(model, names, pool, normalize, prompt, truncate, opened.texts)
-    job = Job(question, source, Destination.parse(out, layout), column)
-    found = None if restart else find_complete(job, opened)
-    retry = retry_errors and found is not None and bool(found[0].errors)
-    if retry_errors:
-        if found is None:
-            raise LayertapError(f"{out} is not complete yet", hint="first the same command without --retry-errors")
-        check_retry(job)
-        if not retry:
-            remove_retries(job.destination)
+    job = Job.parse(question, source, out, layout, column)
+    reporter = _Reporter()
     try:
-        summary = asyncio.run(_run(job, create, found, restart=restart, retry=retry))
+        summary = asyncio.run(run(job, opened, create, reporter, restart=restart))
     except OtherModelError as error:
-        words = [word for word in sys.argv[1:] if word not in ("--restart", "--retry-errors")]
+        words = [word for word in sys.argv[1:] if word != "--restart"]
         tell(f"layertap: {error.detail}. To embed again:\n{shlex.join(['layertap', *words, '--restart'])}")
         raise typer.Exit(OTHER_MODEL) from None
-    when = "; it was complete before" if found and not retry else ""
+    finally:
+        reporter.stop()
+    when = "; it was complete before" if summary.before else ""
     stderr.print(f"{out}: {summary.rows} rows, {summary.errors} of them without a result{when}", markup=False)
-    if passed_over := describe_passed_over(source):
-        tell(f"passed over by their suffix: {passed_over}")
     if summary.errors and strict:
         raise typer.Exit(1)
-
-
-async def _run(job: Job, create: Callable[[], Extractor], found: Found, *, restart: bool, retry: bool) -> Summary:
-    from layertap.service.bulk.bulk import check_replacement, remove, run
-    from layertap.service.bulk.manifest import check_same_model
-    from layertap.service.bulk.retry import remove_retries, retry_errors
-    from layertap.service.bulk.sources import open_source
-
-    # Before a model is loaded.
-    if next(open_source(job.source, 1, job.column).iterate(0), None) is None:
-        raise LayertapError(f"there is nothing in {job.source}")
-    extractor = create()
-    try:
-        if found is not None:
-            check_same_model(found[1], await extractor.outline(job.question))
-            if not retry:
-                return found[0]
-        if restart:  # once it is sure that the question has an answer: what is there may have taken a night
-            check_replacement(job, await extractor.outline(job.question))
-            remove(job.destination)
-            remove_retries(job.destination)
-        answer = retry_errors if retry else run
-        with _Reporter() as reporter:
-            return await answer(job, extractor, partial(open_source, job.source, column=job.column), reporter)
-    finally:
-        await extractor.close()
 
 
 def _create_extractor(url: str | None, config: Path | None) -> Extractor:
@@ -156,36 +114,19 @@ def _create_ray_extractor(address: str | None, cpus: float, gpus: float, config:
 
     chosen = pick_chosen(read_settings(config=config), keys=False)
     with show_status("connecting to Ray"):
-        from layertap.service.bulk.ray_extractor import ActorResources, RayExtractor
+        from layertap.service.bulk.ray_extractor import RayExtractor
 
-        return RayExtractor(address, ActorResources(cpus, gpus), chosen)
+        return RayExtractor(address, cpus, gpus, chosen)
 
 
 class _Reporter:
-    """Tells how a job goes on: a bar on a terminal, else a line every so often; and the inputs that gave nothing."""
+    """Tells how a job goes on: a line on a terminal, else one every so often; and the inputs that gave nothing."""
 
     def __init__(self) -> None:
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]:.0f}/s, {task.fields[errors]} without a result"),
-            TimeRemainingColumn(),
-            console=stderr,
-            transient=True,
-            disable=not stderr.is_terminal,
-        )
-        self._task = self._bar.add_task("extracting", total=None, rate=0.0, errors=0)
+        self._status = stderr.status("")
         self._total: int | None = None
         self._first = self._done = self._errors = 0
-        self._begun = self._told = time.monotonic()
-
-    def __enter__(self) -> _Reporter:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
+        self._begun = self._told = 0.0
 
     def start(self, rows: int, count: Callable[[], int | None]) -> None:
         """It goes on after so many rows; all are counted meanwhile."""
@@ -193,6 +134,8 @@ class _Reporter:
             stderr.print(f"{rows} rows are there already")
         self._first = self._done = rows
         self._begun = self._told = time.monotonic()
+        if stderr.is_terminal:
+            self._status.start()
         threading.Thread(target=self._count, args=(count,), daemon=True).start()
 
     def advance(self, rows: Rows) -> None:
@@ -202,14 +145,19 @@ class _Reporter:
             if error is not None:
                 self._tell_error(key, error)
         now = time.monotonic()
-        rate = (self._done - self._first) / max(now - self._begun, 1e-3)
-        self._bar.update(self._task, completed=self._done, total=self._total, rate=rate, errors=self._errors)
-        if self._bar.disable and now - self._told >= LINE_S:
+        line = self._format_line(max(now - self._begun, 1e-3))
+        self._status.update(line)
+        if not stderr.is_terminal and now - self._told >= LINE_S:
             self._told = now
-            tell(self._format_line(rate))
+            tell(line)
+
+    def stop(self) -> None:
+        """No more is told."""
+        self._status.stop()
 
     def _count(self, count: Callable[[], int | None]) -> None:
-        self._total = count()
+        with suppress(LayertapError, OSError):  # whatever reads the source says so
+            self._total = count()
 
     def _tell_error(self, key: str, error: str) -> None:
         self._errors += 1
@@ -218,9 +166,10 @@ class _Reporter:
         elif self._errors == MAX_NAMED + 1:
             stderr.print("further ones have their reason in the column 'error'")
 
-    def _format_line(self, rate: float) -> str:
+    def _format_line(self, elapsed: float) -> str:
+        rate = (self._done - self._first) / elapsed
         of_all, left = "", ""
         if self._total is not None:
             of_all = f" of {self._total}"
-            left = f", {max(self._total - self._done, 0) / max(rate, 1e-3):.0f} s left"
+            left = f", {max(self._total - self._done, 0) / rate:.0f} s left"
         return f"{self._done}{of_all} rows, {rate:.0f}/s, {self._errors} without a result{left}"

@@ -37,7 +37,7 @@ SMALL_PARTS = """
 from layertap.service.bulk import pipeline
 from layertap.service.cli.main import main
 
-pipeline.SHORTEST_PART_S = 0.05
+pipeline.PART_S = 0.05
 main()
 """
 

@@ -2,55 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from layertap.service.bulk import bulk
+from layertap.service.bulk import bulk, pipeline
 from tests.service.bulk.conftest import COUNT, read
 from tests.service.cli.commands import Command
 
-WORDS = {
-    "out.parquet": ("--layers", "pool", "--pool", "mean"),
-    "shards": ("--layers", "block1", "--format", "npy"),
-}
+WORDS = ("--layers", "pool", "--pool", "mean")
+PARTS = 3
+STEPS = range(PARTS + 3)  # before the first, the last part or the manifest goes, or the lock, or the folder
 
 
 class KilledError(BaseException):
     """In the place of a signal: nothing runs after it."""
 
 
-@pytest.fixture(params=["before", "a part", "the parts", "the manifest"])
-def killed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Cleaning ends after one of its steps."""
+@pytest.fixture(autouse=True)
+def _a_part_for_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "PART_S", 0.0)
 
-    def clean(target: bulk.Destination) -> None:
-        parts = sorted(target.folder.glob("part-*.parquet"))
-        steps = {"before": 0, "a part": 1, "the parts": len(parts), "the manifest": len(parts)}
-        for path in parts[: steps[request.param]]:
-            path.unlink()
-        if request.param == "the manifest" and target.file is not None:
-            (target.folder / bulk.NAME).unlink()
-        raise KilledError
 
-    monkeypatch.setattr(bulk, "_clean", clean)
-    return monkeypatch
+@contextmanager
+def killed_at(step: int) -> Iterator[None]:
+    """Cleaning ends after so many steps."""
+    clear, steps = bulk._clear, iter(range(step + 1))
+
+    def die_at_last(remove: Callable[[Path], None]) -> Callable[[Path], None]:
+        def remove_or_die(path: Path) -> None:
+            if next(steps) == step:
+                raise KilledError
+            remove(path)
+
+        return remove_or_die
+
+    def clear_partly(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "unlink", die_at_last(Path.unlink))
+            patch.setattr(Path, "rmdir", die_at_last(Path.rmdir))
+            clear(folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bulk, "_clear", clear_partly)
+        yield
 
 
 @pytest.mark.parametrize("restart", [False, True])
-@pytest.mark.parametrize("name", WORDS)
-def test_killed(
-    command: Command, folder: Path, tmp_path: Path, killed: pytest.MonkeyPatch, name: str, restart: bool
-) -> None:
+@pytest.mark.parametrize("step", STEPS)
+def test_killed_at_the_end(command: Command, folder: Path, tmp_path: Path, step: int, restart: bool) -> None:
     """The same command says that all is there, ``--restart`` makes it anew; no part is left beside it."""
-    out = tmp_path / name
-    with pytest.raises(KilledError):
-        command("bulk", folder, *WORDS[name], "--out", out)
-    killed.undo()
-    done = command("bulk", folder, *WORDS[name], "--out", out, *(["--restart"] if restart else []))
+    out = tmp_path / "out.parquet"
+    words = ("bulk", folder, *WORDS, "--out", out)
+    with killed_at(step), pytest.raises(KilledError):
+        command(*words)
+    before = out.read_bytes()
+    done = command(*words, *(["--restart"] if restart else []))
     assert done.status == 0, done.notes
     assert ("it was complete before" in done.notes) is not restart
-    table = out if out.is_file() else out / bulk.INDEX
-    assert len(read(table)["key"]) == COUNT
-    assert not list(tmp_path.rglob("part-*.parquet"))
-    assert not out.with_name(out.name + bulk.PARTS).exists() or name == "shards"
+    assert out.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_killed_at_a_new_beginning(command: Command, folder: Path, tmp_path: Path, step: int) -> None:
+    """The same command goes on with what is left of the earlier job, whose last parts went first."""
+    out = tmp_path / "out"
+    words = ("bulk", folder, *WORDS, "--out", out)
+    assert command(*words).status == 0
+    with killed_at(step), pytest.raises(KilledError):
+        command(*words, "--restart")
+    assert command(*words).status == 0
+    tables = [read(path) for path in sorted(out.glob("part-*.parquet"))]
+    assert len(tables) == PARTS
+    assert sum(len(table["key"]) for table in tables) == COUNT

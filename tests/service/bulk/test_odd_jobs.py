@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +18,6 @@ from layertap.models.errors import LayertapError, RequestError, TooLargeError
 from layertap.service.bulk.job import Answer, Column, Outline, Question, Rows, make_rows
 from layertap.service.bulk.parts import PartWriter
 from layertap.service.bulk.pipeline import answer_batches, write_rows
-from layertap.service.bulk.shards import LAYOUTS
 from layertap.service.bulk.sources import Entry
 from tests.service.bulk.conftest import COUNT, read, write_pictures
 from tests.service.cli.commands import Command
@@ -24,6 +25,13 @@ from tests.service.cli.test_extract import FILING
 from tests.service.support import picture
 
 WINDOWED = {"inputs": [{"name": "x", "shape": [3, 32, 32]}], "preprocess": {"resize": 32, "crop": 32}}
+OTHER = {
+    "name": "digits",
+    "source": "python:layertap.models.digits:digits",
+    "weights": "random:0",
+    "inputs": [{"name": "image", "shape": [3, 32, 32]}],
+    "preprocess": {"resize": 32, "crop": 32},
+}
 OUTLINE = Outline("net", "f", {"x": Column((2,), "float32")}, {})
 
 
@@ -137,7 +145,7 @@ class Rule:
     """Answers entries by what is in them: "l" too large, "r" refused, "m" another shape, "many" too many at once."""
 
     in_flight = 2
-    max_picture_bytes = max_batch_bytes = max_rows = 100
+    max_input_bytes = max_batch_bytes = max_rows = 100
 
     async def outline(self, question: Question) -> Outline:
         """Always the same."""
@@ -160,7 +168,7 @@ class Rule:
 def run(tmp_path: Path, data: str) -> list[str | None]:
     """The errors of a batch's rows; they are written."""
     rows: list[Rows] = []
-    writer = PartWriter(tmp_path, OUTLINE, LAYOUTS["parquet"], 0)
+    writer = PartWriter(tmp_path, OUTLINE, "parquet", 0)
     batch = [Entry(str(number), word.encode()) for number, word in enumerate(data.split())]
     answers = answer_batches(iter([batch]), Rule(), Question(None), OUTLINE)
     asyncio.run(write_rows(answers, writer, rows.append))
@@ -198,7 +206,7 @@ def test_broken_pictures_with_workers(command: Command, tmp_path: Path, monkeypa
     assert sum(error is not None for error in threads["error"]) == 3
 
 
-@pytest.mark.parametrize("layout", ["parquet", "npy"])
+@pytest.mark.parametrize("layout", ["parquet", "safetensors"])
 def test_windows_are_no_rows(command: Command, folder: Path, tmp_path: Path, layout: str) -> None:
     """A layer that folds windows of a picture into the batch is refused: its rows would be given to other pictures."""
     config = {"models": [{"name": "swin", "source": "python:tests.nets:swin", "weights": "random:0", **WINDOWED}]}
@@ -226,3 +234,27 @@ def test_rows_of_others() -> None:
     answer = Answer("f", {"x": np.zeros((4, 2), np.float32)}, {})
     with pytest.raises(LayertapError, match="x has 4 rows for 1 inputs"):
         make_rows([entry], answer, outline, [0])
+
+
+def _read_rows(out: Path) -> dict[str, list[Any]]:
+    """The columns of a file, or of the only one of a folder."""
+    return read(out if out.is_file() else next(out.glob("part-*.parquet")))
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out"])
+def test_another_model(command: Command, folder: Path, tmp_path: Path, name: str) -> None:
+    """What is complete ends for a model of another fingerprint with a status of its own, and how to embed again."""
+    out, config = tmp_path / name, tmp_path / "m.yaml"
+    config.write_text(json.dumps({"models": [OTHER]}))
+    words = ("bulk", folder, "--layers", "pool", "--pool", "mean", "--out", out)
+    assert command(*words).status == 0
+    before = _read_rows(out)
+    words = (*words, "--config", config)
+    again = [*map(str, words), "--restart"]
+    done = command(*words)
+    assert (done.status, "it was complete" in done.notes) == (3, False)
+    assert shlex.join(["layertap", *again]) in done.notes
+    assert _read_rows(out) == before
+    assert command(*again).status == 0
+    assert _read_rows(out)["key"] == before["key"]
+    assert _read_rows(out)["fingerprint"][2] != before["fingerprint"][2]

@@ -12,66 +12,41 @@ import pyarrow.parquet as pq
 import pytest
 
 from layertap.models.errors import LayertapError
-from layertap.service.bulk.sources import describe_passed_over, open_source
+from layertap.service.bulk.sources import open_source
 
 LIMIT = 1000
-DEEP = 1100  # more than functions may call each other
 
 
 def list_entries(source: Path | str, skip: int = 0) -> list[tuple[str, bytes | None]]:
     """Keys and bytes of all entries of a source."""
-    return [(entry.key, entry.data) for entry in open_source(str(source), LIMIT).iterate(skip)]
+    return [(entry.key, entry.data) for entry in open_source(str(source)).iterate(skip, LIMIT)]
 
 
 def list_errors(source: Path | str) -> dict[str, str]:
     """Why entries have no bytes, by their keys."""
-    return {entry.key: entry.error for entry in open_source(str(source), LIMIT).iterate(0) if entry.data is None}
-
-
-def test_deep_folders(tmp_path: Path) -> None:
-    """A picture in a folder in a folder, and so on, is found however deep it is."""
-    home = Path.cwd()
-    try:
-        os.chdir(tmp_path)
-        for _ in range(DEEP):
-            Path("a").mkdir()
-            os.chdir("a")
-        Path("b.png").write_bytes(b"deep")
-        found = list_entries(tmp_path)
-        Path("b.png").unlink()
-        for _ in range(DEEP):  # whoever removes the folder later calls itself once for each
-            os.chdir("..")
-            Path("a").rmdir()
-    finally:
-        os.chdir(home)
-    assert found == [("a/" * DEEP + "b.png", b"deep")]
+    return {entry.key: entry.error for entry in open_source(str(source)).iterate(0, LIMIT) if entry.data is None}
 
 
 def test_passed_over(tmp_path: Path) -> None:
-    """Files that are no pictures by their suffix are counted by it; pictures of all kinds that are read are not."""
+    """Files of a folder whose suffix is that of no picture are left out; pictures of all kinds are not."""
     (tmp_path / "in").mkdir()
     for name in ("a.png", "b.AVIF", "c.heic", "d.xmp", "in/e.XMP", "in/f.mov", "README"):
         (tmp_path / name).write_bytes(b"x")
     assert [key for key, _ in list_entries(tmp_path)] == ["a.png", "b.AVIF", "c.heic"]
-    assert describe_passed_over(str(tmp_path)) == "2 '.xmp', 1 without a suffix, 1 '.mov'"
-    assert describe_passed_over(str(tmp_path / "*")) == ""
+    assert open_source(str(tmp_path)).count() == 3
 
 
-@pytest.mark.parametrize("pattern", ["", "**/*.png"], ids=["folder", "pattern"])
-def test_a_folder_that_vanishes(tmp_path: Path, pattern: str) -> None:
-    """A folder that can't be listed is an entry with a reason, and the next ones are read; none is listed early."""
+def test_a_folder_that_vanishes(tmp_path: Path) -> None:
+    """A folder that can't be listed ends a job: none of its pictures is passed over; none is listed early."""
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.png").write_bytes(name.encode())
-    prefix = f"{tmp_path}/" if pattern else ""
-    entries = open_source(f"{tmp_path}/{pattern}", LIMIT).iterate(0)
-    assert next(entries).key == f"{prefix}a/x.png"
+    entries = open_source(str(tmp_path)).iterate(0, LIMIT)
+    assert next(entries).key == "a/x.png"
     (tmp_path / "b" / "x.png").unlink()
     (tmp_path / "b").rmdir()
-    assert [(entry.key, entry.data, entry.error) for entry in entries] == [
-        (f"{prefix}b", None, "No such file or directory"),
-        (f"{prefix}c/x.png", b"c", ""),
-    ]
+    with pytest.raises(LayertapError, match="/b can't be listed: No such file or directory"):
+        next(entries)
 
 
 def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,17 +59,14 @@ def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a/one", "a/two", "a/b/three"):
         Path(name).symlink_to(tmp_path)
     expected = {
-        "**/*.png": ["x.png", "a/x.png", "a/b/x.png", "c/b/x.png"],
-        "a/**/*.png": ["a/x.png", "a/b/x.png"],
+        "**/*.png": ["a/b/x.png", "a/x.png", "c/b/x.png", "x.png"],
+        "a/**/*.png": ["a/b/x.png", "a/x.png"],
         "*/**/b/*": ["a/b/x.png", "a/b/y.jpg", "c/b/x.png"],
         "**/b/**/?.*": ["a/b/x.png", "a/b/y.jpg", "c/b/x.png"],
         "a/[xy].png": ["a/x.png"],
         "**/.x.png": ["a/.x.png"],
-        "**/.thumbs/*": ["a/.thumbs/x.png"],
-        "**/one/*": [],
-        "a/**": ["a/x.png", "a/b/x.png", "a/b/y.jpg"],
-        "**/b/x**g": ["a/b/x.png", "c/b/x.png"],
-        "a/x**.png": ["a/x.png"],
+        "**/.thumbs/*": [".git/.thumbs/x.png", "a/.thumbs/x.png"],
+        "a/x*.png": ["a/x.png"],
         f"{tmp_path}/c/**/x.png": [f"{tmp_path}/c/b/x.png"],
     }
     assert {pattern: [key for key, _ in list_entries(pattern)] for pattern in expected} == expected
@@ -114,17 +86,25 @@ def write_archive(path: Path, mode: str = "w") -> list[tuple[str, bytes]]:
 MEMBER = 512 + 1024  # a head, and the data in blocks of 512
 
 
+def read_until_damage(path: Path, skip: int = 0) -> list[tuple[str, bytes | None]]:
+    """What is read of an archive before it is said to be damaged."""
+    found: list[tuple[str, bytes | None]] = []
+    entries = open_source(str(path)).iterate(skip, LIMIT)
+    with pytest.raises(LayertapError, match="can't be read: "):
+        found.extend((entry.key, entry.data) for entry in entries)  # those before the damage, too
+    return found
+
+
 @pytest.mark.parametrize("skip", [0, 2])
-@pytest.mark.parametrize("size", [3 * MEMBER + 100, 3 * MEMBER + 512 + 100], ids=["in a head", "in the data"])
+@pytest.mark.parametrize("size", [100, 512 + 100, 0], ids=["in a head", "in the data", "between members"])
 def test_a_cut_archive(tmp_path: Path, size: int, skip: int) -> None:
-    """What is there of an archive that was cut off is read, and an entry says that it was."""
+    """What is there of an archive that was cut off is read, and then the job ends."""
     files = write_archive(tmp_path / "a.tar")
     whole = (tmp_path / "a.tar").read_bytes()
-    (tmp_path / "a.tar").write_bytes(whole[:size])
-    entries = list_entries(tmp_path / "a.tar", skip)
-    assert entries[skip:-1] == files[skip:3]
-    assert [key for key, _ in entries] == ["0.png", "1.png", "2.png", "a.tar"]
-    assert "any further" in list_errors(tmp_path / "a.tar")["a.tar"]
+    (tmp_path / "a.tar").write_bytes(whole[: 3 * MEMBER + size])
+    entries = read_until_damage(tmp_path / "a.tar", skip)
+    assert [key for key, _ in entries] == ["0.png", "1.png", "2.png"]
+    assert entries[skip:] == files[skip:3]
 
 
 def test_a_damaged_archive(tmp_path: Path) -> None:
@@ -133,7 +113,7 @@ def test_a_damaged_archive(tmp_path: Path) -> None:
     with (tmp_path / "a.tar").open("rb+") as archive:
         archive.seek(2 * MEMBER)
         archive.write(b"\xff" * 512)
-    assert list_entries(tmp_path / "a.tar") == [*files[:2], ("a.tar", None)]
+    assert read_until_damage(tmp_path / "a.tar") == files[:2]
 
 
 def test_a_cut_compressed_archive(tmp_path: Path) -> None:
@@ -145,10 +125,7 @@ def test_a_cut_compressed_archive(tmp_path: Path) -> None:
             member.size = LIMIT
             archive.addfile(member, BytesIO(os.urandom(LIMIT)))
     path.write_bytes(path.read_bytes()[:-6000])
-    entries = list_entries(path)
-    assert 5 < len(entries) < 20
-    assert all(data is not None for _, data in entries[:-1])
-    assert entries[-1] == ("a.tar.gz", None)
+    assert 5 < len(read_until_damage(path)) < 20
 
 
 def test_no_archive(tmp_path: Path) -> None:
@@ -189,28 +166,8 @@ def test_rows_that_are_there_are_not_read(tmp_path: Path, kind: str) -> None:
     with path.open("rb+") as file:
         file.seek(column.data_page_offset)
         file.write(b"\xff" * 64)
-    keys = [str(number) if kind == "bytes" else f"{number}.png" for number in range(30)]
+    keys = [str(number) for number in range(30)]
     assert list_entries(path, 30) == [(key, None) for key in keys]
     assert list_entries(path, 20)[20:] == list(zip(keys[20:], data[20:], strict=True))
     with pytest.raises(LayertapError, match="is damaged from row 10 on"):
         list_entries(path)
-
-
-def test_selected_entries(tmp_path: Path) -> None:
-    """Some entries of a source are a source: of them as many may be passed over, and no others are read."""
-    for number in range(6):
-        (tmp_path / f"{number}.png").write_bytes(bytes([number]))
-    (tmp_path / "2.png").unlink()
-    (tmp_path / "2.png").symlink_to(tmp_path / "nowhere")
-    source = open_source(str(tmp_path), LIMIT).select([1, 4, 5])
-    assert source.count() == 3
-    assert [(entry.key, entry.data) for entry in source.iterate(0)] == [
-        ("1.png", b"\x01"),
-        ("4.png", b"\x04"),
-        ("5.png", b"\x05"),
-    ]
-    assert [(entry.key, entry.data) for entry in source.iterate(2)] == [
-        ("1.png", None),
-        ("4.png", None),
-        ("5.png", b"\x05"),
-    ]
