@@ -19,10 +19,9 @@ export async function showAttention(state, signal) {
   if (state.token >= findLayer(state).attention.at(-1).shape[2]) state.token = 0;
   const { receipt, values } = await askQuery(state, signal);
   const [windows, heads, queries, tokens] = receipt.captured;
-  const grid = findGrid(tokens, receipt, state.layers, state.entry?.inputs[0]);
+  const grid = findGrid(tokens, receipt, state.layers);
   if (windows !== 1 || queries !== tokens || !grid.height) {
     find("maps").replaceChildren();
-    find("overlay").hidden = true;
     showScale(null);
     find("reading").textContent = "The tokens of this attention are no grid of patches.";
     return;
@@ -70,7 +69,7 @@ function draw() {
 
 export function forgetAttention() {
   shown = null;
-  find("token-field").hidden = true;
+  for (const id of ["overlay", "token-field"]) find(id).hidden = true;
 }
 
 export function installAttention(state, run) {

@@ -16,21 +16,19 @@ const hasAttention = ({ layers }) => {
   return shapes.length > 0 && shapes.every(([rows, , queries, keys]) => rows === 1 && queries === keys && keys === shapes[0][3]);
 };
 
-// What a model must have for a method, and about how long that takes, in forwards: a backward counts two.
+// What a model must have for a method.
 const METHODS = {
-  grad_cam: { title: "Grad-CAM", fits: hasMaps, forwards: 3 },
-  grad_cam_plusplus: { title: "Grad-CAM++", fits: hasMaps, forwards: 3 },
-  saliency: { title: "Saliency", fits: () => true, forwards: 3 },
-  guided_backpropagation: { title: "Guided backprop", fits: hasRelu, forwards: 3 },
-  integrated_gradients: { title: "Integrated gradients", fits: hasOneInput, forwards: 150 },
-  smoothgrad: { title: "SmoothGrad", fits: hasOneInput, forwards: 75 },
-  occlusion: { title: "Occlusion", fits: hasOneInput, forwards: 225 },
-  attention_rollout: { title: "Attention rollout", fits: hasAttention, forwards: 1, answerless: true },
-  gradient_rollout: { title: "Gradient rollout", fits: hasAttention, forwards: 3 },
-  relevance: { title: "Relevance", fits: hasAttention, forwards: 3 },
+  grad_cam: { title: "Grad-CAM", fits: hasMaps },
+  grad_cam_plusplus: { title: "Grad-CAM++", fits: hasMaps },
+  saliency: { title: "Saliency", fits: () => true },
+  guided_backpropagation: { title: "Guided backprop", fits: hasRelu },
+  integrated_gradients: { title: "Integrated gradients", fits: hasOneInput },
+  smoothgrad: { title: "SmoothGrad", fits: hasOneInput },
+  occlusion: { title: "Occlusion", fits: hasOneInput },
+  attention_rollout: { title: "Attention rollout", fits: hasAttention, answerless: true },
+  gradient_rollout: { title: "Gradient rollout", fits: hasAttention },
+  relevance: { title: "Relevance", fits: hasAttention },
 };
-const SLOW = 20; // forwards from which on it is said how long they take
-const answers = new Map(); // of the picture and the class: {map, scale} by method
 
 export function listMethods(state) {
   // Those that the model can do.
@@ -56,11 +54,10 @@ export function markMethods(state) {
 }
 
 export function forgetExplanations() {
-  answers.clear();
   find("explanations").replaceChildren();
 }
 
-function makeFigure(state, name, onCancel) {
+function makeFigure(state, name) {
   // The picture, and over it what is to come: replaces the method's figure, or stands after the others.
   const figure = element("figure", undefined, { "data-method": name, class: "busy" });
   const frame = element("button", undefined, { type: "button", class: "frame", "aria-label": `${METHODS[name].title}: enlarge` });
@@ -70,39 +67,16 @@ function makeFigure(state, name, onCancel) {
   fit(canvas, state.picture.width ? state.seen : [0, 0, 1, 1]);
   frame.disabled = true;
   const caption = element("figcaption");
-  caption.append(element("span", METHODS[name].title, { class: "name" }), element("span", "", { class: "quiet" }));
+  caption.append(element("span", METHODS[name].title, { class: "name" }), element("span", "Asking …", { class: "quiet" }));
   figure.append(frame, caption);
-  if (METHODS[name].forwards >= SLOW) figure.append(makeProgress(state.seconds * METHODS[name].forwards), makeCancel(name, onCancel));
   const old = [...find("explanations").children].find((each) => each.dataset.method === name);
   if (old) old.replaceWith(figure);
   else find("explanations").append(figure);
   return { figure, frame, canvas, note: caption.lastChild };
 }
 
-function makeProgress(expected) {
-  // By the clock: the server does not tell how far it is.
-  const bar = element("progress", undefined, { max: "1", "aria-label": `about ${Math.max(Math.round(expected), 1)} seconds` });
-  const started = performance.now();
-  bar.value = 0;
-  const timer = setInterval(() => {
-    if (!bar.isConnected) return clearInterval(timer);
-    const share = (performance.now() - started) / 1000 / Math.max(expected, 0.5);
-    bar.value = 1 - Math.exp(-1.5 * share); // never done before it is
-    return undefined;
-  }, 200);
-  return bar;
-}
-
-function makeCancel(name, onCancel) {
-  const button = element("button", "Cancel", { type: "button", class: "cancel", "aria-label": `Cancel ${METHODS[name].title}` });
-  button.addEventListener("click", onCancel);
-  return button;
-}
-
-export async function showExplanation(state, name, signal, onCancel) {
-  answers.delete(name); // it may be of another class
-  showOverlay(state);
-  const { figure, frame, canvas, note } = makeFigure(state, name, onCancel);
+export async function showExplanation(state, name, signal) {
+  const { figure, frame, canvas, note } = makeFigure(state, name);
   const body = { model: state.model, inputs: [{ image: state.picture.data }], method: name, encoding: "base64" };
   if (!METHODS[name].answerless) body.objective = makeObjective(state);
   let reply;
@@ -114,7 +88,6 @@ export async function showExplanation(state, name, signal, onCancel) {
     throw error;
   } finally {
     figure.classList.remove("busy");
-    for (const each of figure.querySelectorAll("progress, .cancel")) each.remove();
   }
   const map = { ...readMap(decode(reply.features[name])), label: METHODS[name].title };
   const scale = makeOverlayScale(map.values);
@@ -122,8 +95,6 @@ export async function showExplanation(state, name, signal, onCancel) {
   frame.disabled = false;
   frame.addEventListener("click", () => zoom(map, scale));
   note.textContent = describe(state, reply, name);
-  answers.set(name, { map, scale });
-  showOverlay(state);
 }
 
 function readMap({ shape, values }) {
@@ -143,14 +114,4 @@ function describe(state, reply, name) {
   const chosen = METHODS[name].answerless || state.class === "" ? undefined : nameClass(state.labels, Number(state.class));
   const of = receipt.labels?.[0] ?? receipt.classes?.[0] ?? chosen;
   return [of === undefined ? "" : `class ${of}`, ...(reply.warnings ?? [])].filter(Boolean).join(". ");
-}
-
-export function showOverlay(state) {
-  // Over the picture itself the map that was chosen last; where attention is shown, this is.
-  if (state.site === "attention") return;
-  const answer = answers.get(state.methods.findLast((name) => answers.has(name)));
-  find("overlay").hidden = !answer || !state.picture?.width;
-  if (!answer) return;
-  paintOverlay(find("overlay"), answer.map, answer.scale);
-  fit(find("overlay"), state.seen);
 }

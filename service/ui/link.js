@@ -1,7 +1,6 @@
 // The view as a link: all but the pictures, which stay with whoever has them; samples go by their names.
 
 const TEXTS = ["model", "layer", "site", "class"];
-const OTHERS = { "other-model": "model", "other-layer": "layer" };
 const SITES = ["grad_output", "attention"];
 
 export function writeHash(state) {
@@ -11,13 +10,13 @@ export function writeHash(state) {
   if (state.each) parts.set("each", "1");
   if (state.shown > 16) parts.set("shown", String(state.shown));
   if (state.picture?.sample) parts.set("sample", state.picture.sample);
-  for (const [part, name] of Object.entries(OTHERS)) if (state.other[name]) parts.set(part, state.other[name]);
+  if (state.other.layer) parts.set("other-layer", state.other.layer);
   if (state.other.picture?.sample) parts.set("other-sample", state.other.picture.sample);
   history.replaceState(null, "", `#${parts}`);
 }
 
 export function readHash() {
-  // {state, other, sample, otherSample}; what makes no sense is left out.
+  // {state, otherLayer, sample, otherSample}; what makes no sense is left out.
   const parts = new URLSearchParams(location.hash.slice(1));
   const state = {};
   for (const name of TEXTS) if (parts.has(name)) state[name] = parts.get(name);
@@ -26,7 +25,5 @@ export function readHash() {
   state.methods = [...new Set((parts.get("method") ?? "").split(",").filter(Boolean))]; // those that the model can't do go when it is known
   state.each = parts.get("each") === "1";
   state.shown = Math.min(Math.max(Number.parseInt(parts.get("shown") ?? "16", 10) || 16, 16), 1024);
-  const other = {};
-  for (const [part, name] of Object.entries(OTHERS)) other[name] = parts.get(part) ?? "";
-  return { state, other, sample: parts.get("sample") ?? "", otherSample: parts.get("other-sample") ?? "" };
+  return { state, otherLayer: parts.get("other-layer") ?? "", sample: parts.get("sample") ?? "", otherSample: parts.get("other-sample") ?? "" };
 }

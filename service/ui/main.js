@@ -5,7 +5,7 @@ import { installAttention } from "./attention.js";
 import { installClasses, markClass, showClasses } from "./classes.js";
 import { installCompare, showCompareChoices, showComparison } from "./compare.js";
 import { element, find } from "./dom.js";
-import { forgetExplanations, markMethods, showExplanation, showMethods, showOverlay } from "./explain.js";
+import { forgetExplanations, markMethods, showExplanation, showMethods } from "./explain.js";
 import { readHash, writeHash } from "./link.js";
 import { installZoom } from "./maps.js";
 import { addPlace, installPictures, readLast, SAMPLES, takeSample } from "./picture.js";
@@ -16,9 +16,9 @@ import { installTree, mark, reveal, showLayers, showTypes } from "./tree.js";
 import { forgetChange, forgetLayer, forgetView, loadMore, showView } from "./view.js";
 
 const state = makeState();
-const { run, stop, retry, isWaiting } = makeRunner(async (part) => {
+const { run, stop, retry, isWaiting } = makeRunner(async () => {
   await listModels();
-  return (part === "compare" && state.models.find((each) => each.name === state.other.model)) || state.entry;
+  return state.entry;
 });
 
 async function listModels(signal) {
@@ -39,7 +39,7 @@ async function listModels(signal) {
 async function openModel(signal) {
   if (!state.models.length) await listModels(signal);
   const reply = await ask(`models/${encodeURIComponent(state.model)}/layers`, null, signal);
-  Object.assign(state, { layers: reply.layers, seconds: reply.seconds });
+  state.layers = reply.layers;
   showTypes(state.layers);
   const isNamed = state.layers.some((layer) => layer.name === state.layer);
   if (!isNamed) state.layer = chooseLayer(state.layers);
@@ -78,7 +78,6 @@ function showMaps() {
 async function showLayer(signal) {
   if (!state.picture) return "Choose a picture first.";
   await showView(state, signal);
-  showOverlay(state);
   showSnippet(state);
   return "";
 }
@@ -86,7 +85,7 @@ async function showLayer(signal) {
 function explain(methods = state.methods) {
   writeHash(state);
   if (!state.picture) return;
-  for (const name of methods) run((signal) => showExplanation(state, name, signal, () => toggleMethod(name)), `explanation ${name}`);
+  for (const name of methods) run((signal) => showExplanation(state, name, signal), `explanation ${name}`);
 }
 
 function toggleMethod(name) {
@@ -94,7 +93,6 @@ function toggleMethod(name) {
   state.methods = chosen ? state.methods.filter((each) => each !== name) : [...state.methods, name];
   if (chosen) stop(`explanation ${name}`);
   markMethods(state);
-  showOverlay(state);
   explain(chosen ? [] : [name]);
 }
 
@@ -174,9 +172,9 @@ function installChoices() {
 }
 
 async function restore() {
-  const { state: wanted, other, sample, otherSample } = readHash();
+  const { state: wanted, otherLayer, sample, otherSample } = readHash();
   Object.assign(state, wanted);
-  Object.assign(state.other, other);
+  state.other.layer = otherLayer;
   for (const id of ["site", "class"]) find(id).value = state[id];
   find("each").checked = state.each;
   if (Object.hasOwn(SAMPLES, sample)) takeSample(sample, takePicture);

@@ -61,7 +61,7 @@ export function drawBars(container, values, onRead = () => {}) {
   });
 }
 
-export function fillBars(canvas, values, height) {
+function fillBars(canvas, values, height) {
   const low = values.reduce((a, b) => Math.min(a, b), 0);
   const high = values.reduce((a, b) => Math.max(a, b), 0);
   const step = Math.max(1, Math.floor(960 / values.length));

@@ -32,7 +32,6 @@ export function makeView(state) {
   if (state.site === "attention") return { layers: [makeAttentionLayer(state)] };
   const site = state.site === "output" ? {} : { site: state.site };
   const channels = state.shown < countChannels(state) ? { channels: Array.from({ length: state.shown }, (_, at) => at) } : {};
-  const select = (more) => makeSelector(state.layers, state.layer, { ...site, ...more });
-  const layers = [select({ ...channels, as: "maps" }), select({ stats: true, as: "stats" })];
+  const layers = [makeSelector(state.layers, state.layer, { ...site, ...channels, as: "maps" })];
   return state.site === "grad_output" ? { layers, objective: makeObjective(state) } : { layers };
 }

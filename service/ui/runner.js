@@ -7,7 +7,7 @@ const RETRIES = 40;
 const PASSING = [0, 429, 503, 504]; // statuses that may be others when the same is asked again
 
 export function makeRunner(findModel) {
-  // {run, stop, retry, isWaiting}. findModel(part) is the entry of the model that a part of the page asks, as it is now.
+  // {run, stop, retry, isWaiting}. findModel() is the entry of the model that the page asks, as it is now.
   const asking = {}; // by parts of the page, what is asked now; a newer choice ends it
   const problems = new Map(); // by parts, the newest last: {text, hint, status, again, passes, loads}
   let pending = 0;
@@ -44,7 +44,7 @@ export function makeRunner(findModel) {
   async function keepProblem(error, again, part, tries) {
     const { signal } = asking[part];
     const { status, hint } = error;
-    const entry = status === 503 ? await findModel(part).catch(() => null) : null;
+    const entry = status === 503 ? await findModel().catch(() => null) : null;
     if (signal.aborted) return;
     const failed = entry?.state === "failed";
     const text = failed && entry.reason ? `${error.message} (${entry.reason})` : error.message;

@@ -5,21 +5,7 @@ import { makeComparedLayers } from "./compare.js";
 import { element, find } from "./dom.js";
 import { makeBody, makeView } from "./requests.js";
 
-const COSINE = ["print(left.mean(0) @ right.mean(0) / np.linalg.norm(left.mean(0)) / np.linalg.norm(right.mean(0)))"];
-const ALIGNMENT = [
-  "def overlap(size, cells, start, end):",
-  "    edges = np.linspace(start, end, cells + 1)",
-  "    places = np.arange(size)",
-  "    return (np.minimum(edges[1:, None], places + 1) - np.maximum(edges[:-1, None], places)).clip(0) / (edges[1] - edges[0])",
-  "",
-  "def multiply(maps, grid, down, across):",
-  "    maps = maps.reshape(*grid, -1)",
-  "    weights = overlap(grid[0], ROWS, *down), overlap(grid[1], COLUMNS, *across)",
-  '    points = np.einsum("ry,cx,yxd->rcd", *weights, maps).reshape(ROWS * COLUMNS, -1)',
-  "    points -= points.mean(0)",
-  "    return points @ points.T",
-  "",
-];
+const COSINE = "print(left.mean(0) @ right.mean(0) / np.linalg.norm(left.mean(0)) / np.linalg.norm(right.mean(0)))";
 let chosen = "curl";
 
 function listRequests(state) {
@@ -45,31 +31,23 @@ function writeCurl(state) {
   return commands.join("\n");
 }
 
-function writeLiteral(value) {
-  // A value as Python writes it: JSON, but for the names of constants.
-  if (Array.isArray(value)) return `[${value.map(writeLiteral).join(", ")}]`;
-  if (value === true) return "True";
-  if (value && typeof value === "object") return `{${Object.entries(value).map(([key, each]) => `${JSON.stringify(key)}: ${writeLiteral(each)}`).join(", ")}}`;
-  return JSON.stringify(value);
-}
-
 function writePython(state) {
   const address = new URL(".", document.baseURI).href.replace(/[/]$/, "");
   const key = sessionStorage.getItem("layertap-key") ? ', api_key=os.environ["LAYERTAP_API_KEY"]' : "";
   const compared = state.compared;
   const calls = listRequests(state).map(({ side, name, layers, objective }) => {
-    const call = `client.extract([${JSON.stringify(side.picture.name)}], ${writeLiteral(layers)}`;
-    if (compared) return `    ${name} = ${call}, model=${JSON.stringify(side.model)})["maps"][0]${writePlaces(side.layout)}`;
-    return `    result = ${call}${objective ? `, objective=${writeLiteral(objective)}` : ""})`;
+    const call = `client.extract([${JSON.stringify(side.picture.name)}], ${JSON.stringify(layers)}`;
+    if (compared) return `    ${name} = ${call})["maps"][0]${writePlaces(side.layout)}`;
+    return `    result = ${call}${objective ? `, objective=${JSON.stringify(objective)}` : ""})`;
   });
   return [
     ...(key ? ["import os", ""] : []),
-    ...(compared ? ["import numpy as np", ""] : []),
+    ...(compared?.cosine === undefined ? [] : ["import numpy as np", ""]),
     "from layertap_client import Client",
     "",
     `with Client(${JSON.stringify(address)}, model=${JSON.stringify(state.model)}${key}) as client:`,
     ...calls,
-    ...(compared ? ["", ...writeComparison(compared)] : ['    print(result["maps"].shape, result["maps"].min(), result["maps"].max())']),
+    ...(compared ? ["", compared.cosine === undefined ? "print(left.shape, right.shape)" : COSINE] : ['    print(result["maps"].shape, result["maps"].min(), result["maps"].max())']),
   ].join("\n");
 }
 
@@ -78,17 +56,6 @@ function writePlaces({ kind, channels, skip }) {
   if (kind === "bars") return ".reshape(1, -1)";
   if (kind === "chw") return `.reshape(${channels}, -1).T`;
   return skip ? `[${skip}:]` : `.reshape(-1, ${channels})`;
-}
-
-function writeComparison({ sides, cosine, shared }) {
-  if (cosine !== undefined) return COSINE;
-  if (!shared) return ["print(left.shape, right.shape)"];
-  const lines = ALIGNMENT.map((line) => line.replaceAll("ROWS", shared.rows).replaceAll("COLUMNS", shared.columns));
-  const calls = ["left", "right"].map((name, at) => {
-    const [{ layout }, { down, across }] = [sides[at], shared.boxes[at]];
-    return `${name} = multiply(${name}, (${layout.height}, ${layout.width}), ${writeLiteral(down)}, ${writeLiteral(across)})`;
-  });
-  return [...lines, ...calls, "print((left * right).sum() / np.linalg.norm(left) / np.linalg.norm(right))"];
 }
 
 function writeJson(state) {

@@ -4,36 +4,29 @@ import { findSeen } from "./seen.js";
 
 const ACTIVATIONS = new Set(["ReLU", "ReLU6", "GELU", "SiLU", "Hardswish"]);
 
-function describeSide(models, model, layers, layer, picture) {
-  // A layer of a model for a picture: whose entry that is, and which part of the picture it sees.
-  const entry = models.find((each) => each.name === model);
-  const seen = findSeen(entry?.preprocess, picture?.width ?? 0, picture?.height ?? 0);
-  return { model, layers, layer, picture, entry, seen };
-}
-
 export function makeState() {
   return {
-    models: [], limits: {}, model: "", layers: [], seconds: 0, labels: null, layer: "", picture: null,
+    models: [], limits: {}, model: "", layers: [], labels: null, layer: "", picture: null,
     site: "output", token: 0, each: false, class: "", methods: [], shown: 16,
-    other: { model: "", layers: [], layer: "", picture: null }, // what is compared with this; "" and null: the same as here
+    other: { layer: "", picture: null }, // what is compared with this; "" and null: the same as here
     get entry() {
-      return describeSide(this.models, this.model).entry;
+      return this.models.find((each) => each.name === this.model);
     },
     get seen() {
-      return describeSide(this.models, this.model, [], "", this.picture).seen;
+      return this.describeSide(this.layer, this.picture).seen;
     },
     get compares() {
-      return Boolean(this.other.model || this.other.layer || this.other.picture);
+      return Boolean(this.other.layer || this.other.picture);
     },
     get sides() {
-      const { model, layers, layer, picture } = this.other;
-      const known = model ? layers : this.layers;
-      const wanted = layer || this.layer;
-      const name = known.some((each) => each.name === wanted) ? wanted : chooseLayer(known);
-      return [
-        describeSide(this.models, this.model, this.layers, this.layer, this.picture),
-        describeSide(this.models, model || this.model, known, name, picture ?? this.picture),
-      ];
+      const { layer, picture } = this.other;
+      const name = this.layers.some((each) => each.name === layer) ? layer : this.layer;
+      return [this.describeSide(this.layer, this.picture), this.describeSide(name, picture ?? this.picture)];
+    },
+    describeSide(layer, picture) {
+      // A layer of the model for a picture: and which part of the picture it sees.
+      const { model, layers, entry } = this;
+      return { model, layers, entry, layer, picture, seen: findSeen(entry?.preprocess, picture?.width ?? 0, picture?.height ?? 0) };
     },
   };
 }

@@ -19,20 +19,6 @@ function writeName(layer, whole) {
   return whole ? layer.name : layer.name.slice(layer.name.lastIndexOf(".") + 1);
 }
 
-function findCosts(layers) {
-  // What each layer that has no parts adds to a forward, as a share of what the costliest one adds; none is told of less
-  // than a fiftieth of that.
-  const costs = new Map();
-  let before = 0;
-  for (const layer of layers) {
-    if (!layer.leaf || layer.cost === null) continue;
-    costs.set(layer.name, Math.max(0, layer.cost - before));
-    before = layer.cost;
-  }
-  const most = Math.max(...costs.values(), Number.MIN_VALUE);
-  return new Map([...costs].map(([name, cost]) => [name, cost / most]).filter(([, share]) => share > 0.02));
-}
-
 function makeRow(layer, cost, whole, onChoose) {
   const row = element("li");
   const button = element("button", undefined, { type: "button", "data-layer": layer.name, title: layer.name, tabindex: "-1" });
@@ -58,9 +44,9 @@ export function showTypes(layers) {
 export function showLayers(layers, chosen, onChoose) {
   const [pattern, type] = [find("match").value.trim(), find("type").value];
   const rows = [];
-  const costs = findCosts(layers);
+  const most = Math.max(...layers.filter((each) => each.leaf).map((each) => each.share ?? 0), Number.MIN_VALUE);
   for (const layer of layers) {
-    if ((!pattern || fits(pattern, layer.name)) && (!type || layer.type === type)) rows.push(makeRow(layer, costs.get(layer.name) ?? 0, Boolean(pattern || type), onChoose));
+    if ((!pattern || fits(pattern, layer.name)) && (!type || layer.type === type)) rows.push(makeRow(layer, layer.leaf ? (layer.share ?? 0) / most : 0, Boolean(pattern || type), onChoose));
   }
   find("tree").replaceChildren(...rows);
   find("tree").scrollTop = 0;

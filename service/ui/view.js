@@ -1,18 +1,17 @@
-// What of the chosen layer is on the screen: its maps, its statistics, the value under the pointer.
+// What of the chosen layer is on the screen: its maps, the value under the pointer.
 
 import { ask, decode, ProblemError } from "./api.js";
 import { forgetAttention, showAttention } from "./attention.js";
-import { write } from "./colors.js";
-import { element, find } from "./dom.js";
+import { find } from "./dom.js";
 import { readLayout, split } from "./layout.js";
-import { drawBars, drawTiles, fillBars, nameChannels, showScale } from "./maps.js";
+import { drawBars, drawTiles, nameChannels, showScale } from "./maps.js";
 import { countChannels, findLayer, makeBody, makeView } from "./requests.js";
 import { findTensor } from "./selectors.js";
 import { writeShape } from "./tree.js";
 
 const STEP = 16; // channels at once
 const PASSING = [0, 401, 429, 503]; // statuses after which the same is asked again
-const PARTS = ["view-tools", "more", "numbers", "share", "change", "compare"];
+const PARTS = ["view-tools", "more", "share", "change", "compare"];
 
 export async function showView(state, signal) {
   const layer = findLayer(state);
@@ -29,14 +28,13 @@ async function showSite(state, layer, signal) {
   if (state.site === "attention") {
     await showAttention(state, signal);
     showFacts(layer);
-    for (const id of ["more", "numbers"]) find(id).hidden = true;
+    find("more").hidden = true;
     return;
   }
   const { layers, ...more } = makeView(state);
   const reply = await ask("extract", makeBody(state, layers, more), signal);
   showFacts(layer);
   draw(state, readLayout(reply, "maps", findTensor(layer).layout, state), decode(reply.features.maps).values);
-  showNumbers(decode(reply.features.stats).values, reply.receipts.stats.stats);
 }
 
 function showNothing(layer) {
@@ -45,7 +43,7 @@ function showNothing(layer) {
   showFacts(layer);
   find("maps").replaceChildren();
   find("reading").textContent = "";
-  for (const id of ["scale", "more", "numbers", "share"]) find(id).hidden = true;
+  for (const id of ["scale", "more", "share"]) find(id).hidden = true;
 }
 
 function showFacts(layer) {
@@ -93,30 +91,13 @@ export async function loadMore(state, signal) {
   find("maps").children[before]?.focus();
 }
 
-function showNumbers(values, names) {
-  const counts = [];
-  find("stats").replaceChildren();
-  names.forEach((name, at) => {
-    if (name.startsWith("histogram")) return counts.push(values[at]);
-    const shown = name === "zeros" ? `${(values[at] * 100).toFixed(1)} %` : write(values[at]);
-    const pair = element("div");
-    pair.append(element("dt", name), element("dd", shown));
-    return find("stats").append(pair);
-  });
-  const canvas = find("histogram");
-  fillBars(canvas, Float32Array.from(counts), 80);
-  const [low, high] = [values[names.indexOf("min")], values[names.indexOf("max")]];
-  canvas.setAttribute("aria-label", `Histogram of 16 bins from ${write(low)} to ${write(high)}: ${counts.join(", ")}`);
-  [find("histogram-low").textContent, find("histogram-high").textContent] = [write(low), write(high)];
-}
-
 export function forgetView() {
   // Nothing stays on the screen that is of another picture or model.
   forgetAttention();
   for (const id of PARTS) find(id).hidden = true;
   find("maps").replaceChildren();
   find("reading").textContent = "";
-  for (const id of ["overlay", "scale", "classes", "lens"]) find(id).hidden = true;
+  for (const id of ["scale", "classes", "lens"]) find(id).hidden = true;
   forgetChange();
 }
 

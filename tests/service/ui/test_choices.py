@@ -14,7 +14,7 @@ from playwright.sync_api import expect
 from tests.server import Live
 from tests.service.gated_server import wait_until
 from tests.service.ui.conftest import Open
-from tests.service.ui.support import DIGIT, drop
+from tests.service.ui.support import DIGIT, PIXELS, drop
 
 LATE_PICTURE = """([first, second]) => {
   // The first file's bytes come after the second one's.
@@ -88,16 +88,18 @@ def test_sample_without_server(shown: Live, open_page: Open) -> None:
 
 def test_other_model(shown: Live, open_page: Open) -> None:
     """While another model is asked nothing of the former one is on the screen, over the picture neither."""
-    opened = open_page(f"{shown.url}/#model=digits&method=grad_cam&sample=digit-2")
+    opened = open_page(f"{shown.url}/#model=square&layer=attention&site=attention&method=grad_cam&sample=digit-2")
     opened.show_maps()
     page = opened.page
     expect(page.locator("#overlay")).to_be_visible()
+    expect(page.locator("#explanations figure")).to_have_count(1)
     held: list[Any] = []
     page.route("**/models/held/layers", lambda route: held.append(route))
     page.select_option("#model", "held")
     wait_until(lambda: page.evaluate("1") and held)
     expect(page.locator("#overlay")).to_be_hidden()
-    expect(page.locator("#view-title")).not_to_contain_text("block1")
+    expect(page.locator("#explanations figure")).to_have_count(0)
+    expect(page.locator("#view-title")).not_to_contain_text("attention")
     expect(page.locator("#view-facts")).to_have_text("")
     held[0].continue_()
     opened.show_maps()
@@ -184,29 +186,38 @@ def test_refused_layer(shown: Live, open_page: Open) -> None:
     page.click("[data-layer='block3.conv1']")
     expect(page.locator("#view-title")).to_have_text("block3.conv1")
     expect(page.locator("#maps canvas")).to_have_count(0)
-    for part in ("#numbers", "#share", "#more", "#scale"):
+    for part in ("#share", "#more", "#scale"):
         expect(page.locator(part)).to_be_hidden()
     page.select_option("#site", "output")
     opened.show_maps()
 
 
 def test_map_of_another_class(shown: Live, open_page: Open) -> None:
-    """Over the picture is no map of the class before, neither while the new one's is asked nor if it is refused."""
+    """There is no map of the class before, neither while the new one's is asked nor if it is refused."""
     opened = open_page(f"{shown.url}/#model=digits&method=grad_cam&sample=digit-2")
     opened.show_maps()
     page = opened.page
-    expect(page.locator("#overlay")).to_be_visible()
+    frame = page.locator("#explanations .frame")
+    expect(frame).to_be_enabled()
     held: list[Any] = []
     page.route("**/explain", lambda route: held.append(route))
     page.fill("#class", "99")
     page.dispatch_event("#class", "change")
     wait_until(lambda: page.evaluate("1") and held)
-    expect(page.locator("#overlay")).to_be_hidden()
+    expect(frame).to_be_disabled()
+    assert is_blank(page)
     held[0].continue_()
     expect(page.locator("#explanations figcaption")).to_contain_text("class 99")
-    expect(page.locator("#overlay")).to_be_hidden()
+    expect(frame).to_be_disabled()
+    assert is_blank(page)
     page.unroute("**/explain")
     page.fill("#class", "3")
     page.dispatch_event("#class", "change")
-    expect(page.locator("#overlay")).to_be_visible()
+    expect(frame).to_be_enabled()
+    assert not is_blank(page)
     opened.wait()
+
+
+def is_blank(page: Any) -> bool:
+    """Whether the only explanation has no map."""
+    return not any(page.locator("#explanations canvas").evaluate(PIXELS))

@@ -128,37 +128,16 @@ def test_wide_tokens(shown: Live, open_page: Open) -> None:
     check_tiles(opened, weights[:, 9, 1:].reshape(2, 4, 8))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "skip", "shape", "wanted"),
-    [
-        (197, 1, [3, 224, 224], [14, 14]),
-        (201, 5, [3, 224, 224], [14, 14]),
-        (128, 0, [3, 128, 256], [8, 16]),
-        (129, 1, [256, 128, 3], [16, 8]),
-        (16, 0, [3, 64, 16], [8, 2]),
-        (13, 0, [3, 64, 64], None),
-        (12, 0, [3, 64, 64], None),
-    ],
-)
-def test_grid(shown: Live, open_page: Open, tokens: int, skip: int, shape: list[int], wanted: list[int] | None) -> None:
-    """Where no layer tells the grid of patches, it is the one whose patches are squares of the input, if any is."""
-    opened = open_page(shown.url)
-    grid = call(opened, "layout", "findGrid", tokens, {"prefix_tokens": skip}, [], {"shape": shape})
-    assert grid["skip"] == skip
-    assert [grid["height"], grid["width"]] == wanted if wanted else "height" not in grid
-
-
 def test_tokens_of_a_layer(shown: Live, open_page: Open) -> None:
     """A receipt tells the grid of tokens, else the layer that they were made of, with what stands in front."""
     opened = open_page(shown.url)
     layers = [{"outputs": [{"layout": "NCHW", "shape": [1, 768, 6, 20]}]}]
     wanted = {"height": 6, "width": 20}
-    assert call(opened, "layout", "findGrid", 121, {"prefix_tokens": 1}, layers, None) == {**wanted, "skip": 1}
-    assert call(opened, "layout", "findGrid", 121, {}, layers, None) == {**wanted, "skip": 1}
-    square = {"shape": [3, 64, 64]}
-    assert call(opened, "layout", "findGrid", 121, {"prefix_tokens": 3}, layers, square) == {"skip": 3}
+    assert call(opened, "layout", "findGrid", 121, {"prefix_tokens": 1}, layers) == {**wanted, "skip": 1}
+    assert call(opened, "layout", "findGrid", 121, {}, layers) == {**wanted, "skip": 1}
+    assert call(opened, "layout", "findGrid", 121, {"prefix_tokens": 3}, layers) == {"skip": 3}
     told = {"prefix_tokens": 1, "grid_size": [10, 12]}
-    assert call(opened, "layout", "findGrid", 121, told, layers, None) == {"height": 10, "width": 12, "skip": 1}
+    assert call(opened, "layout", "findGrid", 121, told, layers) == {"height": 10, "width": 12, "skip": 1}
 
 
 def test_gradients_diverge(shown: Live, open_page: Open) -> None:
