@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from layertap.models.capture import verification
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
 from layertap.models.catalog.catalog import Catalog
-from layertap.models.catalog.row_view import select_rows
+from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.compiled.plan_graphs import PlanGraphs
 from layertap.models.devices import memory, transfer
 from layertap.models.devices.dtypes import DTYPES
@@ -68,8 +68,8 @@ class LoadedModel(ModelInfo):
             for place in sorted({0, 1 % rows, rows // 2, rows - 1}):
                 batch = {name: _repeat_rows(value, rows, place) for name, value in noise.items()}
                 tensors = dict(iterate_tensors(self.call(batch, self.module)))
-                pairs = [(tensors[info.path], info) for info in outputs if info.path in tensors]
-                rows_by_place.append([select_rows(value, info, (place, place + 1)).clone() for value, info in pairs])
+                found = [RowTensor(tensors[info.path], info) for info in outputs if info.path in tensors]
+                rows_by_place.append([each.select((place, place + 1)).value.clone() for each in found])
         first = rows_by_place[0]
         return all(torch.equal(*pair) for each in rows_by_place for pair in zip(each, first, strict=True))
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from layertap.models.capture.reduction import ReducedTensor
-from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.catalog.row_view import Span, select_rows
+from layertap.models.catalog.row_tensor import Span
 from layertap.models.devices import transfer
 from layertap.models.plain_tensor import view_bytes
 from layertap.models.selection.plan import Capture, ResolvedIntervention, ResolvedObjective
@@ -58,11 +57,6 @@ def find_spans(slices: Iterable[RequestSlice], rows: int) -> dict[Capture, tuple
             else:
                 spans.append(each.span)
     return {capture: tuple(spans) for capture, spans in spans_by_capture.items()}
-
-
-def select_span_rows(value: Tensor, info: TensorInfo, span: Span, rows: int) -> Tensor:
-    """The part of a tensor that belongs to a span of a forward's rows; a view."""
-    return value if span == (0, rows) else select_rows(value, info, span)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from layertap.models.capture.batch_slices import RequestSlice, find_spans, select_span_rows
+from layertap.models.capture.batch_slices import RequestSlice, find_spans
 from layertap.models.capture.reduction import ReducedTensor, reduce
-from layertap.models.catalog.row_view import Span
+from layertap.models.catalog.row_tensor import RowTensor, Span
 from layertap.models.devices.dtypes import dtype_name
 from layertap.models.errors import InputError, LayerNotReachedError, LayertapError
 from layertap.models.gradients.tape import Key, Tape, compute_objective
@@ -250,9 +250,8 @@ class Collector:
             self._reduce(capture, span, tensor.detach())
 
     def _reduce(self, capture: Capture, span: Span, tensor: Tensor) -> None:
-        part = select_span_rows(tensor, capture.info, span, self._rows)
-        token_mask = _select_token_mask(self._token_mask, span)
-        self.results[capture, span] = reduce(part, capture.info, capture.reduction, token_mask, capture.length)
+        part = RowTensor(tensor, capture.info, self._token_mask).select(span)
+        self.results[capture, span] = reduce(part, capture.reduction, capture.length)
 
     def _add_objective(self, place: int, tensors: Mapping[Path, Tensor]) -> None:
         objective = self._objectives.get(place)
@@ -260,12 +259,8 @@ class Collector:
         if objective is not None and tensor is not None:
             self._check_tensor(tensor, objective)
             self._check_differentiable(objective.point)
-            span = self._slices[place].span
-            part, token_mask = (
-                select_span_rows(tensor, objective.info, span, self._rows),
-                _select_token_mask(self._token_mask, span),
-            )
-            self._tape.add(objective.point, compute_objective(part, objective.info, objective.objective, token_mask))
+            part = RowTensor(tensor, objective.info, self._token_mask).select(self._slices[place].span)
+            self._tape.add(objective.point, compute_objective(part, objective.objective))
             del self._objectives[place]
 
     def _check_tensor(self, tensor: Tensor, tap: Tap) -> None:
@@ -318,18 +313,12 @@ def _apply_intervention(
     request_slice: RequestSlice, change: ResolvedIntervention, rows: int, token_mask: Tensor | None, value: Tensor
 ) -> Tensor:
     """A tensor of so many rows in which those of one request are changed."""
-    span = request_slice.span
-    part = select_span_rows(value, change.info, span, rows)
-    changed = apply_operation(
-        part, change.info, change.operation, request_slice.first, _select_token_mask(token_mask, span)
-    )
+    start, stop = request_slice.span
+    part = RowTensor(value, change.info, token_mask).select((start, stop))
+    changed = apply_operation(part, change.operation, request_slice.first)
     if changed.shape == value.shape:
         return changed
-    axis, entries = change.info.row_axis or 0, change.info.entries_per_row
-    before = value.narrow(axis, 0, span[0] * entries)
-    after = value.narrow(axis, span[1] * entries, value.shape[axis] - span[1] * entries)
+    axis, entries = part.row_axis, change.info.entries_per_row
+    before = value.narrow(axis, 0, start * entries)
+    after = value.narrow(axis, stop * entries, value.shape[axis] - stop * entries)
     return torch.cat([before, changed, after], dim=axis)
-
-
-def _select_token_mask(token_mask: Tensor | None, span: Span) -> Tensor | None:
-    return None if token_mask is None else token_mask[slice(*span)]

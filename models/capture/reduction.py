@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.catalog.padding import is_padded, move_padding_last, strip_padding, truncate
-from layertap.models.catalog.row_view import move_rows_first, to_floating
+from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.errors import InputError
 from layertap.models.plain_tensor import to_plain
 from layertap.models.selection.hook_points import AXES, Reduction
@@ -45,38 +44,34 @@ def own_memory(reduced: ReducedTensor) -> ReducedTensor:
     return reduced if alone else clone_reduced(reduced)
 
 
-def reduce(
-    value: Tensor, info: TensorInfo, reduction: Reduction, token_mask: Tensor | None = None, length: int | None = None
-) -> ReducedTensor:
+def reduce(captured: RowTensor, reduction: Reduction, length: int | None = None) -> ReducedTensor:
     """Apply a reduction to a captured tensor; never returns memory that the model may still write to.
 
-    ``token_mask`` (rows, tokens) is False where a token only pads its row: what is made of all tokens leaves it out,
-    what is kept of each has ``length`` of them, 0 where one is no token of its row. What is named by its number is
-    counted from the row's first own token, or back from its last. InputError where it has no such token.
+    What is made of all tokens leaves out those that only pad their row; what is kept of each has ``length`` of them, 0
+    where one is no token of its row. What is named by its number is counted from the row's first own token, or back
+    from its last. InputError where it has no such token.
     """
-    part = value
-    if token_mask is not None and info.token_axes:
-        if _is_of_whole_rows(info, reduction):
-            if is_padded(info, token_mask):
-                value, info, token_mask = _align_kept(value, info, reduction, token_mask, length)
-                return _reduce_row_by_row(value, info, reduction, token_mask)
+    part = captured
+    if captured.token_mask is not None and captured.info.token_axes:
+        if _is_of_whole_rows(captured.info, reduction):
+            if captured.is_padded:
+                return _reduce_row_by_row(_align_kept(captured, reduction, length), reduction)
         else:
-            if length is not None:
-                part, info = truncate(part, info, length, token_mask)
-            part = move_padding_last(part, info, "".join(_find_numbered_axes(info, reduction)), token_mask[:, :length])
-    return ensure_owned(apply_reduction(part, info, reduction), value)
+            part = part if length is None else part.truncate(length)
+            part = part.move_padding_last("".join(_find_numbered_axes(part.info, reduction)))
+    return ensure_owned(apply_reduction(part, reduction), captured.value)
 
 
-def apply_reduction(value: Tensor, info: TensorInfo, reduction: Reduction) -> ReducedTensor:
+def apply_reduction(captured: RowTensor, reduction: Reduction) -> ReducedTensor:
     """The numbers of a reduction, in whatever memory they are: of the captured tensor, where they are its own."""
-    value = _narrow(to_plain(value), info.layout, reduction)
+    value = _narrow(to_plain(captured.value), captured.info.layout, reduction)
+    rows = replace(captured, value=value)
     if reduction.stats is not None:
-        rows = move_rows_first(value, info)
-        groups = rows.positions(0) if reduction.by == "channel" else rows.values.flatten(1)
+        groups = rows.positions() if reduction.by == "channel" else rows.group().flatten(1)
         return ReducedTensor(compute_statistics(to_floating(groups), reduction.stats))
     pool = POOLINGS[reduction.pool].compute
     if pool is not None:
-        value = pool(move_rows_first(value, info), _count_skipped(info, reduction))
+        value = pool(rows, _count_skipped(rows.info, reduction))
     if reduction.normalize:
         value = torch.nn.functional.normalize(to_floating(value), dim=-1)
     if reduction.dtype == "int8" and value.is_floating_point():
@@ -101,25 +96,22 @@ def ensure_owned(reduced: ReducedTensor, captured: Tensor) -> ReducedTensor:
     return reduced if is_alone else replace(reduced, values=values.clone())
 
 
-def _align_kept(
-    value: Tensor, info: TensorInfo, reduction: Reduction, token_mask: Tensor, length: int | None
-) -> tuple[Tensor, TensorInfo, Tensor]:
+def _align_kept(captured: RowTensor, reduction: Reduction, length: int | None) -> RowTensor:
     """What is reduced row by row, with as many entries in every row where a result has one for each token."""
-    kept = _find_kept_axes(info, reduction)
+    kept = _find_kept_axes(captured.info, reduction)
     if length is None or not kept:
-        return value, info, token_mask
-    value, info = truncate(value, info, length, token_mask)
-    token_mask = token_mask[:, :length]
-    letters = "".join(letter for letter, axis in _find_numbered_axes(info, reduction).items() if axis in kept)
-    value = move_padding_last(value, info, letters, token_mask)
-    return value, replace(info, token_axes=tuple(axis for axis in info.token_axes if axis not in kept)), token_mask
+        return captured
+    letters = "".join(letter for letter, axis in _find_numbered_axes(captured.info, reduction).items() if axis in kept)
+    aligned = captured.truncate(length).move_padding_last(letters)
+    token_axes = tuple(axis for axis in aligned.info.token_axes if axis not in kept)
+    return replace(aligned, info=replace(aligned.info, token_axes=token_axes))
 
 
-def _reduce_row_by_row(value: Tensor, info: TensorInfo, reduction: Reduction, token_mask: Tensor) -> ReducedTensor:
+def _reduce_row_by_row(captured: RowTensor, reduction: Reduction) -> ReducedTensor:
     """Each row as it would be reduced without the tokens that pad it."""
-    rows = [reduce(row, row_info, reduction) for row, row_info in strip_padding(value, info, token_mask)]
+    rows = [reduce(row, reduction) for row in captured.strip()]
     scales = [row.scale for row in rows if row.scale is not None]
-    axis = 0 if reduction.is_by_row else info.row_axis or 0
+    axis = 0 if reduction.is_by_row else captured.row_axis
     return ReducedTensor(torch.cat([row.values for row in rows], dim=axis), torch.cat(scales) if scales else None)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
 from layertap.models.capture.reduction import ReducedTensor, apply_reduction
+from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.hooks.attach import ATTACH
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.loaded_model import LoadedModel
@@ -69,7 +70,8 @@ def _reduce_captures(
     tensors = dict(iterate_tensors(value)) if call in calls else {}
     for capture in calls.get(call, ()):
         # A copy: what the forward writes there later is another value.
-        reduced[capture] = apply_reduction(tensors[capture.point.path].clone(), capture.info, capture.reduction)
+        copy = RowTensor(tensors[capture.point.path].clone(), capture.info)
+        reduced[capture] = apply_reduction(copy, capture.reduction)
 
 
 def flatten(reduced: Iterable[ReducedTensor]) -> Iterator[Tensor]:

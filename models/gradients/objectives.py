@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.catalog.row_view import move_rows_first
+from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.selection.hook_points import Objective
 
 if TYPE_CHECKING:
@@ -26,59 +25,59 @@ class ObjectiveSpec:
     lone class.
     """
 
-    compute: Callable[[Tensor, TensorInfo, Objective], Tensor]
+    compute: Callable[[RowTensor, Objective], Tensor]
     of_classes: bool = False
     of_layer: bool = False
     takes_target: bool = False
     compares: bool = False
 
 
-def _logit(values: Tensor, info: TensorInfo, objective: Objective) -> Tensor:
-    return values.gather(1, _get_classes(values, objective)[:, None])
+def _logit(rows: RowTensor, objective: Objective) -> Tensor:
+    return rows.value.gather(1, _get_classes(rows, objective)[:, None])
 
 
-def _probability(values: Tensor, info: TensorInfo, objective: Objective) -> Tensor:
-    return values.softmax(1).gather(1, _get_classes(values, objective)[:, None])
+def _probability(rows: RowTensor, objective: Objective) -> Tensor:
+    return rows.value.softmax(1).gather(1, _get_classes(rows, objective)[:, None])
 
 
-def _binary(values: Tensor, info: TensorInfo, objective: Objective) -> Tensor:
-    return _logit(values, info, objective).sigmoid()
+def _binary(rows: RowTensor, objective: Objective) -> Tensor:
+    return _logit(rows, objective).sigmoid()
 
 
-def _cross_entropy(values: Tensor, info: TensorInfo, objective: Objective) -> Tensor:
+def _cross_entropy(rows: RowTensor, objective: Objective) -> Tensor:
     from torch.nn.functional import cross_entropy  # here: whoever only reads the table needs no torch
 
-    return cross_entropy(values, _get_classes(values, objective), reduction="sum")
+    return cross_entropy(rows.value, _get_classes(rows, objective), reduction="sum")
 
 
-def _kl_div(values: Tensor, info: TensorInfo, objective: Objective) -> Tensor:
+def _kl_div(rows: RowTensor, objective: Objective) -> Tensor:
     """KL(target ‖ softmax(logits)); the target of a class is one-hot."""
     from torch.nn.functional import kl_div, one_hot
 
     if objective.target is not None:
-        target = values.new_tensor(objective.target).expand_as(values)
+        target = rows.value.new_tensor(objective.target).expand_as(rows.value)
     else:
-        target = one_hot(_get_classes(values, objective), values.shape[1]).to(values.dtype)
-    return kl_div(values.log_softmax(1), target, reduction="sum")
+        target = one_hot(_get_classes(rows, objective), rows.value.shape[1]).to(rows.value.dtype)
+    return kl_div(rows.value.log_softmax(1), target, reduction="sum")
 
 
-def _sum(values: Tensor, info: TensorInfo, objective: Objective) -> Tensor:
-    return values.sum()
+def _sum(rows: RowTensor, objective: Objective) -> Tensor:
+    return rows.value.sum()
 
 
-def _mean(values: Tensor, info: TensorInfo, objective: Objective) -> Tensor:
-    return move_rows_first(values, info).values.flatten(1).mean(1)
+def _mean(rows: RowTensor, objective: Objective) -> Tensor:
+    return rows.group().flatten(1).mean(1)
 
 
-def _layer(values: Tensor, info: TensorInfo, objective: Objective) -> Tensor:
+def _layer(rows: RowTensor, objective: Objective) -> Tensor:
     if objective.channel is None:
-        return _mean(values, info, objective)
-    return move_rows_first(values, info).positions(0)[:, objective.channel].mean(1)
+        return _mean(rows, objective)
+    return rows.positions()[:, objective.channel].mean(1)
 
 
-def _get_classes(values: Tensor, objective: Objective) -> Tensor:
+def _get_classes(rows: RowTensor, objective: Objective) -> Tensor:
     """A class for each row."""
-    highest = values.detach().float().argmax(1)  # as whoever reads the scores in a reply finds it
+    highest = rows.value.detach().float().argmax(1)  # as whoever reads the scores in a reply finds it
     return highest.fill_(objective.klass) if isinstance(objective.klass, int) else highest
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from math import isfinite
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
+from layertap.models.catalog.row_tensor import POSITION_AXES, Position, describe_position, find_position_axes
 from layertap.models.catalog.text_lengths import TextLengths, check_shape, with_common_length
 from layertap.models.errors import SelectorError, escape
 from layertap.models.gradients.objectives import OBJECTIVES
-from layertap.models.gradients.position import AXES, Position, describe_position, find_axes
 from layertap.models.selection.hook_points import HookPoint, Objective
 from layertap.models.selection.matches import find_matches, prefer_layer
 from layertap.models.selection.plan import ResolvedObjective, Tap
@@ -125,7 +125,7 @@ def _check_channel(channel: int, info: TensorInfo | None, lengths: TextLengths |
 
 
 def _check_position(position: Position, info: TensorInfo, catalog: Catalog, lengths: TextLengths | None) -> None:
-    axes = find_axes(info, position)
+    axes = find_position_axes(info, position)
     if axes is None:
         what = "tokens, of which 'position' is one" if len(position) == 1 else "rows and columns, of which it is a pair"
         hint = "; or ".join([*_offer_positions(info), "leave it out"])
@@ -139,7 +139,7 @@ def _check_position(position: Position, info: TensorInfo, catalog: Catalog, leng
 def _offer_positions(info: TensorInfo) -> list[str]:
     """How a position of a tensor is named, where it has any."""
     examples = {1: 'add "position": -1, a token', 2: 'add "position": [0, 0], a row and a column'}
-    return [examples[numbers] for numbers in AXES if find_axes(info, (0,) * numbers) is not None]
+    return [examples[numbers] for numbers in POSITION_AXES if find_position_axes(info, (0,) * numbers) is not None]
 
 
 def _check_target(objective: Objective) -> None:

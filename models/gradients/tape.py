@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.catalog.padding import is_padded, strip_padding
+from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.devices.memory import is_device_error
 from layertap.models.errors import InputError
 from layertap.models.gradients.objectives import OBJECTIVES
-from layertap.models.gradients.position import describe_position, select_position
 from layertap.models.hooks.tensor_tree import Path
 from layertap.models.selection.hook_points import Objective
 
@@ -86,24 +85,12 @@ class Tape:
         }
 
 
-def compute_objective(
-    value: Tensor, info: TensorInfo, objective: Objective, token_mask: Tensor | None = None
-) -> Tensor:
-    """The sum of an objective over a request's rows, in float32 or wider; ``value`` is their part of a tensor.
-
-    ``token_mask`` (rows, tokens) is False where a token only pads its row: each row's is that of the row without it.
-    """
-    value = value if value.dtype is torch.float64 else value.float()
-    if token_mask is None or not is_padded(info, token_mask):
-        return _compute(value, info, objective)
-    return torch.stack(
-        [_compute(row, row_info, objective) for row, row_info in strip_padding(value, info, token_mask)]
-    ).sum()
-
-
-def _compute(value: Tensor, info: TensorInfo, objective: Objective) -> Tensor:
-    part, part_leaf = select_position(value, info, objective.position), describe_position(info, objective.position)
-    return OBJECTIVES[objective.kind].compute(part, part_leaf, objective).sum()
+def compute_objective(rows: RowTensor, objective: Objective) -> Tensor:
+    """The sum of an objective over a request's rows, in float32 or wider; each row's is that of it without padding."""
+    rows = replace(rows, value=to_floating(rows.value))
+    parts = rows.strip() if rows.is_padded else (rows,)
+    sums = [OBJECTIVES[objective.kind].compute(each.at(objective.position), objective).sum() for each in parts]
+    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
 
 
 def _collect_nodes(end: Tensor) -> set[Any]:

@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.catalog.padding import find_own_positions, is_padded
-from layertap.models.catalog.row_view import count_rows, select_rows
+from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.interventions.operations import OPERATIONS
-from layertap.models.interventions.row_range import RowRange
 from layertap.models.selection.hook_points import AXES, Operation
 
 
-def apply_operation(
-    value: Tensor, info: TensorInfo, operation: Operation, first: int, token_mask: Tensor | None = None
-) -> Tensor:
+def apply_operation(rows: RowTensor, operation: Operation, first: int) -> Tensor:
     """A request's rows of a tensor after an operation, in memory of their own; differentiable.
 
-    ``value`` is the part of a tensor that holds them, the first of them being row ``first`` of its request: noise is
-    drawn row by row, from the seed and the row's number, so that it does not depend on how rows are batched.
-    ``token_mask`` (rows, tokens) is False where a token only pads its row: nothing is changed there.
+    The first of them is row ``first`` of its request: noise is drawn row by row, from the seed and the row's number, so
+    that it does not depend on how rows are batched. Tokens that only pad a row stay as they are.
     """
-    if token_mask is None or not is_padded(info, token_mask):
-        rows = RowRange(info.row_axis or 0, first, count_rows(value, info))
+    if not rows.is_padded:
         change = OPERATIONS[operation.op].change
-        indices = list(find_indices(info, operation))
-        return _change_part(value, indices, lambda part: change(part, operation, rows))
+
+        def change_rows(part: Tensor) -> Tensor:
+            return change(replace(rows, value=part), operation, first)
+
+        return _change_part(rows.value, list(find_indices(rows.info, operation)), change_rows)
     changed = []
-    for place, positions in enumerate(find_own_positions(info, token_mask)):
-        row_info = info.with_length(len(positions[0][1]))
-        apply = partial(apply_operation, info=row_info, operation=operation, first=first + place)
-        changed.append(_change_part(select_rows(value, info, (place, place + 1)), positions, apply))
-    return torch.cat(changed, dim=info.row_axis or 0)
+    for number, tokens in enumerate(rows.list_own_tokens()):
+        row, info = rows.select((number, number + 1)), rows.info.with_length(len(tokens[0][1]))
+
+        def change_row(part: Tensor, info: TensorInfo = info, number: int = number) -> Tensor:
+            return apply_operation(RowTensor(part, info), operation, first + number)
+
+        changed.append(_change_part(row.value, tokens, change_row))
+    return rows.concat(changed)
 
 
 def compute_part_shape(info: TensorInfo, operation: Operation) -> tuple[int, ...]:

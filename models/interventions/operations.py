@@ -1,21 +1,23 @@
 """How a value in flight is changed: a function and a row of a table for each operation; needs no torch.
 
-A function gets the part of one request's rows that is to change, and gives it changed, in memory of its own;
-differentiable.
+A function gets the part of one request's rows that is to change, and the number of the first of them in the request; it
+gives the part changed, in memory of its own; differentiable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Literal
 
-from layertap.models.selection.hook_points import Operation
+import numpy as np
+
+from layertap.models.catalog.row_tensor import RowTensor
+from layertap.models.selection.hook_points import Operation, TensorData
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from layertap.models.interventions.row_range import RowRange
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class OperationSpec:
     ``by_row``: each row gets something of its own.
     """
 
-    change: Callable[[Tensor, Operation, RowRange], Tensor]
+    change: Callable[[RowTensor, Operation, int], Tensor]
     needs: tuple[tuple[str, ...], ...] = ()
     optional: tuple[str, ...] = ()
     by_row: bool = False
@@ -36,32 +38,55 @@ class OperationSpec:
         return frozenset(name for group in (*self.needs, self.optional) for name in group)
 
 
-def _zero(part: Tensor, operation: Operation, rows: RowRange) -> Tensor:
-    return rows.fill(part, 0.0)
+def _zero(part: RowTensor, operation: Operation, first: int) -> Tensor:
+    return _fill(part, 0.0)
 
 
-def _scale(part: Tensor, operation: Operation, rows: RowRange) -> Tensor:
-    return part * (1.0 if operation.by is None else operation.by)
+def _scale(part: RowTensor, operation: Operation, first: int) -> Tensor:
+    return part.value * (1.0 if operation.by is None else operation.by)
 
 
-def _add(part: Tensor, operation: Operation, rows: RowRange) -> Tensor:
+def _add(part: RowTensor, operation: Operation, first: int) -> Tensor:
     if operation.tensor is not None:
-        return part + rows.repeat(operation.tensor, part)
-    return part + (operation.value or 0.0)
+        return part.value + _repeat(part, operation.tensor)
+    return part.value + (operation.value or 0.0)
 
 
-def _clamp(part: Tensor, operation: Operation, rows: RowRange) -> Tensor:
-    return part.clamp(operation.min, operation.max)
+def _clamp(part: RowTensor, operation: Operation, first: int) -> Tensor:
+    return part.value.clamp(operation.min, operation.max)
 
 
-def _replace(part: Tensor, operation: Operation, rows: RowRange) -> Tensor:
+def _replace(part: RowTensor, operation: Operation, first: int) -> Tensor:
     if operation.tensor is not None:
-        return rows.repeat(operation.tensor, part)
-    return rows.fill(part, operation.value or 0.0)
+        return _repeat(part, operation.tensor)
+    return _fill(part, operation.value or 0.0)
 
 
-def _noise(part: Tensor, operation: Operation, rows: RowRange) -> Tensor:
-    return part + rows.draw_noise(part, operation.seed or 0) * (1.0 if operation.std is None else operation.std)
+def _noise(part: RowTensor, operation: Operation, first: int) -> Tensor:
+    """Standard normal numbers by the seed and each row's own number, drawn on the CPU: every device gets the same."""
+    from torch import Generator, randn
+
+    shape = list(part.value.shape)
+    shape[part.row_axis] //= part.rows
+    numbers = range(first, first + part.rows) if prod(shape) else ()
+    rows = [randn(shape, generator=Generator().manual_seed((operation.seed or 0) + number)) for number in numbers]
+    noise = part.concat(rows).to(part.value) if rows else part.value
+    return part.value + noise * (1.0 if operation.std is None else operation.std)
+
+
+def _fill(part: RowTensor, value: float) -> Tensor:
+    from torch import full_like
+
+    return full_like(part.value, value)
+
+
+def _repeat(part: RowTensor, data: TensorData) -> Tensor:
+    """A tensor from outside, which is one row's, for each row."""
+    from torch import from_numpy
+
+    row = from_numpy(np.frombuffer(data.data, "<f4").reshape(data.shape).astype(np.float32, copy=True)).to(part.value)
+    row = row.unsqueeze(part.row_axis) if row.ndim < part.value.ndim else row
+    return part.concat([row] * part.rows)
 
 
 OPERATIONS = {

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
-from layertap.models.catalog.padding import find_own_positions
+from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import SelectorError, escape
 from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.interventions.apply import compute_part_shape, find_indices
@@ -55,7 +55,10 @@ def take_part(
 
     SelectorError where one text has other tokens than the other.
     """
-    part, info = _strip(value, source.info, token_mask)
+    row = RowTensor(value, source.info, token_mask)
+    if token_mask is not None and row.info.token_axes:
+        (row,) = row.strip()
+    part, info = row.value, row.info
     for axis, indices in find_indices(info, change.operation):
         size = part.shape[axis]
         if not all(0 <= index < size for index in indices):
@@ -80,16 +83,6 @@ def _find_match(match: SelectorMatch, operation: Operation, catalog: Catalog) ->
     if len(matches) != 1:
         raise SelectorError(f"'from' names {len(matches)} tensors", hint="name one: 'LAYER#0[path]'")
     return matches[0]
-
-
-def _strip(value: Tensor, info: TensorInfo, token_mask: Tensor | None) -> tuple[Tensor, TensorInfo]:
-    """What of a row is its own, without padding."""
-    if token_mask is None or not info.token_axes:
-        return value, info
-    (axes,) = find_own_positions(info, token_mask)
-    for axis, positions in axes:
-        value = value.index_select(axis, positions)
-    return value, _describe_own(info, token_mask)
 
 
 def _describe_own(info: TensorInfo, token_mask: Tensor | None) -> TensorInfo:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from layertap.models.catalog.row_view import RowView, to_floating
+from layertap.models.catalog.row_tensor import RowTensor, to_floating
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ class Pooling:
     is taken by its place; the last one stands before the padding of its row.
     """
 
-    compute: Callable[[RowView, int], Tensor] | None
+    compute: Callable[[RowTensor, int], Tensor] | None
     by_channel: bool = True
     combines: bool = True
     averages: bool = False
@@ -40,30 +40,30 @@ class Pooling:
     last_token: bool = False
 
 
-def _mean(rows: RowView, skip: int) -> Tensor:
+def _mean(rows: RowTensor, skip: int) -> Tensor:
     return to_floating(rows.positions(skip)).mean(-1)
 
 
-def _max(rows: RowView, skip: int) -> Tensor:
+def _max(rows: RowTensor, skip: int) -> Tensor:
     return rows.positions(skip).amax(-1)
 
 
-def _gem(rows: RowView, skip: int) -> Tensor:
+def _gem(rows: RowTensor, skip: int) -> Tensor:
     mean = to_floating(rows.positions(skip)).clamp(min=GEM_EPS).pow(GEM_P).mean(-1)
     # A root of several numbers at once is rounded otherwise than that of one: in float64 the difference is cut off.
     return mean.double().pow(1.0 / GEM_P).to(mean.dtype)
 
 
-def _cls(rows: RowView, skip: int) -> Tensor:
-    return rows.positions(0)[:, :, 0]
+def _cls(rows: RowTensor, skip: int) -> Tensor:
+    return rows.positions()[:, :, 0]
 
 
-def _last(rows: RowView, skip: int) -> Tensor:
-    return rows.positions(0)[:, :, -1]
+def _last(rows: RowTensor, skip: int) -> Tensor:
+    return rows.positions()[:, :, -1]
 
 
-def _flatten(rows: RowView, skip: int) -> Tensor:
-    return rows.values.flatten(1)
+def _flatten(rows: RowTensor, skip: int) -> Tensor:
+    return rows.group().flatten(1)
 
 
 POOLINGS = {

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from layertap.models import fingerprint
+from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import SelectorError
 from layertap.models.explanations import maps
 from layertap.models.explanations.perturbations import Perturbation, Settings
 from layertap.models.gradients.objectives import OBJECTIVES
-from layertap.models.gradients.position import select_position
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.gradients.tape import compute_objective
 from layertap.models.labels import name_classes
@@ -132,7 +132,9 @@ class _Row:
     def compute_scores(self, values: Array) -> Array:
         """Each objective of each row of a tensor that all of them look at, (rows, objectives)."""
         info, rows = self.method.objective.info, torch.split(torch.from_numpy(np.array(values)), 1)
-        return np.array([[float(compute_objective(row, info, each)) for each in self.objectives] for row in rows])
+        return np.array(
+            [[float(compute_objective(RowTensor(row, info), each)) for each in self.objectives] for row in rows]
+        )
 
     def add(self, made: Sequence[Perturbation], numbers: range, arrays: Mapping[str, Array]) -> None:
         """Give each map what was measured of some changed rows."""
@@ -194,7 +196,7 @@ def _find_classes(resolved: ResolvedObjective, part: Features) -> tuple[int, ...
     if klass is None:
         return None
     scores = torch.from_numpy(np.array(part.arrays[SCORE])).float()
-    return tuple(select_position(scores, resolved.info, resolved.objective.position).argmax(1).tolist())
+    return tuple(RowTensor(scores, resolved.info).at(resolved.objective.position).value.argmax(1).tolist())
 
 
 def _list_objectives(

@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from layertap.models.catalog.row_tensor import POSITION_AXES
 from layertap.models.gradients.objectives import ObjectiveKind
-from layertap.models.gradients.position import AXES
 from layertap.models.selection.hook_points import Objective
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.service.schemas.base import Number, OneError, SignedIndex, StrictBody, StrictIndex, make_list
 
 AxisIndex = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]
-AxisIndices = Annotated[tuple[AxisIndex, ...], Field(min_length=1, max_length=max(AXES))]
+AxisIndices = Annotated[tuple[AxisIndex, ...], Field(min_length=1, max_length=max(POSITION_AXES))]
 Position = Annotated[
     AxisIndices | None,
     BeforeValidator(make_list, json_schema_input_type=AxisIndex | AxisIndices | None),

@@ -8,10 +8,9 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import escape
 from layertap.models.fingerprint import digest_reply
-from layertap.models.gradients.position import describe_position, select_position
 from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.labels import name_classes
 from layertap.models.selection.hook_points import format_path
@@ -60,19 +59,19 @@ def _find_classes(job: Job, results: Results) -> tuple[int, ...] | None:
         return (objective.objective.klass,) * job.rows  # those of other inputs may be others
     if scores is None or objective is None:
         return None
-    values, info = _select_scores(results[scores].values.float(), objective)
-    mask = job.token_mask
-    if mask is not None and info.token_axes:  # a class for each token, padding excluded
+    selected = _select_scores(results[scores].values.float(), objective)
+    values, mask = selected.value, job.token_mask
+    if mask is not None and selected.info.token_axes:  # a class for each token, padding excluded
         classes = values.masked_fill(~mask, -math.inf).argmax(1, keepdim=True)
         return tuple((mask.cumsum(1).gather(1, classes)[:, 0] - 1).tolist())
     return tuple(values.argmax(1).tolist())
 
 
-def _select_scores(values: Tensor, objective: ResolvedObjective) -> tuple[Tensor, TensorInfo]:
+def _select_scores(values: Tensor, objective: ResolvedObjective) -> RowTensor:
     """The scores at an objective's position; of a single position only that token was captured."""
     position = objective.objective.position
     captured = (0,) if position is not None and len(position) == 1 else position
-    return select_position(values, objective.info, captured), describe_position(objective.info, position)
+    return RowTensor(values, objective.info).at(captured)
 
 
 def _count_tokens(job: Job) -> tuple[int, ...] | None:

@@ -23,14 +23,13 @@ from layertap.models.capture.batch_slices import (
     copy_packed,
     find_spans,
     pack,
-    select_span_rows,
     unpack,
 )
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.capture.joined_rows import JoinedRows
 from layertap.models.capture.reduction import ReducedTensor, reduce
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.catalog.row_view import select_rows
+from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import InputError, LayerNotReachedError, OutOfMemoryError
 from layertap.models.hooks import attach
 from layertap.models.hooks.sites import Site
@@ -598,9 +597,9 @@ def test_rows_of(name: str) -> None:
     for start in range(rows):
         for stop in range(start + 1, rows + 1):
             truth = torch.cat(alone[start:stop], info.row_axis or 0)
-            for part in (select_span_rows(whole, info, (start, stop), rows), select_rows(whole, info, (start, stop))):
-                assert part.equal(truth)
-                assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+            part = RowTensor(whole, info).select((start, stop)).value
+            assert part.equal(truth)
+            assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("cuts", [(4,), (1, 3), (2, 1, 1)], ids=str)
@@ -614,10 +613,10 @@ def test_joined(name: str, cuts: tuple[int, ...]) -> None:
     for how in ways(info):
         capture, joined = capture_of(info, **vars(how)), JoinedRows(4)
         for start, stop in [spans[-1], *spans]:
-            found = joined.add(start, stop, {capture: reduce(torch.cat(alone[start:stop], axis), info, how)})
+            found = joined.add(start, stop, {capture: reduce(RowTensor(torch.cat(alone[start:stop], axis), info), how)})
         check(found[capture], capture, expected(whole, capture), 4)
         if not POOLINGS[how.pool].averages and not how.normalize:
-            assert bits(found[capture]) == bits(reduce(whole, info, how))
+            assert bits(found[capture]) == bits(reduce(RowTensor(whole, info), how))
 
 
 def test_joined_of_what_is_the_same_for_all_rows() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from layertap.models.capture.reduction import reduce
 from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.selection.hook_points import HookPoint, Reduction, ReplyDType
 from layertap.models.selection.plan import Capture, compute_reduced_shape
 from layertap.models.selection.poolings import Pool
@@ -83,7 +84,7 @@ def test_pools(name: str, pool: Pool) -> None:
     item = CASES[name]
     value = values(item.shape)
     expected = POOLS[pool](item.split(as_numpy(value), item.rows), item.info.prefix)
-    found = reduce(value, item.info, Reduction(pool=pool)).values
+    found = reduce(RowTensor(value, item.info), Reduction(pool=pool)).values
     assert found.dtype is torch.float32
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
 
@@ -94,7 +95,7 @@ def test_flatten(name: str) -> None:
     item = CASES[name]
     value = values(item.shape)
     rows = np.split(value.numpy(), item.rows, axis=item.info.row_axis or 0)
-    found = reduce(value, item.info, Reduction(pool="flatten")).values
+    found = reduce(RowTensor(value, item.info), Reduction(pool="flatten")).values
     np.testing.assert_array_equal(found.numpy(), np.stack([row.reshape(-1) for row in rows]))
 
 
@@ -103,7 +104,7 @@ def test_class_token(name: str) -> None:
     """``cls`` is the first token."""
     item = CASES[name]
     value = values(item.shape)
-    found = reduce(value, item.info, Reduction(pool="cls")).values
+    found = reduce(RowTensor(value, item.info), Reduction(pool="cls")).values
     np.testing.assert_array_equal(found.numpy(), item.split(value.numpy(), item.rows)[:, :, 0])
 
 
@@ -113,8 +114,8 @@ def test_last_token(name: str) -> None:
     item = CASES[name]
     value = values(item.shape)
     expected = item.split(value.numpy(), item.rows)[:, :, -1]
-    np.testing.assert_array_equal(reduce(value, item.info, Reduction(pool="last")).values.numpy(), expected)
-    named = reduce(value, item.info, Reduction(tokens=(-1,), pool="mean")).values
+    np.testing.assert_array_equal(reduce(RowTensor(value, item.info), Reduction(pool="last")).values.numpy(), expected)
+    named = reduce(RowTensor(value, item.info), Reduction(tokens=(-1,), pool="mean")).values
     np.testing.assert_allclose(named.numpy(), expected, rtol=1e-6)
 
 
@@ -125,7 +126,7 @@ def test_arithmetic_is_float32_at_least(pool: Pool, dtype: torch.dtype) -> None:
     info = TensorInfo((), (1, 2, 64, 64), str(dtype).removeprefix("torch."), layout="NCHW")
     value = (values((2, 2, 64, 64)).abs() + 100).to(dtype)
     expected = POOLS[pool](as_numpy(value).reshape(2, 2, -1), 0)
-    np.testing.assert_allclose(reduce(value, info, Reduction(pool=pool)).values.numpy(), expected, rtol=2e-6)
+    np.testing.assert_allclose(reduce(RowTensor(value, info), Reduction(pool=pool)).values.numpy(), expected, rtol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
@@ -135,7 +136,7 @@ def test_whole_numbers(pool: Pool, dtype: torch.dtype) -> None:
     info = TensorInfo((), (1, 3, 4), str(dtype).removeprefix("torch."), layout="NCL")
     value = torch.arange(24).reshape(2, 3, 4).to(dtype)
     how = Reduction(pool=pool, dtype="float16")
-    found = reduce(value, info, how).values
+    found = reduce(RowTensor(value, info), how).values
     averaged = pool in ("mean", "mean_all", "gem")
     assert found.dtype is (torch.float16 if averaged else dtype)
     capture = Capture(POINT, info, how)
@@ -154,10 +155,10 @@ def test_normalize(pool: Pool, dtype: torch.dtype) -> None:
     value = values((3, 5, 6), dtype)
     value[1] = 0
     how = Reduction(pool=pool, normalize=True)
-    found = reduce(value, info, how).values
+    found = reduce(RowTensor(value, info), how).values
     assert found.dtype is torch.float32
     assert Capture(POINT, info, how).dtype == "float32"
-    plain = as_numpy(reduce(value, info, Reduction(pool=pool)).values)
+    plain = as_numpy(reduce(RowTensor(value, info), Reduction(pool=pool)).values)
     lengths = np.linalg.norm(plain, axis=-1, keepdims=True)
     np.testing.assert_allclose(found.numpy(), plain / np.maximum(lengths, 1e-12), rtol=1e-5)
 
@@ -170,9 +171,9 @@ def test_channels(name: str, axis: int) -> None:
     item = CASES[name]
     value = values(item.shape)
     chosen = np.take(value.numpy(), [3, 0, 3], axis)
-    found = reduce(value, item.info, Reduction(channels=(3, 0, 3)))
+    found = reduce(RowTensor(value, item.info), Reduction(channels=(3, 0, 3)))
     np.testing.assert_array_equal(found.values.numpy(), chosen)
-    pooled = reduce(value, item.info, Reduction(channels=(3, 0, 3), pool="mean")).values
+    pooled = reduce(RowTensor(value, item.info), Reduction(channels=(3, 0, 3), pool="mean")).values
     expected = item.split(value.numpy(), item.rows)[:, [3, 0, 3]].mean(-1)
     np.testing.assert_allclose(pooled.numpy(), expected, rtol=1e-5, atol=1e-6)
 
@@ -184,8 +185,8 @@ def test_tokens(name: str) -> None:
     value = values(item.shape)
     axis = 0 if name.startswith("T") else 1
     chosen = np.take(value.numpy(), [5, 0], axis)
-    np.testing.assert_array_equal(reduce(value, item.info, Reduction(tokens=(5, 0))).values.numpy(), chosen)
-    pooled = reduce(value, item.info, Reduction(tokens=(5, 0), pool="mean")).values
+    np.testing.assert_array_equal(reduce(RowTensor(value, item.info), Reduction(tokens=(5, 0))).values.numpy(), chosen)
+    pooled = reduce(RowTensor(value, item.info), Reduction(tokens=(5, 0), pool="mean")).values
     np.testing.assert_allclose(pooled.numpy(), item.split(chosen, item.rows).mean(-1), rtol=1e-5, atol=1e-6)
 
 
@@ -202,7 +203,7 @@ def test_shapes_and_bytes_are_predicted(name: str) -> None:
     for how in (Reduction(pool=p, dtype=d, **n) for p in pools for d in dtypes for n in narrow):
         if how.pool == "cls" and not item.info.prefix:
             continue
-        found = reduce(value, item.info, how)
+        found = reduce(RowTensor(value, item.info), how)
         capture = Capture(POINT, item.info, how)
         assert (
             tuple(found.values.shape) == capture.shape(item.rows) == compute_reduced_shape(item.info, how, item.rows)
@@ -217,7 +218,7 @@ def test_a_tensor_without_axes() -> None:
     info = TensorInfo((), (), "float32", row_axis=None)
     dtypes: list[ReplyDType] = ["float32", "float16", "int8"]
     for dtype in dtypes:
-        found = reduce(torch.tensor(2.5), info, Reduction(dtype=dtype))
+        found = reduce(RowTensor(torch.tensor(2.5), info), Reduction(dtype=dtype))
         assert found.values.shape == ()
         size = found.values.nbytes + (0 if found.scale is None else found.scale.nbytes)
         assert Capture(POINT, info, Reduction(dtype=dtype)).nbytes(4) == size
@@ -227,7 +228,7 @@ def test_a_tensor_without_axes() -> None:
 def test_int8_error(rows: list[list[float]]) -> None:
     """An int8 result times its scale is within half a step of the value; the largest of each row is exact."""
     value = torch.tensor(rows)
-    found = reduce(value, TensorInfo((), (1, 3), "float32", layout="NC"), Reduction(dtype="int8"))
+    found = reduce(RowTensor(value, TensorInfo((), (1, 3), "float32", layout="NC")), Reduction(dtype="int8"))
     assert found.scale is not None
     assert (found.values.dtype, found.scale.dtype, found.scale.shape) == (torch.int8, torch.float32, (len(rows),))
     back = found.values.double() * found.scale.double()[:, None]
@@ -237,7 +238,9 @@ def test_int8_error(rows: list[list[float]]) -> None:
 
 def test_int8_of_zeros() -> None:
     """A row of zeros is zeros, and its scale a normal number, also where denormal ones count as zero."""
-    found = reduce(torch.zeros(2, 3), TensorInfo((), (1, 3), "float32", layout="NC"), Reduction(dtype="int8"))
+    found = reduce(
+        RowTensor(torch.zeros(2, 3), TensorInfo((), (1, 3), "float32", layout="NC")), Reduction(dtype="int8")
+    )
     assert found.scale is not None
     assert float(found.scale.min()) >= torch.finfo(torch.float32).tiny
     assert found.values.tolist() == [[0, 0, 0], [0, 0, 0]]
@@ -246,7 +249,7 @@ def test_int8_of_zeros() -> None:
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0,), (2, 0, 3), (0, 0)])
 def test_int8_of_nothing(shape: tuple[int, ...]) -> None:
     """An empty tensor is empty as int8 too, with a scale for each index of axis 0."""
-    found = reduce(torch.zeros(shape), TensorInfo((), shape, "float32"), Reduction(dtype="int8"))
+    found = reduce(RowTensor(torch.zeros(shape), TensorInfo((), shape, "float32")), Reduction(dtype="int8"))
     assert found.scale is not None
     assert (found.values.dtype, tuple(found.values.shape)) == (torch.int8, shape)
     assert (found.scale > 0).tolist() == [True] * shape[0]
@@ -256,9 +259,9 @@ def test_int8_scales_are_of_each_row() -> None:
     """One row's scale does not depend on another's size."""
     info = TensorInfo((), (1, 2, 3), "float32", layout="NTC")
     value = values((3, 2, 3))
-    alone = reduce(value[:1], info, Reduction(dtype="int8"))
+    alone = reduce(RowTensor(value[:1], info), Reduction(dtype="int8"))
     value[1] *= 1e6
-    together = reduce(value, info, Reduction(dtype="int8"))
+    together = reduce(RowTensor(value, info), Reduction(dtype="int8"))
     assert alone.scale is not None
     assert together.scale is not None
     assert torch.equal(alone.values[0], together.values[0])
@@ -279,7 +282,7 @@ def test_results_own_their_memory(pool: Pool, dtype: ReplyDType) -> None:
         "one row": storage[:1, :1],
     }
     for name, view in views.items():
-        found = reduce(view, info, Reduction(pool=pool, dtype=dtype)).values
+        found = reduce(RowTensor(view, info), Reduction(pool=pool, dtype=dtype)).values
         before = found.clone()
         assert found.untyped_storage().nbytes() == found.nbytes, name
         assert found.is_contiguous(), name
@@ -291,7 +294,7 @@ def test_channels_last_memory_comes_out_in_c_order() -> None:
     """The order of a tensor's memory has no bearing on a result."""
     info = TensorInfo((), (1, 3, 4, 5), "float32", layout="NCHW")
     value = values((2, 3, 4, 5))
-    found = reduce(value.contiguous(memory_format=torch.channels_last), info, Reduction()).values
+    found = reduce(RowTensor(value.contiguous(memory_format=torch.channels_last), info), Reduction()).values
     assert found.stride() == (60, 20, 5, 1)
     assert torch.equal(found, value)
 
@@ -302,7 +305,7 @@ def test_every_float_becomes_the_reply_dtype(dtype: torch.dtype) -> None:
     info = TensorInfo((), (1, 3), str(dtype).removeprefix("torch."), layout="NC")
     value = values((2, 3), dtype)
     for reply, wanted in (("float32", torch.float32), ("float16", torch.float16)):
-        found = reduce(value, info, Reduction(dtype=reply)).values  # type: ignore[arg-type]
+        found = reduce(RowTensor(value, info), Reduction(dtype=reply)).values  # type: ignore[arg-type]
         assert found.dtype is wanted
         assert torch.equal(found, value.to(wanted))
         assert found.numpy().dtype.name == reply
@@ -325,7 +328,7 @@ def test_padding_stays_out(name: str, how: dict[str, Any]) -> None:
     spoiled[~REAL] = torch.nan
     spoiled = spoiled.movedim((0, 1), (rows, tokens))
     info = replace(item.info, token_axes=(tokens,))
-    found = reduce(spoiled, info, Reduction(**how), REAL).values
+    found = reduce(RowTensor(spoiled, info, REAL), Reduction(**how)).values
     for place, places in enumerate(REAL):
         alone = value.select(rows, place).numpy()[places.numpy()]  # (tokens, channels)
         kept = alone if "stats" in how or how["pool"] == "mean_all" else alone[item.info.prefix :]
@@ -346,14 +349,14 @@ def test_padding_is_left_in_elsewhere() -> None:
     """Nothing is taken out of what is no sequence of these tokens, or is not made of all of them."""
     info, value = CASES["NTC"].info, values((3, 6, 5))
     for how in (Reduction(), Reduction(pool="flatten"), Reduction(pool="mean", tokens=(1, 5))):
-        assert torch.equal(reduce(value, info, how, REAL).values, reduce(value, info, how).values)
+        assert torch.equal(reduce(RowTensor(value, info, REAL), how).values, reduce(RowTensor(value, info), how).values)
     grid = CASES["NCHW"].info
     other = values((3, 5, 4, 3))
     mean = Reduction(pool="mean")
-    assert torch.equal(reduce(other, grid, mean, REAL).values, reduce(other, grid, mean).values)
+    assert torch.equal(reduce(RowTensor(other, grid, REAL), mean).values, reduce(RowTensor(other, grid), mean).values)
     longer = TensorInfo((), (1, 7, 5), "float32", layout="NTC")
     more = values((3, 7, 5))
-    assert torch.equal(reduce(more, longer, mean, REAL).values, reduce(more, longer, mean).values)
+    assert torch.equal(reduce(RowTensor(more, longer, REAL), mean).values, reduce(RowTensor(more, longer), mean).values)
 
 
 @pytest.mark.parametrize("name", PADDED)
@@ -363,7 +366,7 @@ def test_tokens_from_the_end(name: str) -> None:
     value = values(item.shape)
     rows, tokens = item.info.row_axis or 0, (item.info.layout or "").index("T")
     info = replace(item.info, token_axes=(tokens,))
-    found = reduce(value, info, Reduction(tokens=(-1, -3)), REAL, 6).values
+    found = reduce(RowTensor(value, info, REAL), Reduction(tokens=(-1, -3)), 6).values
     assert found.shape == compute_reduced_shape(info, Reduction(tokens=(-1, -3)), 3)
     for place, count in enumerate(REAL.sum(1).tolist()):
         wanted = value.select(rows, place)[[count - 1, count - 3]]
@@ -393,10 +396,10 @@ def test_parts_of_attention(part: dict[str, Any]) -> None:
     value = values((3, 4, 7, 7))
     length = 6
     how = Reduction(**part)
-    found = reduce(value, WEIGHTS, how, HOLES, length).values
-    flat = reduce(value, WEIGHTS, replace(how, pool="flatten"), HOLES, length).values
+    found = reduce(RowTensor(value, WEIGHTS, HOLES), how, length).values
+    flat = reduce(RowTensor(value, WEIGHTS, HOLES), replace(how, pool="flatten"), length).values
     columns = ("mean", "max", "zeros")
-    stats = reduce(value, WEIGHTS, replace(how, stats=columns), HOLES, length).values
+    stats = reduce(RowTensor(value, WEIGHTS, HOLES), replace(how, stats=columns), length).values
     assert found.shape == compute_reduced_shape(WEIGHTS.with_length(length), how, 3)
     for place, real in enumerate(HOLES.numpy()):
         own = np.flatnonzero(real)

@@ -15,6 +15,7 @@ from layertap.models.capture.batch_slices import RequestSlice, find_spans
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.capture.reduction import reduce
 from layertap.models.catalog.catalog import Catalog, TensorInfo
+from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import RequestError
 from layertap.models.hooks.sites import Site
 from layertap.models.planner import make_plan
@@ -101,7 +102,7 @@ def test_layouts(name: str) -> None:
     """Whatever the layout, a row's statistics are over all that belongs to it; the plan knows shape and bytes."""
     here = LEAVES[name]
     value = values(*here.shape_for(3))
-    found = reduce(value, here, ALL)
+    found = reduce(RowTensor(value, here), ALL)
     check(found.values, np.split(value.numpy(), 3, axis=here.row_axis or 0))
     capture = Capture(HookPoint("layer", 0, (), "output"), here, ALL)
     assert (capture.shape(3), capture.dtype, capture.rows_axis) == ((3, 23), "float32", 0)
@@ -114,7 +115,7 @@ def test_order_of_memory() -> None:
     value = values(2, 8, 9, 7)
     here = info((1, 8, 9, 7), "NCHW")
     last = value.contiguous(memory_format=torch.channels_last)
-    assert torch.equal(reduce(last, here, ALL).values, reduce(value, here, ALL).values)
+    assert torch.equal(reduce(RowTensor(last, here), ALL).values, reduce(RowTensor(value, here), ALL).values)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +124,9 @@ def test_order_of_memory() -> None:
 def test_subsets(stats: tuple[str, ...]) -> None:
     """Those that were asked for, in the order given, with a name for each column."""
     here, value = LEAVES["NCHW"], values(2, 5, 4, 3)
-    every = dict(zip(NAMES, reduce(value, here, ALL).values.unbind(1), strict=True))
+    every = dict(zip(NAMES, reduce(RowTensor(value, here), ALL).values.unbind(1), strict=True))
     assert list_columns(STATS) == NAMES
-    found = reduce(value, here, Reduction(stats=stats)).values
+    found = reduce(RowTensor(value, here), Reduction(stats=stats)).values
     assert found.shape == (2, len(list_columns(stats)))
     for name, column in zip(list_columns(stats), found.unbind(1), strict=True):
         assert torch.equal(column, every[name]), name
@@ -137,7 +138,7 @@ def test_narrowed(how: dict[str, Any]) -> None:
     """Statistics are of the channels and tokens that were chosen."""
     value = values(3, 6, 5)
     chosen = value.numpy()[:, how.get("tokens", range(6))][:, :, how.get("channels", range(5))]
-    check(reduce(value, LEAVES["NTC with prefix"], Reduction(**how, stats=STATS)).values, list(chosen))
+    check(reduce(RowTensor(value, LEAVES["NTC with prefix"]), Reduction(**how, stats=STATS)).values, list(chosen))
 
 
 @pytest.mark.parametrize(
@@ -148,13 +149,13 @@ def test_dtypes(dtype: str) -> None:
     value = (values(2, 3, 40, 40).abs() * 50).to(getattr(torch, dtype))
     if dtype == "bool":
         value[:, 0] = False
-    check(reduce(value, info((1, 3, 40, 40), "NCHW", dtype), ALL).values, list(value.double().numpy()))
+    check(reduce(RowTensor(value, info((1, 3, 40, 40), "NCHW", dtype)), ALL).values, list(value.double().numpy()))
 
 
 def test_float64_stays() -> None:
     """A deviation that float32 would lose beside the mean is there."""
     value = torch.tensor([[1e8, 1e8 + 1e-3]], dtype=torch.float64)
-    found = reduce(value, info((1, 2), "NC", "float64"), Reduction(stats=("std", "histogram"))).values
+    found = reduce(RowTensor(value, info((1, 2), "NC", "float64")), Reduction(stats=("std", "histogram"))).values
     assert float(found[0, 0]) == pytest.approx(5e-4, rel=1e-4)
     assert found[0, 1:].tolist() == [1, *[0] * 14, 1]
 
@@ -179,7 +180,7 @@ def test_special_values(name: str) -> None:
     """NaN and infinities show in what they are part of; the histogram leaves them out."""
     row, plain, (first, last, between) = SPECIAL[name]
     beside = [1.0, 2.0, 3.0, 4.0]
-    both = reduce(torch.tensor([row, beside]), LEAVES["NC"], ALL).values.numpy()
+    both = reduce(RowTensor(torch.tensor([row, beside]), LEAVES["NC"]), ALL).values.numpy()
     np.testing.assert_allclose(both[0, :-LAST], np.array(plain, np.float32), rtol=1e-6)
     counts = both[0, -LAST:]
     assert (counts[0], counts[-1], counts[1:-1].sum()) == (first, last, between)
@@ -188,26 +189,26 @@ def test_special_values(name: str) -> None:
 
 def test_edges_of_bins() -> None:
     """A value at an edge belongs to the bin above it, the greatest to the last."""
-    found = reduce(torch.arange(17.0)[None], info((1, 17), "NC"), Reduction(stats=("histogram",))).values
+    found = reduce(RowTensor(torch.arange(17.0)[None], info((1, 17), "NC")), Reduction(stats=("histogram",))).values
     assert found[0].tolist() == [*[1] * 15, 2]
 
 
 def test_widest_range() -> None:
     """Bins are right where the range is beyond the largest number."""
     row = torch.tensor([[-3e38, 3e38, 0.0, 1e38]])
-    found = reduce(row, LEAVES["NC"], Reduction(stats=("histogram",))).values[0].tolist()
+    found = reduce(RowTensor(row, LEAVES["NC"]), Reduction(stats=("histogram",))).values[0].tolist()
     assert [place for place, count in enumerate(found) if count] == [0, 8, 10, 15]
 
 
 def test_denormal_values() -> None:
     """Of values too small to be halved each is counted once."""
     row = torch.tensor([[0.0, TINY, TINY, 2 * TINY]])
-    assert float(reduce(row, LEAVES["NC"], Reduction(stats=("histogram",))).values.sum()) == 4
+    assert float(reduce(RowTensor(row, LEAVES["NC"]), Reduction(stats=("histogram",))).values.sum()) == 4
 
 
 def test_one_value() -> None:
     """A row of a single value has a deviation of zero and one count."""
-    found = reduce(torch.tensor([[2.5], [-1.0]]), info((1, 1), "NC"), ALL).values
+    found = reduce(RowTensor(torch.tensor([[2.5], [-1.0]]), info((1, 1), "NC")), ALL).values
     check(found, [np.array([2.5]), np.array([-1.0])])
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
-from layertap.models.catalog.padding import strip_padding, truncate
+from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.catalog.text_lengths import TextLengths, measure_lengths
 from layertap.models.errors import SelectorError
 from layertap.models.gradients.resolve_objective import resolve_objective
@@ -46,15 +46,17 @@ def test_cut_and_own_rows_and_changes() -> None:
     """In each layout the same numbers are kept, and only these are changed."""
     for name, (info, shape) in LEAVES.items():
         value = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        kept, own = truncate(value, info, 3, REAL)
-        assert own.shape_for(2 if info.row_axis is not None else 1) == tuple(kept.shape)
-        apart = list(strip_padding(value, info, REAL))
-        other = apply_operation(value, info, Operation("scale", by=2.0), 0, REAL)
+        rows = RowTensor(value, info, REAL)
+        cut = rows.truncate(3)
+        kept = cut.value
+        assert cut.info.shape_for(2 if info.row_axis is not None else 1) == tuple(kept.shape)
+        apart = [row.value for row in rows.strip()]
+        other = apply_operation(rows, Operation("scale", by=2.0), 0)
         assert other.shape == value.shape
         for place, row in enumerate(each(name, value)):
             length = 3 if info.row_axis is None else int(REAL[place].sum())
             mine = (slice(length),) * len(info.token_axes)
-            (found,) = each(name, apart[place][0]) if name not in ("folded",) else [apart[place][0]]
+            (found,) = each(name, apart[place]) if name != "folded" else [apart[place]]
             assert torch.equal(found, row[mine])
             assert torch.equal(each(name, kept)[place][mine], row[mine])
             assert torch.equal(each(name, other)[place][mine], 2 * row[mine])

@@ -1,0 +1,182 @@
+"""A tensor with what tells its rows apart, and all that is done to it by rows, tokens and positions.
+
+Texts are padded to few lengths, and what is padded counts nowhere: whatever is made of all positions, or changed at
+them, goes through here. What needs no tensor needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from layertap.models.catalog.catalog import TensorInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Span = tuple[int, int]  # rows from one up to, not including, the other
+Position = tuple[int, ...]
+POSITION_AXES = {1: "T", 2: "HW"}  # of how many numbers a position is, and the axes that they are along
+
+
+@dataclass(frozen=True)
+class RowTensor:
+    """A tensor and what its catalogue says of it; every method is differentiable, and gives views where it can.
+
+    ``token_mask`` (rows, tokens), on the host, is False where a token only pads its row; None where nothing is padded.
+    """
+
+    value: Tensor
+    info: TensorInfo
+    token_mask: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many rows it holds; 1 where it is the same for all rows."""
+        axis = self.info.row_axis
+        return 1 if axis is None else self.value.shape[axis] // self.info.entries_per_row
+
+    @property
+    def row_axis(self) -> int:
+        """The axis of the rows; 0 where it is the same for all rows."""
+        return self.info.row_axis or 0
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether it has tokens that only pad their row."""
+        return self.token_mask is not None and bool(self.info.token_axes) and not bool(self.token_mask.all())
+
+    def select(self, span: Span) -> RowTensor:
+        """Some rows; all of it where it is the same for all rows."""
+        start, stop = span
+        mask = None if self.token_mask is None else self.token_mask[start:stop]
+        if self.info.row_axis is None:
+            return RowTensor(self.value, self.info, mask)
+        entries = self.info.entries_per_row
+        value = self.value.narrow(self.info.row_axis, start * entries, (stop - start) * entries)
+        return RowTensor(value, self.info, mask)
+
+    def strip(self) -> Iterator[RowTensor]:
+        """Row by row what belongs to it, as it would be without padding."""
+        for number, axes in enumerate(self.list_own_tokens()):
+            row = self.select((number, number + 1)).value
+            for axis, tokens in axes:
+                row = row.index_select(axis, tokens.to(row.device))
+            yield RowTensor(row, replace(self.info, shape=tuple(row.shape)))
+
+    def list_own_tokens(self) -> Iterator[list[tuple[int, Tensor]]]:
+        """For each row the axes of tokens, with the indices along each that are the row's own."""
+        for tokens in self._get_row_mask():
+            yield [(axis, tokens.nonzero().flatten()) for axis in self.info.token_axes]
+
+    def truncate(self, length: int) -> RowTensor:
+        """So many tokens of each row, 0 where one of them only pads it."""
+        if self.token_mask is None:
+            return self
+        value, mask = self.value, self.token_mask[:, :length]
+        for axis in self.info.token_axes:
+            value = self._narrow_tokens(value, axis, length)
+        if self.info.row_axis is not None and not bool(mask.all()):
+            for axis in self.info.token_axes:
+                value = value.masked_fill(~self._spread(mask, value, axis).to(value.device), 0)
+        return RowTensor(value, self.info.with_length(length), mask)
+
+    def move_padding_last(self, letters: str) -> RowTensor:
+        """Each row's own tokens before its padding, along the axes that have these letters in the layout."""
+        layout, token_axes = self.info.layout or "", self.info.token_axes
+        axes = [axis for axis, letter in enumerate(layout) if letter in letters and axis in token_axes]
+        if not axes:
+            return self
+        order = (~self._get_row_mask()).int().argsort(dim=1, stable=True)
+        if bool((order.diff(dim=1) == 1).all()):
+            return self
+        rows = []
+        for number, tokens in enumerate(order):
+            row = self.select((number, number + 1)).value
+            for axis in axes:
+                row = row.index_select(axis, tokens.to(row.device))
+            rows.append(row)
+        return replace(self, value=self.concat(rows))
+
+    def concat(self, rows: Sequence[Tensor]) -> Tensor:
+        """Rows, each as ``select`` gives it, as one tensor again."""
+        from torch import cat
+
+        return cat(list(rows), dim=self.row_axis)
+
+    def group(self) -> Tensor:
+        """As (N, entries per row, …)."""
+        first = self.value.movedim(self.row_axis, 0)
+        return first.reshape(self.rows, self.info.entries_per_row, *first.shape[1:])
+
+    def positions(self, skip: int = 0) -> Tensor:
+        """As (N, channels, positions): pixels or tokens in order, without the first ``skip``.
+
+        Contiguous: a sum along another axis than the innermost is rounded by how many rows there are beside it.
+        """
+        letters = (self.info.layout or "").replace("N", "")
+        if "C" not in letters:
+            return self.group().flatten(1).unsqueeze(1)
+        return self.group().movedim(letters.index("C") + 2, 1).flatten(2)[:, :, skip:].contiguous()
+
+    def at(self, position: Position | None) -> RowTensor:
+        """What is at a position, a token or a pixel, without the axes along which it is.
+
+        A lone number of each row, (rows,), is the score of a lone class: (rows, 1).
+        """
+        value = self.value
+        axes = find_position_axes(self.info, position) if position is not None else None
+        for axis, index in sorted(zip(axes or (), position or (), strict=True), reverse=True):
+            value = value.select(axis, index)
+        return RowTensor(value.unsqueeze(1) if value.ndim == 1 else value, describe_position(self.info, position))
+
+    def _get_row_mask(self) -> Tensor:
+        """The mask of each row; of what is the same for all rows one, of the tokens of any."""
+        if self.token_mask is None:
+            raise ValueError("nothing tells which tokens are a row's own")
+        return self.token_mask if self.info.row_axis is not None else self.token_mask.any(0, keepdim=True)
+
+    def _narrow_tokens(self, value: Tensor, axis: int, length: int) -> Tensor:
+        if axis != self.info.row_axis:
+            return value.narrow(axis, 0, length)
+        unfolded = value.reshape(*value.shape[:axis], -1, self.info.entries_per_row, *value.shape[axis + 1 :])
+        return unfolded.narrow(axis + 1, 0, length).flatten(axis, axis + 1)
+
+    def _spread(self, mask: Tensor, value: Tensor, axis: int) -> Tensor:
+        """A mask of tokens along an axis, in a shape that goes over all of a value."""
+        shape = [1] * value.ndim
+        if axis == self.row_axis:  # tokens are folded into the rows
+            shape[axis] = mask.numel()
+        else:
+            mask = mask if self.row_axis < axis else mask.T
+            shape[self.row_axis], shape[axis] = value.shape[self.row_axis], value.shape[axis]
+        return mask.reshape(shape)
+
+
+def to_floating(value: Tensor) -> Tensor:
+    """The same in float32, in float64 where it is that."""
+    return value if value.is_floating_point() and value.dtype.itemsize == 8 else value.float()
+
+
+def find_position_axes(info: TensorInfo, position: Position) -> tuple[int, ...] | None:
+    """The axes of a tensor along which a position is; None where it has none of them."""
+    layout, letters = info.layout or "", POSITION_AXES[len(position)]
+    axes = tuple(layout.find(letter) for letter in letters)
+    return None if -1 in axes or info.row_axis in axes else axes
+
+
+def describe_position(info: TensorInfo, position: Position | None) -> TensorInfo:
+    """What ``RowTensor.at`` gives of a tensor, as a catalogue says it."""
+    axes = find_position_axes(info, position) if position is not None else None
+    if not axes:
+        return replace(info, shape=(*info.shape, 1), layout="NC") if len(info.shape) == 1 else info
+    kept = [axis for axis in range(len(info.shape)) if axis not in axes]
+    described = replace(
+        info,
+        shape=tuple(info.shape[axis] for axis in kept),
+        layout="".join((info.layout or "")[axis] for axis in kept),
+        row_axis=kept.index(info.row_axis) if info.row_axis is not None else None,
+        token_axes=tuple(kept.index(axis) for axis in info.token_axes if axis in kept),
+    )
+    return describe_position(described, None)
