@@ -111,7 +111,6 @@ def main() -> None:
             contenders = {
                 "httpx.Client": repeat(post_blocking),
                 "Client": repeat(lambda layer: blocking.extract(ROW, layer)[layer]),
-                "Client, npy": repeat(lambda layer: blocking.extract(ROW, layer, format="npy").array),
                 "httpx.AsyncClient": repeat_awaited(runner, post),
                 "AsyncClient": repeat_awaited(runner, lambda layer: awaited.extract(ROW, layer)),
             }

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # it imports torch
 LOCAL = "http://127.0.0.1"  # what the application in this process is called
 LOCAL_TIMEOUT_S = 3600.0
 MARGIN_S = 120.0  # beyond the server's own deadline: for the way of large bodies
+UNAUTHORIZED = 401
 LONG_WAIT_S = 2.0  # shorter ones are not reported
 UNBOUNDED = 2**40  # bytes: here nobody else needs them
 
@@ -103,7 +104,7 @@ def convert_error(error: lt.LayertapError, url: str | None, hint: str = "") -> L
         if url is None:
             return LayertapError(error.detail, hint=error.hint)
         detail = f"{url}: {error.detail}".replace(IN_THE_LOG, "its log has the traceback")
-        if isinstance(error, lt.AuthenticationError):
+        if error.status == UNAUTHORIZED:
             return LayertapError(detail, hint=f"set {KEY_VARIABLE}")
         hints = (error.hint, hint if error.status in lt.RetryPolicy.statuses else "")
         return LayertapError(detail, hint="; ".join(filter(None, hints)))

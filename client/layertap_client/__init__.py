@@ -6,7 +6,6 @@ All errors are ``LayertapError``; what a server refuses is a ``ProblemError`` wi
 from layertap_client.client import AsyncClient, Client
 from layertap_client.embedding import Embedded
 from layertap_client.errors import (
-    AuthenticationError,
     BadReplyError,
     ConnectionFailedError,
     DeadlineError,
@@ -15,12 +14,9 @@ from layertap_client.errors import (
     InputError,
     InvalidRequestError,
     LayertapError,
-    NotFoundError,
     ProblemError,
     ReplyTimeoutError,
     TooLargeError,
-    TooManyRequestsError,
-    UnavailableError,
 )
 from layertap_client.exchange import RetryPolicy
 from layertap_client.extractor import Activations, RemoteExtractor, hooks
@@ -34,7 +30,6 @@ __all__ = [
     "Activations",
     "AsyncClient",
     "AsyncEmbeddingStream",
-    "AuthenticationError",
     "BadReplyError",
     "Client",
     "ConnectionFailedError",
@@ -51,7 +46,6 @@ __all__ = [
     "LayertapError",
     "Model",
     "Models",
-    "NotFoundError",
     "ProblemError",
     "RemoteExtractor",
     "Reply",
@@ -59,7 +53,5 @@ __all__ = [
     "Result",
     "RetryPolicy",
     "TooLargeError",
-    "TooManyRequestsError",
-    "UnavailableError",
     "hooks",
 ]

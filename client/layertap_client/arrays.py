@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from functools import lru_cache
 from io import BytesIO
 from typing import Any
 
@@ -17,7 +16,6 @@ from layertap_client.errors import BadReplyError, InputError
 
 Array = NDArray[Any]
 METADATA = "__metadata__"
-MAX_NPY_HEADER = 10_000
 DTYPES = {
     "BOOL": "?",
     "U8": "|u1",
@@ -51,21 +49,16 @@ def to_array(value: Any) -> Array:
 
 def write_npy(array: Array) -> bytes:
     """A .npy file of what ``to_array`` gives."""
-    return b"".join((_make_npy_header(array.shape, array.dtype.str), array.data))
+    stream = BytesIO()
+    npy_format.write_array(stream, array, version=(1, 0), allow_pickle=False)
+    return stream.getvalue()
 
 
-def read_npy(body: bytearray) -> Array:
-    """The array of a .npy file, as a writable view of ``body``, which it keeps; BadReplyError."""
-    try:
-        stream = BytesIO(body[:MAX_NPY_HEADER])
-        if npy_format.read_magic(stream) != (1, 0):
-            raise BadReplyError("an npy reply of another version than 1.0")
-        shape, fortran, dtype = npy_format.read_array_header_1_0(stream, max_header_size=MAX_NPY_HEADER)
-        if fortran or dtype.hasobject:
-            raise BadReplyError("an npy reply that no layertap writes")
-        return _view(body, stream.tell(), len(body), dtype, shape)
-    except ValueError as error:
-        raise BadReplyError(f"the npy reply can't be read: {error}") from None
+def get_only(arrays: Mapping[str, Array]) -> Array:
+    """The only array; ValueError where there are several, or none."""
+    if len(arrays) != 1:
+        raise ValueError(f"there are {len(arrays)} arrays: {', '.join(arrays)}")
+    return next(iter(arrays.values()))
 
 
 def write_safetensors(arrays: Mapping[str, Array]) -> bytes:
@@ -110,10 +103,3 @@ def _view(body: bytearray, start: int, end: int, dtype: np.dtype[Any], shape: An
     if count * dtype.itemsize != end - start or not 0 <= start <= end <= len(body):
         raise BadReplyError("the reply is cut, or says wrongly how long it is")
     return np.frombuffer(body, dtype, count, start).reshape(shape) if count else np.zeros(shape, dtype)
-
-
-@lru_cache(maxsize=64)
-def _make_npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
-    stream = BytesIO()
-    npy_format.write_array_header_1_0(stream, {"descr": dtype, "fortran_order": False, "shape": shape})
-    return stream.getvalue()

@@ -16,11 +16,7 @@ from layertap_client.messages import Request
 MAX_QUERY = 16_384  # characters; a URL may have less than 64 KiB, of some proxies less
 JSON = "application/json"
 RAW_TYPES = {"images": "image/*", "texts": "text/plain; charset=utf-8", "tensors": "application/x-npy"}
-MEDIA_TYPES = {
-    "safetensors": "application/x-safetensors",
-    "npy": "application/x-npy",
-}
-Format = Literal["safetensors", "npy"]
+SAFETENSORS = "application/x-safetensors"
 
 
 class CallOptions(TypedDict, total=False):
@@ -39,10 +35,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class ExtractOptions(CallOptions, total=False):
-    """What may be said of an extraction.
-
-    ``format`` is that of the reply: "npy" is a little quicker, holds exactly one array and has no receipts.
-    """
+    """What may be said of an extraction."""
 
     pool: str
     normalize: bool
@@ -53,7 +46,6 @@ class ExtractOptions(CallOptions, total=False):
     verify: bool
     resume: str | None
     probe: bool
-    format: Format
 
 
 class ExplainOptions(CallOptions, total=False):
@@ -71,22 +63,6 @@ class ExplainOptions(CallOptions, total=False):
     stride: int
 
 
-def check_options(options: Mapping[str, Any], known: type, function: str) -> None:
-    """TypeError where an option is none of a TypedDict's."""
-    names: dict[str, Any] = {}
-    for cls in (CallOptions, known):
-        names |= cls.__annotations__
-    for name in options.keys() - names.keys():
-        raise TypeError(f"{function}() has no option {name!r}; it has {', '.join(sorted(names))}")
-
-
-def find_media_type(name: str) -> str:
-    """What a format is called in ``Accept``; InputError."""
-    if name not in MEDIA_TYPES:
-        raise InputError(f"there is no format {name!r}: use one of {', '.join(MEDIA_TYPES)}")
-    return MEDIA_TYPES[name]
-
-
 def build_request(path: str, inputs: Inputs | None, fields: Mapping[str, Any], accept: str) -> Request:
     """The request for some inputs, ``None`` for a dry run without; reads files, encodes. InputError."""
     plain = {name: to_plain(value) for name, value in fields.items() if value is not None}
@@ -95,7 +71,7 @@ def build_request(path: str, inputs: Inputs | None, fields: Mapping[str, Any], a
         return Request("POST", path, _list_params(plain), headers)
     if _is_tensors(inputs):
         data = write_safetensors({name: to_array(array) for name, array in inputs["tensors"].items()})  # type: ignore[call-overload,index]
-        return _build_raw(path, data, "application/x-safetensors", plain, headers)
+        return _build_raw(path, data, SAFETENSORS, plain, headers)
     if not is_single(inputs):
         return build_items_request(path, list_items(inputs), plain, headers)  # type: ignore[arg-type]
     item = read_item(inputs)  # type: ignore[arg-type]

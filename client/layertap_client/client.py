@@ -13,15 +13,17 @@ import httpx
 from layertap_client import operations
 from layertap_client.bodies import ExtractOptions
 from layertap_client.embedding import BATCH_SIZE, CONCURRENCY
+from layertap_client.errors import ReplyTimeoutError
 from layertap_client.exchange import RetryPolicy, Session
 from layertap_client.inputs import Input, check_many
-from layertap_client.messages import Failure, Reply, Send, Step, Steps, Wait
+from layertap_client.messages import Outcome, Reply, Send, Step, Steps, Wait
 from layertap_client.operations import LayerSpecs
 from layertap_client.streams import AsyncEmbeddingStream, EmbeddingStream, stream, stream_async
 from layertap_client.transport import URL, describe_failure, make_arguments, make_options
 
 P = ParamSpec("P")
 T = TypeVar("T")
+INCOMPLETE = "the reply was not complete after {:.3g} s"
 
 
 def blocking(operation: Callable[Concatenate[Session, P], Steps[T]]) -> Callable[Concatenate[Client, P], T]:
@@ -76,11 +78,7 @@ class Client:
     models = blocking(operations.models)
     model = blocking(operations.model)
     layers = blocking(operations.layers)
-    labels = blocking(operations.labels)
     probe = blocking(operations.probe)
-    load = blocking(operations.load)
-    unload = blocking(operations.unload)
-    is_ready = blocking(operations.is_ready)
 
     def embed(
         self,
@@ -138,7 +136,7 @@ class Client:
             return time.sleep(step.seconds)
         return step.function()
 
-    def _send(self, step: Send) -> Reply | Failure:
+    def _send(self, step: Send) -> Outcome:
         end = time.monotonic() + step.seconds
         body = bytearray()
         try:
@@ -146,9 +144,7 @@ class Client:
                 for chunk in response.iter_bytes():
                     body += chunk
                     if time.monotonic() > end:
-                        return Failure(
-                            f"the reply was not complete after {step.seconds:.3g} s", sent=True, timed_out=True
-                        )
+                        return ReplyTimeoutError(INCOMPLETE.format(step.seconds), sent=True)
         except httpx.RequestError as error:
             return describe_failure(error, step)
         return Reply(response.status_code, response.headers, body)
@@ -182,11 +178,7 @@ class AsyncClient:
     models = awaitable(operations.models)
     model = awaitable(operations.model)
     layers = awaitable(operations.layers)
-    labels = awaitable(operations.labels)
     probe = awaitable(operations.probe)
-    load = awaitable(operations.load)
-    unload = awaitable(operations.unload)
-    is_ready = awaitable(operations.is_ready)
 
     def embed(
         self,
@@ -237,14 +229,14 @@ class AsyncClient:
             return await asyncio.sleep(step.seconds)
         return step.function() if step.quick else await asyncio.to_thread(step.function)
 
-    async def _send(self, step: Send) -> Reply | Failure:
+    async def _send(self, step: Send) -> Outcome:
         body = bytearray()
         try:
             async with asyncio.timeout(step.seconds), self._http.stream(**make_arguments(step)) as response:
                 async for chunk in response.aiter_bytes():
                     body += chunk
         except TimeoutError:
-            return Failure(f"the reply was not complete after {step.seconds:.3g} s", sent=True, timed_out=True)
+            return ReplyTimeoutError(INCOMPLETE.format(step.seconds), sent=True)
         except httpx.RequestError as error:
             return describe_failure(error, step)
         return Reply(response.status_code, response.headers, body)

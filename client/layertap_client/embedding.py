@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from layertap_client.arrays import Array
-from layertap_client.bodies import MEDIA_TYPES, ExtractOptions, build_items_request, check_options
+from layertap_client.arrays import Array, get_only
+from layertap_client.bodies import SAFETENSORS, build_items_request
 from layertap_client.errors import (
     Fault,
     FingerprintChangedError,
@@ -31,9 +31,8 @@ BODY_SHARE = 0.5  # of the server's limit fill a batch: the last input may be la
 QUEUE_SHARE = 2  # of the server's queue half is left to others
 TIMEOUT_S = 600.0  # for one batch with all attempts: a restart or an upgrade of the server is waited for
 SILENCE_S = 30.0  # beyond the server's own deadline: then a connection is dead
-NOT_TAKEN = ("on_error", "format")
 MAX_GROUPS = 1024  # kinds of input whose fingerprint is remembered
-HEADERS = {"Accept": MEDIA_TYPES["safetensors"]}
+HEADERS = {"Accept": SAFETENSORS}
 OF_INPUT = re.compile(r"/inputs/(\d{1,9})(?:/|$)")  # where in a JSON body an input stands
 
 
@@ -52,34 +51,45 @@ class Embedded:
     @property
     def vector(self) -> Array:
         """The only array; ValueError where there are several, or none."""
-        if len(self.arrays) != 1:
-            why = self.error or ", ".join(self.arrays)
-            raise ValueError(f"input {self.index} has {len(self.arrays)} arrays: {why}")
-        return next(iter(self.arrays.values()))
+        if self.error is not None:
+            raise ValueError(f"input {self.index}: {self.error}")
+        return get_only(self.arrays)
 
 
 Items: TypeAlias = list[tuple[int, AnyItem]]  # inputs by their places
 Batch: TypeAlias = list[tuple[int, AnyItem | Fault]]  # with those that could not be read
 
 
-@dataclass
 class Embedder:
-    """Makes batches of inputs as they come, and says what each takes; ``fields`` are those of a request's body.
+    """Makes batches of inputs as they come, within a server's limits, and says what each takes.
 
-    A batch has ``rows`` inputs, or fewer that have ``max_bytes`` together; ``concurrency`` are under way at once.
+    ``concurrency`` batches may be under way at once. TypeError for ``on_error``, which embedding does not have.
     """
 
-    session: Session
-    fields: Mapping[str, Any]
-    timeout: float
-    silence_s: float
-    rows: int
-    max_bytes: int
-    concurrency: int
-    _count: int = 0
-    _batch: Batch = field(default_factory=list)
-    _bytes: int = 0
-    _fingerprints: dict[object, str] = field(default_factory=dict)
+    def __init__(
+        self,
+        session: Session,
+        limits: Mapping[str, float],
+        layers: LayerSpecs | None,
+        options: Mapping[str, Any],
+        *,
+        batch_size: int,
+        concurrency: int,
+    ) -> None:
+        if "on_error" in options:
+            raise TypeError("embed() has no option 'on_error': bad inputs are always told one by one")
+        self.session = session
+        named = {"model": session.model, "priority": "bulk", **options, "layers": list_layers(layers)}
+        self.timeout = named.pop("timeout", None) or TIMEOUT_S
+        self.silence_s = limits["deadline_s"] + SILENCE_S
+        self.fields = {name: to_plain(value) for name, value in named.items() if value is not None}
+        self.fields["on_error"] = "skip"
+        self.rows = max(1, int(min(batch_size, limits["max_inputs"], limits["max_queue_rows"])))
+        self.max_bytes = int(min(MAX_BATCH_BYTES, BODY_SHARE * limits["max_body_bytes"]))
+        self.concurrency = max(1, min(concurrency, int(limits["max_queue_rows"]) // QUEUE_SHARE // self.rows))
+        self._count = self._bytes = 0
+        self._batch: Batch = []
+        self._fingerprints: dict[object, str] = {}
 
     def add(self, value: Input) -> Batch:
         """Take an input; reads it, which may take a while. A batch where one is full, else nothing."""
@@ -148,34 +158,6 @@ class Embedder:
             raise FingerprintChangedError(
                 f"vectors have fingerprint {fingerprint} now and had {known} before: the server's model is another one"
             )
-
-
-def make_embedder(
-    session: Session,
-    limits: Mapping[str, float],
-    layers: LayerSpecs | None,
-    options: Mapping[str, Any],
-    *,
-    batch_size: int,
-    concurrency: int,
-) -> Embedder:
-    """What makes batches within a server's limits; TypeError for options that embedding does not have."""
-    check_options(options, ExtractOptions, "embed")
-    if taken := options.keys() & set(NOT_TAKEN):
-        raise TypeError(f"embed() has no option {taken.pop()!r}: bad inputs are always told one by one")
-    named = {"model": session.model, "priority": "bulk", **options, "layers": list_layers(layers)}
-    timeout = named.pop("timeout", None) or TIMEOUT_S
-    fields = {name: to_plain(value) for name, value in named.items() if value is not None}
-    rows = int(min(batch_size, limits["max_inputs"], limits["max_queue_rows"]))
-    return Embedder(
-        session,
-        {**fields, "on_error": "skip"},
-        timeout,
-        limits["deadline_s"] + SILENCE_S,
-        rows,
-        int(min(MAX_BATCH_BYTES, BODY_SHARE * limits["max_body_bytes"])),
-        max(1, min(concurrency, int(limits["max_queue_rows"]) // QUEUE_SHARE // rows)),
-    )
 
 
 def _find_bad(error: ProblemError, items: Items) -> dict[int, Embedded]:

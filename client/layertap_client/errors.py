@@ -92,14 +92,6 @@ class ProblemError(LayertapError):
         return "\n  ".join((f"{self.status} {self.title}: {self.detail}", *hints))
 
 
-class AuthenticationError(ProblemError):
-    """401: the key is missing or not known."""
-
-
-class NotFoundError(ProblemError):
-    """404: no such model, or no such route."""
-
-
 class TooLargeError(ProblemError):
     """413: a limit of the server."""
 
@@ -108,25 +100,13 @@ class InvalidRequestError(ProblemError):
     """422: an unknown layer, a picture that can't be decoded, a wrong shape, contradictory options."""
 
 
-class TooManyRequestsError(ProblemError):
-    """429: the queue is full, or the key is over its rate."""
-
-
-class UnavailableError(ProblemError):
-    """503: the model is loading or has failed, or the server is ending."""
-
-
 class DeadlineError(ProblemError, TimeoutError):
     """504: the server ran out of time; the timeout of a call is the server's deadline too."""
 
 
 BY_STATUS: Mapping[int, type[ProblemError]] = {
-    401: AuthenticationError,
-    404: NotFoundError,
     413: TooLargeError,
     422: InvalidRequestError,
-    429: TooManyRequestsError,
-    503: UnavailableError,
     504: DeadlineError,
 }
 

@@ -12,16 +12,15 @@ from layertap_client.errors import (
     ConnectionFailedError,
     InputError,
     LayertapError,
-    ReplyTimeoutError,
     make_problem,
 )
-from layertap_client.messages import Failure, Reply, Request, Send, Steps, Wait
+from layertap_client.messages import Outcome, Reply, Request, Send, Steps, Wait
 
 DEADLINE = "X-Request-Timeout"
 MAX_TIMEOUT_S = 1e6
 REPLY_SHARE, MAX_REPLY_S = 0.1, 0.5  # of what is left of a timeout, kept for the way of the reply
 JITTER = 0.25
-TRANSIENT = frozenset({408, 429, 502, 503, 504})  # after 429 and 503 nothing was done, else something may have been
+TRANSIENT = frozenset({408, 429, 502, 503, 504})
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,7 @@ class RetryPolicy:
     A refusal that says ``Retry-After`` is waited out for as long as the call's timeout allows. Anything else (a broken
     connection, a proxy's 502) is tried ``attempts`` times more, after ``backoff_s`` that doubles up to
     ``max_backoff_s``; a server that answered before and can't be reached now is tried until the timeout: it restarts.
-    Requests that may be done twice are repeated in any case; loading and unloading a model only where the server can't
-    have begun. ``attempts=0`` repeats nothing at all. ``statuses`` are those that are tried again.
+    ``attempts=0`` repeats nothing at all. ``statuses`` are those that are tried again.
     ``on_wait`` is called before each pause, with the reason and the seconds. With ``patience_s`` a request is tried
     again for that many seconds after its first failure, whatever ``attempts`` and ``Retry-After`` say, at the latest
     every ``max_backoff_s``.
@@ -76,7 +74,7 @@ class Session:
             left = max(deadline - self.clock(), 0.001)
             silence = min(left, longest)
             told = silence - min(MAX_REPLY_S, REPLY_SHARE * silence)
-            outcome: Reply | Failure = yield Send(request.with_headers({DEADLINE: f"{told:.3f}"}), left, silence)
+            outcome: Outcome = yield Send(request.with_headers({DEADLINE: f"{told:.3f}"}), left, silence)
             attempts += 1
             if isinstance(outcome, Reply):
                 self.answered = True
@@ -84,7 +82,7 @@ class Session:
                     return replace(outcome, attempts=attempts)
             if attempts == 1 and self.retries.patience_s is not None:  # an attempt itself may take longer
                 given_up = min(deadline, self.clock() + self.retries.patience_s)
-            pause = self._choose_pause(request, outcome, failures)
+            pause = self._choose_pause(outcome, failures)
             if pause is None or self.clock() + pause >= given_up:
                 raise make_error(outcome)
             failures += _retry_after(outcome) is None
@@ -92,9 +90,14 @@ class Session:
                 self.retries.on_wait(make_error(outcome), pause)
             yield Wait(pause)
 
-    def _choose_pause(self, request: Request, outcome: Reply | Failure, failures: int) -> float | None:
+    def _choose_pause(self, outcome: Outcome, failures: int) -> float | None:
         """Seconds until the request is sent again; None where it must not be, or it would be no use."""
-        if not self.retries.attempts or not self._is_repeatable(request, outcome):
+        passing = (
+            isinstance(outcome, ConnectionFailedError)
+            or outcome.status in self.retries.statuses
+            or _is_of_proxy(outcome)
+        )
+        if not self.retries.attempts or not passing:
             return None
         patient = self.retries.patience_s is not None
         told = _retry_after(outcome)
@@ -102,18 +105,11 @@ class Session:
             if patient:
                 told = min(max(told, self.retries.backoff_s), self.retries.max_backoff_s)
             return told * (1 + JITTER * self.draw())  # so that clients which were refused together come back apart
-        restarting = isinstance(outcome, Failure) and not outcome.sent and self.answered
+        restarting = isinstance(outcome, ConnectionFailedError) and not outcome.sent and self.answered
         if failures >= self.retries.attempts and not restarting and not patient:
             return None
         pause = min(self.retries.backoff_s * 2.0 ** min(failures, 30), self.retries.max_backoff_s)
         return pause * (1 - JITTER * self.draw())
-
-    def _is_repeatable(self, request: Request, outcome: Reply | Failure) -> bool:
-        if isinstance(outcome, Failure):
-            return request.repeatable or not outcome.sent
-        if request.repeatable:
-            return outcome.status in self.retries.statuses or _is_of_proxy(outcome)
-        return outcome.status == 429
 
 
 def check_timeout(seconds: float) -> float:
@@ -123,12 +119,10 @@ def check_timeout(seconds: float) -> float:
     return seconds
 
 
-def make_error(outcome: Reply | Failure) -> LayertapError:
+def make_error(outcome: Outcome) -> LayertapError:
     """The error that the last outcome means."""
-    if isinstance(outcome, Failure):
-        if outcome.timed_out:
-            return ReplyTimeoutError(outcome.message, sent=outcome.sent)
-        return ConnectionFailedError(outcome.message, sent=outcome.sent)
+    if isinstance(outcome, ConnectionFailedError):
+        return outcome
     if outcome.status < 400:
         return BadReplyError(f"status {outcome.status}, which no layertap sends: is the address right?")
     return make_problem(outcome.status, outcome.body, _retry_after(outcome))
@@ -139,7 +133,7 @@ def _is_of_proxy(reply: Reply) -> bool:
     return reply.status == 500 and "json" not in reply.headers.get("content-type", "")
 
 
-def _retry_after(outcome: Reply | Failure) -> float | None:
+def _retry_after(outcome: Outcome) -> float | None:
     """The seconds that a refusal asks for, None where it says none; a date, as a proxy may write it, is not read."""
     try:
         seconds = float(outcome.headers["retry-after"][:32]) if isinstance(outcome, Reply) else -1

@@ -7,21 +7,20 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from layertap_client.errors import BadReplyError
+from layertap_client.errors import BadReplyError, ConnectionFailedError
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request as it is sent; ``repeatable``: whether it may be done twice without doing harm."""
+    """A request as it is sent; it may be sent again."""
 
     method: Literal["GET", "POST"]
     path: str
     params: Sequence[tuple[str, str]] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
     content: bytes = b""
-    repeatable: bool = True
 
     def with_headers(self, headers: Mapping[str, str]) -> Request:
         """It with more headers."""
@@ -43,15 +42,6 @@ class Reply:
             return json.loads(self.body)
         except ValueError as error:
             raise BadReplyError(f"the reply is no JSON: {error}") from None
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why there is no reply; ``sent``: whether the server may have got the request."""
-
-    message: str
-    sent: bool
-    timed_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,5 +71,6 @@ class Compute:
     quick: bool = False
 
 
+Outcome: TypeAlias = Reply | ConnectionFailedError  # of a Send
 Step: TypeAlias = Send | Wait | Compute
 Steps: TypeAlias = Generator[Step, Any, T]  # is sent the outcome of each step, returns what a call gives

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any, TypeAlias, TypeVar, Unpack
 from urllib.parse import quote
 
 from layertap_client.bodies import (
     JSON,
-    MEDIA_TYPES,
+    SAFETENSORS,
     ExplainOptions,
     ExtractOptions,
     build_request,
-    check_options,
-    find_media_type,
 )
-from layertap_client.errors import BadReplyError, ConnectionFailedError, UnavailableError
+from layertap_client.errors import BadReplyError
 from layertap_client.exchange import Session
 from layertap_client.inputs import Inputs, is_quick
 from layertap_client.messages import Compute, Reply, Request, Steps
@@ -44,12 +41,9 @@ def extract(
     model's embedding.
     ``options``: those of ``ExtractOptions``. LayertapError.
     """
-    check_options(options, ExtractOptions, "extract")
-    fields: dict[str, Any] = {**options}
+    fields: dict[str, Any] = {**options, "layers": list_layers(layers)}
     timeout = fields.pop("timeout", None)
-    accept = find_media_type(fields.pop("format", "safetensors"))
-    fields["layers"] = list_layers(layers)
-    reply = yield from post(session, "/extract", inputs, fields, accept=accept, timeout=timeout)
+    reply = yield from post(session, "/extract", inputs, fields, accept=SAFETENSORS, timeout=timeout)
     return read_result(reply)
 
 
@@ -62,11 +56,9 @@ def explain(
     "smoothgrad", "occlusion", "attention_rollout", "gradient_rollout" or "relevance", or a list of some. ``inputs`` as
     of ``extract``; ``options``: those of ``ExplainOptions``. LayertapError.
     """
-    check_options(options, ExplainOptions, "explain")
     fields: dict[str, Any] = {**options, "method": method}
     timeout = fields.pop("timeout", None)
-    accept = MEDIA_TYPES["safetensors"]
-    reply = yield from post(session, "/explain", inputs, fields, accept=accept, timeout=timeout)
+    reply = yield from post(session, "/explain", inputs, fields, accept=SAFETENSORS, timeout=timeout)
     return read_result(reply)
 
 
@@ -78,10 +70,8 @@ def dry_run(
     **options: Unpack[ExtractOptions],
 ) -> Steps[dict[str, Any]]:
     """What ``extract`` would give, with no forward: shapes, bytes, where it stops, expected seconds, warnings."""
-    check_options(options, ExtractOptions, "dry_run")
-    fields: dict[str, Any] = {name: value for name, value in options.items() if name != "format"}
+    fields: dict[str, Any] = {**options, "layers": list_layers(layers)}
     timeout = fields.pop("timeout", None)
-    fields["layers"] = list_layers(layers)
     request = yield from _build(session, "/extract", inputs, fields, JSON)
     request = replace(request, params=[*request.params, ("dry_run", "true")])
     reply = yield from session.exchange(request, timeout)
@@ -126,33 +116,16 @@ def model(session: Session, /, name: str | None = None) -> Steps[Model]:
 
 
 def layers(
-    session: Session,
-    /,
-    model: str | None = None,
-    *,
-    match: str | None = None,
-    type: str | None = None,  # noqa: A002
-    leaf: bool | None = None,
-    functions: bool = False,
-    timeout: float | None = None,
+    session: Session, /, model: str | None = None, *, functions: bool = False, timeout: float | None = None
 ) -> Steps[Layers]:
     """The layers of a model in execution order; loads the model if need be.
 
-    ``match`` is a glob over names, ``type`` a class; ``leaf`` leaves those that have parts or those that have none;
-    with ``functions`` each layer's ``details`` has those that its forward calls.
+    With ``functions`` each layer's ``details`` has those that its forward calls.
     """
     path = yield from _find_model(session, model)
-    params = _list_params({"match": match, "type": type, "leaf": leaf, "functions": functions or None})
+    params = _list_params({"functions": functions or None})
     reply = yield from session.exchange(Request("GET", f"{path}/layers", params, {"Accept": JSON}), timeout)
     return _read(reply, Layers.read)
-
-
-def labels(session: Session, /, model: str | None = None, *, timeout: float | None = None) -> Steps[list[str] | None]:
-    """The names of a model's classes, that of class 0 first; None where it has none. Loads the model if need be."""
-    path = yield from _find_model(session, model)
-    reply = yield from session.exchange(Request("GET", f"{path}/labels"), timeout)
-    names: list[str] | None = _read(reply, itemgetter("labels"))
-    return names
 
 
 def probe(
@@ -169,26 +142,6 @@ def probe(
     return _read(reply, dict)
 
 
-def load(session: Session, /, model: str, *, timeout: float | None = None) -> Steps[Model]:
-    """Load a model now, also one that failed before; for administrators. Never sent again once it may have arrived."""
-    return (yield from _administer(session, model, "load", timeout))
-
-
-def unload(session: Session, /, model: str, *, timeout: float | None = None) -> Steps[Model]:
-    """Let a model go once it has done what waits; for administrators. Never sent again once it may have arrived."""
-    return (yield from _administer(session, model, "unload", timeout))
-
-
-def is_ready(session: Session, /) -> Steps[bool]:
-    """Whether the server takes requests now; False too where nothing answers."""
-    once = replace(session, retries=replace(session.retries, attempts=0))
-    try:
-        yield from once.exchange(Request("GET", "/readyz"))
-    except (ConnectionFailedError, UnavailableError):
-        return False
-    return True
-
-
 def list_layers(layers: LayerSpecs | None) -> list[LayerSpec] | None:
     """Layers as a list; None where none are named."""
     if layers is None:
@@ -202,11 +155,6 @@ def _build(
     named = {"model": session.model, **{name: value for name, value in fields.items() if value is not None}}
     request: Request = yield Compute(lambda: build_request(path, inputs, named, accept), is_quick(inputs))
     return request
-
-
-def _administer(session: Session, /, model: str, action: str, timeout: float | None) -> Steps[Model]:
-    request = Request("POST", f"/models/{quote(model, safe='')}/{action}", repeatable=False)
-    return _read((yield from session.exchange(request, timeout)), Model.read)
 
 
 def _find_model(session: Session, /, name: str | None) -> Steps[str]:

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from layertap_client.arrays import Array, read_npy, read_safetensors
+from layertap_client.arrays import Array, get_only, read_safetensors
+from layertap_client.bodies import SAFETENSORS
 from layertap_client.errors import BadReplyError, Fault, read_faults
 from layertap_client.messages import Reply
 from layertap_client.tables import align
 
-NPY, SAFETENSORS = "application/x-npy", "application/x-safetensors"
 MAX_MEASURED = 1 << 24  # numbers of an array of which a repr still computes statistics
 HEADERS = ("result", "shape", "dtype", "min", "mean", "max", "fingerprint")
 SCALE = ".scale"
@@ -27,8 +27,8 @@ class Result(Mapping[str, Array]):
     All arrays are writable views of the reply's body, which they own together: it lives as long as one of them does, so
     copy what is small and to be kept. ``scales`` has for each int8 array float32 factors along axis 0. ``rows`` counts
     the inputs that were used, ``skipped`` has the places of the others and ``errors`` why. ``receipts`` says where each
-    array came from, ``fingerprint`` is that of the whole reply; ``fingerprints`` has those of its arrays. ``timings``
-    are milliseconds at the server. ``attempts`` counts how often the request was sent.
+    array came from, ``fingerprint`` is that of the whole reply; ``fingerprints`` has those of its arrays. ``attempts``
+    counts how often the request was sent.
     """
 
     arrays: Mapping[str, Array]
@@ -43,7 +43,6 @@ class Result(Mapping[str, Array]):
     interventions: tuple[tuple[str, ...], ...] = ()
     verified: bool = False
     request_id: str = ""
-    timings: Mapping[str, float] = field(default_factory=dict)
     attempts: int = 1
 
     def __getitem__(self, name: str) -> Array:
@@ -58,9 +57,7 @@ class Result(Mapping[str, Array]):
     @property
     def array(self) -> Array:
         """The only array; ValueError where there are several."""
-        if len(self.arrays) != 1:
-            raise ValueError(f"there are {len(self.arrays)} arrays: {', '.join(self.arrays)}")
-        return next(iter(self.arrays.values()))
+        return get_only(self.arrays)
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -68,32 +65,20 @@ class Result(Mapping[str, Array]):
         return {name: str(receipt.get("fingerprint", "")) for name, receipt in self.receipts.items()}
 
     def __repr__(self) -> str:
-        return f"{self._describe()}\n{align([HEADERS, *self._list_rows()])}"
-
-    def _describe(self) -> str:
         left_out = f", {len(self.skipped)} left out" if self.skipped else ""
-        parts = [f"{self.rows} rows{left_out} of {self.model}" if self.model else "", f"fingerprint {self.fingerprint}"]
-        return ", ".join([*filter(None, parts), *self.warnings])
-
-    def _list_rows(self) -> list[tuple[str, ...]]:
-        return [
+        head = [f"{self.rows} rows{left_out} of {self.model}", f"fingerprint {self.fingerprint}", *self.warnings]
+        rows = [
             (name, str(array.shape), array.dtype.name, *_measure(array), self.fingerprints.get(name, "")[:8])
             for name, array in self.arrays.items()
         ]
+        return f"{', '.join(head)}\n{align([HEADERS, *rows])}"
 
 
 def read_result(reply: Reply) -> Result:
-    """The result that a good reply holds; BadReplyError."""
+    """The result that a good reply in safetensors holds; BadReplyError."""
     media_type = reply.headers.get("content-type", "")
-    if media_type == SAFETENSORS:
-        return _read_safetensors(reply)
-    if media_type == NPY:
-        array = read_npy(reply.body)
-        return Result({"": array}, rows=len(array) if array.ndim else 0, **_read_head(reply))
-    raise BadReplyError(f"arrays were asked for, the reply is {media_type[:80]!r}")
-
-
-def _read_safetensors(reply: Reply) -> Result:
+    if media_type != SAFETENSORS:
+        raise BadReplyError(f"arrays were asked for, the reply is {media_type[:80]!r}")
     arrays, metadata = read_safetensors(reply.body)
     try:
         receipts = json.loads(metadata.get("receipts", "{}"))
@@ -104,45 +89,22 @@ def _read_safetensors(reply: Reply) -> Result:
     except ValueError as error:
         raise BadReplyError(f"the reply's metadata can't be read: {error}") from None
     scales = {name.removesuffix(SCALE): arrays[name] for name in arrays.keys() - receipts.keys()}
-    head = _read_head(reply)
-    head["warnings"] = tuple(warnings)
+    skipped = reply.headers.get("x-layertap-skipped", "")
     return Result(
         {name: arrays[name] for name in receipts if name in arrays},
         metadata.get("model", ""),
-        rows=rows,
-        receipts=receipts,
-        scales=scales,
-        errors=faults,
-        interventions=tuple(map(tuple, interventions)),
-        **head,
+        reply.headers.get("x-layertap-fingerprint", ""),
+        rows,
+        receipts,
+        scales,
+        faults,
+        tuple(int(place) for place in skipped.split(",") if place.strip().isdecimal()),
+        tuple(warnings),
+        tuple(map(tuple, interventions)),
+        reply.headers.get("x-layertap-verified") == "true",
+        reply.headers.get("x-request-id", ""),
+        reply.attempts,
     )
-
-
-def _read_head(reply: Reply) -> dict[str, Any]:
-    """What the head of a reply in any format says."""
-    skipped = reply.headers.get("x-layertap-skipped", "")
-    warnings = reply.headers.get("x-layertap-warnings", "")
-    return {
-        "fingerprint": reply.headers.get("x-layertap-fingerprint", ""),
-        "skipped": tuple(int(place) for place in skipped.split(",") if place.strip().isdecimal()),
-        "warnings": tuple(filter(None, warnings.split("; "))),
-        "verified": reply.headers.get("x-layertap-verified") == "true",
-        "request_id": reply.headers.get("x-request-id", ""),
-        "timings": read_timings(reply.headers.get("server-timing", "")),
-        "attempts": reply.attempts,
-    }
-
-
-def read_timings(text: str) -> dict[str, float]:
-    """The durations of a ``Server-Timing`` header, in milliseconds."""
-    timings = {}
-    for entry in text.split(","):
-        name, _, value = entry.strip().partition(";dur=")
-        try:
-            timings[name] = float(value)
-        except ValueError:
-            continue  # one that has no duration
-    return timings
 
 
 def _measure(array: Array) -> tuple[str, str, str]:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layertap_client.arrays import Array
-from layertap_client.embedding import Batch, Embedded, Embedder, make_embedder
+from layertap_client.arrays import Array, get_only
+from layertap_client.embedding import Batch, Embedded, Embedder
 from layertap_client.errors import Fault
 from layertap_client.inputs import Input
 from layertap_client.operations import LayerSpecs
@@ -37,9 +37,7 @@ class Embeddings:
     @property
     def array(self) -> Array:
         """The only array; ValueError where there are several, or none."""
-        if len(self.arrays) != 1:
-            raise ValueError(f"there are {len(self.arrays)} arrays: {', '.join(self.arrays)}")
-        return next(iter(self.arrays.values()))
+        return get_only(self.arrays)
 
     @property
     def fingerprint(self) -> str:
@@ -110,7 +108,7 @@ def stream(
 ) -> Generator[Embedded, None, None]:
     """Embed by threads, each of which performs one batch at a time."""
     limits = client.perform(list_models(client.session)).limits
-    embedder = make_embedder(client.session, limits, layers, options, **sizes)
+    embedder = Embedder(client.session, limits, layers, options, **sizes)
     source = iter(inputs)
     window: deque[Future[list[Embedded]]] = deque()
     pool = ThreadPoolExecutor(embedder.concurrency, "layertap-embed")
@@ -135,7 +133,7 @@ async def stream_async(
 ) -> AsyncGenerator[Embedded, None]:
     """Embed by tasks, one for each batch."""
     limits = (await client.perform(list_models(client.session))).limits
-    embedder = make_embedder(client.session, limits, layers, options, **sizes)
+    embedder = Embedder(client.session, limits, layers, options, **sizes)
     source = aiter(inputs) if isinstance(inputs, AsyncIterable) else iter(inputs)
     window: deque[asyncio.Task[list[Embedded]]] = deque()
     slots = asyncio.Semaphore(embedder.concurrency)

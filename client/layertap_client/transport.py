@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 
-from layertap_client.errors import InputError
-from layertap_client.messages import Failure, Send
+from layertap_client.errors import ConnectionFailedError, InputError, ReplyTimeoutError
+from layertap_client.messages import Send
 
 URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "LAYERTAP_API_KEY"
@@ -61,15 +61,15 @@ def make_arguments(step: Send) -> dict[str, Any]:
     }
 
 
-def describe_failure(error: httpx.RequestError, step: Send) -> Failure:
+def describe_failure(error: httpx.RequestError, step: Send) -> ConnectionFailedError:
     """Why there is no reply."""
     sent = not isinstance(error, NEVER_SENT)
     if isinstance(error, httpx.TimeoutException) and sent:
-        return Failure(f"the server did not reply within {step.silence_s:.3g} s", sent=True, timed_out=True)
+        return ReplyTimeoutError(f"the server did not reply within {step.silence_s:.3g} s", sent=True)
     said = str(error) or type(error).__name__
     message = (
         "the connection broke off"
         if sent
         else f"no server answers at {error.request.url.copy_with(path='/', query=None)}"
     )
-    return Failure(f"{message}: {said}", sent=sent)
+    return ConnectionFailedError(f"{message}: {said}", sent=sent)

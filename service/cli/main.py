@@ -13,13 +13,13 @@ from layertap.service.cli.check import check
 from layertap.service.cli.console import format_error, stderr, stdout
 from layertap.service.cli.inspect import inspect
 from layertap.service.cli.load import load
-from layertap.service.cli.models import layers, models, plan
+from layertap.service.cli.models import layers, plan
 from layertap.service.cli.pictures import explain, extract, show
 from layertap.service.cli.serve import serve
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, or that of typer's own copy of click
 app = typer.Typer(add_completion=False, help="Any layer of any PyTorch model, over HTTP.")
-for command in (serve, check, inspect, models, layers, plan, extract, show, explain, bulk, load):
+for command in (serve, check, inspect, layers, plan, extract, show, explain, bulk, load):
     app.command()(command)
 
 

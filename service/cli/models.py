@@ -1,11 +1,10 @@
-"""``layertap models``, ``layertap layers`` and ``layertap plan``: what there is, and what answers."""
+"""``layertap layers`` and ``layertap plan``: what a model is made of, and what answers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
@@ -17,24 +16,6 @@ from layertap.service.cli.setup import connect, create_configured_engine
 
 if TYPE_CHECKING:
     from layertap.models.compiled.plan_benchmark import PlanBenchmark
-
-
-def models(config: ConfigOption = None) -> None:
-    """List the configured models."""
-    manager = create_configured_engine(config).manager
-    table = Table("model", "source", "weights", "device", "dtype", "load")
-    for entry in manager.registry:
-        spec = entry.spec
-        name = f"{spec.name} (default)" if spec.name == manager.default else spec.name
-        table.add_row(
-            name,
-            spec.shown_source,
-            Path(spec.weights).name,
-            ", ".join(spec.devices) or spec.device,
-            spec.dtype,
-            spec.load,
-        )
-    stdout.print(table)
 
 
 def layers(

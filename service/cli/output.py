@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,18 +41,17 @@ class Output:
         """What to call it before a person."""
         return "stdout" if self.file == STDOUT else str(self.file)
 
-    def write(self, buffers: Iterable[bytes | bytearray | memoryview]) -> None:
+    def write(self, reply: bytearray) -> None:
         """Write an encoded reply; a picture for a window is opened, and the place of its file printed."""
         if self.file == STDOUT:
             sys.stdout.flush()
-            sys.stdout.buffer.writelines(buffers)
+            sys.stdout.buffer.write(reply)
             if sys.stdout.isatty():
                 sys.stdout.buffer.write(b"\n")
             sys.stdout.buffer.flush()
             return
         file = self.file or Path(tempfile.mkdtemp(prefix="layertap-")) / f"picture.{self.format.name}"
-        with file.open("wb") as stream:
-            stream.writelines(buffers)
+        file.write_bytes(reply)
         if self.file is None:
             if os.name == "nt" or sys.platform == "darwin" or any(map(os.environ.get, SCREENS)):
                 typer.launch(str(file))

@@ -57,7 +57,7 @@ def extract(
 
         say(repr(read_result(reply)))
     else:
-        output.write([reply.body])
+        output.write(reply.body)
         tell(f"{output.name}: fingerprint {reply.headers['x-layertap-fingerprint']}")
         _tell_warnings(reply)
 
@@ -83,7 +83,7 @@ def show(
     fields = {"model": model, "layers": layers, "tiles": str(tiles), "isolated": "true"}
     fields["order"] = "strongest" if strongest else "first"
     reply = asyncio.run(_ask(url, config, "/extract", [image], fields, output.format.media_type))
-    output.write([reply.body])
+    output.write(reply.body)
     if output.file not in (None, STDOUT):
         say(str(output.file))
     tell(f"fingerprint {reply.headers['x-layertap-fingerprint']}")
@@ -131,7 +131,7 @@ def explain(
     }
     fields = {name: None if value is None else str(value) for name, value in given.items()}
     reply = asyncio.run(_ask(url, config, "/explain", [image], fields, output.format.media_type, fields))
-    output.write([reply.body])
+    output.write(reply.body)
     for best in json.loads(reply.headers.get("x-layertap-top-classes", "[]")):
         name = f" {best['label']}" if "label" in best else ""
         share = f", {best['probability']:.1%}" if best.get("probability") is not None else ""

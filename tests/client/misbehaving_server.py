@@ -130,10 +130,10 @@ def drip(server: list[MisbehavingServer]) -> Behaviour:
 
 
 def trickle(body: bytes) -> Behaviour:
-    """Answer an .npy file a few bytes at a time, half a second long."""
+    """Answer a safetensors file a few bytes at a time, half a second long."""
 
     def behave(connection: socket.socket, request: Received) -> bool:
-        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/x-npy\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/x-safetensors\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode())
         step = -(-len(body) // 10)
         for start in range(0, len(body), step):

@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 from safetensors.numpy import load
 
-from layertap_client import InputError, Result
+from layertap_client import InputError, InvalidRequestError, Result
 from tests.server import Live
-from tests.service.support import Array, Json, image, metadata, npy, picture, raw, tensor
+from tests.service.support import Array, Json, image, metadata, picture, tensor
 
 PICTURE, OTHER = picture(1), picture(2, size=(50, 60), format="JPEG")
 BATCH = np.random.default_rng(0).standard_normal((3, 3, 32, 32)).astype(np.float32)
@@ -143,10 +143,9 @@ def test_named_inputs(client: Any, live: Live) -> None:
             np.testing.assert_array_equal(result[key], batch[key])
 
 
-@pytest.mark.parametrize("format", ["safetensors", "npy"])
-def test_views(client: Any, live: Live, format: str) -> None:  # noqa: A002
+def test_views(client: Any, live: Live) -> None:
     """Arrays are writable views of the reply's body, which is nowhere copied."""
-    arrays = list(client.extract(BATCH, "block1", format=format).values())
+    arrays = list(client.extract(BATCH, "block1").values())
     assert arrays[0].flags.writeable
     assert not arrays[0].flags.owndata
     base = arrays[0]
@@ -247,14 +246,6 @@ def test_model_of_the_client(open_client: Any, live: Live) -> None:
     assert client.layers().model == "gated"
 
 
-def test_npy_reply(client: Any, live: Live) -> None:
-    """The reply as one array only."""
-    result = client.extract(BATCH, "head", format="npy")
-    reply = live.client.post("/extract", **raw(npy(BATCH), "application/x-npy", layers="head", format="npy"))
-    np.testing.assert_allclose(result.array, np.load(BytesIO(reply.content)), rtol=1e-4, atol=1e-5)
-    assert result.fingerprint == reply.headers["x-layertap-fingerprint"]
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -282,9 +273,10 @@ def test_what_is_no_input(client: Any, given: Any, words: str) -> None:
 
 
 def test_unknown_option(client: Any) -> None:
-    """An option that there is not is a TypeError, as of any function."""
-    with pytest.raises(TypeError, match="'poool'"):
-        client.extract(PICTURE, "head", poool="mean")
+    """An option that there is not is refused by the server, in whatever form it comes there."""
+    for inputs in (PICTURE, [PICTURE, OTHER], {"image": PICTURE, "class": 3}):
+        with pytest.raises(InvalidRequestError, match="poool"):
+            client.extract(inputs, "head", poool="mean")
 
 
 def test_dry_run(client: Any, live: Live) -> None:

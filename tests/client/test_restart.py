@@ -16,10 +16,10 @@ import pytest
 
 import layertap_client as lt
 from tests.server import CACHE
-from tests.service.gated_server import wait_until
 from tests.service.support import picture
 
 PICTURES = [picture(seed) for seed in range(40)]
+PATIENT = lt.RetryPolicy(patience_s=120)  # for the first start: there has been no answer yet
 COUNT, KILLED_AT = 1200, (300, 700)
 
 
@@ -45,7 +45,7 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with ExitStack() as stack:
-        client = stack.enter_context(lt.Client(f"http://127.0.0.1:{port}"))
+        client = stack.enter_context(lt.Client(f"http://127.0.0.1:{port}", retries=PATIENT))
         processes = [stack.enter_context(started(port, tmp_path / "log"))]
 
         def inputs() -> Iterator[bytes]:
@@ -56,7 +56,6 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
                     processes.append(stack.enter_context(started(port, tmp_path / "log")))
                 yield PICTURES[number % len(PICTURES)]
 
-        wait_until(client.is_ready)
         expected = client.extract(PICTURES).array
         items = list(client.embed(inputs()))
     assert len(processes) == 3

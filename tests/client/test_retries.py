@@ -10,28 +10,29 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 import layertap_client as lt
 from layertap_client.exchange import RetryPolicy, Session
-from layertap_client.messages import Failure, Reply, Request, Send, Wait
+from layertap_client.messages import Outcome, Reply, Request, Send, Wait
 from tests.client.misbehaving_server import MisbehavingServer, cut, cut_reply, drip, hang, misbehaving, reply, trickle
 from tests.server import serving
 from tests.service.gated_server import gated_module
 from tests.service.support import configured, net, npy
 
 ROW = np.ones((1, 4), np.float32)
-GOOD = reply(200, npy(ROW), content_type="application/x-npy")
+RESULT = save({"linear": ROW}, {"receipts": json.dumps({"linear": {"layer": "linear"}}), "rows": "1"})
+GOOD = reply(200, RESULT, content_type="application/x-safetensors")
 QUICK = RetryPolicy(attempts=2, backoff_s=0.001)
 CALLS: dict[str, Any] = {
-    "extract": lambda c: c.extract(ROW, "linear", format="npy"),
+    "extract": lambda c: c.extract(ROW, "linear"),
     "models": lambda c: c.models(),
-    "load": lambda c: c.load("digits"),
-    "unload": lambda c: c.unload("digits"),
+    "model": lambda c: c.model("digits"),
 }
 LIMITS = {"deadline_s": 30, "max_inputs": 256, "max_queue_rows": 1024, "max_body_bytes": 2**25}
 MODELS = reply(200, json.dumps({"default": "x", "models": [], "limits": LIMITS}).encode())
 MODEL = reply(200, json.dumps({"name": "digits", "state": "ready"}).encode())
-ANSWERS = {"extract": GOOD, "models": MODELS, "load": MODEL, "unload": MODEL}
+ANSWERS = {"extract": GOOD, "models": MODELS, "model": MODEL}
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -39,38 +40,39 @@ def test_refusal_is_waited_out(open_client: Any, status: int) -> None:
     """What was refused with Retry-After is sent again, the same bytes, and the result says how often."""
     refusal = reply(status, b"{}", retry_after="0")
     with misbehaving(refusal, refusal, refusal, refusal, refusal, GOOD) as server:
-        result = open_client(server.url, retries=QUICK).extract(ROW, "linear", format="npy")
+        result = open_client(server.url, retries=QUICK).extract(ROW, "linear")
         np.testing.assert_array_equal(result.array, ROW)
         assert result.attempts == 6
         assert {(each.line, each.body) for each in server.received} == {(server.received[0].line, npy(ROW))}
 
 
-REPEATED = {  # which calls are sent again after what
-    "429": (reply(429, retry_after="0"), {"extract", "models", "load", "unload"}),
-    "503": (reply(503, retry_after="0"), {"extract", "models"}),
-    "502": (reply(502), {"extract", "models"}),
-    "504": (reply(504), {"extract", "models"}),
-    "500": (reply(500), set()),
-    "500-of-a-proxy": (reply(500, b"Internal Server Error", content_type="text/plain"), {"extract", "models"}),
-    "422": (reply(422), set()),
-    "cut": (cut, {"extract", "models"}),
-    "cut-reply": (cut_reply(b"12345", 3), {"extract", "models"}),
+PASSING = {
+    "429": reply(429, retry_after="0"),
+    "503": reply(503, retry_after="0"),
+    "502": reply(502),
+    "504": reply(504),
+    "500-of-a-proxy": reply(500, b"Internal Server Error", content_type="text/plain"),
+    "cut": cut,
+    "cut-reply": cut_reply(b"12345", 3),
 }
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("trouble", REPEATED)
+@pytest.mark.parametrize("trouble", PASSING)
 def test_what_is_repeated(open_client: Any, call: str, trouble: str) -> None:
-    """Only what may be done twice is sent again once the server may have begun."""
-    behaviour, repeated = REPEATED[trouble]
-    with misbehaving(behaviour, ANSWERS[call]) as server:
-        client = open_client(server.url, retries=QUICK)
-        if call in repeated:
-            CALLS[call](client)
-        else:
-            with pytest.raises(lt.LayertapError):
-                CALLS[call](client)
-        assert len(server.received) == 1 + (call in repeated)
+    """Whatever may pass is sent again."""
+    with misbehaving(PASSING[trouble], ANSWERS[call]) as server:
+        CALLS[call](open_client(server.url, retries=QUICK))
+        assert len(server.received) == 2
+
+
+@pytest.mark.parametrize("status", [500, 422, 404])
+def test_what_is_not_repeated(open_client: Any, status: int) -> None:
+    """What the server says of the request itself, and a failure of its own, are told at once."""
+    with misbehaving(reply(status), GOOD) as server:
+        with pytest.raises(lt.ProblemError):
+            CALLS["extract"](open_client(server.url, retries=QUICK))
+        assert len(server.received) == 1
 
 
 @pytest.mark.parametrize("behaviour", [cut, reply(502)])
@@ -98,23 +100,23 @@ def test_chosen_statuses(open_client: Any) -> None:
 def test_no_retries(open_client: Any) -> None:
     """Where nothing is to be repeated, nothing is."""
     with misbehaving(reply(429, retry_after="0")) as server:
-        with pytest.raises(lt.TooManyRequestsError) as caught:
+        with pytest.raises(lt.ProblemError) as caught:
             open_client(server.url, retries=RetryPolicy(attempts=0)).models()
-        assert (len(server.received), caught.value.retry_after) == (1, 0)
+        assert (len(server.received), caught.value.status, caught.value.retry_after) == (1, 429, 0)
 
 
 def test_refusal_beyond_the_timeout(open_client: Any) -> None:
     """A refusal for longer than the call may take is told at once."""
     with misbehaving(reply(503, retry_after="3600")) as server:
-        with pytest.raises(lt.UnavailableError) as caught:
+        with pytest.raises(lt.ProblemError) as caught:
             open_client(server.url).models()
-        assert caught.value.retry_after == 3600
+        assert (caught.value.status, caught.value.retry_after) == (503, 3600)
         assert len(server.received) == 1
 
 
 def test_connection_that_was_kept(open_client: Any) -> None:
-    """A server that closes connections between requests costs nothing; a load is not sent twice for it."""
-    closing = reply(200, npy(ROW), content_type="application/x-npy", connection="close")
+    """A server that closes connections between requests costs nothing."""
+    closing = reply(200, RESULT, content_type="application/x-safetensors", connection="close")
     with misbehaving(GOOD, closing, GOOD) as server:
         client = open_client(server.url, retries=RetryPolicy(attempts=0))
         for _ in range(3):
@@ -123,7 +125,7 @@ def test_connection_that_was_kept(open_client: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [hang, drip])
-@pytest.mark.parametrize("call", ["extract", "load"])
+@pytest.mark.parametrize("call", ["extract", "model"])
 def test_server_that_hangs(open_client: Any, make: Any, call: str) -> None:
     """A call ends with its timeout, whether the server says nothing or goes on for ever."""
     ours: list[MisbehavingServer] = []
@@ -139,7 +141,7 @@ def test_server_that_hangs(open_client: Any, make: Any, call: str) -> None:
 def test_silence(open_client: Any) -> None:
     """A connection on which nothing comes is given up for another one; one that is slow is not."""
     ours: list[MisbehavingServer] = []
-    with misbehaving(hang(ours), trickle(npy(ROW))) as server:
+    with misbehaving(hang(ours), trickle(RESULT)) as server:
         ours.append(server)
         client = open_client(server.url, retries=QUICK)
         getattr(client, "client", client).session.silence_s = 0.3
@@ -150,7 +152,7 @@ def test_silence(open_client: Any) -> None:
 def test_timeout_is_the_servers_deadline(open_client: Any) -> None:
     """Each attempt tells the server what is left, less the way of the reply."""
     with misbehaving(reply(429, retry_after="0.2"), GOOD) as server:
-        open_client(server.url).extract(ROW, "linear", format="npy", timeout=20)
+        open_client(server.url).extract(ROW, "linear", timeout=20)
         first, second = (float(each.headers["x-request-timeout"]) for each in server.received)
         assert 19 < first <= 19.5
         assert second <= first - 0.2
@@ -164,10 +166,10 @@ def test_nobody_there(open_client: Any) -> None:
 
 
 def test_restart(open_client: Any) -> None:
-    """A server that answered before and is away for a while is waited for, by loads too: they did not arrive."""
+    """A server that answered before and is away for a while is waited for."""
     with misbehaving(MODEL) as server:
         client = open_client(server.url, retries=RetryPolicy(attempts=1, backoff_s=0.01, max_backoff_s=0.02))
-        client.load("digits")
+        client.model("digits")
         port = int(server.url.rpartition(":")[2])
     tried = threading.Event()
     taken = socket.socket()  # keeps the port without listening: connections are refused
@@ -186,13 +188,13 @@ def test_restart(open_client: Any) -> None:
     thread = threading.Thread(target=restart)
     thread.start()
     with taken:
-        assert client.load("digits", timeout=30).state == "ready"
+        assert client.model("digits").state == "ready"
         thread.join()
 
 
-def steps_of(session: Session, *outcomes: Reply | Failure, repeatable: bool = True) -> list[float]:
+def steps_of(session: Session, *outcomes: Outcome) -> list[float]:
     """The pauses between attempts, in seconds, until the good reply or the error."""
-    exchange = session.exchange(Request("GET", "/x", repeatable=repeatable))
+    exchange = session.exchange(Request("GET", "/x"))
     pauses, left = [], list(outcomes)
     step = next(exchange)
     try:
@@ -207,7 +209,7 @@ def steps_of(session: Session, *outcomes: Reply | Failure, repeatable: bool = Tr
 def test_pauses() -> None:
     """Pauses double up to a bound, with some chance in them; Retry-After is never undercut."""
     session = Session(1000, retries=RetryPolicy(5, 1.0, 4.0), clock=lambda: 0.0, draw=lambda: 0.0)
-    failure = Failure("cut", sent=True)
+    failure = lt.ConnectionFailedError("cut", sent=True)
     assert steps_of(session, *[failure] * 6) == [1, 2, 4, 4, 4]
     assert (
         steps_of(session, *[Reply(429, {"retry-after": "7"}, bytearray())] * 9, Reply(200, {}, bytearray())) == [7] * 9
@@ -217,7 +219,7 @@ def test_pauses() -> None:
     assert steps_of(late, failure, Reply(200, {}, bytearray())) == [0.75]
 
 
-def run_clocked(policy: RetryPolicy, *outcomes: tuple[float, Reply | Failure]) -> tuple[list[float], float, int]:
+def run_clocked(policy: RetryPolicy, *outcomes: tuple[float, Outcome]) -> tuple[list[float], float, int]:
     """The deadlines that the server is told, when the call ends, and its status; each outcome comes after seconds."""
     now = 0.0
     session = Session(1e6, retries=policy, silence_s=3720.0, clock=lambda: now, draw=lambda: 0.0)

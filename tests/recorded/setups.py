@@ -116,4 +116,4 @@ SETUPS = (
     Setup("limits", limits.requests, limits.SETTINGS),
     Setup("keys", keys.requests, keys.SETTINGS, keys.HEADERS),
 )
-COMMANDS = (("models",), ("layers", "digits"), ("extract", "examples/digit.png", "--layers", "pool,head"))
+COMMANDS = (("layers", "digits"), ("extract", "examples/digit.png", "--layers", "pool,head"))

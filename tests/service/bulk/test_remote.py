@@ -55,7 +55,7 @@ def test_a_key(command: Command, serve: Serve, folder: Path, tmp_path: Path, mon
         assert (done.status, "key" in done.notes) == (2, True)
         monkeypatch.setenv("LAYERTAP_API_KEY", "secret")
         assert command(*words, live.url).status == 0
-        assert command("check", live.url).status == 0
+        assert command("check", "--url", live.url).status == 0
 
 
 def test_addresses_and_keys_that_cannot_be(

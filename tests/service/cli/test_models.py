@@ -1,4 +1,4 @@
-"""``models``, ``layers``, ``check`` and ``plan``: what is configured, what it is made of, what fails."""
+"""``layers``, ``check`` and ``plan``: what models are made of, what fails."""
 
 from __future__ import annotations
 
@@ -9,19 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.server import Live
-from tests.service.cli.commands import CONFIG, ROOT, Command
-
-
-def test_models(command: Command, tmp_path: Path) -> None:
-    """``models`` lists what is configured, without loading it or showing where weights lie."""
-    done = command("models")
-    assert done.status == 0
-    assert "digits (default)" in done.out
-    assert "torchvision:resnet50" in done.out
-    assert str(ROOT) not in done.out
-    (tmp_path / "m.yaml").write_text(CONFIG)
-    done = command("models", "--config", tmp_path / "m.yaml")
-    assert ("touchy (default)" in done.out, "digits" in done.out) == (True, False)
+from tests.service.cli.commands import CONFIG, Command
 
 
 def test_layers(command: Command) -> None:
