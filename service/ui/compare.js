@@ -13,11 +13,7 @@ import { average, findCosine, makeField } from "./similarity.js";
 const TILES = 8; // of each side
 const SAME = "the same";
 
-export function makeComparedLayers(side) {
-  return [makeSelector(side.layers, side.layer, { as: "maps" })];
-}
-
-export function showCompareChoices(state) {
+function showChoices(state) {
   const [, other] = state.sides;
   const names = state.layers.filter((layer) => layer.outputs.length).map((layer) => layer.name);
   const options = ["", ...names].map((name) => {
@@ -33,7 +29,7 @@ export function showCompareChoices(state) {
 }
 
 async function askSide(side, signal) {
-  const reply = await ask("extract", makeBody(side, makeComparedLayers(side)), signal);
+  const reply = await ask("extract", makeBody(side, [makeSelector(side.layers, side.layer, { as: "maps" })]), signal);
   const layout = readLayout(reply, "maps", findTensor(side.layers.find((each) => each.name === side.layer)).layout, side);
   const { values } = decode(reply.features.maps);
   return { ...side, layout, values, field: makeField(values, layout), fingerprint: reply.receipts.maps.fingerprint };
@@ -41,23 +37,18 @@ async function askSide(side, signal) {
 
 export async function showComparison(state, signal) {
   find("compare-result").hidden = !state.compares;
-  state.compared = null;
-  showCompareChoices(state);
+  showChoices(state);
   if (!state.compares || !state.picture) return;
   if (find("sides").hidden) say("Asking …");
   find("compare-result").classList.add("asking"); // what is there stays, faint, so that nothing jumps
   try {
-    const sides = await Promise.all(state.sides.map((side) => askSide(side, signal)));
-    const [a, b] = sides;
-    const alike = a.fingerprint === b.fingerprint; // vectors of one kind have a cosine
-    state.compared = { sides, cosine: alike ? findCosine(average(a.field), average(b.field)) : undefined };
+    draw(await Promise.all(state.sides.map((side) => askSide(side, signal))));
   } catch (error) {
     if (!signal.aborted) say(error.status === 503 ? "No answer yet." : "No answer.");
     throw error;
   } finally {
     if (!signal.aborted) find("compare-result").classList.remove("asking");
   }
-  draw(state.compared);
 }
 
 function say(text) {
@@ -66,7 +57,9 @@ function say(text) {
   for (const id of ["sides", "match-reading"]) find(id).hidden = true;
 }
 
-function draw({ sides, cosine }) {
+function draw(sides) {
+  const [a, b] = sides;
+  const cosine = a.fingerprint === b.fingerprint ? findCosine(average(a.field), average(b.field)) : undefined; // vectors of one kind have one
   for (const id of ["sides", "match-reading"]) find(id).hidden = false;
   const places = [...find("sides").children];
   sides.forEach((side, at) => drawSide(places[at], side));

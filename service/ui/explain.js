@@ -30,7 +30,7 @@ const METHODS = {
   relevance: { title: "Relevance", fits: hasAttention },
 };
 
-export function listMethods(state) {
+function listMethods(state) {
   // Those that the model can do.
   const scores = findScores(state);
   return Object.keys(METHODS).filter((name) => METHODS[name].fits(state) && (scores || METHODS[name].answerless));

@@ -3,7 +3,7 @@
 import { ask, keepKey } from "./api.js";
 import { installAttention } from "./attention.js";
 import { installClasses, markClass, showClasses } from "./classes.js";
-import { installCompare, showCompareChoices, showComparison } from "./compare.js";
+import { installCompare, showComparison } from "./compare.js";
 import { element, find } from "./dom.js";
 import { forgetExplanations, markMethods, showExplanation, showMethods } from "./explain.js";
 import { readHash, writeHash } from "./link.js";
@@ -106,10 +106,7 @@ function chooseClass(text) {
 function compare() {
   writeHash(state);
   if (!state.picture || !state.layers.length) return;
-  run(async (signal) => {
-    await showComparison(state, signal);
-    showSnippet(state);
-  }, "compare");
+  run((signal) => showComparison(state, signal), "compare");
 }
 
 function takePicture(give, name, sample = "") {
@@ -190,7 +187,7 @@ installTree();
 installZoom();
 installClasses(state, run);
 installCompare(state, compare);
-installSnippets(run);
+installSnippets(state, run);
 installAttention(state, (look) => run(async (signal) => {
   await look(signal);
   showSnippet(state);

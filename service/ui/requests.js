@@ -15,7 +15,7 @@ export function findLayer(side) {
   return side.layers.find((each) => each.name === side.layer);
 }
 
-export function makeAttentionLayer(state) {
+function makeAttentionLayer(state) {
   const path = findLayer(state).attention.at(-1).path;
   return { ...nameLayer(state.layers, state.layer), site: "attention", ...(path ? { path } : {}), queries: [state.token], as: "maps" };
 }

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,26 +141,3 @@ def test_link(shown: Live, open_page: Open) -> None:
     again.page.click("#other-stop")
     expect(again.page.locator("#compare-result")).to_be_hidden()
     assert "other" not in again.page.url
-
-
-@pytest.mark.parametrize("view", [PICTURES, LAYERS], ids=["pictures", "layers"])
-def test_snippets(shown: Live, open_page: Open, tmp_path: Path, view: str) -> None:
-    """The Python that is shown to copy prints the number on the page, or shapes; the addresses of curl answer."""
-    opened = open_page(f"{shown.url}/#{view}")
-    opened.show_maps()
-    snippet = opened.page.locator("#snippet")
-    for address in re.findall(r"'(http://[^']*)'", snippet.inner_text()):
-        assert shown.client.post(address, content=TWO, headers={"content-type": "image/png"}).status_code == 200
-    assert snippet.inner_text().count("curl") == 2
-    opened.page.click("text=Python")
-    for name, data in (("digit-2.png", TWO), ("digit-0.png", ZERO)):
-        (tmp_path / name).write_bytes(data)
-    command = [sys.executable, "-c", snippet.inner_text()]
-    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120).stdout
-    if view == PICTURES:
-        assert float(printed) == pytest.approx(read_number(opened, "cosine"), rel=1e-3)
-    else:
-        left, right = (captured(shown, TWO, name) for name in ("block1", "block3"))
-        assert printed == f"({left[0].size}, {len(left)}) ({right[0].size}, {len(right)})\n"
-    opened.page.click("text=JSON")
-    expect(snippet).to_contain_text('"as": "maps"')

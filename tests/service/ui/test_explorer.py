@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -96,7 +98,7 @@ def test_change(shown: Live, open_page: Open) -> None:
     assert row.locator("td").nth(1).inner_text() == f"{shares[2] * 100:.1f} %"
 
 
-def test_snippets(shown: Live, open_page: Open) -> None:
+def test_snippets(shown: Live, open_page: Open, tmp_path: Path) -> None:
     """What is shown to copy is a request for what is on the screen."""
     opened = open_page(f"{shown.url}/#model=digits&layer=block1&sample=digit-2")
     opened.show_maps()
@@ -105,7 +107,10 @@ def test_snippets(shown: Live, open_page: Open) -> None:
     reply = shown.client.post(address, content=DIGIT.read_bytes(), headers={"content-type": "image/png"})
     assert reply.status_code == 200
     opened.page.click("text=Python")
-    compile(snippet.inner_text(), "snippet", "exec")
+    (tmp_path / "digit-2.png").write_bytes(DIGIT.read_bytes())
+    command = [sys.executable, "-c", snippet.inner_text()]
+    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert printed.startswith(f"(1, {', '.join(map(str, captured(shown, DIGIT.read_bytes(), 'block1')[:16].shape))})")
     opened.page.click("text=JSON")
     expect(snippet).to_contain_text('"as": "maps"')
 
