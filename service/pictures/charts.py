@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from layertap.service.errors import NotInstalledError
-from layertap.service.pictures.colormaps import NOT_FINITE, find_scale
+from layertap.service.pictures.colormaps import NOT_FINITE
 from layertap.service.pictures.layout import GREY, INK, LINE, SMALL, Size, format_number
-from layertap.service.pictures.panels import ResultInfo
+from layertap.service.pictures.panels import HISTOGRAM, ResultInfo
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,12 +31,10 @@ Array = NDArray[Any]
 
 BAR, RANGE, DEVIATION = "#467cb8", "#d6e2f0", "#96b8dc"
 LOST = "#{:02x}{:02x}{:02x}".format(*NOT_FINITE)
-HEAD, PLOT, STRIP, BIN, FOOT = 22, 140, 48, 6, 40  # pixels: above axes, of axes, of a bin, below the last axes
+HEAD, PLOT, STRIP, FOOT = 22, 140, 48, 40  # pixels: above axes, of axes, of low ones, below the last axes
 LEFT, RIGHT = 64, 20  # beside axes, for their numbers
-BINS = "histogram["  # how the names of a histogram's columns begin
 # What one plot shows of a channel together, and how channels that share a column of pixels are joined: sums to means.
 SPREAD = {"mean": np.add, "std": np.add, "min": np.minimum, "max": np.maximum}
-STEPS = (1, 2, 5, 10)  # between ticks
 MOST = 1e300  # numbers beyond are drawn as this: their differences are finite
 
 
@@ -62,14 +60,13 @@ class _Plot:
 def _list_plots(info: ResultInfo) -> list[_Plot]:
     """The plots of a result from top to bottom; a vector is one column without a name."""
     names = info.columns or ("",)
-    bins = [name for name in names if name.startswith(BINS)]
+    bins = [name for name in names if name.startswith(HISTOGRAM)]
     if info.columns is not None and len(info.row_shape) == 1:
         return [_Plot(PLOT if bins else 0, names, _draw_statistics, head=2 * HEAD)]
     spread = [name for name in names if name in SPREAD]
     plots = [_Plot(PLOT, spread, _draw_spread)] if spread else []
     height = STRIP if info.columns else PLOT
-    plots += [_Plot(height, [name], _draw_bars) for name in names if name not in (*bins, *spread)]
-    return plots + ([_Plot(BIN * len(bins), bins, _draw_histograms)] if bins else [])
+    return plots + [_Plot(height, [name], _draw_bars) for name in names if name not in (*bins, *spread)]
 
 
 def measure_chart(info: ResultInfo) -> int:
@@ -81,7 +78,7 @@ def draw_chart(info: ResultInfo, values: Array, size: Size) -> Image.Image:
     """The chart of what one input has of a result, in so many pixels.
 
     Where numbers are not finite, bars of a colour of their own go over the whole height. Where there are more numbers
-    than columns of pixels, neighbours share a bar: that of the number farthest from zero.
+    than columns of pixels, neighbours share a bar.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -107,10 +104,8 @@ def _draw_bars(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> None:
     [(name, values)] = columns.items()
     _number(axes, len(values), info)
     axes.set_title(name, loc="left", fontsize=SMALL)
-    low, high = _join(axes, values, np.minimum), _join(axes, values, np.maximum)
-    farthest = np.where(high >= -low, high, low)
-    _scale(axes, farthest)
-    _fill(axes, np.zeros_like(farthest), farthest, BAR)
+    _scale(axes, values)
+    _fill(axes, np.minimum(_join(axes, values, np.minimum), 0), np.maximum(_join(axes, values, np.maximum), 0), BAR)
     axes.axhline(0, color=GREY, linewidth=1)
     finite = np.where(np.isfinite(values), values, -inf)
     if not name and (greatest := finite.max(initial=0.0)) > 0:
@@ -120,9 +115,9 @@ def _draw_bars(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> None:
 
 def _draw_statistics(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> None:
     """The bins of a histogram as bars, and above them the other statistics in words."""
-    words = [f"{name}\xa0{format_number(value)}" for name, [value] in columns.items() if not name.startswith(BINS)]
+    words = [f"{name}\xa0{format_number(value)}" for name, [value] in columns.items() if not name.startswith(HISTOGRAM)]
     axes.set_title("\n".join(wrap("   ".join(words), round(axes.bbox.width / 7))), loc="left", fontsize=SMALL)
-    bins = _join(axes, np.array([value for name, [value] in columns.items() if name.startswith(BINS)]), np.maximum)
+    bins = np.array([value for name, [value] in columns.items() if name.startswith(HISTOGRAM)])
     if not bins.size:
         axes.set_axis_off()
         return
@@ -149,21 +144,9 @@ def _draw_spread(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> Non
     if "std" in columns:
         _fill(axes, below, above, DEVIATION, "mean ± std")
     if "mean" in columns:
-        edges = _find_edges(axes, len(mean))
+        edges = np.linspace(*axes.get_xlim(), len(mean) + 1)
         axes.hlines(mean, edges[:-1], edges[1:], INK, linewidth=2, label="mean")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=SMALL, borderaxespad=0)
-
-
-def _draw_histograms(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> None:
-    """Histograms as colours, the first bin below."""
-    bins = np.array(list(columns.values()))
-    _number(axes, bins.shape[1], info)
-    title = "histogram from each channel's least (below) to its greatest; dark is none, yellow the most"
-    axes.set_title(title, loc="left", fontsize=SMALL)
-    colors = find_scale(np.append(bins, 0.0)).to_colors(bins)
-    extent = (*axes.get_xlim(), 0, len(bins))
-    axes.imshow(colors, aspect="auto", interpolation="nearest", origin="lower", extent=extent)
-    axes.set_yticks([])
 
 
 def _fill(axes: Axes, low: Array, high: Array, color: str, label: str = "") -> None:
@@ -171,7 +154,7 @@ def _fill(axes: Axes, low: Array, high: Array, color: str, label: str = "") -> N
     from matplotlib.patches import StepPatch
 
     style: dict[str, Any] = {"linewidth": 0, "antialiased": False}
-    edges, lost = _find_edges(axes, len(low)), ~np.isfinite(low + high)
+    edges, lost = np.linspace(*axes.get_xlim(), len(low) + 1), ~np.isfinite(low + high)
     high, over = np.where(lost, nan, high), np.where(lost, 1.0, nan)
     if axes.bbox.width >= 4 * len(low):  # there is room for a pixel between two
         pixel = np.ptp(axes.get_xlim()) / axes.bbox.width
@@ -193,10 +176,6 @@ def _scale(axes: Axes, values: Array) -> None:
     axes.set_ylim(low - room * (low < 0), high + room)
 
 
-def _find_edges(axes: Axes, count: int) -> Array:
-    return np.linspace(*axes.get_xlim(), count + 1)
-
-
 def _join(axes: Axes, values: Array, join: np.ufunc) -> Array:
     """Numbers, NaN where not finite; neighbours are joined where there are more than columns of pixels."""
     most = round(axes.bbox.width)
@@ -215,7 +194,7 @@ def _number(axes: Axes, count: int, info: ResultInfo) -> None:
     names = info.channels if info.channels is not None and len(info.channels) == count else range(count)
     axes.set_xlim(-0.5, max(count, 1) - 0.5)
     axes.set_xlabel("channel" if info.columns else "index", fontsize=SMALL)
-    axes.xaxis.set_major_locator(MaxNLocator(round(axes.bbox.width / 45), steps=STEPS, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(round(axes.bbox.width / 45), integer=True))
     axes.xaxis.set_major_formatter(lambda x, _: str(names[round(x)]) if -0.5 < x < count - 0.5 else "")
 
 
@@ -229,7 +208,7 @@ def _add_axes(figure: Figure, top: int, height: int) -> Axes:
     axes.spines[:].set_visible(False)
     axes.grid(axis="y", color=LINE)
     axes.set_axisbelow(True)
-    axes.yaxis.set_major_locator(MaxNLocator(height // 28 or 1, steps=STEPS))
+    axes.yaxis.set_major_locator(MaxNLocator(height // 28 or 1))
     axes.yaxis.set_major_formatter(lambda value, _: format_number(value))
     axes.xaxis.set_visible(False)
     return axes

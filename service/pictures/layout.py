@@ -47,7 +47,7 @@ class Content:
     title: str
     parts: Sequence[str]
     scale: Scale | None
-    blocks: Iterator[tuple[str, list[Cell | None]]]
+    blocks: Iterator[tuple[str, Sequence[Cell | None]]]
 
 
 @dataclass(frozen=True)

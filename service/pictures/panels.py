@@ -20,6 +20,7 @@ Array = NDArray[Any]
 Shape = tuple[int, ...]
 Drawing = Literal["tiles", "charts", "maps"]
 ROLLOUTS = frozenset({"attention_rollout", "gradient_rollout", "relevance"})
+HISTOGRAM = "histogram["  # how the names of a histogram's columns begin
 GRADIENTS = frozenset({"grad_output", "grad_input", "attention_grad"})
 
 
@@ -89,11 +90,6 @@ class ResultInfo:
     def split(self, array: Array) -> list[Array]:
         """What each input has of the result's array; views."""
         return [array] if self.row_axis is None else list(np.moveaxis(array, self.row_axis, 0))
-
-
-def count_tiles(info: ResultInfo, options: PictureOptions) -> int:
-    """How many tiles are drawn of each input."""
-    return min(find_kind(info).measure(info)[0], options.tiles)
 
 
 def choose_tiles(tiles: Array, options: PictureOptions) -> list[int]:
@@ -202,7 +198,9 @@ class Kind:
 def _is_chart(info: ResultInfo) -> bool:
     """Whether it is statistics, or has one axis that is longer than 1."""
     shape = info.row_shape
-    return (info.columns is not None and len(shape) in (1, 2)) or prod(shape) == max(shape, default=1)
+    if info.columns is not None and len(shape) == 2:  # histograms of channels are a table of channels and bins
+        return not all(name.startswith(HISTOGRAM) for name in info.columns)
+    return info.columns is not None or prod(shape) == max(shape, default=1)
 
 
 KINDS = (
