@@ -29,7 +29,7 @@ from layertap.service.http.buffers_response import make_response
 from layertap.service.http.content_coding import is_packed, unpack_body
 from layertap.service.http.parsing import RawRequest
 from layertap.service.http.query import Query
-from layertap.service.http.timeout import HEADER, Timeout
+from layertap.service.http.timeout import Timeout
 from layertap.service.inputs.items import ImageItem
 from layertap.service.pictures.overlay import SentPicture
 from layertap.service.settings import Settings
@@ -58,7 +58,6 @@ async def receive(
     engine: Engine,
     parse: Parser[P],
     formats: Mapping[str, ReplyFormat] = FORMATS,
-    timeout_header: str = HEADER,
     get_timeout: Callable[[P], float | None] = lambda parsed: None,
 ) -> AsyncIterator[tuple[P, Ticket]]:
     """A request that has arrived, parsed, and its place in the server; a long one is parsed in a thread.
@@ -73,7 +72,7 @@ async def receive(
     reply_format = negotiate(request.headers.get("accept"), query.get_one("format"), formats)
     reply_format.check()
     packed = is_packed(request.headers)
-    timeout = Timeout.parse(request.headers, engine.settings, timeout_header)
+    timeout = Timeout.parse(request.headers, engine.settings)
     timings: Timings = state["timings"]
     ticket = state["until_sent"].enter_context(engine.admission.admit(timeout.deadline, timings))
     data = await read_body(request, engine.settings, ticket.reserve_bytes)

@@ -28,10 +28,10 @@ class Timeout:
     source: str = HEADER
 
     @classmethod
-    def parse(cls, headers: Headers, settings: Settings, header: str = HEADER) -> Timeout:
+    def parse(cls, headers: Headers, settings: Settings) -> Timeout:
         """What a request's head says, from now on; RequestError."""
-        seconds = min(_parse_seconds(headers, header), settings.deadline_s)
-        return cls(seconds, settings.deadline_s, time.monotonic() + seconds, header)
+        seconds = min(_parse_seconds(headers), settings.deadline_s)
+        return cls(seconds, settings.deadline_s, time.monotonic() + seconds)
 
     def restart(self) -> Timeout:
         """The same, from now on."""
@@ -61,8 +61,8 @@ class Timeout:
         )
 
 
-def _parse_seconds(headers: Headers, header: str) -> float:
-    text = headers.get(header)
+def _parse_seconds(headers: Headers) -> float:
+    text = headers.get(HEADER)
     if text is None:
         return float("inf")
     try:
@@ -70,5 +70,5 @@ def _parse_seconds(headers: Headers, header: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < float("inf"):
-        raise RequestError(f"{header} is a number of seconds above 0", hint="write it like 2.5, or leave it out")
+        raise RequestError(f"{HEADER} is a number of seconds above 0", hint="write it like 2.5, or leave it out")
     return seconds

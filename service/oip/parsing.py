@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import Any
 
 from layertap.models.errors import LayertapError, RequestError, SelectorError, escape, find_nearest, suggest
-from layertap.models.selection.hook_points import Embedding, Selector
+from layertap.models.selection.hook_points import Selector
 from layertap.service.engine.admit.admission import check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.errors import BadRequestError
@@ -17,7 +15,7 @@ from layertap.service.http.parsing import RawRequest
 from layertap.service.http.query import join_parts
 from layertap.service.inputs.items import ArraysItem
 from layertap.service.oip.encoding import BINARY, HEADER, JSON
-from layertap.service.oip.schemas import InferBody, OutputBody
+from layertap.service.oip.schemas import InferBody
 from layertap.service.oip.tensors import read_items
 from layertap.service.schemas.bodies import ExtractBody
 from layertap.service.schemas.layers import LayerBody
@@ -33,7 +31,6 @@ OF_REQUEST = frozenset(
         *("objective", "class", "target"),
     }
 )
-OF_OUTPUT = frozenset(LayerBody.model_fields) - {"layer", "type", "call", "path", "site", "alias"}
 
 
 @dataclass(frozen=True)
@@ -66,11 +63,13 @@ def parse_infer(raw: RawRequest, settings: Settings, model: str) -> InferRequest
     length = _get_json_length(raw)
     body = validate(InferBody, load_json(raw.data[:length], settings.max_json_depth))
     own, others = body.parameters, body.parameters.model_extra or {}
-    _check_names(others, OF_REQUEST, "parameters")
-    fields = join_parts(others)
-    request = validate(ExtractBody, fields, "/parameters")
+    for name in others.keys() - OF_REQUEST:
+        hint = suggest(find_nearest(name, sorted(OF_REQUEST))) or f"use {', '.join(sorted(OF_REQUEST))}"
+        raise RequestError(f"parameters: the parameter {escape(name)} is not taken", hint=hint)
+    request = validate(ExtractBody, join_parts(others), "/parameters")
     check_results(len(body.outputs), settings.max_results)
-    selectors, embedding = _read_outputs(body.outputs, fields, request)
+    names = [each.name for each in body.outputs]
+    embedding = request.layer_request.embedding if not names or EMBEDDING in names else None
     given = {each.name: each.parameters.binary_data for each in body.outputs}
     binary = {name: own.binary_data_output if each is None else each for name, each in given.items()}
     all_binary = all(binary.values()) if binary else own.binary_data_output
@@ -78,8 +77,8 @@ def parse_infer(raw: RawRequest, settings: Settings, model: str) -> InferRequest
     extract = ExtractRequest(
         model=model,
         items=read_items(body.inputs, memoryview(raw.data)[length:], settings),
-        selectors=selectors,
-        embedding=embedding,
+        selectors=_read_layers(names, request),
+        embedding=replace(embedding, alias=EMBEDDING) if embedding is not None else None,
         interventions=layers.interventions,
         objective=layers.objective,
         resume=layers.resume,
@@ -111,35 +110,14 @@ def _get_json_length(raw: RawRequest) -> int:
     return int(text)
 
 
-def _read_outputs(
-    bodies: list[OutputBody], fields: dict[str, Any], request: ExtractBody
-) -> tuple[tuple[Selector, ...], Embedding | None]:
-    """The outputs that are asked for, the embedding where none is; RequestError."""
+def _read_layers(names: list[str], request: ExtractBody) -> tuple[Selector, ...]:
+    """The layers among the outputs that are asked for; RequestError."""
     selectors: list[Selector] = []
-    embedding = None if bodies else _make_embedding(request)
-    for number, body in enumerate(bodies):
-        where, own = f"outputs/{number}", body.parameters.model_extra or {}
-        _check_names(own, OF_OUTPUT, f"{where}/parameters")
-        if body.name == EMBEDDING:
-            embedding = _make_embedding(validate(ExtractBody, fields | own, f"/{where}/parameters"))
-            continue
-        layer = validate(LayerBody, own | {"layer": body.name}, f"/{where}/parameters")
+    for number, name in enumerate(names):
         try:
-            selectors.append(layer.to_selector(request.pool, request.normalize, request.dtype))
+            if name != EMBEDDING:
+                layer = LayerBody(layer=name)
+                selectors.append(layer.to_selector(request.pool, request.normalize, request.dtype))
         except SelectorError as error:
-            raise RequestError(f"{where}: {error.detail}", hint=error.hint) from None
-    return tuple(selectors), embedding
-
-
-def _make_embedding(body: ExtractBody) -> Embedding | None:
-    """The model's embedding as a body without layers means it."""
-    embedding = body.layer_request.embedding
-    return replace(embedding, alias=EMBEDDING) if embedding is not None else None
-
-
-def _check_names(given: Mapping[str, Any], known: AbstractSet[str], where: str) -> None:
-    """RequestError for a parameter that is not known."""
-    for name in given:
-        if name not in known:
-            hint = suggest(find_nearest(name, sorted(known))) or f"use {', '.join(sorted(known))}"
-            raise RequestError(f"{where}: the parameter {escape(name)} is not taken", hint=hint)
+            raise RequestError(f"outputs/{number}: {error.detail}", hint=error.hint) from None
+    return tuple(selectors)

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, FailFast, Field, StrictBool
 
+from layertap.models.selection.selectors import MAX_TEXT
 from layertap.service.schemas.base import MAX_FIELDS, StrictBody
 
 Size = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
@@ -19,9 +20,7 @@ class InputParameters(StrictBody):
 
 
 class OutputParameters(StrictBody):
-    """The parameters of an output: whether it is sent behind the JSON, and what entries of ``layers`` have."""
-
-    model_config = ConfigDict(extra="allow")
+    """The parameters of an output: whether it is sent behind the JSON."""
 
     binary_data: StrictBool | None = None
 
@@ -52,7 +51,7 @@ class TensorBody(StrictBody):
 class OutputBody(StrictBody):
     """An output that is asked for: a layer as selectors name it, or the model's embedding."""
 
-    name: str = Field(max_length=1024)
+    name: str = Field(max_length=MAX_TEXT)
     parameters: OutputParameters = OutputParameters()
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, StrictInt
 
-from layertap.models.errors import Fault, InputError, RequestError, SelectorError, escape
-from layertap.models.model_info import ModelInfo
+from layertap.models.errors import Fault, InputError, RequestError, SelectorError
 from layertap.models.selection.hook_points import Embedding
-from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import Truncate
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
@@ -27,7 +25,6 @@ from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 
 MAX_INPUTS = 2048  # as OpenAI has it
-Kind = Literal["text", "image", "tokens"]
 
 
 class ImageEntry(StrictBody):
@@ -36,15 +33,9 @@ class ImageEntry(StrictBody):
     image: str
 
 
-class TextEntry(StrictBody):
-    """An input that is a text."""
-
-    text: str
-
-
 Entry = Annotated[
-    str | Annotated[tuple[StrictIndex, ...], Field(min_length=1, fail_fast=True)] | ImageEntry | TextEntry,
-    OneError('an input is a string, {"image": "<base64, data: URI or URL>"}, {"text": "a cat"} or a list of token ids'),
+    str | Annotated[tuple[StrictIndex, ...], Field(min_length=1, fail_fast=True)] | ImageEntry,
+    OneError('an input is a string, {"image": "<base64, data: URI or URL>"} or a list of token ids'),
 ]
 
 
@@ -61,10 +52,9 @@ def _lower(value: object) -> object:
 class EmbeddingsBody(StrictBody):
     """The body of ``POST /v1/embeddings``; fields of other servers' are ignored.
 
-    ``model`` is ``NAME``, ``NAME:LAYER`` or one of them with ``?pool=POOL`` behind it. ``modality`` says what strings
-    are, or that lists of numbers are ids of the model's own tokenizer; ``prompt`` names one of the model's folder;
-    ``truncate`` says what is left out of texts that are too long, in capitals too, as NVIDIA's clients send it;
-    ``user`` means nothing here.
+    ``model`` is ``NAME`` or ``NAME:LAYER``. ``modality`` may say that lists of numbers are ids of the model's own
+    tokenizer; ``prompt`` names one of the model's folder; ``truncate`` says what is left out of texts that are too
+    long, in capitals too, as NVIDIA's clients send it; ``user`` means nothing here.
     """
 
     model_config = ConfigDict(extra="allow")  # to name them
@@ -73,13 +63,12 @@ class EmbeddingsBody(StrictBody):
     input: Annotated[tuple[Entry, ...], Field(min_length=1, max_length=MAX_INPUTS), BeforeValidator(_list_entries)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: StrictInt | None = Field(None, ge=1)
-    modality: Kind | None = None
+    modality: Any = None  # "tokens", or what other servers know
     user: str | None = Field(None, max_length=512)
     prompt: str | None = Field(None, max_length=512)
     truncate: Annotated[Truncate, BeforeValidator(_lower)] | None = None
 
 
-VECTOR_POOLS = tuple(name for name in POOLINGS if name != "none")
 ENCODINGS: dict[str | None, Encoding] = {None: "list", "float": "list", "base64": "base64"}
 URL_SCHEMES = ("http://", "https://")
 
@@ -101,13 +90,6 @@ class EmbeddingsRequest:
         """The model's name."""
         return self.extract.model
 
-    def fit_to_model(self, model: ModelInfo) -> EmbeddingsRequest:
-        """The request with strings read as the model takes them: where it takes no text, one may be a URL."""
-        if model.text is not None:
-            return self
-        items = tuple((index, _read_url(item)) for index, item in self.extract.items)
-        return replace(self, extract=replace(self.extract, items=items))
-
     def split(self, size: int) -> Iterator[ExtractRequest]:
         """Requests for so many of its inputs at a time, in their order."""
         items = self.extract.items
@@ -116,19 +98,14 @@ class EmbeddingsRequest:
 
 
 def parse_model_id(model_id: str) -> tuple[str, Embedding]:
-    """The model's name, and the embedding that ``NAME:LAYER?pool=POOL`` means: of length 1, as OpenAI's are.
+    """The model's name, and the embedding that ``NAME`` or ``NAME:LAYER`` means: of length 1, as OpenAI's are.
 
-    ``:LAYER`` and ``?pool=POOL`` may each be left out. SelectorError where the layer is no selector, or one that may
-    name several, or the pool is none.
+    SelectorError where the layer is no selector, or one that may name several.
     """
-    named, _, option = model_id.partition("?")
-    name, _, layer = named.partition(":")
+    name, _, layer = model_id.partition(":")
     if layer and parse_selector(layer).is_glob:  # to look for matches would take long
         raise SelectorError("an embedding is of one layer", hint="write its name, without '*' and '?'")
-    pool = option.removeprefix("pool=") or None
-    if option and (pool == option or pool not in VECTOR_POOLS):
-        raise SelectorError(f"{escape(option)} is no pool", hint=f"write ?pool= and one of {', '.join(VECTOR_POOLS)}")
-    return name, Embedding(pool=pool, normalize=True, layer=layer)
+    return name, Embedding(normalize=True, layer=layer)
 
 
 def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
@@ -159,7 +136,7 @@ def _read_items(body: EmbeddingsBody) -> tuple[tuple[int, InputItem], ...]:
     faults: list[Fault] = []
     for index, entry in enumerate(body.input):
         try:
-            items.append((index, _read_item(entry, body.modality)))
+            items.append((index, _read_item(entry, body.modality == "tokens")))
         except InputError as error:
             faults.append(error.to_fault(f"/input/{index}", index))
     if faults:
@@ -167,29 +144,18 @@ def _read_items(body: EmbeddingsBody) -> tuple[tuple[int, InputItem], ...]:
     return tuple(items)
 
 
-def _read_item(entry: Entry, modality: Kind | None) -> InputItem:
+def _read_item(entry: Entry, is_tokens: bool) -> InputItem:
     """An entry as an item; InputError where it is to be a picture and is none, or may be of another tokenizer."""
     if isinstance(entry, tuple):
-        if modality != "tokens":
+        if not is_tokens:
             raise InputError(
                 "token ids are those of one tokenizer, which clients choose without asking this model",
                 hint='send texts as strings, or "modality": "tokens" with ids of the model\'s own tokenizer',
             )
         return TokensItem(entry)
-    if isinstance(entry, TextEntry):
-        return TextItem(entry.text)
-    if isinstance(entry, ImageEntry):
-        return _read_picture(entry.image)
-    if modality == "tokens":
-        raise InputError("this is a text, and not a list of token ids", hint='leave "modality" out')
-    is_text = modality == "text" or (modality is None and entry[:5].lower() != "data:")
-    return TextItem(entry) if is_text else _read_picture(entry)
-
-
-def _read_picture(value: str) -> InputItem:
-    return UrlItem(value) if value.startswith(URL_SCHEMES) else ImageItem(decode_base64(value))
-
-
-def _read_url(item: InputItem) -> InputItem:
-    is_url = isinstance(item, TextItem) and item.text.startswith(URL_SCHEMES)
-    return UrlItem(item.text) if is_url and isinstance(item, TextItem) else item
+    if is_tokens:
+        raise InputError("this is not a list of token ids", hint='leave "modality" out')
+    if isinstance(entry, str) and entry[:5].lower() != "data:":
+        return TextItem(entry)
+    picture = entry if isinstance(entry, str) else entry.image
+    return UrlItem(picture) if picture.startswith(URL_SCHEMES) else ImageItem(decode_base64(picture))

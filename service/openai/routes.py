@@ -17,7 +17,6 @@ from layertap.service.engine.request import ExtractRequest
 from layertap.service.features import Features, join_features
 from layertap.service.formats.buffers import Buffers
 from layertap.service.formats.table import FORMATS
-from layertap.service.http import timeout
 from layertap.service.http.buffers_response import make_response
 from layertap.service.http.dependencies import EngineDependency
 from layertap.service.http.model_descriptions import Json
@@ -25,7 +24,6 @@ from layertap.service.http.request_handler import describe_features, receive
 from layertap.service.openai.encoding import check_dimensions, encode_embeddings, shorten
 from layertap.service.openai.parsing import EmbeddingsRequest, parse_embeddings, parse_model_id
 
-TIMEOUT_HEADER = "X-Stainless-Read-Timeout"  # how long the client waits, in seconds
 ASK = "POST /extract shows the numbers; ask for another layer, or leave this input out"
 MAX_NAMED = 8
 JSON = {"json": FORMATS["json"]}
@@ -35,10 +33,9 @@ router = APIRouter(prefix="/v1", include_in_schema=False)  # OpenAI's own docume
 @router.post("/embeddings")
 async def create_embeddings(request: Request, engine: EngineDependency) -> Response:
     """A vector of length 1 for each input."""
-    header = TIMEOUT_HEADER if TIMEOUT_HEADER in request.headers else timeout.HEADER
-    async with receive(request, engine, parse_embeddings, JSON, header) as (parsed, ticket):
+    async with receive(request, engine, parse_embeddings, JSON) as (parsed, ticket):
         handle = await engine.get_handle(parsed.model, ticket)
-        parts = list(parsed.fit_to_model(handle.model).split(engine.settings.max_inputs))
+        parts = list(parsed.split(engine.settings.max_inputs))
         if parsed.dimensions is not None:
             planned = await engine.planner.plan(parts[0], handle, ticket.deadline)
             own = parsed.extract.embedding is not None and not parsed.extract.embedding.layer
@@ -59,7 +56,7 @@ async def list_models(engine: EngineDependency) -> Json:
 
 @router.get("/models/{model_id:path}")
 async def show_model(engine: EngineDependency, model_id: str) -> Json:
-    """One model, or what ``NAME:LAYER?pool=POOL`` means; in a path the ``?`` is ``%3F``."""
+    """One model, or a layer of it: ``NAME:LAYER``."""
     return await _describe(engine, model_id)
 
 

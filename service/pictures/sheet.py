@@ -62,10 +62,12 @@ def check_sheet(infos: Infos, options: PictureOptions) -> None:
     TooLargeError: more pixels than it may have. NotInstalledError: charts, and no matplotlib.
     """
     width, height = _measure(_make_sections(infos, options, None))
-    for figure, limit, what in ((width * height, MAX_PIXELS, ""), (max(width, height), MAX_SIDE, "a side of ")):
-        if figure > limit:
-            detail = f"the picture would have {what}{figure} pixels ({width} by {height}), the limit is {limit}"
-            raise TooLargeError(detail, hint=_HINT)
+    if width * height > MAX_PIXELS:
+        detail = f"the picture would have {width * height} pixels ({width} by {height}), the limit is {MAX_PIXELS}"
+        raise TooLargeError(detail, hint=_HINT)
+    if max(width, height) > MAX_SIDE:
+        detail = f"the picture would have a side of {max(width, height)} pixels, the limit is {MAX_SIDE}"
+        raise TooLargeError(detail, hint=_HINT)
     if any(find_kind(info).drawing == "charts" for info in infos):
         check_installed()
 

@@ -108,8 +108,7 @@ BAD: list[tuple[str, Json, str]] = [
     ("unknown layer", body(make_tensor(), outputs=[{"name": "linaer"}]), "'linear'"),
     ("no layer", body(make_tensor(), outputs=[{"name": ""}]), "outputs/0"),
     ("no selector", body(make_tensor(), outputs=[{"name": "linear[0"}]), "outputs/0"),
-    ("an output's pool", body(make_tensor(), outputs=[{"name": "linear", "parameters": {"pool": 3}}]), "outputs/0"),
-    ("another name", body(make_tensor(), outputs=[{"name": "linear", "parameters": {"as": "a"}}]), "'as'"),
+    ("an output's pool", body(make_tensor(), outputs=[{"name": "linear", "parameters": {"pool": "mean"}}]), "'pool'"),
     (
         "classification",
         body(make_tensor(), outputs=[{"name": "linear", "parameters": {"classification": 2}}]),

@@ -122,16 +122,14 @@ def test_fingerprints(live: Live) -> None:
 
 
 def test_parameters(live: Live, client: Any) -> None:
-    """Parameters are the fields of the native route: for all outputs, or for one."""
+    """Parameters are the fields of the native route, for all outputs."""
     rows = [make_input("image", PIXELS)]
     found = client.infer("digits", rows, outputs=make_outputs("block?"), parameters={"pool": "gem", "normalize": True})
     assert same(read_outputs(found), native(live, "block?", pool="gem", normalize=True))
-    one, other = make_outputs("block1", "block2")
-    one._parameters |= {"pool": "mean", "dtype": "int8"}
-    found = client.infer("digits", rows, outputs=[one, other])
-    expected = native(live, {"layer": "block1", "pool": "mean", "dtype": "int8"}, "block2")
+    found = client.infer("digits", rows, outputs=make_outputs("block1"), parameters={"dtype": "int8"})
+    expected = native(live, "block1", dtype="int8")
     assert same(read_outputs(found), expected)
-    assert set(expected) == {"block1", "block1.scale", "block2"}
+    assert set(expected) == {"block1", "block1.scale"}
 
 
 def test_gradients(live: Live, client: Any) -> None:
