@@ -20,7 +20,7 @@ from PIL import Image
 
 from layertap.service.errors import NotInstalledError
 from layertap.service.pictures.colormaps import NOT_FINITE
-from layertap.service.pictures.layout import GREY, INK, LINE, SMALL, Size, format_number
+from layertap.service.pictures.layout import GREY, LINE, SMALL, Size, format_number
 from layertap.service.pictures.panels import HISTOGRAM, ResultInfo
 
 if TYPE_CHECKING:
@@ -29,12 +29,10 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-BAR, RANGE, DEVIATION = "#467cb8", "#d6e2f0", "#96b8dc"
+BAR = "#467cb8"
 LOST = "#{:02x}{:02x}{:02x}".format(*NOT_FINITE)
 HEAD, PLOT, STRIP, FOOT = 22, 140, 48, 40  # pixels: above axes, of axes, of low ones, below the last axes
 LEFT, RIGHT = 64, 20  # beside axes, for their numbers
-# What one plot shows of a channel together, and how channels that share a column of pixels are joined: sums to means.
-SPREAD = {"mean": np.add, "std": np.add, "min": np.minimum, "max": np.maximum}
 MOST = 1e300  # numbers beyond are drawn as this: their differences are finite
 
 
@@ -63,10 +61,8 @@ def _list_plots(info: ResultInfo) -> list[_Plot]:
     bins = [name for name in names if name.startswith(HISTOGRAM)]
     if info.columns is not None and len(info.row_shape) == 1:
         return [_Plot(PLOT if bins else 0, names, _draw_statistics, head=2 * HEAD)]
-    spread = [name for name in names if name in SPREAD]
-    plots = [_Plot(PLOT, spread, _draw_spread)] if spread else []
     height = STRIP if info.columns else PLOT
-    return plots + [_Plot(height, [name], _draw_bars) for name in names if name not in (*bins, *spread)]
+    return [_Plot(height, [name], _draw_bars) for name in names if name not in bins]
 
 
 def measure_chart(info: ResultInfo) -> int:
@@ -105,7 +101,7 @@ def _draw_bars(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> None:
     _number(axes, len(values), info)
     axes.set_title(name, loc="left", fontsize=SMALL)
     _scale(axes, values)
-    _fill(axes, np.minimum(_join(axes, values, np.minimum), 0), np.maximum(_join(axes, values, np.maximum), 0), BAR)
+    _fill(axes, np.minimum(_join(axes, values, np.minimum), 0), np.maximum(_join(axes, values, np.maximum), 0))
     axes.axhline(0, color=GREY, linewidth=1)
     finite = np.where(np.isfinite(values), values, -inf)
     if not name and (greatest := finite.max(initial=0.0)) > 0:
@@ -127,29 +123,10 @@ def _draw_statistics(axes: Axes, columns: dict[str, Array], info: ResultInfo) ->
     axes.set_xlabel("value" if known else "bin", fontsize=SMALL)
     axes.set_ylabel("count", fontsize=SMALL)
     _scale(axes, bins)
-    _fill(axes, np.zeros_like(bins), bins, BAR)
+    _fill(axes, np.zeros_like(bins), bins)
 
 
-def _draw_spread(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> None:
-    """A light range, in it a darker one of a deviation around the mean, and a line at the mean."""
-    _number(axes, len(next(iter(columns.values()))), info)
-    joined = {name: _join(axes, values, SPREAD[name]) for name, values in columns.items()}
-    zeros = np.zeros_like(next(iter(joined.values())))
-    mean, deviation = joined.get("mean", zeros), joined.get("std", zeros)
-    below, above = mean - deviation, mean + deviation
-    low, high = joined.get("min", below), joined.get("max", above)
-    _scale(axes, np.concatenate([below, above, low, high]))
-    if columns.keys() & {"min", "max"}:
-        _fill(axes, low, high, RANGE, "min to max")
-    if "std" in columns:
-        _fill(axes, below, above, DEVIATION, "mean ± std")
-    if "mean" in columns:
-        edges = np.linspace(*axes.get_xlim(), len(mean) + 1)
-        axes.hlines(mean, edges[:-1], edges[1:], INK, linewidth=2, label="mean")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=SMALL, borderaxespad=0)
-
-
-def _fill(axes: Axes, low: Array, high: Array, color: str, label: str = "") -> None:
+def _fill(axes: Axes, low: Array, high: Array) -> None:
     """Bars over the whole width, each from one number to another; over the whole height where these are not finite."""
     from matplotlib.patches import StepPatch
 
@@ -162,7 +139,7 @@ def _fill(axes: Axes, low: Array, high: Array, color: str, label: str = "") -> N
         low, high, over = (np.insert(each, range(1, len(each)), nan) for each in (low, high, over))
     # No stairs(), which look for the limits of each corner: these take as long as all else.
     base: Any = low  # the stubs know one number alone
-    axes.add_artist(StepPatch(high, edges, baseline=base, color=color, label=label, **style))
+    axes.add_artist(StepPatch(high, edges, baseline=base, color=BAR, **style))
     if lost.any():
         across = axes.get_xaxis_transform()
         axes.add_artist(StepPatch(over, edges, color=LOST, transform=across, **style))
@@ -180,11 +157,8 @@ def _join(axes: Axes, values: Array, join: np.ufunc) -> Array:
     """Numbers, NaN where not finite; neighbours are joined where there are more than columns of pixels."""
     most = round(axes.bbox.width)
     values = np.where(np.isfinite(values), values, nan)
-    if len(values) <= most:
-        return values
-    starts = np.arange(most) * len(values) // most
-    joined: Array = join.reduceat(values, starts)
-    return joined / np.diff(np.append(starts, len(values))) if join is np.add else joined
+    joined: Array = values if len(values) <= most else join.reduceat(values, np.arange(most) * len(values) // most)
+    return joined
 
 
 def _number(axes: Axes, count: int, info: ResultInfo) -> None:
