@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
 
 from layertap.models.errors import escape
 from layertap.models.sources.grammar import is_checkpoint
 from layertap.models.spec import ModelSpec
 from layertap.service.errors import ForbiddenError
 
-# Which of a model's fields may change; those of the first line have rules of their own.
+# Fields of a model that may change, or have a rule of their own.
 FREE = frozenset(
     {
         *("name", "source", "weights", "adapter", "labels", "args"),
@@ -20,8 +18,8 @@ FREE = frozenset(
         "tf32",  # nobody may change it, which is told elsewhere
     }
 )
-Changeable = Literal["inputs", "preprocess", "warm", "device", "devices", "dtype", "memory_format", "decode"]
 HINT = "who runs the server adds it to 'allow' in the configuration file"
+ENTRY_HINT = "who runs the server changes the configuration file; POST /models/reload reads it"
 
 
 @dataclass(frozen=True)
@@ -29,15 +27,13 @@ class Allowed:
     """Sources, weights and files of labels as they may be written, and names of arguments; adapters are weights.
 
     Paths are absolute; weights and labels that end in a slash are folders. What the file says of the model itself is
-    always allowed, and what it leaves to the default. ``fields`` are further ones of an entry that may change: inputs,
-    devices or warm plans may take any memory and time.
+    always allowed, and what it leaves to the default.
     """
 
     sources: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
-    fields: tuple[Changeable, ...] = ()
 
     def check(self, spec: ModelSpec, configured: ModelSpec) -> None:
         """ForbiddenError where a model's next version has what neither this nor its entry in the file names."""
@@ -49,21 +45,15 @@ class Allowed:
             raise ForbiddenError("this adapter is not allowed", hint=HINT)
         if spec.labels != configured.labels and isinstance(spec.labels, str) and not self._allows_labels(spec.labels):
             raise ForbiddenError("this file of labels is not allowed", hint=HINT)
-        for field in fields(ModelSpec):
-            value = getattr(spec, field.name)
-            if field.name in FREE or field.name in self.fields:
-                continue
-            if value not in (getattr(configured, field.name), field.default):
-                raise ForbiddenError(f"another {field.name!r} is not allowed", hint=HINT)
-        known = {each.example for each in configured.inputs or ()}
-        if any(each.example not in known for each in spec.inputs or () if each.example):
-            raise ForbiddenError(
-                "another 'example' of an input is not allowed", hint="name it in the configuration file"
-            )
         given = configured.args if spec.source == configured.source else {}
-        for name in _list_changed(spec.args, given):
-            if name not in self.args:
+        for name in sorted(spec.args.keys() | given.keys()):
+            changed = name not in spec.args or name not in given or spec.args[name] != given[name]
+            if changed and name not in self.args:
                 raise ForbiddenError(f"argument {escape(name)} is not allowed", hint=HINT)
+        default = ModelSpec(spec.name, spec.source)
+        for name in (each.name for each in fields(ModelSpec) if each.name not in FREE):
+            if getattr(spec, name) not in (getattr(configured, name), getattr(default, name)):
+                raise ForbiddenError(f"another {name!r} is not allowed", hint=ENTRY_HINT)
 
     def _allows_weights(self, weights: str) -> bool:
         return weights in self.weights or (is_checkpoint(weights) and _is_within(weights, self.weights))
@@ -78,8 +68,3 @@ def _is_within(path: str, allowed: tuple[str, ...]) -> bool:
         return False
     folders = (Path(each).resolve() for each in allowed if each.endswith("/"))
     return any(Path(path).resolve().is_relative_to(folder) for folder in folders)
-
-
-def _list_changed(args: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    names = sorted(args.keys() | given.keys())
-    return [name for name in names if name not in args or name not in given or args[name] != given[name]]

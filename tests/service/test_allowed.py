@@ -85,13 +85,12 @@ def test_allowed_labels(serve: Serve, versions: Versions) -> None:
         problem(put(live, "b", labels="labels.txt"), 403)
 
 
-def test_allowed_fields(serve: Serve, versions: Versions) -> None:
-    """Fields that the file names may change, and what the file leaves out may be left out."""
-    allow = ALLOW | {"fields": ["dtype"]}
-    with serve(versions.write(entry("a"), allow=allow), config=versions.file) as live:
+def test_fields_of_the_entry(serve: Serve, versions: Versions) -> None:
+    """Other fields are as the file has them, or left out."""
+    with serve(versions.write(entry("a", dtype="bfloat16"), allow=ALLOW), config=versions.file) as live:
         assert put(live, "b", dtype="bfloat16").json()["dtype"] == "bfloat16"
         assert put(live, "b").json()["dtype"] == "float32"
-        problem(put(live, "b", decode="fast"), 403)
+        assert "reload" in problem(put(live, "b", dtype="float16"), 403)["hint"]
 
 
 def test_nothing_allowed(serve: Serve, versions: Versions) -> None:

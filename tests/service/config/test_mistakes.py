@@ -257,7 +257,7 @@ def test_unreadable(tmp_path: Path) -> None:
 BESIDE_ENTRIES = """models:
 - {name: a, source: 'torchvision:vgg11', dtype: float33}
 defaults: {model: b, modl: a}
-allow: {sorces: [], weights: w, fields: [source]}
+allow: {sorces: [], weights: w}
 """
 
 
@@ -268,10 +268,10 @@ def test_mistakes_beside_entries(tmp_path: Path) -> None:
         read_configuration(file)
     lines = [line.removeprefix(f"{file}:") for line in caught.value.detail.splitlines()]
     assert [line.partition(": ")[0] + ": " + line.split(": ")[1] for line in lines] == [
-        *("2: models.0.dtype", "3: defaults.modl", "4: allow.fields.0", "4: allow.sorces", "4: allow.weights"),
+        *("2: models.0.dtype", "3: defaults.modl", "4: allow.sorces", "4: allow.weights"),
     ]
-    assert lines[3].endswith("the nearest is 'sources'")
-    assert lines[4].endswith("Input should be a valid list")
+    assert lines[2].endswith("the nearest is 'sources'")
+    assert lines[3].endswith("Input should be a valid list")
 
 
 def test_aliases(tmp_path: Path) -> None:
