@@ -7,8 +7,6 @@ in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from math import inf, nan
 from textwrap import wrap
@@ -45,29 +43,22 @@ def check_installed() -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Plot:
-    """Axes of a chart, the columns that they show, and what draws these."""
+def _list_plots(info: ResultInfo) -> list[tuple[str, int, int]]:
+    """The plots of a result from top to bottom: the column that each shows, the pixels above it, and its height.
 
-    height: int
-    columns: Sequence[str]
-    draw: Callable[[Axes, dict[str, Array], ResultInfo], None]
-    head: int = HEAD
-
-
-def _list_plots(info: ResultInfo) -> list[_Plot]:
-    """The plots of a result from top to bottom; a vector is one column without a name."""
-    names = info.columns or ("",)
-    bins = [name for name in names if name.startswith(HISTOGRAM)]
-    if info.columns is not None and len(info.row_shape) == 1:
-        return [_Plot(PLOT if bins else 0, names, _draw_statistics, head=2 * HEAD)]
-    height = STRIP if info.columns else PLOT
-    return [_Plot(height, [name], _draw_bars) for name in names if name not in bins]
+    A vector is one column without a name; all statistics of a result share one plot where they are not by channel.
+    """
+    if info.columns is None:
+        return [("", HEAD, PLOT)]
+    bins = [name for name in info.columns if name.startswith(HISTOGRAM)]
+    if len(info.row_shape) == 1:
+        return [("", 2 * HEAD, PLOT if bins else 0)]
+    return [(name, HEAD, STRIP) for name in info.columns if name not in bins]
 
 
 def measure_chart(info: ResultInfo) -> int:
     """How many pixels high the chart of a result is."""
-    return sum(plot.head + plot.height for plot in _list_plots(info)) + FOOT
+    return sum(head + height for _, head, height in _list_plots(info)) + FOOT
 
 
 def draw_chart(info: ResultInfo, values: Array, size: Size) -> Image.Image:
@@ -85,19 +76,20 @@ def draw_chart(info: ResultInfo, values: Array, size: Size) -> Image.Image:
     figure = Figure((size[0] / 72, size[1] / 72), dpi=72)  # a point is a pixel
     canvas = FigureCanvasAgg(figure)
     top = 0
-    for plot in _list_plots(info):
-        axes = _add_axes(figure, top + plot.head, plot.height)
-        if table.size:
-            plot.draw(axes, {name: columns[name] for name in plot.columns}, info)
-        top += plot.head + plot.height
+    for name, head, height in _list_plots(info):
+        axes = _add_axes(figure, top + head, height)
+        if table.size and name in columns:
+            _draw_bars(axes, name, columns[name], info)
+        elif table.size:
+            _draw_statistics(axes, columns)
+        top += head + height
     axes.xaxis.set_visible(True)
     canvas.draw()  # type: ignore[no-untyped-call]
     return Image.fromarray(np.asarray(canvas.renderer.buffer_rgba())[..., :3])
 
 
-def _draw_bars(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> None:
+def _draw_bars(axes: Axes, name: str, values: Array, info: ResultInfo) -> None:
     """Numbers as bars from zero; the index of the greatest of a vector stands above it."""
-    [(name, values)] = columns.items()
     _number(axes, len(values), info)
     axes.set_title(name, loc="left", fontsize=SMALL)
     _scale(axes, values)
@@ -109,7 +101,7 @@ def _draw_bars(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> None:
         axes.annotate(str(index), (index, greatest), (0, 2), textcoords="offset points", ha="center", fontsize=SMALL)
 
 
-def _draw_statistics(axes: Axes, columns: dict[str, Array], info: ResultInfo) -> None:
+def _draw_statistics(axes: Axes, columns: dict[str, Array]) -> None:
     """The bins of a histogram as bars, and above them the other statistics in words."""
     words = [f"{name}\xa0{format_number(value)}" for name, [value] in columns.items() if not name.startswith(HISTOGRAM)]
     axes.set_title("\n".join(wrap("   ".join(words), round(axes.bbox.width / 7))), loc="left", fontsize=SMALL)
