@@ -1,19 +1,23 @@
-"""The configuration: out of a file, or without one."""
+"""The configuration: out of a file, or without one; and what is wrong with entries that each read well."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from re import fullmatch
 
 from layertap.models.errors import Fault, RequestError
+from layertap.models.sources.check import find_mistakes
 from layertap.models.sources.grammar import is_checkpoint
 from layertap.models.sources.table import SOURCES
-from layertap.models.spec import ModelSpec
+from layertap.models.spec import FOR_TENSORS, ModelSpec, PreprocessSpec
 from layertap.service.config.allowed import Allowed
-from layertap.service.config.checks import check_aliases, check_loading, check_models
 from layertap.service.config.document import Mistake, read_document
 from layertap.service.config.schema import read_file
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+NAME_RULE = "a name has 1 to 100 letters, digits, '.', '_' and '-', a letter or digit first"
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ def read_configuration(path: Path, *, before_loading: bool = False) -> Configura
     document, folder = read_document(path), path.parent.absolute()
     configuration, mistakes = _parse(document.data, folder)
     if before_loading and configuration is not None:
-        mistakes += check_loading(configuration.models, list(mistakes), (folder, Path.cwd()))
+        mistakes += _check_loading(configuration.models, list(mistakes), (folder, Path.cwd()))
     document.refuse(mistakes)
     assert configuration is not None  # noqa: S101  (else there are mistakes)
     return configuration
@@ -71,7 +75,7 @@ def _parse(data: object, folder: Path) -> tuple[Configuration | None, list[Mista
         return None, mistakes
     models = tuple(_resolve_paths(spec, folder) for spec in file.models)
     default = file.defaults.model or models[0].name
-    mistakes += [*check_models(models, default), *check_aliases(file.aliases, [spec.name for spec in models])]
+    mistakes += [*check_models(models, default), *_check_aliases(file.aliases, [spec.name for spec in models])]
     allowed = _resolve_allowed(file.allow, folder) if file.allow is not None else None
     return Configuration(models, default, folder, file.aliases, allowed), mistakes
 
@@ -107,3 +111,69 @@ def _resolve_weights(weights: str, folder: Path) -> str:
 def _resolve(path: str, folder: Path) -> str:
     """A path from a folder, unless it is absolute; a slash at its end stays."""
     return f"{(folder / path).absolute()}{'/' if path.endswith('/') else ''}"
+
+
+def check_models(specs: Sequence[ModelSpec], default: str) -> Iterator[Mistake]:
+    """What is wrong with entries, as far as the file shows it."""
+    names = [spec.name for spec in specs]
+    for number, spec in enumerate(specs):
+        if not fullmatch(NAME, spec.name):
+            yield ("models", number, "name"), NAME_RULE
+        elif spec.name in names[:number]:
+            yield ("models", number, "name"), f"two models are called {spec.name!r}"
+        if ":" not in spec.source:
+            text = f"{spec.source!r} has no kind: write KIND:NAME, torchvision:resnet50"
+            yield ("models", number, "source"), text
+        for name, text in _check_options(spec):
+            yield ("models", number, name), f"model {spec.name!r}: {text}"
+    if default not in names:
+        yield ("defaults", "model"), f"the default model {default!r} is not among {', '.join(names)}"
+    yield from _check_tf32(specs)
+
+
+def _check_aliases(aliases: Mapping[str, str], names: Sequence[str]) -> Iterator[Mistake]:
+    """What is wrong with aliases of models, by their names."""
+    for alias, target in aliases.items():
+        if not fullmatch(NAME, alias):
+            yield ("aliases", alias), NAME_RULE
+        elif alias in names:
+            yield ("aliases", alias), f"a model is called {alias!r}"
+        elif target not in names:
+            yield ("aliases", alias), f"there is no model {target!r}"
+
+
+def _check_loading(
+    specs: Sequence[ModelSpec], mistakes: Iterable[Mistake], folders: Sequence[Path]
+) -> Iterator[Mistake]:
+    """What can't be had, or read by those who load it, where there is no mistake in the same place yet."""
+    places = {place for place, _ in mistakes}
+    for place, error in find_mistakes(dict(enumerate(specs)), folders):
+        if ("models", *place) not in places:
+            yield ("models", *place), f"{error.detail}; {error.hint}" if error.hint else error.detail
+
+
+def _check_options(spec: ModelSpec) -> Iterator[tuple[str, str]]:
+    """Fields of one entry that exclude each other, or ask for what no GPU may do where none may run it."""
+    if spec.tf32 and spec.dtype != "float32":
+        yield "tf32", f"tf32 is a way to compute in float32, not in {spec.dtype}"
+    if spec.devices and spec.device != "auto":
+        yield "device", "give device, or devices, not both"
+    options = {"decode: device": spec.decode == "device", "cuda_graphs": any(w.cuda_graphs for w in spec.warm)}
+    for option in (option for option, chosen in options.items() if chosen and spec.is_for_cpu):
+        yield "device", f"{option} is for models on a GPU, and this one is on the CPU"
+    preprocess = spec.preprocess
+    if spec.decode == "device" and isinstance(preprocess, PreprocessSpec) and not preprocess.placeable:
+        if preprocess.interpolation in FOR_TENSORS:
+            yield "decode", "decode: device has no channels, letterbox and scale"
+        else:
+            known = ", ".join(sorted(FOR_TENSORS))
+            yield "decode", f"decode: device resizes by {known}, not by {preprocess.interpolation}"
+
+
+def _check_tf32(specs: Sequence[ModelSpec]) -> Iterator[Mistake]:
+    """Where ``tf32`` could not be kept: torch has one switch for all models of a process."""
+    concerned = {n: spec for n, spec in enumerate(specs) if spec.dtype == "float32" and not spec.is_for_cpu}
+    others = {number: spec.name for number, spec in concerned.items() if not spec.tf32}
+    if 0 < len(others) < len(concerned):
+        text = f"tf32 holds for all models in float32 that a GPU may run: set it for {', '.join(others.values())} too"
+        yield ("models", next(iter(others))), text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
 
 
 class FileError(Exception):
@@ -25,19 +24,14 @@ def read_regular_file(path: Path, limit: int | None = None) -> bytes:
                 raise FileError("is a directory")
             if not stat.S_ISREG(status.st_mode):
                 raise FileError("is no regular file")
-            data = file.read() if limit is None else _read_at_most(file, limit + 1, status.st_size)
+            # Memory is taken for what is there; a file may have grown, or be one that the system makes as it is read.
+            data = file.read() if limit is None else file.read(min(limit, status.st_size) + 1)
+            if limit is not None and status.st_size < len(data) <= limit:
+                data += file.read(limit + 1 - len(data))
     except OSError as error:
         raise FileError(error.strerror or "can't be read") from None
     except ValueError as error:  # a name with a null character
         raise FileError("has no name that a file can have") from error
     if limit is not None and len(data) > limit:
         raise FileError(f"has more than {limit} bytes")
-    return data
-
-
-def _read_at_most(file: BinaryIO, count: int, size: int) -> bytes:
-    """The first so many bytes of a file that is said to have ``size``; memory is taken for what is there alone."""
-    data = file.read(min(count, size + 1))
-    if size < len(data) < count:  # it has grown, or is one of those that the system makes as they are read
-        data += file.read(count - len(data))
     return data

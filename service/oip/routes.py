@@ -5,13 +5,19 @@ They are left out of the OpenAPI document: the protocol has one of its own, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
 from layertap.models.errors import LayertapError, UnknownModelError, escape
+from layertap.models.model_info import ModelInfo
+from layertap.models.selection.hook_points import Embedding
+from layertap.models.selection.plan import Result
+from layertap.models.selection.selectors import parse_selector
+from layertap.models.spec import InputSpec
+from layertap.service.engine.request import ExtractRequest
 from layertap.service.errors import UnavailableError
 from layertap.service.http.buffers_response import make_response
 from layertap.service.http.dependencies import DeadlineDependency, EngineDependency
@@ -19,8 +25,8 @@ from layertap.service.http.model_descriptions import Json
 from layertap.service.http.request_handler import describe_features, is_short, receive
 from layertap.service.http.routes import health
 from layertap.service.oip.encoding import BINARY, FORMATS, HEADER, JSON, VERSION, encode_reply
-from layertap.service.oip.metadata import describe_model, make_outputs_request
-from layertap.service.oip.parsing import InferRequest, parse_infer
+from layertap.service.oip.parsing import EMBEDDING, InferRequest, parse_infer
+from layertap.service.oip.tensors import BYTES, DATATYPES, IMAGE, TEXT
 from layertap.service.version import get_version
 
 Endpoint = Callable[..., Any]
@@ -103,9 +109,51 @@ async def show_model(engine: EngineDependency, deadline: DeadlineDependency, nam
     """A model's inputs, and its outputs that need no name of a layer; loads the model if need be."""
     handle = await engine.manager.get_handle(name, deadline)
     with handle.hold():
-        planned = await engine.planner.plan(make_outputs_request(handle.model), handle, deadline)
-    return describe_model(handle.model, planned.plan.results)
+        planned = await engine.planner.plan(_make_outputs_request(handle.model), handle, deadline)
+    return _describe_model(handle.model, planned.plan.results)
 
 
 def _get_timeout(request: InferRequest) -> float | None:
     return request.timeout_s
+
+
+def _describe_model(model: ModelInfo, results: Sequence[Result]) -> Json:
+    """A model's metadata, with what is planned as its outputs.
+
+    Shapes have the rows on their first axis, and -1 for what may be of any size.
+    """
+    encoded = [IMAGE] if model.model_inputs.takes_pictures else []
+    encoded += [TEXT] if model.text is not None and model.text.encode is not None else []
+    return {
+        "name": model.spec.name,
+        "versions": [VERSION],
+        "platform": "pytorch",
+        "inputs": [
+            *map(_describe_input, model.inputs),
+            *({"name": name, "datatype": BYTES, "shape": (-1, 1)} for name in encoded),
+        ],
+        "outputs": [_describe_output(result) for result in results],
+    }
+
+
+def _make_outputs_request(model: ModelInfo) -> ExtractRequest:
+    """What asks for the outputs that metadata have: the embedding, where there is one, and what the model returns."""
+    embedding = Embedding(alias=EMBEDDING) if model.model_embedding is not None else None
+    return ExtractRequest(model=model.spec.name, items=(), selectors=(parse_selector("."),), embedding=embedding)
+
+
+def _describe_input(spec: InputSpec) -> Json:
+    sizes = [
+        -1 if spec.longest is not None and axis == spec.long_axis else size for axis, size in enumerate(spec.shape)
+    ]
+    return {"name": spec.name, "datatype": DATATYPES[spec.dtype], "shape": (-1, *sizes)}
+
+
+def _describe_output(result: Result) -> Json:
+    capture = result.capture
+    if capture.reduction.is_by_row:
+        any_size: tuple[int | None, ...] = (0,)
+    else:
+        any_size = (*capture.info.token_axes, capture.info.row_axis)
+    shape = [-1 if axis in any_size else size for axis, size in enumerate(capture.reply_shape(1))]
+    return {"name": result.key, "datatype": DATATYPES[capture.dtype], "shape": shape}

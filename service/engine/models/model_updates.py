@@ -17,8 +17,7 @@ from layertap.models.registry import ModelEntry
 from layertap.models.spec import ModelSpec
 from layertap.service.config.allowed import Allowed
 from layertap.service.config.changes import Changes, compare
-from layertap.service.config.checks import check_models
-from layertap.service.config.configuration import Configuration, parse_entry, read_configuration
+from layertap.service.config.configuration import Configuration, check_models, parse_entry, read_configuration
 from layertap.service.config.document import ConfigError
 from layertap.service.engine.deadline import RunInThread
 from layertap.service.engine.models.model_manager import ModelManager
