@@ -22,9 +22,9 @@ MAX_MARKERS = 1000  # of tables and comments between them, too
 FORMATS_HINT = "send a complete JPEG, PNG, WebP, AVIF, GIF or BMP file"
 _SMALLER_HINT = "send a smaller picture"
 _SAVE_HINT = "save it anew, as PNG or baseline JPEG"
-# Pixels that a byte can stand for: a JPEG has a bit for each 64, a lossy WebP two for each 256; of a PNG Deflate makes
-# 1,032 bytes of one, with up to 8 pixels in each.
-_PIXELS_PER_BYTE = {"JPEG": 512, "PNG": 8 * 1032, "GIF": 2731, "WEBP": 1024}
+# Pixels that a byte can stand for (of a PNG bytes, by Deflate): a JPEG has a bit for each 64, a lossy WebP two for 256.
+_PIXELS_PER_BYTE = {"JPEG": 512, "PNG": 1032, "GIF": 2731, "WEBP": 1024}
+_PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by its kind of colour
 
 _START_OF_FRAME, _START_OF_SCAN, _END_OF_IMAGE = b"\xff\xc0", b"\xff\xda", b"\xff\xd9"
 _MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")  # restarts are part of a scan
@@ -68,6 +68,8 @@ def check_image(image: ImageFile, data: bytes, reader: ImageReader) -> None:
     if image.format == "GIF":  # its screen may be larger than the frame
         left, upper, right, lower = image.tile[0].extents or (0, 0, 0, 0)
         width, height = right - left, lower - upper
+    if image.format == "PNG":
+        width = 1 + width * data[24] * _PNG_CHANNELS.get(data[25], 1) // 8
     has_any_ratio = image.format == "WEBP" and (b"VP8L" in data or b"ANMF" in data)  # one colour needs no bits at all
     ratio = _PIXELS_PER_BYTE.get(image.format or "")
     if ratio is not None and not has_any_ratio and len(data) * ratio < width * height:
