@@ -44,8 +44,8 @@ async def open_client(url: str, tell: Callable[[str], None]) -> AsyncIterator[lt
 
 
 @asynccontextmanager
-async def open_local_client(settings: Settings, *models: str | None) -> AsyncIterator[lt.AsyncClient]:
-    """A client of the application in this process, with some models loaded; LayertapError, of the block too.
+async def open_local_client(settings: Settings, model: str | None) -> AsyncIterator[lt.AsyncClient]:
+    """A client of the application in this process, with a model loaded; LayertapError, of the block too.
 
     None is the default one. ``settings`` holds, but for keys and for limits of time and bytes: there is one caller.
     """
@@ -57,8 +57,7 @@ async def open_local_client(settings: Settings, *models: str | None) -> AsyncIte
     app = create_app(settings.model_copy(update=alone | bounds), warm=False)
     engine = app.state.engine
     try:
-        for model in models:  # not by a request, whose problem would be cut
-            await _load(engine.manager, model)
+        await _load(engine.manager, model)  # not by a request, whose problem would be cut
         with convert_errors(None):
             async with lt.AsyncClient(
                 LOCAL,

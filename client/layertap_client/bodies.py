@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 from urllib.parse import quote
 
+import httpx
+
 from layertap_client.arrays import to_array, write_safetensors
 from layertap_client.errors import InputError
-from layertap_client.inputs import AnyItem, Inputs, Item, is_single, list_items, read_item, to_plain
+from layertap_client.inputs import Inputs, Item, is_single, list_items, read_item, to_plain
 from layertap_client.messages import Request
 
 MAX_QUERY = 16_384  # characters; a URL may have less than 64 KiB, of some proxies less
@@ -75,24 +76,28 @@ def build_request(path: str, inputs: Inputs | None, fields: Mapping[str, Any], a
     if not is_single(inputs):
         return build_items_request(path, list_items(inputs), plain, headers)  # type: ignore[arg-type]
     item = read_item(inputs)  # type: ignore[arg-type]
-    if isinstance(item, Item) and item.kind == "tensors":  # perhaps a batch, which nothing but a raw body carries
+    if item.kind == "tensors":  # perhaps a batch, which nothing but a raw body carries
         return _build_raw(path, item.data, RAW_TYPES[item.kind], plain, headers)
     return build_items_request(path, [item], plain, headers)
 
 
 def build_items_request(
-    path: str, items: Sequence[AnyItem], fields: Mapping[str, Any], headers: Mapping[str, str]
+    path: str, items: Sequence[Item], fields: Mapping[str, Any], headers: Mapping[str, str]
 ) -> Request:
     """The request for some items; ``fields`` are plain data."""
-    if not all(isinstance(item, Item) for item in items):
+    if any(item.kind == "entries" for item in items):
         body = {**fields, "inputs": [item.to_entry() for item in items]}
         return Request("POST", path, (), {**headers, "Content-Type": JSON}, json.dumps(body).encode())
-    if len(items) == 1 and items[0].kind != "tensors":  # type: ignore[union-attr]
+    if len(items) == 1 and items[0].kind != "tensors":
         params = _list_params(fields)
         if _count_characters(params) <= MAX_QUERY:
-            content_type = {"Content-Type": RAW_TYPES[items[0].kind]}  # type: ignore[union-attr]
-            return Request("POST", path, params, {**headers, **content_type}, items[0].data)  # type: ignore[union-attr]
-    return _build_multipart(path, items, fields, headers)  # type: ignore[arg-type]
+            content_type = {"Content-Type": RAW_TYPES[items[0].kind]}
+            return Request("POST", path, params, {**headers, **content_type}, items[0].data)
+    files = [(item.kind, ("x", item.data, "application/octet-stream")) for item in items]
+    request = ("request", (None, json.dumps(fields).encode(), JSON))
+    multipart = httpx.Request("POST", "http://server", files=[request, *files])
+    content_type = {"Content-Type": multipart.headers["content-type"]}
+    return Request("POST", path, (), {**headers, **content_type}, multipart.read())
 
 
 def _is_tensors(inputs: Inputs) -> bool:
@@ -107,24 +112,6 @@ def _build_raw(
     if _count_characters(params) > MAX_QUERY:
         raise InputError("the options are too long to go with a batch in one array: give inputs as list(array)")
     return Request("POST", path, params, {**headers, "Content-Type": content_type}, data)
-
-
-def _build_multipart(
-    path: str, items: Sequence[Item], fields: Mapping[str, Any], headers: Mapping[str, str]
-) -> Request:
-    boundary = secrets.token_hex(16)
-    parts = [("request", JSON, json.dumps(fields).encode())]
-    parts += [(item.kind, "application/octet-stream", item.data) for item in items]
-    pieces = []
-    for name, media_type, data in parts:
-        file = "" if name == "request" else '; filename="x"'
-        head = (
-            f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"{file}\r\nContent-Type: {media_type}\r\n\r\n'
-        )
-        pieces += [head.encode(), data, b"\r\n"]
-    pieces.append(f"--{boundary}--\r\n".encode())
-    content_type = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
-    return Request("POST", path, (), {**headers, **content_type}, b"".join(pieces))
 
 
 def _list_params(fields: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -227,7 +227,7 @@ class AsyncClient:
             return await self._send(step)
         if isinstance(step, Wait):
             return await asyncio.sleep(step.seconds)
-        return step.function() if step.quick else await asyncio.to_thread(step.function)
+        return await asyncio.to_thread(step.function)
 
     async def _send(self, step: Send) -> Outcome:
         body = bytearray()

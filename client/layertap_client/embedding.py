@@ -20,7 +20,7 @@ from layertap_client.errors import (
     TooLargeError,
 )
 from layertap_client.exchange import Session
-from layertap_client.inputs import AnyItem, Input, Item, read_item, to_plain
+from layertap_client.inputs import Input, Item, read_item, to_plain
 from layertap_client.messages import Compute, Request, Steps
 from layertap_client.operations import LayerSpecs, list_layers
 from layertap_client.results import Result, read_result
@@ -56,8 +56,8 @@ class Embedded:
         return get_only(self.arrays)
 
 
-Items: TypeAlias = list[tuple[int, AnyItem]]  # inputs by their places
-Batch: TypeAlias = list[tuple[int, AnyItem | Fault]]  # with those that could not be read
+Items: TypeAlias = list[tuple[int, Item]]  # inputs by their places
+Batch: TypeAlias = list[tuple[int, Item | Fault]]  # with those that could not be read
 
 
 class Embedder:
@@ -78,10 +78,9 @@ class Embedder:
     ) -> None:
         if "on_error" in options:
             raise TypeError("embed() has no option 'on_error': bad inputs are always told one by one")
-        self.session = session
         named = {"model": session.model, "priority": "bulk", **options, "layers": list_layers(layers)}
-        self.timeout = named.pop("timeout", None) or TIMEOUT_S
-        self.silence_s = limits["deadline_s"] + SILENCE_S
+        timeout = named.pop("timeout", None) or TIMEOUT_S
+        self.session = replace(session, timeout=timeout, silence_s=limits["deadline_s"] + SILENCE_S)
         self.fields = {name: to_plain(value) for name, value in named.items() if value is not None}
         self.fields["on_error"] = "skip"
         self.rows = max(1, int(min(batch_size, limits["max_inputs"], limits["max_queue_rows"])))
@@ -131,7 +130,7 @@ class Embedder:
         build = Compute(lambda: build_items_request("/extract", [item for _, item in items], self.fields, HEADERS))
         request: Request = yield build
         try:
-            reply = yield from self.session.exchange(request, self.timeout, self.silence_s)
+            reply = yield from self.session.exchange(request)
         except ProblemError as error:
             if bad := _find_bad(error, items):
                 rest = [entry for entry in items if entry[0] not in bad]
@@ -208,10 +207,10 @@ def _take_row(name: str, array: Array, result: Result, row: int) -> Array:
     return view
 
 
-def _find_group(item: AnyItem) -> object:
+def _find_group(item: Item) -> object:
     """What inputs of one request have in common, so that all have one fingerprint."""
-    if not isinstance(item, Item):
-        return "entry", frozenset(item.fields)
-    if isinstance(item.value, bytes) or item.value.dtype == np.uint8:
-        return item.kind if isinstance(item.value, bytes) else "pixels"
-    return item.value.shape, item.value.dtype.str
+    if item.kind == "entries":
+        return frozenset(item.value)
+    if item.kind == "tensors":
+        return "pixels" if item.value.dtype == np.uint8 else (item.value.shape, item.value.dtype.str)
+    return item.kind

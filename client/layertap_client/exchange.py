@@ -48,7 +48,7 @@ class RetryPolicy:
 class Session:
     """What the calls of one client have in common; ``answered``: whether the server has ever replied.
 
-    ``timeout`` and ``silence_s`` are those of calls that name none, as of ``exchange``.
+    ``timeout`` is that of calls that name none; a connection on which nothing moves for ``silence_s`` is given up.
     """
 
     timeout: float = 60.0
@@ -59,20 +59,18 @@ class Session:
     clock: Callable[[], float] = time.monotonic
     draw: Callable[[], float] = random.random
 
-    def exchange(self, request: Request, timeout: float | None = None, silence_s: float | None = None) -> Steps[Reply]:
+    def exchange(self, request: Request, timeout: float | None = None) -> Steps[Reply]:
         """The good reply to a request; LayertapError.
 
-        ``timeout`` in seconds is for all attempts together. A connection on which nothing moves for ``silence_s`` is
-        given up, and another one tried. Each attempt sends the server a deadline: what is left of ``timeout``, at most
-        ``silence_s``, less the time that the reply needs to arrive.
+        ``timeout`` in seconds is for all attempts together. Each attempt sends the server a deadline: what is left of
+        it, at most ``silence_s``, less the time that the reply needs to arrive.
         """
-        longest = self.silence_s if silence_s is None else silence_s
         deadline = self.clock() + check_timeout(self.timeout if timeout is None else timeout)
         given_up = deadline
         failures = attempts = 0
         while True:
             left = max(deadline - self.clock(), 0.001)
-            silence = min(left, longest)
+            silence = min(left, self.silence_s)
             told = silence - min(MAX_REPLY_S, REPLY_SHARE * silence)
             outcome: Outcome = yield Send(request.with_headers({DEADLINE: f"{told:.3f}"}), left, silence)
             attempts += 1

@@ -16,9 +16,8 @@ import numpy as np
 from layertap_client.arrays import Array, to_array, write_npy
 from layertap_client.errors import InputError
 
-Kind = Literal["images", "texts", "tensors"]
+Kind = Literal["images", "texts", "tensors", "entries"]
 REMOTE = ("http://", "https://", "data:")
-MAX_QUICK = 1 << 18  # bytes
 PNG_MODES = frozenset({"1", "L", "LA", "I;16", "P", "RGB", "RGBA"})
 
 
@@ -43,46 +42,30 @@ Inputs: TypeAlias = Input | Iterable[Input]
 
 @dataclass(frozen=True)
 class Item:
-    """One input that a body or a part of a body can carry: bytes of a picture or a text, or an array."""
+    """One input: bytes of a picture or a text, an array, or an entry of ``inputs``, which only JSON can carry."""
 
     kind: Kind
-    value: bytes | Array
+    value: Any
 
     @property
     def data(self) -> bytes:
-        """What is sent."""
+        """What a body or a part of a body holds; not of an entry."""
         return self.value if isinstance(self.value, bytes) else write_npy(self.value)
 
     @property
     def nbytes(self) -> int:
         """About how many bytes are sent."""
-        return len(self.value) if isinstance(self.value, bytes) else self.value.nbytes + 128
+        if self.kind == "entries":
+            return sum(len(value) if isinstance(value, str) else 64 for value in self.value.values())
+        return len(self.value) if isinstance(self.value, bytes) else int(self.value.nbytes)
 
     def to_entry(self) -> dict[str, Any]:
         """It as an entry of ``inputs`` in JSON."""
-        if isinstance(self.value, bytes):
-            image = self.kind == "images"
-            return {"image": encode_base64(self.value)} if image else {"text": self.value.decode()}
-        return {"tensor": describe_tensor(self.value)}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One input that only JSON can carry, as an entry of ``inputs``."""
-
-    fields: Mapping[str, Any]
-
-    @property
-    def nbytes(self) -> int:
-        """About how many bytes are sent."""
-        return sum(len(value) if isinstance(value, str) else 64 for value in self.fields.values())
-
-    def to_entry(self) -> dict[str, Any]:
-        """It as an entry of ``inputs`` in JSON."""
-        return dict(self.fields)
-
-
-AnyItem = Item | Entry
+        if self.kind == "images":
+            return {"image": encode_base64(self.value)}
+        if self.kind == "texts":
+            return {"text": self.value.decode()}
+        return {"tensor": describe_tensor(self.value)} if self.kind == "tensors" else dict(self.value)
 
 
 def is_single(inputs: Inputs) -> bool:
@@ -102,12 +85,6 @@ def is_file(value: object) -> TypeGuard[Readable]:
     return hasattr(value, "read")
 
 
-def is_quick(inputs: Inputs | None) -> bool:
-    """Whether reading this takes no time: no files, nothing large."""
-    size = len(inputs) if isinstance(inputs, bytes) else getattr(inputs, "nbytes", MAX_QUICK + 1)
-    return inputs is None or size <= MAX_QUICK
-
-
 def is_pil_image(value: object) -> bool:
     """Whether this is a picture of PIL, which need not be imported to know it."""
     return hasattr(value, "getexif")
@@ -120,7 +97,7 @@ def check_many(inputs: Any) -> Any:
     return inputs
 
 
-def read_item(value: Input) -> AnyItem:
+def read_item(value: Input) -> Item:
     """One input; reads files, so it may take a while. InputError, also where a file can't be read."""
     try:
         return _read_item(value)
@@ -130,7 +107,7 @@ def read_item(value: Input) -> AnyItem:
         raise InputError(f"the {type(value).__name__} can't be read: {error}") from error
 
 
-def _read_item(value: Input) -> AnyItem:
+def _read_item(value: Input) -> Item:
     if isinstance(value, str):
         return _read_text(value)
     if isinstance(value, os.PathLike):
@@ -180,10 +157,10 @@ def _plain_field(key: str, value: Any) -> Any:
     return describe_tensor(to_array(value)) if key == "tensor" and is_array(value) else to_plain(value)
 
 
-def _read_text(value: str) -> AnyItem:
+def _read_text(value: str) -> Item:
     """A path, or what says itself that it is an address."""
     if value.startswith(REMOTE):
-        return Entry({"image" if value.startswith("data:") else "url": value})
+        return Item("entries", {"image" if value.startswith("data:") else "url": value})
     path = Path(value)
     try:
         return Item("images", path.read_bytes())
@@ -191,18 +168,18 @@ def _read_text(value: str) -> AnyItem:
         raise InputError(f"there is no file {value!r}; a text is written {{'text': …}}") from None
 
 
-def _read_entry(value: Mapping[str, Any]) -> AnyItem:
+def _read_entry(value: Mapping[str, Any]) -> Item:
     """An entry as JSON has it, but with pictures and arrays as everywhere here."""
     if value.keys() == {"text"}:
         return Item("texts", str(value["text"]).encode())
     fields = dict(value)
     if "image" in fields:
         item = read_item(fields.pop("image"))
-        return Entry({**item.to_entry(), **_check_json(to_plain(fields))})
+        return Item("entries", {**item.to_entry(), **_check_json(to_plain(fields))})
     if isinstance(fields.get("tensors"), Mapping):
         tensors = fields["tensors"]
         fields["tensors"] = {name: describe_tensor(to_array(array)) for name, array in tensors.items()}
-    return Entry(_check_json(to_plain(fields)))
+    return Item("entries", _check_json(to_plain(fields)))
 
 
 def _check_json(fields: dict[str, Any]) -> dict[str, Any]:
@@ -232,7 +209,7 @@ def _encode_picture(picture: Any) -> bytes:
     return stream.getvalue()
 
 
-def list_items(inputs: Iterable[Input]) -> Sequence[AnyItem]:
+def list_items(inputs: Iterable[Input]) -> Sequence[Item]:
     """Each of several inputs; InputError says which one can't be read."""
     items = []
     for place, value in enumerate(inputs):

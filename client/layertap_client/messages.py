@@ -65,10 +65,9 @@ class Wait:
 
 @dataclass(frozen=True)
 class Compute:
-    """Run a function and tell what it gives; ``quick``: whether that takes less time than a way to another thread."""
+    """Run a function, which may take a while, and tell what it gives."""
 
     function: Callable[[], Any]
-    quick: bool = False
 
 
 Outcome: TypeAlias = Reply | ConnectionFailedError  # of a Send

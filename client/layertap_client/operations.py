@@ -16,7 +16,7 @@ from layertap_client.bodies import (
 )
 from layertap_client.errors import BadReplyError
 from layertap_client.exchange import Session
-from layertap_client.inputs import Inputs, is_quick
+from layertap_client.inputs import Inputs
 from layertap_client.messages import Compute, Reply, Request, Steps
 from layertap_client.models import Layers, Model, Models
 from layertap_client.results import Result, read_result
@@ -153,7 +153,7 @@ def _build(
     session: Session, /, path: str, inputs: Inputs | None, fields: Mapping[str, Any], accept: str
 ) -> Steps[Request]:
     named = {"model": session.model, **{name: value for name, value in fields.items() if value is not None}}
-    request: Request = yield Compute(lambda: build_request(path, inputs, named, accept), is_quick(inputs))
+    request: Request = yield Compute(lambda: build_request(path, inputs, named, accept))
     return request
 
 

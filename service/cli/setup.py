@@ -64,8 +64,8 @@ def check_one_answers(url: str | None, config: Path | None) -> None:
 
 
 @asynccontextmanager
-async def connect(url: str | None, config: Path | None, *models: str | None) -> AsyncIterator[AsyncClient]:
-    """A client of the server at ``url``, or without one of this process, with some models loaded; LayertapError."""
+async def connect(url: str | None, config: Path | None, model: str | None = None) -> AsyncIterator[AsyncClient]:
+    """A client of the server at ``url``, or without one of this process, with a model loaded; LayertapError."""
     check_one_answers(url, config)
     async with AsyncExitStack() as stack:
         if url is not None:
@@ -74,12 +74,12 @@ async def connect(url: str | None, config: Path | None, *models: str | None) -> 
 
                 client = await stack.enter_async_context(open_client(url, tell))
         else:
-            with show_loading(" and ".join(name or "the model" for name in models) or "torch"):
+            with show_loading(model or "the model"):
                 from layertap.service.clients import open_local_client
                 from layertap.service.settings import read_settings
 
                 settings = read_settings(listens=False, config=config, workers=0)
-                client = await stack.enter_async_context(open_local_client(settings, *models))
+                client = await stack.enter_async_context(open_local_client(settings, model))
         yield client
 
 

@@ -45,7 +45,7 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with ExitStack() as stack:
-        client = stack.enter_context(lt.Client(f"http://127.0.0.1:{port}", retries=PATIENT))
+        client = stack.enter_context(lt.Client(f"http://127.0.0.1:{port}"))
         processes = [stack.enter_context(started(port, tmp_path / "log"))]
 
         def inputs() -> Iterator[bytes]:
@@ -56,7 +56,8 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
                     processes.append(stack.enter_context(started(port, tmp_path / "log")))
                 yield PICTURES[number % len(PICTURES)]
 
-        expected = client.extract(PICTURES).array
+        with lt.Client(client.url, retries=PATIENT) as first:
+            expected = first.extract(PICTURES).array
         items = list(client.embed(inputs()))
     assert len(processes) == 3
     assert [each.index for each in items] == list(range(COUNT))
