@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
@@ -23,20 +23,12 @@ from torch import nn
 
 from layertap.models.catalog.catalog import UNREPEATABLE
 from layertap.models.inputs.library_processor import Preprocessing
-from layertap.models.selection.hook_points import HookPoint, Objective, Operation, Reduction, Selector
+from layertap.models.selection.hook_points import HookPoint, Reduction
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.spec import Decode, InputSpec, Preprocessed, Tower
 
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
-# Options younger than the recipe: where nobody asks for one, digests are as before it.
-LATER: Mapping[type, frozenset[str]] = {
-    Reduction: frozenset({"stats", "by", "over", "heads", "queries", "keys"}),
-    Operation: frozenset({"heads", "queries", "keys", "source"}),
-    Objective: frozenset({"position"}),
-    Selector: frozenset({"function", "excluded"}),
-    ResolvedIntervention: frozenset({"source"}),
-}
 SURVEYED = frozenset({"values", "longest", "long_axis", "example"})
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -169,7 +161,7 @@ def _describe_change(change: ResolvedIntervention | ResolvedObjective) -> dict[s
 
 
 def _describe_picture(how: Preprocessing, decode: Decode) -> dict[str, Any]:
-    """How a picture becomes a row; exact decoding is younger than the recipe and goes without saying."""
+    """How a picture becomes a row; exact decoding goes without saying."""
     return how.describe() | ({"decode": decode} if how.changes_pixels(decode) else {})
 
 
@@ -179,16 +171,11 @@ def _describe_input(spec: InputSpec) -> dict[str, Any]:
 
 
 def _to_plain_data(value: object) -> dict[str, Any]:
-    """A dataclass as plain data, with everything in it but options that are younger than the recipe and not used."""
+    """A dataclass as plain data."""
     if not is_dataclass(value):
         raise TypeError(f"{type(value).__name__} is no dataclass")
-    later = LATER.get(type(value), frozenset())
     entries = {field.name: getattr(value, field.name) for field in fields(value)}
-    return {
-        name: _to_plain_data(entry) if is_dataclass(entry) else entry
-        for name, entry in entries.items()
-        if entry is not None or name not in later
-    }
+    return {name: _to_plain_data(entry) if is_dataclass(entry) else entry for name, entry in entries.items()}
 
 
 def _list_settings(part: nn.Module) -> dict[str, object]:

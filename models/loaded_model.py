@@ -12,7 +12,7 @@ from layertap.models.capture import verification
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.row_tensor import RowTensor
-from layertap.models.compiled.plan_graphs import PlanGraphs
+from layertap.models.compiled.compiled_plan import PlanGraphs
 from layertap.models.devices import memory, transfer
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.devices.threads import use_threads

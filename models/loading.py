@@ -15,7 +15,6 @@ from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from layertap.models import fingerprint
 from layertap.models.catalog.same_calls import has_same_calls
-from layertap.models.catalog_cache import CatalogCache
 from layertap.models.devices import devices, memory
 from layertap.models.devices.cost_history import open_history
 from layertap.models.devices.dtypes import DTYPES, TOLERANCE
@@ -36,7 +35,7 @@ from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.labels import choose_labels
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.model_catalogs import ModelCatalogs, survey_configured
+from layertap.models.model_catalogs import CatalogCache, ModelCatalogs, survey_configured
 from layertap.models.module_state import StateKey, keep_state
 from layertap.models.replica import Replica, call_module, copy_module, create_replica
 from layertap.models.selection.embedding import EmbeddingChoice, ModelEmbedding, choose_embedding, find_choice

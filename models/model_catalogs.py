@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,6 @@ from layertap.models.catalog.catalog import Catalog, Costs, Traits
 from layertap.models.catalog.resized_catalog import AnotherCourseError, SizeRecorder, resize_catalog
 from layertap.models.catalog.survey import name_input_errors, survey
 from layertap.models.catalog.trials import RepeatedRun, try_padding
-from layertap.models.catalog_cache import CatalogCache
 from layertap.models.devices import memory
 from layertap.models.devices.cost_history import CostHistory
 from layertap.models.devices.costs import make_costs, measure_forward
@@ -26,13 +25,18 @@ from layertap.models.explanations.sensitivity import find_last_sensitive
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.interventions.sources import find_tensor
+from layertap.models.lru_cache import LRUCache
 from layertap.models.module_state import StateKey
 from layertap.models.replica import call_module
 from layertap.models.resume.prover import verify_resumable
 from layertap.models.resume.resumption import Resumption, not_resumable_error
+from layertap.models.selection.hook_points import HookPoint
 from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.models.spec import InputSpec, Shapes
 
+MAX_CATALOGS = 16  # one for each shape of input that was asked for lately; texts of 8 to 131,072 tokens have 15 lengths
+MAX_RESUMPTIONS = 16  # one for each layer, and shape of input, that forwards went on from lately
+MAX_GRAD_CAM_LAYERS = 32  # one for each objective that Grad-CAM had lately, classes aside
 QUICK_S = 0.5  # CPU-seconds of a forward in which one thread is enough: others that wait for it only spin
 MAX_SURVEYS = 3  # each of which puts back what the one before it found to be state
 
@@ -104,6 +108,68 @@ def _name_memory_errors() -> Iterator[None]:
         if not memory.is_out_of_memory(error):
             raise
     raise out_of_memory_error(1)
+
+
+class CatalogCache:
+    """The catalogues of a model by the shape of a row, its resumptions, and the layers that Grad-CAM looks at.
+
+    ``configured`` is the catalogue of the configured ``shapes``, ``towers`` has those of each of two towers; they are
+    never dropped. Any thread may call the methods.
+    """
+
+    def __init__(self, configured: Catalog, shapes: Shapes, towers: Mapping[Shapes, Catalog] | None = None) -> None:
+        self.configured = configured
+        self.towers: dict[Shapes, Catalog] = {}
+        self._shapes = shapes
+        self._unsized = {shapes: replace(configured, sizes_known=False)}
+        self.add_towers(towers or {})
+        self._catalogs = LRUCache[Shapes, Catalog](MAX_CATALOGS - 1)
+        self._resumptions = LRUCache[tuple[HookPoint, Shapes], Resumption | SelectorError](MAX_RESUMPTIONS)
+        self._grad_cam_layers = LRUCache[ResolvedObjective, Tap](MAX_GRAD_CAM_LAYERS)
+
+    def __reduce__(self) -> tuple[Callable[..., CatalogCache], tuple[object, ...]]:
+        """A copy in another process begins with the configured catalogues alone."""
+        return CatalogCache, (self.configured, self._shapes, self.towers)
+
+    def add_towers(self, towers: Mapping[Shapes, Catalog]) -> None:
+        """Keep the catalogues of two towers, each for its configured shape."""
+        self.towers |= towers
+        self._unsized |= {shapes: replace(catalog, sizes_known=False) for shapes, catalog in towers.items()}
+
+    def get_catalog(self, shapes: Shapes, *, functions: bool = False) -> Catalog | None:
+        """The catalogue of a shape; None where it was not surveyed lately, or not with its ``functions``."""
+        known = self.configured if shapes == self._shapes else self.towers.get(shapes) or self._catalogs.get(shapes)
+        return known if known is not None and (known.has_functions or not functions) else None
+
+    def get_unsized(self, shapes: Shapes) -> Catalog:
+        """The catalogue of a configured shape for rows of another, which was not surveyed."""
+        return self._unsized[shapes]
+
+    def put_catalog(self, shapes: Shapes, catalog: Catalog) -> None:
+        """Keep the catalogue of a shape, in place of one that may tell less."""
+        if shapes == self._shapes:
+            self.configured, self._unsized[shapes] = catalog, replace(catalog, sizes_known=False)
+        elif shapes in self.towers:
+            self.add_towers({shapes: catalog})
+        else:
+            self._catalogs.put(shapes, catalog)
+
+    def get_resumption(self, point: HookPoint, shapes: Shapes) -> Resumption | None:
+        """Forwards that go on from a point; None where that was not tried lately, or where the model has none."""
+        resumption = self._resumptions.get((point, shapes))
+        return resumption if isinstance(resumption, Resumption) else None
+
+    def get_grad_cam_layer(self, objective: ResolvedObjective) -> Tap | None:
+        """The layer that Grad-CAM looks at; None where it was not looked for lately."""
+        return self._grad_cam_layers.get(objective)
+
+    def put_resumption(self, point: HookPoint, shapes: Shapes, resumption: Resumption | SelectorError) -> None:
+        """Keep how forwards go on from a point, or that they can't."""
+        self._resumptions.put((point, shapes), resumption)
+
+    def put_grad_cam_layer(self, objective: ResolvedObjective, layer: Tap) -> None:
+        """Keep the layer that Grad-CAM looks at."""
+        self._grad_cam_layers.put(objective, layer)
 
 
 class ModelCatalogs(CatalogCache):

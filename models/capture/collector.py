@@ -17,7 +17,7 @@ from layertap.models.capture.reduction import ReducedTensor, reduce
 from layertap.models.catalog.row_tensor import RowTensor, Span
 from layertap.models.devices.dtypes import dtype_name
 from layertap.models.errors import InputError, LayerNotReachedError, LayertapError
-from layertap.models.gradients.tape import Key, Tape, compute_objective
+from layertap.models.gradients.anchors import GradientAnchors, Key, compute_objective
 from layertap.models.hooks.attach import Changes, OnCall, StopForward
 from layertap.models.hooks.functions import run_unseen
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS, Side
@@ -109,7 +109,7 @@ class Collector:
         self._rows = rows
         self._modules = modules
         self._token_mask = token_mask
-        self._tape = Tape()
+        self._anchors = GradientAnchors()
         self._error: InputError | None = None
         self._misfits: list[LayertapError] = []
         self._actions = group_actions(slices, spans, modules)
@@ -151,7 +151,7 @@ class Collector:
         """Differentiate the objectives, and reduce the gradients that are wanted."""
         if not self._gradients:
             return
-        gradients = self._tape.compute_gradients()
+        gradients = self._anchors.compute_gradients()
         for capture, spans in self._gradients.items():
             gradient = gradients.get(self._get_key(capture.point))
             if gradient is None:
@@ -164,7 +164,7 @@ class Collector:
         unreached = set()
         for each in self._slices:
             anchors = {self._get_key(capture.point) for capture in each.captures if capture.point.site in GRADIENTS}
-            if each.objective is not None and anchors and not self._tape.reaches(each.objective.point, anchors):
+            if each.objective is not None and anchors and not self._anchors.reaches(each.objective.point, anchors):
                 unreached.add(each.objective.point)
         return unreached
 
@@ -218,8 +218,8 @@ class Collector:
             return None
         self._change_tensors(actions, tensors, changes)
         for path in actions.anchors:
-            if path in tensors:  # the same steps, on a tape that nobody reads
-                changes[path] = Tape().anchor((None, "", 0, path), tensors[path], ())
+            if path in tensors:  # the same steps, on anchors that nobody reads
+                changes[path] = GradientAnchors().anchor((None, "", 0, path), tensors[path], ())
         return changes
 
     def _change_tensors(self, actions: CallActions, tensors: dict[Path, Tensor], changes: dict[Path, Tensor]) -> None:
@@ -236,7 +236,7 @@ class Collector:
         changes = [
             partial(_apply_intervention, *each, self._rows, self._token_mask) for each in reversed(anchor.interventions)
         ]
-        return self._tape.anchor(self._get_key(anchor.tap.point), tensor, changes)
+        return self._anchors.anchor(self._get_key(anchor.tap.point), tensor, changes)
 
     def _capture(self, capture: Capture, tensors: Mapping[Path, Tensor]) -> None:
         tensor = tensors.get(capture.point.path)
@@ -260,7 +260,7 @@ class Collector:
             self._check_tensor(tensor, objective)
             self._check_differentiable(objective.point)
             part = RowTensor(tensor, objective.info, self._token_mask).select(self._slices[place].span)
-            self._tape.add(objective.point, compute_objective(part, objective.objective))
+            self._anchors.add(objective.point, compute_objective(part, objective.objective))
             del self._objectives[place]
 
     def _check_tensor(self, tensor: Tensor, tap: Tap) -> None:

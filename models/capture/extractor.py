@@ -13,11 +13,10 @@ from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
 from layertap.models.capture.collector import Collector
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.errors import InputError
-from layertap.models.gradients import reachability
+from layertap.models.gradients.anchors import find_unreachable
 from layertap.models.hooks.attach import ATTACH, Changes, StopForward
 from layertap.models.hooks.tensor_tree import iterate_tensors
-from layertap.models.selection.group_by_call import group_by_call
-from layertap.models.selection.hook_points import HookPoint
+from layertap.models.selection.hook_points import HookPoint, group_by_call
 from layertap.models.selection.plan import Capture
 
 
@@ -64,7 +63,7 @@ class FeatureExtractor:
                 with suppress(StopForward):
                     collector.backward()
             collector.check()
-            for point in reachability.find_unreachable(forward, self._modules, collector.find_unreached()):
+            for point in find_unreachable(forward, self._modules, collector.find_unreached()):
                 raise InputError(
                     f"between its input and {point.escaped_text} the model computes without gradients",
                     hint="take an objective before the model's own torch.no_grad() or detach()",

@@ -15,10 +15,10 @@ from layertap.models.catalog.observations import (
     AttentionObservation,
     Boundary,
     CallObservation,
+    Sketch,
     TensorHistory,
     TensorObservation,
 )
-from layertap.models.catalog.sketch import Sketch
 from layertap.models.hooks import attention
 from layertap.models.hooks.attach import ATTACH
 from layertap.models.hooks.functions import may_call_functions, run_unseen

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.catalog.catalog_builder import pair_attention
-from layertap.models.catalog.observations import CallObservation, TensorObservation
-from layertap.models.catalog.sketch import Sketch
+from layertap.models.catalog.observations import CallObservation, Sketch, TensorObservation
 from layertap.models.catalog.token_grid import number_patches
 from layertap.models.devices.dtypes import dtype_name
 from layertap.models.hooks.tensor_tree import Path

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Protocol
 
+import torch
+from torch import Tensor
+
+from layertap.models.capture.batch_slices import BatchActivations
+from layertap.models.capture.reduction import ReducedTensor, ensure_owned
 from layertap.models.catalog.catalog import Costs
+from layertap.models.replica import Replica
 from layertap.models.selection.plan import Capture, Plan
 
 
@@ -26,3 +34,92 @@ def find_compiled_plan(compiled: Iterable[CompiledPlan | None], plan: Plan) -> C
     """The cheapest that gives what a plan wants; None where the model itself has to run."""
     covering = [each for each in compiled if each is not None and each.covers(plan)]
     return min(covering, key=lambda each: each.costs.estimate_seconds(1), default=None)
+
+
+Rows = Mapping[str, Tensor]
+
+
+class Graph(Protocol):
+    """What runs a compiled graph; several threads may."""
+
+    def run(self, inputs: list[Tensor]) -> list[Tensor]:
+        """The graph's outputs for its inputs."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlanGraphs:
+    """Graphs that give captures, in their order, for the inputs of a model by name.
+
+    ``cuda_graphs``: what a GPU keeps of them for some sizes of batches, by replica.
+    """
+
+    captures: tuple[Capture, ...]
+    inputs: tuple[str, ...]
+    single_row: Graph
+    batch: Graph
+    cuda_graphs: Mapping[Replica, CudaGraphs] = field(default_factory=dict)
+
+    def get_padded_rows(self, rows: int, replica: Replica) -> int:
+        """To how many rows a replica's batch is best filled up."""
+        graphs = self.cuda_graphs.get(replica)
+        return graphs.get_padded_rows(rows) if graphs else rows
+
+    def run(self, batch: Rows, rows: int, replica: Replica | None = None) -> BatchActivations:
+        """All captures of a batch of so many rows, on the device; raises what the graph does."""
+        inputs = [batch[name] for name in self.inputs]
+        cuda_graphs = self.cuda_graphs.get(replica) if replica else None
+        graph = self.single_row if rows == 1 else self.batch
+        with torch.no_grad():
+            tensors = iter(cuda_graphs.run(inputs) if cuda_graphs and rows in cuda_graphs else graph.run(inputs))
+        return BatchActivations({(capture, (0, rows)): _take_result(tensors, capture) for capture in self.captures})
+
+
+def _take_result(tensors: Iterator[Tensor], capture: Capture) -> ReducedTensor:
+    values = next(tensors)
+    reduced = ReducedTensor(values, next(tensors) if capture.is_scaled else None)
+    return ensure_owned(reduced, values.new_empty(0))
+
+
+class Replayable(Protocol):
+    """What reads memory where it was when this was made, and writes there."""
+
+    def replay(self) -> None:
+        """Begin it all again."""
+
+
+@dataclass(frozen=True, eq=False)
+class CudaGraph:
+    """A batch of so many rows: the memory it is read from, and that of what comes of it.
+
+    ``keep_alive`` is anything else that must stay where it is, the graph's weights for one.
+    """
+
+    rows: int
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    graph: Replayable
+    keep_alive: object = None
+
+
+class CudaGraphs:
+    """A replica's, by size. What they compute with is the same memory, so that one runs at a time."""
+
+    def __init__(self, graphs: Iterable[CudaGraph]) -> None:
+        self._graphs = {each.rows: each for each in sorted(graphs, key=lambda each: each.rows)}
+        self._lock = Lock()
+
+    def __contains__(self, rows: int) -> bool:
+        return rows in self._graphs
+
+    def get_padded_rows(self, rows: int) -> int:
+        """To how many rows such a batch is filled up; as many as it has where it is larger than all."""
+        return next((size for size in self._graphs if size >= rows), rows)
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs for a batch of a known size, in memory that no later one overwrites."""
+        graph = self._graphs[len(inputs[0])]
+        with self._lock:
+            for place, given in zip(graph.inputs, inputs, strict=True):
+                place.copy_(given)
+            graph.graph.replay()
+            return [output.clone() for output in graph.outputs]

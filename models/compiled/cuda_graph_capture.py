@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layertap.models.compiled.check import check_against_hooks
+from layertap.models.compiled.comparison import check_against_hooks
 from layertap.models.compiled.compile import WarmError, open_graph
-from layertap.models.compiled.plan_graphs import CudaGraph, CudaGraphs, Graph, PlanGraphs
+from layertap.models.compiled.compiled_plan import CudaGraph, CudaGraphs, Graph, PlanGraphs
 from layertap.models.devices import devices, transfer
 from layertap.models.errors import LayertapError
 from layertap.models.inputs.noise import make_noise

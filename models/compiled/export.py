@@ -16,7 +16,7 @@ from layertap.models.hooks.attach import ATTACH
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import call_module
-from layertap.models.selection.group_by_call import group_by_call
+from layertap.models.selection.hook_points import group_by_call
 from layertap.models.selection.plan import Capture
 
 MIN_ROWS = 2  # rows of a graph that takes any number: sizes 0 and 1 are graphs of their own

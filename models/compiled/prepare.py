@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Protocol, TypeVar
 
-from layertap.models.compiled.check import check_against_hooks
+from layertap.models.compiled.comparison import check_against_hooks, measure_plan
 from layertap.models.compiled.compile import (
     OPTIONS,
     WarmError,
@@ -28,11 +28,9 @@ from layertap.models.compiled.compile import (
     open_folder,
     open_graph,
 )
-from layertap.models.compiled.compiled_plan import CompiledPlan
+from layertap.models.compiled.compiled_plan import CompiledPlan, PlanGraphs
 from layertap.models.compiled.cuda_graph_capture import attach_cuda_graphs
-from layertap.models.compiled.measure import measure_plan
 from layertap.models.compiled.plan_benchmark import PlanBenchmark, keep_benchmark, locate_benchmark, read_benchmark
-from layertap.models.compiled.plan_graphs import PlanGraphs
 from layertap.models.devices import costs, devices
 from layertap.models.errors import LayertapError, LoadError, RequestError
 from layertap.models.inputs.noise import make_noise, make_noise_row

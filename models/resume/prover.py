@@ -21,13 +21,14 @@ from layertap.models.hooks.tensor_tree import Path
 from layertap.models.module_state import ModuleState
 from layertap.models.resume.recorders import (
     CallBoundaryKey,
+    CallNumbers,
     MarkRecorder,
     PlaceholderRecorder,
     ResumedMarkRecorder,
     TensorMarks,
+    find_skipped_calls,
 )
 from layertap.models.resume.resumption import Forward, Inputs, Resumption, format_point, not_resumable_error
-from layertap.models.resume.skipped_calls import CallNumbers, find_skipped_calls
 from layertap.models.selection.hook_points import HookPoint
 from layertap.models.selection.plan import Tap
 from layertap.models.spec import InputSpec

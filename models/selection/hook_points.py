@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from layertap.models.errors import escape
 from layertap.models.hooks.sites import SITES, Side, Site, split_function
@@ -258,3 +260,20 @@ def _get_indices(part: Reduction | Operation) -> dict[str, tuple[int, ...]]:
 def format_path(path: tuple[str, ...]) -> str:
     """A path as a selector writes it: ``[out][0]``."""
     return "".join(f"[{key}]" for key in path)
+
+
+Item = TypeVar("Item")
+Module = TypeVar("Module")
+
+
+def group_by_call(
+    items: Iterable[tuple[HookPoint, Item]], modules: Mapping[str, Module]
+) -> dict[tuple[Module, Side], dict[int, list[Item]]]:
+    """Items by module and side, then by call, in the order given; ``modules`` are by name, the whole one as ``.``.
+
+    A tied module has several names and one set of hooks.
+    """
+    groups: dict[tuple[Module, Side], dict[int, list[Item]]] = defaultdict(lambda: defaultdict(list))
+    for point, item in items:
+        groups[modules[point.layer], point.side][point.call].append(item)
+    return groups

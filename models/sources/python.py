@@ -15,8 +15,14 @@ from typing import Any
 from torch import nn
 
 from layertap.models.errors import IN_THE_LOG, LoadError, escape, find_nearest, label_failures, suggest
-from layertap.models.sources.arguments import describe_arguments, list_parameters, refuse_unknown_arguments
-from layertap.models.sources.build import BuiltModel, get_seed, wrap_build_errors
+from layertap.models.sources.build import (
+    BuiltModel,
+    describe_arguments,
+    get_seed,
+    list_parameters,
+    refuse_unknown_arguments,
+    wrap_build_errors,
+)
 from layertap.models.sources.construction import construct_alone
 from layertap.models.sources.grammar import is_file, parse_factory, parse_weights, show_factory
 from layertap.models.sources.table import SOURCES

@@ -15,17 +15,15 @@ from layertap.models.inputs.library_processor import LibraryProcessor, Preproces
 from layertap.models.inputs.preprocess import from_timm
 from layertap.models.inputs.proof import choose_preprocessing
 from layertap.models.labels import Labels
-from layertap.models.sources.arguments import (
-    describe_arguments,
-    list_parameters,
-    refuse_reserved_arguments,
-    refuse_unknown_arguments,
-)
 from layertap.models.sources.build import (
     FLOAT_BITS,
     WEIGHTS_HINT,
     BuiltModel,
+    describe_arguments,
     get_seed,
+    list_parameters,
+    refuse_reserved_arguments,
+    refuse_unknown_arguments,
     wrap_build_errors,
     wrap_download_errors,
 )

@@ -18,13 +18,17 @@ from layertap.models.inputs.library_processor import LibraryProcessor, Preproces
 from layertap.models.inputs.preprocess import from_torchvision
 from layertap.models.inputs.proof import choose_preprocessing
 from layertap.models.labels import Labels
-from layertap.models.sources.arguments import (
+from layertap.models.sources.build import (
+    FLOAT_BITS,
+    BuiltModel,
     describe_arguments,
+    get_seed,
     list_parameters,
     refuse_reserved_arguments,
     refuse_unknown_arguments,
+    wrap_build_errors,
+    wrap_download_errors,
 )
-from layertap.models.sources.build import FLOAT_BITS, BuiltModel, get_seed, wrap_build_errors, wrap_download_errors
 from layertap.models.sources.construction import construct_alone
 from layertap.models.sources.grammar import WeightsSource, parse_weights, unknown_name_error
 from layertap.models.spec import InputSpec, ModelSpec

@@ -26,8 +26,12 @@ from layertap.models.inputs.noise import make_noise_row
 from layertap.models.labels import Labels
 from layertap.models.replica import call_module
 from layertap.models.selection.embedding import EmbeddingChoice
-from layertap.models.sources.arguments import refuse_reserved_arguments, refuse_unknown_arguments
-from layertap.models.sources.build import BuiltModel, wrap_build_errors
+from layertap.models.sources.build import (
+    BuiltModel,
+    refuse_reserved_arguments,
+    refuse_unknown_arguments,
+    wrap_build_errors,
+)
 from layertap.models.sources.embeddings import KnownEmbedding
 from layertap.models.sources.grammar import get_base_name, not_installed_error, parse_weights
 from layertap.models.sources.sentence_head import LAYER, attach_head, read_sentence_folder

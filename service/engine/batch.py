@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layertap.models.capture.joined_rows import JoinedRows
+from layertap.models.capture.batch_slices import JoinedRows
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.catalog import Catalog, Costs
 from layertap.models.compiled.compiled_plan import CompiledPlan

@@ -15,9 +15,9 @@ from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import SelectorError
 from layertap.models.explanations import maps
 from layertap.models.explanations.perturbations import Perturbation, Settings
+from layertap.models.gradients.anchors import compute_objective
 from layertap.models.gradients.objectives import OBJECTIVES
 from layertap.models.gradients.resolve_objective import resolve_objective
-from layertap.models.gradients.tape import compute_objective
 from layertap.models.labels import name_classes
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import InputOptions, Objective, Selector

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from layertap.models.capture.batch_slices import RequestSlice
-from layertap.models.compiled.check import check_against_hooks
+from layertap.models.compiled.comparison import check_against_hooks
 from layertap.models.compiled.compile import WarmError
+from layertap.models.compiled.compiled_plan import CudaGraphs, PlanGraphs
 from layertap.models.compiled.cuda_graph_capture import capture_cuda_graphs
 from layertap.models.compiled.export import export_graph
-from layertap.models.compiled.plan_graphs import CudaGraphs, PlanGraphs
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices import transfer
 from layertap.models.loaded_model import LoadedModel

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from layertap.models.capture.batch_slices import RequestSlice
-from layertap.models.capture.joined_rows import JoinedRows
+from layertap.models.capture.batch_slices import JoinedRows, RequestSlice
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.loaded_model import LoadedModel, Rows, check_rows_fit

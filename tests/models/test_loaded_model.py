@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from layertap.models import digits
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.catalog_cache import MAX_CATALOGS
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.errors import InputError, LoadError
 from layertap.models.hooks import attach
 from layertap.models.loaded_model import LoadedModel
+from layertap.models.model_catalogs import MAX_CATALOGS
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import HookPoint, Reduction
 from layertap.models.selection.plan import Capture, Plan, Result

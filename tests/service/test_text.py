@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
-from layertap.models.catalog_cache import MAX_CATALOGS
+from layertap.models.model_catalogs import MAX_CATALOGS
 from layertap.models.spec import ModelSpec
 from layertap.service.logs import JsonFormatter
 from tests.server import Live

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layertap.models import fingerprint
 from layertap.models.capture import verification
-from layertap.models.capture.joined_rows import JoinedRows
+from layertap.models.capture.batch_slices import JoinedRows
 from layertap.models.compiled.compiled_plan import CompiledPlan, find_compiled_plan
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs

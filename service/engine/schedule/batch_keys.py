@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from layertap.models.catalog.catalog import Catalog, Costs
-from layertap.models.catalog_cache import MAX_CATALOGS
 from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.devices import memory
 from layertap.models.devices.devices import resolve_device
 from layertap.models.lru_cache import LRUCache
+from layertap.models.model_catalogs import MAX_CATALOGS
 from layertap.models.model_info import ModelInfo
 from layertap.models.spec import Shapes
 from layertap.service.engine.batch import SMOOTHING, Batch, BatchKey

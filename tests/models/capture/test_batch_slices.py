@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from layertap.models.capture.batch_slices import (
     ALIGNMENT,
     BatchActivations,
+    JoinedRows,
     RequestSlice,
     copy_packed,
     find_spans,
@@ -26,7 +27,6 @@ from layertap.models.capture.batch_slices import (
     unpack,
 )
 from layertap.models.capture.extractor import FeatureExtractor
-from layertap.models.capture.joined_rows import JoinedRows
 from layertap.models.capture.reduction import ReducedTensor, reduce
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor

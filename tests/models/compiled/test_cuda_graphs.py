@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.capture.batch_slices import RequestSlice
-from layertap.models.compiled.check import check_against_hooks
+from layertap.models.compiled.comparison import check_against_hooks
 from layertap.models.compiled.compile import WarmError
-from layertap.models.compiled.plan_graphs import CudaGraph, CudaGraphs, PlanGraphs
+from layertap.models.compiled.compiled_plan import CudaGraph, CudaGraphs, PlanGraphs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Reduction

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from layertap.models.compiled.measure import MAX_PAIRS, PAIRS_S, measure_plan
+from layertap.models.compiled.comparison import MAX_PAIRS, PAIRS_S, measure_plan
+from layertap.models.compiled.compiled_plan import PlanGraphs
 from layertap.models.compiled.plan_benchmark import BATCH_ROWS, PlanBenchmark
-from layertap.models.compiled.plan_graphs import PlanGraphs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
 from layertap.models.selection.plan import Plan
