@@ -73,7 +73,6 @@ def show(
         Literal["png", "webp"] | None, typer.Option("--format", help="To stdout where --out is not given.")
     ] = None,
     tiles: Annotated[int, typer.Option(help="How many channels or heads of each layer.", min=1, max=MAX_TILES)] = 16,
-    strongest: Annotated[bool, typer.Option(help="The strongest ones, in place of the first.")] = False,
     model: ModelOption = None,
     url: UrlOption = None,
     config: ConfigOption = None,
@@ -81,7 +80,6 @@ def show(
     """Draw what layers see of a picture, and open it; without a screen, say where it is."""
     output = choose_picture(file, form)
     fields = {"model": model, "layers": layers, "tiles": str(tiles), "isolated": "true"}
-    fields["order"] = "strongest" if strongest else "first"
     reply = asyncio.run(_ask(url, config, "/extract", [image], fields, output.format.media_type))
     output.write(reply.body)
     if output.file not in (None, STDOUT):

@@ -20,7 +20,7 @@ from layertap.models.spec import Truncate
 from layertap.service.formats.reply_format import Encoding, ReplyFormat
 from layertap.service.formats.table import FORMATS
 from layertap.service.inputs.items import InputItem, LocalItem, UrlItem
-from layertap.service.pictures.options import PictureOptions
+from layertap.service.pictures.options import TILES
 from layertap.service.timings import Timings
 from layertap.service.types import Priority
 
@@ -30,7 +30,7 @@ class ReplyOptions:
     """How the reply is written, and at most how many bytes it may have; None is any number.
 
     ``reserved`` names are those that no result may have. ``by_input``: a result whose shape is not that of the first
-    input's has an entry for each input; else such inputs are left out. ``picture``: how a picture of results is drawn.
+    input's has an entry for each input; else such inputs are left out. ``tiles``: of each result in a picture.
     """
 
     format: ReplyFormat = FORMATS["json"]
@@ -38,7 +38,7 @@ class ReplyOptions:
     max_bytes: int | None = None
     reserved: frozenset[str] = frozenset()
     by_input: bool = True
-    picture: PictureOptions = field(default_factory=PictureOptions)
+    tiles: int = TILES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -167,7 +167,7 @@ def check_maps(request: ExtractRequest, explanation: Explanation, model: ModelIn
         for each in asked
         for key in each.requests
     ]
-    request.reply.format.check_results(infos, request.reply.picture)
+    request.reply.format.check_results(infos, request.reply.tiles)
 
 
 def _check_objectives(request: ExtractRequest, explanation: Explanation) -> None:

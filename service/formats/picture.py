@@ -37,10 +37,10 @@ def encode(features: Features, options: EncodeOptions, writer: Writer) -> Buffer
         replace(describe_result(key, features.receipts[key], array.shape), places=_find_places(key, features, places))
         for key, array in features.arrays.items()
     ]
-    check_sheet(infos, options.picture)
+    check_sheet(infos, options.tiles)
     originals = _decode(dict(zip(places, options.sent, strict=False))) if shows_originals(infos) else {}
     stream = BytesIO()
-    draw_sheet(infos, features.arrays, options.picture, originals).save(stream, **writer)
+    draw_sheet(infos, features.arrays, options.tiles, originals).save(stream, **writer)
     return [stream.getvalue()]
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from layertap.models.errors import RequestError, escape
 from layertap.service.features import Features
 from layertap.service.formats.buffers import Buffers
-from layertap.service.pictures.options import PictureOptions
+from layertap.service.pictures.options import TILES
 from layertap.service.pictures.overlay import SentPicture
 from layertap.service.pictures.panels import ResultInfo
 
@@ -22,12 +22,12 @@ NAME_HINT = "give it another name by 'as', or write its site as in 'LAYER:output
 class EncodeOptions:
     """What a request says of the reply's form: each format looks at what concerns it.
 
-    ``encoding`` is for JSON, ``picture`` for pictures, and so are ``sent``: what the rows are pictures of, row by row,
+    ``encoding`` is for JSON, ``tiles`` for pictures, and so are ``sent``: what the rows are pictures of, row by row,
     None for a row that was sent as an array; empty where that is not known.
     """
 
     encoding: Encoding = "list"
-    picture: PictureOptions = field(default_factory=PictureOptions)
+    tiles: int = TILES
     sent: Sequence[SentPicture | None] = ()
 
 
@@ -56,7 +56,7 @@ class ReplyFormat:
     check: Callable[[], None] = lambda: None
     in_thread: bool = False
     is_picture: bool = False
-    check_results: Callable[[Sequence[ResultInfo], PictureOptions], None] = lambda infos, options: None
+    check_results: Callable[[Sequence[ResultInfo], int], None] = lambda infos, tiles: None
 
 
 def check_names(names: Iterable[str], reserved: frozenset[str]) -> None:

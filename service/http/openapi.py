@@ -14,7 +14,7 @@ from layertap.models.selection.hook_points import Method
 from layertap.service.formats.table import FORMATS
 from layertap.service.http import timeout
 from layertap.service.http.query import BESIDE
-from layertap.service.schemas.bodies import ExplainBody, ExtractBody, PictureBody, RequestBody
+from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
 from layertap.service.schemas.examples import EXAMPLES, PARAMETERS
 from layertap.service.schemas.objective import ObjectiveBody
 from layertap.service.schemas.replies import Problem
@@ -44,7 +44,7 @@ TEXTS = {  # parameters that are no JSON, though the field in the body has a lis
     "method": f"{', '.join(get_args(Method))}; several separated by commas",
     "classes": "separated by commas: numbers, or top; a map of each",
 }
-PARTS: Mapping[str, type[BaseModel]] = {"objective": ObjectiveBody, "picture": PictureBody}
+PARTS: Mapping[str, type[BaseModel]] = {"objective": ObjectiveBody}
 TIMEOUT: Json = {
     "name": timeout.HEADER,
     "in": "header",

@@ -20,7 +20,7 @@ from layertap.service.http.body import MULTIPART, get_media_type, parse_multipar
 from layertap.service.http.input_readers import NPY, PlacedItems
 from layertap.service.http.json_document import load_json
 from layertap.service.http.query import ALWAYS, Query, read_fields
-from layertap.service.pictures.options import PictureOptions
+from layertap.service.pictures.options import TILES
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
 from layertap.service.schemas.inputs import parse_inputs
 from layertap.service.schemas.validation_errors import validate
@@ -85,7 +85,7 @@ def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) 
         dry_run=dry_run,
         priority=body.priority,
         reply=ReplyOptions(
-            raw.format, body.encoding, settings.max_reply_bytes, reserved, picture=_read_picture(body, raw.format)
+            raw.format, body.encoding, settings.max_reply_bytes, reserved, tiles=_read_tiles(body, raw.format)
         ),
         timings=raw.timings,
     )
@@ -94,14 +94,12 @@ def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) 
     return request
 
 
-def _read_picture(body: RequestBody, reply_format: ReplyFormat) -> PictureOptions:
-    """How a picture is drawn; RequestError where the reply is none."""
-    if body.picture is None:
-        return PictureOptions()
-    if not reply_format.is_picture:
-        fault = Fault("the reply is no picture", "ask for one by ?format=png, or leave 'picture' out", "/picture")
+def _read_tiles(body: RequestBody, reply_format: ReplyFormat) -> int:
+    """How many tiles a picture has; RequestError where the reply is none."""
+    if body.tiles is not None and not reply_format.is_picture:
+        fault = Fault("the reply is no picture", "ask for one by ?format=png, or leave 'tiles' out", "/tiles")
         raise RequestError.from_faults([fault])
-    return body.picture.to_options()
+    return body.tiles or TILES
 
 
 def _parse_body(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> Parsed:

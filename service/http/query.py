@@ -20,14 +20,13 @@ MAX_LIST_ITEMS = 50_000  # in one parameter
 MAX_DIGITS = 10  # of the number of a class
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
 ALWAYS = frozenset({"format", "dry_run"})
-BESIDE = {"class": "objective", "target": "objective", "tiles": "picture", "order": "picture"}  # whose part each is
-ONLY_JSON = frozenset({"interventions", "picture"})
+BESIDE = {"class": "objective", "target": "objective"}  # whose part each is
+ONLY_JSON = frozenset({"interventions"})
 MAYBE_JSON = frozenset({"objective", "target", "method", "classes"})  # where it is an object or a list
 HINTS = {  # of JSON that is broken
     "layers": 'write layers=["avgpool",{"layer":"layer2","pool":"mean"}], percent-encoded',
     "interventions": 'write interventions=[{"layer":"NAME","op":"zero"}], percent-encoded',
     "objective": 'write objective=logit, or objective={"kind":"logit","class":3}, percent-encoded',
-    "picture": 'write tiles=32&order=strongest, or picture={"tiles":32}, percent-encoded',
 }
 
 

@@ -108,7 +108,7 @@ async def encode_response(features: Features, request: ExtractRequest, engine: E
     with request.timings.step("encode"):
         limit = engine.settings.max_pixels
         pictures = list_pictures(request, features, ticket, limit) if reply.format.is_picture else ()
-        encode = partial(reply.format.encode, features, EncodeOptions(reply.encoding, reply.picture, pictures))
+        encode = partial(reply.format.encode, features, EncodeOptions(reply.encoding, reply.tiles, pictures))
         if is_short(features) and not reply.format.in_thread:
             buffers = encode()
         else:

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layertap.models.catalog.token_grid import Grid, find_grid
-from layertap.service.pictures.options import PictureOptions
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
@@ -90,16 +89,6 @@ class ResultInfo:
     def split(self, array: Array) -> list[Array]:
         """What each input has of the result's array; views."""
         return [array] if self.row_axis is None else list(np.moveaxis(array, self.row_axis, 0))
-
-
-def choose_tiles(tiles: Array, options: PictureOptions) -> list[int]:
-    """Which tiles are drawn, in the order in which they are."""
-    numbers = range(len(tiles))
-    if options.order == "strongest":
-        finite = np.where(np.isfinite(tiles), tiles, 0.0).astype(np.float64)
-        strengths = np.abs(finite).reshape(len(tiles), -1).mean(1) if tiles.size else np.zeros(len(tiles))
-        return sorted(numbers, key=lambda number: -strengths[number])[: options.tiles]
-    return list(numbers)[: options.tiles]
 
 
 def is_over_pictures(info: ResultInfo) -> bool:

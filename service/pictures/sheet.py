@@ -30,7 +30,7 @@ from layertap.service.pictures.layout import (
     join_words,
     split_evenly,
 )
-from layertap.service.pictures.options import PictureOptions
+from layertap.service.pictures.options import TILES
 from layertap.service.pictures.overlay import (
     OVERLAY,
     Original,
@@ -40,7 +40,7 @@ from layertap.service.pictures.overlay import (
     lay_over,
     stretch,
 )
-from layertap.service.pictures.panels import Drawing, ResultInfo, choose_tiles, find_kind, is_over_pictures
+from layertap.service.pictures.panels import Drawing, ResultInfo, find_kind, is_over_pictures
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
@@ -56,12 +56,14 @@ NARROW = 436  # charts of several inputs
 _HINT = "ask for fewer layers, tiles, inputs, methods or classes, or use application/x-npz (format=npz)"
 
 
-def check_sheet(infos: Infos, options: PictureOptions) -> None:
-    """Refuse a sheet that can't be drawn; the inputs' pictures are not known: there must be room for any.
+def check_sheet(infos: Infos, tiles: int = TILES) -> None:
+    """Refuse a sheet of so many tiles of each result if it can't be drawn.
+
+    The inputs' pictures are not known: there must be room for any.
 
     TooLargeError: more pixels than it may have. NotInstalledError: charts, and no matplotlib.
     """
-    width, height = _measure(_make_sections(infos, options, None))
+    width, height = _measure(_make_sections(infos, tiles, None))
     if width * height > MAX_PIXELS:
         detail = f"the picture would have {width * height} pixels ({width} by {height}), the limit is {MAX_PIXELS}"
         raise TooLargeError(detail, hint=_HINT)
@@ -77,16 +79,14 @@ def shows_originals(infos: Infos) -> bool:
     return any(find_kind(info).drawing == "maps" or is_over_pictures(info) for info in infos)
 
 
-def draw_sheet(
-    infos: Infos, arrays: Arrays, options: PictureOptions, originals: Originals | None = None
-) -> Image.Image:
+def draw_sheet(infos: Infos, arrays: Arrays, tiles: int = TILES, originals: Originals | None = None) -> Image.Image:
     """The sheet of some results, RGB; refused as by ``check_sheet``.
 
     ``originals`` are the pictures of the inputs by their places in the request, where they are known, in a square of
     ``OVERLAY`` a side.
     """
-    check_sheet(infos, options)
-    sections = _make_sections(infos, options, originals or {})
+    check_sheet(infos, tiles)
+    sections = _make_sections(infos, tiles, originals or {})
     image = Image.new("RGB", _measure(sections), PAPER)
     top = MARGIN
     for section in sections:
@@ -98,7 +98,7 @@ def draw_sheet(
     return image
 
 
-def _make_sections(infos: Infos, options: PictureOptions, originals: Originals | None) -> list[Section]:
+def _make_sections(infos: Infos, tiles: int, originals: Originals | None) -> list[Section]:
     """What stands below each other: each result, or all maps of the same inputs.
 
     Without ``originals`` it is not known which inputs have pictures.
@@ -107,7 +107,7 @@ def _make_sections(infos: Infos, options: PictureOptions, originals: Originals |
     for info in infos:
         key = (info.rows, info.places) if find_kind(info).drawing == "maps" else info.name
         groups.setdefault(key, []).append(info)
-    return [SECTIONS[find_kind(group[0]).drawing](group, options, originals) for group in groups.values()]
+    return [SECTIONS[find_kind(group[0]).drawing](group, tiles, originals) for group in groups.values()]
 
 
 def _measure(sections: Sequence[Section]) -> tuple[int, int]:
@@ -118,14 +118,14 @@ def _measure(sections: Sequence[Section]) -> tuple[int, int]:
 class _Tiles:
     """A cell for each tile, all of one scale; where heads are over pictures, what the model sees of these leads."""
 
-    def __init__(self, infos: Infos, options: PictureOptions, originals: Originals | None) -> None:
+    def __init__(self, infos: Infos, tiles: int, originals: Originals | None) -> None:
         [self.info] = infos
-        self.options, self.originals, self.kind = options, originals or {}, find_kind(self.info)
+        self.originals, self.kind = originals or {}, find_kind(self.info)
         self.total, height, width = self.kind.measure(self.info)
         over, several = is_over_pictures(self.info), self.info.rows > 1
         side, columns = (HEAD_TILE, HEAD_COLUMNS) if over else (TILE, COLUMNS)
         self.zoom = max(1, round(side / max(height, width, 1)))
-        count = min(self.total, options.tiles)
+        count = min(self.total, tiles)
         self.layout = Layout(
             self.info.rows,
             count,
@@ -139,19 +139,17 @@ class _Tiles:
     def fill(self, arrays: Arrays) -> Content:
         info, kind, layout = self.info, self.kind, self.layout
         rows = [kind.cut(info, row) for row in info.split(arrays[info.name])]
-        chosen = [choose_tiles(tiles, self.options) for tiles in rows]
-        drawn = _join([tiles[numbers] for tiles, numbers in zip(rows, chosen, strict=True)])
+        drawn = _join([tiles[: layout.cells] for tiles in rows])
         is_map = layout.leads
         scale = find_map_scale(drawn, info.is_share, info.is_signed) if is_map else find_scale(drawn, info.is_signed)
-        which = "the strongest" if self.options.order == "strongest" else "the first"
-        choice = f"{which} {layout.cells} of {self.total} {kind.noun}" if layout.cells < self.total else ""
+        choice = f"the first {layout.cells} of {self.total} {kind.noun}" if layout.cells < self.total else ""
         names = info.channels if info.channels is not None and kind.noun == "channels" else range(self.total)
 
         def draw_block(row: int) -> tuple[str, list[Cell | None]]:
             original = self.originals.get(info.find_place(row)) if layout.leads else None
             seen = crop_seen(original, layout.size) if original is not None else None
             cells: list[Cell | None] = [Cell(seen, ["seen"]) if seen is not None else None] if layout.leads else []
-            for number in chosen[row]:
+            for number in range(layout.cells):
                 values = rows[row][number]
                 image = draw_tile(values, scale, self.zoom) if seen is None else lay_grid_over(seen, values, scale)
                 cells.append(Cell(image, [str(names[number])]))
@@ -164,7 +162,7 @@ class _Tiles:
 class _Charts:
     """A cell for each input, with axes of its own."""
 
-    def __init__(self, infos: Infos, options: PictureOptions, originals: Originals | None) -> None:
+    def __init__(self, infos: Infos, tiles: int, originals: Originals | None) -> None:
         [self.info] = infos
         several = self.info.rows > 1
         size = (NARROW if several else WIDTH, measure_chart(self.info))
@@ -184,7 +182,7 @@ class _Maps:
     Each map has one scale for all inputs. It lies over the picture, or is alone where there is none.
     """
 
-    def __init__(self, infos: Infos, options: PictureOptions, originals: Originals | None) -> None:
+    def __init__(self, infos: Infos, tiles: int, originals: Originals | None) -> None:
         self.infos, self.originals = infos, originals or {}
         first = infos[0]
         [count, *others] = set(Counter(info.method for info in infos).values())

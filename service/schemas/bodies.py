@@ -22,7 +22,7 @@ from layertap.models.selection.hook_points import (
 from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.models.spec import Truncate
-from layertap.service.pictures.options import MAX_TILES, Order, PictureOptions
+from layertap.service.pictures.options import MAX_TILES
 from layertap.service.schemas.base import OneError, StrictBody, make_list
 from layertap.service.schemas.faults import read_entries, read_field
 from layertap.service.schemas.inputs import InputBody, read_input_options
@@ -30,17 +30,6 @@ from layertap.service.schemas.interventions import MAX_INTERVENTIONS, Interventi
 from layertap.service.schemas.layers import LayerEntry
 from layertap.service.schemas.objective import ObjectiveBody, SomeClass
 from layertap.service.types import Priority
-
-
-class PictureBody(StrictBody):
-    """What a picture shows of each result."""
-
-    tiles: Annotated[int, Field(ge=1, le=MAX_TILES)] = 16
-    order: Order = "first"
-
-    def to_options(self) -> PictureOptions:
-        """The options of a picture."""
-        return PictureOptions(self.tiles, self.order)
 
 
 @dataclass(frozen=True)
@@ -70,7 +59,7 @@ class RequestBody(StrictBody):
     on_error: Literal["fail", "skip"] = "fail"
     isolated: bool = False
     priority: Priority = "interactive"
-    picture: PictureBody | None = None
+    tiles: Annotated[int, Field(ge=1, le=MAX_TILES)] | None = None
 
     @cached_property
     def layer_request(self) -> LayerRequest:

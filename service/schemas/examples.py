@@ -180,7 +180,6 @@ EXAMPLES: dict[str, list[Any]] = {
     "TensorBody": [TENSOR],
     "LayerBody": [{"layer": "block3", "pool": "mean", "as": "vector"}, {"type": "Conv2d", "stats": ["mean", "std"]}],
     "ObjectiveBody": [OBJECTIVE, {"kind": "cross_entropy", "class": 3}],
-    "PictureBody": [{"tiles": 32, "order": "strongest"}],
     "InterventionBody": [ZERO, {"layer": "block1", "op": "scale", "by": 0.5}],
     "SourceBody": [SOURCE],
     "Problem": [

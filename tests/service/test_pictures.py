@@ -82,7 +82,7 @@ def test_several(live: Live) -> None:
     body = {
         "inputs": [image(DIGIT), image(picture(2, (100, 20)))],
         "layers": ["block1", "block2:input", "head", {"layer": "block2", "stats": True}],
-        "picture": {"tiles": 8, "order": "strongest"},
+        "tiles": 8,
     }
     alone = {**body, "layers": body["layers"][:1]}
     assert len(read(live.client.post("/extract?format=png", json=body))) > len(
@@ -219,11 +219,8 @@ def test_attention(serve: Serve) -> None:
     ("query", "status", "detail"),
     [
         ({"layers": "block1", "tiles": "4"}, 422, "no picture"),
-        ({"layers": "block1", "format": "npz", "order": "first"}, 422, "no picture"),
-        ({"layers": "block1", "format": "png", "tiles": "0"}, 422, "/picture/tiles"),
-        ({"layers": "block1", "format": "png", "tiles": "257"}, 422, "/picture/tiles"),
-        ({"layers": "block1", "format": "png", "order": "weakest"}, 422, "/picture/order"),
-        ({"layers": "block1", "format": "png", "tiles": "4", "picture": '{"tiles":3}'}, 422, "give it once"),
+        ({"layers": "block1", "format": "png", "tiles": "0"}, 422, "/tiles"),
+        ({"layers": "block1", "format": "png", "tiles": "257"}, 422, "/tiles"),
         ({"layers": "block1", "format": "png", "picture": "4"}, 422, "picture"),
         ({"layers": "head", "format": "png", "dtype": "int8"}, 406, "int8"),
         ({"layers": "block1", "format": "gif"}, 406, "gif"),
@@ -294,7 +291,7 @@ def count_forwards(live: Live) -> float:
 
 def test_too_large(live: Live) -> None:
     """A picture of too many pixels is refused before the forward."""
-    body = {"inputs": [image(DIGIT)] * 256, "layers": ["*"], "picture": {"tiles": 256}}
+    body = {"inputs": [image(DIGIT)] * 256, "layers": ["*"], "tiles": 256}
     forwards = count_forwards(live)
     reply = live.client.post("/extract?format=png", json=body)
     problem(reply, 413)

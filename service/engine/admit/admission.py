@@ -178,7 +178,7 @@ def check_reply_size(plan: Plan, rows: int, reply: ReplyOptions) -> None:
     check_names((result.key for result in plan.results), reply.reserved)
     check_sizes([plan.count_numbers(rows)], [plan.nbytes(rows)], rows, reply)
     if reply.format.is_picture:
-        reply.format.check_results([_outline_result(result, rows) for result in plan.results], reply.picture)
+        reply.format.check_results([_outline_result(result, rows) for result in plan.results], reply.tiles)
 
 
 def _outline_result(result: Result, rows: int) -> ResultInfo:

@@ -15,9 +15,9 @@ from tests.service.conftest import Serve
 def test_show(command: Command, live: Live, pictures: list[Path], tmp_path: Path) -> None:
     """The picture is the one that the server draws, and its place is printed."""
     file = tmp_path / "out.png"
-    done = command("show", pictures[0], "block1,head", "--tiles", "4", "--strongest", "--out", file)
+    done = command("show", pictures[0], "block1,head", "--tiles", "4", "--out", file)
     assert (done.status, done.out) == (0, f"{file}\n")
-    query = {"layers": "block1,head", "tiles": "4", "order": "strongest", "format": "png"}
+    query = {"layers": "block1,head", "tiles": "4", "format": "png"}
     reply = live.client.post("/extract", files=[("images", pictures[0].read_bytes())], params=query)
     assert reply.status_code == 200
     assert file.read_bytes() == reply.content

@@ -101,9 +101,7 @@ def test_document(live: Live, route: str) -> None:
     parameters = {
         each["name"] for each in document["paths"][f"/{route}"]["post"]["parameters"] if each["in"] == "query"
     }
-    assert parameters == fields | {"class", "target", "tiles", "order", "format"} | (
-        {"dry_run"} if route == "extract" else set()
-    )
+    assert parameters == fields | {"class", "target", "format"} | ({"dry_run"} if route == "extract" else set())
     for name in fields:
         reply = live.client.post(f"/{route}", **raw(PNG, "image/png", **{name: "[]"}))
         assert "is not taken here" not in reply.text

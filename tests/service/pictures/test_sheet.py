@@ -12,7 +12,7 @@ from PIL import Image
 from layertap.models.errors import TooLargeError
 from layertap.service.pictures import charts, layout
 from layertap.service.pictures.colormaps import DIVERGING, SEQUENTIAL
-from layertap.service.pictures.options import PictureOptions
+from layertap.service.pictures.options import TILES
 from layertap.service.pictures.overlay import Original, find_map_scale, lay_over
 from layertap.service.pictures.panels import ResultInfo
 from layertap.service.pictures.sheet import check_sheet, draw_sheet
@@ -27,8 +27,8 @@ def info(array: Array, **changes: Any) -> ResultInfo:
     return ResultInfo(**{"name": "x", "module": "Conv2d", "site": "output", "shape": array.shape} | changes)
 
 
-def draw(array: Array, options: PictureOptions | None = None, **changes: Any) -> Array:
-    return np.asarray(draw_sheet([info(array, **changes)], {"x": array}, options or PictureOptions()))
+def draw(array: Array, tiles: int = TILES, **changes: Any) -> Array:
+    return np.asarray(draw_sheet([info(array, **changes)], {"x": array}, tiles))
 
 
 def look_up(values: Array, table: Array, low: float, high: float) -> Array:
@@ -122,17 +122,13 @@ def test_chosen_attention() -> None:
     find_tile(sheet, look_up(array[0, 0], SEQUENTIAL, array.min(), array.max()))
 
 
-def test_strongest_first() -> None:
-    """The strongest channels are those with the largest absolute values on average."""
+def test_first_tiles() -> None:
+    """Of more tiles than are asked for the first ones are drawn, on a scale of theirs."""
     array = RANDOM.random((1, 5, 3, 3)).astype(np.float32)
-    array[0, 3] += 2
-    array[0, 1] -= 3
-    sheet = draw(array, PictureOptions(2, "strongest"), layout="NCHW")
-    bound = float(np.abs(array[0, [1, 3]]).max())
-    (top, left, _), (other, right, _) = (
-        find_tile(sheet, look_up(array[0, k], DIVERGING, -bound, bound)) for k in (1, 3)
-    )
-    assert (top, left < right) == (other, np.abs(array[0, 1]).mean() > np.abs(array[0, 3]).mean())
+    sheet = draw(array, 2, layout="NCHW")
+    low, high = array[0, :2].min(), array[0, :2].max()
+    (top, left, _), (other, right, _) = (find_tile(sheet, look_up(array[0, k], SEQUENTIAL, low, high)) for k in (0, 1))
+    assert (top, left < right) == (other, True)
 
 
 def test_inputs_beside_each_other() -> None:
@@ -202,17 +198,17 @@ def test_bars() -> None:
 
 def test_size_is_known_before() -> None:
     """What would have too many pixels is refused by its shape alone, and named with the figure and the limit."""
-    check_sheet([info(np.zeros((1, 16, 8, 8)), layout="NCHW")], PictureOptions())
+    check_sheet([info(np.zeros((1, 16, 8, 8)), layout="NCHW")], TILES)
     large = np.broadcast_to(np.float32(0), (256, 64, 500, 500))
     with pytest.raises(TooLargeError, match=r"pixels \(\d+ by \d+\), the limit is 16000000"):
-        check_sheet([info(large, layout="NCHW")], PictureOptions())
+        check_sheet([info(large, layout="NCHW")], TILES)
 
 
 def test_no_side_is_too_long() -> None:
     """Many results below each other are refused where the picture would be too high for a format."""
     infos = [info(np.zeros((1, 10)), name=str(number)) for number in range(56)]
     with pytest.raises(TooLargeError, match=r"a side of \d+ pixels, the limit is 16383"):
-        check_sheet(infos, PictureOptions())
+        check_sheet(infos, TILES)
 
 
 def test_names_are_text() -> None:
@@ -220,7 +216,7 @@ def test_names_are_text() -> None:
     array = np.zeros((1, 1, 2, 2), np.float32)
     names = dict.fromkeys(("<script>", "x" * 5000, "a\nb\x00c", "ж層", ""), array)
     infos = [info(array, name=name, layout="NCHW") for name in names]
-    sheet = draw_sheet(infos, names, PictureOptions())
+    sheet = draw_sheet(infos, names, TILES)
     assert isinstance(sheet, Image.Image)
     edge = np.asarray(sheet)[:, -20:]
     assert (edge == 255).all()
@@ -268,7 +264,7 @@ def test_maps_beside_one_picture(names: list[str], lines: int) -> None:
     original = Original(Image.fromarray(pixels), (0.0, 0.0, 288.0, 288.0))
     arrays = {name: RANDOM.random((1, 6, 6)).astype(np.float32) for name in names}
     infos = [make_map(name, array) for name, array in arrays.items()]
-    sheet = np.asarray(draw_sheet(infos, arrays, PictureOptions(), {0: original}))
+    sheet = np.asarray(draw_sheet(infos, arrays, TILES, {0: original}))
     assert count_places(sheet, pixels) == 1
     places = []
     for array in arrays.values():
@@ -298,7 +294,7 @@ def test_maps_of_several_inputs() -> None:
     }
     arrays = {name: RANDOM.random((3, 6, 6)).astype(np.float32) for name in ("grad_cam", "occlusion")}
     infos = [make_map(name, array, places=(1, 2, 4)) for name, array in arrays.items()]
-    sheet = np.asarray(draw_sheet(infos, arrays, PictureOptions(), originals))
+    sheet = np.asarray(draw_sheet(infos, arrays, TILES, originals))
     assert [count_places(sheet, pixels) for pixels in pictures.values()] == [1, 1]
     for array in arrays.values():
         scale = find_map_scale(array, is_share=False)
@@ -323,7 +319,7 @@ def test_heads_over_the_picture(over: bool) -> None:
     original = Original(Image.fromarray(pixels), (0.0, 0.0, 288.0, 288.0))
     array = RANDOM.random((1, 2, 5, 5)).astype(np.float32)
     one = info(array, layout="NAQK", site="attention", prefix_tokens=1, grid_size=(2, 2) if over else None)
-    sheet = np.asarray(draw_sheet([one], {"x": array}, PictureOptions(), {0: original}))
+    sheet = np.asarray(draw_sheet([one], {"x": array}, TILES, {0: original}))
     weights = array[0, :, 0, 1:].reshape(2, 2, 2)
     seen = np.asarray(Image.fromarray(pixels).resize((140, 140), Image.Resampling.BICUBIC))
     assert count_places(sheet, seen) == int(over)
