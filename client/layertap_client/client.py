@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
 
@@ -48,13 +48,10 @@ def awaitable(
     return method
 
 
-class Client:
-    """A layertap server, asked by blocking calls; threads may share one.
+class Connection:
+    """What both clients have: the address of a server, and what their calls have in common."""
 
-    ``model`` is asked where a call names none, else the server's default. ``timeout``: seconds that a call may take
-    with all its attempts, which the server is told as its deadline. ``httpx_options`` go to ``httpx.Client``
-    (``verify``, ``cert``, ``proxy``, ``transport`` …). Use it in a ``with`` block, or ``close`` it.
-    """
+    _make_http: ClassVar[Callable[..., Any]]
 
     def __init__(
         self,
@@ -68,7 +65,22 @@ class Client:
     ) -> None:
         self.url = url
         self.session = Session(timeout, model, retries or RetryPolicy())
-        self._http = httpx.Client(**make_options(url, api_key, httpx_options))
+        self._http = self._make_http(**make_options(url, api_key, httpx_options))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+
+class Client(Connection):
+    """A layertap server, asked by blocking calls; threads may share one.
+
+    ``model`` is asked where a call names none, else the server's default. ``timeout``: seconds that a call may take
+    with all its attempts, which the server is told as its deadline. ``httpx_options`` go to ``httpx.Client``
+    (``verify``, ``cert``, ``proxy``, ``transport`` …). Use it in a ``with`` block, or ``close`` it.
+    """
+
+    _http: httpx.Client
+    _make_http = httpx.Client
 
     extract = blocking(operations.extract)
     explain = blocking(operations.explain)
@@ -110,9 +122,6 @@ class Client:
     def __exit__(self, *args: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
-
     def perform(self, steps: Steps[T]) -> T:
         """Do step after step, and give what they come to."""
         outcome: Any = None
@@ -150,25 +159,14 @@ class Client:
         return Reply(response.status_code, response.headers, body)
 
 
-class AsyncClient:
+class AsyncClient(Connection):
     """A layertap server, asked by coroutines of one event loop; as ``Client`` otherwise.
 
     Use it in an ``async with`` block, or ``await client.aclose()``.
     """
 
-    def __init__(
-        self,
-        url: str = URL,
-        *,
-        model: str | None = None,
-        api_key: str | None = None,
-        timeout: float = 60.0,
-        retries: RetryPolicy | None = None,
-        **httpx_options: Any,
-    ) -> None:
-        self.url = url
-        self.session = Session(timeout, model, retries or RetryPolicy())
-        self._http = httpx.AsyncClient(**make_options(url, api_key, httpx_options))
+    _http: httpx.AsyncClient
+    _make_http = httpx.AsyncClient
 
     extract = awaitable(operations.extract)
     explain = awaitable(operations.explain)
@@ -202,9 +200,6 @@ class AsyncClient:
 
     async def __aexit__(self, *args: object) -> None:
         await self.aclose()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
 
     async def perform(self, steps: Steps[T]) -> T:
         """Do step after step, and give what they come to."""

@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, TypeVar, overload
 
-from layertap_client.tables import Listing
+T = TypeVar("T", "Model", "Layer")
+
+
+def align(rows: Sequence[Sequence[str]]) -> str:
+    """Texts in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+@dataclass(frozen=True, repr=False)
+class Listing(Sequence[T]):
+    """Entries in the server's order; KeyError for a name that none of them has."""
+
+    headers: ClassVar[tuple[str, ...]]
+    entries: tuple[T, ...]
+
+    @overload
+    def __getitem__(self, key: int | str) -> T: ...
+    @overload
+    def __getitem__(self, key: slice) -> Sequence[T]: ...
+    def __getitem__(self, key: int | str | slice) -> T | Sequence[T]:
+        if not isinstance(key, str):
+            return self.entries[key]
+        for entry in self.entries:
+            if entry.name == key:
+                return entry
+        raise KeyError(key)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __repr__(self) -> str:
+        return align([self.headers, *(entry.list_cells() for entry in self.entries)])
 
 
 @dataclass(frozen=True, repr=False)

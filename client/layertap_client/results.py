@@ -13,7 +13,7 @@ from layertap_client.arrays import Array, get_only, read_safetensors
 from layertap_client.bodies import SAFETENSORS
 from layertap_client.errors import BadReplyError, Fault, read_faults
 from layertap_client.messages import Reply
-from layertap_client.tables import align
+from layertap_client.models import align
 
 MAX_MEASURED = 1 << 24  # numbers of an array of which a repr still computes statistics
 HEADERS = ("result", "shape", "dtype", "min", "mean", "max", "fingerprint")
