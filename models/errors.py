@@ -120,10 +120,10 @@ class LayertapError(Exception):
         """The error as one reason of another: with where in the request it stands, and the input's place."""
         return Fault(self.detail, self.hint, pointer, input)
 
-    def of_input(self, place: int) -> Self:
-        """The error as one of the input at a place in the request."""
-        faults = self.faults or (self.to_fault(f"/inputs/{place}"),)
-        return self.from_faults([replace(fault, input=place) for fault in faults], self.points)
+    def of_input(self, index: int) -> Self:
+        """The error as one of the input with an index in the request."""
+        faults = self.faults or (self.to_fault(f"/inputs/{index}"),)
+        return self.from_faults([replace(fault, input=index) for fault in faults], self.points)
 
 
 class UnknownModelError(LayertapError):

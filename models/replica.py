@@ -48,10 +48,10 @@ def _make_arguments(rows: Mapping[str, Tensor]) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for name, value in rows.items():
         *outer, last = name.split(".")
-        place = arguments
+        inner = arguments
         for part in outer:
-            place = place.setdefault(part, {})
-        place[last] = value
+            inner = inner.setdefault(part, {})
+        inner[last] = value
     return arguments
 
 

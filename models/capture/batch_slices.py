@@ -23,7 +23,7 @@ from layertap.models.selection.poolings import POOLINGS
 class RequestSlice:
     """One request's part of a forward: rows ``start`` to ``stop``, what it wants of them, what it changes there.
 
-    ``objective`` is what it differentiates, where it wants gradients; ``first`` is its first row's number in the
+    ``objective`` is what it differentiates, where it wants gradients; ``row_offset`` is its first row's number in the
     request.
     """
 
@@ -32,7 +32,7 @@ class RequestSlice:
     captures: frozenset[Capture]
     interventions: tuple[ResolvedIntervention, ...] = ()
     objective: ResolvedObjective | None = None
-    first: int = 0
+    row_offset: int = 0
 
     @property
     def span(self) -> Span:
@@ -79,8 +79,8 @@ class BatchActivations:
         results = {}
         for capture in request_slice.captures:
             pieces = self._by_capture[capture]
-            place = bisect_right(pieces, start, key=lambda piece: piece[0][0]) - 1 if _has_rows(capture) else 0
-            span, reduced = pieces[place]
+            index = bisect_right(pieces, start, key=lambda piece: piece[0][0]) - 1 if _has_rows(capture) else 0
+            span, reduced = pieces[index]
             results[capture] = _select_reduced(reduced, capture, span, request_slice.span)
         return results
 

@@ -39,7 +39,7 @@ class GradientAnchor:
 class CallActions:
     """What is wanted of one call of a module, on one side; the order of fields is the order in which it is done.
 
-    ``objectives`` are the places of the slices whose objectives look at it.
+    ``objectives`` are the indices of the slices whose objectives look at it.
     """
 
     interventions: list[tuple[RequestSlice, ResolvedIntervention]] = field(default_factory=list)
@@ -84,9 +84,9 @@ def group_actions(
     for capture in captures:
         if capture.point.site not in GRADIENTS:
             get_actions(capture.point).captures.append(capture)
-    for place, request_slice in enumerate(slices):
+    for index, request_slice in enumerate(slices):
         if request_slice.objective is not None:
-            get_actions(request_slice.objective.point).objectives.append(place)
+            get_actions(request_slice.objective.point).objectives.append(index)
     return groups
 
 
@@ -104,7 +104,7 @@ class Collector:
         self._pending = {capture: spans[capture] for capture in spans if capture.point.site not in GRADIENTS}
         self._gradients = {capture: spans[capture] for capture in spans if capture.point.site in GRADIENTS}
         self._slices = slices
-        self._objectives = {place: each.objective for place, each in enumerate(slices) if each.objective is not None}
+        self._objectives = {index: each.objective for index, each in enumerate(slices) if each.objective is not None}
         self._has_graph = bool(self._objectives)
         self._rows = rows
         self._modules = modules
@@ -195,8 +195,8 @@ class Collector:
                 tensors[path] = changes[path] = self._anchor(anchor, tensors[path])
         for capture in actions.captures:
             self._capture(capture, tensors)
-        for place in actions.objectives:
-            self._add_objective(place, tensors)
+        for index in actions.objectives:
+            self._add_objective(index, tensors)
         if not self._pending and not self._objectives:
             raise StopForward
         self._check_containers(value, changes)
@@ -253,15 +253,15 @@ class Collector:
         part = RowTensor(tensor, capture.info, self._token_mask).select(span)
         self.results[capture, span] = reduce(part, capture.reduction, capture.length)
 
-    def _add_objective(self, place: int, tensors: Mapping[Path, Tensor]) -> None:
-        objective = self._objectives.get(place)
+    def _add_objective(self, index: int, tensors: Mapping[Path, Tensor]) -> None:
+        objective = self._objectives.get(index)
         tensor = tensors.get(objective.point.path) if objective is not None else None
         if objective is not None and tensor is not None:
             self._check_tensor(tensor, objective)
             self._check_differentiable(objective.point)
-            part = RowTensor(tensor, objective.info, self._token_mask).select(self._slices[place].span)
+            part = RowTensor(tensor, objective.info, self._token_mask).select(self._slices[index].span)
             self._anchors.add(objective.point, compute_objective(part, objective.objective))
-            del self._objectives[place]
+            del self._objectives[index]
 
     def _check_tensor(self, tensor: Tensor, tap: Tap) -> None:
         """Leave the forward where a tensor can't be cut by what its catalogue says: rows would be cut elsewhere."""
@@ -315,7 +315,7 @@ def _apply_intervention(
     """A tensor of so many rows in which those of one request are changed."""
     start, stop = request_slice.span
     part = RowTensor(value, change.info, token_mask).select((start, stop))
-    changed = apply_operation(part, change.operation, request_slice.first)
+    changed = apply_operation(part, change.operation, request_slice.row_offset)
     if changed.shape == value.shape:
         return changed
     axis, entries = part.row_axis, change.info.entries_per_row

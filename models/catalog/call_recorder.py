@@ -156,9 +156,9 @@ class CallRecorder(CallObserver):
         call = self._get_earlier_call(module, number)
         return call.at(boundary) if call is not None else {}
 
-    def _get_earlier_attention(self, module: nn.Module, number: int, place: int) -> AttentionObservation | None:
+    def _get_earlier_attention(self, module: nn.Module, number: int, index: int) -> AttentionObservation | None:
         call = self._get_earlier_call(module, number)
-        return call.attention[place] if call is not None and place < len(call.attention) else None
+        return call.attention[index] if call is not None and index < len(call.attention) else None
 
     def _infer_input_layout(
         self, module: nn.Module, tensor: Tensor, observation: TensorObservation, *, whole: bool

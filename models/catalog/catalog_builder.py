@@ -96,11 +96,11 @@ class CatalogBuilder:
             return tuple(self._add_token_axes(module, number, info, find) for info, find in finders)
 
         def build_attention(*, of_sinks: bool = False) -> Iterator[TensorInfo]:
-            for place, (path, one, other) in enumerate(pair_attention(alone.attention, several.attention)):
+            for index, (path, one, other) in enumerate(pair_attention(alone.attention, several.attention)):
                 parts = (each.select(of_sinks=of_sinks) for each in (one, other))
                 info = replace(self._build_tensor(path, *parts), source=one.source)
                 if info.shape[-1]:
-                    yield self._add_token_axes(module, number, info, partial(_find_weights, place, of_sinks))
+                    yield self._add_token_axes(module, number, info, partial(_find_weights, index, of_sinks))
 
         before, after = self._timer.get_cost_before(module, number), self._timer.get_cost_after(module, number)
         weights, sinks = tuple(build_attention()), tuple(build_attention(of_sinks=True))
@@ -135,16 +135,16 @@ def _find_at(boundary: Boundary, path: Path, call: CallObservation) -> TensorObs
     return call.at(boundary).get(path)
 
 
-def _find_weights(place: int, of_sinks: bool, call: CallObservation) -> TensorObservation | None:
-    return call.attention[place].select(of_sinks=of_sinks) if place < len(call.attention) else None
+def _find_weights(index: int, of_sinks: bool, call: CallObservation) -> TensorObservation | None:
+    return call.attention[index].select(of_sinks=of_sinks) if index < len(call.attention) else None
 
 
 def pair_attention(
     alone: Sequence[AttentionObservation], several: Sequence[AttentionObservation]
 ) -> Iterator[tuple[Path, AttentionObservation, AttentionObservation]]:
     """The attention of a call by path, which is empty where there is only one."""
-    for place, pair in enumerate(zip(alone, several, strict=True)):
-        yield ((str(place),) if len(alone) > 1 else ()), *pair
+    for index, pair in enumerate(zip(alone, several, strict=True)):
+        yield ((str(index),) if len(alone) > 1 else ()), *pair
 
 
 def _find_hazards(module: nn.Module, is_called: bool) -> Iterator[str]:

@@ -66,8 +66,8 @@ class _WriteMarks:
 
 def _is_same(calls: Sequence[CallObservation], other_calls: Sequence[CallObservation]) -> bool:
     """Whether two modules were called at the same places of a forward and returned the same."""
-    places, other_places = ([(call.start, call.end) for call in each] for each in (calls, other_calls))
-    return places == other_places and all(
+    orders, other_orders = ([(call.start, call.end) for call in each] for each in (calls, other_calls))
+    return orders == other_orders and all(
         call.output.keys() == other.output.keys()
         and all(call.output[path].sketch.matches(other.output[path].sketch) for path in call.output)
         for call, other in zip(calls, other_calls, strict=True)

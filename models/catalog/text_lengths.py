@@ -48,8 +48,8 @@ def measure_lengths(rows: Mapping[str, Tensor], text: TextSpec) -> TextLengths:
         tokens = rows[text.ids].shape[1 + text.axis]
         return TextLengths(tokens, tokens, tokens, tokens)
     mask = rows[text.mask].bool()
-    counts, places = mask.sum(1), mask.any(0).nonzero()
-    return TextLengths(int(counts.min()), int(counts.max()), int(places.max()) + 1, len(places))
+    counts, columns = mask.sum(1), mask.any(0).nonzero()
+    return TextLengths(int(counts.min()), int(counts.max()), int(columns.max()) + 1, len(columns))
 
 
 def with_common_length(info: TensorInfo, lengths: TextLengths | None) -> TensorInfo:

@@ -49,8 +49,8 @@ def _measure_pairs(
     model: LoadedModel, plan: Plan, graphs: PlanGraphs, rows: int, clock: Callable[[], float]
 ) -> PairedSeconds:
     noise = make_noise(model.inputs, model.device, model.dtype)
-    place = torch.arange(rows, device=model.device)
-    batch = {name: value[place % len(value)] for name, value in noise.items()}
+    index = torch.arange(rows, device=model.device)
+    batch = {name: value[index % len(value)] for name, value in noise.items()}
     share = RequestSlice(0, rows, plan.captures)
 
     def measure(chosen: PlanGraphs | None) -> float:
@@ -81,8 +81,8 @@ def check_against_hooks(
     batch = make_noise(model.inputs, model.device, model.dtype)
     batches = []
     for rows in counts:
-        place = torch.arange(rows, rows * 2, device=model.device)  # each batch begins with another row
-        part = {name: value[place % len(value)] for name, value in batch.items()}
+        index = torch.arange(rows, rows * 2, device=model.device)  # each batch begins with another row
+        part = {name: value[index % len(value)] for name, value in batch.items()}
         batches.append((part, RequestSlice(0, rows, plan.captures)))
     with use_threads(model.threads):
         # All graphs first: what one gives must last while others run.

@@ -81,8 +81,8 @@ def compile_graph(program: torch.export.ExportedProgram, path: Path, options: Ma
     from torch._inductor import aoti_compile_and_package
 
     # Where gradients may be wanted the compiler leaves freezing out without a word.
-    with torch.no_grad(), tempfile.TemporaryDirectory(dir=path.parent) as place:
-        made = aoti_compile_and_package(program, package_path=f"{place}/{path.name}", inductor_configs={**options})
+    with torch.no_grad(), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = aoti_compile_and_package(program, package_path=f"{folder}/{path.name}", inductor_configs={**options})
         Path(made).replace(path)
 
 
@@ -96,9 +96,9 @@ def open_graph(path: Path, runners: int, device: torch.device, single: bool = Fa
         if device.type == "cuda":  # kernels are read when they run first; torch's own copy of the files stays till then
             return _load_graph(path, runners, -1 if device.index is None else device.index, single)
         # Files that are loaded may go: a process that is killed later leaves none.
-        with tempfile.TemporaryDirectory() as place, ZipFile(path) as archive:
-            archive.extractall(place)
-            return _load_graph(next(Path(place).iterdir()), runners, -1, single)
+        with tempfile.TemporaryDirectory() as folder, ZipFile(path) as archive:
+            archive.extractall(folder)
+            return _load_graph(next(Path(folder).iterdir()), runners, -1, single)
     except (RuntimeError, OSError, BadZipFile, StopIteration) as error:
         raise WarmError(f"a compiled plan does not load ({type(error).__name__})") from error
 
@@ -108,11 +108,11 @@ def _load_graph(path: Path, runners: int, device_index: int, single: bool) -> Gr
     return graph
 
 
-def load_runner(place: Path) -> None:
+def load_runner(folder: Path) -> None:
     """Load what runs graphs, compiled first where it is not there; WarmError. Once a process: it names a class."""
     with _loading:
         if not _is_loaded():
-            _load_runner(place)
+            _load_runner(folder)
 
 
 def _is_loaded() -> bool:
@@ -122,10 +122,10 @@ def _is_loaded() -> bool:
         return False
 
 
-def _load_runner(place: Path) -> None:
+def _load_runner(folder: Path) -> None:
     text = RUNNER.read_bytes()
     name = hashlib.sha256(text + torch.__version__.encode() + platform.machine().encode()).hexdigest()[:16]
-    path = place / f"runner-{name}.so"
+    path = folder / f"runner-{name}.so"
     if not path.exists():
         _build_runner(path)
     torch.classes.load_library(str(path))
@@ -141,8 +141,8 @@ def find_compiler() -> str:
 
 def _build_runner(path: Path) -> None:
     root = Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory(dir=path.parent) as place:
-        made = Path(place, path.name)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder, path.name)
         command = [
             *(find_compiler(), "-O1", "-shared", "-fPIC", "-std=c++20", str(RUNNER), "-o", str(made)),
             *(f"-I{root / 'include' / more}" for more in ("", "torch/csrc/api/include")),

@@ -19,9 +19,9 @@ from layertap.models.selection.plan import Capture, Plan
 
 @dataclass(frozen=True, eq=False)
 class CompiledPlan:
-    """The warm plan at a place among its model's: all that its graphs give, and what these cost."""
+    """One of its model's warm plans, by its index: all that its graphs give, and what these cost."""
 
-    place: int
+    index: int
     captures: tuple[Capture, ...]
     costs: Costs
 
@@ -119,7 +119,7 @@ class CudaGraphs:
         """The outputs for a batch of a known size, in memory that no later one overwrites."""
         graph = self._graphs[len(inputs[0])]
         with self._lock:
-            for place, given in zip(graph.inputs, inputs, strict=True):
-                place.copy_(given)
+            for memory, given in zip(graph.inputs, inputs, strict=True):
+                memory.copy_(given)
             graph.graph.replay()
             return [output.clone() for output in graph.outputs]

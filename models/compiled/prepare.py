@@ -76,8 +76,8 @@ def prepare_warm_plans(
     """
     with devices.use_device(model.device):
         prepared = [
-            _prepare_warm_plan(model, warm, place, folder, run_trial, take_turn, open_only)
-            for place, warm in enumerate(model.spec.warm)
+            _prepare_warm_plan(model, warm, index, folder, run_trial, take_turn, open_only)
+            for index, warm in enumerate(model.spec.warm)
         ]
     compiled, graphs, benchmarks = zip(*prepared, strict=True) if prepared else ((), (), ())
     return replace(model, compiled=compiled, graphs=graphs, benchmarks=benchmarks)
@@ -86,7 +86,7 @@ def prepare_warm_plans(
 def _prepare_warm_plan(
     model: LoadedModel,
     warm: WarmSpec,
-    place: int,
+    index: int,
     folder: Path,
     run_trial: RunTrial,
     take_turn: TakeTurn,
@@ -111,7 +111,7 @@ def _prepare_warm_plan(
         return None, None, benchmark
     # Of memory a graph takes no more than the whole forward with hooks.
     graph_costs = costs.make_costs([benchmark.costs], model.catalog.costs.row_bytes)
-    return CompiledPlan(place, graphs.captures, graph_costs), graphs, benchmark
+    return CompiledPlan(index, graphs.captures, graph_costs), graphs, benchmark
 
 
 def _log_hooks(model: LoadedModel, reason: str) -> None:

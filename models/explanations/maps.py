@@ -50,7 +50,7 @@ def grad_cam_plusplus(values: Array, gradients: Array, info: TensorInfo) -> Arra
     return result
 
 
-def sign_pixels(gradients: Array, info: TensorInfo) -> Array:
+def input_gradient(gradients: Array, info: TensorInfo) -> Array:
     """Gradients at the model's input as they are: (N, C, H, W), signed.
 
     Guided backpropagation's (Springenberg et al., "Striving for simplicity", 2014, section 3.4) where each ReLU has cut

@@ -73,11 +73,11 @@ class IntegratedGradients:
 
     def make_rows(self, numbers: range) -> Array:
         """The row, scaled down to points on the way from zeros."""
-        return (_stand(self._shares[list(numbers)], self._row) * self._row).astype(np.float32)
+        return (_broadcast_over_rows(self._shares[list(numbers)], self._row) * self._row).astype(np.float32)
 
     def add(self, numbers: range, measured: Array) -> None:
         """Take what the model gave for those."""
-        self._mean += (_stand(self._weights[list(numbers)], self._row) * measured).sum(0, keepdims=True)
+        self._mean += (_broadcast_over_rows(self._weights[list(numbers)], self._row) * measured).sum(0, keepdims=True)
 
     def finish(self) -> Array:
         """The mean gradient times the row."""
@@ -192,7 +192,7 @@ def _find_nodes(steps: int) -> tuple[Array, Array]:
     return (nodes + 1) / 2, weights / 2  # from (-1, 1)
 
 
-def _stand(numbers: Array, row: Array) -> Array:
+def _broadcast_over_rows(numbers: Array, row: Array) -> Array:
     """A number for each row, to multiply rows with."""
     return numbers.reshape(-1, *(1,) * (row.ndim - 1))
 

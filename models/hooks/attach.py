@@ -139,9 +139,9 @@ def _attach_attention(stack: ExitStack, module: nn.Module, on_call: OnCall, *, o
         if call.error is not None:
             raise call.error
         tensors = TensorsByPath()
-        for place, (weights, sinks) in enumerate(zip(call.weights, call.sinks, strict=True)):
+        for index, (weights, sinks) in enumerate(zip(call.weights, call.sinks, strict=True)):
             keys = weights.shape[-1] - sinks.count
-            tensors |= _label_weights(place, weights[..., keys:] if of_sinks else weights[..., :keys])
+            tensors |= _label_weights(index, weights[..., keys:] if of_sinks else weights[..., :keys])
         on_call(call.number, tensors)
 
     _attach_mode(stack, module, make_observer, finish)
@@ -182,9 +182,9 @@ def _attach_unfused(stack: ExitStack, module: nn.Module, on_call: OnCall) -> Non
     _attach_mode(stack, module, make_mode, finish)
 
 
-def _label_weights(place: int, weights: Tensor) -> TensorsByPath:
+def _label_weights(index: int, weights: Tensor) -> TensorsByPath:
     """One attention of a call by path: its number, the first also none, as it is where a call has only one."""
-    return TensorsByPath({(str(place),): weights} if place else {(): weights, ("0",): weights})
+    return TensorsByPath({(str(index),): weights} if index else {(): weights, ("0",): weights})
 
 
 def _attach_mode(

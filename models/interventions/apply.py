@@ -14,17 +14,17 @@ from layertap.models.interventions.operations import OPERATIONS
 from layertap.models.selection.hook_points import AXES, Operation
 
 
-def apply_operation(rows: RowTensor, operation: Operation, first: int) -> Tensor:
+def apply_operation(rows: RowTensor, operation: Operation, row_offset: int) -> Tensor:
     """A request's rows of a tensor after an operation, in memory of their own; differentiable.
 
-    The first of them is row ``first`` of its request: noise is drawn row by row, from the seed and the row's number, so
-    that it does not depend on how rows are batched. Tokens that only pad a row stay as they are.
+    The first of them is row ``row_offset`` of its request: noise is drawn row by row, from the seed and the row's
+    number, so that it does not depend on how rows are batched. Tokens that only pad a row stay as they are.
     """
     if not rows.is_padded:
         change = OPERATIONS[operation.op].change
 
         def change_rows(part: Tensor) -> Tensor:
-            return change(replace(rows, value=part), operation, first)
+            return change(replace(rows, value=part), operation, row_offset)
 
         return _change_part(rows.value, list(find_indices(rows.info, operation)), change_rows)
     changed = []
@@ -32,7 +32,7 @@ def apply_operation(rows: RowTensor, operation: Operation, first: int) -> Tensor
         row, info = rows.select((number, number + 1)), rows.info.with_length(len(tokens[0][1]))
 
         def change_row(part: Tensor, info: TensorInfo = info, number: int = number) -> Tensor:
-            return apply_operation(RowTensor(part, info), operation, first + number)
+            return apply_operation(RowTensor(part, info), operation, row_offset + number)
 
         changed.append(_change_part(row.value, tokens, change_row))
     return rows.concat(changed)

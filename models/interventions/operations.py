@@ -38,37 +38,37 @@ class OperationSpec:
         return frozenset(name for group in (*self.needs, self.optional) for name in group)
 
 
-def _zero(part: RowTensor, operation: Operation, first: int) -> Tensor:
+def _zero(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
     return _fill(part, 0.0)
 
 
-def _scale(part: RowTensor, operation: Operation, first: int) -> Tensor:
+def _scale(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
     return part.value * (1.0 if operation.by is None else operation.by)
 
 
-def _add(part: RowTensor, operation: Operation, first: int) -> Tensor:
+def _add(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
     if operation.tensor is not None:
         return part.value + _repeat(part, operation.tensor)
     return part.value + (operation.value or 0.0)
 
 
-def _clamp(part: RowTensor, operation: Operation, first: int) -> Tensor:
+def _clamp(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
     return part.value.clamp(operation.min, operation.max)
 
 
-def _replace(part: RowTensor, operation: Operation, first: int) -> Tensor:
+def _replace(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
     if operation.tensor is not None:
         return _repeat(part, operation.tensor)
     return _fill(part, operation.value or 0.0)
 
 
-def _noise(part: RowTensor, operation: Operation, first: int) -> Tensor:
+def _noise(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
     """Standard normal numbers by the seed and each row's own number, drawn on the CPU: every device gets the same."""
     from torch import Generator, randn
 
     shape = list(part.value.shape)
     shape[part.row_axis] //= part.rows
-    numbers = range(first, first + part.rows) if prod(shape) else ()
+    numbers = range(row_offset, row_offset + part.rows) if prod(shape) else ()
     rows = [randn(shape, generator=Generator().manual_seed((operation.seed or 0) + number)) for number in numbers]
     noise = part.concat(rows).to(part.value) if rows else part.value
     return part.value + noise * (1.0 if operation.std is None else operation.std)

@@ -56,7 +56,7 @@ def resolve_intervention(
     for match in floating:
         error = _find_error(match, operation, catalog, lengths)
         if error is not None:
-            others = [other for other in floating if every_call and _get_place(other) == _get_place(match)]
+            others = [other for other in floating if every_call and _get_call(other) == _get_call(match)]
             raise _offer_call(error, [each for each in others if not _find_error(each, operation, catalog, lengths)])
         if selector.site in GRADIENTS:
             check_gradient(match, objective, catalog)
@@ -79,11 +79,11 @@ def _select_differentiable(
         return True
 
     differentiable = [match for match in matches if has_gradient(match)]
-    places = {_get_place(match) for match in differentiable}
-    return [match for match in matches if match in differentiable or _get_place(match) not in places]
+    places = {_get_call(match) for match in differentiable}
+    return [match for match in matches if match in differentiable or _get_call(match) not in places]
 
 
-def _get_place(match: SelectorMatch) -> tuple[str, tuple[str, ...]]:
+def _get_call(match: SelectorMatch) -> tuple[str, tuple[str, ...]]:
     """What the calls of a module have in common."""
     return match.point.layer, match.point.path
 

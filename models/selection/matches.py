@@ -76,19 +76,19 @@ def prefer_layer(selector: Selector, catalog: Catalog) -> Selector:
 
 def matches_glob(pattern: str, name: str) -> bool:
     """Whether a name fits a glob in which only ``*`` and ``?`` are special; time at most len(pattern) × len(name)."""
-    place, star, resume = 0, -1, 0
+    position, star, resume = 0, -1, 0
     index = 0
     while index < len(name):
-        if place < len(pattern) and pattern[place] == "*":
-            star, resume, place = place, index, place + 1
-        elif place < len(pattern) and pattern[place] in ("?", name[index]):
-            place, index = place + 1, index + 1
+        if position < len(pattern) and pattern[position] == "*":
+            star, resume, position = position, index, position + 1
+        elif position < len(pattern) and pattern[position] in ("?", name[index]):
+            position, index = position + 1, index + 1
         elif star >= 0:
-            resume, place = resume + 1, star + 1
+            resume, position = resume + 1, star + 1
             index = resume
         else:
             return False
-    return all(char == "*" for char in pattern[place:])
+    return all(char == "*" for char in pattern[position:])
 
 
 def _find_layers(selector: Selector, catalog: Catalog) -> tuple[list[Layer], list[str]]:

@@ -42,7 +42,7 @@ def list_columns(stats: Iterable[str]) -> tuple[str, ...]:
 
 
 def _list_columns(name: str, bins: int | None) -> list[str]:
-    return [name] if bins is None else [f"{name}[{place}]" for place in range(bins)]
+    return [name] if bins is None else [f"{name}[{number}]" for number in range(bins)]
 
 
 def _mean(values: Tensor) -> Tensor:
@@ -88,9 +88,9 @@ def _histogram(values: Tensor) -> Tensor:
     # Halves: the difference of two large numbers may be beyond the largest number.
     low = values.masked_fill(other, inf).amin(-1, keepdim=True) / 2
     width = values.masked_fill(other, -inf).amax(-1, keepdim=True) / 2 - low
-    places = ((values / 2 - low) / width).nan_to_num_(0.0).mul_(BINS).clamp_(max=BINS - 1)
-    places = places.masked_fill_(other, BINS).byte()
-    return stack([(places == place).sum(-1) for place in range(BINS)], dim=-1)
+    bins = ((values / 2 - low) / width).nan_to_num_(0.0).mul_(BINS).clamp_(max=BINS - 1)
+    bins = bins.masked_fill_(other, BINS).byte()
+    return stack([(bins == number).sum(-1) for number in range(BINS)], dim=-1)
 
 
 def merge_rows(
@@ -101,7 +101,7 @@ def merge_rows(
     ``counts`` are in proportion to the numbers of values that each row's are of; None where these are the same.
     """
     weights = np.ones(len(values)) if counts is None else np.array(counts, np.float64)
-    columns = {name: values[..., place].astype(np.float64) for place, name in enumerate(stats)}
+    columns = {name: values[..., column].astype(np.float64) for column, name in enumerate(stats)}
     merges = {name: STATISTICS[name].merge for name in stats}
     merged = [
         merge(columns[name], columns.get("mean", columns[name]), weights) for name, merge in merges.items() if merge

@@ -143,8 +143,8 @@ def _apply_configuration(built: BuiltModel, spec: ModelSpec) -> BuiltModel:
 
 
 def _choose_preprocessing(built: BuiltModel, wanted: PreprocessSpec, *, fixed: bool) -> BuiltModel:
-    place = next((number for number, each in enumerate(built.inputs) if built.two_towers and len(each.shape) == 3), 0)
-    first, size = built.inputs[place], compute_output_size(wanted)
+    index = next((number for number, each in enumerate(built.inputs) if built.two_towers and len(each.shape) == 3), 0)
+    first, size = built.inputs[index], compute_output_size(wanted)
     if len(first.shape) != 3:
         detail = f"preprocess makes images, and input {escape(first.name)} takes {len(first.shape)} axes an item"
         raise LoadError(detail, hint="type preprocess: none, and send tensors")
@@ -157,7 +157,7 @@ def _choose_preprocessing(built: BuiltModel, wanted: PreprocessSpec, *, fixed: b
         detail = f"preprocess makes images of {size}, and input {escape(first.name)} is {first.shape}"
         raise LoadError(detail, hint="make crop and the input's shape equal, or type preprocess: none")
     follows = replace(first, shape=(first.shape[0], *size))
-    return replace(built, preprocess=wanted, inputs=(*built.inputs[:place], follows, *built.inputs[place + 1 :]))
+    return replace(built, preprocess=wanted, inputs=(*built.inputs[:index], follows, *built.inputs[index + 1 :]))
 
 
 def _is_network_error(error: Exception) -> bool:

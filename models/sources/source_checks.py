@@ -104,5 +104,5 @@ def check_factory(ident: str, context: CheckContext) -> None:
         return
     package = name.partition(".")[0]
     if not is_importable(package, context.folders):
-        places = ", ".join(dict.fromkeys(map(str, context.folders)))
-        raise AbsentError(f"there is no Python module {escape(package)} in {places}, nor is it installed")
+        folders = ", ".join(dict.fromkeys(map(str, context.folders)))
+        raise AbsentError(f"there is no Python module {escape(package)} in {folders}, nor is it installed")

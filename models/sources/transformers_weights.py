@@ -66,13 +66,13 @@ def _load_saved(
     file = find_weights(folder)
     # What torch.save wrote is read here: the library is given tensors, and no pickle.
     state = None if file.name in SAFETENSORS else read_checkpoint(file)
-    place = str(folder) if state is None else None
+    location = str(folder) if state is None else None
     architecture = _find_architecture(library, config, encoder=encoder) or library.AutoModel
     # In another dtype the library would make it the whole process's default while it constructs the module.
     options = {"dtype": torch.float32, "use_safetensors": True}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with wrap_build_errors(shown), construct_alone(None if spec.strict else 0):
-        module, info = architecture.from_pretrained(place, config=config, state_dict=state, **options, **LOCAL)
+        module, info = architecture.from_pretrained(location, config=config, state_dict=state, **options, **LOCAL)
     tied = _get_tied_weights(module)
     missing = [name for name in sorted(_drop_unsaved_pooler(module, info["missing_keys"])) if name not in tied]
     wrong = {

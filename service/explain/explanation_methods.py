@@ -178,7 +178,7 @@ METHODS: dict[Method, MethodSpec] = {
     "guided_backpropagation": MethodSpec(
         _find_input,
         _GRADIENTS,
-        lambda it: maps.sign_pixels(it.gradients[0], it.info),
+        lambda it: maps.input_gradient(it.gradients[0], it.info),
         layout="NCHW",
         guided=True,
     ),

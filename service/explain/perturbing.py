@@ -145,7 +145,7 @@ class _Row:
     def finish(self, made: Sequence[Perturbation]) -> list[Array]:
         """The attributions map by map, those in the layout of the input signed by pixel."""
         info, results = self.method.tap.info, [each.finish() for each in made]
-        return [maps.sign_pixels(each, info) if each.ndim == len(info.layout or "") else each for each in results]
+        return [maps.input_gradient(each, info) if each.ndim == len(info.layout or "") else each for each in results]
 
 
 async def _perturb_row(

@@ -137,7 +137,7 @@ class BatchRunner:
     def _forward(self, pieces: list[Rows], requests: list[RequestSlice], first: ForwardSpec) -> BatchActivations:
         resumption = first.resumption
         if first.verified_by is None:  # who asks for it is alone
-            graphs = self._model.graphs[first.compiled.place] if first.compiled else None
+            graphs = self._model.graphs[first.compiled.index] if first.compiled else None
             return self._model.run(self._replica, pieces, requests, self._padded_rows, resumption, graphs)
         return self._model.run_verified(
             self._replica, pieces[0], requests[0], first.plan, first.verified_by, self._padded_rows, resumption

@@ -380,7 +380,7 @@ def test_refused_where_rows_do_not_stand_in_order(how: Operation) -> None:
     plan = planned(surveyed(module, 8, 6), how, "inner", ".")
     together = ours(module, x, plan)["."]
     for row in range(3):
-        share = RequestSlice(0, 1, plan.captures, plan.resolved_interventions, first=row)
+        share = RequestSlice(0, 1, plan.captures, plan.resolved_interventions, row_offset=row)
         taken = (
             FeatureExtractor(module).extract_slices(lambda row=row: module(x[row : row + 1]), [share], 1).select(share)
         )
