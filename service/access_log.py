@@ -12,6 +12,7 @@ from layertap.service.timings import STEPS, Timings
 log = logging.getLogger("layertap.access")
 REQUEST, SLOW_REQUEST = "request", "slow request"  # what a line of the log says
 MAX_METHOD, MAX_PATH, MAX_NAME = 16, 200, 64  # characters
+CLIENT_LEFT = 499  # the status of a reply that nobody waits for, as nginx has it
 MAX_SHOWN = 4  # steps in a sentence
 MILLISECONDS = {step: f"{step}_ms" for step in ("receive", *STEPS, "send", "other")}
 
@@ -21,8 +22,7 @@ class AccessRecord:
     """A request that has ended; ``status`` 0 where no reply was begun, times in seconds.
 
     ``client`` is the address that it came from, ``key`` the name of its API key. ``receive_s`` is what its body took to
-    arrive, ``send_s`` its reply to be taken; ``client_left`` before it had that. ``trace_id`` is of the trace that it
-    is a part of, where one is written.
+    arrive, ``send_s`` its reply to be taken. ``trace_id`` is of the trace that it is a part of, where one is written.
     """
 
     request_id: str
@@ -33,7 +33,6 @@ class AccessRecord:
     timings: Timings
     client: str = ""
     key: str = ""
-    client_left: bool = False
     request_bytes: int = 0
     reply_bytes: int = 0
     receive_s: float = 0.0
@@ -60,7 +59,6 @@ class AccessRecord:
         optional: dict[str, object] = {
             "client": self.client,
             "key": self.key,
-            "client_left": self.client_left,
             "model": _cut(facts.model, MAX_NAME) if facts.model else "",
             "layers": facts.layers,
             "selectors": facts.selectors,
@@ -93,7 +91,7 @@ def format_request(fields: Mapping[str, object]) -> str:
 
 
 def _list_facts(fields: Mapping[str, object]) -> Iterator[str]:
-    if "client_left" in fields:
+    if fields["status"] == CLIENT_LEFT:
         yield "the client left"
     if "model" in fields:
         yield f"{fields['model']}"

@@ -99,8 +99,7 @@ def create_app(
     for router in ROUTERS:
         app.include_router(router)
     openapi.install(app)
-    pages.install_docs(app)
-    pages.install_explorer(app, settings.root_path)
+    pages.install(app, settings.root_path)
     app.add_middleware(
         RequestContextMiddleware,
         settings=settings,

@@ -51,7 +51,7 @@ async def open_local_client(settings: Settings, model: str | None) -> AsyncItera
     """
     from layertap.service.app import create_app  # imports torch
 
-    alone = {"api_keys": (), "admin_keys": (), "key_rate": None, "root_path": "", "otlp_endpoint": ""}
+    alone = {"api_keys": (), "admin_keys": (), "root_path": "", "otlp_endpoint": ""}
     bounds = {"deadline_s": LOCAL_TIMEOUT_S, "slow_request_s": inf}
     bounds |= dict.fromkeys(("max_body_bytes", "max_queue_bytes", "max_reply_bytes"), UNBOUNDED)
     app = create_app(settings.model_copy(update=alone | bounds), warm=False)

@@ -12,7 +12,6 @@ LayertapError
 ├── RetryLaterError            carries seconds for Retry-After
 │   ├── QueueFullError         no room for the request                           429
 │   │   └── QueueTooLongError  the deadline would pass                            429
-│   ├── KeyRateError           a key is over its rate                            429
 │   ├── UnavailableError       model loading or failed, server draining          503
 │   └── DeadlineError          time ran out                                      504
 └── ClientGoneError            nobody is there to be answered                    499
@@ -80,14 +79,6 @@ class QueueTooLongError(QueueFullError):
     def __init__(self, detail: str, *, retry_after: float, needed_s: float, hint: str = "") -> None:
         super().__init__(detail, retry_after=retry_after, hint=hint)
         self.needed_s = needed_s
-
-
-class KeyRateError(RetryLaterError):
-    """A key is used more often than it may be; ``key`` is its name."""
-
-    def __init__(self, detail: str, *, retry_after: float, hint: str, key: str) -> None:
-        super().__init__(detail, retry_after=retry_after, hint=hint)
-        self.key = key
 
 
 class UnavailableError(RetryLaterError):

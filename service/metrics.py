@@ -18,7 +18,7 @@ OTHER = "other"
 Reason = Literal["queue_rows", "queue_bytes", "deadline"]
 Cause = Literal["memory", "error"]
 Task = Literal["tidy", "once"]  # what unloads idle models, again and again; whatever runs once beside requests
-ConnectionReason = Literal["bad_request", "head_timeout", "head_too_large", "limit", "descriptors"]
+ConnectionReason = Literal["bad_request", "head_timeout", "head_too_large", "limit"]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from layertap.service.settings import Settings, read_settings
 
 FOLLOW_CORES = ("cpu_threads", "replicas")  # what comes with a machine's cores, of which Ray gives away some
-KEYS = frozenset({"api_keys", "admin_keys", "api_keys_file", "admin_keys_file", "key_rate", "key_burst"})
+KEYS = frozenset({"api_keys", "admin_keys", "api_keys_file", "admin_keys_file"})
 
 
 def pick_chosen(settings: Settings, *, keys: bool) -> dict[str, Any]:

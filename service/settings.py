@@ -41,7 +41,6 @@ ROUTES = frozenset(
     {"docs", "explain", "extract", "livez", "metrics", "models", "openapi.json", "readyz", "ui", "v1", "v2"}
 )
 MAX_KEY_NAME = 32  # characters
-MAX_DEFAULT_CONNECTIONS = 16_384
 RESERVED_FILES = 256  # workers' pipes, checkpoints, fetches, connections that are just refused
 MAX_DEFAULT_REPLICAS = 8  # Python runs one thread at a time between operations
 MAX_DEFAULT_WORKERS = 16  # each has some memory of its own
@@ -86,20 +85,6 @@ def _can_have_workers() -> bool:
     finally:
         os.close(own)
     return True
-
-
-def count_allowed_files() -> int | None:
-    """How many files this process may have open at once; None: any number, or nobody knows."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if files == resource.RLIM_INFINITY else files
-
-
-def _choose_max_connections() -> int:
-    """As many as this process may have files open, but for those that it needs itself."""
-    files = count_allowed_files()
-    if files is None:
-        return MAX_DEFAULT_CONNECTIONS
-    return min(max(files - RESERVED_FILES, files // 2, 1), MAX_DEFAULT_CONNECTIONS)
 
 
 def _choose_workers(known: dict[str, Any]) -> int:
@@ -228,14 +213,12 @@ class Settings(BaseSettings):
     api_keys: CommaSeparated = Field((), repr=False, validate_default=True)
     admin_keys: CommaSeparated = Field((), repr=False, validate_default=True)
     trusted_proxies: CommaSeparated = ()
-    key_rate: float | None = Field(None, gt=0, allow_inf_nan=False)
-    key_burst: int | None = Field(None, gt=0)
     allow_urls: CommaSeparated = ()
     allow_private_urls: CommaSeparated = ()
     allowed_hosts: CommaSeparated = ()
     cors_origins: CommaSeparated = ()
 
-    max_connections: int = Field(default_factory=_choose_max_connections, gt=0)
+    max_connections: int = Field(16_384, gt=0, validate_default=True)
     max_head_bytes: Bytes = Field(64 * KIB, ge=KIB)
     head_timeout_s: float = Field(15.0, gt=0, allow_inf_nan=False)
     # Longer than clients keep a connection: the server should not be the first to close it.
@@ -334,6 +317,13 @@ class Settings(BaseSettings):
             raise ValueError("others come through a proxy, and this server has no keys: set LAYERTAP_API_KEYS")
         return value
 
+    @field_validator("max_connections")
+    @classmethod
+    def _fit_files(cls, value: int) -> int:
+        """At most as many as this process may have files open, but for those that it needs itself."""
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return value if files == resource.RLIM_INFINITY else min(value, max(files - RESERVED_FILES, files // 2, 1))
+
     @field_validator("allowed_hosts")
     @classmethod
     def _check_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -352,21 +342,6 @@ class Settings(BaseSettings):
     def _check_endpoint(cls, value: str) -> str:
         if value and not _is_address(value):
             raise ValueError("write it like 'http://collector:4318'")
-        return value
-
-    @field_validator("key_rate")
-    @classmethod
-    def _check_key_rate(cls, value: float | None, info: ValidationInfo) -> float | None:
-        keys = [info.data[name] for name in ("api_keys", "admin_keys") if name in info.data]
-        if value is not None and len(keys) == 2 and not any(keys):
-            raise ValueError("it means nothing without keys: set LAYERTAP_API_KEYS")
-        return value
-
-    @field_validator("key_burst")
-    @classmethod
-    def _check_key_burst(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and info.data.get("key_rate") is None:
-            raise ValueError("it means nothing without KEY_RATE")
         return value
 
     @field_validator("workers")

@@ -25,7 +25,7 @@ OutOption = Annotated[
 ]
 FormatOption = Annotated[
     str | None,
-    typer.Option("--format", help="json, npy, npz, safetensors, arrow, png or webp; to stdout without --out."),
+    typer.Option("--format", help="json, npy, npz, safetensors, png or webp; to stdout without --out."),
 ]
 
 
@@ -97,5 +97,4 @@ def find_format(file: Path, name: str | None) -> ReplyFormat:
     if name not in FORMATS:
         hint = "use --format, or a name that ends in ." + ", .".join(FORMATS)
         raise LayertapError(f"can't tell the format of {file}", hint=hint)
-    FORMATS[name].check()
     return FORMATS[name]

@@ -1,20 +1,28 @@
-"""``application/json``: everything in one document.
+"""``application/json``: everything in one document, written in pieces.
 
 Numbers are written so that reading them back into the array's dtype gives the same bits. JSON has no NaN and no
-infinity: in lists they become null; ``encoding: base64`` keeps them.
+infinity: in lists they become null; ``encoding: base64`` keeps them. While orjson writes a piece no other thread runs,
+so none takes longer than about a millisecond.
 """
 
 from __future__ import annotations
 
+from binascii import b2a_base64
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+import numpy as np
+import orjson
 
 from layertap.service.features import Array, Features
 from layertap.service.formats.buffers import Buffers, to_little_endian, view_bytes
-from layertap.service.formats.json_writer import write_json
 from layertap.service.formats.plain_data import describe_errors, describe_receipts, describe_top_classes
 from layertap.service.formats.reply_format import EncodeOptions, Encoding
 
 NUMBER_BYTES = 12  # a float32 written in full takes 8 to 14 characters with its comma
+PIECE_VALUES = 2**14  # numbers, or whatever else a document has
+PIECE_BYTES = 3 * 2**18  # of base64: a multiple of 3, so that pieces can be joined
+VALUE_BYTES = PIECE_BYTES // PIECE_VALUES  # as long as it takes to write a number, so many bytes are written as base64
 
 
 def encode(features: Features, options: EncodeOptions) -> Buffers:
@@ -54,3 +62,71 @@ def _make_entry(features: Features, key: str, encoding: Encoding) -> dict[str, A
 def _to_list(array: Array) -> Any:
     # orjson writes arrays as nested lists, and numpy scalars, but no arrays without an axis.
     return array if array.ndim else array[()]
+
+
+def write_json(document: Any) -> Buffers:
+    """A document as UTF-8 in as many buffers as it has pieces; together they are what orjson writes of it at once.
+
+    Arrays (with an axis, in C order) are written as nested lists, what is not finite as null; memoryviews as base64.
+    """
+    return list(_write(document))
+
+
+def _write(value: Any) -> Iterator[bytes]:
+    if _count_values(value) <= PIECE_VALUES:
+        yield _dump(value)
+    elif isinstance(value, memoryview):
+        starts = range(0, len(value), PIECE_BYTES)
+        yield b'"'
+        yield from (b2a_base64(value[start : start + PIECE_BYTES], newline=False) for start in starts)
+        yield b'"'
+    elif isinstance(value, dict):
+        yield from _join(b"{", (_write_member(key, each) for key, each in value.items()), b"}")
+    elif isinstance(value, np.ndarray):
+        yield from _join(b"[", _write_rows(value), b"]")
+    elif isinstance(value, (list, tuple)):
+        yield from _join(b"[", map(_write, value), b"]")
+    else:
+        yield _dump(value)
+
+
+def _write_member(key: str, value: Any) -> Iterator[bytes]:
+    yield _dump(key) + b":"
+    yield from _write(value)
+
+
+def _write_rows(array: Array) -> Iterator[Iterable[bytes]]:
+    """The elements of an array's first axis, as many at a time as a piece may have."""
+    row_values = array.size // len(array)
+    if row_values > PIECE_VALUES:
+        yield from map(_write, array)
+        return
+    rows = PIECE_VALUES // row_values
+    yield from ((_dump(array[start : start + rows])[1:-1],) for start in range(0, len(array), rows))
+
+
+def _join(opening: bytes, parts: Iterable[Iterable[bytes]], closing: bytes) -> Iterator[bytes]:
+    for number, part in enumerate(parts):
+        yield b"," if number else opening
+        yield from part
+    yield closing
+
+
+def _count_values(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return value.size
+    if isinstance(value, dict):
+        return sum(map(_count_values, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(_count_values, value))
+    return len(value) // VALUE_BYTES if isinstance(value, memoryview) else 1
+
+
+def _dump(value: Any) -> bytes:
+    return orjson.dumps(value, default=_encode_base64, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _encode_base64(value: Any) -> str:
+    if not isinstance(value, memoryview):
+        raise TypeError
+    return b2a_base64(value, newline=False).decode("ascii")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
 from layertap.models.errors import escape
 from layertap.service.errors import NotAcceptableError
 
 _MAX_RANGES = 64
-_MAX_PARAMETERS = 16
 
 
 class Representation(Protocol):
@@ -55,28 +54,13 @@ def _rank(media_type: str, ranges: Mapping[str, float]) -> tuple[float, int]:
 def parse_qualities(accept: str) -> dict[str, float]:
     """Media ranges, or the codings of ``Accept-Encoding``, to their qualities; of a repeated one, the highest."""
     qualities: dict[str, float] = {}
-    for media_range, quality in _split_ranges(accept):
-        qualities[media_range] = max(quality, qualities.get(media_range, 0.0))
+    # What exceeds the bound is ignored, so that a huge header costs no more than a long one.
+    for element in accept.lower().split(",", _MAX_RANGES)[:_MAX_RANGES]:
+        name, *parameters = map(str.strip, element.split(";"))
+        try:
+            quality = float(next((each[2:] for each in parameters if each.startswith("q=")), "1"))
+        except ValueError:
+            continue
+        if 0 <= quality <= 1:
+            qualities[name] = max(quality, qualities.get(name, 0.0))
     return qualities
-
-
-def _split_ranges(accept: str) -> Iterator[tuple[str, float]]:
-    # What exceeds the bounds is ignored, so that a huge header costs no more than a long one.
-    for element in accept.split(",", _MAX_RANGES)[:_MAX_RANGES]:
-        media_range, *parameters = element.split(";", _MAX_PARAMETERS)[:_MAX_PARAMETERS]
-        quality = _parse_quality(parameters)
-        if quality is not None:
-            yield media_range.strip().lower(), quality
-
-
-def _parse_quality(parameters: list[str]) -> float | None:
-    """The value of ``q``, 1 without one, None for one that is no number between 0 and 1."""
-    for parameter in parameters:
-        name, _, value = parameter.partition("=")
-        if name.strip().lower() == "q":
-            try:
-                quality = float(value)
-            except ValueError:
-                return None
-            return quality if 0 <= quality <= 1 else None
-    return 1.0

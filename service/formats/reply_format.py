@@ -42,9 +42,8 @@ class ReplyFormat:
 
     ``estimate_bytes`` tells about how large a reply will be from the encoding, how many numbers it holds, and of how
     many bytes. ``reserved`` are names that the format needs for itself where inputs were left out, so that no result
-    may have them. ``binary``: not JSON.
-    ``check`` raises NotAcceptableError where the format can't be had here. ``in_thread``: short replies take long too.
-    ``is_picture``: it shows results to people; ``check_results`` raises TooLargeError where these would be too many.
+    may have them. ``binary``: not JSON. ``is_picture``: it shows results to people, and short replies take long too;
+    ``check_results`` raises TooLargeError where these would be too many.
     """
 
     name: str
@@ -53,8 +52,6 @@ class ReplyFormat:
     estimate_bytes: Callable[[Encoding, int, int], int] = estimate_raw_bytes
     reserved: frozenset[str] = frozenset()
     binary: bool = True
-    check: Callable[[], None] = lambda: None
-    in_thread: bool = False
     is_picture: bool = False
     check_results: Callable[[Sequence[ResultInfo], int], None] = lambda infos, tiles: None
 

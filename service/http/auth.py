@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hmac
-import math
 import os
-import time
 from dataclasses import dataclass
 from hashlib import blake2b
 from urllib.parse import urlsplit
@@ -14,44 +12,14 @@ from fastapi import Request
 from starlette.datastructures import Headers
 
 from layertap.models.errors import escape
-from layertap.service.errors import ForbiddenError, KeyMissingError, KeyRateError
+from layertap.service.errors import ForbiddenError, KeyMissingError
 from layertap.service.settings import LOOPBACK, Settings, split_key
-
-
-class TokenBucket:
-    """``rate`` tokens a second, at most ``burst`` at a time; full at first."""
-
-    def __init__(self, rate: float, burst: int) -> None:
-        self._rate = rate
-        self._burst = burst
-        self._tokens = float(burst)
-        self._filled_at = float("-inf")
-
-    def take(self, now: float) -> float:
-        """Take a token: 0, or in how many seconds there will be one."""
-        self._tokens = min(self._burst, self._tokens + max(0.0, now - self._filled_at) * self._rate)
-        self._filled_at = now
-        if self._tokens < 1:
-            return (1 - self._tokens) / self._rate
-        self._tokens -= 1
-        return 0.0
-
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/v2/health/live", "/v2/health/ready"})
 READS = ("GET", "HEAD")
 CROSS_SITE = "cross-site"  # a browser says so: it sends no key, but reaches what this machine alone does
 BLANKS = " \t"  # around a field's value they are none of it
 HINT = "send 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
-
-
-@dataclass(frozen=True)
-class ApiKey:
-    """A key that is let in: its digest, and what goes with it; ``name`` is for the log."""
-
-    digest: bytes
-    name: str
-    admin: bool
-    bucket: TokenBucket | None
 
 
 @dataclass(frozen=True)
@@ -63,29 +31,26 @@ class Caller:
 
 
 class Keyring:
-    """The configured keys, as digests, each with how often it may still be used."""
+    """The configured keys, as digests."""
 
     def __init__(self, settings: Settings, pages: frozenset[str] = frozenset()) -> None:
         self._pages = pages  # the same in every installation, and a browser that opens one can send no key
         self._hosts = LOOPBACK | {settings.host, *settings.allowed_hosts}
         self._origins = frozenset(settings.cors_origins)
         self._salt = os.urandom(16)
-        # A key that is in both lists is an administrator's, and is counted once.
-        kinds = _name_keys(settings.api_keys, "key", False) | _name_keys(settings.admin_keys, "admin", True)
-        self._api_keys = [
-            ApiKey(self._digest(key.encode()), name, admin, _make_bucket(settings))
-            for key, (name, admin) in kinds.items()
-        ]
+        # A key that is in both lists is an administrator's.
+        callers = _list_callers(settings.api_keys, "key", False) | _list_callers(settings.admin_keys, "admin", True)
+        self._callers = [(self._digest(key.encode()), caller) for key, caller in callers.items()]
 
     def authorize(self, method: str, path: str, headers: Headers) -> Caller:
         """Who the caller is.
 
-        KeyMissingError where a key is asked for and none that is known is given, KeyRateError where it is used too
-        often. Without any configured key the server is reachable from this machine only, and whoever reaches it may do
-        everything, but for pages of other sites that a browser there shows (ForbiddenError).
+        KeyMissingError where a key is asked for and none that is known is given. Without any configured key the server
+        is reachable from this machine only, and whoever reaches it may do everything, but for pages of other sites that
+        a browser there shows (ForbiddenError).
         """
         is_open = path in OPEN_PATHS or (path in self._pages and method in READS)
-        if not self._api_keys:
+        if not self._callers:
             if not is_open:
                 self._check_page(headers)
             return Caller(admin=True)
@@ -94,14 +59,12 @@ class Keyring:
         key = _read_key(headers)
         if key is None:
             raise KeyMissingError("this server asks for an API key", hint=HINT)
-        api_key = self._find(key)
-        if api_key is None:
+        # Every key is compared, each in constant time, by digests of one length: how long it takes tells nothing.
+        digest = self._digest(key.encode("latin-1"))  # the bytes as they came
+        found = [caller for known, caller in self._callers if hmac.compare_digest(known, digest)]
+        if not found:
             raise KeyMissingError("this API key is not known", hint=HINT)
-        seconds = api_key.bucket.take(time.monotonic()) if api_key.bucket else 0.0
-        if seconds:
-            hint = "wait, as Retry-After says"
-            raise KeyRateError("this API key is used too often", retry_after=seconds, hint=hint, key=api_key.name)
-        return Caller(api_key.admin, api_key.name)
+        return found[0]
 
     def _check_page(self, headers: Headers) -> None:
         """ForbiddenError for what a page of another site asks, also one whose name now leads here (DNS rebinding)."""
@@ -113,12 +76,6 @@ class Keyring:
         if origin not in self._origins and (foreign or headers.get("sec-fetch-site") == CROSS_SITE):
             raise ForbiddenError("a page of another site may not use this server", hint="set LAYERTAP_API_KEYS")
 
-    def _find(self, key: str) -> ApiKey | None:
-        # Every key is compared, each in constant time, by digests of one length: how long it takes tells nothing.
-        digest = self._digest(key.encode("latin-1"))  # the bytes as they came
-        matches = [each for each in self._api_keys if hmac.compare_digest(each.digest, digest)]
-        return matches[0] if matches else None
-
     def _digest(self, key: bytes) -> bytes:
         return blake2b(key, key=self._salt, digest_size=32).digest()
 
@@ -129,16 +86,10 @@ async def require_admin(request: Request) -> None:
         raise ForbiddenError("this key may not load or unload models", hint="use a key from LAYERTAP_ADMIN_KEYS")
 
 
-def _name_keys(texts: tuple[str, ...], prefix: str, admin: bool) -> dict[str, tuple[str, bool]]:
-    """Keys with their names, or where they stand among those without."""
+def _list_callers(texts: tuple[str, ...], prefix: str, admin: bool) -> dict[str, Caller]:
+    """Who has each key, by its name, or where it stands among those without."""
     keys = map(split_key, texts)
-    return {key: (name or f"{prefix}-{place}", admin) for place, (key, name) in enumerate(keys, 1)}
-
-
-def _make_bucket(settings: Settings) -> TokenBucket | None:
-    if settings.key_rate is None:
-        return None
-    return TokenBucket(settings.key_rate, settings.key_burst or math.ceil(settings.key_rate))
+    return {key: Caller(admin, name or f"{prefix}-{place}") for place, (key, name) in enumerate(keys, 1)}
 
 
 def _read_key(headers: Headers) -> str | None:

@@ -1,9 +1,10 @@
-"""A request's body in memory: counted as it arrives, within a time, never on a disk."""
+"""A request's body in memory: counted as it arrives and as it unpacks, within a time, never on a disk."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
@@ -15,22 +16,21 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
 from layertap.models.errors import TooLargeError
-from layertap.service.errors import BadRequestError, BodyTimeoutError
+from layertap.service.errors import BadRequestError, BodyTimeoutError, UnsupportedMediaError
 from layertap.service.settings import Settings
 
 MULTIPART = "multipart/form-data"
+GZIP = 16 + zlib.MAX_WBITS  # for zlib: with the head and the end that gzip has
 IN_MEMORY = {"MAX_MEMORY_FILE_SIZE": math.inf}
-MAX_PADDING = 256  # blanks behind a delimiter
 MIN_BYTES_PER_S = 10_000  # of a body: whoever sends less holds a place and memory for nothing
 
 
 @dataclass(frozen=True)
 class MultipartPart:
-    """One part of a multipart body; ``media_type`` as it is said to be, nothing for one without a file name."""
+    """One part of a multipart body."""
 
     name: str
     data: bytes
-    media_type: str = ""
 
 
 async def read_body(request: Request, settings: Settings, reserve: Callable[[int], None]) -> bytes:
@@ -68,6 +68,38 @@ async def read_body(request: Request, settings: Settings, reserve: Callable[[int
     return b"".join(chunks)  # a single one is not copied
 
 
+def is_packed(headers: Headers) -> bool:
+    """Whether a body is packed; UnsupportedMediaError for another coding than gzip, or several."""
+    coding = ",".join(headers.getlist("content-encoding")).strip(" \t,").lower()
+    if coding not in ("", "identity", "gzip", "x-gzip"):
+        hint = "pack it once, with Content-Encoding: gzip, or send it uncompressed"
+        raise UnsupportedMediaError("a body of this Content-Encoding is not taken", hint=hint)
+    return coding in ("gzip", "x-gzip")
+
+
+def measure_unpacked(data: bytes, limit: int) -> int:
+    """How many bytes a gzip says that it holds (RFC 1952, section 2.3.1), up to a limit."""
+    return min(int.from_bytes(data[-4:], "little"), limit)
+
+
+def unpack(data: bytes, size: int, limit: int) -> bytes:
+    """What a gzip of one member holds, ``size`` bytes; BadRequestError, TooLargeError where they are over the limit.
+
+    Computes, so it belongs in a thread.
+    """
+    unpacker = zlib.decompressobj(GZIP)
+    try:
+        unpacked = unpacker.decompress(data, size + 1)
+    except zlib.error:
+        unpacked = b""
+    if len(unpacked) > limit:
+        raise _too_large_error(f"more than {limit}, unpacked,", limit)
+    if not unpacker.eof or unpacker.unused_data:
+        detail = "the body is no gzip, or one that breaks off, or has several members"
+        raise BadRequestError(detail, hint="have the client library pack it")
+    return unpacked
+
+
 def parse_multipart(headers: Headers, body: bytes, settings: Settings) -> list[MultipartPart]:
     """The parts of a multipart body, in order; BadRequestError where it is broken, TooLargeError for too many parts.
 
@@ -80,10 +112,6 @@ def parse_multipart(headers: Headers, body: bytes, settings: Settings) -> list[M
     start = 0 if body.startswith(delimiter) else body.find(b"\r\n" + delimiter)
     if not boundary or start < 0:
         raise _broken_error()
-    body = body[start:].lstrip(b"\r\n")
-    behind = body[len(delimiter) : len(delimiter) + MAX_PADDING]
-    if padding := len(behind) - len(behind.lstrip(b" \t")):  # which the parser takes behind later delimiters alone
-        body = delimiter + body[len(delimiter) + padding :]
     parts: list[MultipartPart] = []
     ended = []
 
@@ -91,15 +119,12 @@ def parse_multipart(headers: Headers, body: bytes, settings: Settings) -> list[M
         if len(parts) > settings.max_inputs:
             raise _too_many_parts_error(settings.max_inputs)
         name = (part.field_name or b"").decode()
-        if isinstance(part, Field):
-            parts.append(MultipartPart(name, part.value or b""))
-        else:
-            data = cast("BytesIO", part.file_object).getvalue()
-            parts.append(MultipartPart(name, data, get_media_type(part.content_type or "")))
+        data = part.value if isinstance(part, Field) else cast("BytesIO", part.file_object).getvalue()
+        parts.append(MultipartPart(name, data or b""))
 
     parser = FormParser(MULTIPART, add, add, lambda: ended.append(True), boundary, config=IN_MEMORY)
     try:
-        parser.write(body)
+        parser.write(body[start:].lstrip(b"\r\n"))
         parser.finalize()
     except ValueError:  # which all errors of the parser are, and one of a name that is no UTF-8
         raise _broken_error() from None

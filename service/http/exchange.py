@@ -22,9 +22,6 @@ SECURITY_HEADERS = [
 ]
 
 
-CLIENT_LEFT = 499  # the status of a reply that nobody waits for, as nginx has it
-
-
 class Exchange:
     """A request and its reply on their way: both are counted, and the reply gets the headers that are always there."""
 
@@ -41,8 +38,8 @@ class Exchange:
         self._send = send
         self._begun = time.perf_counter()
 
-    def make_record(self, key: str, client_left: bool) -> AccessRecord:
-        """What there is to say once it has ended: with a key of that name, by a client that left early, or did not."""
+    def make_record(self, key: str) -> AccessRecord:
+        """What there is to say once it has ended: with a key of that name."""
         state, now = self._scope["state"], time.perf_counter()
         return AccessRecord(
             request_id=state["request_id"],
@@ -53,7 +50,6 @@ class Exchange:
             timings=state["timings"],
             client=(self._scope.get("client") or ("",))[0],
             key=key,
-            client_left=client_left or self.status == CLIENT_LEFT,
             request_bytes=self._received_bytes,
             reply_bytes=self._sent_bytes,
             receive_s=self._receive_seconds,

@@ -17,18 +17,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from layertap.models.errors import LayertapError
 from layertap.service.access_log import AccessRecord
-from layertap.service.errors import ForbiddenError, ForwardError, KeyMissingError, KeyRateError, ending_error
+from layertap.service.errors import ForbiddenError, ForwardError, KeyMissingError, ending_error
 from layertap.service.http.auth import Caller, Keyring
 from layertap.service.http.compression import RunInThread, compress_replies
 from layertap.service.http.exchange import Exchange
-from layertap.service.http.problems import ProblemEncoder, find_encoder
+from layertap.service.http.problems import OF_FASTAPI, ProblemEncoder, encode_problem
 from layertap.service.http.tracing import RequestTrace, RequestTracer
 from layertap.service.metrics import OTHER, Metrics
 from layertap.service.settings import Settings
 from layertap.service.timings import Timings
 
 log = logging.getLogger("layertap.access")
-TRACES = "fastapi.telemetry"  # what FastAPI notes in a scope where it traces requests
 ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 
 
@@ -80,7 +79,7 @@ class RequestContextMiddleware:
         state |= {
             "request_id": _choose_request_id(headers),
             "admin": False,
-            "encode_problem": find_encoder(scope["path"], self.encoders),
+            "encode_problem": self.encoders.get(scope["path"][1:].partition("/")[0], encode_problem),
             "timings": timings,
             "until_sent": (until_sent := ExitStack()),
         }
@@ -91,16 +90,14 @@ class RequestContextMiddleware:
         try:
             caller = self.keyring.authorize(scope["method"], scope["path"], headers)
             state["admin"] = caller.admin
-        except (KeyMissingError, KeyRateError, ForbiddenError) as error:
-            caller = Caller(admin=False, key=error.key) if isinstance(error, KeyRateError) else caller
+        except (KeyMissingError, ForbiddenError) as error:
             app_scope["route"] = _find_route(self.routes, app_scope)
             await exchange.send_error(error)
         else:
             await self._call_app(app_scope, exchange)
         finally:
             until_sent.close()
-            client_left = state.get("client_left", False)
-            self._record(exchange.make_record(caller.key, client_left), _find_template(app_scope), trace)
+            self._record(exchange.make_record(caller.key), _find_template(app_scope), trace)
 
     def _record(self, record: AccessRecord, route: str, trace: RequestTrace | None) -> None:
         """A request has ended: count it, write its line, end its trace."""
@@ -112,8 +109,7 @@ class RequestContextMiddleware:
 
     async def _call_app(self, scope: Scope, exchange: Exchange) -> None:
         """Whatever the app raises is a bug, its own or a model's: it goes to the log; the caller hears just that."""
-        is_direct = scope["method"] == "POST" and TRACES not in scope
-        route = self.direct.get(scope["path"]) if is_direct else None
+        route = self.direct.get(scope["path"]) if scope["method"] == "POST" else None
         send = compress_replies(scope, exchange.send, self.run_in_thread)
         try:
             if route is None:
@@ -122,7 +118,7 @@ class RequestContextMiddleware:
                 scope["route"] = route
                 response = await route.endpoint(Request(scope, exchange.receive, send))
                 await response(scope, exchange.receive, send)
-        except LayertapError as error:
+        except (LayertapError, *OF_FASTAPI) as error:
             await exchange.send_error(error)
         except asyncio.CancelledError:  # by a server that ends and waits no longer; uvicorn would log it as a failure
             await exchange.send_error(ending_error())

@@ -15,7 +15,7 @@ from layertap.service.formats.table import FORMATS
 from layertap.service.http import timeout
 from layertap.service.http.query import BESIDE
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
-from layertap.service.schemas.examples import EXAMPLES, PARAMETERS
+from layertap.service.schemas.examples import PARAMETERS
 from layertap.service.schemas.objective import ObjectiveBody
 from layertap.service.schemas.replies import Problem
 
@@ -34,15 +34,17 @@ PROBLEMS = {
     413: "Over a limit; the detail has the figure",
     415: "A body of this type is not taken",
     422: "An unknown name, a bad value or input, or contradictory options",
-    429: "The queue is full, or this key is over its rate",
+    429: "The queue is full",
     503: "The model is not ready, or the server is shutting down",
     504: "The deadline passed",
 }
-TEXTS = {  # parameters that are no JSON, though the field in the body has a list or an object
+TEXTS = {  # parameters that are text, though the field in the body has a list or an object
     "layers": "separated by commas, or a JSON list that may have objects (LayerBody); the model's embedding without",
     "objective": "what gradients are of: its kind, or an ObjectiveBody as JSON",
     "method": f"{', '.join(get_args(Method))}; several separated by commas",
     "classes": "separated by commas: numbers, or top; a map of each",
+    "interventions": "a JSON list of changes (InterventionBody)",
+    "target": "a JSON list of numbers",
 }
 PARTS: Mapping[str, type[BaseModel]] = {"objective": ObjectiveBody}
 TIMEOUT: Json = {
@@ -131,21 +133,17 @@ def install(app: FastAPI) -> None:
 
 
 def _complete(document: Json) -> Json:
-    """Add what no route declares to FastAPI: schemas of bodies and problems, keys, examples."""
+    """Add what no route declares to FastAPI: schemas of bodies and problems, keys, examples of parameters."""
     _, bodies = models_json_schema(
         [(each, "validation") for each in (ExtractBody, ExplainBody, Problem)], ref_template=TEMPLATE
     )
-    schemas = document["components"]["schemas"] | bodies["$defs"]
-    for name, schema in schemas.items():
-        schema["examples"] = EXAMPLES[name]
-        for field in schema["properties"].values():
-            field.pop("title", None)  # the field's name again
     for operation in (each for path in document["paths"].values() for each in path.values()):
         parameters = operation.setdefault("parameters", [])
         parameters += [TIMEOUT] if "504" in operation["responses"] else []
         for parameter in parameters:
             if parameter["name"] in PARAMETERS:
                 parameter["example"] = PARAMETERS[parameter["name"]]
+    schemas = document["components"]["schemas"] | bodies["$defs"]
     document["components"] = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
     document["security"] = [{}, {"key": []}]  # a server without keys takes none
     return document
@@ -163,12 +161,7 @@ def _list_fields(body: type[RequestBody]) -> dict[str, Json]:
 
 
 def _describe_parameter(name: str, schema: Json) -> Json:
-    """A query parameter; one that is a list or an object holds JSON."""
+    """A query parameter."""
     if name in TEXTS:
         schema = {"type": "string", "description": TEXTS[name]}
-    parameter: Json = {"name": name, "in": "query", "required": False}
-    kinds = [each for each in schema.get("anyOf", [schema]) if each.get("type") != "null"]
-    schema = {"anyOf": kinds} if len(kinds) > 1 else kinds[0]
-    if any("$ref" in each or each.get("type") in ("array", "object") for each in kinds):
-        return parameter | {"content": {"application/json": {"schema": schema}}}
-    return parameter | {"schema": schema}
+    return {"name": name, "in": "query", "required": False, "schema": schema}

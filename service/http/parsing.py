@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,9 +14,8 @@ from layertap.service.engine.admit.admission import check_count, check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.formats.reply_format import ReplyFormat
-from layertap.service.http import input_readers
 from layertap.service.http.body import MULTIPART, get_media_type, parse_multipart
-from layertap.service.http.input_readers import NPY, PlacedItems
+from layertap.service.http.input_readers import BODY_READERS, PlacedItems, read_multipart
 from layertap.service.http.json_document import load_json
 from layertap.service.http.query import ALWAYS, Query, read_fields
 from layertap.service.pictures.options import TILES
@@ -110,8 +108,8 @@ def _parse_body(raw: RawRequest, settings: Settings, kind: type[RequestBody]) ->
         return _parse_multipart(raw, settings, kind)
     if not raw.data and not media_type:  # a dry run needs no input
         return _parse_query(raw, settings, kind), (), ()
-    if media_type in READERS:
-        items = READERS[media_type](raw, settings)
+    if media_type in BODY_READERS:
+        items = BODY_READERS[media_type](raw.data, raw.headers["content-type"], settings)
         return _parse_query(raw, settings, kind), items, ()
     raise UnsupportedMediaError(
         "a body of this content type is not taken",
@@ -129,7 +127,7 @@ def _parse_json(raw: RawRequest, settings: Settings, kind: type[RequestBody]) ->
 
 def _parse_multipart(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> Parsed:
     parts = parse_multipart(raw.headers, raw.data, settings)
-    request, items, faults = input_readers.read_multipart(parts, settings)
+    request, items, faults = read_multipart(parts, settings)
     if request is None:
         body = _parse_query(raw, settings, kind)
     else:
@@ -176,12 +174,3 @@ def _check_sizes(value: Any, settings: Settings) -> None:
     if isinstance(layers, list):
         names = (layer.get("layer") if isinstance(layer, dict) else layer for layer in layers)
         check_results(len({name for name in names if isinstance(name, str)}), settings.max_results)
-
-
-READERS: Mapping[str, Callable[[RawRequest, Settings], PlacedItems]] = {  # of bodies that are one input
-    "image/*": lambda raw, settings: input_readers.read_image(raw.data),
-    "text/plain": lambda raw, settings: input_readers.read_text(raw.data, raw.headers["content-type"]),
-    NPY: lambda raw, settings: input_readers.read_npy_body(raw.data),
-    "application/x-npz": lambda raw, settings: input_readers.read_npz_body(raw.data, settings),
-    "application/x-safetensors": lambda raw, settings: input_readers.read_safetensors_body(raw.data),
-}

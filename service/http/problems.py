@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -36,7 +36,6 @@ from layertap.service.errors import (
     ForbiddenError,
     ForwardError,
     KeyMissingError,
-    KeyRateError,
     NotAcceptableError,
     NotInstalledError,
     QueueFullError,
@@ -99,6 +98,12 @@ def describe_error(error: Exception, request_id: str) -> Problem:
     What is no error of the tree is a bug, of the server or of a model: its caller hears just that.
     """
     clear_tracebacks(error)
+    if isinstance(error, HTTPException):
+        detail, hint = OF_ROUTING.get(error.status_code, ("the request was refused", ""))
+        return Problem(error.status_code, "http", detail, request_id, hint, headers=dict(error.headers or {}))
+    if isinstance(error, RequestValidationError):
+        faults = convert_errors(error.errors())
+        error = RequestError(faults[0].detail, faults=faults)
     status, kind = next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
     if not isinstance(error, LayertapError):
         detail = f"{error}; {IN_THE_LOG}" if isinstance(error, ForwardError) else BUG_DETAIL
@@ -118,54 +123,26 @@ def format_retry_after(seconds: float) -> str:
     return str(random.randint(earliest, earliest + 1 + earliest // 4))  # noqa: S311 - this is no secret
 
 
-def find_encoder(path: str, encoders: Mapping[str, ProblemEncoder]) -> ProblemEncoder:
-    """How problems are told on a path: ``encoders`` has the first part of paths that have a way of their own."""
-    return encoders.get(path.split("/", 2)[1] if path.startswith("/") else "", encode_problem)
-
-
-def reply_problem(request: Request, problem: Problem) -> Response:
-    """A problem's reply in the way of the request's path."""
-    encode: ProblemEncoder = request.scope.get("state", {}).get("encode_problem", encode_problem)
-    return encode(problem)
-
-
-def get_request_id(request: Request) -> str:
-    """The id that ``RequestContextMiddleware`` gave the request."""
-    return str(request.scope.get("state", {}).get("request_id", ""))
-
-
 def format_fault(fault: Fault) -> dict[str, Any]:
     """A fault as it stands in ``errors``: cut, and without what it does not have."""
     cut = {key: value[:MAX_DETAIL] if isinstance(value, str) else value for key, value in asdict(fault).items()}
     return {key: value for key, value in cut.items() if value is not None and value != ""}
 
 
-async def _handle_validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)  # noqa: S101  (the table below says so)
-    faults = convert_errors(error.errors())
-    problem = Problem(422, "invalid-request", faults[0].detail, get_request_id(request), faults=faults)
-    return reply_problem(request, problem)
-
-
-async def _handle_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)  # noqa: S101
-    details = {404: "there is no such route", 405: "this route does not take that method"}
-    detail = details.get(error.status_code, "the request was refused")
-    hints = {404: "GET /docs lists the routes", 405: "the header Allow says which methods it takes"}
-    hint = hints.get(error.status_code, "")
-    headers = dict(error.headers or {})
-    problem = Problem(error.status_code, "http", detail, get_request_id(request), hint, headers=headers)
-    return reply_problem(request, problem)
-
-
 def _count_left_out(faults: tuple[Fault, ...], shown: list[dict[str, Any]]) -> dict[str, int]:
     return {"more_errors": len(faults) - len(shown)} if len(shown) < len(faults) else {}
 
 
-# What FastAPI itself raises; all other errors get through to ``RequestContextMiddleware``.
-EXCEPTION_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
-    RequestValidationError: _handle_validation_error,
-    HTTPException: _handle_http_exception,
+async def _raise_again(request: Request, error: Exception) -> Response:
+    raise error
+
+
+# What FastAPI itself raises gets through to ``RequestContextMiddleware``, as all other errors do.
+OF_FASTAPI = (RequestValidationError, HTTPException)
+EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys(OF_FASTAPI, _raise_again)
+OF_ROUTING = {
+    404: ("there is no such route", "GET /docs lists the routes"),
+    405: ("this route does not take that method", "the header Allow says which methods it takes"),
 }
 
 STATUS: dict[type[BaseException], tuple[int, str]] = {
@@ -181,7 +158,6 @@ STATUS: dict[type[BaseException], tuple[int, str]] = {
     RequestError: (422, "invalid-request"),
     LayerNotReachedError: (422, "layer-not-reached"),
     QueueFullError: (429, "queue-full"),
-    KeyRateError: (429, "key-rate"),
     ClientGoneError: (499, "client-gone"),
     NotInstalledError: (501, "not-installed"),
     UnavailableError: (503, "unavailable"),

@@ -9,18 +9,17 @@ import asyncio
 import logging
 import secrets
 from asyncio import TimerHandle
-from collections import deque
 from itertools import chain
 from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from layertap.service.http.exchange import make_context_headers
 from layertap.service.http.problems import Problem, encode_problem, format_retry_after
 from layertap.service.http.reply_transport import ReplyTransport
 from layertap.service.metrics import ConnectionReason, Metrics
-from layertap.service.settings import UNIX, Settings, count_allowed_files
+from layertap.service.settings import UNIX, Settings
 
 log = logging.getLogger("layertap.access")
 TOO_MANY = 503
@@ -28,14 +27,11 @@ KINDS: dict[ConnectionReason, str] = {  # what problems are called
     "bad_request": "bad-request",
     "head_timeout": "head-timeout",
     "head_too_large": "head-too-large",
-    **dict.fromkeys(("limit", "descriptors"), "too-many-connections"),
+    "limit": "too-many-connections",
 }
 MAX_FIELDS = 256  # each costs far more memory and time than its bytes tell
-FIRST_REQUEST_S = 1  # for the first request of a connection, once the server takes no more of them
-LAST_REQUEST_S = 0.3  # how long a request that was on its way when the connection ended may arrive
 LINGER_S = 5  # how long a peer that still sends is listened to after its reply
 MAX_REFUSED = 64  # connections over the limit that get a reply: they stay open until their clients have read it
-SPARE_FILES, LAST_FILES = 32, 8  # kept for the server itself; for those that are just refused, too
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -54,7 +50,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._ignores_input = False
         self._head_timer: TimerHandle | None = None
         self._linger_timer: TimerHandle | None = None
-        self._unanswered: deque[RequestResponseCycle] = deque()  # oldest first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request, but not for ever; where there are too many connections, refuse it."""
@@ -63,11 +58,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.client = (UNIX, 0)  # as ``TRUSTED_PROXIES`` names such a peer, which has no address
         self._metrics.add_connections(1)
         self._replies = ReplyTransport(transport, self._end_after_reply, self._settings.send_timeout_s, self.logger)
-        if not self._refuse_too_many():
+        too_many = len(self.connections) - self._settings.max_connections
+        if too_many <= 0:
             self._start_head_timer()
+        elif too_many <= MAX_REFUSED:
+            hint = "keep connections open between requests, or come again later"
+            self._refuse(TOO_MANY, "limit", "the server has as many connections open as it may", hint)
+        else:
+            self._metrics.count_refused_connection("limit")
+            self._ignores_input = True
+            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End every timer, and every request; uvicorn tells the last one only, and keeps its timer after an error."""
+        """End every timer; uvicorn keeps its own after an error."""
         self._metrics.add_connections(-1)
         self._stop_head_timer()
         self._replies.stop_watching()
@@ -75,10 +78,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._linger_timer.cancel()
         self._unset_keepalive_if_required()
         self._replies.end = self.transport.close  # nothing waits for the garbage collector
-        for cycle in self._unanswered:
-            cycle.scope["state"]["client_left"] = not self._has_sent(cycle)
-            cycle.disconnected = True
-            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -109,7 +108,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         super().on_headers_complete()
         self.cycle.transport = self._replies  # type: ignore[assignment]
-        self._unanswered.append(self.cycle)
         self.headers = []  # what comes as a trailer is none of the request's headers
 
     def on_body(self, body: bytes) -> None:
@@ -125,7 +123,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """A reply is handed to the system, or waits for that."""
-        self._unanswered.popleft()
         self._replies.end_reply()
         super().on_response_complete()
         self._replies.watch_last_reply()
@@ -141,17 +138,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().resume_writing()
         self._replies.watch_last_reply()
 
-    def shutdown(self) -> None:
-        """The server ends: what is asked for here already is answered, and nothing more."""
-        if self._unanswered:
-            super().shutdown()
-        elif self._in_head or self._ignores_input or self.transport.is_closing():
-            return  # its request is answered, or refused, and then it is closed
-        elif not self.cycle:  # just accepted
-            self.loop.call_later(FIRST_REQUEST_S, self._end_without_request)
-        else:
-            self._end_writing(LAST_REQUEST_S)
-
     def timeout_keep_alive_handler(self) -> None:
         """Nothing was asked for long; whoever has not even read the last reply does not get the rest."""
         if self.transport.get_write_buffer_size():
@@ -159,30 +145,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().timeout_keep_alive_handler()
 
     def _parse(self, data: bytes) -> None:
-        try:
-            rest = self._feed(data)
-            while rest is not None:
-                head = self._format_head_without_upgrade()
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except HttpParserUpgrade as upgrade:  # a head that offers one has come, and data goes on behind it
+                data = self._format_head_without_upgrade() + data[upgrade.args[0] :]
                 self.parser = HttpRequestParser(self)  # the old one takes no more where the client wants it closed
-                self.parser.feed_data(head)
-                rest = self._feed(rest)
-        except HttpParserError:
-            if not self._ignores_input:
-                detail = "this is no HTTP/1.1 request"
-                self._refuse(400, "bad_request", detail, "let a client library write it")
-
-    def _feed(self, data: bytes | memoryview) -> memoryview | None:
-        """What is left after a head that offers an upgrade, be it empty; None where there is no such head."""
-        try:
-            self.parser.feed_data(data)
-        except HttpParserUpgrade as upgrade:
-            return memoryview(data)[upgrade.args[0] :]
-        return None
+            except HttpParserError:
+                if not self._ignores_input:
+                    detail = "this is no HTTP/1.1 request"
+                    self._refuse(400, "bad_request", detail, "let a client library write it")
+                return
 
     def _format_head_without_upgrade(self) -> bytes:
-        """The head again, for who offers another protocol: clients that would rather speak HTTP/2 expect HTTP/1.1 then.
+        """The head again, of a client that offers another protocol: Java's offers HTTP/2, and expects HTTP/1.1 then.
 
-        The parser takes no body of a request that is to be upgraded, so it must not see that it was.
+        The parser takes no body of a request that is to be upgraded, so it must not see the offer.
         """
         first = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         fields = (b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade")
@@ -194,7 +173,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         if self._bytes_since_body > self._settings.max_head_bytes:
             self._refuse_large_head()
-        elif self._head_timer is None and (self._in_head or not self._unanswered) and not self.transport.is_closing():
+        elif self._head_timer is None and (self._in_head or not self._answers()) and not self.transport.is_closing():
             self._start_head_timer()
 
     def _start_head_timer(self) -> None:
@@ -207,25 +186,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _end_without_head(self) -> None:
         self._head_timer = None
-        if self.pipeline:  # it is not read before earlier requests are answered
-            self._start_head_timer()
-        elif self._in_head:
+        if self._in_head:
             seconds = self._settings.head_timeout_s
             self._refuse(408, "head_timeout", f"the request's head did not arrive within {seconds:g} s")
         else:
             self._end_after_reply()
 
-    def _end_without_request(self) -> None:
-        if not (self.cycle or self._in_head or self._ignores_input or self.transport.is_closing()):
-            self._end_writing(LAST_REQUEST_S)
-
-    def _has_sent(self, cycle: RequestResponseCycle) -> bool:
-        """Whether the system took a whole reply of known length, up to what it buffers.
-
-        The application may not have said yet that it was the last part.
-        """
-        whole = cycle.response_started and not cycle.chunked_encoding and cycle.expected_content_length == 0
-        return whole and not self.flow.write_paused
+    def _answers(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def _end_after_reply(self) -> None:
         """Close after a reply; where more may still arrive, say no more but listen for a while.
@@ -235,17 +203,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         more_may_arrive = self._ignores_input or self._in_head or (self.cycle is not None and self.cycle.more_body)
         if self.pipeline or not more_may_arrive:
             self._close()
-        else:
-            self._end_writing(LINGER_S)
-
-    def _end_writing(self, seconds: float) -> None:
-        """Say no more, and close when the peer has had time to hear of it: what it sends until then resets nothing."""
+            return
         self._ignores_input = True
         self._stop_head_timer()
         self._replies.flush()
         if self.transport.can_write_eof():  # TLS has no such half; the reply has said that it is the last
             self.transport.write_eof()
-        self._linger_timer = self.loop.call_later(seconds, self._close)
+        self._linger_timer = self.loop.call_later(LINGER_S, self._close)
 
     def _close(self) -> None:
         self._replies.flush()
@@ -257,27 +221,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         detail = f"the request has more than {limit} bytes or {MAX_FIELDS} header fields beside its body"
         self._refuse(431, "head_too_large", detail, "send what is long in the body")
 
-    def _refuse_too_many(self) -> bool:
-        """Whether this connection is one too many: it gets a reply that says so, or is closed if many others get one.
-
-        Of files a system gives the lowest number that is free, so that of a new connection tells how many are open.
-        Without this the event loop would close who comes then without a word to anybody (libuv does).
-        """
-        beyond = len(self.connections) - self._settings.max_connections
-        files, connection = count_allowed_files(), self.transport.get_extra_info("socket")
-        free = files - connection.fileno() if files is not None and connection is not None else SPARE_FILES
-        if beyond <= 0 and free >= SPARE_FILES:
-            return False
-        reason: ConnectionReason = "limit" if beyond > 0 else "descriptors"
-        if beyond <= MAX_REFUSED and free >= LAST_FILES:
-            hint = "keep connections open between requests, or come again later"
-            self._refuse(TOO_MANY, reason, "the server has as many connections open as it may", hint)
-        else:
-            self._metrics.count_refused_connection(reason)
-            self._ignores_input = True
-            self.transport.abort()
-        return True
-
     def _refuse(self, status: int, reason: ConnectionReason, detail: str, hint: str = "") -> None:
         """Say what is wrong and close; where an earlier request is whole, once that is answered, and without a word."""
         self._ignores_input = True
@@ -286,20 +229,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._metrics.count_refused_connection(reason)
         fields = {"request_id": request_id, "status": status, "reason": reason}
         log.warning("refused with %d: %s", status, detail, extra={"fields": fields})
-        if len(self._unanswered) > 1 and self._unanswered[-1].more_body:  # it has not begun, and will not be whole
-            self._unanswered.pop()
-            self.pipeline.popleft()
-        last = self._unanswered[-1] if self._unanswered else None
-        if last is not None and not last.more_body:
-            last.keep_alive = False
-        elif last is not None and last.response_started:
+        cycle = self.cycle
+        if self._answers() and not cycle.more_body:
+            cycle.keep_alive = False
+            return
+        if self._answers() and (cycle.response_started or self.pipeline):
             self._close()
         else:
             self.transport.write(self._format_refusal(status, KINDS[reason], detail, hint, request_id))
-            if last is not None:  # it waits for the rest of its body
-                last.disconnected = True
-                last.message_event.set()
             self._end_after_reply()
+        if self._answers():  # it waits for the rest of its body
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def _format_refusal(self, status: int, kind: str, detail: str, hint: str, request_id: str) -> bytes:
         """The bytes of a reply that no request of uvicorn's stands behind."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.datastructures import QueryParams
 
-from layertap.models.errors import Fault, LayertapError, RequestError, escape, find_nearest, suggest
+from layertap.models.errors import Fault, RequestError, escape, find_nearest, suggest
 from layertap.service.http.json_document import load_json
 
 MAX_CACHED, MAX_CACHED_BYTES = 64, 512  # queries that are remembered, and how long each may be
@@ -21,13 +21,8 @@ MAX_DIGITS = 10  # of the number of a class
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
 ALWAYS = frozenset({"format", "dry_run"})
 BESIDE = {"class": "objective", "target": "objective"}  # whose part each is
-ONLY_JSON = frozenset({"interventions"})
-MAYBE_JSON = frozenset({"objective", "target", "method", "classes"})  # where it is an object or a list
-HINTS = {  # of JSON that is broken
-    "layers": 'write layers=["avgpool",{"layer":"layer2","pool":"mean"}], percent-encoded',
-    "interventions": 'write interventions=[{"layer":"NAME","op":"zero"}], percent-encoded',
-    "objective": 'write objective=logit, or objective={"kind":"logit","class":3}, percent-encoded',
-}
+LISTS = frozenset({"layers", "method", "classes"})  # separated by commas
+MAYBE_JSON = LISTS | {"objective", "target", "interventions"}  # where a value begins as a list or an object
 
 
 @dataclass(frozen=True)
@@ -53,10 +48,6 @@ class Query:
         if len(values) > 1:
             raise RequestError(f"the query parameter '{key}' is given {len(values)} times", hint="give it once")
         return values[0] if values else None
-
-    def get_list(self, key: str) -> list[str]:
-        """What a parameter says, once or several times, cut at commas."""
-        return [item for value in self.parameters.getlist(key) for item in _split(value)]
 
     def get_flag(self, key: str) -> bool:
         """Whether a parameter says true; RequestError where it says neither that nor false."""
@@ -93,7 +84,7 @@ def read_fields(query: Query, names: AbstractSet[str], max_depth: int) -> dict[s
     """The fields of a body that has these ``names``, as plain data.
 
     RequestError for a parameter that is none of them, or contradicts another; BadRequestError, TooLargeError for one
-    that holds JSON as for a body, with its name as the pointer.
+    that holds JSON as for a body.
     """
     known = names | {part for part, whole in BESIDE.items() if whole in names}
     query.check_names(ALWAYS | known)
@@ -115,44 +106,21 @@ def join_parts(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_field(query: Query, name: str, max_depth: int) -> Any:
-    if name == "layers":
-        return _read_layers(query, max_depth)
-    value = query.get_one(name) or ""
-    if name in ONLY_JSON or (name in MAYBE_JSON and _is_json(value)):
-        return _load(name, value, max_depth)
-    if name == "class":
-        return _read_class(value)
-    if name == "classes":
-        return [_read_class(item) for item in _split(value)]
-    return _split(value) if name == "method" else value
+    if name != "layers":
+        return _read_value(name, query.get_one(name) or "", max_depth)
+    values = (_read_value(name, value, max_depth) for value in query.parameters.getlist(name))
+    return [layer for value in values for layer in (value if isinstance(value, list) else [value])]
+
+
+def _read_value(name: str, text: str, max_depth: int) -> Any:
+    if name in MAYBE_JSON and text.lstrip()[:1] in ("[", "{"):  # no layer's name begins so
+        return load_json(text.encode(), max_depth, f"the query parameter '{name}'")
+    if name in LISTS:
+        items = [item for item in text.split(",", MAX_LIST_ITEMS) if item]
+        return [_read_class(item) for item in items] if name == "classes" else items
+    return _read_class(text) if name == "class" else text
 
 
 def _read_class(text: str) -> int | str:
     """The number of a class, or else the text as it is, for the body's own check."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS else text
-
-
-def _read_layers(query: Query, max_depth: int) -> list[Any]:
-    """Selectors separated by commas, a layer as an object, a list of both; of a parameter that is repeated all."""
-    layers: list[Any] = []
-    for value in query.parameters.getlist("layers"):
-        part = _load("layers", value, max_depth) if _is_json(value) else _split(value)
-        layers += part if isinstance(part, list) else [part]
-    return layers
-
-
-def _split(value: str) -> list[str]:
-    return [item for item in value.split(",", MAX_LIST_ITEMS) if item]
-
-
-def _is_json(value: str) -> bool:
-    """Whether a value is an object or a list; no layer's name begins so."""
-    return value.lstrip()[:1] in ("[", "{")
-
-
-def _load(name: str, value: str, max_depth: int) -> Any:
-    try:
-        return load_json(value.encode("utf-8", "surrogatepass"), max_depth, f"the query parameter '{name}'")
-    except LayertapError as error:
-        hint = HINTS.get(name, error.hint)
-        raise type(error).from_faults([Fault(error.detail, hint, f"/{name}")]) from None

@@ -24,9 +24,8 @@ from layertap.service.formats.negotiation import negotiate
 from layertap.service.formats.plain_data import describe_top_classes
 from layertap.service.formats.reply_format import EncodeOptions, ReplyFormat
 from layertap.service.formats.table import FORMATS
-from layertap.service.http.body import read_body
+from layertap.service.http.body import is_packed, measure_unpacked, read_body, unpack
 from layertap.service.http.buffers_response import make_response
-from layertap.service.http.content_coding import is_packed, unpack_body
 from layertap.service.http.parsing import RawRequest
 from layertap.service.http.query import Query
 from layertap.service.http.timeout import Timeout
@@ -36,7 +35,7 @@ from layertap.service.settings import Settings
 from layertap.service.timings import Timings
 
 SHORT = 2048  # bytes
-MAX_CLASSES_CHARACTERS = 1536
+MAX_CLASSES, MAX_CLASSES_CHARACTERS = 64, 1536
 FEW_NUMBERS, FEW_RESULTS = 4096, 64
 
 
@@ -70,7 +69,6 @@ async def receive(
     state = request.scope["state"]
     query = Query.parse(request.scope["query_string"])
     reply_format = negotiate(request.headers.get("accept"), query.get_one("format"), formats)
-    reply_format.check()
     packed = is_packed(request.headers)
     timeout = Timeout.parse(request.headers, engine.settings)
     timings: Timings = state["timings"]
@@ -82,10 +80,11 @@ async def receive(
     async with cancel_on_disconnect(request):
         try:
             if packed and data:
-                run_in_thread = partial(engine.run_in_thread, deadline=timeout.deadline)
                 with timings.step("unpack"):
                     limit = engine.settings.max_body_bytes
-                    data = await unpack_body(data, limit, ticket.reserve_bytes, run_in_thread)
+                    size = measure_unpacked(data, limit)
+                    ticket.reserve_bytes(size)
+                    data = await engine.run_in_thread(partial(unpack, data, size, limit), timeout.deadline)
             raw = RawRequest(request.headers, query, data, reply_format, timings)
             parsed = await _parse(raw, parse, engine, timeout.deadline)
             model = parsed.model
@@ -109,7 +108,7 @@ async def encode_response(features: Features, request: ExtractRequest, engine: E
         limit = engine.settings.max_pixels
         pictures = list_pictures(request, features, ticket, limit) if reply.format.is_picture else ()
         encode = partial(reply.format.encode, features, EncodeOptions(reply.encoding, reply.tiles, pictures))
-        if is_short(features) and not reply.format.in_thread:
+        if is_short(features) and not reply.format.is_picture:
             buffers = encode()
         else:
             buffers = await engine.run_in_thread(encode, ticket.deadline)
@@ -152,12 +151,9 @@ def describe_features(features: Features) -> dict[str, str]:
 
 def _format_top_classes(classes: Sequence[Mapping[str, Any]]) -> str:
     """The best classes of an input as JSON in ASCII, as many as a head has room for: proxies take few KiB of it."""
-    plain, text = orjson.loads(orjson.dumps(classes)), "[]"  # what is no number is null
-    for count in range(1, len(plain) + 1):
-        longer = json.dumps(plain[:count])
-        if len(longer) > MAX_CLASSES_CHARACTERS:
-            break
-        text = longer
+    shown = orjson.loads(orjson.dumps(classes[:MAX_CLASSES]))  # what is no number is null
+    while len(text := json.dumps(shown)) > MAX_CLASSES_CHARACTERS:
+        shown.pop()
     return text
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -18,27 +17,23 @@ from layertap.service.access_log import MAX_METHOD, MAX_NAME, MAX_PATH, AccessRe
 from layertap.service.version import get_version
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Span
+    from opentelemetry.trace import Span, Tracer
     from starlette.datastructures import Headers
 
 HINT = 'pip install "layertap[otel]", or leave LAYERTAP_OTLP_ENDPOINT out'
-PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 SERVER_ERROR = 500
 CLOSE_S = 3.0
-PARENT_HEADERS = ("traceparent", "tracestate")
 Attributes = dict[str, str | int]
 
 
 def check_installed() -> None:
-    """LayertapError where the extra is missing; nothing of it is imported but its outermost packages."""
+    """LayertapError where the extra is missing."""
     try:
-        missing = [name for name in PACKAGES if find_spec(name) is None]
-    except ModuleNotFoundError:
-        missing = list(PACKAGES)
-    if missing:
-        raise LayertapError("traces need OpenTelemetry, which is not installed", hint=HINT)
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace  # noqa: F401
+    except ImportError:
+        raise LayertapError("traces need OpenTelemetry, which is not installed", hint=HINT) from None
 
 
 class RequestTracer:
@@ -68,15 +63,8 @@ class RequestTracer:
         """The span of a request whose head has come, in its caller's trace where ``traceparent`` names one."""
         from opentelemetry.trace import SpanKind
 
-        carrier = {name: headers.getlist(name) for name in PARENT_HEADERS}
-        # Of two callers none is believed; the propagator would take the first.
-        parent = self._propagator.extract(carrier) if len(carrier["traceparent"]) == 1 else None
-        return RequestTrace(self, self._tracer.start_span("request", parent, SpanKind.SERVER))
-
-    def add_span(self, name: str, parent: Context, started_ns: int, ended_ns: int, attributes: Attributes) -> None:
-        """A span that has ended, in nanoseconds since 1970."""
-        span = self._tracer.start_span(name, parent, attributes=attributes, start_time=started_ns)
-        span.end(ended_ns)
+        parent = self._propagator.extract(headers)
+        return RequestTrace(self._tracer, self._tracer.start_span("request", parent, SpanKind.SERVER))
 
     async def close(self) -> None:
         """Send what waits, and end; a collector that does not answer is not waited for long."""
@@ -88,7 +76,7 @@ class RequestTracer:
 class RequestTrace:
     """The span of one request, whose identifiers its reply and its line in the log have."""
 
-    def __init__(self, tracer: RequestTracer, span: Span) -> None:
+    def __init__(self, tracer: Tracer, span: Span) -> None:
         context = span.get_span_context()
         self.trace_id = f"{context.trace_id:032x}"
         self.traceparent = f"00-{self.trace_id}-{context.span_id:016x}-{int(context.trace_flags):02x}"
@@ -109,7 +97,8 @@ class RequestTrace:
             for step, started, ended, rows in record.timings.spans:
                 started_ns, ended_ns = (now + round((moment - counter) * 1e9) for moment in (started, ended))
                 attributes: Attributes = {"layertap.batch_rows": rows} if rows else {}
-                self._tracer.add_span(step, context, started_ns, ended_ns, attributes)
+                part = self._tracer.start_span(step, context, attributes=attributes, start_time=started_ns)
+                part.end(ended_ns)
         span.end(now)
 
 

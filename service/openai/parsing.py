@@ -19,8 +19,7 @@ from layertap.service.http.json_document import load_json
 from layertap.service.http.parsing import RawRequest
 from layertap.service.inputs.arrays import decode_base64
 from layertap.service.inputs.items import ImageItem, InputItem, TextItem, TokensItem, UrlItem
-from layertap.service.schemas.base import OneError, StrictBody, StrictIndex
-from layertap.service.schemas.faults import read_field
+from layertap.service.schemas.base import OneError, StrictBody, StrictIndex, read_field
 from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 

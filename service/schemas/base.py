@@ -1,13 +1,19 @@
-"""What all bodies have in common: no unknown fields, few of them, and the numbers that several have."""
+"""What bodies have in common: no unknown fields, numbers, tensors, and errors of single fields as faults."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 
+from layertap.models.errors import Fault, LayertapError, RequestError
+from layertap.service.inputs.arrays import Array, decode_base64, read_tensor
+
+B = TypeVar("B")
+T = TypeVar("T")
 MAX_FIELDS = 64
 MAX_INDICES = 16_384
 
@@ -50,3 +56,37 @@ class StrictBody(BaseModel):
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
             raise ValueError(f"an object here has at most {MAX_FIELDS} fields, this one has {len(value)}")
         return value
+
+
+class TensorBody(StrictBody):
+    """A tensor: little-endian bytes in C order, as base64."""
+
+    dtype: str = Field(max_length=16)
+    shape: list[Annotated[int, Field(ge=0, lt=2**40)]] = Field(max_length=8)
+    data: str
+
+    def to_array(self) -> Array:
+        """The tensor as an array; InputError where its bytes and its shape do not fit each other."""
+        return read_tensor(self.dtype, self.shape, decode_base64(self.data))
+
+
+def read_field(pointer: str, read: Callable[[], T]) -> T:
+    """What one field means; RequestError with its pointer."""
+    try:
+        return read()
+    except LayertapError as error:
+        raise RequestError.from_faults([error.to_fault(pointer)]) from None
+
+
+def read_entries(bodies: Iterable[B], name: str, read: Callable[[B], T]) -> tuple[T, ...]:
+    """What each entry of a list means; RequestError with a fault for each bad one."""
+    entries: list[T] = []
+    faults: list[Fault] = []
+    for index, body in enumerate(bodies):
+        try:
+            entries.append(read(body))
+        except LayertapError as error:
+            faults.append(error.to_fault(f"/{name}/{index}"))
+    if faults:
+        raise RequestError.from_faults(faults)
+    return tuple(entries)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, JsonValue
 
@@ -23,8 +23,7 @@ from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.models.spec import Truncate
 from layertap.service.pictures.options import MAX_TILES
-from layertap.service.schemas.base import OneError, StrictBody, make_list
-from layertap.service.schemas.faults import read_entries, read_field
+from layertap.service.schemas.base import OneError, StrictBody, make_list, read_entries, read_field
 from layertap.service.schemas.inputs import InputBody, read_input_options
 from layertap.service.schemas.interventions import MAX_INTERVENTIONS, InterventionBody
 from layertap.service.schemas.layers import LayerEntry
@@ -142,7 +141,7 @@ SomeMethods = Annotated[tuple[Method, ...], Field(min_length=1, json_schema_extr
 Methods = Annotated[
     SomeMethods,
     BeforeValidator(make_list, json_schema_input_type=Method | SomeMethods),
-    OneError("Input should be the name of a method, or a list of some, each once"),
+    OneError(f"Input should be one of {', '.join(get_args(Method))}, or a list of some, each once"),
 ]
 Classes = Annotated[
     tuple[SomeClass, ...],

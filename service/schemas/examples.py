@@ -1,4 +1,4 @@
-"""Examples for the OpenAPI document, by the names of its schemas: tests send each of a request and expect 200.
+"""Examples of requests for the OpenAPI document: tests send each and expect 200.
 
 They are for the embedded model and, where they are of texts, for a model that is called bert.
 """
@@ -19,13 +19,10 @@ PIXELS = (
     "Dw8PAAAAAAAAAAAAAAAAAAAADw8Pv7+/v7+/Dw8PAAAAAAAAAAAAAAAAAAAADw8Pn5+ff39/AAAAAAAAAAAAf39/Pz8/T09P39/fj4+PAAAAAAAAAAAA"
     "b29vz8/Pz8/Pj4+PAAAAAAAA"
 )
-TENSOR: Json = {"dtype": "uint8", "shape": [8, 8, 3], "data": PIXELS}
 PICTURE: Json = {"image": PNG}
-TEXT: Json = {"text": "a cat sat on the mat"}
 OBJECTIVE: Json = {"kind": "logit", "class": 3}
-SOURCE: Json = {"input": 0, "layer": "block2"}
 ZERO: Json = {"layer": "block2", "op": "zero", "channels": [3, 7]}
-REPLACE: Json = {"layer": "block2", "op": "replace", "from": SOURCE}  # of one input: another has the tensor
+REPLACE: Json = {"layer": "block2", "op": "replace", "from": {"input": 0}}  # of one input: another has the value
 
 # What may be asked of POST /extract, by what is shown.
 EXTRACT: dict[str, Json] = {
@@ -36,14 +33,19 @@ EXTRACT: dict[str, Json] = {
         "encoding": "base64",
         "inputs": [PICTURE, PICTURE],
     },
-    "a text": {"model": "bert", "inputs": [TEXT]},
-    "decoded pixels": {"layers": ["head"], "inputs": [{"tensor": TENSOR}]},
+    "a text": {"model": "bert", "inputs": [{"text": "a cat sat on the mat"}]},
+    "a text's tokens": {"model": "bert", "inputs": [{"tokens": [101, 1037, 4937, 102]}]},
+    "decoded pixels": {
+        "layers": ["head"],
+        "inputs": [{"tensor": {"dtype": "uint8", "shape": [8, 8, 3], "data": PIXELS}}],
+    },
     "a gradient": {
         "layers": [{"layer": "block3:grad_output", "pool": "mean"}],
         "objective": OBJECTIVE,
         "inputs": [PICTURE],
     },
     "a changed value": {"layers": ["head"], "interventions": [ZERO], "inputs": [PICTURE]},
+    "a value of another input": {"layers": ["head"], "inputs": [PICTURE, {**PICTURE, "interventions": [REPLACE]}]},
 }
 EXPLAIN: dict[str, Json] = {
     "Grad-CAM": {"method": "grad_cam", "layer": "block2", "inputs": [PICTURE]},
@@ -75,176 +77,4 @@ PARAMETERS: Json = {
     "classes": "top,3",
     "match": "block?.conv*",
     "type": "Conv2d",
-}
-
-FINGERPRINT = "f2a0fb7d9df1f0de4ae71cd9fb4d7184"
-PROBE: Json = {"input": "picture", "values": "k5aQQHYyRCL1NGE0eS9fL/8shzA="}
-NUMBERS = [[-6.87, -1.66, -0.92, 8.94, -8.69, -2.03, -7.77, -1.84, -1.51, 0.49]]
-FEATURE: Json = {"shape": [1, 10], "dtype": "float32", "data": NUMBERS}
-RECEIPT: Json = {
-    "layer": "head",
-    "call": 0,
-    "module": "Linear",
-    "site": "output",
-    "layout": "NC",
-    "captured": [1, 10],
-    "dtype": "float32",
-    "pool": "none",
-    "fingerprint": FINGERPRINT,
-}
-FAULT: Json = {
-    "detail": "the bytes are not a picture of a known format",
-    "hint": "send a complete JPEG, PNG, WebP, AVIF, GIF or BMP file",
-    "pointer": "/inputs/1",
-    "input": 1,
-}
-FEATURE_SIZE: Json = {"shape": [1, 10], "dtype": "float32", "bytes": 40}
-MODEL_INPUT: Json = {"name": "image", "shape": [3, 32, 32], "dtype": "float32"}
-PREPROCESSING: Json = {
-    "resize": 32,
-    "crop": 32,
-    "mean": [0.5, 0.5, 0.5],
-    "std": [0.5, 0.5, 0.5],
-    "interpolation": "bilinear",
-    "decode": "exact",
-}
-NAMES: Json = {"count": 1, "names": ["head.scale"]}
-CHECKPOINT: Json = {"key": "state_dict", "prefix": "module.", "left_over": NAMES}
-LABELS: Json = {"count": 10, "from": "configuration"}
-EMBEDDING_CHOICE: Json = {"pool": "mean", "normalize": False, "reason": "the configuration names it"}
-TEXT_INPUTS: Json = {"takes": ["text", "tokens"], "max_tokens": 512, "vocabulary": 30522, "mask": "attention_mask"}
-MODEL: Json = {
-    "name": "digits",
-    "state": "ready",
-    "source": "python:layertap.models.digits:digits",
-    "dtype": "float32",
-    "device": "cpu",
-    "inputs": [MODEL_INPUT],
-    "preprocess": PREPROCESSING,
-    "weights": "digits.safetensors",
-    "weights_digest": "ef6a6e6a9b3877fd189f129d614660617c7ba48d58283e2fcf3c8a30b75c2b21",
-    "embedding": "pool",
-    "embedding_choice": EMBEDDING_CHOICE,
-    "labels": None,
-    "layers": 22,
-    "hooks": 0,
-    "deterministic": True,
-    "memory_bytes": 294800,
-    "total_memory_bytes": 294800,
-}
-LIMITS: Json = {
-    "max_inputs": 256,
-    "max_body_bytes": 33554432,
-    "body_timeout_s": 15.0,
-    "max_pixels": 50000000,
-    "max_resized_pixels": 4000000,
-    "max_json_depth": 32,
-    "max_results": 1024,
-    "max_changed_inputs": 16_384,
-    "max_reply_bytes": 268435456,
-    "max_queue_rows": 1024,
-    "max_queue_bytes": 1073741824,
-    "deadline_s": 30.0,
-}
-OUT_TENSOR: Json = {"path": "", "shape": [1, 32, 16, 16], "dtype": "float32", "layout": "NCHW"}
-CALL_TENSOR: Json = {"call": 0, **OUT_TENSOR}
-ATTENTION: Json = {
-    "call": 0,
-    "path": "",
-    "shape": [1, 12, 197, 197],
-    "dtype": "float32",
-    "layout": "NAQK",
-    "how": "recomputed",
-}
-FUNCTION: Json = {"call": 0, "name": "add#0", "outputs": [OUT_TENSOR], "inputs": [OUT_TENSOR, OUT_TENSOR]}
-LAYER: Json = {
-    "name": "block2.relu",
-    "type": "ReLU",
-    "leaf": True,
-    "calls": 1,
-    "outputs": [CALL_TENSOR],
-    "inputs": [CALL_TENSOR],
-    "attention": [],
-    "attention_sink": [],
-    "parameters": 0,
-    "layout": "NCHW",
-    "cost": 0.5737,
-    "share": 0.0121,
-    "hazards": ["inplace"],
-}
-
-EXAMPLES: dict[str, list[Any]] = {
-    "ExtractBody": list(EXTRACT.values()),
-    "ExplainBody": list(EXPLAIN.values()),
-    "InputBody": [PICTURE, {"tensor": TENSOR}, TEXT, {"tokens": [101, 1037, 4937, 102]}],
-    "TensorBody": [TENSOR],
-    "LayerBody": [{"layer": "block3", "pool": "mean", "as": "vector"}, {"type": "Conv2d", "stats": ["mean", "std"]}],
-    "ObjectiveBody": [OBJECTIVE, {"kind": "cross_entropy", "class": 3}],
-    "InterventionBody": [ZERO, {"layer": "block1", "op": "scale", "by": 0.5}],
-    "SourceBody": [SOURCE],
-    "Problem": [
-        {
-            "type": "urn:layertap:problem:invalid-request",
-            "title": "Unprocessable Content",
-            "status": 422,
-            "detail": FAULT["detail"],
-            "hint": FAULT["hint"],
-            "request_id": "5d3ad1cf5d6d4e0e8f6b3f7a2f1c9b80",
-            "errors": [FAULT],
-        }
-    ],
-    "Fault": [FAULT],
-    "FeaturesReply": [
-        {
-            "model": "digits",
-            "fingerprint": FINGERPRINT,
-            "rows": 1,
-            "features": {"head": FEATURE},
-            "receipts": {"head": RECEIPT},
-            "errors": [],
-        }
-    ],
-    "Feature": [FEATURE, {"shape": [1, 2], "dtype": "float32", "data": "AACAPwAAAEA="}],
-    "Receipt": [RECEIPT],
-    "Probe": [PROBE],
-    "ProbeReply": [{"model": "digits", "fingerprint": FINGERPRINT, "receipts": {"head": {**RECEIPT, "probe": PROBE}}}],
-    "DryRunReply": [
-        {
-            "model": "digits",
-            "fingerprint": FINGERPRINT,
-            "rows": 1,
-            "features": {"head": FEATURE_SIZE},
-            "bytes": 40,
-            "stops_at": "head#0:output",
-            "cost": 1.0,
-            "seconds": 0.000786,
-            "warnings": [],
-            "errors": [],
-        }
-    ],
-    "TopClassReply": [{"class": 3, "score": 8.94, "probability": 0.9998}],
-    "FeatureSize": [FEATURE_SIZE],
-    "ModelsReply": [{"default": "digits", "aliases": {"prod": "digits"}, "models": [MODEL], "limits": LIMITS}],
-    "Model": [MODEL],
-    "ReloadReply": [
-        {"added": [], "removed": [], "changed": {"digits": ["weights"]}, "aliases": {"prod": "digits"}, "default": None}
-    ],
-    "Replacement": [{"state": "loading"}],
-    "ModelInput": [MODEL_INPUT],
-    "Preprocessing": [PREPROCESSING],
-    "LibraryPreprocessing": [{"processor": "LevitImageProcessorPil", "settings": FINGERPRINT, "decode": "exact"}],
-    "Checkpoint": [CHECKPOINT],
-    "CountedNames": [NAMES],
-    "ModelLabels": [LABELS],
-    "LabelsReply": [{"model": "pets", "labels": ["cat", "dog", "hamster"]}, {"model": "digits", "labels": None}],
-    "EmbeddingChoice": [EMBEDDING_CHOICE],
-    "TextInputs": [TEXT_INPUTS],
-    "Limits": [LIMITS],
-    "LayersReply": [{"model": "digits", "layers": [LAYER], "seconds": 0.000786, "rowwise": True, "embedding": "pool"}],
-    "Layer": [LAYER],
-    "Tensor": [OUT_TENSOR],
-    "CallTensor": [CALL_TENSOR],
-    "AttentionTensor": [ATTENTION],
-    "LayerFunction": [FUNCTION],
-    "HealthReply": [{"status": "ready", "failed": ["weights"]}],
 }

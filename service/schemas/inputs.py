@@ -13,11 +13,17 @@ from layertap.models.errors import Fault, InputError, LayertapError, RequestErro
 from layertap.models.selection.hook_points import InputOptions, Intervention, Objective
 from layertap.service.inputs.arrays import Array, decode_base64
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem, TokensItem, UrlItem
-from layertap.service.schemas.base import MAX_FIELDS, OneError, StrictBody, StrictIndex
-from layertap.service.schemas.faults import read_entries, read_field
+from layertap.service.schemas.base import (
+    MAX_FIELDS,
+    OneError,
+    StrictBody,
+    StrictIndex,
+    TensorBody,
+    read_entries,
+    read_field,
+)
 from layertap.service.schemas.interventions import MAX_INTERVENTIONS, InterventionBody
 from layertap.service.schemas.objective import Class, ObjectiveBody, Target
-from layertap.service.schemas.tensors import TensorBody
 
 MAX_TOKENS = 131_072
 
@@ -39,8 +45,8 @@ class InputBody(StrictBody):
     url: str | None = Field(None, max_length=8192)
     tensor: TensorBody | None = None
     tensors: Annotated[dict[str, TensorBody], Field(min_length=1, max_length=MAX_FIELDS)] | None = None
-    text: str | None = Field(None, examples=["a cat sat on the mat"])
-    tokens: Tokens = Field(None, examples=[[101, 1037, 4937, 102]])
+    text: str | None = None
+    tokens: Tokens = None
     objective: ObjectiveBody | None = None
     klass: Class = Field(None, alias="class")
     target: Target = None

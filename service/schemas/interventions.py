@@ -11,9 +11,8 @@ from layertap.models.interventions.operations import Op
 from layertap.models.selection.hook_points import Intervention, Operation, TensorData, TensorSource
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.service.inputs.arrays import require_finite
-from layertap.service.schemas.base import Index, Number, SignedIndices, StrictBody
+from layertap.service.schemas.base import Index, Number, SignedIndices, StrictBody, TensorBody
 from layertap.service.schemas.layers import PlaceBody
-from layertap.service.schemas.tensors import TensorBody
 
 MAX_INTERVENTIONS = 256
 AS_THEY_ARE = (  # fields that an operation has too

@@ -27,7 +27,7 @@ def _parse_stats(value: object) -> tuple[str, ...] | None:
         known = tuple(name for name in STATS if name in value)
         if len(known) == len(value):
             return tuple(value)
-    raise PydanticCustomError("stats", "Input should be true or a list of statistics, each of them once")
+    raise PydanticCustomError("stats", f"Input should be true, or a list of statistics, each once: {', '.join(STATS)}")
 
 
 STATS_SCHEMA = {

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from layertap.models.errors import Fault, RequestError, escape, find_nearest, suggest
-from layertap.models.gradients.objectives import ObjectiveKind
-from layertap.models.interventions.operations import Op
-from layertap.models.selection.hook_points import Method, ReplyDType
-from layertap.models.selection.poolings import Pool
-from layertap.models.selection.statistics import STATS
+from layertap.service.schemas.base import TensorBody
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
 from layertap.service.schemas.inputs import InputBody
 from layertap.service.schemas.interventions import InterventionBody
 from layertap.service.schemas.layers import LayerBody
 from layertap.service.schemas.objective import ObjectiveBody
-from layertap.service.schemas.tensors import TensorBody
-from layertap.service.types import Priority
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -70,35 +64,18 @@ def _make_pointer(loc: tuple[int | str, ...]) -> str:
     return "".join(f"/{part}" for part in parts)[:200]
 
 
-def _offer(literal: Any) -> str:
-    """A hint that lists the values of a Literal."""
-    *names, last = get_args(literal)
-    return f"use {', '.join(names)} or {last}"
-
-
 FIELDS = {
     field.alias or name
     for model in (ExtractBody, ExplainBody, LayerBody, InputBody, TensorBody, InterventionBody, ObjectiveBody)
     for name, field in model.model_fields.items()
 }
-HINTS = {
+HINTS = {  # where the message does not show what to write
     "layers": 'write "layers": ["NAME", …], or ?layers=NAME,NAME',
     "inputs": 'write "inputs": [{"image": "<base64>"}]',
-    "tokens": 'write whole numbers, 0 and above: "tokens": [0, 5]',
     "text": 'write {"text": "a cat"}',
     "tensor": 'write {"dtype": "float32", "shape": [3, 32, 32], "data": "<base64>"}',
     "tensors": 'write {"NAME": {"dtype": "float32", "shape": [3, 32, 32], "data": "<base64>"}}',
     "as": "use 1 to 128 of letters, digits, '_', '-' and '.'",
-    "priority": _offer(Priority),
-    "pool": _offer(Pool),
-    "dtype": _offer(ReplyDType),
-    "resume": "name the layer whose output the inputs are",
-    "stats": f"use true, or some of {', '.join(STATS)}",
-    "op": _offer(Op),
-    "method": _offer(Method),
-    "classes": 'write "classes": [3, "top"]',
-    "discard_ratio": "use 0 up to, not including, 1",
-    "kind": _offer(ObjectiveKind),
     "objective": 'write "objective": {"kind": "logit", "class": "top"}',
     "interventions": 'write "interventions": [{"layer": "NAME", "op": "zero"}]',
     "region": "write [top, left, bottom, right]",

@@ -28,7 +28,7 @@ VERSIONS = ("1.28", kubernetes_validate.latest_version())  # of Kubernetes: an o
 OTHERS = frozenset({"ServiceMonitor"})  # of what is installed on top of Kubernetes, and no schema here knows
 FULL: Json = {
     "keys": {"apiKeys": ["first"], "adminKeys": ["admin"]},
-    "settings": {"DEADLINE_S": 12.5, "DRAIN_DELAY_S": "3", "KEY_RATE": 5, "TRUSTED_PROXIES": "10.0.0.0/8"},
+    "settings": {"DEADLINE_S": 12.5, "DRAIN_DELAY_S": "3", "SLOW_REQUEST_S": 5, "TRUSTED_PROXIES": "10.0.0.0/8"},
     "models": {"models": [{"name": "r", "source": "torchvision:resnet18", "weights": "random:0"}]},
     "autoscaling": {"enabled": True, "queueSeconds": "250m"},
     "disruptionBudget": {"enabled": True},
@@ -170,11 +170,17 @@ def test_rollout() -> None:
 
 def test_numbers() -> None:
     """A large number without quotes, as a file of values has it, is the same number in the environment."""
-    settings = {"MAX_BODY_BYTES": 67_108_864, "KEY_RATE": 0.00002, "DEADLINE_S": 12.5, "WORKERS": 0, "FETCH_URLS": True}
+    settings = {
+        "MAX_BODY_BYTES": 67_108_864,
+        "SLOW_REQUEST_S": 0.00002,
+        "DEADLINE_S": 12.5,
+        "WORKERS": 0,
+        "FETCH_URLS": True,
+    }
     found = environment(render({**KEYS, "settings": settings}))
     assert {name: found[f"LAYERTAP_{name}"] for name in settings} == {
         "MAX_BODY_BYTES": "67108864",
-        "KEY_RATE": "0.00002",
+        "SLOW_REQUEST_S": "0.00002",
         "DEADLINE_S": "12.5",
         "WORKERS": "0",
         "FETCH_URLS": "true",

@@ -173,8 +173,8 @@ BAD: dict[str, Case] = {
     "a text for pictures": Case(422, body(inputs=[{"text": "a cat"}]), input=0, says="takes no text"),
     "a raw text for pictures": Case(422, raw(b"a cat", "text/plain", **ONE), input=0, says="pictures"),
     "tokens for pictures": Case(422, body(inputs=[{"tokens": [1, 2]}]), input=0, says="takes no text"),
-    "no tokens": Case(422, body(inputs=[{"tokens": []}]), pointer="/inputs/0/tokens", says='"tokens": ['),
-    "a negative token": Case(422, body(inputs=[{"tokens": [1, -2]}]), pointer="/inputs/0/tokens", says='"tokens": ['),
+    "no tokens": Case(422, body(inputs=[{"tokens": []}]), pointer="/inputs/0/tokens", says="whole numbers"),
+    "a negative token": Case(422, body(inputs=[{"tokens": [1, -2]}]), pointer="/inputs/0/tokens", says="whole numbers"),
     "a token beyond 64 bits": Case(422, text('{"layers": ["pool"], "inputs": [{"tokens": [99999999999999999999]}]}')),
     "tokens as text": Case(422, body(inputs=[{"tokens": "a cat"}]), pointer="/inputs/0/tokens"),
     "very many tokens": Case(422, body(inputs=[{"tokens": [1] * 200_000}]), pointer="/inputs/0/tokens"),
@@ -241,7 +241,7 @@ BAD: dict[str, Case] = {
     ),
     # 422: what changes and what is differentiated
     "nowhere to intervene": Case(422, body(interventions=[{"op": "zero"}]), pointer="/interventions/0"),
-    "unknown op": Case(422, body(interventions=[{"layer": "pool", "op": "exec"}]), says="zero, scale"),
+    "unknown op": Case(422, body(interventions=[{"layer": "pool", "op": "exec"}]), says="'zero', 'scale'"),
     "no op": Case(422, body(interventions=[{"layer": "pool"}]), pointer="/interventions/0/op"),
     "NaN by": Case(422, body(interventions=[{"layer": "pool", "op": "scale", "by": "nan"}])),
     "infinite value": Case(422, body(interventions=[{"layer": "pool", "op": "add", "value": "inf"}])),
@@ -366,7 +366,7 @@ BAD: dict[str, Case] = {
     "a picture for a model of tensors": Case(422, body(model="gated", layers=["linear"]), input=0, says="float32 [4]"),
     "inputs beside images": Case(422, {"files": [("images", PNG), ("request", json.dumps({**GOOD}))]}, says="'inputs'"),
     "two requests": Case(422, {"files": [("request", REQUEST), ("request", REQUEST)]}),
-    "a part of another name": Case(422, {"files": [("images", PNG), ("image", PNG)], "params": ONE}, says="rename"),
+    "a part of another name": Case(422, {"files": [("images", PNG), ("image", PNG)], "params": ONE}, says="both"),
     # 422: parameters and headers
     "unknown parameter": Case(422, raw(PNG, "image/png", **ONE, lairs="x"), says="layers"),
     "parameters beside JSON": Case(422, {**body(), "params": {"pool": "mean"}}, says="JSON"),

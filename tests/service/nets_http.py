@@ -124,13 +124,6 @@ class TwoInputs(nn.Module):
         return {"sum": a + b, "product": a * b}
 
 
-class NamedAsParts(nn.Module):
-    """Its inputs are called as parts of a multipart body are."""
-
-    def forward(self, *, images: Tensor, request: Tensor) -> Tensor:
-        return images + request
-
-
 class Patches(nn.Module):
     """Patches of 4 pixels with attention among them, of a picture of any size."""
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import pyarrow as pa
 import safetensors.numpy
 from numpy.typing import NDArray
 from PIL import Image
@@ -179,21 +178,11 @@ def _npz(response: httpx.Response) -> dict[str, Array]:
         return dict(archive)
 
 
-def columns_of(table: pa.Table) -> dict[str, Array]:
-    """The columns of an Arrow table, by pyarrow's own functions."""
-    columns = {name: table[name].combine_chunks() for name in table.column_names}
-    return {
-        name: column.to_numpy_ndarray() if isinstance(column.type, pa.FixedShapeTensorType) else column.to_numpy()
-        for name, column in columns.items()
-    }
-
-
 READERS: dict[str, Callable[[httpx.Response], dict[str, Array]]] = {
     "application/json": _listed,
     "application/x-npy": lambda response: {"": np.load(BytesIO(response.content), allow_pickle=False)},
     "application/x-npz": _npz,
     "application/x-safetensors": lambda response: dict(safetensors.numpy.load(response.content)),
-    "application/vnd.apache.arrow.stream": lambda response: columns_of(pa.ipc.open_stream(response.content).read_all()),
 }
 
 TITLES = {413: "Content Too Large", 422: "Unprocessable Content"}  # as RFC 9110 has them, newer than Python's

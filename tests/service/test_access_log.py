@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,6 @@ from io import StringIO
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -27,11 +25,11 @@ from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import build_row_request, connect, encode_request, hold_model, post_rows, wait_until
 from tests.service.load_server import process
-from tests.service.support import Json, configured, image, net, npy, picture, raw, text64
+from tests.service.support import Json, configured, image, net, picture, raw, text64
 
 ALWAYS = ["request_id", "method", "path", "status", "milliseconds"]
 STEPS = {"parse_ms", "decode_ms", "queue_ms", "forward_ms", "copy_ms", "encode_ms"}
-KEYS = {"api_keys": "user-key # search, other-key", "admin_keys": "admin-key", "key_rate": 0.001, "key_burst": 20}
+KEYS = {"api_keys": "user-key # search, other-key", "admin_keys": "admin-key"}
 
 
 class Lines:
@@ -187,40 +185,7 @@ def test_client_that_left(single: Live, lines: Lines) -> None:
             connection.sendall(encode_request(request))
             wait_until(lambda: single.engine.take_snapshot().queue_rows == 3)
         line = lines.find_by_id("left")
-    assert (line["status"], line["client_left"], line["model"], line["rows"]) == (499, True, "gated", 3)
-
-
-def test_client_that_left_in_its_reply(serve: Serve, lines: Lines) -> None:
-    """A client that left before the end of its reply is told, with the status that the reply had."""
-    request = raw(npy(np.zeros((200, 3, 32, 32), np.float32)), "application/x-npy", layers="block1", format="npy")
-    with serve(send_buffer=2**12) as live:
-        with connect(live, buffer=2**11) as connection:
-            sent = live.client.build_request("POST", "/extract", **request)
-            sent.headers["x-request-id"] = "left"
-            connection.sendall(encode_request(sent))
-            assert connection.recv(12) == b"HTTP/1.1 200"
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
-        line = lines.find_by_id("left")
-        whole = lines.find(live.client.post("/extract", **raw(picture(), "image/png", layers="head")))
-    assert (line["status"], line["client_left"], line["rows"]) == (200, True, 200)
-    assert "client_left" not in whole
-
-
-def test_client_that_read_all(live: Live, lines: Lines) -> None:
-    """A client that goes as soon as it has its large reply did not leave early."""
-    request = raw(npy(np.zeros((20, 3, 32, 32), np.float32)), "application/x-npy", layers="block1", format="npy")
-    for number in range(20):
-        with connect(live) as connection:
-            sent = live.client.build_request("POST", "/extract", **request)
-            sent.headers["x-request-id"] = f"read-{number}"
-            connection.sendall(encode_request(sent))
-            head, _, body = connection.recv(2**12).partition(b"\r\n\r\n")
-            missing = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]) - len(body)
-            assert missing > 2**17
-            while missing:
-                missing -= len(connection.recv(missing))
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
-        assert "client_left" not in lines.find_by_id(f"read-{number}")
+    assert (line["status"], line["model"], line["rows"]) == (499, "gated", 3)
 
 
 def test_cache(serve: Serve, lines: Lines) -> None:
@@ -249,7 +214,7 @@ def test_loading(serve: Serve, lines: Lines, gate: threading.Event) -> None:
 
 
 def test_names_of_keys(serve: Serve, lines: Lines) -> None:
-    """A key's name, or its place among those without, is in the line, also where it comes too often; no key ever is."""
+    """A key's name, or its place among those without, is in the line; no key ever is."""
     with serve(**KEYS) as live:
         for key, name, status in (
             ("user-key", "search", 200),
@@ -261,9 +226,6 @@ def test_names_of_keys(serve: Serve, lines: Lines) -> None:
             reply = live.client.get("/models", headers={"x-api-key": key})
             line = lines.find(reply)
             assert (reply.status_code, line["status"], line.get("key")) == (status, status, name)
-        replies = [live.client.get("/models", headers={"x-api-key": "user-key"}) for _ in range(21)]
-        line = lines.find(replies[-1])
-        assert (line["status"], line["key"]) == (429, "search")
     assert not [key for key in ("user-key", "other-key", "admin-key", "wrong-key") if key in lines.stream.getvalue()]
 
 
@@ -305,7 +267,7 @@ def test_sentence() -> None:
         "POST /extract 200, 1250 ms: resnet50, 3 rows in batches of up to 8, cache miss, key search"
         " (queue 1234.5 forward 11.2 other 4.2)"
     )
-    left = format_request(make_record(status=499, client_left=True).make_fields())
+    left = format_request(make_record(status=499).make_fields())
     assert left.startswith("POST /extract 499, 1250 ms: the client left, resnet50")
     record = logging.LogRecord("layertap.access", logging.WARNING, "f", 1, "slow request", (), None)
     record.fields = make_record().make_fields()

@@ -155,14 +155,14 @@ PNG = picture(1, (32, 32))
 PICTURES = [image(picture(seed, (200, 200))) for seed in range(32)]
 MAPS: Json = {"method": ["grad_cam", "occlusion", "saliency"], "top_classes": 5, "inputs": PICTURES}
 REQUESTS: dict[str, Json] = {
-    **{f"many results as {name}": many(format=name) for name in ("json", "npz", "safetensors", "arrow")},
+    **{f"many results as {name}": many(format=name) for name in ("json", "npz", "safetensors")},
     "many results as base64": many(encoding="base64"),
     "many results of few numbers": many(1),
     "many results as int8": many(8, dtype="int8", pool="flatten"),
     "many results with probes": many(1, probe="true"),
     "many results, verified": many(1, verify="true"),
     "many results, compressed": many() | {"headers": {"content-type": "application/x-npy", "accept-encoding": "gzip"}},
-    **{f"many numbers as {name}": long(ROWS, format=name) for name in ("npy", "npz", "safetensors", "arrow")},
+    **{f"many numbers as {name}": long(ROWS, format=name) for name in ("npy", "npz", "safetensors")},
     "many numbers as json": long(ROWS // 3),
     "many numbers as base64": long(ROWS, encoding="base64"),
     "several shapes": shaped(),

@@ -86,8 +86,8 @@ def test_listed_as_a_tree(mixers: Live) -> None:
     listed = mixers.client.get(path, headers=text, params={"functions": "true"}).text.splitlines()
     added = [line for line in listed if "/add#0" in line]
     assert [line.split() for line in added] == [
-        ["│", "/add#0", "1×32×16×16", "NCHW"],
-        ["│", "/add#0", "1×64×8×8", "NCHW"],
+        ["block2/add#0", "1×32×16×16", "NCHW"],
+        ["block3/add#0", "1×64×8×8", "NCHW"],
     ]
     assert [line.split() for line in listed if line not in added] == [line.split() for line in plain]
     assert "block2" in listed[listed.index(added[0]) - 1]

@@ -187,8 +187,11 @@ def test_pictures_at_urls(serve: Serve) -> None:
             "beside others": lambda entry, _: ("/extract", {"layers": ["head"], "inputs": [PICTURE, entry]}),
             "skipping": lambda entry, _: ("/extract", {"layers": ["head"], "inputs": [entry], "on_error": "skip"}),
             "explain": lambda entry, _: ("/explain", {"method": "saliency", "inputs": [entry]}),
-            "openai": lambda _, text: ("/v1/embeddings", {"model": "digits", "input": text}),
-            "openai's list": lambda _, text: ("/v1/embeddings", {"model": "digits", "input": [uri(PNG), text]}),
+            "openai": lambda _, text: ("/v1/embeddings", {"model": "digits", "input": {"image": text}}),
+            "openai's list": lambda _, text: (
+                "/v1/embeddings",
+                {"model": "digits", "input": [uri(PNG), {"image": text}]},
+            ),
         }
         with serve(configured(), **settings) as live:
             for name, make in asked.items():
@@ -228,13 +231,12 @@ def test_errors_are_not_kept(keeping: Live) -> None:
 
 
 @pytest.mark.parametrize("path", ["/extract", "/v2/models/gated/infer"])
-def test_keys_and_rates(serve: Serve, path: str) -> None:
-    """An answer that is kept is given to whoever has a key, and as often as the key may ask."""
+def test_keys(serve: Serve, path: str) -> None:
+    """An answer that is kept is given to whoever has a key."""
     body = (
         INFERENCE if path.startswith("/v2") else {"model": "gated", "layers": ["linear"], "inputs": [tensor(rows()[0])]}
     )
-    keys = {"api_keys": ("first", "second"), "key_rate": 1e-6, "key_burst": 3}
-    with serve(configured(net("gated", "Gated")), **keys, cache_bytes=2**24) as live:
+    with serve(configured(net("gated", "Gated")), api_keys=("first", "second"), cache_bytes=2**24) as live:
 
         def ask(key: str) -> httpx.Response:
             return live.client.post(path, json=body, headers={"x-api-key": key})
@@ -244,9 +246,6 @@ def test_keys_and_rates(serve: Serve, path: str) -> None:
         for key in ("", "third"):
             reply = ask(key)
             assert (reply.status_code, get_result(reply)) == (401, "")
-        assert [ask("first").status_code for _ in range(2)] == [200, 200]
-        reply = ask("first")
-        assert (reply.status_code, int(reply.headers["retry-after"]) > 0) == (429, True)
         assert (ask("second").content, get_result(ask("second"))) == (first.content, "hit")
 
 

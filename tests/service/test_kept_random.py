@@ -18,7 +18,7 @@ from tests.service.gated_server import wait_until
 from tests.service.support import Json, configured, image, net, npy, picture, raw, tensor
 
 PICTURES = [picture(seed) for seed in range(4)]
-FORMATS = ("json", "npy", "npz", "safetensors", "arrow")
+FORMATS = ("json", "npy", "npz", "safetensors")
 POOLS = ("none", "mean", "max", "gem", "flatten", "cls")
 OF_PICTURES = ("block1", "block2", "block?", "block2.relu#*", "block3.conv1:input", "head", ".", "nowhere")
 OF_ROWS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {  # a row's shape and layers of other models

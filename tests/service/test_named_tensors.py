@@ -45,11 +45,8 @@ ITEMS = [tensors(pixels=pixels, kind=kind) for pixels, kind in zip(PIXELS, KIND,
 def two(serve: Serve) -> Iterator[Live]:
     """A server of models of two inputs; it takes no more than three at once."""
     kinds = InputSpec("kind", (), "int64", values=(0, 5))
-    specs = (
-        net("two", "TwoInputs", InputSpec("pixels", (4,)), kinds),
-        net("parts", "NamedAsParts", InputSpec("images", (4,)), InputSpec("request", (4,))),
-    )
-    with serve(configured(*specs), max_inputs=3, max_reply_bytes=20_000, max_body_bytes=100_000) as live:
+    two = net("two", "TwoInputs", InputSpec("pixels", (4,)), kinds)
+    with serve(configured(two), max_inputs=3, max_reply_bytes=20_000, max_body_bytes=100_000) as live:
         yield live
 
 
@@ -91,16 +88,6 @@ def test_one_meaning(two: Live) -> None:
     assert len({reply.json()["fingerprint"] for reply in replies.values()}) == 1
     single = send(two, parts(("pixels", npy(PIXELS[1])), ("kind", npy(KIND[1]))))
     assert close(arrays_of(single), {key: array[1:2] for key, array in wanted.items()})
-
-
-def test_inputs_named_as_parts(two: Live) -> None:
-    """Inputs called as the parts that stand for something else are told by what is in them."""
-    body = {"model": "parts", "layers": ["."]}
-    files = parts(("images", npy(PIXELS)), ("request", npy(PIXELS * 2)))
-    request = ("request", (None, json.dumps(body), "application/json"))
-    np.testing.assert_allclose(
-        arrays_of(two.client.post("/extract", files=[*files, request]))["."], PIXELS * 3, atol=1e-6
-    )
 
 
 def test_only_input(two: Live) -> None:
@@ -180,7 +167,7 @@ BAD_PARTS: dict[str, tuple[list[Any], str]] = {
         [*parts(("pixels", npy(PIXELS)), ("kind", npy(KIND))), ("images", picture())],
         "not both",
     ),
-    "unlabelled text": (parts(("pixels", b"text"), media_type="text/plain"), "rename"),
+    "text": (parts(("pixels", b"text"), media_type="text/plain"), "'texts'"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Several inputs in one body that is no JSON: parts of each kind, in their order, and the arrays of an npz."""
+"""Several inputs in one body that is no JSON: parts of each kind, in their order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from layertap.models.spec import ModelSpec
 from tests.oracle import record
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, configured, image, npy, picture, problem, raw, tensor
+from tests.service.support import Array, Json, arrays_of, configured, image, npy, picture, problem, tensor
 from tests.transformers_nets import saved, tokenizer
 
 ROWS = np.random.default_rng(0).standard_normal((3, 3, 32, 32), np.float32)
@@ -62,12 +62,6 @@ def send(live: Live, *parts: tuple[str, bytes], **query: str) -> Any:
     return live.client.post("/extract", files=files, params={"layers": LAYER, "format": "npz", **query})
 
 
-def savez(*arrays: Array) -> bytes:
-    stream = BytesIO()
-    np.savez(stream, *arrays)
-    return stream.getvalue()
-
-
 def test_pictures_and_tensors(small: Live, plain: Any) -> None:
     """Pictures, pixels and floats are rows in the order of their parts: what the module itself gives."""
     pixels = np.array(Image.open(BytesIO(picture(2))))
@@ -98,36 +92,10 @@ def test_texts(small: Live) -> None:
     assert small.client.post("/extract", files=[request, ("tensors", ("a.npy", npy(ids)))]).json() == alone
 
 
-def test_npz(small: Live, plain: Any) -> None:
-    """Arrays that numpy has numbered are inputs in that order; a single one may be a batch."""
-    expected = record(plain, torch.from_numpy(ROWS))[LAYER, 0, (), "output"].numpy()
-    query = {"layers": LAYER, "format": "npz"}
-    for data in (savez(*ROWS), savez(ROWS)):
-        reply = small.client.post("/extract", **raw(data, "application/x-npz", **query))
-        np.testing.assert_allclose(arrays_of(reply)[LAYER], expected, rtol=1e-4, atol=1e-5)
-    pixels = [np.array(Image.open(BytesIO(picture(seed, size)))) for seed, size in ((1, (40, 32)), (2, (33, 70)))]
-    reply = small.client.post("/extract", **raw(savez(*pixels), "application/x-npz", **query))
-    rows = [decoded(picture(1, (40, 32))), decoded(picture(2, (33, 70)))]
-    expected = record(plain, torch.from_numpy(np.stack(rows)))[LAYER, 0, (), "output"].numpy()
-    np.testing.assert_allclose(arrays_of(reply)[LAYER], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_many_in_an_npz(live: Live) -> None:
-    """``arr_10`` comes after ``arr_9``."""
-    batch = np.random.default_rng(1).standard_normal((12, 3, 32, 32), np.float32)
-    query = {"layers": "head", "format": "npz"}
-    numbered = arrays_of(live.client.post("/extract", **raw(savez(*batch), "application/x-npz", **query)))
-    whole = arrays_of(live.client.post("/extract", **raw(npy(batch), "application/x-npy", **query)))
-    np.testing.assert_allclose(numbered["head"], whole["head"], rtol=1e-5, atol=1e-6)
-
-
 def test_counted(small: Live) -> None:
-    """Parts and arrays count as inputs."""
-    for reply in (
-        send(small, *[("tensors", npy(ROWS[0]))] * 3, ("images", picture()), ("images", picture())),
-        small.client.post("/extract", **raw(savez(*[ROWS[0]] * 5), "application/x-npz", layers=LAYER)),
-    ):
-        assert "4" in problem(reply, 413)["detail"]
+    """Parts count as inputs."""
+    reply = send(small, *[("tensors", npy(ROWS[0]))] * 3, ("images", picture()), ("images", picture()))
+    assert "4" in problem(reply, 413)["detail"]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +106,7 @@ def test_counted(small: Live) -> None:
         ([("tensors", npy(ROWS))], "does not fit"),
         ([("images", picture()), ("image", npy(ROWS[0]))], "not both"),
         ([("tensors", npy(ROWS[0])), ("image", npy(ROWS[0]))], "not both"),
-        ([("text", b"a")], "'texts' and 'tensors'"),
+        ([("text", b"a")], "part 'text': this is not a .npy file"),
         ([("texts", b"a")], "takes no text"),
     ],
 )

@@ -21,14 +21,13 @@ def test_only_what_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_keys_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Processes that serve nobody get no keys; those that serve get the same, whatever rates they have."""
+    """Processes that serve nobody get no keys; those that serve get the same."""
     (tmp_path / "keys").write_text("secret-of-a-file\n")
     monkeypatch.setenv("LAYERTAP_API_KEYS", "secret")
     monkeypatch.setenv("LAYERTAP_ADMIN_KEYS_FILE", str(tmp_path / "keys"))
-    monkeypatch.setenv("LAYERTAP_KEY_RATE", "5")
     settings = read_settings()
     assert pick_chosen(settings, keys=False) == {}
     monkeypatch.undo()
     there = read_settings(**pick_chosen(settings, keys=True))
-    assert (there.api_keys, there.key_rate) == (("secret",), 5)
+    assert there.api_keys == ("secret",)
     assert set(there.admin_keys) == {"secret-of-a-file"}

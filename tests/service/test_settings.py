@@ -55,13 +55,13 @@ def test_no_texts(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None
 
 def test_all_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names and values that make no sense are told all at once, a line each."""
-    for name, value in {"API_KEY": "secret", "PROT": "1", "DEADLINE_S": "soon", "KEY_BURST": "5"}.items():
+    for name, value in {"API_KEY": "secret", "PROT": "1", "DEADLINE_S": "soon", "MAX_INPUTS": "0"}.items():
         monkeypatch.setenv(f"LAYERTAP_{name}", value)
     with pytest.raises(SettingsError) as caught:
         read_settings(port=-1)
     lines = [line.partition(": ") for line in caught.value.detail.splitlines()]
     assert {name for name, _, _ in lines} == {
-        f"LAYERTAP_{name}" for name in ("API_KEY", "PROT", "DEADLINE_S", "KEY_BURST", "PORT")
+        f"LAYERTAP_{name}" for name in ("API_KEY", "PROT", "DEADLINE_S", "MAX_INPUTS", "PORT")
     }
     assert "LAYERTAP_API_KEYS" in lines[0][2]
     assert "secret" not in caught.value.detail
@@ -106,10 +106,3 @@ def test_kubernetes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAYERTAP_PORT", "tcp://10.0.0.1:8000")
     with pytest.raises(SettingsError, match="enableServiceLinks"):
         read_settings()
-
-
-def test_rate_with_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rate is one of keys, whoever they are for."""
-    monkeypatch.setenv("LAYERTAP_KEY_RATE", "2")
-    monkeypatch.setenv("LAYERTAP_ADMIN_KEYS", "admin")
-    assert read_settings().key_rate == 2

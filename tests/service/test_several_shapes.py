@@ -32,9 +32,7 @@ from tests.service.support import (
     image,
     metadata,
     net,
-    npz,
     problem,
-    raw,
     same,
     tensor,
 )
@@ -193,13 +191,6 @@ def test_one_shape_is_as_ever(either: Live) -> None:
     assert list(arrays_of(plain)) == ["conv"]
     assert same(arrays_of(plain), arrays_of(skipped))
     assert plain.json()["receipts"] == skipped.json()["receipts"]
-
-
-def test_npz_of_several(either: Live, module: nn.Module) -> None:
-    """The numbered arrays of an npz may have several shapes too."""
-    body = npz(**{f"arr_{place}": row for place, row in enumerate(ROWS)})
-    arrays = arrays_of(either.client.post("/extract", **raw(body, "application/x-npz", model="Chain", layers="head")))
-    close(arrays["head"], np.concatenate([offline(module, row, "head") for row in ROWS]))
 
 
 def test_noise(either: Live, module: nn.Module) -> None:

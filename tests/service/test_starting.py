@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from select import select
@@ -29,7 +29,6 @@ from tests.service.load_server import ROOT
 from tests.service.support import Json
 
 END_S = 120
-TAKEN, BINDS = 700, 400  # one in twenty ports, so that many binds meet one of them
 NET = {"source": "python:tests.nets:Chain", "weights": "random:0", "device": "cpu"}
 INPUTS = [{"name": "x", "shape": [3, 8, 8]}]
 CHAIN: Json = {"name": "chain", **NET, "inputs": INPUTS}
@@ -197,24 +196,6 @@ def test_bind(host: str, families: int) -> None:
             assert client.recv(1) == b""
         for listener in listeners:
             listener.close()
-
-
-def test_bind_where_ports_are_taken() -> None:
-    """A free port is one that is free for every address of the host."""
-    with ExitStack() as opened:
-        if not _has_ipv6() or len(bind_and_close("localhost")) < 2:
-            pytest.skip("the host has one address")
-        for _ in range(TAKEN):
-            opened.enter_context(socket.create_server(("::1", 0), family=socket.AF_INET6))
-        for _ in range(BINDS):
-            assert len(set(bind_and_close("localhost"))) == 1
-
-
-def bind_and_close(host: str) -> list[int]:
-    """The ports that are free for all addresses of a host."""
-    with ExitStack() as opened:
-        listeners = [opened.enter_context(listener) for listener in bind(host, 0)]
-        return [listener.getsockname()[1] for listener in listeners]
 
 
 def _has_ipv6() -> bool:

@@ -39,7 +39,7 @@ from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.rows.predicted_rows import PredictedRows, find_preprocessed_by, is_reshaped, predict_rows
 from layertap.service.engine.rows.rows import Rows, get_row_shapes
 from layertap.service.inputs.items import TextItem
-from layertap.service.schemas.faults import read_field
+from layertap.service.schemas.base import read_field
 from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap")

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import orjson
 from fastapi import APIRouter, Depends, Query, Request, Response
 
-from layertap.models.catalog.catalog import Layer
 from layertap.models.errors import LoadError, RequestError
-from layertap.models.model_info import ModelInfo
 from layertap.models.selection.matches import filter_layers
 from layertap.service.config.document import ConfigError
 from layertap.service.engine.deadline import wait_until
@@ -38,12 +34,13 @@ FILTERS = frozenset({"match", "type", "leaf", "functions", "format"})
 ENTRY: Json = {"type": "object", "description": "an entry of 'models' in the configuration file; without its name"}
 
 
-@dataclass(frozen=True)
-class ListingFormat:
-    """One way to list layers: its media type, and layers of a model to bytes, with their functions or without."""
+class ListingFormat(NamedTuple):
+    """A way to list layers."""
 
     media_type: str
-    encode: Callable[[ModelInfo, list[Layer], bool], bytes]
+
+
+LISTING_FORMATS = {"json": ListingFormat("application/json"), "text": ListingFormat("text/plain")}
 
 
 @router.get("/models", response_model=ModelsReply)
@@ -85,18 +82,21 @@ async def list_layers(
 
     With ``functions`` each has those that its own forward calls. As JSON, or as a tree for terminals (``format=text``).
     """
-    listing_format = negotiate(request.headers.get("accept"), format, LISTING_FORMATS)
+    media_type = negotiate(request.headers.get("accept"), format, LISTING_FORMATS).media_type
     query.Query.parse(request.scope["query_string"]).check(FILTERS)
     handle = await engine.manager.get_handle(name, deadline)
     model = handle.model
+
+    def encode() -> str | bytes:
+        found = filter_layers(model.catalog, match, type, leaf)
+        described = describe_layers(model, found, functions=functions)
+        return format_tree(described["layers"]) if media_type == "text/plain" else orjson.dumps(described)
+
     with handle.hold():
         if functions:
             await handle.survey(model.shapes, deadline, functions=True)
-        data = await engine.run_in_thread(
-            lambda: listing_format.encode(model, filter_layers(model.catalog, match, type, leaf), functions),
-            deadline,
-        )
-    return Response(data, media_type=listing_format.media_type)
+        data = await engine.run_in_thread(encode, deadline)
+    return Response(data, media_type=media_type)
 
 
 @router.get("/models/{name}/labels", response_model=LabelsReply, responses=describe_problems(404, 422, 503, 504))
@@ -198,17 +198,3 @@ def _reply_model(engine: Engine, name: str, status: int = 200) -> Response:
 
 def _make_json(body: Json, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
-
-
-def _encode_json(model: ModelInfo, layers: list[Layer], functions: bool) -> bytes:
-    return orjson.dumps(describe_layers(model, layers, functions=functions))
-
-
-def _encode_text(model: ModelInfo, layers: list[Layer], functions: bool) -> bytes:
-    return format_tree(model.spec.name, describe_layers(model, layers, functions=functions)["layers"]).encode()
-
-
-LISTING_FORMATS = {
-    "json": ListingFormat("application/json", _encode_json),
-    "text": ListingFormat("text/plain", _encode_text),
-}

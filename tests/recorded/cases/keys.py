@@ -1,4 +1,4 @@
-"""A server that asks for keys, each of which may be used so often, with forwards of four rows."""
+"""A server that asks for keys, with forwards of four rows."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from collections.abc import Iterator
 
 from tests.recorded.request import Headers, Request, get, image, picture, post, send
 
-BURST = 12
 SETTINGS = {
-    "LAYERTAP_API_KEYS": "user-key,busy-key",
+    "LAYERTAP_API_KEYS": "user-key",
     "LAYERTAP_ADMIN_KEYS": "admin-key,reading-key",
-    "LAYERTAP_KEY_RATE": "0.0001",
-    "LAYERTAP_KEY_BURST": str(BURST),
     "LAYERTAP_FIXED_BATCH_ROWS": "4",
 }
 HEADERS = (("x-api-key", "reading-key"),)
-USER, ADMIN, BUSY = ({"authorization": f"Bearer {name}-key"} for name in ("user", "admin", "busy"))
+USER, ADMIN = ({"authorization": f"Bearer {name}-key"} for name in ("user", "admin"))
 REFUSED: dict[str, Headers] = {
     "no key": {},
     "another key": {"authorization": "Bearer other"},
@@ -29,7 +26,7 @@ PATHS = ("/models", "/metrics", "/docs", "/openapi.json", "/livez", "/readyz", "
 
 
 def requests() -> Iterator[Request]:
-    """To ``digits``; no key but the last is used more often than it may be."""
+    """To ``digits``."""
     png = picture(1)
     for name, headers in REFUSED.items():
         yield send(f"keys/{name}", png, "image/png", headers=headers, layers="head")
@@ -51,5 +48,3 @@ def requests() -> Iterator[Request]:
     yield send("keys/extract of an administrator", png, "image/png", headers=ADMIN, layers="head")
     six = {"layers": ["block3", "head"], "pool": "flatten", "inputs": [image(picture(seed)) for seed in range(6)]}
     yield post("keys/six pictures in forwards of four rows", six, headers=ADMIN)
-    for number in range(BURST + 2):
-        yield get(f"keys/used {number + 1} times", "/models/digits", BUSY)

@@ -85,8 +85,7 @@ def test_opened(command: Command, pictures: list[Path], monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--method", "lime"), "--method: Input should be the name of a method"),
-        (("--method", "lime"), "use grad_cam, "),
+        (("--method", "lime"), "--method: Input should be one of grad_cam, "),
         (("--method", "smoothgrad", "--samples", "0"), "--samples: "),
         (("--method", "rollout"), "attention_rollout"),
         (("--method", "saliency", "--window", "3"), "window"),

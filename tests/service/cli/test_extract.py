@@ -12,7 +12,7 @@ from tests.server import Live
 from tests.service.cli.commands import CONFIG, Command
 
 
-@pytest.mark.parametrize("form", ["json", "npz", "safetensors", "npy", "arrow"])
+@pytest.mark.parametrize("form", ["json", "npz", "safetensors", "npy"])
 def test_extract(command: Command, live: Live, pictures: list[Path], tmp_path: Path, form: str) -> None:
     """``extract`` writes the very bytes that the server answers with, receipts with probes among them."""
     names = "block3" if form == "npy" else "block3,block2.relu#*,head:input"
@@ -54,7 +54,7 @@ def test_summary(command: Command, pictures: list[Path]) -> None:
         (("--layers", ""), "at least one"),
         (("--layers", "head", "--pool", "average"), "--pool: "),
         (("--layers", "head", "--model", "digit"), "did you mean 'digits'"),
-        (("--layers", "head", "--out", "x.exe"), ".json, .npy, .npz, .safetensors, .arrow"),
+        (("--layers", "head", "--out", "x.exe"), ".json, .npy, .npz, .safetensors, .png"),
         (("--layers", "head", "--out", "nowhere/x.npz"), "nowhere/x.npz"),
         (("--layers", "block1,head", "--out", "x.npy"), "npz"),
         (("--layers", "head", "--config", "nowhere.yaml"), "can't read nowhere.yaml"),

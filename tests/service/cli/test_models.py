@@ -16,7 +16,7 @@ def test_layers(command: Command) -> None:
     """``layers`` shows the tree, each layer with its class and the shape of one row."""
     done = command("layers", "digits")
     assert done.status == 0
-    shown = ("digits Digits 1×10 NC", "conv1 Conv2d 1×32×16×16 NCHW", "2 calls", "pool AdaptiveAvgPool2d 1×64×1×1")
+    shown = (". Digits 1×10 NC", "conv1 Conv2d 1×32×16×16 NCHW", "2 calls", "pool AdaptiveAvgPool2d 1×64×1×1")
     assert [words for words in shown if words not in " ".join(done.out.split())] == []
     assert all(len(line) <= 100 for line in done.out.splitlines())
     assert "\x1b" not in done.out

@@ -46,7 +46,6 @@ from tests.service.support import Json
             "LAYERTAP_API_KEY: there is no such setting; the nearest is LAYERTAP_API_KEYS",
         ),
         ({"layertap_prot": "1"}, (), "the nearest is LAYERTAP_PORT"),
-        ({"LAYERTAP_KEY_RATE": "3"}, (), "LAYERTAP_KEY_RATE: it means nothing without keys"),
         ({"LAYERTAP_API_KEYS": ","}, (), "LAYERTAP_API_KEYS: there is nothing between the commas"),
         ({"LAYERTAP_TLS_CERT": "cert.pem"}, (), "set both TLS_CERT and TLS_KEY"),
         ({"LAYERTAP_TLS_CERT": "no.pem", "LAYERTAP_TLS_KEY": "no.key"}, (), "LAYERTAP_TLS_KEY: No such file"),

@@ -49,7 +49,7 @@ def run_both(command: Command, url: str, *words: str | Path, out: Path | None = 
     return here, there
 
 
-@pytest.mark.parametrize("form", ["json", "npz", "npy", "safetensors", "arrow", "png"])
+@pytest.mark.parametrize("form", ["json", "npz", "npy", "safetensors", "png"])
 def test_extract(command: Command, url: str, pictures: list[Path], tmp_path: Path, form: str) -> None:
     """Files of every format have the same bytes, receipts with probes among them."""
     layers = "block3" if form == "npy" else "block3,block2.relu#*,head:input"

@@ -257,6 +257,6 @@ def test_safetensors_reserved_name() -> None:
 
 def test_table() -> None:
     """The table holds each format under its name, json first, each with a media type of its own."""
-    assert list(FORMATS) == ["json", "npy", "npz", "safetensors", "arrow", "png", "webp"]
+    assert list(FORMATS) == ["json", "npy", "npz", "safetensors", "png", "webp"]
     assert all(each.name == name for name, each in FORMATS.items())
     assert len({each.media_type for each in FORMATS.values()}) == len(FORMATS)

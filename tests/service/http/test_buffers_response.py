@@ -80,7 +80,7 @@ def test_released() -> None:
     assert [each() for each in alive] == [None] * 3
 
 
-FORMATS = {"npy": 1, "npz": 2, "safetensors": 2, "arrow": 2}
+FORMATS = {"npy": 1, "npz": 2, "safetensors": 2}
 
 
 @pytest.mark.parametrize("name", FORMATS)

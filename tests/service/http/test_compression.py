@@ -112,7 +112,6 @@ def test_metrics(live: Live) -> None:
 PLAIN: dict[str, tuple[str, Json]] = {
     "npy": ("/extract?layers=block1&format=npy", raw(ROWS, "application/x-npy")),
     "npz": ("/extract?layers=block1&format=npz", raw(ROWS, "application/x-npy")),
-    "arrow": ("/extract?layers=block1&format=arrow", raw(ROWS, "application/x-npy")),
     "a small safetensors": ("/extract", {"json": BODY, "params": {"format": "safetensors"}}),
     "a short answer": ("/extract?dry_run=true", {"json": {"layers": ["pool"]}}),
 }

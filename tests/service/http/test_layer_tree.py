@@ -28,46 +28,37 @@ NET = (
     layer("blocks", "ModuleList", calls=0),
 )
 TEXT = """\
-layer          type        output           parameters  cost
-net            Net         1×10              1,234,567  100%
-├─ stem        Conv2d      1×3×8×8 NCHW             24   12%
-├─ blocks      ModuleList  never runs                0
-│  ├─ 0        Block       1×4×8×8 NCHW              0   40%
-│  │  └─ relu  ReLU        1×4×8×8 NCHW              0   30%  2 calls
-│  └─ 1        Block       1×4×8×8 NCHW +2           0   75%
-└─ head        Linear      1×10                      0  100%
+layer              type        output           parameters  cost
+.                  Net         1×10              1,234,567  100%
+  stem             Conv2d      1×3×8×8 NCHW             24   12%
+  blocks.0         Block       1×4×8×8 NCHW              0   40%
+    blocks.0.relu  ReLU        1×4×8×8 NCHW              0   30%  2 calls
+  blocks.1         Block       1×4×8×8 NCHW +2           0   75%
+  head             Linear      1×10                      0  100%
+  blocks           ModuleList  never runs                0
 """
 
 
 def test_tree() -> None:
-    """A layer stands beneath the one that it is a part of, also where that never runs, and so comes last."""
-    assert format_tree("net", NET) == TEXT
+    """A layer stands beneath those that it is a part of, what never runs at the end."""
+    assert format_tree(NET) == TEXT
 
 
 def test_some_of_them() -> None:
-    """Of layers that were chosen each is named from the nearest one that is there too, else by its whole name."""
-    chosen = [each for each in NET if each["name"] in ("blocks.0.relu", "head", "blocks.1")]
-    assert [line.split()[:2] for line in format_tree("net", chosen).splitlines()[1:]] == [
-        ["net"],
-        ["├─", "blocks.0.relu"],
-        ["├─", "blocks.1"],
-        ["└─", "head"],
-    ]
-    chosen = [each for each in NET if each["name"] in ("blocks", "blocks.0.relu")]
-    assert [line.split()[:3] for line in format_tree("net", chosen).splitlines()[2:]] == [
-        ["└─", "blocks", "ModuleList"],
-        ["└─", "0.relu", "ReLU"],
-    ]
+    """Layers that were chosen are indented beneath those of them that they are a part of."""
+    chosen = [each for each in NET if each["name"] in ("blocks.0", "blocks.0.relu", "head")]
+    assert [line.split()[0] for line in format_tree(chosen).splitlines()[1:]] == ["blocks.0", "blocks.0.relu", "head"]
+    assert [len(line) - len(line.lstrip()) for line in format_tree(chosen).splitlines()[1:]] == [0, 2, 0]
 
 
 def test_none() -> None:
-    """Where no layer was chosen there is the model's name."""
-    assert format_tree("net", ()).split() == ["layer", "type", "output", "parameters", "cost", "net"]
+    """Where no layer was chosen there are the names of columns."""
+    assert format_tree(()).split() == ["layer", "type", "output", "parameters", "cost"]
 
 
 def test_names_that_paint() -> None:
     """A name that would move the cursor of a terminal is escaped; one very deep harms nobody."""
-    text = format_tree("net", [layer("a\x1b[31m", "B\r\n", (1,)), layer("\u202ex", "X", (1,))])
+    text = format_tree([layer("a\x1b[31m", "B\r\n", (1,)), layer("\u202ex", "X", (1,))])
     assert text.replace("\n", "").isprintable()
     deep = [layer(".".join("a" * depth), "Deep", (1,)) for depth in range(1, 2001)]
-    assert format_tree("net", deep).count("\n") == 2002
+    assert format_tree(deep).count("\n") == 2001

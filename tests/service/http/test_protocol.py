@@ -158,8 +158,6 @@ def test_requests_in_a_row(live: Live) -> None:
     assert reply.status_code == 200
     assert reply.text.count("HTTP/1.1 404") == 1
     assert reply.text.endswith('{"status":"alive"}')
-    text = exchanged(live, b"".join(lines) + CHUNKED + b"two\r\n").text  # the rest of the first reply and what follows
-    assert [text.count(f"HTTP/1.1 {status}") for status in (200, 404, 400)] == [0, 1, 0]
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -281,15 +282,10 @@ def test_keys(serve: Serve) -> None:
                 bad.embeddings.create(model="digits", input="a")
 
 
-def test_refused_keys_are_retried(serve: Serve) -> None:
-    """A key over its rate is told when to come again, and the client does by itself."""
-    with (
-        serve(configured(), api_keys="secret-key", key_rate=0.5, key_burst=1) as live,
-        OpenAI(base_url=f"{live.url}/v1", api_key="secret-key", max_retries=0) as hasty,
-        OpenAI(base_url=f"{live.url}/v1", api_key="secret-key", max_retries=4) as patient,
-    ):
-        assert hasty.models.list().data
+def test_full_queue(served: Live, client: OpenAI) -> None:
+    """A client that finds the queue full is told when to come again."""
+    with served.engine.admission.admit(math.inf) as ticket:
+        ticket.reserve_bytes(served.engine.settings.max_queue_bytes)
         with pytest.raises(openai.RateLimitError) as raised:
-            hasty.models.list()
-        assert int(raised.value.response.headers["retry-after"]) >= 1
-        assert patient.models.list().data
+            client.embeddings.create(model="digits", input=[uri(PICTURES[0])])
+    assert int(raised.value.response.headers["retry-after"]) >= 1

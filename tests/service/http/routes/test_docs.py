@@ -10,10 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
 
-from layertap.service.http.routes import pages
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.proxy import proxied
@@ -88,19 +85,6 @@ def test_policy(live: Live) -> None:
     allowed = {words[0]: set(words[1:]) for words in (each.split() for each in policy.split(";"))}
     assert allowed["script-src"] == allowed["connect-src"] == {"'self'"}
     assert {source for sources in allowed.values() for source in sources} <= {"'self'", "'none'", "data:"}
-
-
-@pytest.mark.parametrize("package", ["no_such_package_here.resources", "tests.service"])
-def test_missing_files(package: str) -> None:
-    """A package of the page's files that is gone, or has them elsewhere, stops no start: the page says so."""
-    app = FastAPI(docs_url=None)
-    pages.install_docs(app, package)
-    reply = TestClient(app).get("/docs")
-    assert reply.status_code == 404
-    assert reply.headers["content-type"] == "application/problem+json"
-    assert reply.json()["errors"] == [
-        {"detail": "the files of this page are not installed", "hint": "GET /openapi.json lists the routes"}
-    ]
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 
 from layertap.service.features import Features
 from layertap.service.formats.buffers import Buffers
-from layertap.service.formats.json_writer import write_json
+from layertap.service.formats.json import write_json
 from layertap.service.formats.reply_format import EncodeOptions
 from layertap.service.formats.table import FORMATS
 from layertap.service.oip.encoding import encode_reply

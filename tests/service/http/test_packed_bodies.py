@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layertap.models.errors import LayertapError
-from layertap.service.http.content_coding import MAX_MEMBERS, unpack
+from layertap.service.http.body import measure_unpacked, unpack
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import wait_until
@@ -39,8 +39,6 @@ TAKEN: dict[str, tuple[str, bytes]] = {
     "gzip in capitals": ("GZip,", gzip.compress(JSON)),
     "x-gzip": ("x-gzip", gzip.compress(JSON)),
     "gzip that does not pack": ("gzip", gzip.compress(JSON, 0)),
-    "gzip of two members": ("gzip", gzip.compress(JSON[:100]) + gzip.compress(JSON[100:])),
-    "gzip with empty members": ("gzip", gzip.compress(b"") * 50 + gzip.compress(JSON) + gzip.compress(b"")),
     "identity": ("identity", JSON),
     "nothing": ("", JSON),
 }
@@ -92,7 +90,8 @@ BROKEN: dict[str, tuple[str, bytes]] = {
     "gzip with another checksum": ("gzip", gzip.compress(JSON)[:-8] + b"\0\0\0\0" + gzip.compress(JSON)[-4:]),
     "gzip and rubbish": ("gzip", gzip.compress(JSON) + b"rubbish"),
     "gzip and NULs": ("gzip", gzip.compress(JSON) + bytes(100)),
-    "a second member cut short": ("gzip", gzip.compress(JSON) + gzip.compress(b"x")[:-1]),
+    "gzip of two members": ("gzip", gzip.compress(JSON[:100]) + gzip.compress(JSON[100:])),
+    "gzip that says another size": ("gzip", gzip.compress(JSON)[:-4] + b"\1\0\0\0"),
     "zlib as gzip": ("gzip", zlib.compress(JSON)),
     "zstd as gzip": ("gzip", zstandard.compress(JSON)),
     "gzip of gzip, said once": ("gzip", gzip.compress(gzip.compress(JSON))),
@@ -128,7 +127,7 @@ def test_two_fields(live: Live) -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_bomb(serve: Serve, nested: bool) -> None:
-    """A body of kilobytes that unpacks to very much is refused at the limit, and takes no more memory than that."""
+    """A body of kilobytes that unpacks to very much is refused at the limit, and takes little more than twice that."""
     data = gzip.compress(BOMB) if nested else BOMB
     with serve() as live:
         tracemalloc.start()
@@ -141,8 +140,8 @@ def test_bomb(serve: Serve, nested: bool) -> None:
             problem(reply, 400)
             assert peak < 4 * MIB
         else:
-            assert f"more than {32 * MIB} bytes" in problem(reply, 413)["detail"]
-            assert peak < 48 * MIB
+            assert f"more than {32 * MIB}, unpacked" in problem(reply, 413)["detail"]
+            assert peak < 80 * MIB
         wait_until(lambda: gauges(live)["queue_bytes"] == 0)
 
 
@@ -166,27 +165,17 @@ def test_memory_is_reserved(serve: Serve) -> None:
     assert small.status_code == 200
 
 
-def test_many_members(live: Live) -> None:
-    """Very many members that hold nothing are refused after a few."""
-    empty = gzip.compress(b"")
-    refused, taken = (
-        live.client.post("/extract", content=data, headers=headers("gzip"))
-        for data in (empty * (MAX_MEMBERS + 1), empty * (MAX_MEMBERS - 1) + gzip.compress(JSON))
-    )
-    assert f"{MAX_MEMBERS} members" in problem(refused, 413)["detail"]
-    assert taken.status_code == 200
-
-
-@given(data=st.data(), parts=st.lists(st.binary(max_size=3000), min_size=1, max_size=4))
-def test_any_bytes(data: st.DataObject, parts: list[bytes]) -> None:
-    """Whatever was packed comes out again; what is cut off or changed is refused."""
-    content = [part * data.draw(st.sampled_from([1, 7, 2000])) for part in parts]
-    packed = b"".join(map(gzip.compress, content))
-    assert b"".join(unpack(packed)) == b"".join(content)
+@given(data=st.data(), part=st.binary(max_size=3000), times=st.sampled_from([1, 7, 2000]))
+def test_any_bytes(data: st.DataObject, part: bytes, times: int) -> None:
+    """Whatever was packed comes out again; what is cut off or changed is refused, and takes no more than it says."""
+    content = part * times
+    packed = gzip.compress(content)
+    assert unpack(packed, measure_unpacked(packed, MIB * 8), MIB * 8) == content
     place = data.draw(st.integers(0, len(packed) - 1))
     changes = [packed[:place], packed[:place] + b"\xff" + packed[place + 1 :], packed + b"\x01"]
+    changed = data.draw(st.sampled_from(changes))
     try:
-        found = b"".join(unpack(data.draw(st.sampled_from(changes))))
+        found = unpack(changed, measure_unpacked(changed, MIB * 8), MIB * 8)
     except LayertapError:
         return
-    assert b"".join(content).startswith(found)
+    assert found == content  # the change was in what says nothing of it
