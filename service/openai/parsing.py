@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, StrictInt
 
@@ -24,6 +24,7 @@ from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 
 MAX_INPUTS = 2048  # as OpenAI has it
+Kind = Literal["text", "image", "tokens"]
 
 
 class ImageEntry(StrictBody):
@@ -51,9 +52,9 @@ def _lower(value: object) -> object:
 class EmbeddingsBody(StrictBody):
     """The body of ``POST /v1/embeddings``; fields of other servers' are ignored.
 
-    ``model`` is ``NAME`` or ``NAME:LAYER``. ``modality`` may say that lists of numbers are ids of the model's own
-    tokenizer; ``prompt`` names one of the model's folder; ``truncate`` says what is left out of texts that are too
-    long, in capitals too, as NVIDIA's clients send it; ``user`` means nothing here.
+    ``model`` is ``NAME`` or ``NAME:LAYER``. ``modality`` says what strings are, or that lists of numbers are ids of the
+    model's own tokenizer; ``prompt`` names one of the model's folder; ``truncate`` says what is left out of texts that
+    are too long, in capitals too, as NVIDIA's clients send it; ``user`` means nothing here.
     """
 
     model_config = ConfigDict(extra="allow")  # to name them
@@ -62,7 +63,7 @@ class EmbeddingsBody(StrictBody):
     input: Annotated[tuple[Entry, ...], Field(min_length=1, max_length=MAX_INPUTS), BeforeValidator(_list_entries)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: StrictInt | None = Field(None, ge=1)
-    modality: Any = None  # "tokens", or what other servers know
+    modality: Kind | None = None
     user: str | None = Field(None, max_length=512)
     prompt: str | None = Field(None, max_length=512)
     truncate: Annotated[Truncate, BeforeValidator(_lower)] | None = None
@@ -135,7 +136,7 @@ def _read_items(body: EmbeddingsBody) -> tuple[tuple[int, InputItem], ...]:
     faults: list[Fault] = []
     for index, entry in enumerate(body.input):
         try:
-            items.append((index, _read_item(entry, body.modality == "tokens")))
+            items.append((index, _read_item(entry, body.modality)))
         except InputError as error:
             faults.append(error.to_fault(f"/input/{index}", index))
     if faults:
@@ -143,18 +144,18 @@ def _read_items(body: EmbeddingsBody) -> tuple[tuple[int, InputItem], ...]:
     return tuple(items)
 
 
-def _read_item(entry: Entry, is_tokens: bool) -> InputItem:
+def _read_item(entry: Entry, modality: Kind | None) -> InputItem:
     """An entry as an item; InputError where it is to be a picture and is none, or may be of another tokenizer."""
     if isinstance(entry, tuple):
-        if not is_tokens:
+        if modality != "tokens":
             raise InputError(
                 "token ids are those of one tokenizer, which clients choose without asking this model",
                 hint='send texts as strings, or "modality": "tokens" with ids of the model\'s own tokenizer',
             )
         return TokensItem(entry)
-    if is_tokens:
+    if modality == "tokens":
         raise InputError("this is not a list of token ids", hint='leave "modality" out')
-    if isinstance(entry, str) and entry[:5].lower() != "data:":
+    if isinstance(entry, str) and (modality == "text" or (modality is None and entry[:5].lower() != "data:")):
         return TextItem(entry)
     picture = entry if isinstance(entry, str) else entry.image
     return UrlItem(picture) if picture.startswith(URL_SCHEMES) else ImageItem(decode_base64(picture))

@@ -243,6 +243,19 @@ def test_errors(client: OpenAI, case: str) -> None:
     assert error["param"] == parameter
 
 
+@pytest.mark.parametrize("modality", ["text", "image"])
+def test_modality(served: Live, client: OpenAI, modality: str) -> None:
+    """A caller says what strings are: texts that begin as pictures do, or pictures in bare base64."""
+    text = "data: what was measured"
+    body: Json = (
+        {"model": "bert", "inputs": [{"text": text}]} if modality == "text" else {"inputs": [image(PICTURES[0])]}
+    )
+    given = text if modality == "text" else text64(PICTURES[0])
+    model = body.get("model", "digits")
+    reply = client.embeddings.create(model=model, input=given, extra_body={"modality": modality})
+    np.testing.assert_allclose(vectors(reply), native(served, **body), atol=1e-6)
+
+
 def test_urls_of_a_text_model(client: OpenAI) -> None:
     """To a model of texts a URL is a text like any other."""
     assert len(client.embeddings.create(model="bert", input="http://example.org/a.png").data) == 1
