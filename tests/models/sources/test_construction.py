@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from layertap.models.sources.construction import construct_alone
+from layertap.models.sources.construction import constructing
 from layertap.models.weights.state_dict import digest_weights
 
 
@@ -20,7 +20,7 @@ def test_seed_reaches_construction_and_nothing_else() -> None:
     torch.manual_seed(99)
     made = []
     for seed in (5, 5, 6):
-        with construct_alone(seed):
+        with constructing(seed):
             made.append(digest_weights(nn.Linear(3, 2)))
     assert torch.equal(torch.rand(3), expected)
     assert made[0] == made[1] != made[2]
@@ -29,18 +29,18 @@ def test_seed_reaches_construction_and_nothing_else() -> None:
 
 
 def test_without_a_seed() -> None:
-    """Without a seed a module has the numbers that are drawn next, and outside they are drawn after it."""
-    with construct_alone(99):
-        with construct_alone(None):
-            found = torch.rand(3)
-        assert torch.equal(torch.rand(3), found)
+    """Without a seed a module has the numbers that the process draws next, and draws after it."""
+    torch.manual_seed(99)
+    with constructing(None):
+        found = torch.rand(3)
+    assert torch.equal(torch.rand(3), found)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_default_dtype(fails: bool) -> None:
     """A default dtype that is set inside is gone when the module is made, or is not."""
     try:
-        with construct_alone(0):
+        with constructing(0):
             torch.set_default_dtype(torch.bfloat16)
             assert nn.Linear(3, 2).weight.dtype == torch.bfloat16
             if fails:
@@ -50,21 +50,21 @@ def test_default_dtype(fails: bool) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_one_at_a_time() -> None:
-    """A thread that constructs waits for one that began before, so that both draw what they draw alone."""
+@pytest.mark.parametrize("seed", [1, None])
+def test_nobody_beside_a_seed(seed: int | None) -> None:
+    """A construction from a seed waits for others, and others for it, so that it draws what it draws alone."""
     begun, waits, goes_on = Event(), Event(), Event()
 
     def construct_first() -> str:
-        with construct_alone(1):
+        with constructing(seed):
             torch.set_default_dtype(torch.float64)
-            first = nn.Linear(3, 2)
             begun.set()
             assert goes_on.wait(60)
-            return digest_weights(nn.Sequential(first, nn.Linear(2, 2)))
+            return digest_weights(nn.Linear(2, 2))
 
     def construct_second() -> str:
         waits.set()
-        with construct_alone(2):
+        with constructing(2):
             assert goes_on.is_set()
             return digest_weights(nn.Linear(3, 2))
 
@@ -76,3 +76,14 @@ def test_one_at_a_time() -> None:
         goes_on.set()
         assert [first.result(), second.result()] == [construct_first(), construct_second()]
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_beside_each_other() -> None:
+    """One without a seed that takes long keeps no other waiting: a file has all that they hold."""
+    with ThreadPoolExecutor(1) as pool, constructing(None):
+
+        def construct() -> bool:
+            with constructing(None):
+                return True
+
+        assert pool.submit(construct).result(60)
