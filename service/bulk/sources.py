@@ -112,18 +112,16 @@ def _is_picture(name: str) -> bool:
 
 
 def _walk(top: Path) -> Iterator[str]:
-    """The names of pictures below a folder, its own before those of folders in it; LayertapError.
+    """The names of pictures below a folder, its own before those of folders in it.
 
-    Links to folders and dot files are left out.
+    Links to folders and dot files are left out. Folders that can't be listed are the last ones: reading them tells why.
     """
-
-    def fail(error: OSError) -> None:
-        raise LayertapError(f"{error.filename} can't be listed: {error.strerror}")
-
-    for folder, folders, files in os.walk(top, onerror=fail):
+    unlisted: list[str] = []
+    for folder, folders, files in os.walk(top, onerror=lambda error: unlisted.append(error.filename)):
         folders[:] = sorted(name for name in folders if not _is_hidden(name))
         start = "" if folder == str(top) else f"{os.path.relpath(folder, top)}{os.sep}"
         yield from (start + name for name in sorted(files) if _is_picture(name))
+    yield from (os.path.relpath(name, top) for name in unlisted)
 
 
 def _match(pattern: str) -> list[str]:

@@ -37,7 +37,7 @@ def test_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_vanishes(tmp_path: Path) -> None:
-    """A folder that can't be listed ends a job: none of its pictures is passed over; none is listed early."""
+    """A folder that can't be listed is an entry with a reason, behind the others; none is listed early."""
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.png").write_bytes(name.encode())
@@ -45,8 +45,10 @@ def test_a_folder_that_vanishes(tmp_path: Path) -> None:
     assert next(entries).key == "a/x.png"
     (tmp_path / "b" / "x.png").unlink()
     (tmp_path / "b").rmdir()
-    with pytest.raises(LayertapError, match="/b can't be listed: No such file or directory"):
-        next(entries)
+    assert [(entry.key, entry.data, entry.error) for entry in entries] == [
+        ("c/x.png", b"c", ""),
+        ("b", None, "No such file or directory"),
+    ]
 
 
 def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

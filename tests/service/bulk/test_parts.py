@@ -1,0 +1,46 @@
+"""Parts become one file: the rows that were written, and the same bytes wherever a part ended."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from layertap.service.bulk import parts
+from layertap.service.bulk.job import Column, Outline, Rows
+from layertap.service.bulk.parts import PartWriter, list_parts, merge_parts
+from tests.service.bulk.conftest import read
+
+OUTLINE = Outline("net", "f", {"x": Column((3,), "float32")}, {})
+COUNT, GROUP_ROWS = 40, 7
+VECTORS = np.random.default_rng(0).normal(size=(COUNT, 3)).astype(np.float32)
+BAD = (0, 6, 7, 13, 20, 21, COUNT - 1)
+
+
+def make_rows(start: int, end: int) -> Rows:
+    """Some rows of all."""
+    numbers = range(start, end)
+    errors = ["broken" if number in BAD else None for number in numbers]
+    good = [number for number in numbers if number not in BAD]
+    return Rows([str(number) for number in numbers], ["0"] * len(numbers), errors, "f", {"x": VECTORS[good]})
+
+
+@pytest.mark.parametrize("ends", [[1, 40], [7, 14, 40], [3, 20, 22, 39, 40]], ids=str)
+def test_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[int]) -> None:
+    """A file has all rows in their order, in groups of the same size, and the bytes of one out of a single part."""
+    monkeypatch.setattr(parts, "GROUP_ROWS", GROUP_ROWS)
+    for name, places in (("one", [0, COUNT]), ("several", [0, *ends])):
+        folder = tmp_path / name
+        folder.mkdir()
+        writer = PartWriter(folder, OUTLINE, "parquet", 0)
+        for start, end in pairwise(places):
+            writer.add(make_rows(start, end))
+            writer.flush()
+        assert len(list_parts(folder)) == len(places) - 1
+        merge_parts(list_parts(folder), tmp_path / f"{name}.parquet", {"model": "net"}, 12)
+    rows = read(tmp_path / "several.parquet")
+    assert rows["key"] == [str(number) for number in range(COUNT)]
+    assert rows["x"] == [None if number in BAD else VECTORS[number].tolist() for number in range(COUNT)]
+    assert (tmp_path / "several.parquet").read_bytes() == (tmp_path / "one.parquet").read_bytes()
