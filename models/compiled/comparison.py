@@ -42,7 +42,8 @@ def measure_plan(
         return model.run(model.replicas[0], [rows], [RequestSlice(0, count, plan.captures)], graphs=graphs)
 
     row = make_noise_row(model.inputs, model.device, model.dtype)
-    return PlanBenchmark(one, several, costs.measure_forward(run_graph, row, model.device, True, model.threads))
+    reading = costs.measure_forward(run_graph, row, model.device, crosses_rows=False, max_threads=model.threads)
+    return PlanBenchmark(one, several, reading)
 
 
 def _measure_pairs(

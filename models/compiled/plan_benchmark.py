@@ -17,7 +17,7 @@ from layertap.models.devices.processor import describe_speed
 from layertap.models.json_file import DAMAGED, parse_figures, read_json, write_json
 
 log = logging.getLogger("layertap")
-RECIPE = 1  # to be raised where seconds are measured otherwise
+RECIPE = 2  # to be raised where seconds are measured otherwise
 BATCH_ROWS = 8  # rows of the larger batch
 
 

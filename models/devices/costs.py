@@ -36,7 +36,7 @@ class ForwardSeconds:
 
 
 def measure_forward(
-    forward: Forward, row: Rows, device: torch.device, crosses_rows: bool, max_threads: int
+    forward: Forward, row: Rows, device: torch.device, *, crosses_rows: bool, max_threads: int
 ) -> ForwardSeconds:
     """How long forwards take; ``row`` is a batch of one, which stays as it is.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from layertap.models.compiled.comparison import MAX_PAIRS, PAIRS_S, measure_plan
 from layertap.models.compiled.compiled_plan import PlanGraphs
 from layertap.models.compiled.plan_benchmark import BATCH_ROWS, PlanBenchmark
+from layertap.models.devices.costs import MAX_FORWARD_S
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
 from layertap.models.selection.plan import Plan
@@ -29,6 +30,7 @@ class Clock:
     disturbance: float = 1.0
     now: float = 0.0
     runs: list[str] = field(default_factory=list)
+    rows: set[int] = field(default_factory=set)  # of batches that graphs ran
 
     def run(self, kind: str) -> None:
         self.runs.append(kind)
@@ -44,6 +46,7 @@ class Ticking:
 
     def run(self, inputs: list[Tensor]) -> list[Tensor]:
         self._clock.run("graph")
+        self._clock.rows.add(len(inputs[0]))
         return [torch.zeros(len(inputs[0]), 5)]
 
 
@@ -75,6 +78,13 @@ def test_seconds(model: LoadedModel, plan: Plan, hooks: float, graph: float, dis
         assert (pairs.hooks, pairs.graph, pairs.speedup) == (hooks, graph, hooks / graph)
     assert benchmark.speedup == pytest.approx(hooks / graph)
     assert benchmark.pays == (graph < hooks)
+
+
+def test_costs_are_of_several_rows_too(model: LoadedModel, plan: Plan) -> None:
+    """What a row more costs is measured, also where no pairs of larger batches are: rows of a graph never meet."""
+    clock = Clock(MAX_FORWARD_S, MAX_FORWARD_S)
+    assert list(measure(model, plan, clock).by_rows) == [1]
+    assert max(clock.rows) > 1
 
 
 def test_in_turn(model: LoadedModel, plan: Plan) -> None:

@@ -223,7 +223,7 @@ def test_as_it_was(load_fresh_net: Loader, name: str) -> None:
     forward = partial(call_module, module=model.module)
     with torch.no_grad():
         found = memory.measure_peak_bytes(forward, rows, model.module, CPU)
-    costs.measure_forward(forward, rows, CPU, model.catalog.crosses_rows, 2)
+    costs.measure_forward(forward, rows, CPU, crosses_rows=model.catalog.crosses_rows, max_threads=2)
     assert found == model.catalog.costs.row_bytes >= sum(value.nbytes for value in rows.values())
     assert all(rows[key].equal(value) for key, value in before.items())
     assert all(value.equal(state[key]) for key, value in model.module.state_dict().items())
@@ -285,7 +285,7 @@ def forwards(module: nn.Module, seen: list[tuple[int, int]]) -> Callable[[Rows],
 def test_measure(crosses_rows: bool) -> None:
     """Figures that a policy can count with, of a few forwards; several rows only where rows do not meet."""
     module, seen = linear(4, 8, 2).eval(), list[tuple[int, int]]()
-    reading = costs.measure_forward(forwards(module, seen), ones(1, 4), CPU, crosses_rows, 2)
+    reading = costs.measure_forward(forwards(module, seen), ones(1, 4), CPU, crosses_rows=crosses_rows, max_threads=2)
     measured = costs.make_costs([reading], 100)
     figures = (measured.base, measured.per_row, measured.speedup, float(measured.row_bytes))
     assert all(math.isfinite(figure) for figure in figures)
