@@ -10,13 +10,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import httpx
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from layertap.service.config.configuration import Configuration, read_configuration
 from tests.server import Live
@@ -76,14 +76,15 @@ def versions(tmp_path: Path) -> Versions:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Lets the factory ``nets_http:waiting`` go on."""
+    """Lets what the factory ``nets_http:waiting`` makes go on loading: it waits behind its construction."""
     opened = threading.Event()
 
-    def waiting() -> nn.Module:
-        assert opened.wait(60)
-        return Gated()
+    class Waiting(Gated):
+        def train(self, mode: bool = True) -> Self:
+            assert opened.wait(60)
+            return super().train(mode)
 
-    monkeypatch.setattr(nets_http, "waiting", waiting, raising=False)
+    monkeypatch.setattr(nets_http, "waiting", Waiting, raising=False)
     yield opened
     opened.set()
 

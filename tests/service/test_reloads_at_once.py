@@ -81,7 +81,7 @@ def test_an_alias_becomes_a_model(serve: Serve, versions: Versions, gate: thread
     first = entry("a", "first")
     before = [first, entry("b", "one", load="lazy", idle_timeout_s=0.1)]
     with serve(versions.write(*before, aliases={"prod": "one"}), config=versions.file) as live:
-        wide = entry("a", "prod", source=WIDE, weights="DEFAULT")
+        wide = entry("a", "prod", source=WIDE, weights="random:0")
         versions.write(first, wide, entry("a", "slow", source=WAITING))
         with ThreadPoolExecutor(1) as pool:
             reply = pool.submit(live.client.post, "/models/reload")

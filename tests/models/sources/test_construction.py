@@ -51,8 +51,8 @@ def test_default_dtype(fails: bool) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, None])
-def test_nobody_beside_a_seed(seed: int | None) -> None:
-    """A construction from a seed waits for others, and others for it, so that it draws what it draws alone."""
+def test_one_at_a_time(seed: int | None) -> None:
+    """A thread that constructs waits for one that began before, so that both draw what they draw alone."""
     begun, waits, goes_on = Event(), Event(), Event()
 
     def construct_first() -> str:
@@ -64,7 +64,7 @@ def test_nobody_beside_a_seed(seed: int | None) -> None:
 
     def construct_second() -> str:
         waits.set()
-        with constructing(2):
+        with constructing(None):
             assert goes_on.is_set()
             return digest_weights(nn.Linear(3, 2))
 
@@ -76,14 +76,3 @@ def test_nobody_beside_a_seed(seed: int | None) -> None:
         goes_on.set()
         assert [first.result(), second.result()] == [construct_first(), construct_second()]
     assert torch.get_default_dtype() == torch.float32
-
-
-def test_beside_each_other() -> None:
-    """One without a seed that takes long keeps no other waiting: a file has all that they hold."""
-    with ThreadPoolExecutor(1) as pool, constructing(None):
-
-        def construct() -> bool:
-            with constructing(None):
-                return True
-
-        assert pool.submit(construct).result(60)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from threading import Event
+from typing import Self
 
 import pytest
-from torch import nn
 
 from layertap.models.spec import ModelSpec
 from tests.server import Live
@@ -43,11 +43,12 @@ def test_not_ready_while_loading(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
     """Until every model wanted from the start is loaded the server is alive, not ready, and serves what it has."""
     gate = Event()
 
-    def slow() -> nn.Module:
-        assert gate.wait(60)
-        return Gated()
+    class Slow(Gated):
+        def train(self, mode: bool = True) -> Self:  # when it is constructed
+            assert gate.wait(60)
+            return super().train(mode)
 
-    monkeypatch.setattr(nets_http, "slow", slow, raising=False)
+    monkeypatch.setattr(nets_http, "slow", Slow, raising=False)
     specs: tuple[ModelSpec, ...] = (net("slow", "slow", weights="DEFAULT"), net("gated", "Gated", weights="DEFAULT"))
     with serve(configured(*specs), wait=False) as live:
         try:
