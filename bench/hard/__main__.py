@@ -22,7 +22,7 @@ from bench.startup import HOST, LAYERTAP, free_port
 
 TIMES = 3  # the quickest counts, as the machine may be busy with other things, and the most memory
 LIMIT_S = 120.0
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 
 
 def cases() -> Iterator[tuple[str, str, bytes, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 
-from httpcore import SOCKET_OPTION, AnyIOBackend, AsyncNetworkBackend, AsyncNetworkStream, ConnectError
+from httpcore import SOCKET_OPTION, AnyIOBackend, AsyncNetworkBackend, AsyncNetworkStream, ConnectError, ConnectTimeout
 
 CONNECT_TIMEOUT_S = 3.0
 MAX_ADDRESSES = 4
@@ -49,7 +49,7 @@ class PinnedTransport(AsyncNetworkBackend):
         for address in self._addresses:
             try:
                 self._stream = await self._network.connect_tcp(str(address), port, CONNECT_TIMEOUT_S)
-            except ConnectError:
+            except (ConnectError, ConnectTimeout):
                 continue
             return self._stream
         raise ConnectError("no address answers")

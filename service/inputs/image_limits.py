@@ -69,6 +69,8 @@ def check_image(image: ImageFile, data: bytes, reader: ImageReader) -> None:
         left, upper, right, lower = image.tile[0].extents or (0, 0, 0, 0)
         width, height = right - left, lower - upper
     if image.format == "PNG":
+        if data[12:16] != b"IHDR":  # which is the first of its parts: Pillow takes others before it
+            raise damaged_error()
         width = 1 + width * data[24] * _PNG_CHANNELS.get(data[25], 1) // 8
     has_any_ratio = image.format == "WEBP" and (b"VP8L" in data or b"ANMF" in data)  # one colour needs no bits at all
     ratio = _PIXELS_PER_BYTE.get(image.format or "")

@@ -7,6 +7,7 @@ import random
 import struct
 import sys
 from io import BytesIO
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -63,6 +64,16 @@ def test_foreign(kind: str) -> None:
     with pytest.raises(InputError) as caught:
         decode_image(FOREIGN[kind], LIMIT)
     assert "JPEG, PNG, WebP, AVIF, GIF or BMP" in caught.value.hint
+
+
+def test_text_before_the_head() -> None:
+    """A PNG whose head is not its first part is damaged: what is behind its signature would be taken for the head."""
+    whole, text = encode(Image.fromarray(NOISE), "PNG"), b"tEXt" + bytes(18)
+    part = struct.pack(">I", 18) + text + struct.pack(">I", crc32(text))
+    data = whole[:8] + part + whole[8:]
+    Image.open(BytesIO(data)).load()
+    with pytest.raises(InputError, match="damaged"):
+        decode_image(data, LIMIT)
 
 
 def claimed(kind: str, side: int, mark: bytes, offset: int, layout: str) -> bytes:
