@@ -9,11 +9,12 @@ import asyncio
 import logging
 import secrets
 from asyncio import TimerHandle
+from collections import deque
 from itertools import chain
 from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from layertap.service.http.exchange import make_context_headers
 from layertap.service.http.problems import Problem, encode_problem, format_retry_after
@@ -50,6 +51,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._ignores_input = False
         self._head_timer: TimerHandle | None = None
         self._linger_timer: TimerHandle | None = None
+        self._unanswered: deque[RequestResponseCycle] = deque()  # oldest first, of a pipeline
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request, but not for ever; where there are too many connections, refuse it."""
@@ -70,7 +72,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End every timer; uvicorn keeps its own after an error."""
+        """End every timer, and every request; uvicorn tells the last one only, and keeps its timer after an error."""
         self._metrics.add_connections(-1)
         self._stop_head_timer()
         self._replies.stop_watching()
@@ -78,6 +80,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._linger_timer.cancel()
         self._unset_keepalive_if_required()
         self._replies.end = self.transport.close  # nothing waits for the garbage collector
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -108,6 +113,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         super().on_headers_complete()
         self.cycle.transport = self._replies  # type: ignore[assignment]
+        self._unanswered.append(self.cycle)
         self.headers = []  # what comes as a trailer is none of the request's headers
 
     def on_body(self, body: bytes) -> None:
@@ -123,6 +129,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """A reply is handed to the system, or waits for that."""
+        self._unanswered.popleft()
         self._replies.end_reply()
         super().on_response_complete()
         self._replies.watch_last_reply()

@@ -56,4 +56,4 @@ def test_whole_numbers(live: Live, dtype: str) -> None:
 def test_hints(live: Live, body: dict[str, object], hint: str) -> None:
     """The usual slips are answered with what to type instead."""
     found = problem(live.client.post("/extract", json=body | INPUT), 422)
-    assert any(hint in fault.get("hint", "") for fault in found["errors"])
+    assert any(hint in fault["detail"] + fault.get("hint", "") for fault in found["errors"])
