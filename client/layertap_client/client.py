@@ -75,7 +75,7 @@ class Client(Connection):
     """A layertap server, asked by blocking calls; threads may share one.
 
     ``model`` is asked where a call names none, else the server's default. ``timeout``: seconds that a call may take
-    with all its attempts, which the server is told as its deadline. ``httpx_options`` go to ``httpx.Client``
+    with all its attempts; it is sent as the server's deadline. ``httpx_options`` go to ``httpx.Client``
     (``verify``, ``cert``, ``proxy``, ``transport`` …). Use it in a ``with`` block, or ``close`` it.
     """
 

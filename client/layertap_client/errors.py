@@ -63,7 +63,7 @@ class FingerprintChangedError(LayertapError):
 
 
 class ProblemError(LayertapError):
-    """A refusal, by the fields of its ``application/problem+json``; some statuses have a class of their own.
+    """An error reply of type ``application/problem+json``; some statuses have a subclass.
 
     ``status``; ``kind``, the end of its ``type`` ("queue-full"); ``title``; ``detail``; ``hint``, what to type instead,
     "" where there is none; ``request_id``; ``faults``, of which ``more_faults`` were left out; ``retry_after`` in

@@ -16,7 +16,7 @@ _LOCK = RLock()
 
 
 @contextmanager
-def constructing(seed: int | None) -> Iterator[None]:
+def construct_alone(seed: int | None) -> Iterator[None]:
     """Construct a module inside; no other thread of this process does at the same time.
 
     Random numbers start at ``seed``, without one where the process's are. They and the default dtype are afterwards

@@ -23,7 +23,7 @@ from layertap.models.sources.build import (
     refuse_unknown_arguments,
     wrap_build_errors,
 )
-from layertap.models.sources.construction import constructing
+from layertap.models.sources.construction import construct_alone
 from layertap.models.sources.grammar import is_file, parse_factory, parse_weights, show_factory
 from layertap.models.sources.table import SOURCES
 from layertap.models.spec import ModelSpec
@@ -114,7 +114,7 @@ def _call_factory(ident: str, args: Mapping[str, Any], seed: int | None) -> nn.M
     with (
         label_failures("code"),
         wrap_build_errors(shown, f": its own code raised this; {IN_THE_LOG}"),
-        constructing(seed),
+        construct_alone(seed),
     ):
         called = _import_factory(name, factory)
         _check_arguments(called, args, shown)

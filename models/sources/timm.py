@@ -27,7 +27,7 @@ from layertap.models.sources.build import (
     wrap_build_errors,
     wrap_download_errors,
 )
-from layertap.models.sources.construction import constructing
+from layertap.models.sources.construction import construct_alone
 from layertap.models.sources.grammar import (
     WeightsSource,
     is_folder,
@@ -168,7 +168,7 @@ def _create_module(timm: Any, ident: str, weights: WeightsSource, spec: ModelSpe
     if named:
         return _create_released(timm, ident, args), None
     state = read_checkpoint(weights.path, spec.prefix) if weights.path else None
-    with wrap_build_errors(shown), constructing(get_seed(spec, weights)):
+    with wrap_build_errors(shown), construct_alone(get_seed(spec, weights)):
         module = _construct(timm, ident, args)
     if state is None:
         return module, None
@@ -183,7 +183,7 @@ def _create_released(timm: Any, ident: str, args: Mapping[str, Any]) -> Any:
     if args.get("num_classes") not in (None, 0, published):
         hint = f"type num_classes: 0 for none, or {published}, or give weights with as many"
         raise LoadError(f"timm's weights of timm:{ident} have a head of {published} classes", hint=hint)
-    with wrap_download_errors("DEFAULT", f"timm:{ident}"), constructing(None):
+    with wrap_download_errors("DEFAULT", f"timm:{ident}"), construct_alone(None):
         return _construct(timm, ident, args, pretrained=True)
 
 

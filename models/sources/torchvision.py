@@ -29,7 +29,7 @@ from layertap.models.sources.build import (
     wrap_build_errors,
     wrap_download_errors,
 )
-from layertap.models.sources.construction import constructing
+from layertap.models.sources.construction import construct_alone
 from layertap.models.sources.grammar import WeightsSource, parse_weights, unknown_name_error
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.models.weights.checkpoints import read_checkpoint
@@ -50,7 +50,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     weights = parse_weights(spec.weights)
     released = _find_released(ident, members, weights)
     state = _read_state(ident, released, weights, spec.prefix)
-    with wrap_build_errors(f"torchvision:{ident}"), constructing(get_seed(spec, weights)):
+    with wrap_build_errors(f"torchvision:{ident}"), construct_alone(get_seed(spec, weights)):
         module = construct(ident, state, spec.args, released)
     label = weights.label if weights.path or released is None else f"{type(released).__name__}.{released.name}"
     report = (

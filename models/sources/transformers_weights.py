@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layertap.models.errors import LoadError, escape, format_names
 from layertap.models.sources.build import get_seed, wrap_build_errors
-from layertap.models.sources.construction import constructing
+from layertap.models.sources.construction import construct_alone
 from layertap.models.sources.grammar import WeightsSource
 from layertap.models.spec import ModelSpec
 from layertap.models.weights.checkpoints import read_checkpoint
@@ -46,7 +46,7 @@ def build_module(
     if named:
         return _load_saved(library, folder, config, spec, shown, encoder=encoder)
     state = read_checkpoint(weights.path, spec.prefix) if weights.path else None
-    with wrap_build_errors(shown), constructing(get_seed(spec, weights)):
+    with wrap_build_errors(shown), construct_alone(get_seed(spec, weights)):
         architecture = _find_architecture(library, config, encoder=encoder)
         if architecture is not None:
             module = architecture(config)
@@ -71,7 +71,7 @@ def _load_saved(
     # In another dtype the library would make it the whole process's default while it constructs the module.
     options = {"dtype": torch.float32, "use_safetensors": True}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    with wrap_build_errors(shown), constructing(None if spec.strict else 0):
+    with wrap_build_errors(shown), construct_alone(None if spec.strict else 0):
         module, info = architecture.from_pretrained(location, config=config, state_dict=state, **options, **LOCAL)
     tied = _get_tied_weights(module)
     missing = [name for name in sorted(_drop_unsaved_pooler(module, info["missing_keys"])) if name not in tied]

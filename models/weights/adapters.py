@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from layertap.models.errors import LoadError, escape, format_names, label_failures
-from layertap.models.sources.construction import constructing
+from layertap.models.sources.construction import construct_alone
 from layertap.models.sources.grammar import not_installed_error
 from layertap.models.weights.checkpoints import read_checkpoint
 from layertap.models.weights.folders import ADAPTER_CONFIG
@@ -75,7 +75,7 @@ def insert_adapter(module: nn.Module, folder: Path) -> Iterator[Any]:
         if kind not in KINDS:
             hint = f"types that are merged here: {', '.join(KINDS)}"
             raise LoadError(f"{shown} is of the type {escape(str(kind))}, which is not merged into weights", hint=hint)
-        with constructing(0):  # some adapters begin at a part of the weights, which may be drawn
+        with construct_alone(0):  # some adapters begin at a part of the weights, which may be drawn
             config = peft.PeftConfig.from_pretrained(str(folder))
             config.inference_mode = True
             tuner = peft.PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](module, {NAME: config}, NAME)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from layertap.models.sources.construction import constructing
+from layertap.models.sources.construction import construct_alone
 from layertap.models.weights.state_dict import digest_weights
 
 
@@ -20,7 +20,7 @@ def test_seed_reaches_construction_and_nothing_else() -> None:
     torch.manual_seed(99)
     made = []
     for seed in (5, 5, 6):
-        with constructing(seed):
+        with construct_alone(seed):
             made.append(digest_weights(nn.Linear(3, 2)))
     assert torch.equal(torch.rand(3), expected)
     assert made[0] == made[1] != made[2]
@@ -31,7 +31,7 @@ def test_seed_reaches_construction_and_nothing_else() -> None:
 def test_without_a_seed() -> None:
     """Without a seed a module has the numbers that the process draws next, and draws after it."""
     torch.manual_seed(99)
-    with constructing(None):
+    with construct_alone(None):
         found = torch.rand(3)
     assert torch.equal(torch.rand(3), found)
 
@@ -40,7 +40,7 @@ def test_without_a_seed() -> None:
 def test_default_dtype(fails: bool) -> None:
     """A default dtype that is set inside is gone when the module is made, or is not."""
     try:
-        with constructing(0):
+        with construct_alone(0):
             torch.set_default_dtype(torch.bfloat16)
             assert nn.Linear(3, 2).weight.dtype == torch.bfloat16
             if fails:
@@ -56,7 +56,7 @@ def test_one_at_a_time(seed: int | None) -> None:
     begun, waits, goes_on = Event(), Event(), Event()
 
     def construct_first() -> str:
-        with constructing(seed):
+        with construct_alone(seed):
             torch.set_default_dtype(torch.float64)
             begun.set()
             assert goes_on.wait(60)
@@ -64,7 +64,7 @@ def test_one_at_a_time(seed: int | None) -> None:
 
     def construct_second() -> str:
         waits.set()
-        with constructing(None):
+        with construct_alone(None):
             assert goes_on.is_set()
             return digest_weights(nn.Linear(3, 2))
 
