@@ -9,6 +9,7 @@ from math import prod
 
 from layertap.models.catalog.catalog import CallBoundary, Catalog, TensorInfo
 from layertap.models.catalog.text_lengths import TextLengths
+from layertap.models.devices.dtypes import DTYPES
 from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, escape
 from layertap.models.gradients.resolve_objective import check_gradient, resolve_objective
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS
@@ -19,7 +20,6 @@ from layertap.models.selection.plan import Capture, Plan, ResolvedIntervention, 
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.statistics import STATISTICS
 
-CARRIED = frozenset({"float32", "float16", "int8", "int64", "int32", "int16", "uint8", "bool"})  # by reply formats
 MAX_FAULTS = 16  # near matches take time to find
 
 
@@ -182,7 +182,7 @@ def _check_is_given(tensor: SelectorMatch, reduction: Reduction, excluded: str) 
     name, info = escape(tensor.point.format_name()), tensor.info
     if excluded:
         raise SelectorError(f"{name} {excluded}")
-    if info.dtype not in CARRIED and not info.is_floating:
+    if info.dtype not in DTYPES:
         raise SelectorError(f"{name} is of dtype {info.dtype}, which no reply format carries")
     if reduction.is_by_row and (info.row_axis is None or info.crosses_rows):
         what, hint = "it can't be pooled", "use pool 'none'"

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, field
 from math import inf, isfinite
 from typing import Any, Literal
 
-from layertap.models.selection.hook_points import ReplyDType
-from layertap.models.selection.poolings import Pool
+from layertap.models.selection.hook_points import Pool, ReplyDType
 from layertap.models.sources.grammar import is_checkpoint
 from layertap.models.sources.table import SOURCES
 

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor, to_floating
+from layertap.models.devices.dtypes import DTYPES
 from layertap.models.errors import InputError
 from layertap.models.plain_tensor import to_plain
 from layertap.models.selection.hook_points import AXES, Reduction
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.statistics import STATISTICS
-
-CASTS = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def apply_reduction(captured: RowTensor, reduction: Reduction) -> ReducedTensor:
     if reduction.dtype == "int8" and value.is_floating_point():
         return _quantize(value)
     if value.is_floating_point():
-        value = value.to(CASTS[reduction.dtype])
+        value = value.to(DTYPES[reduction.dtype])
     return ReducedTensor(value.contiguous())
 
 

@@ -1,4 +1,4 @@
-"""What one forward of a model does, layer by layer: measured once by a survey, then only read; needs no torch."""
+"""What one forward of a model does, layer by layer: measured once by a survey, then only read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
+from layertap.models.devices.dtypes import EVERY, FLOATS
 from layertap.models.errors import find_nearest
 from layertap.models.hooks.sites import SITES, Site
 
@@ -33,19 +34,7 @@ DEFAULT_TRAITS = Traits()
 
 
 MAX_SUGGESTED = 3
-FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 BACKWARD_FACTOR = 3.0  # forwards that a forward with a backward takes as long as
-ITEM_BYTES = {
-    **dict.fromkeys(("int8", "uint8", "bool"), 1),
-    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
-    **dict.fromkeys(("float64", "int64", "complex64"), 8),
-    "complex128": 16,
-}
-
-
-def count_item_bytes(dtype: str) -> int:
-    """Bytes of one number of a dtype."""
-    return ITEM_BYTES.get(dtype, 4)
 
 
 @dataclass(frozen=True)
@@ -88,7 +77,7 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         """Bytes of one row's tensor as the model holds it."""
-        return prod(self.shape) * count_item_bytes(self.dtype)
+        return prod(self.shape) * EVERY[self.dtype].itemsize
 
     def with_length(self, tokens: int | None) -> TensorInfo:
         """The same of a text of so many tokens; None: as it is."""

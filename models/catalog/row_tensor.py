@@ -1,19 +1,18 @@
 """A tensor with what tells its rows apart, and all that is done to it by rows, tokens and positions.
 
 Texts are padded to few lengths, and what is padded counts nowhere: whatever is made of all positions, or changed at
-them, goes through here. What needs no tensor needs no torch.
+them, goes through here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from layertap.models.catalog.catalog import TensorInfo
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Span = tuple[int, int]  # rows from one up to, not including, the other
 Position = tuple[int, ...]
@@ -101,9 +100,7 @@ class RowTensor:
 
     def concat(self, rows: Sequence[Tensor]) -> Tensor:
         """Rows, each as ``select`` gives it, as one tensor again."""
-        from torch import cat
-
-        return cat(list(rows), dim=self.row_axis)
+        return torch.cat(list(rows), dim=self.row_axis)
 
     def group(self) -> Tensor:
         """As (N, entries per row, …)."""

@@ -1,17 +1,15 @@
-"""How many tokens the texts of a request have, and what follows for the shapes of tensors; needs no torch."""
+"""How many tokens the texts of a request have, and what follows for the shapes of tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import SelectorError
 from layertap.models.inputs.text import TextSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Shape = tuple[int, ...]
 

@@ -1,4 +1,4 @@
-"""How the patches of a picture stand: the grid of which a row of tokens is made; needs no torch."""
+"""How the patches of a picture stand: the grid of which a row of tokens is made."""
 
 from __future__ import annotations
 

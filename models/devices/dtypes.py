@@ -10,13 +10,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-DTYPES = {
-    dtype_name(dtype): dtype
-    for dtype in (
-        *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
-        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
-    )
-}
+EVERY = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+FLOATS = ("float32", "float16", "bfloat16", "float64")
+# Those that rows are sent in, and that replies carry.
+DTYPES = {name: EVERY[name] for name in (*FLOATS, "int8", "int16", "int32", "int64", "uint8", "bool")}
 
 # By precision, of a tensor's largest number: what kernels, sizes of batches and padding move at most.
 TOLERANCE = {"float32": 1e-4, "tf32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}

@@ -1,19 +1,18 @@
-"""Scalars to differentiate: a function and a row of a table for each; needs no torch.
+"""Scalars to differentiate: a function and a row of a table for each.
 
 A function gives numbers for each row, or their sum, so that a row's gradient is its own whatever shares the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div, one_hot
 
 from layertap.models.catalog.row_tensor import RowTensor
-from layertap.models.selection.hook_points import Objective
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from layertap.models.selection.hook_points import Objective, ObjectiveKind
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,11 @@ def _binary(rows: RowTensor, objective: Objective) -> Tensor:
 
 
 def _cross_entropy(rows: RowTensor, objective: Objective) -> Tensor:
-    from torch.nn.functional import cross_entropy  # here: whoever only reads the table needs no torch
-
     return cross_entropy(rows.value, _get_classes(rows, objective), reduction="sum")
 
 
 def _kl_div(rows: RowTensor, objective: Objective) -> Tensor:
     """KL(target ‖ softmax(logits)); the target of a class is one-hot."""
-    from torch.nn.functional import kl_div, one_hot
-
     if objective.target is not None:
         target = rows.value.new_tensor(objective.target).expand_as(rows.value)
     else:
@@ -81,7 +76,7 @@ def _get_classes(rows: RowTensor, objective: Objective) -> Tensor:
     return highest.fill_(objective.klass) if isinstance(objective.klass, int) else highest
 
 
-OBJECTIVES = {
+OBJECTIVES: Mapping[ObjectiveKind, ObjectiveSpec] = {
     "logit": ObjectiveSpec(_logit, of_classes=True),
     "probability": ObjectiveSpec(_probability, of_classes=True, compares=True),
     "binary": ObjectiveSpec(_binary, of_classes=True),
@@ -91,8 +86,3 @@ OBJECTIVES = {
     "mean": ObjectiveSpec(_mean),
     "layer": ObjectiveSpec(_layer, of_layer=True),
 }
-
-if TYPE_CHECKING:
-    ObjectiveKind = str
-else:
-    ObjectiveKind = Literal[tuple(OBJECTIVES)]

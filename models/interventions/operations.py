@@ -1,4 +1,4 @@
-"""How a value in flight is changed: a function and a row of a table for each operation; needs no torch.
+"""How a value in flight is changed: a function and a row of a table for each operation.
 
 A function gets the part of one request's rows that is to change, and the number of the first of them in the request; it
 gives the part changed, in memory of its own; differentiable.
@@ -6,18 +6,16 @@ gives the part changed, in memory of its own; differentiable.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from layertap.models.catalog.row_tensor import RowTensor
-from layertap.models.selection.hook_points import Operation, TensorData
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from layertap.models.selection.hook_points import Op, Operation, TensorData
 
 
 @dataclass(frozen=True)
@@ -64,32 +62,28 @@ def _replace(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
 
 def _noise(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
     """Standard normal numbers by the seed and each row's own number, drawn on the CPU: every device gets the same."""
-    from torch import Generator, randn
-
     shape = list(part.value.shape)
     shape[part.row_axis] //= part.rows
     numbers = range(row_offset, row_offset + part.rows) if prod(shape) else ()
-    rows = [randn(shape, generator=Generator().manual_seed((operation.seed or 0) + number)) for number in numbers]
+    seeds = ((operation.seed or 0) + number for number in numbers)
+    rows = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     noise = part.concat(rows).to(part.value) if rows else part.value
     return part.value + noise * (1.0 if operation.std is None else operation.std)
 
 
 def _fill(part: RowTensor, value: float) -> Tensor:
-    from torch import full_like
-
-    return full_like(part.value, value)
+    return torch.full_like(part.value, value)
 
 
 def _repeat(part: RowTensor, data: TensorData) -> Tensor:
     """A tensor from outside, which is one row's, for each row."""
-    from torch import from_numpy
-
-    row = from_numpy(np.frombuffer(data.data, "<f4").reshape(data.shape).astype(np.float32, copy=True)).to(part.value)
+    numbers = np.frombuffer(data.data, "<f4").reshape(data.shape).astype(np.float32, copy=True)
+    row = torch.from_numpy(numbers).to(part.value)
     row = row.unsqueeze(part.row_axis) if row.ndim < part.value.ndim else row
     return part.concat([row] * part.rows)
 
 
-OPERATIONS = {
+OPERATIONS: Mapping[Op, OperationSpec] = {
     "zero": OperationSpec(_zero),
     "scale": OperationSpec(_scale, needs=(("by",),)),
     "add": OperationSpec(_add, needs=(("value", "tensor"),)),
@@ -97,8 +91,3 @@ OPERATIONS = {
     "replace": OperationSpec(_replace, needs=(("value", "tensor"),)),
     "noise": OperationSpec(_noise, needs=(("std",),), optional=("seed",), by_row=True),
 }
-
-if TYPE_CHECKING:
-    Op = str
-else:
-    Op = Literal[tuple(OPERATIONS)]

@@ -1,4 +1,4 @@
-"""A model's embedding: the one tensor that a request without layers means, and what makes a vector of it; no torch."""
+"""A model's embedding: the one tensor that a request without layers means, and what makes a vector of it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 from layertap.models.catalog.catalog import Catalog, Layer, TensorInfo
 from layertap.models.errors import RequestError, SelectorError, escape
-from layertap.models.selection.hook_points import Embedding, Reduction, Selector, format_path
+from layertap.models.selection.hook_points import Embedding, Pool, Reduction, Selector, format_path
 from layertap.models.selection.matches import find_matches
-from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import parse_selector
 
 ALLOWED_SITES = ("output", "input")

@@ -11,6 +11,9 @@ from layertap.models.errors import escape
 from layertap.models.hooks.sites import SITES, Side, Site, split_function
 
 ReplyDType = Literal["float32", "float16", "int8"]
+Pool = Literal["none", "mean", "mean_all", "max", "gem", "cls", "last", "flatten"]
+Op = Literal["zero", "scale", "add", "clamp", "replace", "noise"]
+ObjectiveKind = Literal["logit", "probability", "binary", "cross_entropy", "kl_div", "sum", "mean", "layer"]
 Class = int | Literal["top"]  # by its number, or the row's own highest
 Method = Literal[
     "grad_cam",
@@ -86,7 +89,7 @@ class Reduction:
     stats: tuple[str, ...] | None = None
     by: Literal["channel"] | None = None
     over: Literal["inputs"] | None = None
-    pool: str = "none"
+    pool: Pool = "none"
     normalize: bool = False
     dtype: ReplyDType = "float32"
 
@@ -142,7 +145,7 @@ class Embedding:
     ``pool`` None: the one that makes a vector of it. ``alias`` is the key asked for; None: its selector's text.
     """
 
-    pool: str | None = None
+    pool: Pool | None = None
     normalize: bool = False
     dtype: ReplyDType = "float32"
     layer: str = ""
@@ -174,7 +177,7 @@ class Operation:
     input a tensor is taken.
     """
 
-    op: str
+    op: Op
     by: float | None = None
     value: float | None = None
     min: float | None = None
@@ -214,7 +217,7 @@ class Objective:
     end.
     """
 
-    kind: str = "logit"
+    kind: ObjectiveKind = "logit"
     klass: int | Literal["top"] | None = None
     target: tuple[float, ...] | None = None
     selector: Selector | None = None

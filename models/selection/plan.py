@@ -1,4 +1,4 @@
-"""What one request wants of a forward, as plain data: captures, changes, an objective, sizes; needs no torch."""
+"""What one request wants of a forward, as plain data: captures, changes, an objective, sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from layertap.models.catalog.catalog import TensorInfo, count_item_bytes
+from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.devices.dtypes import EVERY
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS
 from layertap.models.selection.hook_points import AXES, HookPoint, Objective, Operation, Reduction
 from layertap.models.selection.poolings import POOLINGS
@@ -78,7 +79,7 @@ class Capture(Tap):
         """Bytes of the result as an array, the int8 scale included."""
         shape = self.shape(rows)
         scale = 4 * (shape[0] if shape else 1) if self.is_scaled else 0
-        return prod(shape) * count_item_bytes(self.dtype) + scale
+        return prod(shape) * EVERY[self.dtype].itemsize + scale
 
 
 @dataclass(frozen=True)

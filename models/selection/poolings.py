@@ -1,4 +1,4 @@
-"""What makes a vector of each row of a captured tensor: one function and one row of a table each; needs no torch.
+"""What makes a vector of each row of a captured tensor: one function and one row of a table each.
 
 A function gets the rows and how many prefix tokens to leave out, and uses what a tensor itself offers. ``mean``,
 ``max`` and ``gem`` reduce every axis but rows and channels to (N, C); ``mean_all`` is ``mean`` with prefix tokens.
@@ -8,14 +8,13 @@ one that is no padding. ``flatten`` is (N, everything else). ``none`` keeps the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
 
 from layertap.models.catalog.row_tensor import RowTensor, to_floating
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from layertap.models.selection.hook_points import Pool
 
 GEM_P = 3.0  # the exponent of Radenović et al., "Fine-tuning CNN image retrieval with no human annotation", 2018
 GEM_EPS = 1e-6
@@ -66,7 +65,7 @@ def _flatten(rows: RowTensor, skip: int) -> Tensor:
     return rows.group().flatten(1)
 
 
-POOLINGS = {
+POOLINGS: Mapping[Pool, Pooling] = {
     "none": Pooling(None, by_channel=False, combines=False),
     "mean": Pooling(_mean, averages=True),
     "mean_all": Pooling(_mean, averages=True, skips_prefix=False),
@@ -76,8 +75,3 @@ POOLINGS = {
     "last": Pooling(_last, skips_prefix=False, last_token=True),
     "flatten": Pooling(_flatten, by_channel=False, combines=False),
 }
-
-if TYPE_CHECKING:
-    Pool = str
-else:
-    Pool = Literal[tuple(POOLINGS)]

@@ -1,4 +1,4 @@
-"""Statistics of each row of a tensor, in place of the tensor: a function and a row of a table each; needs no torch.
+"""Statistics of each row of a tensor, in place of the tensor: a function and a row of a table each.
 
 A function gets floating (rows, values of each row, at least one), gives (rows,) or (rows, columns), and uses what a
 tensor itself offers. All but the histogram are over all values of the row, so that one NaN shows in each of them. Sums
@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 BINS = 16
 Numbers = NDArray[np.float64]
@@ -82,15 +80,13 @@ def _histogram(values: Tensor) -> Tensor:
 
     Where they are all equal they are in the first bin.
     """
-    from torch import stack  # here: whoever only reads the table needs no torch
-
     other = ~values.isfinite()
     # Halves: the difference of two large numbers may be beyond the largest number.
     low = values.masked_fill(other, inf).amin(-1, keepdim=True) / 2
     width = values.masked_fill(other, -inf).amax(-1, keepdim=True) / 2 - low
     bins = ((values / 2 - low) / width).nan_to_num_(0.0).mul_(BINS).clamp_(max=BINS - 1)
     bins = bins.masked_fill_(other, BINS).byte()
-    return stack([(bins == number).sum(-1) for number in range(BINS)], dim=-1)
+    return torch.stack([(bins == number).sum(-1) for number in range(BINS)], dim=-1)
 
 
 def merge_rows(

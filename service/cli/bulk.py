@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from layertap.models.errors import LayertapError
-from layertap.models.selection.poolings import POOLINGS
+from layertap.models.selection.hook_points import Pool
 from layertap.models.spec import Truncate
 from layertap.service.cli.console import ConfigOption, ModelOption, UrlOption, show_status, stderr, tell
 from layertap.service.cli.setup import check_one_answers, create_configured_engine
@@ -24,7 +24,6 @@ from layertap.service.cli.setup import check_one_answers, create_configured_engi
 if TYPE_CHECKING:
     from layertap.service.bulk.job import Extractor, Rows
 
-POOLS = ", ".join(POOLINGS)
 OTHER_MODEL = 3  # exit status
 LINE_S = 10.0  # between lines where there is no terminal
 MAX_NAMED = 20  # inputs that are named with their reason
@@ -35,7 +34,7 @@ def bulk(
     out: Annotated[Path, typer.Option("--out", help="FILE.parquet, or a folder.")],
     layers: Annotated[str, typer.Option(help="Layer selectors, separated by commas; the embedding without.")] = "",
     model: ModelOption = None,
-    pool: Annotated[str | None, typer.Option(help=f"One of {POOLS}.")] = None,
+    pool: Annotated[Pool | None, typer.Option(help="What makes a vector of each input.")] = None,
     normalize: Annotated[bool, typer.Option(help="L2 over the last axis of pooled results.")] = False,
     layout: Annotated[
         Literal["parquet", "safetensors"] | None,
@@ -68,8 +67,6 @@ def bulk(
     from layertap.service.bulk.manifest import OtherModelError
     from layertap.service.bulk.sources import open_source
 
-    if pool is not None and pool not in POOLINGS:
-        raise LayertapError(f"there is no pool {pool!r}", hint=f"use one of {POOLS}")
     if ray and url is not None:
         raise LayertapError("--ray and --url cannot be combined", hint="leave one out")
     check_one_answers(url, config)

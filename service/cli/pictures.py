@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from layertap.models.errors import LayertapError
-from layertap.models.selection.hook_points import Method
-from layertap.models.selection.poolings import POOLINGS
+from layertap.models.selection.hook_points import Method, Pool
 from layertap.service.cli.console import ConfigOption, ModelOption, UrlOption, say, tell
 from layertap.service.cli.output import STDOUT, FormatOption, OutOption, choose_output, choose_picture
 from layertap.service.cli.setup import connect
@@ -33,7 +32,7 @@ def extract(
     images: Annotated[list[Path], typer.Argument(help="Pictures.", exists=True, dir_okay=False, readable=False)],
     layers: Annotated[str, typer.Option(help="Layer selectors, separated by commas.")],
     model: ModelOption = None,
-    pool: Annotated[str, typer.Option(help=f"One of {', '.join(POOLINGS)}.")] = "none",
+    pool: Annotated[Pool, typer.Option(help="What makes a vector of each picture.")] = "none",
     normalize: Annotated[bool, typer.Option(help="L2 over the last axis of pooled results.")] = False,
     file: OutOption = None,
     form: FormatOption = None,

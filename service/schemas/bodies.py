@@ -16,10 +16,10 @@ from layertap.models.selection.hook_points import (
     Intervention,
     Method,
     Objective,
+    Pool,
     ReplyDType,
     Selector,
 )
-from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.models.spec import Truncate
 from layertap.service.pictures.options import MAX_TILES

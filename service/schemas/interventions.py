@@ -7,8 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from layertap.models.errors import SelectorError
-from layertap.models.interventions.operations import Op
-from layertap.models.selection.hook_points import Intervention, Operation, TensorData, TensorSource
+from layertap.models.selection.hook_points import Intervention, Op, Operation, TensorData, TensorSource
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.service.inputs.arrays import require_finite
 from layertap.service.schemas.base import Index, Number, SignedIndices, StrictBody, TensorBody

@@ -9,8 +9,7 @@ from pydantic import Field, GetJsonSchemaHandler, PlainValidator, StrictInt, Wit
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from layertap.models.errors import SelectorError
-from layertap.models.selection.hook_points import Reduction, ReplyDType, Selector
-from layertap.models.selection.poolings import Pool
+from layertap.models.selection.hook_points import Pool, Reduction, ReplyDType, Selector
 from layertap.models.selection.selectors import MAX_TEXT, parse_path, parse_selector, parse_site
 from layertap.models.selection.statistics import STATS
 from layertap.service.schemas.base import OneError, SignedIndices, StrictBody

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from layertap.models.catalog.row_tensor import POSITION_AXES
-from layertap.models.gradients.objectives import ObjectiveKind
-from layertap.models.selection.hook_points import Objective
+from layertap.models.selection.hook_points import Objective, ObjectiveKind
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.service.schemas.base import Number, OneError, SignedIndex, StrictBody, StrictIndex, make_list
 

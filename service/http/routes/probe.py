@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 import orjson
 from fastapi import APIRouter, Query, Request, Response
 
-from layertap.models.selection.hook_points import ReplyDType
-from layertap.models.selection.poolings import Pool
+from layertap.models.selection.hook_points import Pool, ReplyDType
 from layertap.service.explain.prober import Prober
 from layertap.service.features import Features
 from layertap.service.formats.plain_data import describe_receipts

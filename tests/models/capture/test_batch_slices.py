@@ -34,9 +34,9 @@ from layertap.models.errors import InputError, LayerNotReachedError, OutOfMemory
 from layertap.models.hooks import attach
 from layertap.models.hooks.sites import Site
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.selection.hook_points import HookPoint, Reduction, ReplyDType
+from layertap.models.selection.hook_points import HookPoint, Pool, Reduction, ReplyDType
 from layertap.models.selection.plan import Capture
-from layertap.models.selection.poolings import POOLINGS, Pool
+from layertap.models.selection.poolings import POOLINGS
 from layertap.models.spec import InputSpec
 from tests.conftest import net_spec
 from tests.loading import load_model

@@ -15,9 +15,8 @@ from layertap.models.errors import InputError, LayerNotReachedError
 from layertap.models.hooks.attach import count_hooks
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
-from layertap.models.selection.hook_points import HookPoint, Reduction, ReplyDType, Selector
+from layertap.models.selection.hook_points import HookPoint, Pool, Reduction, ReplyDType, Selector
 from layertap.models.selection.plan import Capture, Plan
-from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
 from tests.marks import slow, slow_but

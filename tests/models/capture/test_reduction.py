@@ -17,9 +17,8 @@ from torch import Tensor
 from layertap.models.capture.reduction import reduce
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor
-from layertap.models.selection.hook_points import HookPoint, Reduction, ReplyDType
+from layertap.models.selection.hook_points import HookPoint, Pool, Reduction, ReplyDType
 from layertap.models.selection.plan import Capture, compute_reduced_shape
-from layertap.models.selection.poolings import Pool
 
 Array = NDArray[Any]
 POINT = HookPoint("layer", 0, (), "output")

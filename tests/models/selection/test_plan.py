@@ -13,9 +13,8 @@ from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.errors import RequestError, SelectorError
 from layertap.models.planner import MAX_FAULTS, make_plan
-from layertap.models.selection.hook_points import Reduction, ReplyDType, Selector
+from layertap.models.selection.hook_points import Pool, Reduction, ReplyDType, Selector
 from layertap.models.selection.plan import Plan
-from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
 from tests.models.extraction import extract_plan
