@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from layertap.models.catalog.catalog import CallBoundary, Catalog, TensorInfo
-from layertap.models.catalog.text_lengths import TextLengths
+from layertap.models.catalog.text_lengths import TextLengths, with_common_length
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, escape
 from layertap.models.gradients.resolve_objective import check_gradient, resolve_objective
@@ -16,6 +16,7 @@ from layertap.models.hooks.sites import ATTENTION, GRADIENTS
 from layertap.models.interventions.resolve import resolve_intervention
 from layertap.models.selection.hook_points import AXES, HookPoint, Intervention, Objective, Reduction, Selector
 from layertap.models.selection.matches import SelectorMatch, find_matches
+from layertap.models.selection.parts import check_indices
 from layertap.models.selection.plan import Capture, Plan, ResolvedIntervention, ResolvedObjective, Result
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.statistics import STATISTICS
@@ -206,9 +207,14 @@ def _check_reduction(
             f"{name} has its rows on axis {info.row_axis}, so int8 would scale them all together",
             hint="add a pool, or ask for 'float16'",
         )
-    common = info if lengths is None else info.with_length(lengths.common)
     for option, indices in reduction.indices.items():
-        _check_indices(name, common, option, indices, catalog)
+        check_indices(name, with_common_length(info, lengths), option, indices, catalog.sizes_known)
+        axis = (info.layout or "").index(AXES[option])
+        if option == "channels" and axis in info.token_axes and min(indices, default=0) < 0:
+            detail = (
+                f"the channels of {name} are tokens, of which each text has its own number"
+            )
+            raise SelectorError(detail, hint="count from the first, 0")
 
 
 def _check_pool(name: str, tensor: SelectorMatch, reduction: Reduction) -> None:
@@ -254,18 +260,3 @@ def _check_merged(name: str, info: TensorInfo, stats: Collection[str]) -> None:
     if info.token_axes:
         detail = f"{name} has as many values as an input has tokens, so inputs of several lengths count differently"
         raise SelectorError(detail, hint="leave 'over' out, and weigh the rows yourself")
-
-
-def _check_indices(name: str, info: TensorInfo, option: str, indices: tuple[int, ...], catalog: Catalog) -> None:
-    axis = AXES[option]
-    if info.layout is None or axis not in info.layout:
-        raise SelectorError(f"{name} has no axis of {option}", hint=f"leave '{option}' out")
-    size = info.shape[info.layout.index(axis)]
-    if catalog.sizes_known and not (indices and all(-size <= index < size for index in indices)):
-        raise SelectorError(f"'{option}' of {name} must be between {-size} and {size - 1}")
-    if indices and min(indices) < 0 and axis == "C" and info.layout.index(axis) in info.token_axes:
-        detail = f"the channels of {name} are tokens, of which each text has its own number: none is the last of all"
-        raise SelectorError(detail, hint="count from the first, 0")
-    counted = [index + size if index < 0 and catalog.sizes_known else index for index in indices]
-    if len(set(counted)) != len(counted):
-        raise SelectorError(f"'{option}' of {name} names an index twice", hint="name each once")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.errors import SelectorError
 from layertap.models.inputs.text import TextSpec
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -53,34 +50,3 @@ def measure_lengths(rows: Mapping[str, Tensor], text: TextSpec) -> TextLengths:
 def with_common_length(info: TensorInfo, lengths: TextLengths | None) -> TensorInfo:
     """A tensor with the tokens that every text of a request has."""
     return info if lengths is None else info.with_length(lengths.common)
-
-
-def check_shape(
-    name: str, info: TensorInfo, lengths: TextLengths | None, part: Callable[[TensorInfo], Shape], shape: Shape
-) -> None:
-    """SelectorError where what is sent for a part of every row does not have its shape."""
-    if lengths is None:
-        possible = {part(info)}
-    elif lengths.known:
-        most = lengths.most if info.row_axis is not None else lengths.together
-        possible = {part(info.with_length(tokens)) for tokens in (lengths.fewest, most)}
-    else:
-        possible = {part(info.with_length(tokens)) for tokens in (*shape, lengths.most) if tokens <= lengths.most}
-    if lengths is not None and lengths.known and len(possible) > 1:
-        sizes = f"have {lengths.fewest} to {lengths.most} tokens"
-        raise SelectorError(
-            f"{name} fits texts of one length, and these "
-            + (sizes if lengths.fewest < lengths.most else "have them at different positions"),
-            hint="send texts of one length in a request",
-        )
-    if shape not in possible:
-        raise SelectorError(f"{name} has shape {list(shape)}", hint=f"send {_format_shape(info, part, lengths)}")
-
-
-def _format_shape(info: TensorInfo, part: Callable[[TensorInfo], Shape], lengths: TextLengths | None) -> str:
-    """The shape that is wanted; of a text whose length is not known yet it has T tokens."""
-    if lengths is None or lengths.known:
-        return str(list(part(with_common_length(info, lengths))))
-    sizes = zip(part(info.with_length(1)), part(info.with_length(2)), strict=True)
-    shape = ", ".join(str(size) if size == other else "T" for size, other in sizes)
-    return f"[{shape}]" + (", where T is how many tokens the text has" if "T" in shape else "")

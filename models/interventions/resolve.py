@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
-from layertap.models.catalog.text_lengths import TextLengths, check_shape, with_common_length
+from layertap.models.catalog.text_lengths import TextLengths, with_common_length
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.errors import SelectorError, escape
 from layertap.models.gradients.resolve_objective import check_gradient
@@ -18,6 +18,7 @@ from layertap.models.interventions.operations import OPERATIONS
 from layertap.models.interventions.sources import find_source
 from layertap.models.selection.hook_points import AXES, Intervention, Operation
 from layertap.models.selection.matches import SelectorMatch, find_matches, prefer_layer
+from layertap.models.selection.parts import check_indices, check_shape, get_size
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
 
 PARAMETERS = ("by", "value", "min", "max", "std", "seed", "tensor")
@@ -157,9 +158,7 @@ def _check_part(
             hint="change another layer",
         )
     for option, indices in operation.indices.items():
-        size = _get_size(name, with_common_length(info, lengths), option, AXES[option])
-        if catalog.sizes_known and not _are_distinct(indices, size):
-            raise SelectorError(f"{option!r} of {name} are different numbers between {-size} and {size - 1}")
+        check_indices(name, with_common_length(info, lengths), option, indices, catalog.sizes_known)
         if indices and min(indices) < 0 <= max(indices) and _differ_in_length(info, AXES[option], lengths):
             raise SelectorError(
                 f"{option!r} of {name} are counted from both ends, and texts may have any length",
@@ -167,7 +166,7 @@ def _check_part(
             )
     if operation.region is not None:
         top, left, bottom, right = operation.region
-        height, width = (_get_size(name, with_common_length(info, lengths), "region", letter) for letter in "HW")
+        height, width = (get_size(name, with_common_length(info, lengths), "region", letter) for letter in "HW")
         if catalog.sizes_known and not (0 <= top < bottom <= height and 0 <= left < right <= width):
             raise SelectorError(
                 f"'region' of {name} must lie within {height} by {width}",
@@ -183,23 +182,11 @@ def _check_part(
         )
 
 
-def _are_distinct(indices: Sequence[int], size: int) -> bool:
-    """Whether some indices of an axis, those below 0 counted from its end, are there and name each place once."""
-    places = {index % size for index in indices if -size <= index < size}
-    return bool(indices) and len(places) == len(indices)
-
-
 def _differ_in_length(info: TensorInfo, letter: str, lengths: TextLengths | None) -> bool:
     """Whether an axis has another size in some rows, as far as is known."""
     if lengths is None or not lengths.known:
         return False
     return (info.layout or "").index(letter) in info.token_axes and lengths.fewest < lengths.most
-
-
-def _get_size(name: str, info: TensorInfo, option: str, letter: str) -> int:
-    if info.layout is None or letter not in info.layout:
-        raise SelectorError(f"{name} has no axis for {option!r}", hint=f"leave {option!r} out")
-    return info.shape[info.layout.index(letter)]
 
 
 def _join_names(names: Sequence[str]) -> str:

@@ -316,7 +316,7 @@ def test_calls_that_differ() -> None:
     """What suits only some calls of a module is refused with the call, and taken where one that suits is named."""
     catalog = surveyed(bottlenecks(), 3, 32, 32)
     how = Operation("zero", channels=(200,))  # its last call has 256 channels, the others have 64
-    with pytest.raises(RequestError, match=r"'layer1\.0\.relu#0' are different numbers between -64 and 63") as caught:
+    with pytest.raises(RequestError, match=r"'layer1\.0\.relu#0' must be between -64 and 63") as caught:
         planned(catalog, how, "layer1.0.relu", ".")
     assert caught.value.hint == "name one call: 'layer1.0.relu#2'"
     assert [edit.point.call for edit in planned(catalog, how, "layer1.0.relu#2", ".").resolved_interventions] == [2]

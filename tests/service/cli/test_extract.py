@@ -52,7 +52,7 @@ def test_summary(command: Command, pictures: list[Path]) -> None:
     [
         (("--layers", "block4"), "did you mean 'block"),
         (("--layers", ""), "at least one"),
-        (("--layers", "head", "--pool", "average"), "--pool: "),
+        (("--layers", "head", "--pool", "average"), "'mean_all'"),
         (("--layers", "head", "--model", "digit"), "did you mean 'digits'"),
         (("--layers", "head", "--out", "x.exe"), ".json, .npy, .npz, .safetensors, .png"),
         (("--layers", "head", "--out", "nowhere/x.npz"), "nowhere/x.npz"),

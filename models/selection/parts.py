@@ -1,0 +1,64 @@
+"""Parts of a tensor that a request names by their numbers, or sends: checked against what a catalogue says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.catalog.text_lengths import TextLengths, with_common_length
+from layertap.models.errors import SelectorError
+from layertap.models.selection.hook_points import AXES
+
+Shape = tuple[int, ...]
+
+
+def check_indices(name: str, info: TensorInfo, option: str, indices: Sequence[int], sizes_known: bool) -> None:
+    """SelectorError where not all indices are of the axis of an option, those below 0 counted from its end.
+
+    ``info`` has the tokens that every text has; ``sizes_known``: whether its shape is that of the rows.
+    """
+    size = get_size(name, info, option, AXES[option])
+    if not sizes_known:
+        return
+    if not indices or not all(-size <= index < size for index in indices):
+        raise SelectorError(f"{option!r} of {name} must be between {-size} and {size - 1}")
+    if len({index % size for index in indices}) != len(indices):
+        raise SelectorError(f"{option!r} of {name} names an index twice", hint="name each once")
+
+
+def get_size(name: str, info: TensorInfo, option: str, letter: str) -> int:
+    """The size of the axis that an option is about; SelectorError where the tensor has none."""
+    if info.layout is None or letter not in info.layout:
+        raise SelectorError(f"{name} has no axis for {option!r}", hint=f"leave {option!r} out")
+    return info.shape[info.layout.index(letter)]
+
+
+def check_shape(
+    name: str, info: TensorInfo, lengths: TextLengths | None, part: Callable[[TensorInfo], Shape], shape: Shape
+) -> None:
+    """SelectorError where what is sent for a part of every row does not have its shape."""
+    if lengths is None:
+        possible = {part(info)}
+    elif lengths.known:
+        most = lengths.most if info.row_axis is not None else lengths.together
+        possible = {part(info.with_length(tokens)) for tokens in (lengths.fewest, most)}
+    else:
+        possible = {part(info.with_length(tokens)) for tokens in (*shape, lengths.most) if tokens <= lengths.most}
+    if lengths is not None and lengths.known and len(possible) > 1:
+        sizes = f"have {lengths.fewest} to {lengths.most} tokens"
+        raise SelectorError(
+            f"{name} fits texts of one length, and these "
+            + (sizes if lengths.fewest < lengths.most else "have them at different positions"),
+            hint="send texts of one length in a request",
+        )
+    if shape not in possible:
+        raise SelectorError(f"{name} has shape {list(shape)}", hint=f"send {_format_shape(info, part, lengths)}")
+
+
+def _format_shape(info: TensorInfo, part: Callable[[TensorInfo], Shape], lengths: TextLengths | None) -> str:
+    """The shape that is wanted; of a text whose length is not known yet it has T tokens."""
+    if lengths is None or lengths.known:
+        return str(list(part(with_common_length(info, lengths))))
+    sizes = zip(part(info.with_length(1)), part(info.with_length(2)), strict=True)
+    shape = ", ".join(str(size) if size == other else "T" for size, other in sizes)
+    return f"[{shape}]" + (", where T is how many tokens the text has" if "T" in shape else "")
