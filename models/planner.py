@@ -211,9 +211,7 @@ def _check_reduction(
         check_indices(name, with_common_length(info, lengths), option, indices, catalog.sizes_known)
         axis = (info.layout or "").index(AXES[option])
         if option == "channels" and axis in info.token_axes and min(indices, default=0) < 0:
-            detail = (
-                f"the channels of {name} are tokens, of which each text has its own number"
-            )
+            detail = f"the channels of {name} are tokens, of which each text has its own number"
             raise SelectorError(detail, hint="count from the first, 0")
 
 

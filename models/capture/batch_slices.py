@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from layertap.models.capture.reduction import ReducedTensor, clone_reduced
-from layertap.models.catalog.row_tensor import Span
+from layertap.models.catalog.row_tensor import RowTensor, Span
 from layertap.models.devices import transfer
 from layertap.models.plain_tensor import view_bytes
 from layertap.models.selection.plan import Capture, ResolvedIntervention, ResolvedObjective
@@ -139,11 +139,12 @@ def _select_reduced(reduced: ReducedTensor, capture: Capture, span: Span, rows: 
     """Some rows of what was reduced for a span of them."""
     if not _has_rows(capture) or span == rows:
         return reduced
-    entries = 1 if capture.reduction.is_by_row else capture.unpadded.entries_per_row
-    start, length = (rows[0] - span[0]) * entries, (rows[1] - rows[0]) * entries
-    values = reduced.values.narrow(capture.rows_axis, start, length).contiguous()
-    scale = reduced.scale.narrow(0, start, length) if reduced.scale is not None else None
-    return replace(reduced, values=values, scale=scale)
+    part = rows[0] - span[0], rows[1] - span[0]
+    values = RowTensor(reduced.values, capture.reduced).select(part).value.contiguous()
+    if reduced.scale is None:
+        return ReducedTensor(values)
+    entries = capture.reduced.entries_per_row
+    return ReducedTensor(values, reduced.scale[part[0] * entries : part[1] * entries])
 
 
 class JoinedRows:
@@ -173,32 +174,26 @@ class JoinedRows:
                     self._whole[capture] = _make_whole(capture, reduced, stop - start, self._rows)
         for capture, reduced in part.items():
             if capture.info.row_axis is not None:
-                whole, share = self._whole[capture], (start, stop - start)
-                _copy_rows(whole.values, reduced.values, capture.rows_axis, share)
-                if whole.scale is not None and reduced.scale is not None:
-                    _copy_rows(whole.scale, reduced.scale, 0, share)
+                parts = zip(_list_tensors(self._whole[capture], capture), _list_tensors(reduced, capture), strict=True)
+                for (whole, axis), (rows, _) in parts:
+                    entries = rows.shape[axis] // (stop - start)
+                    whole.narrow(axis, start * entries, rows.shape[axis]).copy_(rows)
         return self._whole
 
 
 def _make_whole(capture: Capture, part: ReducedTensor, count: int, rows: int) -> ReducedTensor:
-    """Room for so many rows, of which a part has some; what all rows share is copied."""
+    """Room for so many rows, of which a part has ``count``; what all rows share is copied."""
     if capture.info.row_axis is None:
         return clone_reduced(part)
-    scale = part.scale
-    return ReducedTensor(
-        _make_room(part.values, capture.rows_axis, count, rows),
-        None if scale is None else _make_room(scale, 0, count, rows),
-    )
+    whole = []
+    for tensor, axis in _list_tensors(part, capture):
+        shape = list(tensor.shape)
+        shape[axis] = shape[axis] // count * rows
+        whole.append(tensor.new_empty(shape))
+    return ReducedTensor(*whole)
 
 
-def _make_room(part: Tensor, axis: int, count: int, rows: int) -> Tensor:
-    """For each row the axis has as many entries as it has of those of a part."""
-    shape = list(part.shape)
-    shape[axis] = shape[axis] // count * rows
-    return torch.empty(shape, dtype=part.dtype, device=part.device)
-
-
-def _copy_rows(whole: Tensor, part: Tensor, axis: int, share: tuple[int, int]) -> None:
-    start, count = share
-    entries = part.shape[axis] // count
-    whole.narrow(axis, start * entries, count * entries).copy_(part)
+def _list_tensors(reduced: ReducedTensor, capture: Capture) -> list[tuple[Tensor, int]]:
+    """Its values, and its scale where it has one, each with the axis that holds the rows."""
+    values = reduced.values, capture.reduced.row_axis or 0
+    return [values] if reduced.scale is None else [values, (reduced.scale, 0)]

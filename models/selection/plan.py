@@ -39,30 +39,42 @@ class Capture(Tap):
         """The tensor without what only pads it."""
         return self.info.with_length(self.length)
 
+    @cached_property
+    def reduced(self) -> TensorInfo:
+        """What the reduction gives: its shape is that of one row.
+
+        Integers and booleans keep their dtype, unless averages or statistics are made of them.
+        """
+        info, reduction, pooling = self.unpadded, self.reduction, POOLINGS[self.reduction.pool]
+        shape = list(info.shape)
+        for option, indices in reduction.indices.items():
+            shape[(info.layout or "").index(AXES[option])] = len(indices)
+        channels = shape[info.layout.index("C")] if info.layout and "C" in info.layout else 1
+        if reduction.stats is not None:
+            columns = len(list_columns(reduction.stats))
+            shape = [1, columns] if reduction.by is None else [1, channels, columns]
+        elif pooling.compute is not None:
+            shape = [1, channels if pooling.by_channel else prod(shape)]
+        dtype = reduction.dtype if self.is_float else info.dtype
+        return TensorInfo(info.path, tuple(shape), dtype, 0 if reduction.is_by_row else info.row_axis)
+
     def shape(self, rows: int) -> tuple[int, ...]:
         """The result's shape for so many rows."""
-        return compute_reduced_shape(self.unpadded, self.reduction, rows)
+        return self.reduced.shape_for(rows)
 
     def reply_shape(self, rows: int) -> tuple[int, ...]:
         """The shape that a reply has: without rows where they are merged."""
         return self.shape(rows)[1:] if self.reduction.over else self.shape(rows)
 
     @property
-    def rows_axis(self) -> int:
-        """The axis of the result that holds the rows, where one does."""
-        return 0 if self.reduction.is_by_row else self.info.row_axis or 0
-
-    @property
     def reply_rows_axis(self) -> int | None:
         """The axis of what is replied that holds the rows; None where it is the same, or one, for all of them."""
-        if self.reduction.over:
-            return None
-        return 0 if self.reduction.is_by_row else self.info.row_axis
+        return None if self.reduction.over else self.reduced.row_axis
 
     @property
     def dtype(self) -> str:
-        """The result's dtype: integers and booleans keep their own, unless averages or statistics are made of them."""
-        return self.reduction.dtype if self.is_float else self.info.dtype
+        """The result's dtype."""
+        return self.reduced.dtype
 
     @property
     def is_float(self) -> bool:
@@ -73,7 +85,7 @@ class Capture(Tap):
     @property
     def is_scaled(self) -> bool:
         """Whether the result is int8 made of floating values, with a scale beside it."""
-        return self.dtype == "int8" and self.is_float
+        return self.is_float and self.reduction.dtype == "int8"
 
     def nbytes(self, rows: int) -> int:
         """Bytes of the result as an array, the int8 scale included."""
@@ -212,26 +224,3 @@ class Plan:
     def _sizes(self) -> dict[int, tuple[int, int]]:
         """By rows; as many as a request may have inputs."""
         return {}
-
-
-def compute_reduced_shape(info: TensorInfo, reduction: Reduction, rows: int) -> tuple[int, ...]:
-    """The shape that a reduction gives for a forward of ``rows`` rows."""
-    if reduction.stats is not None:
-        columns = len(list_columns(reduction.stats))
-        return (rows, columns) if reduction.by is None else (rows, _count_channels(info, reduction), columns)
-    shape = list(info.shape_for(rows))
-    for option, indices in reduction.indices.items():
-        shape[(info.layout or "").index(AXES[option])] = len(indices)
-    pooling = POOLINGS[reduction.pool]
-    if pooling.compute is None:
-        return tuple(shape)
-    if not pooling.by_channel:
-        return (rows, prod(shape) // rows)
-    return (rows, _count_channels(info, reduction))
-
-
-def _count_channels(info: TensorInfo, reduction: Reduction) -> int:
-    """Channels that a reduction keeps; 1 where the layout has none."""
-    if not info.layout or "C" not in info.layout:
-        return 1
-    return info.shape_for(1)[info.layout.index("C")] if reduction.channels is None else len(reduction.channels)

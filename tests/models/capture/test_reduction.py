@@ -18,7 +18,7 @@ from layertap.models.capture.reduction import reduce
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.selection.hook_points import HookPoint, Pool, Reduction, ReplyDType
-from layertap.models.selection.plan import Capture, compute_reduced_shape
+from layertap.models.selection.plan import Capture
 
 Array = NDArray[Any]
 POINT = HookPoint("layer", 0, (), "output")
@@ -204,9 +204,7 @@ def test_shapes_and_bytes_are_predicted(name: str) -> None:
             continue
         found = reduce(RowTensor(value, item.info), how)
         capture = Capture(POINT, item.info, how)
-        assert (
-            tuple(found.values.shape) == capture.shape(item.rows) == compute_reduced_shape(item.info, how, item.rows)
-        ), how
+        assert tuple(found.values.shape) == capture.shape(item.rows), how
         assert f"torch.{capture.dtype}" == str(found.values.dtype), how
         scale = 0 if found.scale is None else found.scale.nbytes
         assert found.values.nbytes + scale == capture.nbytes(item.rows), how
@@ -366,7 +364,7 @@ def test_tokens_from_the_end(name: str) -> None:
     rows, tokens = item.info.row_axis or 0, (item.info.layout or "").index("T")
     info = replace(item.info, token_axes=(tokens,))
     found = reduce(RowTensor(value, info, REAL), Reduction(tokens=(-1, -3)), 6).values
-    assert found.shape == compute_reduced_shape(info, Reduction(tokens=(-1, -3)), 3)
+    assert found.shape == Capture(POINT, info, Reduction(tokens=(-1, -3))).shape(3)
     for place, count in enumerate(REAL.sum(1).tolist()):
         wanted = value.select(rows, place)[[count - 1, count - 3]]
         assert torch.equal(found.movedim((rows, tokens), (0, 1))[place], wanted)
@@ -399,7 +397,7 @@ def test_parts_of_attention(part: dict[str, Any]) -> None:
     flat = reduce(RowTensor(value, WEIGHTS, HOLES), replace(how, pool="flatten"), length).values
     columns = ("mean", "max", "zeros")
     stats = reduce(RowTensor(value, WEIGHTS, HOLES), replace(how, stats=columns), length).values
-    assert found.shape == compute_reduced_shape(WEIGHTS.with_length(length), how, 3)
+    assert found.shape == Capture(POINT, WEIGHTS, how, length).shape(3)
     for place, real in enumerate(HOLES.numpy()):
         own = np.flatnonzero(real)
         queries, keys = (own[list(part[axis])] if axis in part else np.arange(length) for axis in ("queries", "keys"))
