@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from layertap.models.catalog.catalog import UNREPEATABLE
-from layertap.models.inputs.library_processor import Preprocessing
+from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.selection.hook_points import HookPoint, Reduction
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
 from layertap.models.selection.poolings import POOLINGS

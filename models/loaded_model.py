@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +14,17 @@ from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.compiled.compiled_plan import PlanGraphs
 from layertap.models.devices import memory, transfer
-from layertap.models.devices.dtypes import DTYPES
-from layertap.models.devices.threads import use_threads
-from layertap.models.errors import InputError, out_of_memory_error
+from layertap.models.devices.devices import DTYPES, use_threads
+from layertap.models.errors import InputError, LoadError, out_of_memory_error
 from layertap.models.hooks.tensor_tree import iterate_tensors
+from layertap.models.inputs.model_inputs import POSITIONS, number_tokens
 from layertap.models.inputs.noise import make_noise, make_noise_row
-from layertap.models.inputs.text import POSITIONS, number_tokens
 from layertap.models.model_catalogs import ModelCatalogs
 from layertap.models.model_info import ModelInfo
 from layertap.models.replica import Replica, call_module
 from layertap.models.resume.resumption import Resumption
 from layertap.models.selection.plan import Plan
+from layertap.models.spec import ModelSpec
 
 Rows = Mapping[str, Tensor]
 
@@ -188,6 +188,41 @@ class LoadedModel(ModelInfo):
         dtype = floating if value.is_floating_point() else value.dtype
         # Contiguous: in another memory format kernels round otherwise, and a neighbour would choose it for the batch.
         return value.to(self.device, dtype, copy=copy, memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiDeviceModel(ModelInfo):
+    """A model on several devices, by the names that the configuration gives these: loaded on each by itself.
+
+    What is known of it is what is known of the first.
+    """
+
+    by_device: Mapping[str, LoadedModel]
+
+    @property
+    def device_name(self) -> str:
+        """Where it is: all of its devices."""
+        return ", ".join(self.by_device)
+
+    @property
+    def hooks(self) -> int:
+        """Hooks of ours on all of them now: 0 when idle."""
+        return sum(model.hooks for model in self.by_device.values())
+
+
+def join_devices(spec: ModelSpec, models: Mapping[str, LoadedModel]) -> MultiDeviceModel:
+    """One model of those loaded by ``spec`` on devices, by name; LoadError where they are not the same.
+
+    A warm plan that has graphs on some devices only runs with hooks on all: an answer must not depend on its device.
+    """
+    first, *others = models.values()
+    if any((other.digest, other.identity) != (first.digest, first.identity) for other in others):
+        raise LoadError("the model has other weights each time it is built", hint="devices need the same on each")
+    graphs = zip(*(model.compiled for model in models.values()), strict=True)
+    compiled = tuple(plans[0] if all(plan is not None for plan in plans) else None for plans in graphs)
+    known = {each.name: getattr(first, each.name) for each in fields(ModelInfo)}
+    known |= {"spec": spec, "compiled": compiled, "memory_bytes": sum(each.memory_bytes for each in models.values())}
+    return MultiDeviceModel(by_device=models, **known)
 
 
 def check_rows_fit(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> int:

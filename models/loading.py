@@ -16,10 +16,8 @@ from torch.nn.utils import convert_conv2d_weight_memory_format
 from layertap.models import fingerprint
 from layertap.models.catalog.same_calls import has_same_calls
 from layertap.models.devices import devices, memory
-from layertap.models.devices.cost_history import open_history
-from layertap.models.devices.dtypes import DTYPES, TOLERANCE
-from layertap.models.devices.processor import describe_speed
-from layertap.models.devices.threads import count_cores, use_threads
+from layertap.models.devices.costs import locate_history
+from layertap.models.devices.devices import DTYPES, TOLERANCE, count_cores, describe_speed, use_threads
 from layertap.models.errors import (
     InputError,
     LoadError,
@@ -46,6 +44,12 @@ from layertap.models.turns import build_beside, take_turn
 from layertap.models.weights.state_dict import digest_weights
 
 NO_MEMORY_HINT = "load fewer models on this device, or give this one a smaller dtype or input"
+CONFIGURED = "the configuration names it"
+CASTS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
+    "float32": nn.Module.float,
+    "float16": nn.Module.half,
+    "bfloat16": nn.Module.bfloat16,
+}
 RunSurvey = Callable[[Callable[[], Any]], Any]
 TakeTurn = Callable[[], AbstractContextManager[None]]
 
@@ -88,19 +92,11 @@ def load_model(
         built.two_towers,
     )
     shapes = [spec.shape for spec in built.inputs]
-    history = open_history(
-        costs_folder,
-        tree,
-        spec.precision,
-        spec.memory_format,
-        shapes,
-        threads,
-        torch.__version__,
-        describe_speed(device),
-    )
+    figures = (tree, spec.precision, spec.memory_format, shapes, threads, torch.__version__, describe_speed(device))
+    history = locate_history(costs_folder, *figures) if costs_folder else None
     tolerance = TOLERANCE[spec.precision]
     survey = partial(survey_configured, module, inputs, device, built.prefix_tokens, threads, history, tolerance)
-    run = run_survey or _call
+    run = run_survey or (lambda survey: survey())
     with take_turn(), _refuse_unfit_inputs():
         configured = run(survey)
         inputs = inputs.with_traits(configured.traits)
@@ -110,11 +106,14 @@ def load_model(
         except InputError as error:
             inputs = replace(inputs.towers[-1], no_pictures=f"one of its towers does not run alone: {error.detail}")
             catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)
+        make_row = partial(make_noise_row, inputs.specs, device, inputs.dtype)
         if run_survey is not None:
-            _run_once(module, inputs, device, configured.traits.state)
-        row = next(iter(make_noise_row(inputs.specs, device, inputs.dtype).values()))
+            # A forward, which leaves the module as all others find it: it may make parameters, or hooks on its parts.
+            # On one thread: a process that is copied after operations on several can use several no more.
+            with torch.no_grad(), use_threads(1):
+                call_module(make_row(), module, configured.traits.state)
         with keep_state(module, configured.traits.state):
-            known = built.embedding or find_known_embedding(module, row)
+            known = built.embedding or find_known_embedding(module, next(iter(make_row().values())))
     embedding = _find_embedding(spec, known, catalogs)
     labels = choose_labels(spec.labels, built.labels, count_classes(catalogs.configured))
     return LoadedModel(
@@ -137,10 +136,6 @@ def load_model(
     )
 
 
-def _call(function: Callable[[], Any]) -> Any:
-    return function()
-
-
 def identify_model(built: build.BuiltModel, spec: ModelSpec) -> tuple[str, str]:
     """The digest of a model's weights, and its part of every fingerprint."""
     weights = digest_weights(built.module, saved_only=built.named)
@@ -153,15 +148,6 @@ def identify_model(built: build.BuiltModel, spec: ModelSpec) -> tuple[str, str]:
     return weights, fingerprint.digest_model(
         weights, structure, spec.precision, built.preprocess, built.inputs, tokenizer, spec.decode
     )
-
-
-def _run_once(module: nn.Module, inputs: ModelInputs, device: torch.device, state: Sequence[StateKey]) -> None:
-    """One forward, which leaves the module as all others find it: it may make parameters, or put hooks on its parts.
-
-    On one thread: a process that is copied after operations on several can use several no more.
-    """
-    with torch.no_grad(), use_threads(1):
-        call_module(make_noise_row(inputs.specs, device, inputs.dtype), module, state)
 
 
 def _place_module(module: nn.Module, spec: ModelSpec, device: torch.device) -> nn.Module:
@@ -223,11 +209,3 @@ def _create_replicas(
             return (replicas[0],)
         replicas.append(create_replica(copy))
     return tuple(replicas)
-
-
-CONFIGURED = "the configuration names it"
-CASTS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
-    "float32": nn.Module.float,
-    "float16": nn.Module.half,
-    "bfloat16": nn.Module.bfloat16,
-}

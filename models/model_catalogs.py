@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,8 @@ from layertap.models.catalog.resized_catalog import AnotherCourseError, SizeReco
 from layertap.models.catalog.survey import name_input_errors, survey
 from layertap.models.catalog.trials import RepeatedRun, try_padding
 from layertap.models.devices import memory
-from layertap.models.devices.cost_history import CostHistory
-from layertap.models.devices.costs import make_costs, measure_forward
-from layertap.models.devices.threads import use_threads
+from layertap.models.devices.costs import add_reading, make_costs, measure_forward
+from layertap.models.devices.devices import use_threads
 from layertap.models.errors import SelectorError, out_of_memory_error
 from layertap.models.explanations.maps import find_map_layers
 from layertap.models.explanations.sensitivity import find_last_sensitive
@@ -47,12 +47,12 @@ def survey_configured(
     device: torch.device,
     prefix_tokens: int,
     threads: int,
-    history: CostHistory,
+    history: Path | None,
     tolerance: float,
 ) -> Catalog:
     """The catalogue of a module for rows of the configured shape; InputError where it does not take them.
 
-    ``history`` has what forwards took at other loads, and learns what they take now. ``tolerance``: of a tensor's
+    What forwards take is kept in the file ``history``. ``tolerance``: of a tensor's
     largest number, what rounding may move. OutOfMemoryError.
     """
     with use_threads(threads), _name_memory_errors():  # a new thread has as many as any other set last
@@ -61,7 +61,7 @@ def survey_configured(
         row = make_noise_row(inputs.specs, device, inputs.dtype)
         row_bytes = _measure_row_bytes(forward, row, module, device)
         reading = measure_forward(forward, row, device, crosses_rows=catalog.crosses_rows, max_threads=threads)
-    costs = make_costs(history.add(reading), row_bytes)
+    costs = make_costs(add_reading(history, reading) if history else [reading], row_bytes)
     # Noise only adds; and a survey of a quick model has a single thread.
     seconds = min(catalog.seconds, costs.estimate_seconds(1) / costs.speedup)
     return replace(catalog, seconds=seconds, costs=costs)

@@ -9,14 +9,13 @@ import torch
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.compiled.plan_benchmark import PlanBenchmark
-from layertap.models.inputs.library_processor import Preprocessing
-from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.inputs.text import TextSpec
+from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
+from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.labels import Labels
 from layertap.models.model_catalogs import CatalogCache
 from layertap.models.selection.embedding import TOGETHER, ModelEmbedding, choose_embedding
 from layertap.models.spec import InputSpec, ModelSpec, Shapes
-from layertap.models.weights.report import LoadReport
+from layertap.models.weights.state_dict import LoadReport
 
 NOT_DETERMINISTIC = "this model is not deterministic: it gives the same input another answer each time"
 

@@ -9,7 +9,7 @@ from math import prod
 
 from layertap.models.catalog.catalog import CallBoundary, Catalog, TensorInfo
 from layertap.models.catalog.text_lengths import TextLengths, with_common_length
-from layertap.models.devices.dtypes import DTYPES
+from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, escape
 from layertap.models.gradients.resolve_objective import check_gradient, resolve_objective
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS

@@ -9,8 +9,7 @@ from math import inf, isfinite
 from typing import Any, Literal
 
 from layertap.models.selection.hook_points import Pool, ReplyDType
-from layertap.models.sources.grammar import is_checkpoint
-from layertap.models.sources.table import SOURCES
+from layertap.models.sources.grammar import SOURCES, is_checkpoint
 
 Device = str
 Shapes = tuple[tuple[int, ...], ...]  # of one row, input by input
@@ -259,7 +258,7 @@ class ModelSpec:
     @property
     def _has_path(self) -> bool:
         kind, _, ident = self.source.partition(":")
-        return kind in SOURCES and SOURCES[kind].has_path(ident)
+        return kind in SOURCES and bool(SOURCES[kind].find_path(ident))
 
     @property
     def shown_source(self) -> str:

@@ -1,7 +1,10 @@
 """Turns of models that load in this process and its hosts: they are built side by side, and measured one at a time.
 
 What a forward takes decides how rows are scheduled: two models that are measured at once would take each other's time
-for their own. Building may last as long as a download, or a compiler: nobody waits for that.
+for their own. Building may last as long as a download, or a compiler: nobody waits for that. Only modules themselves
+are constructed one at a time in a process: torch has one generator and one default dtype for all threads. So have
+libraries: while transformers constructs a module it puts functions of its own in the place of torch's, and of two that
+overlap the second would restore those of the first, for good.
 """
 
 from __future__ import annotations
@@ -9,7 +12,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Condition
+from threading import Condition, RLock
+
+import torch
 
 TURN_TIMEOUT_S = 30.0  # a model that is measured before may hang
 BUILD_WAIT_S = 2.0  # most models are built in less, and take whole cores for it
@@ -62,5 +67,26 @@ class Turns:
 
 
 _TURNS = Turns()
+_CONSTRUCTION = RLock()
 build_beside = _TURNS.build
 take_turn = _TURNS.measure
+
+
+@contextmanager
+def construct_alone(seed: int | None) -> Iterator[None]:
+    """Construct a module inside; no other thread of this process does at the same time.
+
+    Random numbers start at ``seed``, without one where the process's are. They and the default dtype are afterwards
+    what they were before. Meanwhile they are the process's: a forward in another thread that draws random numbers
+    draws from the same generator.
+    """
+    # Where CUDA is not in use it stays so.
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    with _CONSTRUCTION, torch.random.fork_rng(devices):
+        dtype = torch.get_default_dtype()
+        if seed is not None:
+            torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)

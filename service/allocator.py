@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from layertap.models.devices.threads import count_cores
+from layertap.models.devices.devices import count_cores
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD, ARENA_MAX = -1, -2, -3, -8  # parameters of glibc's mallopt(3)
 MIB = 2**20

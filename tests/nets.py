@@ -15,7 +15,7 @@ from torchvision.models.swin_transformer import SwinTransformer
 
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.survey import survey
-from layertap.models.devices.dtypes import DTYPES
+from layertap.models.devices.devices import DTYPES
 from layertap.models.spec import InputSpec
 from tests.oracle import seeded
 

@@ -21,7 +21,7 @@ from bench.graphs.contenders import Contenders, Run
 from bench.graphs.tables import Figures, make_tables
 from bench.graphs.variants import ARCHITECTURES, HOOKS, VARIANTS
 from bench.machine import CpuMeter, described
-from layertap.models.devices.threads import use_threads
+from layertap.models.devices.devices import use_threads
 from layertap.service.allocator import keep_large_blocks
 
 FOLDER = Path.home() / ".cache" / "layertap-bench" / "graphs"

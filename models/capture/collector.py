@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from layertap.models.capture.batch_slices import RequestSlice, find_spans
 from layertap.models.capture.reduction import ReducedTensor, reduce
 from layertap.models.catalog.row_tensor import RowTensor, Span
-from layertap.models.devices.dtypes import dtype_name
+from layertap.models.devices.devices import dtype_name
 from layertap.models.errors import InputError, LayerNotReachedError, LayertapError
 from layertap.models.gradients.anchors import GradientAnchors, Key, compute_objective
 from layertap.models.hooks.attach import Changes, OnCall, StopForward

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor, to_floating
-from layertap.models.devices.dtypes import DTYPES
+from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import InputError
 from layertap.models.plain_tensor import to_plain
 from layertap.models.selection.hook_points import AXES, Reduction

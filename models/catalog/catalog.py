@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
-from layertap.models.devices.dtypes import EVERY, FLOATS
+from layertap.models.devices.devices import EVERY, FLOATS
 from layertap.models.errors import find_nearest
 from layertap.models.hooks.sites import SITES, Site
 

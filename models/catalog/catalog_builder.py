@@ -16,7 +16,7 @@ from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.catalog.observations import AttentionObservation, Boundary, CallObservation, TensorObservation
 from layertap.models.catalog.token_grid import number_patches
-from layertap.models.devices.dtypes import dtype_name
+from layertap.models.devices.devices import dtype_name
 from layertap.models.hooks.tensor_tree import Path
 
 FindTensor = Callable[[CallObservation], TensorObservation | None]

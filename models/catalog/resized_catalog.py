@@ -13,7 +13,7 @@ from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, 
 from layertap.models.catalog.catalog_builder import pair_attention
 from layertap.models.catalog.observations import CallObservation, Sketch, TensorObservation
 from layertap.models.catalog.token_grid import number_patches
-from layertap.models.devices.dtypes import dtype_name
+from layertap.models.devices.devices import dtype_name
 from layertap.models.hooks.tensor_tree import Path
 
 NO_SKETCH = Sketch((), 0.0, 0.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.inputs.text import TextSpec
+from layertap.models.inputs.model_inputs import TextSpec
 
 
 @dataclass(frozen=True)

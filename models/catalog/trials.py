@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from layertap.models.catalog.call_observer import Run
 from layertap.models.catalog.catalog import LeftPadding
-from layertap.models.devices.dtypes import TOLERANCE
+from layertap.models.devices.devices import TOLERANCE, use_threads
 from layertap.models.devices.memory import is_device_error
-from layertap.models.devices.threads import use_threads
 from layertap.models.hooks.tensor_tree import TensorsByPath, iterate_tensors
+from layertap.models.inputs.model_inputs import POSITIONS, TextSpec, number_tokens
 from layertap.models.inputs.noise import make_noise
-from layertap.models.inputs.text import POSITIONS, TextSpec, number_tokens
 from layertap.models.module_state import ModuleState, StateKey
 from layertap.models.spec import InputSpec
 

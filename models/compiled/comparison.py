@@ -15,8 +15,7 @@ from layertap.models.compiled.compile import WarmError
 from layertap.models.compiled.compiled_plan import PlanGraphs
 from layertap.models.compiled.plan_benchmark import BATCH_ROWS, PairedSeconds, PlanBenchmark
 from layertap.models.devices import costs
-from layertap.models.devices.dtypes import TOLERANCE
-from layertap.models.devices.threads import use_threads
+from layertap.models.devices.devices import TOLERANCE, use_threads
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import Replica

@@ -19,7 +19,7 @@ from zipfile import BadZipFile, ZipFile
 import torch
 
 from layertap.models.compiled.compiled_plan import Graph
-from layertap.models.devices.processor import describe_processor
+from layertap.models.devices.devices import describe_processor
 from layertap.models.errors import LayertapError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.selection.plan import Capture

@@ -6,15 +6,14 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import geometric_mean
 
 import torch
 
-from layertap.models.devices.costs import ForwardSeconds
-from layertap.models.devices.processor import describe_speed
-from layertap.models.json_file import DAMAGED, parse_figures, read_json, write_json
+from layertap.models.devices.costs import ONLY_FIGURES, Figure, ForwardSeconds, read_figures, write_figures
+from layertap.models.devices.devices import describe_speed
 
 log = logging.getLogger("layertap")
 RECIPE = 2  # to be raised where seconds are measured otherwise
@@ -28,9 +27,11 @@ class PairedSeconds:
     ``speedup`` is the median of the pairs' ratios: how many times as long hooks take.
     """
 
-    hooks: float
-    graph: float
-    speedup: float
+    __pydantic_config__ = ONLY_FIGURES
+
+    hooks: Figure
+    graph: Figure
+    speedup: Figure
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class PlanBenchmark:
 
     ``costs`` is a reading of the graph alone.
     """
+
+    __pydantic_config__ = ONLY_FIGURES
 
     one: PairedSeconds
     several: PairedSeconds | None
@@ -70,10 +73,10 @@ def locate_benchmark(paths: Sequence[Path], cuda_graphs: Iterable[int], threads:
 def read_benchmark(path: Path) -> PlanBenchmark | None:
     """What is kept in a file; None where there is none, or it can't be read."""
     try:
-        return _parse_benchmark(read_json(path))
+        return read_figures(path, PlanBenchmark)
     except FileNotFoundError:
         return None
-    except (OSError, *DAMAGED) as error:
+    except (OSError, ValueError) as error:
         log.info("a warm plan's benchmark is not used", extra={"fields": {"reason": type(error).__name__}})
         return None
 
@@ -84,21 +87,8 @@ def keep_benchmark(path: Path, benchmark: PlanBenchmark) -> PlanBenchmark:
     if kept is not None:
         return kept
     try:
-        write_json(path, asdict(benchmark))
+        write_figures(path, asdict(benchmark))
     except OSError as error:
         reason = {"fields": {"reason": type(error).__name__}}
         log.warning("a warm plan's benchmark is not kept: the next start may decide otherwise", extra=reason)
     return benchmark
-
-
-def _parse_benchmark(entry: object) -> PlanBenchmark:
-    """A benchmark from a file; one of ``DAMAGED`` where it is none."""
-    if not isinstance(entry, dict) or entry.keys() != {field.name for field in fields(PlanBenchmark)}:
-        raise ValueError("this is no benchmark")
-    pairs = [field.name for field in fields(PairedSeconds)]
-    several = entry["several"]
-    return PlanBenchmark(
-        PairedSeconds(**parse_figures(entry["one"], pairs)),
-        None if several is None else PairedSeconds(**parse_figures(several, pairs)),
-        ForwardSeconds(**parse_figures(entry["costs"], [field.name for field in fields(ForwardSeconds)])),
-    )

@@ -1,18 +1,31 @@
-"""What forwards of a model take in time, measured when it is loaded, not guessed."""
+"""What forwards of a model take in time: measured when it is loaded, not guessed, and kept from load to load.
+
+Of several loads' readings the median counts: one that noise fooled is outvoted by the others.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import stat
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
+from tempfile import NamedTemporaryFile
+from typing import Annotated, TypeVar
 
 import torch
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from layertap.models.catalog.catalog import Costs
+from layertap.models.devices.devices import use_threads
 from layertap.models.devices.memory import Forward, Rows
-from layertap.models.devices.threads import use_threads
 
+log = logging.getLogger("layertap")
 BATCH_ROWS = 4  # rows of the larger forward
 MIN_ROUNDS, MAX_QUICK_ROUNDS, ROUNDS_S = 2, 8, 0.5  # rounds of forwards, and seconds after which there are no more
 MIN_PAIRS, MAX_ROUNDS, PAIRS_S = 5, 25, 3.0  # the same of one row on one core and on all
@@ -20,6 +33,13 @@ CLEAR_SHARE = 0.8  # of these rounds: they agree
 MAX_FORWARD_S = 3.0  # a larger forward that is expected to take longer is not run
 MIN_THREADED_S = 0.005  # a quicker forward has too little to share out
 MIN_SPEEDUP = 1.15  # all threads must be that much quicker than one, or one does
+MAX_READINGS = 9  # of a model that are kept: the newest
+MAX_FILES = 1000  # in a folder
+MAX_FILE_BYTES = 2**16
+RECIPE = 1  # to be raised where seconds are measured otherwise
+T = TypeVar("T")
+Figure = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]  # one that was measured
+ONLY_FIGURES = ConfigDict(extra="forbid")  # of a dataclass of figures in a file
 Rounds = dict[str, list[float]]  # seconds, by kind of forward
 
 
@@ -27,12 +47,14 @@ Rounds = dict[str, list[float]]  # seconds, by kind of forward
 class ForwardSeconds:
     """One reading: seconds of a forward of one row, of a row more, and how much quicker one row was on all cores.
 
-    All are greater than 0; ``speedup`` may be below 1.
+    ``speedup`` may be below 1.
     """
 
-    one: float
-    per_row: float
-    speedup: float = 1.0
+    __pydantic_config__ = ONLY_FIGURES
+
+    one: Figure
+    per_row: Figure
+    speedup: Figure = 1.0
 
 
 def measure_forward(
@@ -116,3 +138,68 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def locate_history(folder: Path, *parts: object) -> Path:
+    """The file in a folder for readings of what these parts say: all that a forward's time depends on."""
+    text = json.dumps([RECIPE, *parts], default=str)
+    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def add_reading(path: Path, reading: ForwardSeconds) -> Sequence[ForwardSeconds]:
+    """A reading after the newest of those before it in a JSON file, and kept there with them.
+
+    A file that can't be read or written costs nothing but the readings of other loads.
+    """
+    try:
+        readings = [*_read(path), reading][-MAX_READINGS:]
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not path.exists():
+            _remove_oldest(path.parent)
+        write_figures(path, [asdict(each) for each in readings])
+    except OSError as error:
+        log.info("readings of costs are not kept", extra={"fields": {"reason": type(error).__name__}})
+        return [reading]
+    return readings
+
+
+def _read(path: Path) -> list[ForwardSeconds]:
+    """What is kept: nothing where a file is damaged; OSError where it can't be read, and must not be replaced."""
+    try:
+        return read_figures(path, list[ForwardSeconds])
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        log.info("readings of costs are not used", extra={"fields": {"reason": type(error).__name__}})
+        return []
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Make room for one more file; each is written anew whenever it is used."""
+    with suppress(FileNotFoundError):  # another process may remove them too
+        files = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)
+        for file in files[: max(len(files) - MAX_FILES + 1, 0)]:
+            file.unlink()
+
+
+def read_figures(path: Path, kind: type[T]) -> T:
+    """What a file holds; OSError where it can't be read, ValueError where it holds something else than this kind."""
+    if path.exists() and not path.is_file():  # a pipe would have whoever reads it wait for whoever writes to it
+        raise OSError("it is no regular file")
+    with path.open("rb") as file:
+        return TypeAdapter(kind).validate_json(file.read(MAX_FILE_BYTES))
+
+
+def write_figures(path: Path, value: object) -> None:
+    """Write plain data anew; OSError where it can't be written."""
+    folder = path.parent
+    with NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
+        part = Path(file.name)
+        try:
+            json.dump(value, file)
+            file.flush()
+            part.chmod(stat.S_IMODE(folder.stat().st_mode) & 0o666)  # others share a folder that is theirs too
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise

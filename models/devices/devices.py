@@ -1,15 +1,33 @@
-"""Devices by their names in a configuration, and what torch lets all of them do or none."""
+"""Devices: their names in a configuration, their processors, threads and dtypes."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import platform
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 
 from layertap.models.errors import LoadError, escape, label_failures
 from layertap.models.sources.grammar import parse_device, parse_devices
+
+FEATURE_LINES = ("flags", "Features")  # of /proc/cpuinfo, on x86 and on ARM
+MODEL_LINES = ("model name", "CPU implementer", "CPU part")
+EVERY = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+FLOATS = ("float32", "float16", "bfloat16", "float64")
+# Those that rows are sent in, and that replies carry.
+DTYPES = {name: EVERY[name] for name in (*FLOATS, "int8", "int16", "int32", "int64", "uint8", "bool")}
+# By precision, of a tensor's largest number: what kernels, sizes of batches and padding move at most.
+TOLERANCE = {"float32": 1e-4, "tf32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 @label_failures("device")
@@ -63,3 +81,51 @@ def allow_tf32(allowed: bool) -> None:
         warnings.simplefilter("ignore", UserWarning)  # some versions say that there is a younger one
         torch.backends.cudnn.allow_tf32 = allowed
         torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def count_cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def use_threads(count: int) -> Iterator[None]:
+    """Let operations of this thread use so many threads, and as many as before afterwards."""
+    before = torch.get_num_threads()
+    if count != before:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count != before:
+            torch.set_num_threads(before)
+
+
+def describe_processor(device: torch.device) -> list[str]:
+    """What code for one processor may not run on another for."""
+    if device.type == "cuda":
+        return [torch.cuda.get_device_name(device), str(torch.version.cuda)]
+    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), _digest_cpu_lines(FEATURE_LINES)]
+
+
+def describe_speed(device: torch.device) -> list[str]:
+    """What forwards of one processor may take other times on another for."""
+    return [*describe_processor(device), _digest_cpu_lines(MODEL_LINES), _read_quota()]
+
+
+def _digest_cpu_lines(names: tuple[str, ...]) -> str:
+    """What the system says of the first core, of some lines: each kind of processor has some of them."""
+    try:
+        first_core, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
+    except OSError:
+        return platform.processor()
+    lines = [line for line in first_core.splitlines() if line.startswith(names)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
+
+
+def _read_quota() -> str:
+    """The share of the processor that a container has; empty where none is set, or nobody tells."""
+    try:
+        return Path("/sys/fs/cgroup/cpu.max").read_text().strip()
+    except OSError:
+        return ""

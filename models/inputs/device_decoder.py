@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from threading import Lock
@@ -15,8 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from layertap.models.devices import transfer
-from layertap.models.inputs.library_processor import LibraryProcessor, Preprocessing
-from layertap.models.inputs.preprocess import preprocess, preprocess_pixels
+from layertap.models.inputs.preprocess import LibraryProcessor, Preprocessing, preprocess, preprocess_pixels
 from layertap.models.spec import FOR_TENSORS, ModelSpec, PreprocessSpec
 
 log = logging.getLogger("layertap")
@@ -58,19 +57,16 @@ class DeviceDecoder:
             self._waiting.append(picture)
         with self._turn:
             while not picture.settled:
-                self._decode_next()
+                group = self._take_group()
+                try:
+                    self._decode_group(group)
+                finally:
+                    for each in group:
+                        each.settled = True
         return picture.row
 
-    def _decode_next(self) -> None:
-        """Settle the pictures that have waited longest."""
-        group = self._take_group()
-        try:
-            self._decode_group(group)
-        finally:
-            for each in group:
-                each.settled = True
-
     def _take_group(self) -> list[_Picture]:
+        """The pictures that have waited longest."""
         group: list[_Picture] = []
         pixels = 0
         with self._queue:
@@ -83,23 +79,26 @@ class DeviceDecoder:
 
     def _decode_group(self, group: Sequence[_Picture]) -> None:
         """Decode pictures together; where that fails each alone, for one that is bad fails all of them."""
-        try:
+        with suppress(Exception):  # nvJPEG refuses, memory has run out, the device is lost: the CPU decodes it then
             for each, row in zip(group, self._decode_rows(group), strict=True):
                 each.row = row
-        except Exception:  # nvJPEG refuses, memory has run out, the device is lost: the CPU decodes it, or refuses it
-            again = group if len(group) > 1 else ()
-        else:
-            again = ()
-        for each in again:  # here all that the failed attempt held is let go
-            self._decode_group([each])
+            return
+        if len(group) > 1:  # here all that the failed attempt held is let go
+            for each in group:
+                self._decode_group([each])
 
     def _decode_rows(self, group: Sequence[_Picture]) -> list[Tensor]:
-        with torch.no_grad(), _use_new_stream(self._stream):
+        """The rows of pictures, on a stream of the decoder's own where there is a GPU, there when this returns."""
+        stream = torch.cuda.stream(self._stream) if self._stream else nullcontext()
+        with torch.no_grad(), stream:
             decoded = _decode_jpegs([each.data for each in group], self._device)
             for each, pixels in zip(group, decoded, strict=True):
                 if tuple(pixels.shape) != (3, each.size[1], each.size[0]):
                     raise ValueError("a picture has another size than its header says")
-            return [preprocess_pixels(pixels, self._spec) for pixels in decoded]
+            rows = [preprocess_pixels(pixels, self._spec) for pixels in decoded]
+            if self._stream:
+                transfer.synchronize_stream(self._device)
+        return rows
 
 
 def create_device_decoder(
@@ -108,20 +107,21 @@ def create_device_decoder(
     """What decodes for a model on its device; None where the CPU does: one line says why, where it was asked for."""
     if spec.decode != "device" or preprocessing is None:
         return None
-    reason, decoder = _find_obstacle(preprocessing, device), None
+    reason = _find_obstacle(preprocessing, device)
     if isinstance(preprocessing, PreprocessSpec) and not reason:
         decoder = DeviceDecoder(device, preprocessing)
-        if not matches_cpu(decoder, preprocessing):
-            reason, decoder = "what it decodes there is no picture, or another one", None
-    if reason:
-        log.warning("pictures are decoded on the CPU", extra={"fields": {"model": spec.name, "reason": reason}})
-    return decoder
+        if matches_cpu(decoder, preprocessing):
+            return decoder
+        reason = "what it decodes there is no picture, or another one"
+    log.warning("pictures are decoded on the CPU", extra={"fields": {"model": spec.name, "reason": reason}})
+    return None
 
 
 def matches_cpu(decoder: DeviceDecoder, preprocessing: PreprocessSpec) -> bool:
     """Whether a small picture, in colours and in gray, comes out nearly as it does on the CPU."""
     scale = torch.tensor(preprocessing.std).abs().view(3, 1, 1)
-    colours = Image.merge("RGB", [_draw_gradient(turn) for turn in (0, 90, 180)])
+    gradient = Image.linear_gradient("L")
+    colours = Image.merge("RGB", [gradient.rotate(turn).resize(TRIAL_SIZE) for turn in (0, 90, 180)])
     for picture in (colours, colours.convert("L")):
         stream = BytesIO()
         picture.save(stream, "JPEG", quality=95)
@@ -133,10 +133,6 @@ def matches_cpu(decoder: DeviceDecoder, preprocessing: PreprocessSpec) -> bool:
         if not float(((row.cpu() - expected) * scale).abs().mean()) <= MAX_DIFFERENCE:
             return False
     return True
-
-
-def _draw_gradient(turn: int) -> Image.Image:
-    return Image.linear_gradient("L").rotate(turn).resize(TRIAL_SIZE)
 
 
 def _find_obstacle(preprocessing: Preprocessing, device: torch.device) -> str:
@@ -158,14 +154,3 @@ def _decode_jpegs(pictures: Sequence[bytes], device: torch.device) -> list[Tenso
     files = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in pictures]
     decoded: list[Tensor] = decode_jpeg(files, mode=ImageReadMode.RGB, device=device)
     return decoded
-
-
-@contextmanager
-def _use_new_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """On a stream of one's own, where there is a GPU, until all is done that was begun there."""
-    if stream is None:
-        yield
-        return
-    with torch.cuda.stream(stream):
-        yield
-        transfer.synchronize_stream(stream.device)

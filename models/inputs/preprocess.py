@@ -1,27 +1,78 @@
-"""An image into a model's input tensor, and other libraries' presets into a PreprocessSpec.
+"""An image into a model's input tensor: by steps of our own, or by the image processor of the model's library.
 
 Every step on a PIL image is the same arithmetic as torchvision's, so that a preset's numbers come out bit for bit.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
-from typing import Any, cast, get_args
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from layertap.models.inputs.geometry import compute_resized_size, find_window, list_sides
-from layertap.models.inputs.library_processor import LibraryProcessor, Preprocessing
-from layertap.models.spec import Box, Interpolation, PreprocessSpec
+from layertap.models.errors import InputError
+from layertap.models.spec import Box, Color, Decode, Interpolation, PreprocessSpec
 
 # The sides of a reduced picture are at least so many times what it is resized to. With once, deviations would be three
 # times as large (docs/explanation/fidelity.md).
 MIN_SCALE = 2
+PILLOWS: dict[Interpolation, Image.Resampling] = {
+    "nearest": Image.Resampling.NEAREST,
+    "nearest-exact": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+    "box": Image.Resampling.BOX,
+    "hamming": Image.Resampling.HAMMING,
+}
+
+
+@dataclass(frozen=True)
+class LibraryProcessor:
+    """What makes the row of a picture: ``run`` takes an RGB image and returns float32, (channels, height, width).
+
+    ``run`` may be called by several threads at once, and can be pickled. ``settings`` is a digest of the processor's.
+    ``size`` is the height and width of every row, None where a picture decides. ``background`` shows through
+    transparent pictures. ``nearest`` are the steps that its settings seem to mean: they bound how far it enlarges.
+    """
+
+    name: str
+    settings: str
+    run: Callable[[Image.Image], Tensor] = field(compare=False, repr=False)
+    size: tuple[int, int] | None = None
+    background: Color | None = None
+    nearest: PreprocessSpec | None = None
+
+    def make_row(self, image: Image.Image) -> Tensor:
+        """A picture's row; InputError where the library refuses the picture, or makes a row of another size."""
+        try:
+            row = self.run(image)
+        except (InputError, MemoryError):
+            raise
+        except Exception as error:  # a third party's code raises anything
+            detail = f"{self.name} can't take a picture of {image.width} by {image.height} ({type(error).__name__})"
+            raise InputError(detail, hint="send one of another size, or a tensor") from error
+        if row.ndim != 3 or self.size not in (None, tuple(row.shape[1:])):
+            raise InputError(f"{self.name} made a row of {list(row.shape)} of this picture", hint="send a tensor")
+        return row.contiguous()
+
+    def describe(self) -> dict[str, Any]:
+        """What decides its rows, as plain data."""
+        background = {"background": self.background} if self.background is not None else {}
+        return {"processor": self.name, "settings": self.settings, **background}
+
+    def changes_pixels(self, decode: Decode) -> bool:
+        """False: it gets whole pictures, however others are decoded."""
+        del decode
+        return False
+
+
+Preprocessing = PreprocessSpec | LibraryProcessor
 
 
 def preprocess(
@@ -132,102 +183,59 @@ def compute_output_size(spec: Preprocessing) -> tuple[int, int] | None:
     return None if size is None else list_sides(size)
 
 
-def from_torchvision(preset: object) -> PreprocessSpec | None:
-    """The spec of what a torchvision weights' ``transforms()`` gives; None where it is not for single images."""
-    convert = PRESETS.get(type(preset).__name__)
-    return convert(preset) if convert else None
+def compute_resized_size(spec: PreprocessSpec, width: int, height: int) -> tuple[int, int]:
+    """Width and height of a ``width`` x ``height`` image after the resize step.
 
-
-def from_timm(config: Mapping[str, Any]) -> PreprocessSpec | None:
-    """The spec that is nearest to timm's evaluation transform for a ``resolve_data_config`` result; to be proven."""
-    _, height, width = config["input_size"]
-    scaled = tuple(math.floor(side / (config["crop_pct"] or 0.875)) for side in (height, width))
-    if config["interpolation"] not in get_args(Interpolation):
-        return None
-    return PreprocessSpec(
-        resize=cast("tuple[int, int]", scaled) if config["crop_mode"] == "squash" else scaled[0],
-        crop=(height, width) if height != width else height,
-        mean=tuple(config["mean"]),
-        std=tuple(config["std"]),
-        interpolation=config["interpolation"],
-    )
-
-
-def from_transformers(processor: Any) -> PreprocessSpec | None:
-    """The spec that is nearest to a transformers image processor's settings, which do not tell all; to be proven.
-
-    None where pictures are resized neither to a short side nor to height and width.
+    A thin image whose short side is made longer grows without bound, so this is worth asking first.
     """
-    settings: Callable[..., Any] = partial(getattr, processor)
-    resize, crop = (
-        _parse_transformers_size(settings(name, None)) if settings(wanted, False) else None
-        for name, wanted in (("size", "do_resize"), ("crop_size", "do_center_crop"))
-    )
-    share = settings("crop_pct", None)
-    if share and isinstance(resize, int):
-        resize, crop = int(resize / share), crop or resize
-    mode = RESAMPLINGS.get(settings("resample", None)) if settings("do_resize", False) else "bilinear"
-    if mode is None or (resize is None and settings("do_resize", False)):
-        return None
-    # The largest pixel's value, by which our mean and std are smaller than the library's: theirs follow its factor.
-    full = 255 * settings("rescale_factor") if settings("do_rescale", False) else 255
-    normalised = settings("do_normalize", False)
-    mean, std = (settings("image_mean"), settings("image_std")) if normalised else ([0.0] * 3, [1.0] * 3)
-    return PreprocessSpec(
-        resize,
-        crop,
-        tuple(value / full for value in mean),
-        tuple(value / full for value in std),
-        mode,
-        channels="bgr" if settings("do_flip_channel_order", False) else None,
-        crop_rounding=None if crop is None else "floor",
-    )
+    if spec.resize is None:
+        return width, height
+    if spec.letterbox is not None:
+        return _compute_contained_size(spec.resize, width, height)
+    if isinstance(spec.resize, tuple):
+        return spec.resize[1], spec.resize[0]
+    short, long = sorted((width, height))
+    longer = int(spec.resize * long / short)
+    return (spec.resize, longer) if width <= height else (longer, spec.resize)
 
 
-def _parse_transformers_size(size: Any) -> int | tuple[int, int] | None:
-    """A short side or height and width, as transformers writes them; None for any other rule."""
-    size = size or {}
-    sides = {name: size.get(name) for name in ("height", "width", "shortest_edge", "longest_edge")}
-    known = {name: int(side) for name, side in sides.items() if side is not None}
-    if known.keys() == {"shortest_edge"}:
-        return known["shortest_edge"]
-    return (known["height"], known["width"]) if known.keys() == {"height", "width"} else None
+def _compute_contained_size(size: int | tuple[int, int], width: int, height: int) -> tuple[int, int]:
+    """Width and height of the largest picture of the same ratio in a box, as Pillow's ``ImageOps.contain`` rounds."""
+    high, wide = list_sides(size)
+    if width * high > wide * height:
+        return wide, max(round(height / width * wide), 1)
+    return max(round(width / height * high), 1), high
 
 
-def _from_classification(preset: Any) -> PreprocessSpec:
-    return PreprocessSpec(
-        resize=_parse_size(preset.resize_size),
-        crop=_parse_size(preset.crop_size),
-        mean=tuple(preset.mean),
-        std=tuple(preset.std),
-        interpolation=preset.interpolation.value,
-    )
+def find_window(spec: PreprocessSpec, wide: int, high: int) -> tuple[int, int, int, int]:
+    """What a row holds of a resized picture: left, top, width, height; below 0 where it begins beyond the picture."""
+    size = spec.crop if spec.letterbox is None else spec.resize
+    if size is None:
+        return 0, 0, wide, high
+    height, width = list_sides(size)
+    return _find_start(spec, wide, width), _find_start(spec, high, height), width, height
 
 
-def _from_segmentation(preset: Any) -> PreprocessSpec:
-    return PreprocessSpec(
-        resize=None if preset.resize_size is None else _parse_size(preset.resize_size),
-        mean=tuple(preset.mean),
-        std=tuple(preset.std),
-        interpolation=preset.interpolation.value,
-    )
+def _find_start(spec: PreprocessSpec, length: int, size: int) -> int:
+    """Where a window in the middle begins: by torchvision's two roundings, transformers' or ``ImageOps.pad``'s."""
+    if spec.letterbox is not None:
+        return -round((size - length) / 2)
+    if spec.crop_rounding == "floor":
+        return (length - size) // 2
+    return -((size - length) // 2) if size > length else round((length - size) / 2)
 
 
-def _parse_size(sides: list[int]) -> int | tuple[int, int]:
-    return sides[0] if len(sides) == 1 else (sides[0], sides[1])
+def list_sides(size: int | tuple[int, int]) -> tuple[int, int]:
+    """Height and width."""
+    return (size, size) if isinstance(size, int) else size
 
 
-PILLOWS: dict[Interpolation, Image.Resampling] = {
-    "nearest": Image.Resampling.NEAREST,
-    "nearest-exact": Image.Resampling.NEAREST,
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-    "box": Image.Resampling.BOX,
-    "hamming": Image.Resampling.HAMMING,
-}
-RESAMPLINGS = {int(mode): name for name, mode in PILLOWS.items() if name != "nearest-exact"}  # by PIL's numbers
-PRESETS: dict[str, Callable[[Any], PreprocessSpec]] = {
-    "ImageClassification": _from_classification,
-    "SemanticSegmentation": _from_segmentation,
-}
+def find_seen_box(spec: PreprocessSpec, width: int, height: int) -> Box:
+    """The part of a ``width`` x ``height`` picture that a model sees, in pixels of that picture.
+
+    Where the crop is larger than the resized picture it goes beyond the picture's sides.
+    """
+    wide, high = compute_resized_size(spec, width, height)
+    left, top, across, down = find_window(spec, wide, high)
+    scale_x, scale_y = width / wide, height / high
+    return left * scale_x, top * scale_y, (left + across) * scale_x, (top + down) * scale_y

@@ -9,7 +9,7 @@ import torch
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.catalog.text_lengths import TextLengths, with_common_length
-from layertap.models.devices.dtypes import DTYPES
+from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import SelectorError, escape
 from layertap.models.gradients.resolve_objective import check_gradient
 from layertap.models.hooks.sites import EDITABLE, GRADIENTS

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
-from layertap.models.devices.dtypes import DTYPES
+from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import SelectorError, escape
 from layertap.models.hooks.tensor_tree import iterate_tensors, replace_tensor
 from layertap.models.selection.hook_points import HookPoint, Selector, format_path

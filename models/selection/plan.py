@@ -7,7 +7,7 @@ from functools import cached_property
 from math import prod
 
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.devices.dtypes import EVERY
+from layertap.models.devices.devices import EVERY
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS
 from layertap.models.selection.hook_points import AXES, HookPoint, Objective, Operation, Reduction
 from layertap.models.selection.poolings import POOLINGS

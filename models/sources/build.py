@@ -14,17 +14,23 @@ from typing import Any
 from torch import nn
 
 from layertap.models.errors import LoadError, escape, find_nearest, label_failures, note_cause, suggest
-from layertap.models.inputs.examples import check_examples
-from layertap.models.inputs.library_processor import Preprocessing
-from layertap.models.inputs.preprocess import compute_output_size
-from layertap.models.inputs.text import TextSpec
+from layertap.models.inputs.model_inputs import TextSpec
+from layertap.models.inputs.noise import check_examples
+from layertap.models.inputs.preprocess import Preprocessing, compute_output_size
 from layertap.models.labels import Labels
 from layertap.models.sources.embeddings import KnownEmbedding
-from layertap.models.sources.grammar import WeightsSource
-from layertap.models.sources.source_checks import list_classifiers
-from layertap.models.sources.table import SOURCES, parse_source
+from layertap.models.sources.grammar import SOURCES, WeightsSource, list_architectures, parse_source, parse_weights
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.weights.report import LoadReport
+from layertap.models.turns import construct_alone
+from layertap.models.weights.adapters import merge_adapter
+from layertap.models.weights.checkpoints import read_checkpoint
+from layertap.models.weights.names import StateDict
+from layertap.models.weights.state_dict import LoadReport, load_state_dict
+
+FLOAT_BITS = 32  # of the floating numbers of a module as torchvision and timm construct it
+WEIGHTS_HINT = "type DEFAULT, PATH.safetensors, PATH.pth or random:SEED"
+DOWNLOAD_HINT = "give a .safetensors path, or random:SEED"
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True)
@@ -32,30 +38,38 @@ class BuiltModel:
     """A module with its weights in, and what is known about it.
 
     ``module`` is on the CPU, in eval mode, in the dtype it was constructed in, and no parameter of it asks for a
-    gradient. ``named``: ``architecture`` is a library's name for the structure, which with ``settings`` stands for it
-    in fingerprints; otherwise the structure itself does. ``preprocess`` is None where images can't be taken,
-    and ``no_pictures`` says why.
-    ``prefix_tokens`` counts class and register tokens in front of the patch tokens. ``weights`` is a label for people
-    and holds no directory. ``settings`` are those that the module tree may not show, ``text`` is None where text can't
-    be taken. ``report`` tells what was taken of a checkpoint. ``labels`` are what the source knows of the classes, for
-    as many as the module may not have. ``embedding`` None: what its class says. ``two_towers``: its forward takes texts
-    or pictures without the other.
+    gradient. ``pictures``: how they become rows; a text, which may be empty, says why they can't. ``weights`` is a
+    label for people and holds no directory. ``named``: ``architecture`` is a library's name for the structure, which
+    with ``settings`` stands for it in fingerprints; otherwise the structure itself does. ``settings`` are those that
+    the module tree may not show. ``prefix_tokens`` counts class and register tokens in front of the patch tokens.
+    ``text`` is None where text can't be taken. ``report`` tells what was taken of a checkpoint. ``labels`` are what the
+    source knows of the classes, for as many as the module may not have. ``embedding`` None: what its class says.
+    ``two_towers``: its forward takes texts or pictures without the other.
     """
 
     module: nn.Module
     inputs: tuple[InputSpec, ...]
-    preprocess: Preprocessing | None
     architecture: str
-    prefix_tokens: int
     weights: str
+    pictures: Preprocessing | str = ""
+    prefix_tokens: int = 0
     named: bool = False
     settings: str = ""
     text: TextSpec | None = None
     report: LoadReport | None = None
     labels: Labels | None = None
-    no_pictures: str = ""
     embedding: KnownEmbedding | None = None
     two_towers: bool = False
+
+    @property
+    def preprocess(self) -> Preprocessing | None:
+        """How pictures become rows; None where they can't."""
+        return None if isinstance(self.pictures, str) else self.pictures
+
+    @property
+    def no_pictures(self) -> str:
+        """Why pictures can't be taken."""
+        return self.pictures if isinstance(self.pictures, str) else ""
 
 
 @label_failures("source")
@@ -65,26 +79,60 @@ def build_model(spec: ModelSpec) -> BuiltModel:
     Raises LoadError where the source, the architecture, the weights or the preprocessing can't be had.
     """
     source, ident = parse_source(spec.source)
-    if source.module != TRANSFORMERS and (spec.interpolate_pos_encoding or spec.image_backend != "pil"):
+    if source is not SOURCES["transformers"] and (spec.interpolate_pos_encoding or spec.image_backend != "pil"):
         hint = "leave them out, or type source: transformers:PATH"
         raise LoadError("image_backend and interpolate_pos_encoding are of transformers' models", hint=hint)
     # A name of the table: nothing of a configuration, or of a request, is imported here.
-    built = import_module(source.module).build(ident, spec)
+    built: BuiltModel = import_module(source.module).build(ident, spec)
     if spec.adapter:
-        built = _add_adapter(built, Path(spec.adapter))
+        folder, report = Path(spec.adapter), built.report or LoadReport()
+        if not report.adapter:  # else it was merged when the checkpoint was read, which holds it
+            merge_adapter(built.module, folder)
+        report = replace(report, adapter=folder.name)
+        built = replace(built, weights=f"{built.weights} + {folder.name}", report=report)
     built = _apply_configuration(built, spec)
     built.module.cpu().eval().requires_grad_(False)
     return built
 
 
-def get_seed(spec: ModelSpec, weights: WeightsSource) -> int | None:
-    """What a module's construction starts at: tensors that a checkpoint may lack have the same values each time."""
-    return 0 if weights.seed is None and not spec.strict else weights.seed
+def construct_module(
+    spec: ModelSpec,
+    shown: str,
+    construct: Callable[[], Any],
+    state: StateDict | None,
+    min_bits: int = 0,
+    classes: str = "num_classes",
+) -> tuple[Any, LoadReport | None]:
+    """The module that a function constructs, with random numbers of the configured seed, or a state dict in it.
+
+    Tensors that the state dict may lack have the same values each time. ``min_bits`` and ``classes`` are those of
+    ``load_state_dict``. LoadError where it can't be constructed, or the state dict does not fit.
+    """
+    weights = parse_weights(spec.weights)
+    with wrap_build_errors(shown), construct_alone(0 if weights.seed is None and not spec.strict else weights.seed):
+        module = construct()
+    if state is None:
+        return module, None
+    return module, load_state_dict(
+        module, state, weights.label, min_bits, classes=classes, strict=spec.strict, adapter=spec.adapter
+    )
+
+
+def read_weights(spec: ModelSpec) -> StateDict | None:
+    """The tensors of the configured checkpoint; None where weights are a seed, or a name."""
+    path = parse_weights(spec.weights).path
+    return read_checkpoint(path, spec.prefix) if path else None
+
+
+def refuse_named_weights(weights: WeightsSource, shown: str, hint: str = WEIGHTS_HINT) -> None:
+    """LoadError for weights of a name other than DEFAULT."""
+    if weights.is_named and weights.label != "DEFAULT":
+        raise LoadError(f"{shown} has no weights named {escape(weights.label)}", hint=hint)
 
 
 def list_default_architectures() -> list[str]:
     """The image classification architectures of torchvision, sorted: what the default configuration lists."""
-    names = list_classifiers()
+    names = list_architectures("torchvision", "*.py")
     if not names:
         # Here: it takes longer to import than torch, and torchvision's files mostly tell.
         from layertap.models.sources import torchvision
@@ -114,63 +162,11 @@ def wrap_download_errors(weights: str, what: str) -> Iterator[None]:
     except LoadError:
         raise
     except Exception as error:
-        fault = "downloaded" if _is_network_error(error) else "loaded"
+        library = type(error).__module__.partition(".")[0]
+        of_network = isinstance(error, OSError) or library in ("httpx", "httpcore", "huggingface_hub", "requests")
+        fault = "downloaded" if of_network else "loaded"
         detail = f"weights {escape(weights)} of {what} could not be {fault} ({type(error).__name__})"
-        raise LoadError(detail, hint=WEIGHTS_HINT) from error
-
-
-def _add_adapter(built: BuiltModel, folder: Path) -> BuiltModel:
-    """The model with an adapter merged into its weights, unless it was among them in the checkpoint."""
-    from layertap.models.weights.adapters import merge_adapter
-
-    report = built.report or LoadReport()
-    if not report.adapter:
-        merge_adapter(built.module, folder)
-    weights = f"{built.weights} + {folder.name}"
-    return replace(built, weights=weights, report=replace(report, adapter=folder.name))
-
-
-def _apply_configuration(built: BuiltModel, spec: ModelSpec) -> BuiltModel:
-    """The source's answer, overridden by what the configuration says about inputs and preprocessing."""
-    if spec.inputs is not None:
-        check_examples(spec.inputs)
-        built = replace(built, inputs=spec.inputs)
-    if spec.preprocess == "preset":
-        return built
-    if spec.preprocess == "none":
-        return replace(built, preprocess=None, no_pictures="its entry says preprocess: none")
-    return _choose_preprocessing(built, spec.preprocess, fixed=spec.inputs is not None)
-
-
-def _choose_preprocessing(built: BuiltModel, wanted: PreprocessSpec, *, fixed: bool) -> BuiltModel:
-    index = next((number for number, each in enumerate(built.inputs) if built.two_towers and len(each.shape) == 3), 0)
-    first, size = built.inputs[index], compute_output_size(wanted)
-    if len(first.shape) != 3:
-        detail = f"preprocess makes images, and input {escape(first.name)} takes {len(first.shape)} axes an item"
-        raise LoadError(detail, hint="type preprocess: none, and send tensors")
-    if first.shape[0] != wanted.channel_count:
-        detail = f"preprocess makes images of {wanted.channel_count} channels, and input {escape(first.name)} takes "
-        raise LoadError(f"{detail}{first.shape[0]}", hint="type channels: gray for one, leave it out for three")
-    if size is None or first.shape[1:] == size:
-        return replace(built, preprocess=wanted)
-    if fixed:
-        detail = f"preprocess makes images of {size}, and input {escape(first.name)} is {first.shape}"
-        raise LoadError(detail, hint="make crop and the input's shape equal, or type preprocess: none")
-    follows = replace(first, shape=(first.shape[0], *size))
-    return replace(built, preprocess=wanted, inputs=(*built.inputs[:index], follows, *built.inputs[index + 1 :]))
-
-
-def _is_network_error(error: Exception) -> bool:
-    library = type(error).__module__.partition(".")[0]
-    return isinstance(error, OSError) or library in ("httpx", "httpcore", "huggingface_hub", "requests", "urllib3")
-
-
-TRANSFORMERS = SOURCES["transformers"].module
-FLOAT_BITS = 32  # of the floating numbers of a module as torchvision and timm construct it
-WEIGHTS_HINT = "give a .safetensors path, or random:SEED"
-
-
-NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        raise LoadError(detail, hint=DOWNLOAD_HINT) from error
 
 
 def list_parameters(*called: Callable[..., Any]) -> tuple[str, ...]:
@@ -198,3 +194,35 @@ def describe_arguments(args: Mapping[str, Any], without: Collection[str] = ()) -
     """The arguments ``without`` some as text, the same in any order; empty where there are none."""
     described = {name: value for name, value in args.items() if name not in without}
     return json.dumps(described, sort_keys=True) if described else ""
+
+
+def _apply_configuration(built: BuiltModel, spec: ModelSpec) -> BuiltModel:
+    """The source's answer, overridden by what the configuration says about inputs and preprocessing."""
+    if spec.inputs is not None:
+        check_examples(spec.inputs)
+        built = replace(built, inputs=spec.inputs)
+    if spec.preprocess == "preset":
+        return built
+    if spec.preprocess == "none":
+        return replace(built, pictures="its entry says preprocess: none")
+    return _choose_preprocessing(built, spec.preprocess, fixed=spec.inputs is not None)
+
+
+def _choose_preprocessing(built: BuiltModel, wanted: PreprocessSpec, *, fixed: bool) -> BuiltModel:
+    index = next((number for number, each in enumerate(built.inputs) if built.two_towers and len(each.shape) == 3), 0)
+    picture, size = built.inputs[index], compute_output_size(wanted)
+    shown = f"input {escape(picture.name)}"
+    if len(picture.shape) != 3:
+        detail = f"preprocess makes images, and {shown} takes {len(picture.shape)} axes an item"
+        raise LoadError(detail, hint="type preprocess: none, and send tensors")
+    if picture.shape[0] != wanted.channel_count:
+        detail = f"preprocess makes images of {wanted.channel_count} channels, and {shown} takes {picture.shape[0]}"
+        raise LoadError(detail, hint="type channels: gray for one, leave it out for three")
+    if size is None or picture.shape[1:] == size:
+        return replace(built, pictures=wanted)
+    if fixed:
+        detail = f"preprocess makes images of {size}, and {shown} is {picture.shape}"
+        raise LoadError(detail, hint="make crop and the input's shape equal, or type preprocess: none")
+    inputs = list(built.inputs)
+    inputs[index] = replace(picture, shape=(picture.shape[0], *size))
+    return replace(built, pictures=wanted, inputs=tuple(inputs))

@@ -14,20 +14,21 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from layertap.models.errors import AbsentError, LayertapError, LoadError, escape
+from layertap.models.errors import AbsentError, LayertapError, LoadError
 from layertap.models.labels import read_labels
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.sources.grammar import (
+    ADAPTER_CONFIG,
+    CheckContext,
+    is_importable,
     not_installed_error,
     parse_device,
     parse_devices,
     parse_factory,
+    parse_source,
     parse_weights,
 )
-from layertap.models.sources.source_checks import CheckContext, is_importable
-from layertap.models.sources.table import parse_source
 from layertap.models.spec import ModelSpec
-from layertap.models.weights.folders import ADAPTER_CONFIG
 
 Place = tuple[str | int, ...]
 DRIVER = "libcuda.so.1"
@@ -42,31 +43,25 @@ def find_mistakes(specs: Mapping[int, ModelSpec], folders: Sequence[Path]) -> It
     for number, spec in specs.items():
         for place, check in _list_checks(spec, context):
             try:
-                _look(check)
-            except AbsentError as error:
-                if spec.required:
-                    yield (number, *place), error
+                check()
+            except OSError as error:  # a path is too long, or a folder may not be entered
+                mistake: LayertapError = AbsentError(f"{error.filename} can't be read: {error.strerror}")
             except LayertapError as error:
-                yield (number, *place), error
-
-
-def _look(check: Callable[[], object]) -> None:
-    """Run a check; where a path is too long, or a folder may not be entered, what is looked for can't be had."""
-    try:
-        check()
-    except OSError as error:
-        raise AbsentError(f"{error.filename} can't be read: {error.strerror}") from error
+                mistake = error
+            else:
+                continue
+            if spec.required or not isinstance(mistake, AbsentError):
+                yield (number, *place), mistake
 
 
 def _list_checks(spec: ModelSpec, context: CheckContext) -> Iterator[tuple[Place, Callable[[], object]]]:
     yield ("source",), partial(_check_source, spec, context)
     yield ("weights",), partial(_check_weights, spec)
-    yield ("prefix",), partial(_check_prefix, spec)
+    if spec.prefix:
+        yield ("prefix",), partial(_check_prefix, spec)
     if spec.adapter:
         yield ("adapter",), partial(_check_adapter, spec)
-    yield ("device",), partial(_check_device, spec)
-    if spec.devices:
-        yield ("devices",), partial(_check_devices, spec)
+    yield ("devices" if spec.devices else "device",), partial(_check_devices, spec)
     if spec.labels is not None:
         yield ("labels",), partial(read_labels, spec.labels)
     if spec.embedding_layer is not None:
@@ -78,15 +73,15 @@ def _list_checks(spec: ModelSpec, context: CheckContext) -> Iterator[tuple[Place
 
 def _check_source(spec: ModelSpec, context: CheckContext) -> None:
     source, ident = parse_source(spec.source)
-    _check_installed(source.extra)
+    if source.extra is not None:
+        _check_installed(source.extra)
     if source.check is not None:
         source.check(ident, context)
 
 
-def _check_installed(library: str | None) -> None:
-    if library is not None and find_spec(library) is None:
-        error = not_installed_error(library)
-        raise AbsentError(error.detail, hint=error.hint)
+def _check_installed(library: str) -> None:
+    if find_spec(library) is None:
+        raise not_installed_error(library)
 
 
 def _may_register(spec: ModelSpec, folders: Sequence[Path]) -> bool:
@@ -104,7 +99,7 @@ def _check_weights(spec: ModelSpec) -> None:
 
 
 def _check_prefix(spec: ModelSpec) -> None:
-    if spec.prefix and parse_weights(spec.weights).path is None:
+    if parse_weights(spec.weights).path is None:
         raise LoadError("prefix is of names in a checkpoint, and weights names none", hint="leave prefix out")
 
 
@@ -114,14 +109,8 @@ def _check_adapter(spec: ModelSpec) -> None:
         raise AbsentError(f"there is no {ADAPTER_CONFIG} in {spec.adapter}")
 
 
-def _check_device(spec: ModelSpec) -> None:
-    kind, _ = parse_device(spec.device)
-    if kind == "cuda" and not _may_have_gpu():
-        raise AbsentError(f"there is no device {escape(spec.device)} on this machine", hint="use auto or cpu")
-
-
 def _check_devices(spec: ModelSpec) -> None:
-    devices = parse_devices(spec.devices)
+    devices = parse_devices(spec.devices) if spec.devices else (parse_device(spec.device),)
     if (not devices or devices[0][0] == "cuda") and not _may_have_gpu():
         raise AbsentError("there is no GPU on this machine", hint="use device: auto or cpu")
 

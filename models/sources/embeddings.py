@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layertap.models.devices.devices import use_threads
 from layertap.models.devices.memory import is_device_error
-from layertap.models.devices.threads import use_threads
 from layertap.models.selection.embedding import EmbeddingChoice
 
 PRE_LOGITS = "what forward_head(pre_logits=True) returns"

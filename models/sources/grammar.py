@@ -1,18 +1,83 @@
-"""How a configuration writes weights, devices and factories: text to what it means; needs no torch."""
+"""How a configuration writes sources, weights and devices, and what of these shows to be wrong without torch.
+
+Nothing is refused that would load: where a look from outside can't tell, a check says nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path, PureWindowsPath
 
-from layertap.models.errors import LoadError, escape, find_nearest, label_failures, suggest
+from layertap.models.errors import AbsentError, LoadError, escape, find_nearest, label_failures, suggest
 
 CHECKPOINTS = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".tar", ".index.json", "/")
 CHECKPOINT_HINT = (
     "give a .safetensors file, or a .pth, .pt, .ckpt or .bin file that torch.save(module.state_dict(), …) wrote, "
     "an index of shards, a folder with a slash at its end, or random:SEED"
 )
+ADAPTER_CONFIG = "adapter_config.json"
+MIN_ARCHITECTURES = 10  # a library whose files name fewer has them elsewhere
+NAMED = re.compile(r'^@register_model\(name="([^"]+)"\)', re.MULTILINE)
+DECORATED = re.compile(r"^@register_model\b(?:.*\n)+?def (\w+)", re.MULTILINE)
+RENAMED = re.compile(r"^register_model_deprecations\(__name__, \{(.*?)^\}", re.MULTILINE | re.DOTALL)
+OLD_NAME = re.compile(r"['\"](\w+)['\"]\s*:")
+
+
+@dataclass(frozen=True)
+class CheckContext:
+    """What a source is checked beside.
+
+    ``folders`` are those in which factories are looked for. ``registers``: whether a factory of the configuration may
+    register architectures of a library, which can't be told from outside.
+    """
+
+    folders: tuple[Path, ...]
+    registers: bool
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """One kind of source, which a configuration writes in front of a colon.
+
+    ``example`` shows how it is written. ``module`` has ``build(ident, spec)``, which gives a BuiltModel, and is
+    imported when it is first used. ``check`` refuses, with a LoadError, what can be seen to be wrong without torch.
+    ``extra`` is the library, and the extra of this package, that it needs. ``find_path`` gives the path that what
+    follows the colon is, or begins with; empty where there is none. ``downloads``: weights that are neither a file nor
+    a seed come from the network.
+    """
+
+    example: str
+    module: str
+    check: Callable[[str, CheckContext], None] | None = None
+    extra: str | None = None
+    find_path: Callable[[str], str] = lambda ident: ""
+    downloads: bool = False
+
+    def show(self, ident: str) -> str:
+        """What anyone may see of what follows the colon: of a path its last part, without the ending of code."""
+        path = self.find_path(ident)
+        return get_base_name(path).removesuffix(".py") + ident[len(path) :]
+
+
+def parse_source(text: str) -> tuple[ModelSource, str]:
+    """A source's row and what follows the colon; LoadError where it is not KIND:NAME with a kind that there is."""
+    kind, _, ident = text.partition(":")
+    source = SOURCES.get(kind)
+    if source is not None and ident:
+        return source, ident
+    *examples, last = (row.example for row in SOURCES.values())
+    hint = f"type {', '.join(examples)} or {last}"
+    shown = escape(get_base_name(kind))
+    if not ident:
+        raise LoadError(f"source {shown} has no KIND: in front of a name", hint=hint)
+    matches = tuple(f"{name}:{get_base_name(ident)}" for name in find_nearest(kind, SOURCES))
+    raise LoadError(f"sources of kind {shown} are not known", hint=suggest(matches) or hint)
 
 
 @dataclass(frozen=True)
@@ -26,6 +91,11 @@ class WeightsSource:
     seed: int | None = None
     path: Path | None = None
 
+    @property
+    def is_named(self) -> bool:
+        """Whether the source has to know them."""
+        return self.seed is None and self.path is None
+
 
 @label_failures("weights")
 def parse_weights(text: str) -> WeightsSource:
@@ -33,13 +103,16 @@ def parse_weights(text: str) -> WeightsSource:
 
     Raises LoadError for a seed that is no whole number and for a file of a kind that is not read.
     """
-    kind, _, rest = text.partition(":")
+    kind, _, seed = text.partition(":")
     if kind == "random":
-        return WeightsSource(text, seed=_seed(rest))
+        if not (seed.isascii() and seed.isdigit() and len(seed) <= 20 and int(seed) < 2**64):
+            raise LoadError("weights random:SEED needs a whole number from 0 to 2**64 - 1", hint="type random:0")
+        return WeightsSource(text, seed=int(seed))
+    label = get_base_name(text)
     if is_checkpoint(text):
-        return WeightsSource(get_base_name(text), path=Path(text))
-    if get_base_name(text) != text:
-        raise LoadError(f"weights {escape(get_base_name(text))} are of a kind that is not read", hint=CHECKPOINT_HINT)
+        return WeightsSource(label, path=Path(text))
+    if label != text:
+        raise LoadError(f"weights {escape(label)} are of a kind that is not read", hint=CHECKPOINT_HINT)
     return WeightsSource(text)
 
 
@@ -82,22 +155,6 @@ def is_file(name: str) -> bool:
     return PureWindowsPath(name).suffix == ".py" and PureWindowsPath(name).stem.isidentifier()
 
 
-def is_folder(ident: str) -> bool:
-    """Whether an architecture is written as the path of a folder: with a slash at its end."""
-    return ident.endswith("/")
-
-
-def show_folder(ident: str) -> str:
-    """An architecture as anyone may see it: of a folder its name."""
-    return get_base_name(ident) if is_folder(ident) else ident
-
-
-def show_factory(ident: str) -> str:
-    """A factory as anyone may see it, and as fingerprints have it: of a file its name without folder and ending."""
-    name, _, factory = ident.rpartition(":")
-    return f"{PureWindowsPath(name).stem}:{factory}" if is_file(name) else ident
-
-
 def get_base_name(text: str) -> str:
     """The last part of a path of either kind, or the text itself."""
     return PureWindowsPath(text).name
@@ -110,12 +167,105 @@ def unknown_name_error(kind: str, ident: str, names: Iterable[str]) -> LoadError
     return LoadError(f"{kind} has no architecture {escape(shown)}", hint=suggest(matches))
 
 
-def not_installed_error(library: str) -> LoadError:
+def not_installed_error(library: str) -> AbsentError:
     """The refusal of a source whose library is not here."""
-    return LoadError(f"{library} is not installed here", hint=f'type pip install "layertap[{library}]"')
+    return AbsentError(f"{library} is not installed here", hint=f'type pip install "layertap[{library}]"')
 
 
-def _seed(text: str) -> int:
-    if text.isascii() and text.isdigit() and int(text[:20]) < 2**64 and len(text) <= 20:
-        return int(text)
-    raise LoadError("weights random:SEED needs a whole number from 0 to 2**64 - 1", hint="type random:0")
+@cache
+def list_architectures(library: str, files: str = "**/*.py") -> frozenset[str]:
+    """The architectures that a library's files register, read without importing it; none where that can't be told.
+
+    Of torchvision those for image classification are in ``files`` "*.py", others in folders of their own.
+    """
+    package = find_spec(library)
+    if package is None or package.origin is None:
+        return frozenset()
+    names: set[str] = set()
+    for file in (Path(package.origin).parent / "models").glob(files):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        names.update(NAMED.findall(text), DECORATED.findall(text))
+        names.update(name for block in RENAMED.findall(text) for name in OLD_NAME.findall(block))
+    return frozenset(names) if len(names) >= MIN_ARCHITECTURES else frozenset()
+
+
+def is_importable(package: str, folders: Sequence[Path]) -> bool:
+    """Whether a package is installed, or lies in one of the folders."""
+    if package in sys.modules or PathFinder.find_spec(package, [str(folder) for folder in folders]) is not None:
+        return True
+    return find_spec(package) is not None
+
+
+def refuse_adapter(folder: Path) -> None:
+    """AbsentError where a folder holds a PEFT adapter, which is no model by itself."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        shown = escape(folder.name)
+        hint = f"give the source and weights of the model that it was trained beside, and adapter: {folder.name}"
+        raise AbsentError(f"{shown} holds a PEFT adapter, which is no model by itself", hint=hint)
+
+
+def _check_architecture(library: str, ident: str, context: CheckContext) -> None:
+    """LoadError where a library has no architecture of that name, a tag aside, AbsentError where there is no folder."""
+    if SOURCES[library].find_path(ident):
+        _check_directory(ident, context)
+        return
+    name = ident.partition(".")[0] if library == "timm" else ident  # others have no tags
+    names = frozenset[str]() if context.registers else list_architectures(library)
+    if names and name not in names:
+        raise unknown_name_error(library, ident, sorted(names))
+
+
+def _check_directory(ident: str, context: CheckContext) -> None:
+    """AbsentError where there is no directory as the hub lays it out, or as sentence-transformers once did."""
+    if not any((Path(ident) / name).is_file() for name in ("config.json", "modules.json")):
+        refuse_adapter(Path(ident))
+        raise AbsentError(f"there is no directory with a config.json at {ident}")
+
+
+def _check_factory(ident: str, context: CheckContext) -> None:
+    """LoadError where a factory is not written as one, AbsentError where there is no such package or file."""
+    name, _ = parse_factory(ident)
+    if is_file(name):
+        if not Path(name).is_file():
+            raise AbsentError(f"there is no file {name}")
+        return
+    package = name.partition(".")[0]
+    if not is_importable(package, context.folders):
+        folders = ", ".join(dict.fromkeys(map(str, context.folders)))
+        raise AbsentError(f"there is no Python module {escape(package)} in {folders}, nor is it installed")
+
+
+def _find_file(ident: str) -> str:
+    name = ident.rpartition(":")[0]
+    return name if is_file(name) else ""
+
+
+SOURCES: dict[str, ModelSource] = {
+    "torchvision": ModelSource(
+        "torchvision:ARCH",
+        "layertap.models.sources.torchvision",
+        partial(_check_architecture, "torchvision"),
+        downloads=True,
+    ),
+    "timm": ModelSource(
+        "timm:ARCH",
+        "layertap.models.sources.timm",
+        partial(_check_architecture, "timm"),
+        extra="timm",
+        find_path=lambda ident: ident if ident.endswith("/") else "",
+        downloads=True,
+    ),
+    "transformers": ModelSource(
+        "transformers:PATH",
+        "layertap.models.sources.transformers",
+        _check_directory,
+        extra="transformers",
+        find_path=str,
+    ),
+    "python": ModelSource(
+        "python:package.module:factory",
+        "layertap.models.sources.python",
+        _check_factory,
+        find_path=_find_file,
+    ),
+}

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -17,18 +18,18 @@ from torch import nn
 from layertap.models.errors import IN_THE_LOG, LoadError, escape, find_nearest, label_failures, suggest
 from layertap.models.sources.build import (
     BuiltModel,
+    construct_module,
     describe_arguments,
-    get_seed,
     list_parameters,
+    read_weights,
+    refuse_named_weights,
     refuse_unknown_arguments,
     wrap_build_errors,
 )
-from layertap.models.sources.construction import construct_alone
-from layertap.models.sources.grammar import is_file, parse_factory, parse_weights, show_factory
-from layertap.models.sources.table import SOURCES
+from layertap.models.sources.grammar import SOURCES, is_file, parse_factory, parse_weights
 from layertap.models.spec import ModelSpec
-from layertap.models.weights.checkpoints import read_checkpoint
-from layertap.models.weights.state_dict import load_state_dict
+
+PACKAGE_PREFIX = "layertap."  # the digests of our own models are of a time when the package had no name in front
 
 
 def build(ident: str, spec: ModelSpec) -> BuiltModel:
@@ -38,27 +39,21 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     Raises LoadError where the module, the factory, its result, the inputs or the weights are not as they should be.
     """
     if not spec.inputs:
-        raise LoadError(
-            "source python: can't tell what the model takes", hint="add inputs: name, shape and dtype of each"
-        )
+        hint = "add inputs: name, shape and dtype of each"
+        raise LoadError("source python: can't tell what the model takes", hint=hint)
     weights = parse_weights(spec.weights)
-    if weights.label != "DEFAULT" and weights.seed is None and weights.path is None:
-        raise LoadError(f"a python: factory has no weights named {escape(weights.label)}", hint=WEIGHTS_HINT)
-    state = read_checkpoint(weights.path, spec.prefix) if weights.path else None
-    module = _call_factory(ident, spec.args, get_seed(spec, weights))
-    report = (
-        None
-        if state is None
-        else load_state_dict(module, state, weights.label, strict=spec.strict, adapter=spec.adapter)
-    )
+    refuse_named_weights(weights, "a python: factory")
+    name = SOURCES["python"].show(ident)
+    shown = f"the factory {escape(name)}"
+    factory = partial(_call_factory, ident, spec.args, shown)
+    module, report = construct_module(spec, shown, factory, read_weights(spec))
     return BuiltModel(
         module=module,
         inputs=spec.inputs,
-        preprocess=None,
-        no_pictures="own code tells no preprocessing: its entry has no preprocess",
-        architecture=f"python:{show_factory(ident).removeprefix(PACKAGE_PREFIX)}",
+        architecture=f"python:{name.removeprefix(PACKAGE_PREFIX)}",
+        weights="as built" if weights.is_named else weights.label,
+        pictures="own code tells no preprocessing: its entry has no preprocess",
         prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
-        weights="as built" if weights.label == "DEFAULT" else weights.label,
         settings=describe_arguments(spec.args),
         report=report,
     )
@@ -108,14 +103,9 @@ class _Finder:
 _FINDER = _Finder()
 
 
-def _call_factory(ident: str, args: Mapping[str, Any], seed: int | None) -> nn.Module:
+def _call_factory(ident: str, args: Mapping[str, Any], shown: str) -> nn.Module:
     name, factory = parse_factory(ident)
-    shown = f"the factory {escape(show_factory(ident))}"
-    with (
-        label_failures("code"),
-        wrap_build_errors(shown, f": its own code raised this; {IN_THE_LOG}"),
-        construct_alone(seed),
-    ):
+    with label_failures("code"), wrap_build_errors(shown, f": its own code raised this; {IN_THE_LOG}"):
         called = _import_factory(name, factory)
         _check_arguments(called, args, shown)
         module = called(**args)
@@ -132,18 +122,13 @@ def _call_factory(ident: str, args: Mapping[str, Any], seed: int | None) -> nn.M
 
 def _check_arguments(factory: Callable[..., Any], args: Mapping[str, Any], shown: str) -> None:
     """LoadError where a factory can't be called with these arguments."""
-    try:
-        signature = inspect.signature(factory)
-    except ValueError:  # of a class that is written in C, say
-        return
+    signature = inspect.signature(factory)
     try:
         signature.bind(**args)
     except TypeError as error:
         refuse_unknown_arguments(args, list_parameters(factory), shown)
-        missing = [
-            each.name for each in signature.parameters.values() if each.default is each.empty and each.name not in args
-        ]
-        hint = f"type args: {{{', '.join(f'{name}: …' for name in missing)}}}"
+        needed = [name for name, each in signature.parameters.items() if each.default is each.empty]
+        hint = f"type args: {{{', '.join(f'{name}: …' for name in needed if name not in args)}}}"
         raise LoadError(f"{shown} needs arguments", hint=hint) from error
 
 
@@ -163,7 +148,7 @@ def _import_factory(name: str, factory: str) -> Callable[..., Any]:
     attribute = getattr(loaded, factory, None)
     if not callable(attribute):
         matches = find_nearest(factory, vars(loaded), 3)
-        shown = show_factory(f"{name}:{factory}").rpartition(":")[0]
+        shown = SOURCES["python"].show(f"{name}:{factory}").rpartition(":")[0]
         hint = suggest(tuple(f"python:{shown}:{match}" for match in matches))
         raise LoadError(f"Python module {escape(shown)} has no factory {escape(factory)}", hint=hint)
     return attribute  # type: ignore[no-any-return]
@@ -213,7 +198,3 @@ def _missing_module_error(name: str, missing: str) -> LoadError:
     error = LoadError(detail, hint="install it, or put it beside the configuration or into the working directory")
     error.add_note(f"looked in {', '.join(dict.fromkeys((*_FINDER.folders, *sys.path)))}")
     return error
-
-
-WEIGHTS_HINT = "type DEFAULT, PATH.safetensors, PATH.pth or random:SEED"
-PACKAGE_PREFIX = "layertap."  # the digests of our own models are of a time when the package had no name in front

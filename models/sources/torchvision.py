@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,28 +14,36 @@ from torchvision.models import VisionTransformer, get_model, get_model_builder, 
 from torchvision.models.video import MViT
 
 from layertap.models.errors import LoadError, escape, find_nearest, suggest
-from layertap.models.inputs.library_processor import LibraryProcessor, Preprocessing
-from layertap.models.inputs.preprocess import from_torchvision
-from layertap.models.inputs.proof import choose_preprocessing
+from layertap.models.inputs.preprocess import Preprocessing
+from layertap.models.inputs.presets import choose_preprocessing, from_torchvision
 from layertap.models.labels import Labels
 from layertap.models.sources.build import (
     FLOAT_BITS,
     BuiltModel,
+    construct_module,
     describe_arguments,
-    get_seed,
     list_parameters,
+    read_weights,
     refuse_reserved_arguments,
     refuse_unknown_arguments,
-    wrap_build_errors,
     wrap_download_errors,
 )
-from layertap.models.sources.construction import construct_alone
-from layertap.models.sources.grammar import WeightsSource, parse_weights, unknown_name_error
+from layertap.models.sources.grammar import parse_weights, unknown_name_error
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.weights.checkpoints import read_checkpoint
-from layertap.models.weights.state_dict import load_state_dict
+from layertap.models.weights.names import StateDict
 
 FRAMES = 16
+POSITIONS, PATCHES = "encoder.pos_embedding", "conv_proj.weight"
+QUANTIZED = "quantized_"
+RESERVED = dict.fromkeys(
+    ("weights", "weights_backbone", "pretrained", "pretrained_backbone", "progress"), "type weights: beside args:"
+)
+OF_CONSTRUCTION = frozenset({"weights_backbone", "init_weights"})  # nothing of these is left where weights come after
+OLD_DENSE = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
+REFUSED = {
+    "ObjectDetection": "detection takes a list of images with their boxes, not a batch",
+    "OpticalFlow": "optical flow takes two images an item",
+}
 State = Mapping[str, Tensor] | None
 
 
@@ -45,33 +53,25 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     Without released weights it is ``get_model(ARCH, weights=None)``; a file with the name of released weights is
     taken for them. Raises LoadError for what is unknown, not offered, or can't be had.
     """
-    kind = _find_kind(ident)
-    members = get_model_weights(ident).__members__
+    shown, kind = f"torchvision:{ident}", _find_kind(ident)
+    released = _find_released(ident, spec)
+    state = _read_state(ident, released, spec)
+    construct_it = partial(construct, ident, state, spec.args, released)
+    module, report = construct_module(spec, shown, construct_it, state, FLOAT_BITS)
     weights = parse_weights(spec.weights)
-    released = _find_released(ident, members, weights)
-    state = _read_state(ident, released, weights, spec.prefix)
-    with wrap_build_errors(f"torchvision:{ident}"), construct_alone(get_seed(spec, weights)):
-        module = construct(ident, state, spec.args, released)
-    label = weights.label if weights.path or released is None else f"{type(released).__name__}.{released.name}"
-    report = (
-        None
-        if state is None
-        else load_state_dict(module, state, label, FLOAT_BITS, strict=spec.strict, adapter=spec.adapter)
-    )
-    entry = released or members["DEFAULT"]
-    name = next(iter(inspect.signature(module.forward).parameters))
-    options = _make_options(ident, kind, state, released)
+    entry = released or get_model_weights(ident).__members__["DEFAULT"]
     transforms = entry.transforms()
     shape = _fit_image_size(module, SHAPES[kind](transforms, entry.meta), transforms)
-    found = read_transforms(transforms) if len(shape) == 3 else f"torchvision's {kind} takes no single pictures"
+    name = next(iter(inspect.signature(module.forward).parameters))
+    options = _make_options(ident, kind, state, released)
+    no_pictures = f"torchvision's {kind} takes no single pictures"
     return BuiltModel(
         module=module,
         inputs=(InputSpec(name, shape),),
-        preprocess=None if isinstance(found, str) else found,
-        no_pictures=found if isinstance(found, str) else "",
-        architecture=f"torchvision:{ident}",
-        prefix_tokens=_prefix_tokens(module),
-        weights=label,
+        architecture=shown,
+        weights=f"{type(released).__name__}.{released.name}" if released and weights.is_named else weights.label,
+        pictures=read_transforms(transforms) if len(shape) == 3 else no_pictures,
+        prefix_tokens=int(isinstance(module, VisionTransformer | MViT)),
         named=True,
         settings=describe_arguments({**options, **spec.args}, without=OF_CONSTRUCTION),
         report=report,
@@ -106,13 +106,13 @@ def _get_preset_name(name: str) -> str:
     return type(get_model_weights(name).__members__["DEFAULT"].transforms()).__name__
 
 
-def _find_released(ident: str, members: Mapping[str, Any], weights: WeightsSource) -> Any | None:
+def _find_released(ident: str, spec: ModelSpec) -> Any | None:
     """The weights that torchvision publishes and that are meant, by name or by their file's name."""
-    if weights.seed is not None:
-        return None
+    weights, members = parse_weights(spec.weights), get_model_weights(ident).__members__
     if weights.path is not None:
-        files = {member.url.rpartition("/")[2]: member for member in members.values()}
-        return files.get(weights.path.name)
+        return next((each for each in members.values() if each.url.rpartition("/")[2] == weights.path.name), None)
+    if not weights.is_named:
+        return None
     prefix, name = type(members["DEFAULT"]).__name__ + ".", weights.label
     if (member := members.get(name.removeprefix(prefix))) is not None:
         return member
@@ -121,29 +121,20 @@ def _find_released(ident: str, members: Mapping[str, Any], weights: WeightsSourc
     raise LoadError(f"torchvision:{ident} has weights {names}, and none named {escape(name)}", hint=hint)
 
 
-def _read_state(ident: str, released: Any | None, weights: WeightsSource, prefix: str) -> State:
-    if weights.path is not None:
-        state = read_checkpoint(weights.path, prefix)
-    elif released is not None:
+def _read_state(ident: str, released: Any | None, spec: ModelSpec) -> StateDict | None:
+    """The tensors of a file or of released weights, as torchvision's own builders rename and drop some of them."""
+    state = read_weights(spec)
+    if state is None and released is not None:
         # The builders' own download would unpickle whatever lies in torch's cache; this one reads tensors only.
-        with wrap_download_errors(weights.label, f"torchvision:{ident}"):
-            state = released.get_state_dict(progress=False, check_hash=True, map_location="cpu", weights_only=True)
-    else:
+        with wrap_download_errors(spec.weights, f"torchvision:{ident}"):
+            options = {"progress": False, "check_hash": True, "map_location": "cpu", "weights_only": True}
+            state = StateDict(released.get_state_dict(**options))
+    if state is None:
         return None
-    return _rename_dense_layers(ident, _drop_auxiliary_heads(ident, state, released))
-
-
-def _drop_auxiliary_heads(ident: str, state: dict[str, Tensor], released: Any | None) -> dict[str, Tensor]:
-    """GoogLeNet's released file holds heads that torchvision drops once it has loaded them."""
-    if ident == "googlenet" and released is not None:
+    if ident == "googlenet" and released is not None:  # its file holds heads that are dropped once they are loaded
         for name in [name for name in state if name.startswith(("aux1.", "aux2."))]:
             del state[name]
-    return state
-
-
-def _rename_dense_layers(ident: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """DenseNet's released files have names from before dots in module names were forbidden."""
-    if ident.startswith("densenet"):
+    if ident.startswith("densenet"):  # its files have names from before dots in module names were forbidden
         for name in list(state):
             state[OLD_DENSE.sub(r"\1\2", name)] = state.pop(name)
     return state
@@ -211,10 +202,6 @@ def _find_shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     return next((tuple(value.shape) for each, value in state.items() if f".{each}".endswith(f".{name}")), ())
 
 
-def _prefix_tokens(module: nn.Module) -> int:
-    return int(isinstance(module, VisionTransformer | MViT))
-
-
 def _fit_image_size(module: nn.Module, shape: tuple[int, ...], transforms: Any) -> tuple[int, ...]:
     """The weights' shape; of a transformer made for another size than theirs that one, which their transforms get."""
     if not isinstance(module, VisionTransformer) or shape[1] == module.image_size:
@@ -226,45 +213,19 @@ def _fit_image_size(module: nn.Module, shape: tuple[int, ...], transforms: Any) 
 
 def read_transforms(transforms: Any) -> Preprocessing | str:
     """What the weights' own transforms do; a text that says why where they take no pictures."""
-    digest = hashlib.sha256(repr(transforms).encode()).hexdigest()[:32]
-    name = type(transforms).__name__
-    found = choose_preprocessing(LibraryProcessor(name, digest, transforms, nearest=from_torchvision(transforms)))
-    return f"torchvision's {name} {found}" if isinstance(found, str) else found
+    name, nearest = type(transforms).__name__, from_torchvision(transforms)
+    return choose_preprocessing(name, repr(transforms), transforms, nearest, f"torchvision's {name}")
 
 
-def _image_shape(preset: Any, meta: Mapping[str, Any]) -> tuple[int, ...]:
-    return (3, preset.crop_size[0], preset.crop_size[0])
-
-
-def _scene_shape(preset: Any, meta: Mapping[str, Any]) -> tuple[int, ...]:
-    """Any size will do; this is a square image's."""
-    return (3, preset.resize_size[0], preset.resize_size[0])
-
-
-def _clip_shape(preset: Any, meta: Mapping[str, Any]) -> tuple[int, ...]:
-    return (3, max(FRAMES, meta.get("min_temporal_size", 1)), *preset.crop_size)
-
-
-POSITIONS, PATCHES = "encoder.pos_embedding", "conv_proj.weight"
-QUANTIZED = "quantized_"
-WEIGHTS_ARGUMENT = "type weights: beside args:"
-RESERVED = dict.fromkeys(
-    ("weights", "weights_backbone", "pretrained", "pretrained_backbone", "progress"), WEIGHTS_ARGUMENT
-)
-OF_CONSTRUCTION = frozenset({"weights_backbone", "init_weights"})  # nothing of these is left where weights come after
-OLD_DENSE = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
-REFUSED = {
-    "ObjectDetection": "detection takes a list of images with their boxes, not a batch",
-    "OpticalFlow": "optical flow takes two images an item",
-}
 OPTIONS: dict[str, Callable[[State, Any | None], dict[str, Any]]] = {
     "googlenet": _googlenet,
     "inception_v3": _inception,
     "SemanticSegmentation": _segmentation,
     "vit": _vision_transformer,
 }
+# Of one item, by what the weights' transforms make and their meta data say; scenes may have any size.
 SHAPES: dict[str, Callable[[Any, Mapping[str, Any]], tuple[int, ...]]] = {
-    "ImageClassification": _image_shape,
-    "SemanticSegmentation": _scene_shape,
-    "VideoClassification": _clip_shape,
+    "ImageClassification": lambda preset, meta: (3, preset.crop_size[0], preset.crop_size[0]),
+    "SemanticSegmentation": lambda preset, meta: (3, preset.resize_size[0], preset.resize_size[0]),
+    "VideoClassification": lambda preset, meta: (3, max(FRAMES, meta.get("min_temporal_size", 1)), *preset.crop_size),
 }

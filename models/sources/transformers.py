@@ -9,47 +9,54 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from layertap.models.catalog.trials import SHORT, has_same_values, try_forward
-from layertap.models.devices.dtypes import TOLERANCE
-from layertap.models.devices.threads import use_threads
-from layertap.models.errors import LoadError, escape
+from layertap.models.catalog import trials
+from layertap.models.devices.devices import TOLERANCE, use_threads
+from layertap.models.errors import LoadError, escape, format_names
 from layertap.models.inputs.noise import make_noise_row
+from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.labels import Labels
 from layertap.models.replica import call_module
 from layertap.models.selection.embedding import EmbeddingChoice
 from layertap.models.sources.build import (
     BuiltModel,
+    construct_module,
+    read_weights,
+    refuse_named_weights,
     refuse_reserved_arguments,
     refuse_unknown_arguments,
     wrap_build_errors,
 )
 from layertap.models.sources.embeddings import KnownEmbedding
-from layertap.models.sources.grammar import get_base_name, not_installed_error, parse_weights
+from layertap.models.sources.grammar import get_base_name, not_installed_error, parse_weights, refuse_adapter
 from layertap.models.sources.sentence_head import LAYER, attach_head, read_sentence_folder
-from layertap.models.sources.tokenizer import load_tokenizer
 from layertap.models.sources.transformers_inputs import (
+    LOCAL,
     MASK,
     PATCH_SHAPES,
     count_class_tokens,
     find_modality,
+    load_tokenizer,
     make_input_specs,
     make_text_spec,
     read_preset,
     split_towers,
 )
-from layertap.models.sources.transformers_weights import LOCAL, build_module
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.weights.folders import refuse_adapter
+from layertap.models.turns import construct_alone
+from layertap.models.weights.checkpoints import find_weights, read_checkpoint
+from layertap.models.weights.state_dict import LoadReport, has_same_values, raise_for_different
 
+FLOAT_BYTES = 4
 PLAIN = {"use_cache": False, "return_dict": True, "output_hidden_states": False, "output_attentions": False}
 IRRELEVANT = frozenset(
     {"transformers_version", "_name_or_path", "architectures", "dtype", "id2label", "label2id", *PLAIN}
@@ -66,6 +73,7 @@ RESERVED = {
 }
 SAVED = "what modules.json of the sentence-transformers folder makes"
 DIRECTORY_HINT = "type transformers:PATH of what save_pretrained wrote; a relative PATH is beside the configuration"
+FIT_HINT = "save the whole model with save_pretrained, or name the saved class in architectures of config.json"
 
 
 def build(ident: str, spec: ModelSpec) -> BuiltModel:
@@ -88,27 +96,34 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
             refuse_reserved_arguments(spec.args, RESERVED, shown)
             refuse_unknown_arguments(spec.args, [*config.to_dict(), LABELS], shown)
             config = library.AutoConfig.from_pretrained(str(folder), **{**spec.args, **LOCAL})
+        architecture = _find_architecture(library, config, encoder=sentence is not None)
     if getattr(config, "fusion_config", None):
         detail = f"config.json of {shown} asks for fused layers, which would be put into other models too"
         raise LoadError(detail, hint="take fusion_config out of it")
     weights = parse_weights(spec.weights)
-    module, report = build_module(library, folder, config, weights, spec, shown, encoder=sentence is not None)
+    refuse_named_weights(weights, shown)
+    report: LoadReport | None
+    if weights.is_named:
+        module, report = _load_saved(architecture, folder, config, spec, shown)
+    else:
+        construct = partial(architecture, config)
+        module, report = construct_module(spec, shown, construct, read_weights(spec), classes=LABELS)
     settings = _describe_settings(config)
     _set_plain_outputs(module)
-    tokenizer, text = None, None
+    text = None
     modality = find_modality(module) if spec.inputs is None else "other"
     two_towers = modality in ("text", "both") and split_towers(module) and modality == "both"
     if spec.interpolate_pos_encoding:
         _interpolate_positions(module)
     if modality == "text" or two_towers:
-        tokenizer = load_tokenizer(library, folder, shown, LOCAL, sentence)
-        text = make_text_spec(module, tokenizer, sentence)
-    wanted = spec.preprocess == "preset" and modality != "text"
-    found = read_preset(library, folder, spec.image_backend) if wanted else ""
+        text = make_text_spec(module, load_tokenizer(library, folder, shown, LOCAL, sentence), sentence)
+    pictures: Preprocessing | str = ""
     if modality == "text" and PATCH_SHAPES in inspect.signature(module.forward).parameters:
-        found = f"{type(module).__name__} takes them in patches, with {PATCH_SHAPES}"
-    preset, no_pictures = (None, found) if isinstance(found, str) else (found, "")
-    inputs = spec.inputs or make_input_specs(module, text, preset, shown)
+        pictures = f"{type(module).__name__} takes them in patches, with {PATCH_SHAPES}"
+    elif spec.preprocess == "preset" and modality != "text":
+        pictures = read_preset(library, folder, spec.image_backend)
+    inputs = spec.inputs or make_input_specs(module, text, pictures, shown)
+    takes_pictures = two_towers or (len(inputs) == 1 and len(inputs[0].shape) == 3)
     if any(each.name == MASK for each in inputs):
         _always_mask_attention(library, module, text.inputs() if text else inputs)
     if sentence:
@@ -117,8 +132,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     return BuiltModel(
         module=module,
         inputs=inputs,
-        preprocess=preset if two_towers or (len(inputs) == 1 and len(inputs[0].shape) == 3) else None,
-        no_pictures=no_pictures,
+        pictures=pictures if isinstance(pictures, str) or takes_pictures else "",
         architecture=f"transformers:{type(module).__name__}",
         prefix_tokens=0 if modality == "text" else count_class_tokens(module),
         weights="as saved" if weights.label == "DEFAULT" else weights.label,
@@ -158,14 +172,11 @@ def _import_library() -> Any:
     return library
 
 
-def _list_configured_parts(module: nn.Module) -> Iterator[Any]:
-    """The module and everything in it that has a configuration."""
-    return (part for part in module.modules() if hasattr(part, "config"))
-
-
-def _set_plain_outputs(module: nn.Module) -> None:
+def _set_plain_outputs(module: Any) -> None:
     """Nothing is kept from call to call, nothing is returned beside what the model computes, no directory is known."""
-    for part in _list_configured_parts(module):
+    for part in module.modules():
+        if not hasattr(part, "config"):
+            continue
         for name, value in PLAIN.items():
             if getattr(part.config, name, value) != value:
                 setattr(part.config, name, value)
@@ -179,13 +190,12 @@ def _always_mask_attention(library: Any, module: Any, inputs: Sequence[InputSpec
     Left to itself the library leaves it out then, so that neighbours in a batch decide which arguments layers get, and
     which kernel runs. Some classes compute otherwise where their attention has another name, or a mask.
     """
-    parts = [part for part in _list_configured_parts(module) if isinstance(part, library.PreTrainedModel)]
-    if any(getattr(part.config, "_attn_implementation", None) != "sdpa" for part in parts):
-        return
-    if not all(part._can_set_attn_implementation() for part in parts):
-        return
-    if any('"sdpa"' in inspect.getsource(sys.modules[type(part).__module__]) for part in parts):
-        return  # they ask for that name
+    parts = [part for part in module.modules() if isinstance(part, library.PreTrainedModel)]
+    for part in parts:
+        asks_for_name = '"sdpa"' in inspect.getsource(sys.modules[type(part).__module__])
+        is_sdpa = getattr(part.config, "_attn_implementation", None) == "sdpa"
+        if asks_for_name or not is_sdpa or not part._can_set_attn_implementation():
+            return
     masks = importlib.import_module("transformers.masking_utils")
 
     def always_mask(*args: Any, **options: Any) -> Any:
@@ -193,14 +203,14 @@ def _always_mask_attention(library: Any, module: Any, inputs: Sequence[InputSpec
 
     library.AttentionInterface.register(MASKED, library.AttentionInterface()["sdpa"])
     library.AttentionMaskInterface.register(MASKED, always_mask)
-    specs = [replace(spec, shape=(min(SHORT, spec.shape[0]),)) if spec.longest else spec for spec in inputs]
+    specs = [replace(spec, shape=(min(trials.SHORT, spec.shape[0]),)) if spec.longest else spec for spec in inputs]
     row = make_noise_row(specs, module.device, module.dtype)
     run = partial(call_module, module=module.eval())
     # On one thread: a process that is copied after operations on several can use several no more.
     with torch.no_grad(), use_threads(1):
-        alone = try_forward(run, row)
+        alone = trials.try_forward(run, row)
         module.set_attn_implementation(MASKED)
-        if alone is not None and not has_same_values(alone, try_forward(run, row), TOLERANCE["bfloat16"]):
+        if alone is not None and not trials.has_same_values(alone, trials.try_forward(run, row), TOLERANCE["bfloat16"]):
             module.set_attn_implementation("sdpa")
 
 
@@ -208,3 +218,88 @@ def _describe_settings(config: Any) -> str:
     """What the configuration says of the computation, as far as it is not as the library has it."""
     settings = {name: value for name, value in config.to_diff_dict().items() if name not in IRRELEVANT}
     return json.dumps(settings, sort_keys=True, default=str)
+
+
+def _load_saved(architecture: Any, folder: Path, config: Any, spec: ModelSpec, shown: str) -> tuple[Any, LoadReport]:
+    """The module with the directory's weights: transformers would draw what is missing at random, and only warn."""
+    # Read here, whatever it is: the library is given tensors, and no pickle.
+    state = read_checkpoint(find_weights(folder))
+    # In another dtype the library would make it the whole process's default while it constructs the module.
+    options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    with wrap_build_errors(shown), construct_alone(None if spec.strict else 0):
+        module, info = architecture.from_pretrained(None, config=config, state_dict=state, **options, **LOCAL)
+    found_missing = _drop_unsaved_pooler(module, info["missing_keys"])
+    missing = [name for name in sorted(found_missing) if name not in module.all_tied_weights_keys]
+    wrong = {
+        "missing": [escape(name) for name in missing if spec.strict],
+        "of another shape": [escape(str(entry[0])) for entry in info["mismatched_keys"]],
+        "unreadable": [escape(str(entry)) for entry in info["error_msgs"]],
+    }
+    differences = "; ".join(f"{kind}: {format_names(names)}" for kind, names in wrong.items() if names)
+    if differences:
+        raise LoadError(f"the weights of {shown} do not fit its config.json: {differences}", hint=FIT_HINT)
+    for value in (*module.parameters(), *module.buffers()):
+        # Some are mapped from the file: a write to it would change the model, or end the process.
+        value.data = value.data.clone()
+    raise_for_different(_list_different(module, state), shown)
+    return module, LoadReport(missing=tuple(missing), left_over=tuple(sorted(info["unexpected_keys"])))
+
+
+def _drop_unsaved_pooler(module: Any, missing: Set[str]) -> Set[str]:
+    """The missing names that remain once a pooler is removed that was not saved (``add_pooling_layer=False``)."""
+    names = {name for name in module.state_dict() if name.startswith("pooler.")}
+    if names and names <= missing and "add_pooling_layer" in inspect.signature(type(module)).parameters:
+        module.pooler = None
+        return missing - names
+    return missing
+
+
+def _list_different(module: Any, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the directory's tensors whose values the module does not hold, as far as they are its own.
+
+    They are compared as the module would be saved: some models merge, split or rename what is in the file. Some classes
+    write 0 to the row of padding of what they load.
+    """
+    state = module.state_dict()
+    tables = ((name, part) for name, part in module.named_modules() if isinstance(part, torch.nn.Embedding))
+    padding = {f"{name}.weight": part.padding_idx for name, part in tables if part.padding_idx is not None}
+    with suppress(Exception):  # what a model does with them may be of a kind that is not undone
+        state = importlib.import_module("transformers.core_model_loading").revert_weight_conversion(module, state)
+    prefix, tied = f"{module.base_model_prefix}.", module.all_tied_weights_keys
+    wrong = []
+    for key, given in tensors.items():
+        # A head's file may be read for its base, and the base's for its head.
+        name = next((each for each in (key, prefix + key, key.removeprefix(prefix)) if each in state), None)
+        if name is None or name in tied:
+            continue
+        allowed = [given]
+        if name in padding:
+            padded = given.clone()
+            padded[padding[name] : padding[name] + 1] = 0
+            allowed.append(padded)
+        if not any(_is_unchanged(state[name], each, module.config.dtype) for each in allowed):
+            wrong.append(key)
+    return wrong
+
+
+def _is_unchanged(held: Tensor, given: Tensor, dtype: torch.dtype | None) -> bool:
+    """Whether a tensor has a file's values, rounded no further than to its model's dtype."""
+    rounded = held.is_floating_point() and held.dtype.itemsize < FLOAT_BYTES and held.dtype != dtype
+    return not held.is_meta and not rounded and has_same_values(held, given)
+
+
+def _find_architecture(library: Any, config: Any, *, encoder: bool) -> Any:
+    """The class that wrote the directory, where it is one of the library's own models, else the one of AutoModel.
+
+    An ``encoder`` is AutoModel's, unless the library has one without a decoder (T5EncoderModel).
+    """
+    name = next(iter(config.architectures or ()), None)
+    if encoder:
+        name = type(config).__name__.replace("Config", "EncoderModel")
+    found = getattr(library, name, None) if isinstance(name, str) and name.isidentifier() else None
+    if isinstance(found, type) and issubclass(found, library.PreTrainedModel):
+        return found
+    # AutoModel itself would look for adapters beside weights, also where it is given tensors.
+    return importlib.import_module("transformers.models.auto.auto_factory")._get_model_class(
+        config, library.MODEL_MAPPING
+    )

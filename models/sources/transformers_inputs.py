@@ -3,34 +3,129 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import inspect
 import json
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal
 
 from PIL import Image
 from torch import Tensor, nn
 
 from layertap.models.errors import LoadError
-from layertap.models.inputs.library_processor import LibraryProcessor, Preprocessing
-from layertap.models.inputs.preprocess import compute_output_size, from_transformers
-from layertap.models.inputs.proof import SIDE, choose_preprocessing
-from layertap.models.inputs.text import TextSpec
+from layertap.models.inputs.model_inputs import Encode, TextSpec
+from layertap.models.inputs.preprocess import LibraryProcessor, Preprocessing, compute_output_size
+from layertap.models.inputs.presets import SIDE, choose_preprocessing, from_transformers
+from layertap.models.sources.build import wrap_build_errors
 from layertap.models.sources.sentence_head import SentenceFolder
-from layertap.models.sources.tokenizer import Tokenizer
-from layertap.models.sources.transformers_weights import LOCAL
-from layertap.models.spec import ImageBackend, InputSpec, PreprocessSpec
+from layertap.models.spec import ImageBackend, InputSpec, Truncate
 
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
 Modality = Literal["pictures", "text", "both", "other"]
 IDS, MASK, PIXELS, PATCH_SHAPES = "input_ids", "attention_mask", "pixel_values", "spatial_shapes"
 FURTHER = frozenset({"decoder_input_ids", "input_values", "input_features", "pixel_values_videos"})
 TOKENS = frozenset({"cls_token", "class_embedding", "distillation_token", "register_tokens"})
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+SIDES: dict[str, Truncate] = {"left": "start", "right": "end"}
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model"),
+)
 DEFAULT_MAX_TOKENS = 512  # of a model that names no limit
 CODE_POINTS = 0x110000  # of Unicode: the ids of a model without a vocabulary, CANINE
 INPUTS_HINT = "add inputs: name, shape and dtype of each"
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """What a directory says of texts.
+
+    ``encode`` and ``is_fast`` as those of TextSpec; ``side`` is the one at which the library cuts. ``fill`` has
+    ``encode`` fill up texts of fewer tokens; None where the model is given a mask.
+    """
+
+    encode: Encode
+    pad: int | None
+    max_tokens: int
+    digest: str
+    side: Truncate
+    fill: Encode | None = None
+    is_fast: bool = True
+
+
+def load_tokenizer(
+    library: Any, folder: Path, shown: str, options: dict[str, Any], sentence: SentenceFolder | None = None
+) -> Tokenizer | None:
+    """The tokenizer in a directory; None where there is none, or it gives types of tokens; LoadError for a broken one.
+
+    Of a sentence-transformers folder texts are in small letters where that says so, and its own limit holds.
+    """
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    with wrap_build_errors(f"the tokenizer of {shown}"):
+        whole = library.AutoTokenizer.from_pretrained(str(folder), **options)
+        if any(whole("a").get("token_type_ids", ())) or (sentence is not None and not whole.is_fast):
+            return None  # no model is given types of tokens here; ids can be sent
+        limit = (sentence.max_tokens if sentence else None) or int(whole.model_max_length)
+        if not whole.is_fast:
+            settings = {name: value for name, value in whole.init_kwargs.items() if str(folder) not in str(value)}
+            described = type(whole).__name__, sorted(settings.items()), whole.get_vocab()
+            digest = hashlib.sha256(repr(described).encode()).hexdigest()
+            encode = partial(_encode_slowly, whole, Lock())
+            return Tokenizer(encode, whole.pad_token_id, limit, digest, SIDES[whole.truncation_side], is_fast=False)
+        # Its own copy: the library's wrapper sets truncation and padding at each call, which threads can't share.
+        own = type(whole.backend_tokenizer).from_str(whole.backend_tokenizer.to_str())
+        own.no_truncation()
+        own.no_padding()
+        if sentence is not None and sentence.lowercase:
+            _lower(own)
+        return Tokenizer(
+            encode=partial(_encode, own),
+            pad=whole.pad_token_id,
+            max_tokens=limit,
+            digest=hashlib.sha256(own.to_str().encode()).hexdigest(),
+            side=SIDES[whole.truncation_side],
+            fill=None
+            if "attention_mask" in whole.model_input_names
+            else partial(_encode_and_fill, own, whole.padding_side, whole.pad_token_id or 0),
+        )
+
+
+def _encode(own: Any, text: str, limit: int, truncate: Truncate) -> tuple[list[int], int]:
+    encoding = own.encode(text, add_special_tokens=False)
+    kept = limit - own.num_special_tokens_to_add(False)
+    excess = 0 if truncate == "none" else max(len(encoding.ids) - kept, 0)
+    if excess:
+        encoding.truncate(kept, direction="left" if truncate == "start" else "right")
+    return own.post_process(encoding).ids, excess
+
+
+def _encode_and_fill(own: Any, side: str, pad: int, text: str, limit: int, truncate: Truncate) -> tuple[list[int], int]:
+    ids, excess = _encode(own, text, limit, truncate)
+    pads = [pad] * (limit - len(ids))
+    return (pads + ids if side == "left" else ids + pads), excess
+
+
+def _encode_slowly(whole: Any, lock: Lock, text: str, limit: int, truncate: Truncate) -> tuple[list[int], int]:
+    with lock:  # one in Python may keep something from call to call
+        ids: list[int] = whole(text)["input_ids"]
+        excess = len(ids) - limit
+        if excess <= 0 or truncate == "none":
+            return ids, 0
+        whole.truncation_side = "left" if truncate == "start" else "right"
+        return whole(text, truncation=True, max_length=limit)["input_ids"], excess
+
+
+def _lower(tokenizer: Any) -> None:
+    """Put small letters before all else that a tokenizer does to a text, unless it does so already."""
+    normalizers = importlib.import_module("tokenizers.normalizers")
+    own = tokenizer.normalizer
+    steps = [] if own is None else list(own) if isinstance(own, normalizers.Sequence) else [own]
+    if not any(isinstance(step, normalizers.Lowercase) for step in steps):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *steps])
 
 
 def _list_arguments(module: Any) -> frozenset[str]:
@@ -124,7 +219,7 @@ def _count_positions(module: nn.Module, config: Any) -> int:
 
 
 def make_input_specs(
-    module: Any, text: TextSpec | None, preset: Preprocessing | None, shown: str
+    module: Any, text: TextSpec | None, pictures: Preprocessing | str, shown: str
 ) -> tuple[InputSpec, ...]:
     """The inputs of a model of texts, pictures, or pictures and tokens; LoadError where its class does not tell."""
     modality = find_modality(module)
@@ -133,17 +228,17 @@ def make_input_specs(
     if modality not in ("pictures", "both"):
         detail = f"what {type(module).__name__} of {shown} takes can't be told from its class"
         raise LoadError(detail, hint=INPUTS_HINT)
-    picture = InputSpec(PIXELS, _get_picture_shape(module.config, preset, shown))
+    picture = InputSpec(PIXELS, _get_picture_shape(module.config, pictures, shown))
     return (*(text or make_text_spec(module, None)).inputs(), picture) if modality == "both" else (picture,)
 
 
-def _get_picture_shape(config: Any, preset: Preprocessing | None, shown: str) -> tuple[int, ...]:
+def _get_picture_shape(config: Any, pictures: Preprocessing | str, shown: str) -> tuple[int, ...]:
     configs = (getattr(config, "vision_config", None), config)
     vision = next((each for each in configs if getattr(each, "image_size", None) is not None), None)
-    side: Any = compute_output_size(preset) if preset else None
+    side: Any = None if isinstance(pictures, str) else compute_output_size(pictures)
     side = side or (vision.image_size if vision is not None else None)
-    if side is None and isinstance(preset, LibraryProcessor):  # its rows are as large as pictures: any size will do
-        side = list(preset.make_row(Image.new("RGB", (SIDE, SIDE))).shape[1:])
+    if side is None and isinstance(pictures, LibraryProcessor):  # its rows are as large as pictures: any size will do
+        side = list(pictures.make_row(Image.new("RGB", (SIDE, SIDE))).shape[1:])
     if isinstance(side, int):
         side = (side, side)
     if not isinstance(side, (list, tuple)) or len(side) != 2:
@@ -164,30 +259,16 @@ def read_preset(library: Any, folder: Path, backend: ImageBackend) -> Preprocess
         settings = json.dumps(processor.to_dict(), sort_keys=True, default=str)
     except Exception as error:  # of a version, or of a model, that the library has no processor for
         return f"image_processor_type of {file} names none that transformers can make ({type(error).__name__})"
-    found = LibraryProcessor(
-        name=type(processor).__name__,
-        settings=hashlib.sha256(settings.encode()).hexdigest()[:32],
-        run=_RunProcessor(processor),
-        nearest=_find_nearest_steps(processor),
-    )
-    chosen = choose_preprocessing(found)
-    return f"{found.name}, which image_processor_type of {file} names, {chosen}" if isinstance(chosen, str) else chosen
+    name, nearest = type(processor).__name__, None
+    with suppress(TypeError, ValueError, AttributeError):  # settings of another kind
+        nearest = from_transformers(processor)
+    shown = f"{name}, which image_processor_type of {file} names,"
+    return choose_preprocessing(name, settings, partial(_run_processor, processor), nearest, shown)
 
 
-@dataclass(frozen=True)
-class _RunProcessor:
-    processor: Any
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        rows: Tensor = self.processor(images=image, return_tensors="pt")[PIXELS]
-        return rows[0] if len(rows) == 1 else rows
-
-
-def _find_nearest_steps(processor: Any) -> PreprocessSpec | None:
-    try:
-        return from_transformers(processor)
-    except (TypeError, ValueError, AttributeError):  # settings of another kind
-        return None
+def _run_processor(processor: Any, image: Image.Image) -> Tensor:
+    rows: Tensor = processor(images=image, return_tensors="pt")[PIXELS]
+    return rows[0] if len(rows) == 1 else rows
 
 
 def count_class_tokens(module: nn.Module) -> int:

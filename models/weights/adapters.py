@@ -12,10 +12,9 @@ from typing import Any
 from torch import nn
 
 from layertap.models.errors import LoadError, escape, format_names, label_failures
-from layertap.models.sources.construction import construct_alone
-from layertap.models.sources.grammar import not_installed_error
+from layertap.models.sources.grammar import ADAPTER_CONFIG, not_installed_error
+from layertap.models.turns import construct_alone
 from layertap.models.weights.checkpoints import read_checkpoint
-from layertap.models.weights.folders import ADAPTER_CONFIG
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
 KINDS = ("LORA", "IA3", "LOHA", "LOKR", "OFT")  # of PEFT's types, those that become part of weights

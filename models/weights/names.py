@@ -1,11 +1,10 @@
-"""Names of tensors: prefixes that training puts before them, taken off."""
+"""Tensors by name, and prefixes that training puts before their names, taken off."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Self
 
 from torch import Tensor
 
@@ -18,7 +17,7 @@ HEADS = {"backbone.": "head."}  # MMPretrain keeps a classifier in two parts
 MIN_SHARE = 0.5  # of a module's names have to be there under a prefix, else it is none
 
 
-class StateDict(OrderedDict[str, Tensor]):
+class StateDict(dict[str, Tensor]):
     """Tensors by name, and what is known of where they are from.
 
     ``key``: the dictionary in the file that they were in; ``prefix``: what was taken off their names; ``unread``:
@@ -30,43 +29,28 @@ class StateDict(OrderedDict[str, Tensor]):
     unread: tuple[str, ...] = ()
     shared_names: Mapping[str, str] = MappingProxyType({})
 
-    @classmethod
-    def wrap(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Tensors by name as they are; what torch keeps beside them stays."""
-        if isinstance(tensors, cls):
-            return tensors
-        state = cls(tensors)
-        if hasattr(tensors, "_metadata"):
-            state._metadata = tensors._metadata
-        return state
-
-    def add(self, tensors: Mapping[str, Tensor]) -> Self:
-        """These tensors and others."""
-        state = self.rename(lambda name: name, "")
-        state.update(tensors)
-        return state
-
-    def rename(self, shorten: Callable[[str], str | None], prefix: str) -> Self:
+    def rename(self, shorten: Callable[[str], str | None], prefix: str) -> StateDict:
         """The tensors under other names; those whose new name is None are unread."""
         names = {name: shorten(name) for name in self}
-        renamed = type(self)((new, self[name]) for name, new in names.items() if new is not None)
+        renamed = StateDict((new, self[name]) for name, new in names.items() if new is not None)
         renamed.key, renamed.prefix = self.key, self.prefix + prefix
         renamed.unread = (*self.unread, *(name for name, new in names.items() if new is None))
         pairs = ((shorten(name), shorten(other)) for name, other in self.shared_names.items())
         renamed.shared_names = {name: other for name, other in pairs if name is not None and other is not None}
-        if (metadata := getattr(self, "_metadata", None)) is not None:
-            renamed._metadata = _rename_modules(metadata, shorten)
         return renamed
 
-    def take_prefix(self, prefix: str) -> Self:
-        """The tensors whose names begin with a prefix, without it; LoadError where there are none."""
-        if not any(name.startswith(prefix) for name in self):
+    def take_prefixes(self, *prefixes: str) -> StateDict:
+        """The tensors whose names begin with one of these, without it; LoadError where there are none."""
+        if not any(name.startswith(prefixes) for name in self):
             firsts = Counter(f"{name.partition('.')[0]}." for name in self if "." in name)
             hint = f"they begin with {_join(first for first, _ in firsts.most_common(3))}" if firsts else ""
-            raise LoadError(f"no tensor of the checkpoint has a name that begins with {escape(prefix)}", hint=hint)
-        return self.rename(lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None, prefix)
+            shown = _join(prefixes, " or ")
+            raise LoadError(f"no tensor of the checkpoint has a name that begins with {shown}", hint=hint)
 
-    _metadata: Any
+        def take(name: str) -> str | None:
+            return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), None)
+
+        return self.rename(take, " and ".join(prefixes))
 
 
 def drop_wrapper_names(state: StateDict) -> StateDict:
@@ -74,7 +58,7 @@ def drop_wrapper_names(state: StateDict) -> StateDict:
     if any(COMPILED in name.split(".") for name in state):
         state = state.rename(_drop_compiled, f"{COMPILED}.")
     while any("." in name for name in state) and all(name.startswith(PARALLEL) or name in COUNTERS for name in state):
-        state = state.take_prefix(PARALLEL)
+        state = state.take_prefixes(PARALLEL)
     return state
 
 
@@ -92,10 +76,10 @@ def fit_names(state: StateDict, wanted: Collection[str]) -> StateDict:
         hint = f"type prefix: {_join(best, ' or ')}"
         raise LoadError(f"the checkpoint has the model's tensors {len(best)} times, under several prefixes", hint=hint)
     head = HEADS.get(best[0])
-    prefixes = [best[0]]
-    if head is not None and counts[head] and not any(best[0] + name in state for name in _strip_all(state, head)):
-        prefixes.append(head)
-    return state.rename(lambda name: _drop_any(name, prefixes), " and ".join(prefixes))
+    if head is None or not counts[head]:
+        return state.take_prefixes(*best)
+    names = [name.removeprefix(head) for name in state if name.startswith(head)]
+    return state.take_prefixes(*best, *([] if any(best[0] + name in state for name in names) else [head]))
 
 
 def _list_tails(name: str) -> list[str]:
@@ -103,22 +87,8 @@ def _list_tails(name: str) -> list[str]:
     return [".".join(parts[start:]) for start in range(len(parts))]
 
 
-def _strip_all(names: Iterable[str], prefix: str) -> list[str]:
-    return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-
-
-def _drop_any(name: str, prefixes: list[str]) -> str | None:
-    return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), None)
-
-
 def _drop_compiled(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != COMPILED)
-
-
-def _rename_modules(metadata: dict[str, Any], shorten: Callable[[str], str | None]) -> OrderedDict[str, Any]:
-    """Versions of modules, which torch keeps by their names: those have no dot at the end."""
-    pairs = ((shorten(f"{name}." if name else ""), each) for name, each in metadata.items())
-    return OrderedDict((name.removesuffix("."), each) for name, each in pairs if name is not None)
 
 
 def _join(names: Iterable[str], between: str = ", ") -> str:

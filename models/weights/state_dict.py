@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,46 @@ from layertap.models.errors import LoadError, escape, find_nearest, format_names
 from layertap.models.plain_tensor import view_bytes
 from layertap.models.weights.adapters import insert_adapter, list_adapter_names, make_unmerged_error
 from layertap.models.weights.names import StateDict, fit_names
-from layertap.models.weights.report import LoadReport
 
+MAX_NAMES = 100  # of a report
 MAX_COMPARED_NAMES = 20  # of missing names: comparing takes time
 FIT_HINT = "for another variant give its constructor's arguments by args:, or type python:package.module:factory"
 STRICT_HINT = "type strict: false to take what fits; missing ones are then as random:0 draws them"
 TIE_HINT = "give weights that were saved from this architecture, or a factory whose model does not share the tensor"
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a module took of a checkpoint.
+
+    ``key``: the dictionary in the file; ``prefix``: what was taken off names; ``missing``: the module's names that the
+    file does not have; ``left_over``: the file's that the module does not; ``unread``: what else stands in the file;
+    ``adapter``: the folder of the adapter that was merged.
+    """
+
+    key: str = ""
+    prefix: str = ""
+    missing: tuple[str, ...] = ()
+    left_over: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    adapter: str = ""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What every answer has to say: the values of missing tensors were drawn at random."""
+        if not self.missing:
+            return ()
+        shown = format_names([escape(name) for name in self.missing])
+        return (f"the checkpoint lacks weights of this model, which are random: {shown}",)
+
+    def describe(self) -> dict[str, Any]:
+        """The report for JSON, without what is empty; of names how many there are, and the first of them."""
+        facts = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {
+            name: {"count": len(value), "names": list(value[:MAX_NAMES])} if isinstance(value, tuple) else value
+            for name, value in facts.items()
+            if value
+        }
 
 
 @label_failures("weights")
@@ -46,7 +80,7 @@ def load_state_dict(
     LoadError with a few of the names that differ, or whose floating numbers have fewer than ``min_bits``; ``classes``
     is the constructor's argument for how many a head has.
     """
-    state = fit_names(StateDict.wrap(tensors), module.state_dict().keys())
+    state = fit_names(tensors if isinstance(tensors, StateDict) else StateDict(tensors), module.state_dict().keys())
     if adapted := list_adapter_names(state.keys() - module.state_dict().keys()):
         if not adapter:
             raise make_unmerged_error(adapted, label)
@@ -59,22 +93,7 @@ def load_state_dict(
     except (RuntimeError, ValueError) as error:
         detail = f"weights {escape(label)} do not fit the architecture: {_describe_differences(module, state)}"
         raise LoadError(detail, hint=_make_fit_hint(module, state, classes)) from error
-    converted = tuple(_list_converting_prefixes(module))
-    loaded_tensors = {
-        name: value
-        for name, value in module.state_dict().items()
-        if name in state and isinstance(value, Tensor) and not name.startswith(converted)
-    }
-    different_names = sorted(
-        name
-        for name, value in loaded_tensors.items()
-        if _count_bits(value) < min_bits or not has_same_values(value, state[name])
-    )
-    for name, other in _pair_tied_names(loaded_tensors, different_names):
-        if not has_same_values(state[name], state[other]):
-            detail = f"the model has one tensor for {escape(name)} and {escape(other)}, {escape(label)} has two"
-            raise LoadError(detail, hint=TIE_HINT)
-    raise_for_different(different_names, escape(label))
+    raise_for_different(_list_different(module, state, label, min_bits), escape(label))
     return LoadReport(state.key, state.prefix, tuple(missing), tuple(left_over), state.unread)
 
 
@@ -91,10 +110,6 @@ def has_same_values(held: Tensor, given: Tensor) -> bool:
     return held.shape == cast.shape and torch.equal(view_bytes(held), view_bytes(cast))
 
 
-def _count_bits(value: Tensor) -> float:
-    return torch.finfo(value.dtype).bits if value.is_floating_point() else math.inf
-
-
 def _add_shared_tensors(module: nn.Module, state: StateDict) -> StateDict:
     """A state dict with the names that were left out because another tensor is the same one.
 
@@ -102,13 +117,13 @@ def _add_shared_tensors(module: nn.Module, state: StateDict) -> StateDict:
     """
     tensors = module.state_dict(keep_vars=True)
     names = {_get_identity(value): name for name, value in tensors.items() if name in state}
-    missing = {}
+    whole = copy(state)
     for name in tensors.keys() - state.keys():
         written = state.shared_names.get(name)
         source = written if written in state else names.get(_get_identity(tensors[name]))
         if source is not None:
-            missing[name] = state[source]
-    return state.add(missing) if missing else state
+            whole[name] = state[source]
+    return whole
 
 
 def _get_identity(value: object) -> object:
@@ -118,11 +133,37 @@ def _get_identity(value: object) -> object:
     return id(value)
 
 
-def _pair_tied_names(held: Mapping[str, Tensor], names: list[str]) -> Iterator[tuple[str, str]]:
-    """Each of these names with every other of the same tensor."""
-    for name in names:
+def _load(module: nn.Module, state: StateDict, strict: bool) -> tuple[list[str], list[str]]:
+    """Names that are missing, and those that are left over: none with ``strict``."""
+    try:
+        return module.load_state_dict(state, strict)  # type: ignore[no-any-return]
+    except ValueError:
+        # torchvision's MNASNet refuses tensors without the version of its class, for which safetensors has no place.
+        versioned: Any = OrderedDict(state)
+        versioned._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
+        return module.load_state_dict(versioned, strict)  # type: ignore[no-any-return]
+
+
+def _list_different(module: nn.Module, state: StateDict, label: str, min_bits: int) -> list[str]:
+    """Names of tensors that a module does not hold as they were given, or in too few bits.
+
+    LoadError where the module has one tensor for two that differ.
+    """
+    converted = tuple(_list_converting_prefixes(module))
+    held = {
+        name: value
+        for name, value in module.state_dict().items()
+        if name in state and isinstance(value, Tensor) and not name.startswith(converted)
+    }
+    different = {name for name, value in held.items() if not has_same_values(value, state[name])}
+    for name in sorted(different):
         identity = _get_identity(held[name])
-        yield from ((name, other) for other in held if other != name and _get_identity(held[other]) == identity)
+        for other in held:
+            if _get_identity(held[other]) == identity and not has_same_values(state[name], state[other]):
+                detail = f"the model has one tensor for {escape(name)} and {escape(other)}, {escape(label)} has two"
+                raise LoadError(detail, hint=TIE_HINT)
+    floating = {name: value for name, value in held.items() if value.is_floating_point()}
+    return sorted(different.union(name for name, each in floating.items() if torch.finfo(each.dtype).bits < min_bits))
 
 
 def _list_converting_prefixes(module: nn.Module) -> Iterator[str]:
@@ -134,32 +175,20 @@ def _list_converting_prefixes(module: nn.Module) -> Iterator[str]:
             yield f"{name}." if name else ""
 
 
-def _load(module: nn.Module, state: Mapping[str, Tensor], strict: bool) -> tuple[list[str], list[str]]:
-    """Names that are missing, and those that are left over: none with ``strict``."""
-    try:
-        return module.load_state_dict(state, strict)  # type: ignore[no-any-return]
-    except ValueError:
-        # torchvision's MNASNet refuses tensors without the version of its class, and safetensors has no place for it.
-        versioned: Any = OrderedDict(state)
-        versioned._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
-        return module.load_state_dict(versioned, strict)  # type: ignore[no-any-return]
-
-
-def _make_fit_hint(module: nn.Module, state: Mapping[str, Tensor], classes: str) -> str:
-    count = _find_class_count(module, state)
-    if count:
-        return f"type args: {{{classes}: {count}}}"
+def _make_fit_hint(module: nn.Module, state: StateDict, classes: str) -> str:
     tensors = module.state_dict()
-    common = tensors.keys() & state.keys()
-    fits = bool(common) and all(tensors[name].shape == state[name].shape for name in common)
+    shapes = [(each.shape, state[name].shape) for name, each in tensors.items() if name in state]
+    if count := _find_class_count(shapes) if tensors.keys() == state.keys() else None:
+        return f"type args: {{{classes}: {count}}}"
     if pairs := _pair_alike(tensors, state):
         # Never to do without: what would be drawn at random is there.
         renamed = format_names([f"{escape(other)} to {escape(name)}" for name, other in pairs.items()])
         return f"rename {renamed} in the file, for they look alike; {FIT_HINT}"
+    fits = bool(shapes) and all(held == given for held, given in shapes)
     return f"{FIT_HINT}; {STRICT_HINT}" if fits else FIT_HINT
 
 
-def _pair_alike(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, str]:
+def _pair_alike(tensors: Mapping[str, Tensor], state: StateDict) -> dict[str, str]:
     """The first few missing names that look like one left over of the same shape, with that."""
     pairs: dict[str, str] = {}
     for name in [name for name in tensors if name not in state][:MAX_COMPARED_NAMES]:
@@ -169,29 +198,24 @@ def _pair_alike(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> d
     return pairs
 
 
-def _find_class_count(module: nn.Module, state: Mapping[str, Tensor]) -> int | None:
+def _find_class_count(shapes: list[tuple[torch.Size, torch.Size]]) -> int | None:
     """How many classes a state dict's heads have, where nothing but that number differs from the module's."""
-    tensors = module.state_dict()
-    if tensors.keys() != state.keys():
-        return None
-    pairs = [(tensors[name].shape, state[name].shape) for name in tensors if tensors[name].shape != state[name].shape]
-    if not all(held and given and held[1:] == given[1:] for held, given in pairs):
-        return None
-    counts = {(held[0], given[0]) for held, given in pairs}
-    return counts.pop()[1] if len(counts) == 1 else None
+    pairs = [(held, given) for held, given in shapes if held != given]
+    counts = {(held[0], given[0]) for held, given in pairs if held and given and held[1:] == given[1:]}
+    alike = all(held and given and held[1:] == given[1:] for held, given in pairs)
+    return counts.pop()[1] if alike and len(counts) == 1 else None
 
 
-def _describe_differences(module: nn.Module, state: Mapping[str, Tensor]) -> str:
+def _describe_differences(module: nn.Module, state: StateDict) -> str:
     tensors = module.state_dict()
-    shapes = [
-        f"{escape(name)} is {tuple(state[name].shape)}, not {tuple(tensors[name].shape)}"
-        for name in tensors
-        if name in state and state[name].shape != tensors[name].shape
-    ]
     kinds = {
         "missing": [escape(name) for name in tensors if name not in state],
         "unexpected": [escape(name) for name in state if name not in tensors],
-        "of another shape": shapes,
+        "of another shape": [
+            f"{escape(name)} is {tuple(state[name].shape)}, not {tuple(tensors[name].shape)}"
+            for name in tensors
+            if name in state and state[name].shape != tensors[name].shape
+        ],
     }
     return "; ".join(f"{kind}: {format_names(names)}" for kind, names in kinds.items() if names)
 

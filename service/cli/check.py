@@ -97,7 +97,7 @@ def _print_state(name: str, state: str) -> None:
 
 def _describe_pictures(inputs: ModelInputs) -> str:
     """Whether pictures take the fast path, or why none are taken."""
-    from layertap.models.inputs.library_processor import LibraryProcessor
+    from layertap.models.inputs.preprocess import LibraryProcessor
 
     how = inputs.preprocess
     if how is None or not inputs.takes_pictures:

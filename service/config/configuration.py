@@ -9,8 +9,7 @@ from re import fullmatch
 
 from layertap.models.errors import Fault, RequestError
 from layertap.models.sources.check import find_mistakes
-from layertap.models.sources.grammar import is_checkpoint
-from layertap.models.sources.table import SOURCES
+from layertap.models.sources.grammar import SOURCES, is_checkpoint
 from layertap.models.spec import FOR_TENSORS, ModelSpec, PreprocessSpec
 from layertap.service.config.allowed import Allowed
 from layertap.service.config.document import Mistake, read_document
@@ -101,7 +100,7 @@ def _resolve_allowed(allowed: Allowed, folder: Path) -> Allowed:
 
 def _resolve_source(source: str, folder: Path) -> str:
     kind, _, ident = source.partition(":")
-    return f"{kind}:{_resolve(ident, folder)}" if kind in SOURCES and SOURCES[kind].has_path(ident) else source
+    return f"{kind}:{_resolve(ident, folder)}" if kind in SOURCES and SOURCES[kind].find_path(ident) else source
 
 
 def _resolve_weights(weights: str, folder: Path) -> str:

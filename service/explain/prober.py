@@ -15,8 +15,8 @@ import numpy as np
 from PIL import Image
 
 from layertap.models.errors import RequestError
-from layertap.models.inputs.examples import find_example
 from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.inputs.noise import find_example
 from layertap.models.lru_cache import LRUCache
 from layertap.models.selection.hook_points import Embedding, Selector
 from layertap.models.spec import InputSpec

@@ -7,13 +7,12 @@ from typing import Any
 
 from layertap.models.catalog.catalog import Layer, TensorInfo
 from layertap.models.hooks.sites import Site, split_function
-from layertap.models.inputs.library_processor import Preprocessing
-from layertap.models.inputs.text import TextSpec
+from layertap.models.inputs.model_inputs import TextSpec
 from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry
 from layertap.models.selection.embedding import ModelEmbedding
 from layertap.models.selection.hook_points import format_path
-from layertap.models.spec import Decode, InputSpec
+from layertap.models.spec import InputSpec
 
 Json = dict[str, Any]
 OPTIONAL_FIELDS = {"tf32": True, "memory_format": "channels_last"}  # shown where somebody has chosen it
@@ -36,7 +35,7 @@ def describe_model(entry: ModelEntry) -> Json:
     return body | {
         "device": model.device_name,
         "inputs": [_describe_input(each) for each in model.inputs],
-        "preprocess": _describe_pictures(model.preprocess, spec.decode) if model.preprocess else None,
+        "preprocess": _describe_pictures(model),
         "weights": model.weights,
         "weights_digest": model.digest,
         **({"checkpoint": report} if report else {}),
@@ -92,9 +91,10 @@ def _describe_text(text: TextSpec | None) -> Json:
     return {"text": described}
 
 
-def _describe_pictures(how: Preprocessing, decode: Decode) -> Json:
+def _describe_pictures(model: ModelInfo) -> Json | None:
     """How a picture becomes a row, and how it is decoded: exactly where nothing else makes a difference."""
-    return how.describe() | {"decode": decode if how.changes_pixels(decode) else "exact"}
+    how, decode = model.preprocess, model.spec.decode
+    return how.describe() | {"decode": decode if how.changes_pixels(decode) else "exact"} if how else None
 
 
 def _describe_input(spec: InputSpec) -> Json:

@@ -23,8 +23,7 @@ from torchvision.models import get_model_weights, list_models
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
 from layertap.models.errors import InputError
-from layertap.models.inputs.library_processor import LibraryProcessor, Preprocessing
-from layertap.models.inputs.preprocess import make_row, normalize
+from layertap.models.inputs.preprocess import LibraryProcessor, Preprocessing, make_row, normalize
 from layertap.models.sources.timm import read_transform
 from layertap.models.sources.torchvision import read_transforms
 from layertap.models.sources.transformers_inputs import read_preset

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from layertap.models import digits
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.devices.dtypes import DTYPES
+from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import InputError, LoadError
 from layertap.models.hooks import attach
 from layertap.models.loaded_model import LoadedModel

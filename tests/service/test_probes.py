@@ -16,8 +16,7 @@ from PIL import Image
 from torchvision.transforms._presets import ImageClassification
 
 from layertap.models.errors import LayertapError
-from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.inputs.text import TextSpec
+from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.spec import InputSpec
 from layertap.service.explain.prober import make_picture, make_probe_input
 from layertap.service.inputs.items import ArraysItem, TextItem, TokensItem

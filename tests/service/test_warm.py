@@ -18,7 +18,7 @@ import pytest
 from layertap.models.compiled.compile import compute_key
 from layertap.models.compiled.plan_benchmark import locate_benchmark
 from layertap.models.compiled.prepare import prepare_warm_plans
-from layertap.models.multi_device_model import MultiDeviceModel
+from layertap.models.loaded_model import MultiDeviceModel
 from layertap.models.spec import WarmSpec
 from layertap.service.config.configuration import Configuration
 from tests.conftest import WARM, net_spec
@@ -159,7 +159,7 @@ def test_on_several_devices(serve: Serve, warm_cache: Path) -> None:
             close(arrays_of(reply), arrays_of(plain))
         model = live.engine.manager.handles[COMPILED].model
         assert isinstance(model, MultiDeviceModel)
-        assert len({id(each.compiled[0]) for each in model.models}) == 2
+        assert len({id(each.compiled[0]) for each in model.by_device.values()}) == 2
 
 
 def test_worker_killed(tmp_path: Path, warm_cache: Path) -> None:

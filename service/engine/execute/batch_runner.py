@@ -12,7 +12,8 @@ import torch
 
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
 from layertap.models.capture.reduction import own_memory
-from layertap.models.devices import memory, threads, transfer
+from layertap.models.devices import memory, transfer
+from layertap.models.devices.devices import use_threads
 from layertap.models.errors import LayertapError, OutOfMemoryError, clear_tracebacks, out_of_memory_error
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import Replica
@@ -114,7 +115,7 @@ class BatchRunner:
         requests = [_make_request_slice(each, stop) for (_, each), stop in zip(parts, stops, strict=True)]
         started = time.perf_counter()
         pieces = [normalize_rows(each.inputs, self._model.model_inputs) for _, each in parts]
-        with threads.use_threads(self._batch.slots if stops[-1] > 1 else self._batch.slots_alone):
+        with use_threads(self._batch.slots if stops[-1] > 1 else self._batch.slots_alone):
             activations = self._forward(pieces, requests, parts[0][1].spec)
         if self._model.device.type == "cuda":
             transfer.synchronize_stream(self._model.device)

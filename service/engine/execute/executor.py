@@ -19,10 +19,9 @@ import torch
 from layertap.models.devices import transfer
 from layertap.models.errors import LayertapError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.loaded_model import LoadedModel
+from layertap.models.loaded_model import LoadedModel, MultiDeviceModel
 from layertap.models.model_catalogs import ModelCatalogs
 from layertap.models.model_info import ModelInfo
-from layertap.models.multi_device_model import MultiDeviceModel
 from layertap.models.replica import Replica
 from layertap.service.engine.batch import Batch, BatchResult
 from layertap.service.engine.execute.batch_runner import BatchRunner, find_lasting_failure

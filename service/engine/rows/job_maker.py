@@ -19,9 +19,8 @@ from layertap.models.capture import verification
 from layertap.models.capture.batch_slices import JoinedRows
 from layertap.models.compiled.compiled_plan import CompiledPlan, find_compiled_plan
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
-from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.inputs.preprocess import compute_output_size
-from layertap.models.inputs.text import TextSpec
 from layertap.models.loaded_model import check_rows_fit
 from layertap.models.spec import Shapes
 from layertap.service.engine.admit.admission import check_batch, check_graph, show_shapes

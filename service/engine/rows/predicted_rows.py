@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-from layertap.models.devices.dtypes import DTYPES
+from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import InputError, escape, find_nearest, suggest
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.spec import InputSpec, Preprocessed, Shapes

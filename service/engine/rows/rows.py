@@ -18,13 +18,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from layertap.models.devices import transfer
-from layertap.models.devices.dtypes import DTYPES
+from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import InputError, LayertapError, TooLargeError
-from layertap.models.inputs.geometry import compute_resized_size
-from layertap.models.inputs.library_processor import Preprocessing
-from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.inputs.preprocess import compute_least_size, make_row, normalize
-from layertap.models.inputs.text import TextSpec
+from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
+from layertap.models.inputs.preprocess import (
+    Preprocessing,
+    compute_least_size,
+    compute_resized_size,
+    make_row,
+    normalize,
+)
 from layertap.models.spec import InputSpec, PreprocessSpec, Shapes
 from layertap.service.engine.rows.predicted_rows import (
     choose_tower,

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from layertap.models.catalog.catalog import Costs
-from layertap.models.devices import cost_history
-from layertap.models.devices.cost_history import MAX_READINGS, CostHistory, open_history
-from layertap.models.devices.costs import ForwardSeconds, make_costs
+from layertap.models.devices import costs
+from layertap.models.devices.costs import MAX_READINGS, ForwardSeconds, add_reading, locate_history, make_costs
 from tests.conftest import net_spec
 from tests.loading import load_model
 
@@ -32,9 +31,9 @@ def path(tmp_path: Path) -> Path:
 
 def test_noise_is_outvoted(path: Path) -> None:
     """One disturbed load decides nothing, once there are others."""
-    assert CostHistory(path).add(DISTURBED) == [DISTURBED]
-    CostHistory(path).add(USUAL)
-    readings = CostHistory(path).add(USUAL)
+    assert add_reading(path, DISTURBED) == [DISTURBED]
+    add_reading(path, USUAL)
+    readings = add_reading(path, USUAL)
     assert readings == [DISTURBED, USUAL, USUAL]
     assert make_costs(readings, 1) == Costs(base=0.125, per_row=0.125, row_bytes=1, speedup=1.5)
 
@@ -42,10 +41,10 @@ def test_noise_is_outvoted(path: Path) -> None:
 def test_old_readings_go(path: Path) -> None:
     """The newest count: what has changed since the others is found out."""
     for _ in range(MAX_READINGS):
-        CostHistory(path).add(DISTURBED)
+        add_reading(path, DISTURBED)
     for _ in range(MAX_READINGS - 1):
-        CostHistory(path).add(USUAL)
-    assert CostHistory(path).add(USUAL) == [USUAL] * MAX_READINGS
+        add_reading(path, USUAL)
+    assert add_reading(path, USUAL) == [USUAL] * MAX_READINGS
 
 
 @pytest.mark.parametrize(("speedup", "kept"), [(1.1, 1.0), (0.5, 1.0), (1.5, 1.5)])
@@ -73,8 +72,8 @@ def test_damaged_file(path: Path, text: str) -> None:
     """What is no list of readings counts for nothing, and is put right."""
     path.parent.mkdir()
     path.write_text(text, encoding="latin-1")
-    assert CostHistory(path).add(USUAL) == [USUAL]
-    assert CostHistory(path).add(USUAL) == [USUAL] * 2
+    assert add_reading(path, USUAL) == [USUAL]
+    assert add_reading(path, USUAL) == [USUAL] * 2
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
@@ -82,7 +81,7 @@ def test_file_that_can_not_be_read(path: Path, make: Callable[[Path], None]) -> 
     """It is not replaced: who can read it has more readings."""
     path.parent.mkdir()
     make(path)
-    assert CostHistory(path).add(USUAL) == [USUAL]
+    assert add_reading(path, USUAL) == [USUAL]
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -90,21 +89,21 @@ def test_shared_folder(path: Path) -> None:
     """Whoever may write to the folder may read its files."""
     path.parent.mkdir()
     path.parent.chmod(0o770)
-    CostHistory(path).add(USUAL)
+    add_reading(path, USUAL)
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
 
 
 def test_folder_that_is_a_file(tmp_path: Path) -> None:
     """A model loads although nothing can be kept."""
     (tmp_path / "costs").touch()
-    assert CostHistory(tmp_path / "costs" / "model.json").add(USUAL) == [USUAL]
+    assert add_reading(tmp_path / "costs" / "model.json", USUAL) == [USUAL]
 
 
 def test_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder has so many files, and no more; no half of one is left."""
-    monkeypatch.setattr(cost_history, "MAX_FILES", 3)
+    monkeypatch.setattr(costs, "MAX_FILES", 3)
     for number in range(5):
-        open_history(tmp_path, number).add(USUAL)
+        add_reading(locate_history(tmp_path, number), USUAL)
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json"] * 3
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from layertap.models.devices import costs, memory, threads
+from layertap.models.devices import costs, memory
+from layertap.models.devices.devices import count_cores, use_threads
 from layertap.models.errors import InputError
 from layertap.models.hooks import attach
 from layertap.models.replica import call_module
@@ -253,19 +254,19 @@ def test_a_forward_that_fails() -> None:
 def test_threads(count: int) -> None:
     """So many inside, as many as before outside, also one within another and after an exception."""
     before = torch.get_num_threads()
-    with threads.use_threads(count):
+    with use_threads(count):
         assert torch.get_num_threads() == count
-        with threads.use_threads(count + 1):
+        with use_threads(count + 1):
             assert torch.get_num_threads() == count + 1
         assert torch.get_num_threads() == count
     assert torch.get_num_threads() == before
-    with pytest.raises(KeyError), threads.use_threads(count):
+    with pytest.raises(KeyError), use_threads(count):
         raise KeyError
     assert torch.get_num_threads() == before
 
 
 def test_cores() -> None:
-    assert 1 <= threads.count_cores() <= (os.cpu_count() or 1)
+    assert 1 <= count_cores() <= (os.cpu_count() or 1)
 
 
 # Figures

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from layertap.models.sources.construction import construct_alone
+from layertap.models.turns import construct_alone
 from layertap.models.weights.state_dict import digest_weights
 
 

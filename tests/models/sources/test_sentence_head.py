@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules
 
@@ -15,7 +16,7 @@ from layertap.models.errors import LoadError
 from layertap.models.sources.build import build_model
 from layertap.models.sources.sentence_head import MODES, Pooling, read_sentence_folder
 from layertap.models.spec import ModelSpec
-from layertap.models.weights.report import LoadReport
+from layertap.models.weights.state_dict import LoadReport
 from tests.sentence_folders import save
 
 MASKS = {
@@ -102,6 +103,16 @@ def test_saved_without_a_pooler(tmp_path: Path) -> None:
         assert "pooler" not in [name for name, _ in built.module.named_modules()]
         torch.testing.assert_close(built.module(**tokens)[output], expected, rtol=0, atol=1e-5)
         (tmp_path / "modules.json").unlink(missing_ok=True)
+
+
+def test_saved_as_a_pickle(tmp_path: Path) -> None:
+    """A folder from before safetensors gives the same embedding."""
+    save("older", tmp_path)
+    tokens = {"input_ids": torch.tensor([[1, 5, 6, 2]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
+    expected = build_model(_spec(tmp_path)).module(**tokens)["sentence_embedding"]
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    assert torch.equal(build_model(_spec(tmp_path)).module(**tokens)["sentence_embedding"], expected)
 
 
 DENSE = {"in_features": 32, "out_features": 4}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import timm
 from torchvision.models import list_models
 
-from layertap.models.sources.source_checks import list_architectures
+from layertap.models.sources.grammar import list_architectures
 
 
 def test_architectures() -> None:

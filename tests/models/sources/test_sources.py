@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchvision.models import get_model, get_model_weights
 
 from layertap.models.errors import LoadError
-from layertap.models.inputs.preprocess import from_torchvision
+from layertap.models.inputs.presets import from_torchvision
 from layertap.models.sources.build import BuiltModel, build_model, list_default_architectures
 from layertap.models.sources.torchvision import list_classifiers
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec

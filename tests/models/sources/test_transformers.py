@@ -28,7 +28,7 @@ from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import HookPoint, Intervention, Objective, Operation, Reduction
 from layertap.models.selection.plan import Capture
 from layertap.models.selection.selectors import parse_selector
-from layertap.models.sources.tokenizer import load_tokenizer
+from layertap.models.sources.transformers_inputs import load_tokenizer
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.models.weights.state_dict import digest_weights
 from tests.conftest import net_spec
@@ -571,7 +571,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(module.state_dict(), folder / "pytorch_model.bin")
     assert loaded(folder).digest == digest_weights(module, saved_only=True)
     (folder / "model.safetensors").write_bytes(b"nonsense")
-    assert "could not be built" in refused(folder)
+    assert "'model.safetensors' could not be read" in refused(folder)
     (folder / "config.json").write_text("{")
     assert "could not be built" in refused(folder)
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -19,11 +19,10 @@ import torch
 from layertap.models.devices import memory
 from layertap.models.devices.devices import list_devices, resolve_device
 from layertap.models.errors import InputError, TooLargeError
-from layertap.models.inputs.library_processor import LibraryProcessor
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.loaded_model import LoadedModel
+from layertap.models.inputs.preprocess import LibraryProcessor
+from layertap.models.loaded_model import LoadedModel, MultiDeviceModel, join_devices
 from layertap.models.model_info import ModelInfo
-from layertap.models.multi_device_model import MultiDeviceModel, join_devices
 from layertap.models.registry import ModelLoader
 from layertap.models.sources.python import list_search_folders
 from layertap.models.spec import ModelSpec
@@ -87,7 +86,7 @@ def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> E
         return ProcessExecutor(model, settings)
     if not isinstance(model, (LoadedModel, MultiDeviceModel)):
         raise TypeError(f"unknown kind of model: {type(model).__name__}")
-    device = model.names[0] if isinstance(model, MultiDeviceModel) else str(model.device)
+    device = next(iter(model.by_device)) if isinstance(model, MultiDeviceModel) else str(model.device)
     if settings.workers and device != CPU and model.model_inputs.takes_pictures:
         return DecodingExecutor(model, settings, metrics.count_worker_restart)
     return InProcessExecutor(model, settings)

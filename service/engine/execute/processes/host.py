@@ -21,7 +21,7 @@ import torch
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices.memory import measure_private_bytes
 from layertap.models.errors import LayertapError, LoadError, make_load_error
-from layertap.models.inputs.library_processor import LibraryProcessor
+from layertap.models.inputs.preprocess import LibraryProcessor
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
 from layertap.models.model_info import ModelInfo

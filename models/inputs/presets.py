@@ -1,0 +1,200 @@
+"""What the image processor of a model's library does, as steps of our own where these are proven to make its rows.
+
+Its settings do not tell all: odd pictures go through both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, cast, get_args
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from layertap.models.errors import escape
+from layertap.models.inputs.preprocess import PILLOWS, LibraryProcessor, Preprocessing, list_sides, preprocess
+from layertap.models.spec import Color, Interpolation, PreprocessSpec
+
+TOLERANCE = 0.02  # of an 8-bit step: the rounding of float32, and no other pixel
+SIDE = 224  # of pictures for a processor that resizes to no side that is known
+CHANNELS = (1, 3)  # gray levels or colours
+WHITE: Color = (255, 255, 255)
+RESAMPLINGS = {int(mode): name for name, mode in PILLOWS.items() if name != "nearest-exact"}  # by PIL's numbers
+
+
+def from_torchvision(preset: Any) -> PreprocessSpec | None:
+    """The spec of what a torchvision weights' ``transforms()`` gives; None where it is not for single images."""
+    if type(preset).__name__ not in ("ImageClassification", "SemanticSegmentation"):
+        return None
+    return PreprocessSpec(
+        resize=_parse_size(preset.resize_size),
+        crop=_parse_size(getattr(preset, "crop_size", None)),
+        mean=tuple(preset.mean),
+        std=tuple(preset.std),
+        interpolation=preset.interpolation.value,
+    )
+
+
+def from_timm(config: Mapping[str, Any]) -> PreprocessSpec | None:
+    """The spec that is nearest to timm's evaluation transform for a ``resolve_data_config`` result; to be proven."""
+    _, height, width = config["input_size"]
+    scaled = tuple(math.floor(side / (config["crop_pct"] or 0.875)) for side in (height, width))
+    if config["interpolation"] not in get_args(Interpolation):
+        return None
+    return PreprocessSpec(
+        resize=cast("tuple[int, int]", scaled) if config["crop_mode"] == "squash" else scaled[0],
+        crop=(height, width) if height != width else height,
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+        interpolation=config["interpolation"],
+    )
+
+
+def from_transformers(processor: Any) -> PreprocessSpec | None:
+    """The spec that is nearest to a transformers image processor's settings, which do not tell all; to be proven.
+
+    None where pictures are resized neither to a short side nor to height and width.
+    """
+    settings: Callable[..., Any] = partial(getattr, processor)
+    resize, crop = (
+        _parse_transformers_size(settings(name, None)) if settings(wanted, False) else None
+        for name, wanted in (("size", "do_resize"), ("crop_size", "do_center_crop"))
+    )
+    share = settings("crop_pct", None)
+    if share and isinstance(resize, int):
+        resize, crop = int(resize / share), crop or resize
+    mode = RESAMPLINGS.get(settings("resample", None)) if settings("do_resize", False) else "bilinear"
+    if mode is None or (resize is None and settings("do_resize", False)):
+        return None
+    # The largest pixel's value, by which our mean and std are smaller than the library's: theirs follow its factor.
+    full = 255 * settings("rescale_factor") if settings("do_rescale", False) else 255
+    normalised = settings("do_normalize", False)
+    mean, std = (settings("image_mean"), settings("image_std")) if normalised else ([0.0] * 3, [1.0] * 3)
+    return PreprocessSpec(
+        resize,
+        crop,
+        tuple(value / full for value in mean),
+        tuple(value / full for value in std),
+        mode,
+        channels="bgr" if settings("do_flip_channel_order", False) else None,
+        crop_rounding=None if crop is None else "floor",
+    )
+
+
+def _parse_transformers_size(size: Any) -> int | tuple[int, int] | None:
+    """A short side or height and width, as transformers writes them; None for any other rule."""
+    size = size or {}
+    sides = {name: size.get(name) for name in ("height", "width", "shortest_edge", "longest_edge")}
+    known = {name: int(side) for name, side in sides.items() if side is not None}
+    if known.keys() == {"shortest_edge"}:
+        return known["shortest_edge"]
+    return (known["height"], known["width"]) if known.keys() == {"height", "width"} else None
+
+
+def _parse_size(sides: list[int] | None) -> int | tuple[int, int] | None:
+    """A short side or height and width, as torchvision writes them."""
+    if sides is None:
+        return None
+    return sides[0] if len(sides) == 1 else (sides[0], sides[1])
+
+
+def choose_preprocessing(
+    name: str, settings: str, run: Callable[[Image.Image], Tensor], nearest: PreprocessSpec | None, shown: str
+) -> Preprocessing | str:
+    """The steps ``nearest`` to a library's processor where they are proven to make its rows, else the processor.
+
+    ``run`` is its function, ``settings`` are all that decides its rows. A text, which begins with ``shown``, where it
+    can't be applied to plain pictures.
+    """
+    digest = hashlib.sha256(settings.encode()).hexdigest()[:32]
+    found = _choose(LibraryProcessor(name, digest, run, nearest=nearest))
+    return f"{shown} {found}" if isinstance(found, str) else found
+
+
+@lru_cache(maxsize=64)
+def _choose(processor: LibraryProcessor) -> Preprocessing | str:
+    """The ``nearest`` steps of a processor where they are proven, else the processor, with all that is known of it.
+
+    A text where it can't be applied to plain pictures: what it did with one.
+    """
+    pictures = list(_draw_pictures(_find_side(processor.nearest)))
+    try:
+        row = processor.run(pictures[0])  # the plainest
+    except Exception as error:  # a third party's code raises anything
+        return f"raises {type(error).__name__} for a plain picture: {escape(str(error))}"
+    if row.ndim != 3 or len(row) not in CHANNELS or row.dtype != torch.float32:
+        return f"makes {row.dtype} of shape {list(row.shape)} of a picture, not float32 (channels, height, width)"
+    processor = replace(processor, background=_find_background(processor))
+    spec = processor.nearest and replace(processor.nearest, background=processor.background)
+    rows = [_try(processor, each) for each in pictures]
+    if spec is not None and all(
+        _is_equal(preprocess(image, spec), row, spec) for image, row in zip(pictures, rows, strict=True)
+    ):
+        return spec
+    again = [_try(processor, each) for each in pictures]
+    if not all(_is_same(*each) for each in zip(rows, again, strict=True)):
+        return "makes other rows of the same picture each time"
+    sizes = {(row.shape[1], row.shape[2]) for row in rows if row is not None}
+    return replace(processor, size=sizes.pop() if len(sizes) == 1 else None)
+
+
+def _is_same(row: Tensor | None, other: Tensor | None) -> bool:
+    return row is other if row is None or other is None else torch.equal(row, other)
+
+
+def _is_equal(row: Tensor, wanted: Tensor | None, spec: PreprocessSpec) -> bool:
+    if wanted is None or row.shape != wanted.shape:
+        return False
+    step = 255 * torch.tensor(spec.std).abs().view(-1, 1, 1)
+    return bool((((row - wanted) * step).abs() < TOLERANCE).all())
+
+
+def _try(processor: LibraryProcessor, image: Image.Image) -> Tensor | None:
+    try:
+        return processor.run(image)
+    except Exception:  # what is odd may be too odd for a library: served pictures like it are refused
+        return None
+
+
+def _find_background(processor: LibraryProcessor) -> Color | None:
+    """White where a processor lays transparent pictures onto it, as transformers' do; None where it takes none."""
+    colours = _draw_noise(SIDE // 4, SIDE // 4)
+    colours.putalpha(Image.linear_gradient("L").resize(colours.size))
+    found = _try(processor, colours)
+    canvas = Image.new("RGBA", colours.size, WHITE)
+    wanted = _try(processor, Image.alpha_composite(canvas, colours).convert("RGB"))
+    return WHITE if found is not None and _is_same(found, wanted) else None
+
+
+def _find_side(spec: PreprocessSpec | None) -> int:
+    """The short side that pictures get on the way, by which odd ones are chosen."""
+    size = spec and (spec.resize or spec.crop)
+    return min(list_sides(size)) if size else SIDE
+
+
+def _draw_pictures(side: int) -> Iterator[Image.Image]:
+    """Panorama and portrait, made larger and smaller, smaller than a crop; all ways in which a crop may be off centre.
+
+    Noise in colours shows each pixel; a ramp has all levels of gray. The first one's long side becomes a whole number
+    and two thirds: it shows who cuts there, and who rounds.
+    """
+    yield _draw_noise(side * 3 // 2 + 1, side * 3 // 2)
+    yield _draw_noise(side * 3 + 1, side // 4)
+    yield _draw_noise(side // 4, side * 3 - 1)
+    yield _draw_noise(side * 4 // 3 + 3, side * 5 // 4)
+    yield _draw_noise(side // 2 - 1, side // 3 + 1)
+    for more in range(1, 4):
+        yield _draw_noise(side + more, side)
+        yield _draw_noise(side, side + more)
+    yield Image.linear_gradient("L").resize((side + side // 4, side)).convert("RGB")
+
+
+def _draw_noise(width: int, height: int) -> Image.Image:
+    pixels = np.random.default_rng(width).integers(0, 256, (max(height, 1), max(width, 1), 3), np.uint8)
+    return Image.fromarray(pixels)
