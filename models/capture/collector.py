@@ -227,15 +227,13 @@ class Collector:
             tensor = tensors.get(change.point.path)
             if tensor is not None:
                 self._check_tensor(tensor, change)
-                changed = _apply_intervention(request_slice, change, self._rows, self._token_mask, tensor)
+                changed = _apply_intervention(request_slice, change, self._token_mask, tensor)
                 tensors[change.point.path] = changes[change.point.path] = changed
 
     def _anchor(self, anchor: GradientAnchor, tensor: Tensor) -> Tensor:
         self._check_tensor(tensor, anchor.tap)
         self._check_differentiable(anchor.tap.point)
-        changes = [
-            partial(_apply_intervention, *each, self._rows, self._token_mask) for each in reversed(anchor.interventions)
-        ]
+        changes = [partial(_apply_intervention, *each, self._token_mask) for each in reversed(anchor.interventions)]
         return self._anchors.anchor(self._get_key(anchor.tap.point), tensor, changes)
 
     def _capture(self, capture: Capture, tensors: Mapping[Path, Tensor]) -> None:
@@ -310,15 +308,9 @@ def _make_unreached_error(point: HookPoint) -> LayerNotReachedError:
 
 # Not a method: a graph whose hooks held the collector, which holds tensors of that graph, would never be freed.
 def _apply_intervention(
-    request_slice: RequestSlice, change: ResolvedIntervention, rows: int, token_mask: Tensor | None, value: Tensor
+    request_slice: RequestSlice, change: ResolvedIntervention, token_mask: Tensor | None, value: Tensor
 ) -> Tensor:
-    """A tensor of so many rows in which those of one request are changed."""
-    start, stop = request_slice.span
-    part = RowTensor(value, change.info, token_mask).select((start, stop))
-    changed = apply_operation(part, change.operation, request_slice.row_offset)
-    if changed.shape == value.shape:
-        return changed
-    axis, entries = part.row_axis, change.info.entries_per_row
-    before = value.narrow(axis, 0, start * entries)
-    after = value.narrow(axis, stop * entries, value.shape[axis] - stop * entries)
-    return torch.cat([before, changed, after], dim=axis)
+    """A tensor in which one request's rows are changed."""
+    rows = RowTensor(value, change.info, token_mask)
+    changed = apply_operation(rows.select(request_slice.span), change.operation, request_slice.row_offset)
+    return rows.put(request_slice.span, changed)

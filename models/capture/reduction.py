@@ -16,9 +16,8 @@ from torch import Tensor
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.devices.devices import DTYPES
-from layertap.models.errors import InputError
 from layertap.models.plain_tensor import to_plain
-from layertap.models.selection.hook_points import AXES, Reduction
+from layertap.models.selection.hook_points import Reduction
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.statistics import STATISTICS
 
@@ -63,8 +62,8 @@ def reduce(captured: RowTensor, reduction: Reduction, length: int | None = None)
 
 def apply_reduction(captured: RowTensor, reduction: Reduction) -> ReducedTensor:
     """The numbers of a reduction, in whatever memory they are: of the captured tensor, where they are its own."""
-    value = _narrow(to_plain(captured.value), captured.info.layout, reduction)
-    rows = replace(captured, value=value)
+    rows = replace(captured, value=to_plain(captured.value)).take(reduction.parts)
+    value = rows.value
     if reduction.stats is not None:
         groups = rows.positions() if reduction.by == "channel" else rows.group().flatten(1)
         return ReducedTensor(compute_statistics(to_floating(groups), reduction.stats))
@@ -117,7 +116,7 @@ def _reduce_row_by_row(captured: RowTensor, reduction: Reduction) -> ReducedTens
 def _is_of_whole_rows(info: TensorInfo, reduction: Reduction) -> bool:
     """Whether a reduction makes numbers of all tokens of a row, or counts some of them from the end."""
     numbered = _find_numbered_axes(info, reduction)
-    from_end = {AXES[option] for option, indices in reduction.indices.items() if min(indices) < 0}
+    from_end = {letter for letter, indices in reduction.parts.items() if min(indices) < 0}
     if any(axis in info.token_axes and letter in from_end for letter, axis in numbered.items()):
         return True
     combines = POOLINGS[reduction.pool].combines or reduction.stats is not None
@@ -137,24 +136,13 @@ def _find_kept_axes(info: TensorInfo, reduction: Reduction) -> set[int]:
 def _find_numbered_axes(info: TensorInfo, reduction: Reduction) -> dict[str, int]:
     """The axes along which a reduction takes entries by their numbers, by their letters in the layout."""
     first = {"T"} if POOLINGS[reduction.pool].first_token else set[str]()
-    letters = first | {AXES[option] for option in reduction.indices}
+    letters = first | set(reduction.parts)
     return {letter: axis for axis, letter in enumerate(info.layout or "") if letter in letters}
 
 
 def _count_skipped(info: TensorInfo, reduction: Reduction) -> int:
     """How many tokens at the front a pool leaves out."""
     return info.prefix if reduction.tokens is None and POOLINGS[reduction.pool].skips_prefix else 0
-
-
-def _narrow(value: Tensor, layout: str | None, reduction: Reduction) -> Tensor:
-    for option, indices in reduction.indices.items():
-        axis = (layout or "").index(AXES[option])
-        size = value.shape[axis]
-        if not all(-size <= index < size for index in indices):
-            raise InputError(f"an input has {size} {option}, and not all that are named")
-        index = torch.tensor([index % size for index in indices], device=value.device)
-        value = value.index_select(axis, index)
-    return value
 
 
 def _quantize(value: Tensor) -> ReducedTensor:

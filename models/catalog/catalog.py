@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
@@ -85,6 +85,13 @@ class TensorInfo:
             return self
         shape = tuple(tokens if axis in self.token_axes else size for axis, size in enumerate(self.shape))
         return replace(self, shape=shape)
+
+    def narrow(self, parts: Mapping[str, Sequence[int]]) -> TensorInfo:
+        """The same with some entries along some axes, by their letters; ValueError where it has no such axis."""
+        shape = list(self.shape)
+        for letter, indices in parts.items():
+            shape[(self.layout or "").index(letter)] = len(indices)
+        return replace(self, shape=tuple(shape)) if parts else self
 
     def shape_for(self, rows: int) -> tuple[int, ...]:
         """The shape in a forward of ``rows`` rows."""

@@ -6,16 +6,18 @@ them, goes through here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.errors import InputError
 
 Span = tuple[int, int]  # rows from one up to, not including, the other
 Position = tuple[int, ...]
+ENTRIES = {"C": "channels", "T": "tokens", "A": "heads", "Q": "queries", "K": "keys"}
 POSITION_AXES = {1: "T", 2: "HW"}  # of how many numbers a position is, and the axes that they are along
 
 
@@ -55,6 +57,29 @@ class RowTensor:
         entries = self.info.entries_per_row
         value = self.value.narrow(self.info.row_axis, start * entries, (stop - start) * entries)
         return RowTensor(value, self.info, mask)
+
+    def put(self, span: Span, rows: Tensor) -> Tensor:
+        """The tensor with others in place of some rows."""
+        if rows.shape == self.value.shape:
+            return rows
+        axis, (start, stop) = self.row_axis, (each * self.info.entries_per_row for each in span)
+        after = self.value.narrow(axis, stop, self.value.shape[axis] - stop)
+        return torch.cat([self.value.narrow(axis, 0, start), rows, after], dim=axis)
+
+    def take(self, parts: Mapping[str, Sequence[int]]) -> RowTensor:
+        """Some entries along some axes, by their letters in the layout; those below 0 count from the end.
+
+        InputError where it has not all of them.
+        """
+        value = self.value
+        for letter, indices in parts.items():
+            axis = (self.info.layout or "").index(letter)
+            size = value.shape[axis]
+            if not all(-size <= index < size for index in indices):
+                raise InputError(f"an input has {size} {ENTRIES.get(letter, 'entries')}, and not all that are named")
+            index = torch.tensor([index % size for index in indices], device=value.device)
+            value = value.index_select(axis, index)
+        return replace(self, value=value)
 
     def strip(self) -> Iterator[RowTensor]:
         """Row by row what belongs to it, as it would be without padding."""

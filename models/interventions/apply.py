@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.interventions.operations import OPERATIONS
-from layertap.models.selection.hook_points import AXES, Operation
+from layertap.models.selection.hook_points import Operation
 
 
 def apply_operation(rows: RowTensor, operation: Operation, row_offset: int) -> Tensor:
@@ -26,7 +26,12 @@ def apply_operation(rows: RowTensor, operation: Operation, row_offset: int) -> T
         def change_rows(part: Tensor) -> Tensor:
             return change(replace(rows, value=part), operation, row_offset)
 
-        return _change_part(rows.value, list(find_indices(rows.info, operation)), change_rows)
+        axes = []
+        for letter, indices in operation.parts.items():
+            axis = (rows.info.layout or "").index(letter)
+            size = rows.info.shape[axis]
+            axes.append((axis, [index + size if index < 0 else index for index in indices]))
+        return _change_part(rows.value, axes, change_rows)
     changed = []
     for number, tokens in enumerate(rows.list_own_tokens()):
         row, info = rows.select((number, number + 1)), rows.info.with_length(len(tokens[0][1]))
@@ -40,20 +45,8 @@ def apply_operation(rows: RowTensor, operation: Operation, row_offset: int) -> T
 
 def compute_part_shape(info: TensorInfo, operation: Operation) -> tuple[int, ...]:
     """The shape of the part of one row that an operation changes: what ``replace`` takes; no axis for a single row."""
-    shape = list(info.shape)
-    for axis, indices in find_indices(info, operation):
-        shape[axis] = len(indices)
+    shape = info.narrow(operation.parts).shape
     return tuple(size for axis, size in enumerate(shape) if axis != info.row_axis or info.entries_per_row > 1)
-
-
-def find_indices(info: TensorInfo, operation: Operation) -> Iterator[tuple[int, Sequence[int]]]:
-    """The axes that are narrowed, and to which indices: those below 0 count from the end."""
-    top, left, bottom, right = operation.region or (0, 0, 0, 0)
-    ranges = {"H": range(top, bottom), "W": range(left, right)} if operation.region is not None else {}
-    named = {AXES[option]: indices for option, indices in operation.indices.items()}
-    for letter, indices in (named | ranges).items():
-        axis = (info.layout or "").index(letter)
-        yield axis, [index + info.shape[axis] if index < 0 else index for index in indices]
 
 
 def _change_part(

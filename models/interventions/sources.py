@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import SelectorError, escape
 from layertap.models.hooks.sites import GRADIENTS
-from layertap.models.interventions.apply import compute_part_shape, find_indices
+from layertap.models.interventions.apply import compute_part_shape
 from layertap.models.selection.hook_points import HookPoint, Operation, Reduction, TensorData
 from layertap.models.selection.matches import SelectorMatch, find_matches
 from layertap.models.selection.plan import Capture, ResolvedIntervention
@@ -53,17 +52,12 @@ def take_part(
 ) -> TensorData:
     """The part of a captured row that a change puts into another; ``token_mask`` and ``own`` (1, tokens) are masks.
 
-    SelectorError where one text has other tokens than the other.
+    SelectorError, InputError where one text has other tokens than the other.
     """
     row = RowTensor(value, source.info, token_mask)
     if token_mask is not None and row.info.token_axes:
         (row,) = row.strip()
-    part, info = row.value, row.info
-    for axis, indices in find_indices(info, change.operation):
-        size = part.shape[axis]
-        if not all(0 <= index < size for index in indices):
-            raise SelectorError(f"the input that is named in 'from' has {size} tokens, and not all that are changed")
-        part = part.index_select(axis, torch.as_tensor(list(indices)))
+    part, info = row.take(change.operation.parts).value, row.info
     if info.entries_per_row == 1 and info.row_axis is not None:
         part = part.squeeze(info.row_axis)
     wanted = compute_part_shape(_describe_own(change.info, own), change.operation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -97,6 +97,11 @@ class Reduction:
     def indices(self) -> dict[str, tuple[int, ...]]:
         """What is kept along each axis that is narrowed, by the option that says so."""
         return _get_indices(self)
+
+    @property
+    def parts(self) -> dict[str, Sequence[int]]:
+        """The same by the axis's letter in a layout."""
+        return {AXES[option]: indices for option, indices in self.indices.items()}
 
     @property
     def is_by_row(self) -> bool:
@@ -197,6 +202,15 @@ class Operation:
     def indices(self) -> dict[str, tuple[int, ...]]:
         """What is changed along each axis that is narrowed, by the option that says so."""
         return _get_indices(self)
+
+    @property
+    def parts(self) -> dict[str, Sequence[int]]:
+        """The same by the axis's letter in a layout, with the region's rows and columns."""
+        parts: dict[str, Sequence[int]] = {AXES[option]: indices for option, indices in self.indices.items()}
+        if self.region is not None:
+            top, left, bottom, right = self.region
+            parts |= {"H": range(top, bottom), "W": range(left, right)}
+        return parts
 
 
 @dataclass(frozen=True)

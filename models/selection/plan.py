@@ -9,7 +9,7 @@ from math import prod
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.devices.devices import EVERY
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS
-from layertap.models.selection.hook_points import AXES, HookPoint, Objective, Operation, Reduction
+from layertap.models.selection.hook_points import HookPoint, Objective, Operation, Reduction
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.statistics import list_columns
 
@@ -46,17 +46,15 @@ class Capture(Tap):
         Integers and booleans keep their dtype, unless averages or statistics are made of them.
         """
         info, reduction, pooling = self.unpadded, self.reduction, POOLINGS[self.reduction.pool]
-        shape = list(info.shape)
-        for option, indices in reduction.indices.items():
-            shape[(info.layout or "").index(AXES[option])] = len(indices)
+        shape = info.narrow(reduction.parts).shape
         channels = shape[info.layout.index("C")] if info.layout and "C" in info.layout else 1
         if reduction.stats is not None:
             columns = len(list_columns(reduction.stats))
-            shape = [1, columns] if reduction.by is None else [1, channels, columns]
+            shape = (1, columns) if reduction.by is None else (1, channels, columns)
         elif pooling.compute is not None:
-            shape = [1, channels if pooling.by_channel else prod(shape)]
+            shape = 1, channels if pooling.by_channel else prod(shape)
         dtype = reduction.dtype if self.is_float else info.dtype
-        return TensorInfo(info.path, tuple(shape), dtype, 0 if reduction.is_by_row else info.row_axis)
+        return TensorInfo(info.path, shape, dtype, 0 if reduction.is_by_row else info.row_axis)
 
     def shape(self, rows: int) -> tuple[int, ...]:
         """The result's shape for so many rows."""

@@ -348,7 +348,7 @@ def test_both_ends(server: Server) -> None:
     assert server.post("gpt2", [TEXTS[0]], [".[logits]"], interventions=[edit]).status_code == 200
     assert "both ends" in refused(server, "gpt2", TEXTS, [".[logits]"], interventions=[edit])
     edit["tokens"] = [4, -1]
-    assert "different numbers" in refused(server, "gpt2", [TEXTS[0]], [".[logits]"], interventions=[edit])
+    assert "names an index twice" in refused(server, "gpt2", [TEXTS[0]], [".[logits]"], interventions=[edit])
 
 
 def test_position_of_an_objective(server: Server) -> None:
