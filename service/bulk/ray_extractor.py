@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # torch is imported on the cluster alone
 CONNECT_S = 10.0
 MAX_BATCH_BYTES = 16 * 2**20  # this process holds those of all actors
 ATTEMPTS = 10  # at a batch whose actors die
+STARTS = 3  # of an actor that dies before it has its model
 # Of a cluster that is started here nothing is told to anybody; what its C++ code logs comes as exceptions too.
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
 
@@ -77,7 +78,9 @@ class RayExtractor(Extractor):
         while True:
             if self._free.empty() and self._room:
                 self._room -= 1
-                self._openings.add(asyncio.create_task(self._open_another(question)))
+                opening = asyncio.create_task(self._open_another(question))
+                self._openings.add(opening)
+                opening.add_done_callback(self._openings.discard)
             actor = await self._free.get()
             if isinstance(actor, LayertapError):
                 self._free.put_nowait(actor)  # for all others, too
@@ -90,15 +93,20 @@ class RayExtractor(Extractor):
         await asyncio.to_thread(self._ray.shutdown)
 
     async def _open(self, question: Question) -> tuple[Outline, int, int, int]:
-        """Start an actor, and wait until it has its model; LayertapError."""
-        actor = self._start()
-        try:
-            told: tuple[Outline, int, int, int] = await actor.open.remote(question)
-        except self._ray.exceptions.RayError as error:
-            raise _find_cause(error) from None
-        for _ in range(told[1]):
-            self._free.put_nowait(actor)
-        return told
+        """Start an actor, another one where it dies, and wait until it has its model; LayertapError."""
+        for _ in range(STARTS):
+            actor = self._start()
+            try:
+                told: tuple[Outline, int, int, int] = await actor.open.remote(question)
+            except self._ray.exceptions.RayActorError as error:
+                reason = error
+                continue
+            except self._ray.exceptions.RayError as error:
+                raise _find_cause(error) from None
+            for _ in range(told[1]):
+                self._free.put_nowait(actor)
+            return told
+        raise _find_cause(reason)
 
     async def _open_another(self, question: Question) -> None:
         try:

@@ -173,7 +173,7 @@ def wait_for_parts(out: Path, process: subprocess.Popen[bytes], more_than: int) 
 
 
 def test_bulk(cluster: Cluster, tmp_path: Path) -> None:
-    """By actors, killed and gone on with, one of its actors killed too: the bytes that one process writes."""
+    """By actors, killed and gone on with, actors killed too, one as it starts: the bytes that one process writes."""
     write_pictures(tmp_path / "source", 4000)
     (tmp_path / "source" / "00100.png").write_bytes(b"no picture")
     whole, out = tmp_path / "whole.parquet", tmp_path / "out.parquet"
@@ -182,6 +182,8 @@ def test_bulk(cluster: Cluster, tmp_path: Path) -> None:
     assert plain.returncode == 0, output.decode()
     words = (tmp_path / "source", *WORDS, "--out", out, "--ray", "--ray-address", cluster.address)
     killed = start_bulk(cluster, *words)
+    wait(lambda: bool(cluster.list_processes(ACTOR)), 0.01)
+    os.kill(cluster.list_processes(ACTOR)[0], signal.SIGKILL)
     parts = wait_for_parts(out, killed, 0)
     killed.kill()
     killed.communicate()
