@@ -18,6 +18,8 @@ from layertap.models.spec import ModelSpec
 
 State = Literal["available", "loading", "ready", "failed"]
 
+EVERY_MODEL = "GET /models, or `layertap check`, lists every model"
+
 
 @dataclass
 class ModelEntry:
@@ -106,7 +108,7 @@ class Registry:
         entry = self._entries.get(self.aliases.get(name, name))
         if entry is None:
             hint = suggest(find_nearest(name, (*self._entries, *self.aliases), 3))
-            raise UnknownModelError(f"there is no model {escape(name)}", hint=hint or "GET /models lists every model")
+            raise UnknownModelError(f"there is no model {escape(name)}", hint=hint or EVERY_MODEL)
         return entry
 
     def put_entry(self, entry: ModelEntry) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 import resource
 import signal
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
@@ -21,8 +21,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from layertap.models.errors import LayertapError, find_nearest
 
 PREFIX = "LAYERTAP_"
-CLIENT_VARIABLES = frozenset({"URL"})  # not a server's: where clients find one
-CALLER_KEY = "API_KEY"  # a client's, too; where a server is to listen it looks like API_KEYS, mistyped
+CLIENT_VARIABLES = frozenset({"URL", "API_KEY"})  # not a server's: where clients find one, and the key that they send
 KIB, MIB = 2**10, 2**20
 SIZE_UNITS = {
     **dict.fromkeys(("", "b"), 1),
@@ -365,12 +364,12 @@ class Settings(BaseSettings):
         return bool(self.api_keys or self.admin_keys)
 
 
-def read_settings(*, listens: bool = True, **overrides: Any) -> Settings:
+def read_settings(**overrides: Any) -> Settings:
     """The settings of the environment, but for those among ``overrides`` that are not None.
 
     SettingsError names every variable that there is no setting for, and every value that can't be.
     """
-    mistakes = list(_check_names(os.environ, CLIENT_VARIABLES if listens else CLIENT_VARIABLES | {CALLER_KEY}))
+    mistakes = list(_check_names(os.environ))
     try:
         settings = Settings(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as error:
@@ -381,15 +380,12 @@ def read_settings(*, listens: bool = True, **overrides: Any) -> Settings:
     return settings
 
 
-def _check_names(environment: Mapping[str, str], others: Container[str]) -> Iterator[str]:
-    """What is wrong with the names of variables: a mistyped one would leave its setting as it comes.
-
-    ``others`` may be there, and are no settings.
-    """
+def _check_names(environment: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with the names of variables: a mistyped one would leave its setting as it comes."""
     known = [name.upper() for name in Settings.model_fields]
     for variable, value in sorted(environment.items()):
         prefix, name = variable[: len(PREFIX)].upper(), variable[len(PREFIX) :].upper()
-        if prefix != PREFIX or name in others or name in known:
+        if prefix != PREFIX or name in CLIENT_VARIABLES or name in known:
             continue
         link = SERVICE_LINK.fullmatch(name) or (name.endswith("_PORT") and SERVICE_URL.fullmatch(value))
         if not (link and "KUBERNETES_SERVICE_HOST" in environment):

@@ -12,6 +12,7 @@ from layertap.models.selection.hook_points import HookPoint, Selector, format_pa
 from layertap.models.selection.plan import Tap
 
 MAX_SHOWN = 5  # names in a hint
+EVERY_LAYER = "GET /models/MODEL/layers, or `layertap layers MODEL`, lists every layer"
 SCRIPTED = "scripted: hooks on its parts never run"
 
 
@@ -108,7 +109,7 @@ def _find_layers(selector: Selector, catalog: Catalog) -> tuple[list[Layer], lis
 def _get_layer(name: str, catalog: Catalog) -> Layer:
     layer = catalog.layers.get(name)
     if layer is None:
-        hint = suggest(catalog.suggest_layers(name)) or "GET /models/{model}/layers lists every layer"
+        hint = suggest(catalog.suggest_layers(name)) or EVERY_LAYER
         raise UnknownLayerError(f"there is no layer {escape(name)}", hint=hint)
     if not layer.calls and catalog.tower:
         raise UnknownLayerError(f"layer {escape(name)} does not run for {catalog.tower}", hint=_list_running(catalog))
@@ -147,7 +148,7 @@ def _no_match_error(selector: Selector, catalog: Catalog, not_run: Sequence[Laye
         which = f"for {catalog.tower}" if catalog.tower else "in a forward"
         which += f" ({SCRIPTED})" if all("scripted" in layer.hazards for layer in not_run) else ""
         return UnknownLayerError(f"{pattern} matches {len(not_run)} layers, none of which runs {which}")
-    hint = suggest_type(selector.type, catalog) or "GET /models/{model}/layers lists every layer"
+    hint = suggest_type(selector.type, catalog) or EVERY_LAYER
     return UnknownLayerError(f"{pattern} matches no layer", hint=hint)
 
 
@@ -156,7 +157,7 @@ def _no_place_error(selector: Selector, layers: int) -> UnknownLayerError:
     listing = "?functions=true lists functions" if selector.function is not None else " lists calls and paths"
     return UnknownLayerError(
         f"{_describe_pattern(selector)} matches {layers} layers, none of which {what}",
-        hint=f"GET /models/{{model}}/layers{listing}",
+        hint=f"GET /models/MODEL/layers{listing}",
     )
 
 
@@ -263,7 +264,7 @@ def _no_function_error(selector: Selector, layer: Layer, infos: Sequence[TensorI
     if not infos:
         return UnknownLayerError(
             f"layer {escape(layer.name)} calls no functions of its own",
-            hint="GET /models/{model}/layers?functions=true lists those that do",
+            hint="GET /models/MODEL/layers?functions=true lists those that do",
         )
     starts = _find_starts(replace(selector, path=None), infos)
     if not starts:

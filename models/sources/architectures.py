@@ -77,9 +77,9 @@ def find_fits(path: Path, state: StateDict) -> list[Fit]:
 
 
 def _rank(fit: Fit, path: Path) -> int:
-    """Names that stand in a file's name, or the other way round, come first; all others stay as they are."""
+    """Names that stand in a file's name, or begin with it, come first; all others stay as they are."""
     name, stem = fit.source.partition(":")[2], path.name.partition(".")[0]
-    return -min(len(name), len(stem)) if name in stem or stem in name else 0
+    return -min(len(name), len(stem)) if name in stem or name.startswith(stem) else 0
 
 
 def _list_architectures(state: StateDict) -> Iterator[tuple[str, Build]]:

@@ -20,7 +20,7 @@ from layertap.service.probes import Probe, is_rounding, measure_change, parse_pr
 from layertap_client import AsyncClient, InvalidRequestError
 
 OF_ENTRY = ("layer", "call", "path", "site", "pool", "normalize", *AXES, "by", "over")
-HINT = "give a .json, .safetensors or .parquet file with receipts, or a folder of `bulk`"
+HINT = "give a .json, .safetensors or .parquet file with receipts, or a folder of `bulk`; --url names a server"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -88,7 +89,7 @@ def load(
             raise LayertapError(f"there is no folder {path.parent}")
     if plot is not None:
         check_plot(plot)
-    _check_listening(url)
+    _check_listening(options)
     done = run(kinds, options, make_watch(stderr))
     print_report(done, stdout if stdout.is_terminal else Console(width=WIDTH))
     breaches = find_breaches(done.total, max_error_rate, max_p99)
@@ -102,11 +103,16 @@ def load(
         raise typer.Exit(1)
 
 
-def _check_listening(url: str) -> None:
-    """Any answer will do: better one clear message than thousands of failures."""
+def _check_listening(options: Options) -> None:
+    """Better one clear message than thousands of failures: any answer will do that asks for no other key."""
     import httpx
 
+    url = options.url
+
     try:
-        httpx.get(f"{url.rstrip('/')}/livez", timeout=ANSWER_S, trust_env=False)
+        reply = httpx.get(f"{url.rstrip('/')}/models", headers=options.headers, timeout=ANSWER_S, trust_env=False)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise LayertapError(f"no answer from {url}: {error}") from error
+        hint = "give an address like http://127.0.0.1:8000"
+        raise LayertapError(f"no answer from {url}: {error}", hint=hint) from error
+    if reply.status_code == HTTPStatus.UNAUTHORIZED:
+        raise LayertapError(f"{url} asks for another key", hint="set LAYERTAP_API_KEY to one that it knows")

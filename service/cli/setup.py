@@ -54,7 +54,7 @@ def create_configured_engine(config: Path | None, *, warm: bool = False, workers
     from layertap.service.app import create_engine
     from layertap.service.settings import read_settings
 
-    return create_engine(read_settings(listens=False, config=config, workers=workers), warm=warm)
+    return create_engine(read_settings(config=config, workers=workers), warm=warm)
 
 
 def check_one_answers(url: str | None, config: Path | None) -> None:
@@ -78,7 +78,7 @@ async def connect(url: str | None, config: Path | None, model: str | None = None
                 from layertap.service.clients import open_local_client
                 from layertap.service.settings import read_settings
 
-                settings = read_settings(listens=False, config=config, workers=0)
+                settings = read_settings(config=config, workers=0)
                 client = await stack.enter_async_context(open_local_client(settings, model))
         yield client
 

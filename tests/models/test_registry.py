@@ -132,7 +132,7 @@ def test_unknown() -> None:
     for call in (registry.get_entry, registry.load, registry.unload):
         with pytest.raises(UnknownModelError) as caught:
             call("\x00" * 500)
-        assert caught.value.hint == "GET /models lists every model"
+        assert caught.value.hint == "GET /models, or `layertap check`, lists every model"
         assert len(caught.value.detail) < 120
 
 

@@ -55,13 +55,14 @@ def test_no_texts(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None
 
 def test_all_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names and values that make no sense are told all at once, a line each."""
-    for name, value in {"API_KEY": "secret", "PROT": "1", "DEADLINE_S": "soon", "MAX_INPUTS": "0"}.items():
+    monkeypatch.setenv("LAYERTAP_API_KEY", "a caller's own")
+    for name, value in {"API_KEYZ": "secret", "PROT": "1", "DEADLINE_S": "soon", "MAX_INPUTS": "0"}.items():
         monkeypatch.setenv(f"LAYERTAP_{name}", value)
     with pytest.raises(SettingsError) as caught:
         read_settings(port=-1)
     lines = [line.partition(": ") for line in caught.value.detail.splitlines()]
     assert {name for name, _, _ in lines} == {
-        f"LAYERTAP_{name}" for name in ("API_KEY", "PROT", "DEADLINE_S", "MAX_INPUTS", "PORT")
+        f"LAYERTAP_{name}" for name in ("API_KEYZ", "PROT", "DEADLINE_S", "MAX_INPUTS", "PORT")
     }
     assert "LAYERTAP_API_KEYS" in lines[0][2]
     assert "secret" not in caught.value.detail

@@ -55,6 +55,13 @@ def looking(folder: Path) -> nn.Module:
     return module
 
 
+def short_name(folder: Path) -> nn.Module:
+    """A file whose name stands by chance within that of another architecture that fits, resnetblur18."""
+    module = seeded(get_model("resnet18", num_classes=3), 0)
+    torch.save(module.state_dict(), folder / "r18.pth")
+    return module
+
+
 def folder_of_timm(folder: Path) -> nn.Module:
     module = seeded(timm.create_model("test_vit", num_classes=4), 0)
     timm.models.save_for_hf(module, str(folder / "own"), safe_serialization=True)
@@ -84,6 +91,7 @@ CASES: dict[str, tuple[Callable[[Path], nn.Module], str, tuple[str, ...]]] = {
         ("# read: model", "others may compute", "deit_tiny_patch16_224"),
     ),
     "regnet": (looking, "regnet.pth", ('torchvision:regnet_x_400mf with {"num_classes": 3}',)),
+    "a short name": (short_name, "r18.pth", ("# fits: torchvision:resnet18 with", "timm:resnetblur18")),
     "timm's folder": (folder_of_timm, "own", ("# config.json says: timm:own/",)),
     "transformers' folder": (folder_of_transformers, "own", ("# config.json says: transformers:own",)),
 }

@@ -130,8 +130,8 @@ def test_key(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     figures, plot = tmp_path / "r.json", tmp_path / "r.svg"
     with serving(configured(), api_keys=("open-sesame",)) as guarded:
         words = ("load", guarded.url, "--requests", "3", "--json", figures, "--plot", plot)
-        assert command(*words).status == 1
-        assert json.loads(figures.read_text())["results"]["total"]["statuses"] == {"401": 3}
+        refused = command(*words)
+        assert (refused.status, "set LAYERTAP_API_KEY" in refused.notes, figures.exists()) == (2, True, False)
         monkeypatch.setenv("LAYERTAP_API_KEY", "open-sesame")
         assert command(*words).status == 0
     assert json.loads(figures.read_text())["results"]["total"]["statuses"] == {"200": 3}

@@ -41,9 +41,9 @@ from tests.service.support import Json
         ({"LAYERTAP_MAX_HEAD_BYTES": "0"}, (), "LAYERTAP_MAX_HEAD_BYTES"),
         ({"LAYERTAP_MAX_HEAD_BYTES": "64 furlongs"}, (), "LAYERTAP_MAX_HEAD_BYTES: a size is"),
         (
-            {"LAYERTAP_API_KEY": "secret"},
+            {"LAYERTAP_API_KEYZ": "secret"},
             (),
-            "LAYERTAP_API_KEY: there is no such setting; the nearest is LAYERTAP_API_KEYS",
+            "LAYERTAP_API_KEYZ: there is no such setting; the nearest is LAYERTAP_API_KEYS",
         ),
         ({"layertap_prot": "1"}, (), "the nearest is LAYERTAP_PORT"),
         ({"LAYERTAP_API_KEYS": ","}, (), "LAYERTAP_API_KEYS: there is nothing between the commas"),

@@ -144,7 +144,7 @@ def test_hints(shown: Live, open_page: Open) -> None:
     opened.show_maps()
     page = opened.page
 
-    hint = "GET /models/{model}/layers lists every layer"
+    hint = "GET /models/MODEL/layers, or `layertap layers MODEL`, lists every layer"
     reply = shown.client.post("/extract", json={"inputs": [{"image": ""}], "layers": ["a", "b"]})
     assert reply.json()["hint"] == hint
     page.route("**/extract", lambda route: route.fulfill(status=422, body=reply.content))
