@@ -25,6 +25,7 @@ from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.service.features import Array
 
 VALUES, GRADIENT_VALUES = "values", "gradients"
+MAX_NAMED = 5  # layers in a hint
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,11 @@ def _find_layer(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     matches, _ = find_matches(explanation.selector, model.catalog)
     of_maps = [match for match in matches if maps.is_map(match.info) and match.point.site == "output"]
     if len(of_maps) != 1:
+        layers = maps.find_map_layers(model.catalog, HookPoint(".", 0, (), "output"))
+        names = dict.fromkeys(escape(tap.point.layer) for tap in layers)
         raise SelectorError(
             f"{escape(explanation.selector.text)} names {len(of_maps)} outputs that are maps",
-            hint="name one layer of maps",
+            hint=f"name one of the layers of maps: {', '.join([*names][:MAX_NAMED])}",
         )
     return [*of_maps]
 
