@@ -68,13 +68,15 @@ class Keyring:
 
     def _check_page(self, headers: Headers) -> None:
         """ForbiddenError for what a page of another site asks, also one whose name now leads here (DNS rebinding)."""
-        host, origin = headers.get("host"), headers.get("origin")  # browsers always say the first
-        if host is not None and _parse_host(f"//{host}") not in self._hosts:
-            detail = f"{escape(host)} is no name of this server"
-            raise ForbiddenError(detail, hint="set LAYERTAP_ALLOWED_HOSTS, or LAYERTAP_API_KEYS")
+        for host in headers.getlist("host"):  # browsers always send one
+            if _parse_host(f"//{host}") not in self._hosts:
+                detail = f"{escape(host)} is no name of this server"
+                raise ForbiddenError(detail, hint="set LAYERTAP_ALLOWED_HOSTS, or LAYERTAP_API_KEYS")
+        origin = headers.get("origin")
         foreign = origin is not None and _parse_host(origin) not in self._hosts
         if origin not in self._origins and (foreign or headers.get("sec-fetch-site") == CROSS_SITE):
-            raise ForbiddenError("a page of another site may not use this server", hint="set LAYERTAP_API_KEYS")
+            hint = "name the page's origin in LAYERTAP_CORS_ORIGINS"
+            raise ForbiddenError("a page of another site may not use this server", hint=hint)
 
     def _digest(self, key: bytes) -> bytes:
         return blake2b(key, key=self._salt, digest_size=32).digest()

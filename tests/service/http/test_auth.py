@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from layertap.service.settings import Settings
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.sockets import exchanged
+from tests.service.sockets import END, exchanged
 from tests.service.support import Control, Json, configured, image, net, picture, problem
 
 USER, ADMIN = {"x-api-key": "user-key"}, {"x-api-key": "admin-key"}
@@ -209,8 +209,8 @@ def test_files_of_keys(keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1.evil.example", "http://[", ""])
 def test_pages_of_other_sites(live: Live, origin: str) -> None:
     """Where no key is asked for, pages of other sites that this machine's browser shows use nothing of it."""
-    reply = live.client.post("/models/two/unload", headers={"origin": origin})
-    assert "another site" in problem(reply, 403)["detail"]
+    told = problem(live.client.post("/models/two/unload", headers={"origin": origin}), 403)
+    assert ("another site" in told["detail"], "LAYERTAP_CORS_ORIGINS" in told["hint"]) == (True, True)
     said = {"origin": origin, "sec-fetch-site": "cross-site"}
     for method, path in (("POST", "/models/two/unload"), ("GET", "/models/two/layers"), ("POST", "/extract")):
         assert "another site" in problem(live.client.request(method, path, headers=said), 403)["detail"]
@@ -228,6 +228,7 @@ def test_names_that_lead_here(live: Live, host: str) -> None:
         found = problem(live.client.request(method, path, headers={"host": host}), 403)
         assert "LAYERTAP_ALLOWED_HOSTS" in found["hint"]
     assert live.client.get("/readyz", headers={"host": host}).status_code == 200
+    assert exchanged(live, b"GET /models HTTP/1.1\r\nHost: %b\r\n" % host.encode(), END).status_code == 403
     for own in ("localhost", "127.0.0.1:80", "[::1]:8000", "LOCALHOST:1", "localhost."):
         assert live.client.get("/models", headers={"host": own}).status_code == 200
 
