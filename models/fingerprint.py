@@ -127,7 +127,7 @@ def digest_sources(result: str, changes: Iterable[str]) -> str:
 
 
 def digest_dimensions(result: str, dimensions: int) -> str:
-    """The fingerprint of a result of whose vectors so many dimensions are kept."""
+    """The fingerprint of a result whose vectors are cut to their first ``dimensions``."""
     return _digest([RECIPE, "dimensions", result, dimensions])
 
 
@@ -170,10 +170,8 @@ def _describe_input(spec: InputSpec) -> dict[str, Any]:
     return {name: value for name, value in asdict(spec).items() if name not in SURVEYED}
 
 
-def _to_plain_data(value: object) -> dict[str, Any]:
+def _to_plain_data(value: Any) -> dict[str, Any]:
     """A dataclass as plain data."""
-    if not is_dataclass(value):
-        raise TypeError(f"{type(value).__name__} is no dataclass")
     entries = {field.name: getattr(value, field.name) for field in fields(value)}
     return {name: _to_plain_data(entry) if is_dataclass(entry) else entry for name, entry in entries.items()}
 

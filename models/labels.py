@@ -46,6 +46,7 @@ def read_labels(configured: tuple[str, ...] | str) -> Labels:
     return labels
 
 
+@label_failures("labels")
 def choose_labels(configured: tuple[str, ...] | str | None, known: Labels | None, classes: int | None) -> Labels | None:
     """What is configured, which must name each of a model's classes, else what is known of its weights where that does.
 
@@ -56,9 +57,7 @@ def choose_labels(configured: tuple[str, ...] | str | None, known: Labels | None
     labels = read_labels(configured)
     if len(labels.names) != classes:
         has = f"has {classes} classes" if classes is not None else "gives no scores of classes"
-        refusal = LoadError(f"labels has {len(labels.names)} names, and the model {has}", hint="name each class once")
-        refusal.kind = "labels"
-        raise refusal
+        raise LoadError(f"labels has {len(labels.names)} names, and the model {has}", hint="name each class once")
     return labels
 
 

@@ -65,8 +65,8 @@ def load_model(
 ) -> LoadedModel:
     """Build a model, place it on its device and survey it; LoadError where that can't be done.
 
-    On a CPU it gets so many replicas, or one where its module can't be copied, and surveys use so many threads: all
-    cores where nothing is said. On a GPU it gets one for each of so many streams. What forwards take is kept in
+    On a CPU it gets ``replicas``, or one where its module can't be copied, and surveys use ``threads``, by default all
+    cores. On a GPU it gets a replica for each of ``streams``. What forwards take is kept in
     ``costs_folder`` from load to load. ``run_survey`` calls what it is given in a copy of this process, which may be
     copied again afterwards: its own operations use a single thread. What is measured waits for ``take_turn``.
     """

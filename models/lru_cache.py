@@ -14,7 +14,7 @@ V = TypeVar("V")
 class LRUCache(Generic[K, V]):
     """The values of the keys used most recently, at most ``max_size`` of them; any thread may call its methods.
 
-    ``functools.lru_cache`` computes what is missing under its own rules; here some other thread may have to.
+    Unlike with ``functools.lru_cache`` another thread may compute what is missing.
     """
 
     def __init__(self, max_size: int) -> None:
@@ -32,22 +32,21 @@ class LRUCache(Generic[K, V]):
     def put(self, key: K, value: V) -> None:
         """Keep a value, in place of the one that was not used for longest where there are too many."""
         with self._lock:
-            self._values[key] = value
-            self._values.move_to_end(key)
-            if len(self._values) > self._max_size:
-                self._values.popitem(last=False)
+            self._put(key, value)
 
     def get_or_create(self, key: K, create: Callable[[], V]) -> V:
         """The value of a key, made and kept where there is none; ``create`` is quick, and others wait for it."""
         with self._lock:
-            if key not in self._values:
-                self._values[key] = create()
-            self._values.move_to_end(key)
-            if len(self._values) > self._max_size:
-                self._values.popitem(last=False)
-            return self._values[key]
+            return self._put(key, self._values[key] if key in self._values else create())
 
     def values(self) -> list[V]:
         """All values, the one used most recently last."""
         with self._lock:
             return list(self._values.values())
+
+    def _put(self, key: K, value: V) -> V:
+        self._values[key] = value
+        self._values.move_to_end(key)
+        if len(self._values) > self._max_size:
+            self._values.popitem(last=False)
+        return value

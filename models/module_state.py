@@ -36,7 +36,7 @@ class _Value:
 class ModuleState:
     """The buffers, parts and plain attributes of a module tree at one moment.
 
-    Plain are numbers, texts, tensors and containers of these. Of a part it is told which module it is.
+    Plain are numbers, texts, tensors and containers of these. Of a part it is kept which module it is.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -55,7 +55,7 @@ class ModuleState:
         )
 
     def find_other_parts(self) -> tuple[StateKey, ...]:
-        """In whose places there are other modules now: one makes itself new ones for inputs of another length."""
+        """Parts that are other modules now: a module makes itself new ones for inputs of another length."""
         now = dict(_iterate_state(self._module))
         parts = (key for key, held in self._values.items() if isinstance(held.value, nn.Module))
         return tuple(key for key in parts if key in now and now[key][1] is not self._values[key].value)

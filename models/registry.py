@@ -25,8 +25,8 @@ EVERY_MODEL = "GET /models, or `layertap check`, lists every model"
 class ModelEntry:
     """One configured model; ``reason`` and ``kind`` say why it failed, ``model`` is there when it is ready.
 
-    ``memory_bytes`` is what it took when it was loaded last; before that what it is thought to take, 0 where nobody
-    knows. ``replacement`` is its next version while that loads, and where that has failed.
+    ``memory_bytes`` is what it took when it was loaded last; before that an estimate, 0 where there is none.
+    ``replacement`` is its next version while that loads, and where that has failed.
     """
 
     spec: ModelSpec
@@ -38,7 +38,7 @@ class ModelEntry:
     replacement: ModelEntry | None = None
 
     def make_next(self, spec: ModelSpec) -> ModelEntry:
-        """The entry of its next version: thought to take as much, where this one is loaded or has its architecture."""
+        """The entry of its next version: estimated to take as much if this one is loaded or has its architecture."""
         is_alike = (spec.source, spec.args, spec.dtype) == (self.spec.source, self.spec.args, self.spec.dtype)
         return ModelEntry(spec, memory_bytes=self.memory_bytes if is_alike or self.model is not None else 0)
 
@@ -55,23 +55,21 @@ class ModelEntry:
         self.model, self.state, self.reason, self.kind = None, "available", "", ""
 
 
-@dataclass(frozen=True)
-class ModelLoader:
-    """Loads models into this process: on a CPU with so many replicas and threads, on a GPU with a replica a stream.
+def load_ready_model(
+    spec: ModelSpec,
+    replicas: int = 1,
+    threads: int | None = None,
+    streams: int = 1,
+    plans: Path | None = None,
+    costs: Path | None = None,
+) -> LoadedModel:
+    """A model in this process, ready to run; ``replicas``, ``threads`` and ``streams`` are those of ``load_model``.
 
     Graphs of warm plans are kept in ``plans``; without it they run with hooks. What forwards take is kept in ``costs``.
+    LoadError where it can't be loaded.
     """
-
-    replicas: int = 1
-    threads: int | None = None
-    plans: Path | None = None
-    streams: int = 1
-    costs: Path | None = None
-
-    def __call__(self, spec: ModelSpec) -> LoadedModel:
-        """The model, ready to run; LoadError where it can't be."""
-        model = load_model(spec, self.replicas, self.threads, self.streams, self.costs)
-        return prepare_warm_plans(model, self.plans) if self.plans and spec.warm else model
+    model = load_model(spec, replicas, threads, streams, costs)
+    return prepare_warm_plans(model, plans) if plans and spec.warm else model
 
 
 class Registry:
@@ -84,7 +82,7 @@ class Registry:
     def __init__(
         self,
         specs: Iterable[ModelSpec],
-        load: Callable[[ModelSpec], ModelInfo] = ModelLoader(),
+        load: Callable[[ModelSpec], ModelInfo] = load_ready_model,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         specs = tuple(specs)
@@ -112,8 +110,8 @@ class Registry:
         return entry
 
     def put_entry(self, entry: ModelEntry) -> None:
-        """Let an entry take the place of the one of its name, or be one more."""
-        self._entries = {**self._entries, entry.spec.name: entry}  # whoever iterates goes on as it was
+        """Replace the entry of the same name, or add one."""
+        self._entries = {**self._entries, entry.spec.name: entry}  # an iteration goes on over the old one
 
     def remove_entry(self, name: str) -> None:
         """Forget an entry."""
@@ -134,7 +132,7 @@ class Registry:
             entry.fail(f"{error.detail}; {error.hint}" if error.hint else error.detail, error.kind or "other")
             raise
         except BaseException as error:  # a third party's constructor may raise anything; the others serve on
-            if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():  # whoever sits there
+            if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():  # Ctrl+C in a terminal
                 entry.unload()
                 raise
             refusal = make_load_error(error)

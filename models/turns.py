@@ -1,10 +1,11 @@
 """Turns of models that load in this process and its hosts: they are built side by side, and measured one at a time.
 
 What a forward takes decides how rows are scheduled: two models that are measured at once would take each other's time
-for their own. Building may last as long as a download, or a compiler: nobody waits for that. Only modules themselves
-are constructed one at a time in a process: torch has one generator and one default dtype for all threads. So have
-libraries: while transformers constructs a module it puts functions of its own in the place of torch's, and of two that
-overlap the second would restore those of the first, for good.
+for their own. Building may last as long as a download, or a compiler: others do not wait for that.
+
+Only modules themselves are constructed one at a time in a process: torch has one generator and one default dtype for
+all threads. So have libraries: while transformers constructs a module it replaces functions of torch by its own, and of
+two that overlap the second would restore those of the first, for good.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Turns:
 
     @contextmanager
     def build(self) -> Iterator[None]:
-        """Build a model: nobody is waited for, and others measure nothing in its first ``BUILD_WAIT_S``."""
+        """Build a model, without waiting; others measure nothing in its first ``BUILD_WAIT_S``."""
         build = object()
         with self._changed:
             self._builds[build] = time.monotonic()
@@ -53,13 +54,13 @@ class Turns:
         try:
             yield
         finally:
-            if has_turn:  # else whoever has it gives it back
+            if has_turn:  # else the one that has it gives it back
                 with self._changed:
                     self._measuring = False
                     self._changed.notify_all()
 
     def _estimate_wait(self) -> float:
-        """Seconds until a turn may begin, as far as is known; 0 where it may now."""
+        """Estimated seconds until a turn may begin; 0 where it may now."""
         if self._measuring:
             return TURN_TIMEOUT_S
         youngest = max(self._builds.values(), default=0.0)

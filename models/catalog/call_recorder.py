@@ -23,7 +23,7 @@ from layertap.models.hooks import attention
 from layertap.models.hooks.attach import ATTACH
 from layertap.models.hooks.functions import may_call_functions, run_unseen
 from layertap.models.hooks.tensor_tree import Path, find_refused, iterate_tensors
-from layertap.models.inputs.noise import PLACE, ROWS
+from layertap.models.inputs.noise import QUIET, ROWS
 
 
 class CallRecorder(CallObserver):
@@ -118,7 +118,7 @@ class CallRecorder(CallObserver):
             axis = 0 if shape[:1] == (1,) else None
             return TensorObservation(shape, tensor.dtype, Sketch.from_tensor(tensor), axis, crosses_rows=axis is None)
         axis = _find_grown_axis(earlier.shape, shape)
-        part = tensor if axis is None else tensor.narrow(axis, PLACE * earlier.shape[axis], earlier.shape[axis])
+        part = tensor if axis is None else tensor.narrow(axis, QUIET * earlier.shape[axis], earlier.shape[axis])
         sketch = Sketch.from_tensor(part)
         crosses_rows = part.shape != earlier.shape or not sketch.matches(earlier.sketch)
         return TensorObservation(shape, tensor.dtype, sketch, axis, crosses_rows)

@@ -63,8 +63,8 @@ def measure_forward(
     """How long forwards take; ``row`` is a batch of one, which stays as it is.
 
     Runs some forwards, without a graph, in the thread that owns the module: of one row, of several, and on a CPU of
-    one with so many threads as ``max_threads``, in turn. Of seconds the least counts, as whatever disturbs a machine
-    only adds; of what all threads gain the median of forwards that ran one right after the other.
+    one with ``max_threads`` threads, in turn. The least of the seconds counts, for noise
+    only adds; of what all threads gain, the median of forwards that ran one right after the other.
     """
     with torch.no_grad(), use_threads(1):
         start = time.thread_time()
@@ -175,7 +175,7 @@ def _read(path: Path) -> list[ForwardSeconds]:
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Make room for one more file; each is written anew whenever it is used."""
+    """Make room for one more file; each is written again whenever it is used."""
     with suppress(FileNotFoundError):  # another process may remove them too
         files = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)
         for file in files[: max(len(files) - MAX_FILES + 1, 0)]:
@@ -184,14 +184,14 @@ def _remove_oldest(folder: Path) -> None:
 
 def read_figures(path: Path, kind: type[T]) -> T:
     """What a file holds; OSError where it can't be read, ValueError where it holds something else than this kind."""
-    if path.exists() and not path.is_file():  # a pipe would have whoever reads it wait for whoever writes to it
+    if path.exists() and not path.is_file():  # reading a pipe would wait for a writer
         raise OSError("it is no regular file")
     with path.open("rb") as file:
         return TypeAdapter(kind).validate_json(file.read(MAX_FILE_BYTES))
 
 
 def write_figures(path: Path, value: object) -> None:
-    """Write plain data anew; OSError where it can't be written."""
+    """Replace a file by plain data as JSON; OSError where it can't be written."""
     folder = path.parent
     with NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
         part = Path(file.name)

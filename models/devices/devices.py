@@ -59,7 +59,7 @@ def list_devices(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _choose_device() -> torch.device:
-    """The GPU that has most memory free, whoever uses the rest."""
+    """The GPU with the most free memory."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count > 1:  # looking at one takes some of its memory
         return torch.device("cuda", max(range(count), key=lambda index: torch.cuda.mem_get_info(index)[0]))
@@ -90,7 +90,7 @@ def count_cores() -> int:
 
 @contextmanager
 def use_threads(count: int) -> Iterator[None]:
-    """Let operations of this thread use so many threads, and as many as before afterwards."""
+    """Let operations of this thread use ``count`` threads, and restore the number afterwards."""
     before = torch.get_num_threads()
     if count != before:
         torch.set_num_threads(count)
@@ -124,7 +124,7 @@ def _digest_cpu_lines(names: tuple[str, ...]) -> str:
 
 
 def _read_quota() -> str:
-    """The share of the processor that a container has; empty where none is set, or nobody tells."""
+    """The share of the processor that a container has; empty where none is set or can be read."""
     try:
         return Path("/sys/fs/cgroup/cpu.max").read_text().strip()
     except OSError:

@@ -35,7 +35,7 @@ class _Picture:
 
 
 class DeviceDecoder:
-    """One for a model on a GPU. Any thread may ask; whoever has its turn decodes for all that wait.
+    """One for a model on a GPU. Any thread may ask; the one that has the turn decodes for all that wait.
 
     On a CPU torchvision's other decoder does the same, so that all but the GPU itself can be tested there.
     """
@@ -148,7 +148,7 @@ def _find_obstacle(preprocessing: Preprocessing, device: torch.device) -> str:
 
 def _decode_jpegs(pictures: Sequence[bytes], device: torch.device) -> list[Tensor]:
     """Pictures as RGB on a device, uint8, (3, height, width); raises what a decoder does."""
-    # Here, not above: later versions of torchvision may have none, and nobody else needs one.
+    # Here, not above: later versions of torchvision may have none, and only this needs one.
     from torchvision.io import ImageReadMode, decode_jpeg
 
     files = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in pictures]

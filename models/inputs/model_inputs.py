@@ -58,7 +58,7 @@ class TextSpec:
         return self.vocabulary > 0
 
     def get_padded_length(self, tokens: int) -> int:
-        """The length that so many tokens are padded to: few lengths, so that requests share forwards."""
+        """The length to which this number of tokens is padded: few lengths, so that requests share forwards."""
         if self.mask is None or not self.pads:
             return tokens
         size = MIN_PADDED_LENGTH

@@ -16,7 +16,7 @@ from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import LoadError, escape
 from layertap.models.spec import InputSpec
 
-ROWS, PLACE = 3, 1  # of a batch of noise: how many rows it has, and which of them is the quiet one
+ROWS, QUIET = 3, 1  # of a batch of noise: how many rows it has, and which of them is the quiet one
 LOUD = 3.0  # how much larger its neighbours are: a batch's largest value is then seldom the quiet row's
 MAX_CACHED = 64
 HINT = 'write it with numpy.savez, or {"NAME": [numbers]} as .json, with one row or several of each input'
@@ -25,7 +25,7 @@ HINT = 'write it with numpy.savez, or {"NAME": [numbers]} as .json, with one row
 def make_noise(
     inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype, rows: int = ROWS
 ) -> dict[str, Tensor]:
-    """So many rows of each input, of its example or by a fixed seed, those beside PLACE larger; floats in ``dtype``."""
+    """So many rows of each input, of its example or by a fixed seed, those beside QUIET larger; floats in ``dtype``."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(spec: InputSpec) -> Tensor:
@@ -36,8 +36,8 @@ def make_noise(
         if not DTYPES[spec.dtype].is_floating_point:
             return torch.randint(*(spec.values or (0, 2)), shape, generator=generator).to(device, DTYPES[spec.dtype])
         values = torch.randn(shape, generator=generator)
-        values[:PLACE] *= LOUD
-        values[PLACE + 1 :] *= LOUD
+        values[:QUIET] *= LOUD
+        values[QUIET + 1 :] *= LOUD
         return values.to(device, dtype)
 
     return {spec.name: draw(spec) for spec in inputs}
@@ -48,9 +48,9 @@ def make_noise_row(inputs: Sequence[InputSpec], device: torch.device, dtype: tor
     return {name: value[:1] for name, value in make_noise(inputs, device, dtype).items()}
 
 
-def copy_row(rows: Mapping[str, Tensor], place: int = PLACE) -> dict[str, Tensor]:
+def copy_row(rows: Mapping[str, Tensor], index: int = QUIET) -> dict[str, Tensor]:
     """A row alone, in memory of its own: a model may write to its input."""
-    return {name: value[place : place + 1].clone() for name, value in rows.items()}
+    return {name: value[index : index + 1].clone() for name, value in rows.items()}
 
 
 def find_example(spec: InputSpec) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from layertap.models.errors import InputError
 from layertap.models.spec import Box, Color, Decode, Interpolation, PreprocessSpec
 
-# The sides of a reduced picture are at least so many times what it is resized to. With once, deviations would be three
+# The sides of a reduced picture are at least this many times what it is resized to. With 1, deviations would be three
 # times as large (docs/explanation/fidelity.md).
 MIN_SCALE = 2
 PILLOWS: dict[Interpolation, Image.Resampling] = {
@@ -155,8 +155,8 @@ def normalize(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _make_constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """What is subtracted and divided by, (3, 1, 1); torchvision makes and checks them anew for each image."""
-    # Normal tensors whoever asks first: inference ones could not be used outside of inference mode.
+    """What is subtracted and divided by, (3, 1, 1); torchvision creates and checks them for each image."""
+    # Normal tensors, whichever thread asks first: inference ones could not be used outside of inference mode.
     with torch.inference_mode(False):
         first, second = (
             torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1) for values in (mean, std)

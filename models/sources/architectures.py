@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from layertap.models.errors import LoadError, escape
 from layertap.models.sources import torchvision
-from layertap.models.weights.names import StateDict, fit_names
+from layertap.models.weights.checkpoints import StateDict, fit_names
 
 MAX_DIFFERENT = 6  # parameters of other shapes: those of heads, the first convolution, positions
 Shapes = Mapping[str, tuple[int, ...]]
@@ -45,10 +45,6 @@ class Fit:
 
     def __str__(self) -> str:
         return f"{self.source} with {json.dumps(self.args)}" if self.args else self.source
-
-
-class _DifferentError(Exception):
-    """A module that is being constructed is another one than is looked for."""
 
 
 def find_fits(path: Path, state: StateDict) -> list[Fit]:
@@ -137,7 +133,7 @@ def _stop_at_difference(state: StateDict) -> Iterator[None]:
         nonlocal different
         different += value is not None and tuple(value.shape) not in shapes
         if different > MAX_DIFFERENT:
-            raise _DifferentError
+            raise ValueError("this is another module than is looked for")
 
     handle = register_module_parameter_registration_hook(check)
     try:

@@ -19,12 +19,18 @@ from layertap.models.inputs.noise import check_examples
 from layertap.models.inputs.preprocess import Preprocessing, compute_output_size
 from layertap.models.labels import Labels
 from layertap.models.sources.embeddings import KnownEmbedding
-from layertap.models.sources.grammar import SOURCES, WeightsSource, list_architectures, parse_source, parse_weights
+from layertap.models.sources.grammar import (
+    SOURCES,
+    WeightsSource,
+    list_architectures,
+    not_installed_error,
+    parse_source,
+    parse_weights,
+)
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.models.turns import construct_alone
 from layertap.models.weights.adapters import merge_adapter
-from layertap.models.weights.checkpoints import read_checkpoint
-from layertap.models.weights.names import StateDict
+from layertap.models.weights.checkpoints import StateDict, read_checkpoint
 from layertap.models.weights.state_dict import LoadReport, load_state_dict
 
 FLOAT_BITS = 32  # of the floating numbers of a module as torchvision and timm construct it
@@ -76,7 +82,7 @@ class BuiltModel:
 def build_model(spec: ModelSpec) -> BuiltModel:
     """The module that a configuration's entry describes, with its weights.
 
-    Raises LoadError where the source, the architecture, the weights or the preprocessing can't be had.
+    Raises LoadError where the source, the architecture, the weights or the preprocessing is unknown or does not fit.
     """
     source, ident = parse_source(spec.source)
     if source is not SOURCES["transformers"] and (spec.interpolate_pos_encoding or spec.image_backend != "pil"):
@@ -139,6 +145,14 @@ def list_default_architectures() -> list[str]:
 
         return torchvision.list_classifiers()
     return sorted(names)
+
+
+def import_library(name: str) -> Any:
+    """An optional library; LoadError where it is not installed. By name: type checkers take minutes to read some."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise not_installed_error(name) from error
 
 
 @contextmanager

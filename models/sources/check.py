@@ -1,4 +1,4 @@
-"""What is wrong with a configured model, as far as it shows before anything is loaded, or torch imported.
+"""Mistakes in the entry of a model that can be found before anything is loaded, or torch imported.
 
 Nothing is refused that would load: where a look from outside can't tell, it says nothing.
 """
@@ -19,7 +19,6 @@ from layertap.models.labels import read_labels
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.sources.grammar import (
     ADAPTER_CONFIG,
-    CheckContext,
     is_importable,
     not_installed_error,
     parse_device,
@@ -35,13 +34,13 @@ DRIVER = "libcuda.so.1"
 
 
 def find_mistakes(specs: Mapping[int, ModelSpec], folders: Sequence[Path]) -> Iterator[tuple[Place, LayertapError]]:
-    """What is wrong with entries, by number: the place, from the number on, and the refusal.
+    """The mistakes in numbered entries: the path to the field, which begins with the number, and the refusal.
 
     Factories are looked for in ``folders`` too.
     """
-    context = CheckContext(tuple(folders), any(_may_register(spec, folders) for spec in specs.values()))
+    registers = any(_may_register(spec, folders) for spec in specs.values())
     for number, spec in specs.items():
-        for place, check in _list_checks(spec, context):
+        for place, check in _list_checks(spec, folders, registers):
             try:
                 check()
             except OSError as error:  # a path is too long, or a folder may not be entered
@@ -54,8 +53,10 @@ def find_mistakes(specs: Mapping[int, ModelSpec], folders: Sequence[Path]) -> It
                 yield (number, *place), mistake
 
 
-def _list_checks(spec: ModelSpec, context: CheckContext) -> Iterator[tuple[Place, Callable[[], object]]]:
-    yield ("source",), partial(_check_source, spec, context)
+def _list_checks(
+    spec: ModelSpec, folders: Sequence[Path], registers: bool
+) -> Iterator[tuple[Place, Callable[[], object]]]:
+    yield ("source",), partial(_check_source, spec, folders, registers)
     yield ("weights",), partial(_check_weights, spec)
     if spec.prefix:
         yield ("prefix",), partial(_check_prefix, spec)
@@ -71,12 +72,12 @@ def _list_checks(spec: ModelSpec, context: CheckContext) -> Iterator[tuple[Place
             yield ("warm", number, "layers", at), partial(parse_selector, text)
 
 
-def _check_source(spec: ModelSpec, context: CheckContext) -> None:
+def _check_source(spec: ModelSpec, folders: Sequence[Path], registers: bool) -> None:
     source, ident = parse_source(spec.source)
     if source.extra is not None:
         _check_installed(source.extra)
     if source.check is not None:
-        source.check(ident, context)
+        source.check(ident, folders, registers)
 
 
 def _check_installed(library: str) -> None:

@@ -90,10 +90,8 @@ def _find_in_transformers(module: Any, row: Tensor) -> KnownEmbedding:
         keys.append("pooler_output")
     choices = [EmbeddingChoice(f".[{key}]", RETURNED.format(name, key)) for key in keys]
     if text:
-        places = (".", module.base_model_prefix)
-        choices += [
-            EmbeddingChoice(f"{place}[last_hidden_state]", MEAN, "mean", guessed=True) for place in places if place
-        ]
+        layers = filter(None, (".", module.base_model_prefix))
+        choices += [EmbeddingChoice(f"{layer}[last_hidden_state]", MEAN, "mean", guessed=True) for layer in layers]
     return KnownEmbedding(tuple(choices))
 
 

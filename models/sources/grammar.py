@@ -1,4 +1,4 @@
-"""How a configuration writes sources, weights and devices, and what of these shows to be wrong without torch.
+"""How a configuration writes sources, weights and devices, and which mistakes in these show without torch.
 
 Nothing is refused that would load: where a look from outside can't tell, a check says nothing.
 """
@@ -30,23 +30,13 @@ OLD_NAME = re.compile(r"['\"](\w+)['\"]\s*:")
 
 
 @dataclass(frozen=True)
-class CheckContext:
-    """What a source is checked beside.
-
-    ``folders`` are those in which factories are looked for. ``registers``: whether a factory of the configuration may
-    register architectures of a library, which can't be told from outside.
-    """
-
-    folders: tuple[Path, ...]
-    registers: bool
-
-
-@dataclass(frozen=True)
 class ModelSource:
     """One kind of source, which a configuration writes in front of a colon.
 
     ``example`` shows how it is written. ``module`` has ``build(ident, spec)``, which gives a BuiltModel, and is
-    imported when it is first used. ``check`` refuses, with a LoadError, what can be seen to be wrong without torch.
+    imported when it is first used. ``check`` refuses, with a LoadError, mistakes that show without torch: it
+    gets what follows the colon, the folders in which factories are looked for, and whether a factory of the
+    configuration may register architectures of a library, which can't be told from outside.
     ``extra`` is the library, and the extra of this package, that it needs. ``find_path`` gives the path that what
     follows the colon is, or begins with; empty where there is none. ``downloads``: weights that are neither a file nor
     a seed come from the network.
@@ -54,7 +44,7 @@ class ModelSource:
 
     example: str
     module: str
-    check: Callable[[str, CheckContext], None] | None = None
+    check: Callable[[str, Sequence[Path], bool], None] | None = None
     extra: str | None = None
     find_path: Callable[[str], str] = lambda ident: ""
     downloads: bool = False
@@ -204,25 +194,25 @@ def refuse_adapter(folder: Path) -> None:
         raise AbsentError(f"{shown} holds a PEFT adapter, which is no model by itself", hint=hint)
 
 
-def _check_architecture(library: str, ident: str, context: CheckContext) -> None:
+def _check_architecture(library: str, ident: str, folders: Sequence[Path], registers: bool) -> None:
     """LoadError where a library has no architecture of that name, a tag aside, AbsentError where there is no folder."""
     if SOURCES[library].find_path(ident):
-        _check_directory(ident, context)
+        _check_directory(ident, folders, registers)
         return
     name = ident.partition(".")[0] if library == "timm" else ident  # others have no tags
-    names = frozenset[str]() if context.registers else list_architectures(library)
+    names = frozenset[str]() if registers else list_architectures(library)
     if names and name not in names:
         raise unknown_name_error(library, ident, sorted(names))
 
 
-def _check_directory(ident: str, context: CheckContext) -> None:
+def _check_directory(ident: str, folders: Sequence[Path], registers: bool) -> None:
     """AbsentError where there is no directory as the hub lays it out, or as sentence-transformers once did."""
     if not any((Path(ident) / name).is_file() for name in ("config.json", "modules.json")):
         refuse_adapter(Path(ident))
         raise AbsentError(f"there is no directory with a config.json at {ident}")
 
 
-def _check_factory(ident: str, context: CheckContext) -> None:
+def _check_factory(ident: str, folders: Sequence[Path], registers: bool) -> None:
     """LoadError where a factory is not written as one, AbsentError where there is no such package or file."""
     name, _ = parse_factory(ident)
     if is_file(name):
@@ -230,9 +220,9 @@ def _check_factory(ident: str, context: CheckContext) -> None:
             raise AbsentError(f"there is no file {name}")
         return
     package = name.partition(".")[0]
-    if not is_importable(package, context.folders):
-        folders = ", ".join(dict.fromkeys(map(str, context.folders)))
-        raise AbsentError(f"there is no Python module {escape(package)} in {folders}, nor is it installed")
+    if not is_importable(package, folders):
+        shown = ", ".join(dict.fromkeys(map(str, folders)))
+        raise AbsentError(f"there is no Python module {escape(package)} in {shown}, nor is it installed")
 
 
 def _find_file(ident: str) -> str:

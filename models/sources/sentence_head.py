@@ -74,13 +74,13 @@ def read_sentence_folder(folder: Path, shown: str) -> SentenceFolder | None:
     if saved != "SentenceTransformer":
         raise _refuse(shown, f"is a {escape(saved)}, which is not built here")
     parts = []
-    for number, (kind, place) in enumerate(kinds):
+    for number, (kind, part_folder) in enumerate(kinds):
         library, _, name = kind.partition(".")
         name = name.rpartition(".")[2]
         if library != "sentence_transformers" or name not in (PARTS[number : number + 1] if number < 2 else PARTS[2:]):
             raise _refuse(shown, f"names {escape(kind)} as number {number}, which is not built here")
-        with _name_file(f"{place.name}/config.json", shown):
-            parts.append((name, place, {} if number == 0 else dict(_read_json(place / "config.json"))))
+        with _name_file(f"{part_folder.name}/config.json", shown):
+            parts.append((name, part_folder, {} if number == 0 else dict(_read_json(part_folder / "config.json"))))
     if len(kinds) < 2:
         raise _refuse(shown, "has no Pooling")
     transformer = kinds[0][1]
@@ -169,9 +169,9 @@ class Normalize(nn.Module):
 def attach_head(module: Any, folder: SentenceFolder, shown: str) -> None:
     """Let a transformer's forward run the head behind it, as its last layer, and return its output beside its own."""
     parts = {}
-    for number, (kind, place, config) in enumerate(folder.parts, 1):
-        with _name_file(f"{place.name}/config.json", shown):
-            parts[f"{number}_{kind}"] = _build_part(kind, place, config, shown)
+    for number, (kind, part_folder, config) in enumerate(folder.parts, 1):
+        with _name_file(f"{part_folder.name}/config.json", shown):
+            parts[f"{number}_{kind}"] = _build_part(kind, part_folder, config, shown)
     base: Any = type(module)
     names = list(inspect.signature(module.forward).parameters)
     position = names.index("attention_mask") if "attention_mask" in names else len(names)
@@ -186,7 +186,7 @@ def attach_head(module: Any, folder: SentenceFolder, shown: str) -> None:
     module.sentence_embedding = SentenceHead(parts, folder.dimensions).eval()
 
 
-def _build_part(kind: str, place: Path, config: dict[str, Any], shown: str) -> nn.Module:
+def _build_part(kind: str, part_folder: Path, config: dict[str, Any], shown: str) -> nn.Module:
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, LAYER):
             raise _refuse(shown, f"has a {kind} with {key} {escape(str(config[key]))}, which is not built here")
@@ -199,7 +199,7 @@ def _build_part(kind: str, place: Path, config: dict[str, Any], shown: str) -> n
         raise _refuse(shown, f"has a Dense with {escape(str(activation))}, which is not built here")
     linear = nn.Linear(int(config["in_features"]), int(config["out_features"]), bias=bool(config.get("bias", True)))
     dense = Dense(linear, ACTIVATIONS[activation](), residual=bool(config.get("use_residual")))
-    load_state_dict(dense, read_checkpoint(find_weights(place)), f"{place.name} of {shown}")
+    load_state_dict(dense, read_checkpoint(find_weights(part_folder)), f"{part_folder.name} of {shown}")
     return dense
 
 
@@ -253,12 +253,12 @@ def _refuse(shown: str, what: str) -> LoadError:
 
 
 def _find_first(mask: Tensor) -> Tensor:
-    """The place of each text's first token: (N,)."""
+    """The position of each text's first token: (N,)."""
     return mask.int().argmax(1)
 
 
-def _take(tokens: Tensor, places: Tensor) -> Tensor:
-    return tokens.gather(1, places[:, None, None].expand(-1, 1, tokens.shape[-1])).squeeze(1)
+def _take(tokens: Tensor, positions: Tensor) -> Tensor:
+    return tokens.gather(1, positions[:, None, None].expand(-1, 1, tokens.shape[-1])).squeeze(1)
 
 
 def _sum(tokens: Tensor, weights: Tensor, power: float = 1.0) -> Tensor:
@@ -268,10 +268,10 @@ def _sum(tokens: Tensor, weights: Tensor, power: float = 1.0) -> Tensor:
     return (tokens * weights).sum(1) / weights.sum(1).clamp(min=MIN_COUNT).pow(power)
 
 
-def _pool_by_place(tokens: Tensor, mask: Tensor) -> Tensor:
-    """The mean of tokens weighted by their places, from 1 at the text's first."""
-    places = torch.arange(1, mask.shape[1] + 1, device=mask.device) - _find_first(mask)[:, None]
-    return _sum(tokens, mask * places)
+def _pool_by_position(tokens: Tensor, mask: Tensor) -> Tensor:
+    """The mean of tokens weighted by their positions, from 1 at the text's first."""
+    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device) - _find_first(mask)[:, None]
+    return _sum(tokens, mask * positions)
 
 
 def _list_activations() -> dict[str, Callable[[], nn.Module]]:
@@ -286,7 +286,7 @@ MODES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max": lambda tokens, mask: tokens.masked_fill(mask[..., None] == 0, -torch.inf).amax(1),
     "mean": _sum,
     "mean_sqrt_len_tokens": lambda tokens, mask: _sum(tokens, mask, 0.5),
-    "weightedmean": _pool_by_place,
+    "weightedmean": _pool_by_position,
     "lasttoken": lambda tokens, mask: _take(tokens, mask.shape[1] - 1 - mask.flip(1).int().argmax(1)),
 }
 OLDER_MODES = {

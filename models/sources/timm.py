@@ -20,6 +20,7 @@ from layertap.models.sources.build import (
     BuiltModel,
     construct_module,
     describe_arguments,
+    import_library,
     list_parameters,
     read_weights,
     refuse_named_weights,
@@ -30,7 +31,6 @@ from layertap.models.sources.build import (
 from layertap.models.sources.grammar import (
     SOURCES,
     WeightsSource,
-    not_installed_error,
     parse_weights,
     unknown_name_error,
 )
@@ -51,9 +51,9 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     """The timm model ``ARCH`` or ``ARCH.TAG``; DEFAULT is timm's own weights of that tag, or of its first.
 
     A folder as timm's ``save_for_hf`` writes it, with its config.json, is built as that says; DEFAULT is its weights.
-    Raises LoadError where timm is not installed, does not know the name, or the weights can't be had.
+    Raises LoadError where timm is not installed or does not know the name, or weights can't be read or downloaded.
     """
-    timm = _import_timm()
+    timm = import_library("timm")
     shown = f"timm:{SOURCES['timm'].show(ident)}"
     weights = parse_weights(spec.weights)
     refuse_named_weights(weights, shown, f"type weights: DEFAULT, and a tag after a dot in the source; {DOWNLOAD_HINT}")
@@ -123,14 +123,6 @@ def _find_labels(timm: Any, module: Any, *, released: bool) -> Labels | None:
         info = timm.data.ImageNetInfo(subset)
         return Labels(tuple(map(info.index_to_description, range(info.num_classes()))), "weights")
     return None
-
-
-def _import_timm() -> Any:
-    try:
-        import timm
-    except ImportError as error:
-        raise not_installed_error("timm") from error
-    return timm
 
 
 def _check_name(timm: Any, ident: str) -> None:

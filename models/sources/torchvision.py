@@ -30,7 +30,7 @@ from layertap.models.sources.build import (
 )
 from layertap.models.sources.grammar import parse_weights, unknown_name_error
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.weights.names import StateDict
+from layertap.models.weights.checkpoints import StateDict
 
 FRAMES = 16
 POSITIONS, PATCHES = "encoder.pos_embedding", "conv_proj.weight"
@@ -51,13 +51,13 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     """The torchvision model ``ARCH``, as ``get_model`` gives it for the same weights.
 
     Without released weights it is ``get_model(ARCH, weights=None)``; a file with the name of released weights is
-    taken for them. Raises LoadError for what is unknown, not offered, or can't be had.
+    taken for them. Raises LoadError for what is unknown, not offered, or can't be read or downloaded.
     """
     shown, kind = f"torchvision:{ident}", _find_kind(ident)
     released = _find_released(ident, spec)
     state = _read_state(ident, released, spec)
-    construct_it = partial(construct, ident, state, spec.args, released)
-    module, report = construct_module(spec, shown, construct_it, state, FLOAT_BITS)
+    create = partial(construct, ident, state, spec.args, released)
+    module, report = construct_module(spec, shown, create, state, FLOAT_BITS)
     weights = parse_weights(spec.weights)
     entry = released or get_model_weights(ident).__members__["DEFAULT"]
     transforms = entry.transforms()

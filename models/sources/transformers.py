@@ -30,6 +30,7 @@ from layertap.models.selection.embedding import EmbeddingChoice
 from layertap.models.sources.build import (
     BuiltModel,
     construct_module,
+    import_library,
     read_weights,
     refuse_named_weights,
     refuse_reserved_arguments,
@@ -37,7 +38,7 @@ from layertap.models.sources.build import (
     wrap_build_errors,
 )
 from layertap.models.sources.embeddings import KnownEmbedding
-from layertap.models.sources.grammar import get_base_name, not_installed_error, parse_weights, refuse_adapter
+from layertap.models.sources.grammar import get_base_name, parse_weights, refuse_adapter
 from layertap.models.sources.sentence_head import LAYER, attach_head, read_sentence_folder
 from layertap.models.sources.transformers_inputs import (
     LOCAL,
@@ -83,7 +84,10 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     takes the directory's own weights. LoadError where transformers is not installed, the directory is not as it should
     be, weights are missing or do not fit, or what the model takes can't be told from its class.
     """
-    library = _import_library()
+    library = import_library("transformers")
+    logs = importlib.import_module("transformers.utils.logging")
+    logs.set_verbosity_error()  # its warnings name directories
+    logs.disable_progress_bar()
     folder, shown = Path(ident), escape(f"transformers:{get_base_name(ident)}")
     sentence = read_sentence_folder(folder, shown)
     folder = sentence.transformer if sentence else folder
@@ -116,7 +120,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     if spec.interpolate_pos_encoding:
         _interpolate_positions(module)
     if modality == "text" or two_towers:
-        text = make_text_spec(module, load_tokenizer(library, folder, shown, LOCAL, sentence), sentence)
+        text = make_text_spec(module, load_tokenizer(library, folder, shown, sentence), sentence)
     pictures: Preprocessing | str = ""
     if modality == "text" and PATCH_SHAPES in inspect.signature(module.forward).parameters:
         pictures = f"{type(module).__name__} takes them in patches, with {PATCH_SHAPES}"
@@ -158,18 +162,6 @@ def _find_labels(config: Any) -> Labels | None:
     """The classes that config.json names; None where the library only numbers them."""
     names = [str(name) for _, name in sorted((config.id2label or {}).items())]
     return None if names == [f"LABEL_{number}" for number in range(len(names))] else Labels(tuple(names), "config.json")
-
-
-def _import_library() -> Any:
-    # By name: read by a type checker, all of transformers takes minutes.
-    try:
-        library = importlib.import_module("transformers")
-    except ImportError as error:
-        raise not_installed_error("transformers") from error
-    logs = importlib.import_module("transformers.utils.logging")
-    logs.set_verbosity_error()  # its warnings name directories
-    logs.disable_progress_bar()
-    return library
 
 
 def _set_plain_outputs(module: Any) -> None:
@@ -215,7 +207,7 @@ def _always_mask_attention(library: Any, module: Any, inputs: Sequence[InputSpec
 
 
 def _describe_settings(config: Any) -> str:
-    """What the configuration says of the computation, as far as it is not as the library has it."""
+    """Settings of the configuration that change what is computed and are not the library's defaults, as text."""
     settings = {name: value for name, value in config.to_diff_dict().items() if name not in IRRELEVANT}
     return json.dumps(settings, sort_keys=True, default=str)
 
@@ -255,7 +247,7 @@ def _drop_unsaved_pooler(module: Any, missing: Set[str]) -> Set[str]:
 
 
 def _list_different(module: Any, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of the directory's tensors whose values the module does not hold, as far as they are its own.
+    """Names of the directory's tensors whose values differ in the module, which must have a tensor of that name.
 
     They are compared as the module would be saved: some models merge, split or rename what is in the file. Some classes
     write 0 to the row of padding of what they load.

@@ -56,9 +56,7 @@ class Tokenizer:
     is_fast: bool = True
 
 
-def load_tokenizer(
-    library: Any, folder: Path, shown: str, options: dict[str, Any], sentence: SentenceFolder | None = None
-) -> Tokenizer | None:
+def load_tokenizer(library: Any, folder: Path, shown: str, sentence: SentenceFolder | None = None) -> Tokenizer | None:
     """The tokenizer in a directory; None where there is none, or it gives types of tokens; LoadError for a broken one.
 
     Of a sentence-transformers folder texts are in small letters where that says so, and its own limit holds.
@@ -66,7 +64,7 @@ def load_tokenizer(
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     with wrap_build_errors(f"the tokenizer of {shown}"):
-        whole = library.AutoTokenizer.from_pretrained(str(folder), **options)
+        whole = library.AutoTokenizer.from_pretrained(str(folder), **LOCAL)
         if any(whole("a").get("token_type_ids", ())) or (sentence is not None and not whole.is_fast):
             return None  # no model is given types of tokens here; ids can be sent
         limit = (sentence.max_tokens if sentence else None) or int(whole.model_max_length)

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from layertap.models.errors import LoadError, escape, find_nearest, format_names, label_failures
 from layertap.models.plain_tensor import view_bytes
 from layertap.models.weights.adapters import insert_adapter, list_adapter_names, make_unmerged_error
-from layertap.models.weights.names import StateDict, fit_names
+from layertap.models.weights.checkpoints import StateDict, fit_names
 
 MAX_NAMES = 100  # of a report
 MAX_COMPARED_NAMES = 20  # of missing names: comparing takes time

@@ -18,7 +18,7 @@ from layertap.service.logs import escape_unprintable
 
 if TYPE_CHECKING:
     from layertap.models.sources.architectures import Fit
-    from layertap.models.weights.names import StateDict
+    from layertap.models.weights.checkpoints import StateDict
 
 MAX_SHOWN = 8
 OWN = {"source": "python:PATH.py:FACTORY", "inputs": [{"name": "x", "shape": [3, 224, 224]}]}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from layertap.models.sources.architectures import find_fit
-from layertap.models.weights.names import StateDict
+from layertap.models.weights.checkpoints import StateDict
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, NotImplementedError, ImportError])

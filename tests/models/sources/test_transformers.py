@@ -612,7 +612,7 @@ def test_a_slow_tokenizer_in_two_places(tmp_path: Path) -> None:
     digests = []
     for name, size in (("here", 2048), ("there", 2048), ("shorter", 16)):
         transformers.CanineTokenizer(model_max_length=size).save_pretrained(tmp_path / name)
-        found = load_tokenizer(transformers, tmp_path / name, "a folder", {})
+        found = load_tokenizer(transformers, tmp_path / name, "a folder")
         assert found is not None
         digests.append(found.digest)
     assert digests[0] == digests[1] != digests[2]

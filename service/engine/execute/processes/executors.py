@@ -23,7 +23,7 @@ from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.preprocess import LibraryProcessor
 from layertap.models.loaded_model import LoadedModel, MultiDeviceModel, join_devices
 from layertap.models.model_info import ModelInfo
-from layertap.models.registry import ModelLoader
+from layertap.models.registry import load_ready_model
 from layertap.models.sources.python import list_search_folders
 from layertap.models.spec import ModelSpec
 from layertap.service.engine.batch import CPU, Batch, BatchResult, RowSlice, SliceResult, UndecodedError
@@ -70,11 +70,11 @@ def load(spec: ModelSpec, settings: Settings, metrics: Metrics, *, warm: bool = 
     if settings.workers and not spec.devices and resolve_device(spec.device).type == "cpu":
         return load_in_host(spec, settings, plans, metrics.count_worker_restart)
     replicas = 1 if spec.devices else settings.replicas  # a stand-in for a GPU runs a forward at a time as well
-    load_here = ModelLoader(replicas, settings.cpu_threads, plans, settings.gpu_streams, costs)
+    options = (replicas, settings.cpu_threads, settings.gpu_streams, plans, costs)
     if not spec.devices:
-        return load_here(spec)
-    names = list_devices(spec.devices)
-    return join_devices(spec, {name: load_here(replace(spec, device=name, devices=())) for name in names})
+        return load_ready_model(spec, *options)
+    parts = {name: replace(spec, device=name, devices=()) for name in list_devices(spec.devices)}
+    return join_devices(spec, {name: load_ready_model(part, *options) for name, part in parts.items()})
 
 
 def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> Executor:

@@ -25,7 +25,7 @@ from layertap.models.errors import InputError, LayertapError, TooLargeError
 from layertap.models.inputs.device_decoder import DeviceDecoder
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.registry import ModelLoader, Registry
+from layertap.models.registry import Registry, load_ready_model
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.engine.engine import Engine
@@ -279,7 +279,7 @@ def test_here(model: LoadedModel) -> None:
 def extract(items: Sequence[ImageItem], create_executor: Callable[..., Executor], **limits: Any) -> Features:
     """The features of pictures, by an engine whose model is in this process."""
     settings, metrics = Settings(**{**SETTINGS, **limits}, cpu_threads=2), Metrics()
-    registry = Registry([FATAL], ModelLoader())
+    registry = Registry([FATAL], load_ready_model)
     create = partial(create_executor, settings=settings)
     manager = ModelManager(registry, "net", settings, metrics, create)
     engine = Engine(manager, Fetcher(settings), settings, metrics)
