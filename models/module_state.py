@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from layertap.models.hooks.tensor_tree import find_refused
-from layertap.models.plain_tensor import view_bytes
+from layertap.models.hooks.tensor_tree import find_refused, view_bytes
 
 StateKey = tuple[str, str]  # the name of a module in the tree, and that of a buffer, a part or an attribute of it
 Namespace = dict[str, Any]

@@ -14,7 +14,7 @@ from torch import Tensor
 from layertap.models.capture.reduction import ReducedTensor, clone_reduced
 from layertap.models.catalog.row_tensor import RowTensor, Span
 from layertap.models.devices import transfer
-from layertap.models.plain_tensor import view_bytes
+from layertap.models.hooks.tensor_tree import view_bytes
 from layertap.models.selection.plan import Capture, ResolvedIntervention, ResolvedObjective
 from layertap.models.selection.poolings import POOLINGS
 

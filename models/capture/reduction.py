@@ -16,7 +16,7 @@ from torch import Tensor
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.devices.devices import DTYPES
-from layertap.models.plain_tensor import to_plain
+from layertap.models.hooks.tensor_tree import to_plain
 from layertap.models.selection.hook_points import Reduction
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.statistics import STATISTICS

@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from layertap.models.catalog.layout import UNKNOWN
 from layertap.models.hooks.attention import Sinks
-from layertap.models.hooks.tensor_tree import Path
-from layertap.models.plain_tensor import to_plain
+from layertap.models.hooks.tensor_tree import Path, to_plain
 
 Boundary = Literal["input", "output", "functions"]  # of a call
 

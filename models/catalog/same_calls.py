@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.observations import CallObservation
+from layertap.models.hooks.tensor_tree import view_bytes
 from layertap.models.inputs.noise import ROWS, copy_row
-from layertap.models.plain_tensor import view_bytes
 
 
 def has_same_calls(

@@ -1,4 +1,4 @@
-"""Tensors inside structured values: what modules take and return, path by path.
+"""Tensors inside structured values: what modules take and return, path by path; tensors as plain ones, and as bytes.
 
 A tensor's path is the chain of keys that leads to it: ``()`` for a bare tensor, ``("logits",)`` in a dictionary, a
 named tuple or a dataclass, ``("0", "1")`` in nested sequences. Written down: ``[logits]``, ``[0][1]``.
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from layertap.models.errors import InputError, escape
-from layertap.models.plain_tensor import is_of_export
 
 Path = tuple[str, ...]
 
@@ -152,3 +151,21 @@ def _iterate_items(value: object) -> Iterator[tuple[str, object]]:
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             yield str(index), item
+
+
+def is_of_export(value: torch.Tensor) -> bool:
+    """Whether torch exports a forward with it: it stands for a dense tensor, and has no numbers."""
+    return type(value).__module__.startswith("torch._subclasses.")
+
+
+def to_plain(value: torch.Tensor) -> torch.Tensor:
+    """The same numbers without a graph, a class of their own, or a conjugate or negative that is still to be taken."""
+    plain = value.detach()
+    return (plain if is_of_export(plain) else plain.as_subclass(torch.Tensor)).resolve_conj().resolve_neg()
+
+
+def view_bytes(value: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor's values in their order, (bytes,), uint8, on its device; a view where possible."""
+    plain = to_plain(value).contiguous()
+    # With a single entry any strides count as contiguous, and a stride of 0 can't be viewed as another dtype.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from layertap.models.errors import LoadError, escape, find_nearest, format_names, label_failures
-from layertap.models.plain_tensor import view_bytes
+from layertap.models.hooks.tensor_tree import view_bytes
 from layertap.models.weights.adapters import insert_adapter, list_adapter_names, make_unmerged_error
 from layertap.models.weights.checkpoints import StateDict, fit_names
 

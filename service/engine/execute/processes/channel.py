@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layertap.models.plain_tensor import view_bytes
+from layertap.models.hooks.tensor_tree import view_bytes
 from layertap.models.selection.hook_points import TensorData
 from layertap.service.inputs.items import ImageItem
 
