@@ -14,11 +14,10 @@ from PIL import Image
 from layertap.models.errors import InputError, LayertapError, SelectorError, TooLargeError
 from layertap.models.selection.hook_points import Selector
 from layertap.models.selection.selectors import parse_selector
-from layertap.service.inputs.arrays import Array, read_npy, read_npz, read_safetensors
+from layertap.service.inputs.arrays import Array, read_npy, read_safetensors
 from layertap.service.inputs.images import decode_image, decode_reduced
 
 MAX_PIXELS = 1_000_000
-MAX_BYTES = 2**22
 LEAST = 32
 
 
@@ -81,13 +80,6 @@ def _npys() -> dict[str, bytes]:
     return {f"{place}.npy": _npy(array) for place, array in enumerate(arrays)}
 
 
-def _npzs() -> dict[str, bytes]:
-    stored, packed = BytesIO(), BytesIO()
-    np.savez(stored, x=np.zeros((2, 3), np.float32))
-    np.savez_compressed(packed, x=np.zeros((2, 3), np.float32), y=np.ones(2))
-    return {"stored.npz": stored.getvalue(), "packed.npz": packed.getvalue()}
-
-
 def _safetensors() -> dict[str, bytes]:
     whole = safetensors.numpy.save({"x": np.zeros((2, 3), np.float32), "y": np.ones(2, np.int8)}, {"a": "b"})
     header = json.dumps({"x": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}).encode()
@@ -102,7 +94,6 @@ def _selectors() -> dict[str, bytes]:
 READERS: dict[str, Reader] = {
     "image": Reader(_image, (InputError, TooLargeError), _pictures),
     "npy": Reader(_arrays(lambda data: {"": read_npy(data)}), (InputError, TooLargeError), _npys),
-    "npz": Reader(_arrays(lambda data: read_npz(data, MAX_BYTES)), (InputError, TooLargeError), _npzs),
     "safetensors": Reader(_arrays(read_safetensors), (InputError, TooLargeError), _safetensors),
     "selector": Reader(_selector, (SelectorError,), _selectors),
 }

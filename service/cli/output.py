@@ -15,7 +15,7 @@ from layertap.models.errors import LayertapError, escape
 from layertap.service.cli.console import stdout
 
 if TYPE_CHECKING:
-    from layertap.service.formats.reply_format import ReplyFormat
+    from layertap.service.formats.table import ReplyFormat
 
 STDOUT = Path("-")
 SCREENS = ("DISPLAY", "WAYLAND_DISPLAY")  # where neither is set on Linux, nobody would see a window

@@ -17,8 +17,8 @@ from layertap.models.selection.hook_points import (
     Selector,
 )
 from layertap.models.spec import Truncate
-from layertap.service.formats.reply_format import Encoding, ReplyFormat
-from layertap.service.formats.table import FORMATS
+from layertap.service.formats.buffers import Encoding
+from layertap.service.formats.table import FORMATS, ReplyFormat
 from layertap.service.inputs.items import InputItem, LocalItem, UrlItem
 from layertap.service.pictures.options import TILES
 from layertap.service.timings import Timings
@@ -29,14 +29,13 @@ from layertap.service.types import Priority
 class ReplyOptions:
     """How the reply is written, and at most how many bytes it may have; None is any number.
 
-    ``reserved`` names are those that no result may have. ``by_input``: a result whose shape is not that of the first
+    ``by_input``: a result whose shape is not that of the first
     input's has an entry for each input; else such inputs are left out. ``tiles``: of each result in a picture.
     """
 
     format: ReplyFormat = FORMATS["json"]
     encoding: Encoding = "list"
     max_bytes: int | None = None
-    reserved: frozenset[str] = frozenset()
     by_input: bool = True
     tiles: int = TILES
 

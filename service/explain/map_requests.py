@@ -15,6 +15,7 @@ from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.rows.predicted_rows import count_numbers, predict_rows
 from layertap.service.explain.explanation_methods import METHODS, MethodSpec
 from layertap.service.pictures.panels import ResultInfo
+from layertap.service.pictures.sheet import check_sheet
 from layertap.service.settings import Settings
 
 CHUNK_ROWS = 32  # changed inputs that are extracted by one request
@@ -167,7 +168,8 @@ def check_maps(request: ExtractRequest, explanation: Explanation, model: ModelIn
         for each in asked
         for key in each.requests
     ]
-    request.reply.format.check_results(infos, request.reply.tiles)
+    if request.reply.format.is_picture:
+        check_sheet(infos, request.reply.tiles)
 
 
 def _check_objectives(request: ExtractRequest, explanation: Explanation) -> None:

@@ -15,9 +15,8 @@ import numpy as np
 import orjson
 
 from layertap.service.features import Array, Features
-from layertap.service.formats.buffers import Buffers, to_little_endian, view_bytes
+from layertap.service.formats.buffers import Buffers, EncodeOptions, Encoding, to_little_endian, view_bytes
 from layertap.service.formats.plain_data import describe_errors, describe_receipts, describe_top_classes
-from layertap.service.formats.reply_format import EncodeOptions, Encoding
 
 NUMBER_BYTES = 12  # a float32 written in full takes 8 to 14 characters with its comma
 PIECE_VALUES = 2**14  # numbers, or whatever else a document has

@@ -12,8 +12,7 @@ from typing import Any
 from layertap.models.errors import TooLargeError
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Features, Receipt
-from layertap.service.formats.buffers import Buffers
-from layertap.service.formats.reply_format import EncodeOptions
+from layertap.service.formats.buffers import Buffers, EncodeOptions
 from layertap.service.pictures.overlay import OVERLAY, Original, SentPicture
 from layertap.service.pictures.panels import ResultInfo, Shape
 from layertap.service.pictures.sheet import check_sheet, draw_sheet, shows_originals

@@ -10,9 +10,8 @@ import orjson
 
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Array, Features
-from layertap.service.formats.buffers import Buffers, name_arrays, to_little_endian, view_bytes
+from layertap.service.formats.buffers import Buffers, EncodeOptions, name_arrays, to_little_endian, view_bytes
 from layertap.service.formats.plain_data import describe_as_text
-from layertap.service.formats.reply_format import EncodeOptions
 
 _RESERVED = "__metadata__"
 

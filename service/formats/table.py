@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
-from layertap.service.formats import json, npy, npz, picture, safetensors
-from layertap.service.formats.reply_format import ReplyFormat
-from layertap.service.pictures.sheet import check_sheet
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from layertap.service.features import Features
+from layertap.service.formats import json, numpy_files, picture, safetensors
+from layertap.service.formats.buffers import Buffers, EncodeOptions, Encoding
+
+
+def _estimate_raw_bytes(encoding: Encoding, numbers: int, nbytes: int) -> int:
+    """About how large a reply is that holds the bytes of the results as they are."""
+    return nbytes
+
+
+@dataclass(frozen=True)
+class ReplyFormat:
+    """A format of replies: its name in ``?format=`` and as a file's suffix, its media type, features to buffers.
+
+    ``estimate_bytes`` tells about how large a reply will be from the encoding, how many numbers it holds, and of how
+    many bytes. ``binary``: not JSON. ``is_picture``: it shows results to people, and short replies take long too.
+    """
+
+    name: str
+    media_type: str
+    encode: Callable[[Features, EncodeOptions], Buffers]
+    estimate_bytes: Callable[[Encoding, int, int], int] = _estimate_raw_bytes
+    binary: bool = True
+    is_picture: bool = False
+
 
 _TABLE = (
     ReplyFormat("json", "application/json", json.encode, json.estimate_bytes, binary=False),
-    ReplyFormat("npy", "application/x-npy", npy.encode),
-    ReplyFormat("npz", "application/x-npz", npz.encode, reserved=frozenset({npz.SKIPPED})),
+    ReplyFormat("npy", "application/x-npy", numpy_files.encode_npy),
+    ReplyFormat("npz", "application/x-npz", numpy_files.encode_npz),
     ReplyFormat("safetensors", "application/x-safetensors", safetensors.encode),
-    ReplyFormat("png", "image/png", picture.encode_png, is_picture=True, check_results=check_sheet),
-    ReplyFormat("webp", "image/webp", picture.encode_webp, is_picture=True, check_results=check_sheet),
+    ReplyFormat("png", "image/png", picture.encode_png, is_picture=True),
+    ReplyFormat("webp", "image/webp", picture.encode_webp, is_picture=True),
 )
 
 FORMATS: dict[str, ReplyFormat] = {each.name: each for each in _TABLE}

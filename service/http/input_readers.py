@@ -11,7 +11,7 @@ from layertap.models.errors import Fault, InputError, LayertapError, RequestErro
 from layertap.service.engine.admit.admission import check_count
 from layertap.service.errors import BadRequestError, UnsupportedMediaError
 from layertap.service.http.body import MultipartPart
-from layertap.service.inputs.arrays import Array, read_npy, read_npz, read_safetensors
+from layertap.service.inputs.arrays import Array, read_npy, read_safetensors
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
 from layertap.service.settings import Settings
 
@@ -106,8 +106,5 @@ BODY_READERS: Mapping[str, Callable[[bytes, str, Settings], PlacedItems]] = {  #
     "text/plain": lambda data, content_type, settings: _read_text(data, content_type),
     # Of these arrays rows may be a batch.
     "application/x-npy": lambda data, content_type, settings: _read_arrays(lambda: {None: read_npy(data)}),
-    "application/x-npz": lambda data, content_type, settings: _read_arrays(
-        lambda: read_npz(data, settings.max_body_bytes)
-    ),
     "application/x-safetensors": lambda data, content_type, settings: _read_arrays(lambda: read_safetensors(data)),
 }

@@ -68,7 +68,7 @@ MULTIPART: Json = {
         "description": "a .npy file: in place of these, an array for each of the model's inputs",
     },
 }
-RAW_TYPES = ("image/*", "application/x-npy", "application/x-npz", "application/x-safetensors")
+RAW_TYPES = ("image/*", "application/x-npy", "application/x-safetensors")
 
 
 def _refer(model: type[BaseModel]) -> Json:

@@ -13,7 +13,7 @@ from layertap.models.errors import Fault, RequestError
 from layertap.service.engine.admit.admission import check_count, check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.errors import UnsupportedMediaError
-from layertap.service.formats.reply_format import ReplyFormat
+from layertap.service.formats.table import ReplyFormat
 from layertap.service.http.body import MULTIPART, get_media_type, parse_multipart
 from layertap.service.http.input_readers import BODY_READERS, PlacedItems, read_multipart
 from layertap.service.http.json_document import load_json
@@ -61,8 +61,6 @@ def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) 
     if dry_run and isinstance(body, ExplainBody):
         hint = "ask POST /extract?dry_run=true for the gradient"
         raise RequestError("an explanation has no dry run", hint=hint)
-    skips = body.on_error == "skip"
-    reserved = raw.format.reserved if skips else frozenset[str]()
     request = ExtractRequest(
         model=body.model,
         items=items,
@@ -82,9 +80,7 @@ def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) 
         probe=layers.probe,
         dry_run=dry_run,
         priority=body.priority,
-        reply=ReplyOptions(
-            raw.format, body.encoding, settings.max_reply_bytes, reserved, tiles=_read_tiles(body, raw.format)
-        ),
+        reply=ReplyOptions(raw.format, body.encoding, settings.max_reply_bytes, tiles=_read_tiles(body, raw.format)),
         timings=raw.timings,
     )
     if len(body.inputs) == 1:  # of which there may be several rows
@@ -114,7 +110,7 @@ def _parse_body(raw: RawRequest, settings: Settings, kind: type[RequestBody]) ->
     raise UnsupportedMediaError(
         "a body of this content type is not taken",
         hint="send Content-Type: application/json, multipart/form-data, image/jpeg (or another image type), "
-        "text/plain, application/x-npy, application/x-npz or application/x-safetensors",
+        "text/plain, application/x-npy or application/x-safetensors",
     )
 
 

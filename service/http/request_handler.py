@@ -20,10 +20,10 @@ from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.errors import ClientGoneError, DeadlineError, QueueTooLongError
 from layertap.service.features import Features, list_skipped
+from layertap.service.formats.buffers import EncodeOptions
 from layertap.service.formats.negotiation import negotiate
 from layertap.service.formats.plain_data import describe_top_classes
-from layertap.service.formats.reply_format import EncodeOptions, ReplyFormat
-from layertap.service.formats.table import FORMATS
+from layertap.service.formats.table import FORMATS, ReplyFormat
 from layertap.service.http.body import is_packed, measure_unpacked, read_body, unpack
 from layertap.service.http.buffers_response import make_response
 from layertap.service.http.parsing import RawRequest

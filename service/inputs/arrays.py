@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import re
-import zipfile
 from collections.abc import Callable, Sequence
-from io import BytesIO
 from typing import Any, Literal
 
 import numpy as np
@@ -22,8 +20,6 @@ _MAX_RANK = 8
 _MAX_AXIS = 2**31 - 1
 _MAX_ENTRIES = 256
 _MAX_SAFETENSORS_HEADER = 1 << 20  # of safetensors; its own limit is a hundred times that
-_LOCAL_HEADER_BYTES = 30  # the least that stands before an entry's contents in a .zip file
-_MAX_NAME_LENGTH = 200
 _MAX_NPY_HEADER = 4096  # numpy.save writes 118 bytes or so
 NPY_MAGIC = b"\x93NUMPY"
 _NPY_STARTS = frozenset(NPY_MAGIC + version for version in (b"\x01\x00", b"\x02\x00", b"\x03\x00"))
@@ -34,7 +30,6 @@ _NPY_HEADER = re.compile(
     rb"""\s*+['"]fortran_order['"]\s*+:\s*+(?P<fortran>True|False)\s*+,"""
     rb"""\s*+['"]shape['"]\s*+:\s*+\((?P<shape>\s*+|(?:\s*+\d++\s*+,)++(?:\s*+\d++)?+\s*+)\)\s*+,?+\s*+\}\s*+"""
 )
-_NPZ_HINT = "write it with numpy.savez or numpy.savez_compressed"
 _INPUTS_HINT = "send the model's inputs only"
 _BASE64_HINT = "send standard base64 with its padding and no line breaks, or data:TYPE;base64,…"
 
@@ -66,28 +61,6 @@ def read_npy(data: bytes) -> Array:
     shape = [int(size) for size in re.findall(rb"\d+", header["shape"])]
     order: Literal["C", "F"] = "F" if header["fortran"] == b"True" else "C"
     return _make_array(dtype, dtype.newbyteorder("=").name, shape, data, end, order)
-
-
-def read_npz(data: bytes, max_bytes: int) -> dict[str, Array]:
-    """The arrays of a .npz file by name.
-
-    InputError: not such a file, encrypted, or with entries other than NAME.npy.
-    TooLargeError: unpacks to more than ``max_bytes``, by its directory and before anything is unpacked.
-    """
-    # zipfile builds an object for each entry of the directory, so count their signatures before it does.
-    if data.count(b"PK\x01\x02") > _MAX_ENTRIES:
-        raise InputError(f"the .npz file has more than {_MAX_ENTRIES} entries", hint=_INPUTS_HINT)
-    try:
-        archive = zipfile.ZipFile(BytesIO(data))
-    except Exception as error:  # zipfile has no one error for a broken directory
-        raise InputError("this is not a .npz file", hint=_NPZ_HINT) from error
-    with archive:
-        entries = _list_entries(archive)
-        declared = sum(entry.file_size for entry in entries.values())
-        if declared > max_bytes:
-            detail = f"the .npz file unpacks to {declared} bytes; the limit is {max_bytes}"
-            raise TooLargeError(detail, hint="send fewer or smaller arrays")
-        return {name: _read_entry(archive, name, entry) for name, entry in entries.items()}
 
 
 def read_safetensors(data: bytes) -> dict[str, Array]:
@@ -156,45 +129,6 @@ def _count_elements(shape: Sequence[int]) -> int:
     if not all(type(n) is int and 0 <= n <= _MAX_AXIS for n in shape) or math.prod(n or 1 for n in shape) >= 2**48:
         raise InputError("the shape makes no sense", hint="send a list of whole numbers, none negative")
     return math.prod(shape)
-
-
-def _list_entries(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    entries: dict[str, zipfile.ZipInfo] = {}
-    for entry in archive.infolist():
-        name = entry.filename.removesuffix(".npy")
-        valid = 0 < len(name) <= _MAX_NAME_LENGTH and all(char.isalnum() or char in "_-." for char in name)
-        if not valid or name == entry.filename or name in entries:
-            detail = f"the .npz file has an entry {escape(entry.filename)}, which is not a plain NAME.npy, once"
-            raise InputError(detail, hint=_NPZ_HINT)
-        if entry.flag_bits & 1 or entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise InputError(f"entry {escape(name)} is encrypted or packed in an unusual way", hint=_NPZ_HINT)
-        entries[name] = entry
-    _require_disjoint(archive)
-    if not entries:
-        raise InputError("the .npz file holds no arrays", hint="name each of the model's inputs in it")
-    return entries
-
-
-def _require_disjoint(archive: zipfile.ZipFile) -> None:
-    """InputError where two entries share bytes: newer Pythons refuse that too, when the entry is read."""
-    end = 0
-    for entry in sorted(archive.infolist(), key=lambda entry: entry.header_offset):
-        if entry.header_offset < end:
-            raise InputError("entries of the .npz file lie over each other", hint=_NPZ_HINT)
-        end = entry.header_offset + _LOCAL_HEADER_BYTES + len(entry.orig_filename) + entry.compress_size
-    if end > archive.start_dir:
-        raise InputError("entries of the .npz file lie over its directory", hint=_NPZ_HINT)
-
-
-def _read_entry(archive: zipfile.ZipFile, name: str, entry: zipfile.ZipInfo) -> Array:
-    try:
-        data = archive.read(entry)  # never more than the declared size
-    except Exception as error:  # zipfile and zlib have no one error for broken contents
-        raise InputError(f"entry {escape(name)} of the .npz file is damaged", hint=_NPZ_HINT) from error
-    try:
-        return read_npy(data)
-    except InputError as error:
-        raise InputError(f"entry {escape(name)} of the .npz file: {error.detail}", hint=error.hint) from error
 
 
 def _read_safetensor(name: str, entry: dict[str, Any]) -> Array:

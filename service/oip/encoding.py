@@ -11,9 +11,9 @@ from fastapi import Response
 
 from layertap.models.errors import Fault
 from layertap.service.features import Array, Features
-from layertap.service.formats.buffers import Buffers, name_arrays, to_little_endian, view_bytes
+from layertap.service.formats.buffers import Buffers, EncodeOptions, name_arrays, to_little_endian, view_bytes
 from layertap.service.formats.json import estimate_bytes, write_json
-from layertap.service.formats.reply_format import EncodeOptions, ReplyFormat
+from layertap.service.formats.table import ReplyFormat
 from layertap.service.http.problems import MAX_DETAIL, Problem
 from layertap.service.oip.tensors import DATATYPES
 

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from layertap.models.errors import Fault, RequestError
 from layertap.models.fingerprint import digest_dimensions
 from layertap.service.features import Features
-from layertap.service.formats.buffers import Buffers, view_bytes
+from layertap.service.formats.buffers import Buffers, Encoding, view_bytes
 from layertap.service.formats.json import write_json
-from layertap.service.formats.reply_format import Encoding
 from layertap.service.http.problems import MAX_DETAIL, Problem
 
 Vector = NDArray[np.float32]

@@ -14,7 +14,7 @@ from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import Truncate
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.errors import UnsupportedMediaError
-from layertap.service.formats.reply_format import Encoding
+from layertap.service.formats.buffers import Encoding
 from layertap.service.http.json_document import load_json
 from layertap.service.http.parsing import RawRequest
 from layertap.service.inputs.arrays import decode_base64

@@ -9,7 +9,7 @@ import httpx
 from safetensors.numpy import save
 
 from tests.server import Live
-from tests.service.support import Array, Json, arrays_of, npy, npz, raw, tensor
+from tests.service.support import Array, Json, arrays_of, npy, raw, tensor
 
 EVERYTHING = ("*#*", "*#*:input", ".", ".:input")
 LIMITS: dict[str, Any] = {
@@ -72,6 +72,5 @@ def slices(wanted: Mapping[str, Array]) -> Iterator[list[str]]:
 
 FORMS: dict[str, Callable[[Array], bytes]] = {
     "npy": npy,
-    "npz": lambda batch: npz(x=batch),
     "safetensors": lambda batch: save({"x": batch}),
 }

@@ -30,7 +30,7 @@ from layertap.service.config.configuration import Configuration
 from tests.fidelity.tiny_texts import build, list_classes, run, takes_texts
 from tests.oracle import flatten
 from tests.server import serving
-from tests.service.support import Array, arrays_of, npz, raw
+from tests.service.support import Array, arrays_of, raw, safetensors_of
 from tests.transformers_nets import tokenizer
 
 LIMIT_S, AT_ONCE = 240, 2
@@ -90,7 +90,9 @@ class Asker:
         encoded = self._encode(TEXT)
         around = (0, 0), (before, behind)
         arrays = {name: np.pad(encoded[name].numpy(), around) for name in ("input_ids", "attention_mask")}
-        return self._client.post("/extract", **raw(npz(**arrays), "application/x-npz", layers=".", format="npz"))
+        return self._client.post(
+            "/extract", **raw(safetensors_of(**arrays), "application/x-safetensors", layers=".", format="npz")
+        )
 
     def want(self, text: str) -> Wanted:
         """What the library returns for a text alone."""

@@ -20,7 +20,7 @@ from layertap.models.spec import PreprocessSpec
 from tests.service.load_layers import Clash, Entry, entries, results
 from tests.service.load_nets import BY_NAME, SERVED, Served
 from tests.service.load_reference import Expected, How
-from tests.service.support import Array, Json, image, npy, npz, picture, raw, tensor
+from tests.service.support import Array, Json, image, npy, picture, raw, safetensors_of, tensor
 
 LEAVING, BAD = 0.1, 0.2  # shares of all requests
 MAX_ROWS = 6
@@ -238,7 +238,7 @@ def _npy(wish: _Wish, inputs: _Inputs) -> Json:
 
 
 def _npz(wish: _Wish, inputs: _Inputs) -> Json:
-    return raw(npz(**_arrays(inputs)), "application/x-npz", **wish.query())
+    return raw(safetensors_of(**_arrays(inputs)), "application/x-safetensors", **wish.query())
 
 
 def _safetensors(wish: _Wish, inputs: _Inputs) -> Json:

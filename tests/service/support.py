@@ -80,11 +80,10 @@ def npy(array: Array) -> bytes:
     return stream.getvalue()
 
 
-def npz(**arrays: Array) -> bytes:
-    """A .npz file."""
-    stream = BytesIO()
-    np.savez(stream, **arrays)  # type: ignore[arg-type]
-    return stream.getvalue()
+def safetensors_of(**arrays: Array) -> bytes:
+    """A .safetensors file."""
+    data: bytes = safetensors.numpy.save(arrays)
+    return data
 
 
 def raw(data: bytes, media_type: str, **query: Any) -> Json:

@@ -30,11 +30,11 @@ from tests.service.support import (
     image,
     net,
     npy,
-    npz,
     picture,
     problem,
     raw,
     rows,
+    safetensors_of,
     same,
     tensor,
 )
@@ -153,12 +153,12 @@ def test_skip_kinds(live: Live) -> None:
     assert [error["input"] for error in reply.json()["errors"]] == [0, 1, 2, 3, 5, 8]
 
 
-@pytest.mark.parametrize("form", ["npy", "npz"])
+@pytest.mark.parametrize("form", ["npy", "safetensors"])
 def test_skip_rows(live: Live, form: str) -> None:
     """Of a batch in one array the rows that are not finite are left out, and named."""
     batch = rows(5) * np.arange(5, dtype=np.float32)[:, None]
     batch[1, 2], batch[4, 0] = np.nan, np.inf
-    body = npy(batch) if form == "npy" else npz(x=batch)
+    body = npy(batch) if form == "npy" else safetensors_of(x=batch)
     request = raw(body, f"application/x-{form}", model="gated", layers="linear", on_error="skip")
     reply = live.client.post("/extract", **request)
     assert reply.json()["rows"] == 3

@@ -21,7 +21,7 @@ from tests.oracle import seeded
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.nets_http import IMAGE_TOKEN, Entries, Siamese
-from tests.service.support import Array, Json, arrays_of, configured, net, npz, raw
+from tests.service.support import Array, Json, arrays_of, configured, net, raw, safetensors_of
 from tests.transformers_nets import PICTURE, TEXT
 
 PATCHES, IMAGE = 16, 19  # image tokens of a picture, and their id
@@ -70,7 +70,9 @@ def test_multimodal_model(serve: Serve, tmp_path: Path) -> None:
 
 def post(live: Live, model: str, arrays: dict[str, Array], layers: str) -> dict[str, Array]:
     fields = {"model": model, "layers": layers, "format": "npz"}
-    return arrays_of(live.client.post("/extract", **raw(npz(**arrays), "application/x-npz", **fields)))
+    return arrays_of(
+        live.client.post("/extract", **raw(safetensors_of(**arrays), "application/x-safetensors", **fields))
+    )
 
 
 @pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.slow)], ids=["here", "in a worker"])
@@ -121,7 +123,7 @@ def test_entries_of_a_row(live: Live, name: str, options: dict[str, str], said: 
     module(torch.from_numpy(a), torch.from_numpy(b))
 
     fields = {"model": name, "layers": "body", **options}
-    response = live.client.post("/extract", **raw(npz(a=a, b=b), "application/x-npz", **fields))
+    response = live.client.post("/extract", **raw(safetensors_of(a=a, b=b), "application/x-safetensors", **fields))
 
     receipt, found = response.json()["receipts"]["body"], arrays_of(response)["body"]
     assert {key: receipt[key] for key in ("entries_per_row", "row_order", "rows_per_forward") if key in receipt} == said

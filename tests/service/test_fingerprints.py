@@ -14,7 +14,7 @@ import safetensors.numpy
 from tests.conftest import net_spec
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Json, configured, image, npy, npz, picture, raw, tensor
+from tests.service.support import Json, configured, image, npy, picture, raw, tensor
 
 PNG = picture(1)
 ROW = np.linspace(-1, 1, 3 * 32 * 32, dtype=np.float32).reshape(3, 32, 32)
@@ -61,7 +61,6 @@ def test_rows_of_the_caller(live: Live) -> None:
     tensors = {
         told(live.client.post("/extract", **raw(npy(ROW), "application/x-npy", **QUERY))),
         told(live.client.post("/extract", **raw(npy(ROW[None]), "application/x-npy", **QUERY))),
-        told(live.client.post("/extract", **raw(npz(image=ROW), "application/x-npz", **QUERY))),
         told(
             live.client.post(
                 "/extract", **raw(safetensors.numpy.save({"image": ROW}), "application/x-safetensors", **QUERY)

@@ -1,4 +1,4 @@
-"""Models of several inputs: arrays by name in JSON and multipart, one meaning with npz and safetensors bodies."""
+"""Models of several inputs: arrays by name in JSON and multipart, one meaning with safetensors bodies."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.service.support import (
     image,
     net,
     npy,
-    npz,
     picture,
     problem,
     raw,
+    safetensors_of,
     tensor,
 )
 
@@ -68,7 +68,7 @@ def close(found: dict[str, Array], wanted: dict[str, Array]) -> bool:
 
 
 def test_one_meaning(two: Live) -> None:
-    """JSON, multipart by query or by a request part, with rows in a batch or a single one, and npz give the same."""
+    """JSON, multipart by query or by a request part, rows in a batch or a single one, and safetensors give the same."""
     model = two.engine.manager.registry.get_entry("two").model or two.engine.manager.registry.load("two")
     offline = model.module(pixels=torch.from_numpy(PIXELS), kind=torch.from_numpy(KIND))
     wanted = {f".[{key}]": value.detach().numpy() for key, value in offline.items()}
@@ -79,7 +79,9 @@ def test_one_meaning(two: Live) -> None:
         "query": send(two, files),
         "request": two.client.post("/extract", files=[*files, request]),
         "request first": two.client.post("/extract", files=[request, *files[::-1]]),
-        "npz": two.client.post("/extract", **raw(npz(pixels=PIXELS, kind=KIND), "application/x-npz", **QUERY)),
+        "safetensors": two.client.post(
+            "/extract", **raw(safetensors_of(pixels=PIXELS, kind=KIND), "application/x-safetensors", **QUERY)
+        ),
         "any label": send(two, parts(("pixels", npy(PIXELS)), ("kind", npy(KIND)), media_type=None)),
         "no file name": send(two, parts(("pixels", npy(PIXELS)), ("kind", npy(KIND)), filename=None)),
     }

@@ -20,7 +20,7 @@ from layertap.service.config.configuration import read_configuration
 from tests.oracle import record, seeded
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, image, npy, npz, problem, raw, same, tensor, text64
+from tests.service.support import Array, Json, arrays_of, image, npy, problem, raw, same, tensor, text64
 
 LAYER = "features.3"
 QUERY = {"model": "own", "layers": LAYER, "pool": "mean", "format": "npz"}
@@ -68,7 +68,6 @@ def body(form: str, batch: Array) -> Json:
     return {
         "npy of one": raw(npy(one), "application/x-npy", **QUERY),
         "npy": raw(npy(batch), "application/x-npy", **QUERY),
-        "npz": raw(npz(x=batch), "application/x-npz", **QUERY),
         "safetensors": raw(
             safetensors.torch.save({"x": torch.from_numpy(batch.copy())}), "application/x-safetensors", **QUERY
         ),

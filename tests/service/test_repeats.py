@@ -24,7 +24,7 @@ from tests.loading import load_model
 from tests.server import Live
 from tests.service.cli.commands import Command
 from tests.service.conftest import Serve
-from tests.service.support import Json, arrays_of, configured, npz, problem, raw, tensor
+from tests.service.support import Json, arrays_of, configured, problem, raw, safetensors_of, tensor
 from tests.transformers_nets import PICTURE, TEXT, VOCABULARY
 
 SHAPE = (3, 8, 8)
@@ -439,7 +439,9 @@ def test_batch_of_padded_texts(texts: tuple[Live, dict[str, Any]]) -> None:
     """A batch of texts of several lengths is refused, with its reason, where their padding would change them."""
     live, _ = texts
     ids, mask = np.ones((2, 10), np.int64), np.tri(2, 10, 8, np.int64)
-    request = raw(npz(input_ids=ids, attention_mask=mask), "application/x-npz", model="convolving", layers=".")
+    request = raw(
+        safetensors_of(input_ids=ids, attention_mask=mask), "application/x-safetensors", model="convolving", layers="."
+    )
     assert "padding would change" in problem(live.client.post("/extract", **request), 422)["detail"]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.server import Live
-from tests.service.support import Array, arrays_of, image, npy, npz, picture, problem, raw, tensor
+from tests.service.support import Array, arrays_of, image, npy, picture, problem, raw, safetensors_of, tensor
 
 INPUTS = [image(picture(seed)) for seed in range(3)]
 REST = ["block2", "block3", "head"]
@@ -31,7 +31,7 @@ def check(found: dict[str, Array], whole: dict[str, Array], rows: slice = slice(
         np.testing.assert_allclose(value, whole[key][rows], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["npy", "npz", "safetensors"])
+@pytest.mark.parametrize("form", ["npy", "safetensors"])
 def test_reply_is_the_next_body(live: Live, whole: dict[str, Array], form: str) -> None:
     """The bytes of one reply, sent back as they are."""
     first = live.client.post("/extract", json={"inputs": INPUTS, "layers": ["block1"]}, params={"format": form})
@@ -130,7 +130,12 @@ def test_refused(live: Live, whole: dict[str, Array]) -> None:
         "'resume'"
         in problem(live.client.post("/explain", json={"method": "saliency", "resume": "block1"}), 422)["detail"]
     )
-    named = raw(npz(a=whole["block1"], b=whole["block1"]), "application/x-npz", layers="head", resume="block1")
+    named = raw(
+        safetensors_of(a=whole["block1"], b=whole["block1"]),
+        "application/x-safetensors",
+        layers="head",
+        resume="block1",
+    )
     assert "no input 'a'" in problem(live.client.post("/extract", **named), 422)["detail"]
     batch = raw(npy(whole["block1"]), "application/x-npy", layers="head", resume="block1", encoding="base64")
     np.testing.assert_allclose(

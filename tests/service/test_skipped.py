@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.server import Live
-from tests.service.support import Json, arrays_of, image, metadata, npy, npz, picture, problem, raw, tensor
+from tests.service.support import Json, arrays_of, image, metadata, npy, picture, raw, safetensors_of, tensor
 
 FORMATS = ("json", "npy", "npz", "safetensors")
 HEADER = "x-layertap-skipped"
@@ -26,7 +26,7 @@ def sent(form: str) -> Json:
         "json": {"json": {"layers": ["pool"], "inputs": INPUTS, "on_error": "skip"}},
         "multipart": {"files": [("images", part) for part in parts], "params": query},
         "npy": raw(npy(ROWS), "application/x-npy", **query),
-        "npz": raw(npz(image=ROWS), "application/x-npz", **query),
+        "safetensors": raw(safetensors_of(image=ROWS), "application/x-safetensors", **query),
     }[form]
 
 
@@ -34,20 +34,16 @@ def post(live: Live, request: Json, path: str = "/extract", **query: str) -> Any
     return live.client.post(path, **{**request, "params": {**request.get("params", {}), **query}})
 
 
-@pytest.mark.parametrize("form", ["json", "multipart", "npy", "npz"])
+@pytest.mark.parametrize("form", ["json", "multipart", "npy", "safetensors"])
 @pytest.mark.parametrize("format_", FORMATS)
 def test_named(live: Live, form: str, format_: str) -> None:
     """The head says which, by their places in the request, and so does what the format has for it."""
     reply = post(live, sent(form), format=format_)
     arrays = arrays_of(reply)
     assert reply.headers[HEADER] == "1,4"
-    assert ("skipped" in arrays) == (format_ == "npz")
     assert len(next(iter(arrays.values()))) == (4 if form.startswith("np") else 3)
     if format_ == "json":
         assert [error["input"] for error in reply.json()["errors"]] == [1, 4]
-    if format_ == "npz":
-        assert arrays["skipped"].tolist() == [1, 4]
-        assert arrays["skipped"].dtype == np.int64
     if format_ == "safetensors":
         assert metadata(reply)["skipped"] == "1,4"
 
@@ -69,8 +65,7 @@ def test_explanations(live: Live, format_: str) -> None:
     body = {"method": "saliency", "inputs": INPUTS, "on_error": "skip"}
     reply = post(live, {"json": body}, "/explain", format=format_)
     assert reply.headers[HEADER] == "1,4"
-    arrays = arrays_of(reply)
-    assert format_ != "npz" or arrays["skipped"].tolist() == [1, 4]
+    assert len(next(iter(arrays_of(reply).values()))) == 3
 
 
 def test_dry_run(live: Live) -> None:
@@ -84,24 +79,6 @@ def test_shapes(live: Live) -> None:
     reply = post(live, {"json": {"layers": ["pool"], "inputs": inputs, "on_error": "skip"}}, format="npy")
     assert reply.headers[HEADER] == "0"
     assert len(next(iter(arrays_of(reply).values()))) == 2
-
-
-@pytest.mark.parametrize("layers", [[{"layer": "pool", "as": "skipped"}], ["head", {"layer": "pool", "as": "skipped"}]])
-def test_a_result_of_that_name(live: Live, layers: list[Any]) -> None:
-    """A npz can't hold two members of one name: refused before anything is computed, left out or not."""
-    for inputs in (INPUTS, GOOD):
-        body = {"layers": layers, "inputs": inputs, "on_error": "skip"}
-        for query in ({"format": "npz"}, {"format": "npz", "dry_run": "true"}):
-            reply = post(live, {"json": body}, **query)
-            found = problem(reply, 422)
-            assert "'skipped'" in found["detail"]
-            assert "as" in found["errors"][0]["hint"]
-            assert "decode" not in reply.headers["server-timing"]
-    kept = post(live, {"json": {"layers": layers, "inputs": GOOD}}, format="npz")
-    assert arrays_of(kept)["skipped"].shape == (3, 64, 1, 1)
-    other = post(live, {"json": {"layers": layers, "inputs": INPUTS, "on_error": "skip"}}, format="safetensors")
-    assert arrays_of(other)["skipped"].shape == (3, 64, 1, 1)
-    assert metadata(other)["skipped"] == "1,4"
 
 
 def test_as_few_headers_as_ever(live: Live) -> None:

@@ -15,7 +15,7 @@ from layertap.models.spec import InputSpec
 from tests.conftest import net_spec
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, configured, image, npy, npz, picture, problem, raw, tensor
+from tests.service.support import Array, Json, arrays_of, configured, image, npy, picture, problem, raw, tensor
 
 SIDE, SMALL, LARGE = 64, 16, 256
 LIMIT = 100_000  # bytes of a reply; one row of `conv` has 8 * 64 * 64 * 4
@@ -33,7 +33,6 @@ def request(form: str, array: Array, **fields: Any) -> Json:
     return {
         "npy": raw(npy(array), "application/x-npy", **query),
         "npy of a batch": raw(npy(array[None]), "application/x-npy", **query),
-        "npz": raw(npz(image=array), "application/x-npz", **query),
         "safetensors": raw(safetensors.numpy.save({"image": array}), "application/x-safetensors", **query),
         "tensor": {
             "json": {"model": "Chain", "layers": ["conv"], "inputs": [tensor(array)]},

@@ -20,7 +20,7 @@ from layertap.models.spec import ModelSpec
 from layertap.service.logs import JsonFormatter
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, configured, npy, npz, problem, raw, tensor
+from tests.service.support import Array, Json, arrays_of, configured, npy, problem, raw, safetensors_of, tensor
 from tests.transformers_nets import CLS, POSITIONS, SEP, VOCABULARY, WORDS, net, saved, tokenizer
 
 HIDDEN = ".[last_hidden_state]"
@@ -235,8 +235,8 @@ def test_tensors(texts: Texts) -> None:
     mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     for content, media_type, wanted in (
         (npy(ids), "application/x-npy", expected),
-        (npz(input_ids=ids), "application/x-npz", expected),
-        (npz(input_ids=ids, attention_mask=mask), "application/x-npz", None),
+        (safetensors_of(input_ids=ids), "application/x-safetensors", expected),
+        (safetensors_of(input_ids=ids, attention_mask=mask), "application/x-safetensors", None),
     ):
         request = raw(content, media_type, model="bert", layers=HIDDEN, format="npz")
         (found,) = arrays_of(texts.live.client.post("/extract", **request)).values()
@@ -344,9 +344,10 @@ def test_refusals(texts: Texts, case: str) -> None:
 )
 def test_masks(texts: Texts, mask: list[int], says: str) -> None:
     """A mask that does not belong to its tokens is refused."""
-    content = npz(input_ids=np.array(ids_of("a cat")), attention_mask=np.array(mask))
+    content = safetensors_of(input_ids=np.array(ids_of("a cat")), attention_mask=np.array(mask))
     found = problem(
-        texts.live.client.post("/extract", **raw(content, "application/x-npz", model="bert", layers=HIDDEN)), 422
+        texts.live.client.post("/extract", **raw(content, "application/x-safetensors", model="bert", layers=HIDDEN)),
+        422,
     )
     assert says in found["detail"] + found["errors"][0].get("hint", "")
 
@@ -455,15 +456,15 @@ def test_pools_leave_padding_out_wherever_tokens_are(texts: Texts, model: str, l
 
 
 def test_tensors_by_name(texts: Texts) -> None:
-    """Ids with a mask of the caller's, or without one, by name as in an npz body."""
+    """Ids with a mask of the caller's, or without one, by name as in a safetensors body."""
     ids = np.array(ids_of("a red dog"))
     mask = np.array([1, 1, 1, 1, 0])
 
     def named(**arrays: Array) -> Json:
         return {"tensors": {name: tensor(array)["tensor"] for name, array in arrays.items()}}
 
-    body = npz(input_ids=ids, attention_mask=mask)
-    request = raw(body, "application/x-npz", model="bert", layers=HIDDEN, format="npz")
+    body = safetensors_of(input_ids=ids, attention_mask=mask)
+    request = raw(body, "application/x-safetensors", model="bert", layers=HIDDEN, format="npz")
     (wanted,) = arrays_of(texts.live.client.post("/extract", **request)).values()
     np.testing.assert_array_equal(texts.of(named(input_ids=ids, attention_mask=mask)), wanted)
     np.testing.assert_array_equal(texts.of(named(input_ids=ids)), texts.of(tensor(ids)))
@@ -475,14 +476,16 @@ def test_padding_does_not_count_against_the_limit(serve: Serve, tmp_path: Path) 
     """A tensor of which its mask leaves most out gives few values, the second time too, when its shape is known."""
     saved("bert", tmp_path / "bert")
     ids, mask = np.ones(POSITIONS, np.int64), np.arange(POSITIONS) < 3
-    body = npz(input_ids=ids, attention_mask=mask.astype(np.int64))
-    request = raw(body, "application/x-npz", model="bert", layers=HIDDEN, format="npz")
+    body = safetensors_of(input_ids=ids, attention_mask=mask.astype(np.int64))
+    request = raw(body, "application/x-safetensors", model="bert", layers=HIDDEN, format="npz")
     with serve(
         configured(ModelSpec("bert", f"transformers:{tmp_path / 'bert'}", device="cpu")), max_reply_bytes=5000
     ) as live:
         for _ in range(2):
             assert arrays_of(live.client.post("/extract", **request))[HIDDEN].shape == (1, 3, 32)
-        full = raw(npz(input_ids=ids), "application/x-npz", model="bert", layers=HIDDEN, format="npz")
+        full = raw(
+            safetensors_of(input_ids=ids), "application/x-safetensors", model="bert", layers=HIDDEN, format="npz"
+        )
         assert f"{POSITIONS * 32 * 4} bytes" in problem(live.client.post("/extract", **full), 413)["detail"]
 
 

@@ -30,9 +30,9 @@ from tests.service.support import (
     arrays_of,
     configured,
     image,
-    npz,
     picture,
     problem,
+    safetensors_of,
     tensor,
     text64,
 )
@@ -220,10 +220,9 @@ def test_tensors(live: Live, clip: Towers) -> None:
     arrays = {name: value.numpy() for name, value in {**tokens, "pixel_values": pixels}.items()}
 
     def send(*names: str, **fields: Any) -> dict[str, Array]:
-        stream = BytesIO()
-        np.savez(stream, **{name: arrays[name] for name in names})
-        headers = {"content-type": "application/x-npz", "accept": "application/x-npz"}
-        return arrays_of(live.client.post("/extract", content=stream.getvalue(), headers=headers, params=fields))
+        content = safetensors_of(**{name: arrays[name] for name in names})
+        headers = {"content-type": "application/x-safetensors", "accept": "application/x-npz"}
+        return arrays_of(live.client.post("/extract", content=content, headers=headers, params=fields))
 
     model = {"model": "clip"}
     close(send("pixel_values", layers=SHARED, **model)[SHARED], clip.of_picture(PICTURE))
@@ -240,9 +239,9 @@ def test_pictures_of_other_sizes(live: Live, clip: Towers) -> None:
     pixels = torch.randn(1, 3, 48, 40, generator=torch.Generator().manual_seed(0))
     expected = clip.module.get_image_features(pixel_values=pixels, interpolate_pos_encoding=True)
     query = {"model": "large", "layers": SHARED, "format": "npz"}
-    headers = {"content-type": "application/x-npz"}
+    headers = {"content-type": "application/x-safetensors"}
     found = arrays_of(
-        live.client.post("/extract", content=npz(pixel_values=pixels.numpy()), headers=headers, params=query)
+        live.client.post("/extract", content=safetensors_of(pixel_values=pixels.numpy()), headers=headers, params=query)
     )
     close(found[SHARED], _to_array(expected))
 

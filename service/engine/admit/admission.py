@@ -16,9 +16,9 @@ from layertap.service.engine.batch import BatchKey
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.request import ReplyOptions
 from layertap.service.errors import QueueFullError, QueueTooLongError, unloading_error
-from layertap.service.formats.reply_format import check_names
 from layertap.service.metrics import Metrics
 from layertap.service.pictures.panels import ResultInfo
+from layertap.service.pictures.sheet import check_sheet
 from layertap.service.settings import Settings
 from layertap.service.timings import Timings
 
@@ -171,14 +171,13 @@ def check_results(results: int, limit: int) -> None:
 
 
 def check_reply_size(plan: Plan, rows: int, reply: ReplyOptions) -> None:
-    """TooLargeError where the reply to a plan for so many rows would be over its limit; RequestError for a name.
+    """TooLargeError where the reply to a plan for so many rows would be over its limit, or not be drawn.
 
     Called before any forward, with what the plan predicts.
     """
-    check_names((result.key for result in plan.results), reply.reserved)
     check_sizes([plan.count_numbers(rows)], [plan.nbytes(rows)], rows, reply)
     if reply.format.is_picture:
-        reply.format.check_results([_outline_result(result, rows) for result in plan.results], reply.tiles)
+        check_sheet([_outline_result(result, rows) for result in plan.results], reply.tiles)
 
 
 def _outline_result(result: Result, rows: int) -> ResultInfo:

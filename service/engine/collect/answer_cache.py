@@ -24,7 +24,7 @@ from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.errors import RetryLaterError
 from layertap.service.features import Array, Features
-from layertap.service.formats.reply_format import ReplyFormat
+from layertap.service.formats.table import ReplyFormat
 from layertap.service.types import CacheResult
 
 Key = tuple[int, str]  # which loading of a model, and the digest of a request to it

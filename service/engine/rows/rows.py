@@ -275,7 +275,7 @@ def _make_mask(ids: Tensor, text: TextSpec) -> Tensor:
     if not text.is_read and not bool(tokens[:, -1].flatten(1).any(1).all()):
         raise InputError(
             "the last position is 0 in every channel, as in a text that was captured beside longer ones",
-            hint=f"send the positions of its own tokens only, or an npz with '{text.mask}' beside it",
+            hint=f"send the positions of its own tokens only, or a safetensors body with '{text.mask}' beside it",
         )
     return torch.ones(tokens.shape[:2], dtype=torch.int64)
 

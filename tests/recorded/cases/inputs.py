@@ -16,7 +16,6 @@ from tests.recorded.request import (
     multipart,
     noise,
     npy,
-    npz,
     picture,
     post,
     safetensors_of,
@@ -27,7 +26,7 @@ from tests.recorded.request import (
 
 PNG, OTHER = picture(1), picture(2)
 ROW, ROWS = noise(3, 32, 32), noise(3, 3, 32, 32, seed=1)
-NPY, NPZ, SAFETENSORS = "application/x-npy", "application/x-npz", "application/x-safetensors"
+NPY, SAFETENSORS = "application/x-npy", "application/x-safetensors"
 DOCUMENT = {"layers": ["pool", "head"], "pool": "flatten"}
 QUERY: Json = {"layers": "pool,head", "pool": "flatten"}
 JSON_INPUTS = {
@@ -52,9 +51,6 @@ ARRAYS = {
     "npy float64": (npy(ROW.astype(np.float64)), NPY),
     "npy big endian": (npy(ROW.astype(">f4")), NPY),
     "npy in Fortran order": (npy(np.asfortranarray(ROW)), NPY),
-    "npz": (npz(image=ROW), NPZ),
-    "npz batch": (npz(image=ROWS), NPZ),
-    "npz of another name": (npz(whatever=ROW), NPZ),
     "safetensors": (safetensors_of(image=ROW), SAFETENSORS),
     "safetensors batch": (safetensors_of(image=ROWS), SAFETENSORS),
     "safetensors of another name": (safetensors_of(whatever=ROW), SAFETENSORS),

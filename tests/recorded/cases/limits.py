@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.recorded.request import Request, get, image, multipart, npy, npz, picture, post, send
+from tests.recorded.request import Request, get, image, multipart, npy, picture, post, send
 
 PREFIX = "/features"
 SETTINGS = {
@@ -59,7 +59,6 @@ def requests() -> Iterator[Request]:
     yield send("limits/body", b"\0" * 200_001, "image/png", "/extract", layers="pool")
     yield send("limits/resized pixels", picture(1, (1, 1300)), "image/png", "/extract", layers="pool")
     yield send("limits/rows", npy(np.zeros((5, 3, 32, 32), np.float32)), "application/x-npy", layers="pool")
-    yield send("limits/unpacked", npz(a=np.zeros(10**6)), "application/x-npz", layers="pool")
     yield multipart("limits/parts", *[("images", "image/png", PNG)] * 5, layers="pool")
     yield get("limits/head", "/livez", {"x-long": "a" * 3000})
     yield get("limits/target", "/livez", x="a" * 3000)

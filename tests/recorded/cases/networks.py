@@ -15,7 +15,6 @@ from tests.recorded.request import (
     multipart,
     noise,
     npy,
-    npz,
     picture,
     post,
     safetensors_of,
@@ -190,7 +189,6 @@ def _pair() -> Iterator[Request]:
         ("missing", {"kind": KIND}),
         ("uneven", PAIR | {"kind": batch["kind"]}),
     ):
-        yield send(f"pair/npz {label}", npz(**arrays), "application/x-npz", **query)
         yield send(f"pair/safetensors {label}", safetensors_of(**arrays), "application/x-safetensors", **query)
         parts = [(name, "application/x-npy", npy(array)) for name, array in arrays.items()]
         yield multipart(f"pair/multipart {label}", *parts, **query)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tests.recorded.request import Json, Request, noise, npy, npz, picture, post, safetensors_of, send, tensor, tensors
+from tests.recorded.request import Json, Request, noise, npy, picture, post, safetensors_of, send, tensor, tensors
 
 TEXT = "a cat sat on the mat"
 TOKENS = [2, 4, 5, 7, 8, 9, 10, 3]
@@ -77,7 +77,6 @@ def requests() -> Iterator[Request]:
     yield send("texts/raw", TEXT.encode(), "text/plain", **query)
     yield send("texts/raw with a charset", TEXT.encode(), "text/plain; charset=utf-8", **query)
     yield send("texts/npy", npy(IDS), "application/x-npy", **query)
-    yield send("texts/npz", npz(input_ids=IDS[None], attention_mask=MASK[None]), "application/x-npz", **query)
     arrays = safetensors_of(input_ids=IDS, attention_mask=MASK)
     yield send("texts/safetensors", arrays, "application/x-safetensors", **query)
     yield send("texts/png", picture(1), "image/png", **query)

@@ -26,8 +26,7 @@ from layertap.models.selection.hook_points import (
 )
 from layertap.service.engine.collect.answer_cache import digest_request
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
-from layertap.service.formats.reply_format import ReplyFormat
-from layertap.service.formats.table import FORMATS
+from layertap.service.formats.table import FORMATS, ReplyFormat
 from layertap.service.inputs.items import ArraysItem, ImageItem, TextItem, TokensItem
 from layertap.service.timings import Timings
 
@@ -70,7 +69,7 @@ REQUEST = ExtractRequest(
     explanation=Explanation(("grad_cam",), SELECTOR, 0.5),
     input_options={0: InputOptions(OBJECTIVE, (INTERVENTION,))},
     faults=(Fault("broken", "mend it", "/inputs/1", 1),),
-    reply=ReplyOptions(FORMATS["json"], "list", 1000, frozenset({"a"})),
+    reply=ReplyOptions(FORMATS["json"], "list", 1000),
 )
 NOT_ASKED = {"model", "timings"}  # the model has a digest of its own
 

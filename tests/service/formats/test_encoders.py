@@ -14,7 +14,7 @@ import safetensors.numpy
 from layertap.models.errors import Fault
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Features, Receipt
-from layertap.service.formats.reply_format import EncodeOptions
+from layertap.service.formats.buffers import EncodeOptions
 from layertap.service.formats.table import FORMATS
 
 Array = np.ndarray[Any, Any]

@@ -11,9 +11,8 @@ import orjson
 import pytest
 
 from layertap.service.features import Features
-from layertap.service.formats.buffers import Buffers
+from layertap.service.formats.buffers import Buffers, EncodeOptions
 from layertap.service.formats.json import write_json
-from layertap.service.formats.reply_format import EncodeOptions
 from layertap.service.formats.table import FORMATS
 from layertap.service.oip.encoding import encode_reply
 from layertap.service.openai.encoding import encode_embeddings

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from layertap.service.errors import NotAcceptableError
 from layertap.service.formats.negotiation import negotiate
-from layertap.service.formats.reply_format import ReplyFormat
-from layertap.service.formats.table import FORMATS
+from layertap.service.formats.table import FORMATS, ReplyFormat
 
 
 @pytest.mark.parametrize(

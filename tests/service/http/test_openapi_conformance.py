@@ -15,7 +15,7 @@ from layertap.service.settings import Settings
 from tests.server import Live
 from tests.service.support import Control, configured
 
-TYPES = ("application/x-npy", "application/x-npz", "application/x-safetensors", "image/*")
+TYPES = ("application/x-npy", "application/x-safetensors", "image/*")
 ALWAYS = {200, 401, 403, 404, 422, 503}  # of routes that only say that there may be errors
 FEW, MANY = 15, 1000
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import torch
 from PIL import Image
 
@@ -23,11 +22,11 @@ from tests.service.support import (
     arrays_of,
     image,
     npy,
-    npz,
     picture,
     problem,
     raw,
     rows,
+    safetensors_of,
     same,
     tensor,
     text64,
@@ -69,15 +68,14 @@ def test_one_meaning(live: Live) -> None:
         "npy of a batch": raw(npy(row[None]), "application/x-npy", **QUERY),
         "Fortran order": raw(npy(np.asfortranarray(row)), "application/x-npy", **QUERY),
         "big-endian": raw(npy(row.astype(">f4")), "application/x-npy", **QUERY),
-        "npz": raw(npz(image=row), "application/x-npz", **QUERY),
-        "npz, any name": raw(npz(arr_0=row[None]), "application/x-npz", **QUERY),
-        "safetensors": raw(safetensors.numpy.save({"image": row}), "application/x-safetensors", **QUERY),
+        "safetensors": raw(safetensors_of(image=row), "application/x-safetensors", **QUERY),
+        "safetensors, any name": raw(safetensors_of(arr_0=row[None]), "application/x-safetensors", **QUERY),
     }
     replies = {name: live.client.post("/extract", **form) for name, form in forms.items()}
     first = arrays_of(replies["base64"])
     assert {array.dtype.name for array in first.values()} == {"float16"}
     assert [name for name, reply in replies.items() if not same(arrays_of(reply), first)] == []
-    arrays = {"tensor", "npy", "npy of a batch", "Fortran order", "big-endian", "npz", "npz, any name", "safetensors"}
+    arrays = {"tensor", "npy", "npy of a batch", "Fortran order", "big-endian", "safetensors", "safetensors, any name"}
     prints = {name: reply.json()["fingerprint"] for name, reply in replies.items()}
     assert len({prints[name] for name in arrays}) == 1
     assert len({prints[name] for name in prints.keys() - arrays}) == 1
@@ -118,8 +116,7 @@ def test_several_inputs(live: Live, form: str) -> None:
         "request and images": {"files": files(*pictures, request=BODY)},
         "images and query": {"files": files(*pictures), "params": QUERY},
         "npy": raw(npy(batch), "application/x-npy", **QUERY),
-        "npz": raw(npz(image=batch), "application/x-npz", **QUERY),
-        "safetensors": raw(safetensors.numpy.save({"image": batch}), "application/x-safetensors", **QUERY),
+        "safetensors": raw(safetensors_of(image=batch), "application/x-safetensors", **QUERY),
     }
     reply = live.client.post("/extract", **forms[form])
     found = arrays_of(reply)
@@ -176,14 +173,13 @@ def test_another_shape(live: Live) -> None:
     assert {key: array.shape for key, array in arrays_of(reply).items()} == {"block1": (1, 16, 48, 40), "head": (1, 10)}
 
 
-@pytest.mark.parametrize("form", ["npz", "safetensors"])
 @pytest.mark.parametrize("count", [None, 3])
-def test_several_inputs_of_a_model(live: Live, form: str, count: int | None) -> None:
-    """An npz or safetensors body names the inputs of a model that has several, for one row or a batch."""
+def test_several_inputs_of_a_model(live: Live, count: int | None) -> None:
+    """A safetensors body names the inputs of a model that has several, for one row or a batch."""
     pixels, kind = rows(count or 1, 0.5), np.arange(count or 1)
     arrays = {"pixels": pixels, "kind": kind} if count else {"pixels": pixels[0], "kind": kind[0]}
-    body = npz(**arrays) if form == "npz" else safetensors.numpy.save({k: np.array(v) for k, v in arrays.items()})
-    reply = live.client.post("/extract", **raw(body, f"application/x-{form}", model="two", layers="."))
+    body = safetensors_of(**{name: np.array(array) for name, array in arrays.items()})
+    reply = live.client.post("/extract", **raw(body, "application/x-safetensors", model="two", layers="."))
     found = arrays_of(reply)
     assert {key: array.shape for key, array in found.items()} == dict.fromkeys(
         (".[sum]", ".[product]"), (count or 1, 3)

@@ -15,7 +15,7 @@ from layertap.models.errors import Fault
 from layertap.service.http.problems import Problem, encode_problem
 from tests.server import Live
 from tests.service.bad_requests import BAD, GOOD, LONG, PNG, text
-from tests.service.support import Control, Json, npy, npz, problem, raw
+from tests.service.support import Control, Json, npy, problem, raw
 
 PATHS = ("/%00", "/%ff%fe", "/%ed%a0%80", "/" + "a" * 5000, "/%0d%0aX-Evil:1", "/models/%0d%0a", "/..%2f..%2fetc")
 QUERIES = ("layers=%ed%a0%80", "layers=%00", "%ff=1", "layers=pool" + "&" * 5000, "=", "layers=pool&model=%0d%0a")
@@ -35,7 +35,6 @@ PART = b"--x\r\nContent-Disposition: form-data; name=images\r\n\r\n%b\r\n--x--"
 BODIES = {
     "image/png": PNG,
     "application/x-npy": npy(np.zeros((3, 32, 32), np.float32)),
-    "application/x-npz": npz(image=np.zeros((3, 32, 32), np.float32)),
     "application/x-safetensors": save({"image": np.zeros((3, 32, 32), np.float32)}),
     "application/json": json.dumps(GOOD).encode(),
     "multipart/form-data; boundary=x": b"--x\r\nContent-Disposition: form-data; name=images\r\n\r\n"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.server import Live
-from tests.service.support import Json, image, npy, npz, picture, problem, raw, tensor
+from tests.service.support import Json, image, npy, picture, problem, raw, tensor
 
 PNG = picture(1)
 ROW = np.random.default_rng(3).standard_normal((3, 32, 32)).astype(np.float32)
@@ -20,7 +20,6 @@ ZERO = {"layer": "block1", "op": "zero", "channels": [3, 7]}
 RAW: dict[str, tuple[bytes, str, Json]] = {
     "picture": (PNG, "image/png", image(PNG)),
     "npy": (npy(ROW), "application/x-npy", tensor(ROW)),
-    "npz": (npz(image=ROW), "application/x-npz", tensor(ROW)),
     "safetensors": (safetensors.numpy.save({"image": ROW}), "application/x-safetensors", tensor(ROW)),
 }
 EXTRACT: dict[str, Json] = {

@@ -1,10 +1,8 @@
-"""Arrays written as clients write them: .npy, .npz and their headers."""
+"""Arrays written as clients write them: .npy files and their headers."""
 
 from __future__ import annotations
 
 import struct
-import zipfile
-from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
@@ -12,8 +10,6 @@ import numpy as np
 import pytest
 
 Array = np.ndarray[Any, Any]
-
-LIMIT = 1_000_000
 
 NUMBERS = [1.5, -2, 0, 7, 100, 3]
 
@@ -23,20 +19,6 @@ DTYPES = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?"]
 def make_npy(array: Array) -> bytes:
     stream = BytesIO()
     np.save(stream, array)
-    return stream.getvalue()
-
-
-def make_npz(pack: Callable[..., None] = np.savez, **arrays: Array) -> bytes:
-    stream = BytesIO()
-    pack(stream, **arrays)
-    return stream.getvalue()
-
-
-def make_zip(entries: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
-    stream = BytesIO()
-    with zipfile.ZipFile(stream, "w", method) as archive:
-        for name, body in entries.items():
-            archive.writestr(name, body)
     return stream.getvalue()
 
 

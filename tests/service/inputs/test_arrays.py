@@ -15,13 +15,12 @@ from layertap.models.errors import InputError, LayertapError
 from layertap.service.inputs.arrays import (
     decode_base64,
     read_npy,
-    read_npz,
     read_safetensors,
     read_tensor,
     require_finite,
 )
 from layertap.service.inputs.items import ArraysItem, ImageItem
-from tests.service.inputs.array_files import DTYPES, LIMIT, Array, is_same, make_array, make_npy, make_npz
+from tests.service.inputs.array_files import DTYPES, Array, is_same, make_array, make_npy
 
 
 def test_booleans() -> None:
@@ -151,7 +150,6 @@ def outcome(read: Callable[[bytes], object], data: bytes) -> str:
 
 READERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "npy": (read_npy, make_npy(make_array("f4"))),
-    "npz": (lambda data: read_npz(data, LIMIT), make_npz(np.savez_compressed, x=make_array("f4"), y=make_array("i4"))),
     "safetensors": (read_safetensors, safetensors.numpy.save({"x": make_array("f4"), "y": make_array("i4")})),
 }
 

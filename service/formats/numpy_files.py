@@ -1,0 +1,77 @@
+"""``application/x-npy``, one array and nothing else; ``application/x-npz``, one array per key in a zip archive."""
+
+from __future__ import annotations
+
+import zipfile
+from functools import lru_cache
+from io import BytesIO
+from typing import IO, cast
+
+from numpy.lib import format as npy_format
+
+from layertap.service.errors import NotAcceptableError
+from layertap.service.features import Array, Features
+from layertap.service.formats.buffers import Buffer, Buffers, EncodeOptions, name_arrays, to_little_endian, view_bytes
+
+_HINT = "use application/x-npz (format=npz), which holds any number of arrays"
+_ZIP64_FROM = 2**31 - 2**20
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+
+
+def encode_npy(features: Features, options: EncodeOptions) -> Buffers:
+    """The only result as a .npy file; ``options`` change nothing.
+
+    NotAcceptableError: none or several results, or one with a scale.
+    """
+    if len(features.arrays) != 1:
+        detail = f"application/x-npy holds exactly one result; this request has {len(features.arrays)}"
+        raise NotAcceptableError(detail, hint=_HINT)
+    if features.scales:
+        raise NotAcceptableError("application/x-npy has no place for the scale of an int8 result", hint=_HINT)
+    (array,) = features.arrays.values()
+    return _write_npy(array)
+
+
+def encode_npz(features: Features, options: EncodeOptions) -> Buffers:
+    """The results as a .npz file, scales as ``KEY.scale``; ``options`` change nothing.
+
+    The same features give the same bytes. NotAcceptableError: two arrays of the same name.
+    """
+    file = _BufferFile()
+    # Not numpy.savez: it takes the keys as keyword arguments, so that one called "file" breaks it, and it writes the
+    # time of day into the archive.
+    with zipfile.ZipFile(cast("IO[bytes]", file), "w", zipfile.ZIP_STORED) as archive:
+        for name, array in name_arrays(features).items():
+            entry = zipfile.ZipInfo(f"{name}.npy", date_time=_EPOCH)
+            with archive.open(entry, "w", force_zip64=array.nbytes > _ZIP64_FROM) as body:
+                body.writelines(_write_npy(array))
+    return file.buffers
+
+
+def _write_npy(array: Array) -> Buffers:
+    """An array as a .npy file, format version 1.0: what precedes its data, and its data."""
+    array = to_little_endian(array)
+    return [_make_header(array.shape, array.dtype.str), view_bytes(array)]
+
+
+@lru_cache(maxsize=256)
+def _make_header(shape: tuple[int, ...], dtype: str) -> bytes:
+    """What precedes the data of an array in C order; cached, for writing it takes longer than writing an embedding."""
+    stream = BytesIO()
+    npy_format.write_array_header_1_0(stream, {"descr": dtype, "fortran_order": False, "shape": shape})
+    return stream.getvalue()
+
+
+class _BufferFile:
+    """A file to be written from its begin to its end, whose content stays in the buffers that were written."""
+
+    def __init__(self) -> None:
+        self.buffers: Buffers = []
+
+    def write(self, data: Buffer) -> int:
+        """Keep the bytes of a buffer, which must not change any more."""
+        self.buffers.append(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing waits."""
