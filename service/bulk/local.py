@@ -61,21 +61,21 @@ class LocalExtractor(Extractor):
 
 
 def _make_request(question: Question, inputs: Sequence[bytes]) -> ExtractRequest:
-    fields = {"layers": list(question.layers), "pool": question.pool, "normalize": question.normalize}
-    asked = validate(ExtractBody, {name: value for name, value in fields.items() if value}).layer_request
+    fields = {
+        "model": question.model,
+        "layers": list(question.layers),
+        "pool": question.pool,
+        "normalize": question.normalize,
+        "prompt": question.prompt,
+        "truncate": question.truncate,
+        "on_error": "skip",
+        "isolated": True,  # the same bits every time
+        "priority": "bulk",
+    }
+    body = validate(ExtractBody, {name: value for name, value in fields.items() if value})
     items = [TextItem(data.decode()) if question.texts else ImageItem(data) for data in inputs]
-    return ExtractRequest(
-        model=question.model,
-        items=tuple(enumerate(items)),
-        selectors=asked.selectors,
-        embedding=asked.embedding,
-        prompt=question.prompt,
-        truncate=question.truncate,
-        on_error="skip",
-        isolated=True,  # the same bits every time
-        decode_with_batch=True,  # other batches keep the other workers busy, and no row crosses between processes
-        priority="bulk",
-    )
+    # Decoded with the batch: other batches keep the other workers busy, and no row crosses between processes.
+    return ExtractRequest(items=tuple(enumerate(items)), decode_with_batch=True, **body.request_fields)
 
 
 def _list_reasons(faults: Sequence[Fault]) -> dict[int, str]:

@@ -52,7 +52,7 @@ def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) 
     """
     dry_run = raw.query.get_flag("dry_run")
     body, items, faults = _parse_body(raw, settings, kind)
-    layers = body.layer_request
+    fields = body.request_fields
     if faults and not items:
         raise RequestError.from_faults(faults)
     if not items and not dry_run:
@@ -61,27 +61,14 @@ def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) 
     if dry_run and isinstance(body, ExplainBody):
         hint = "ask POST /extract?dry_run=true for the gradient"
         raise RequestError("an explanation has no dry run", hint=hint)
+    tiles = _read_tiles(body, raw.format)
     request = ExtractRequest(
-        model=body.model,
         items=items,
-        selectors=layers.selectors,
-        interventions=layers.interventions,
-        objective=layers.objective,
-        resume=layers.resume,
-        embedding=layers.embedding,
-        prompt=body.prompt if isinstance(body, ExtractBody) else None,
-        truncate=body.truncate if isinstance(body, ExtractBody) else None,
-        explanation=body.to_explanation() if isinstance(body, ExplainBody) else None,
-        input_options=body.read_input_options(),
         faults=faults,
-        on_error=body.on_error,
-        isolated=body.isolated,
-        verify=layers.verify,
-        probe=layers.probe,
         dry_run=dry_run,
-        priority=body.priority,
-        reply=ReplyOptions(raw.format, body.encoding, settings.max_reply_bytes, tiles=_read_tiles(body, raw.format)),
+        reply=ReplyOptions(raw.format, body.encoding, settings.max_reply_bytes, tiles=tiles),
         timings=raw.timings,
+        **fields,
     )
     if len(body.inputs) == 1:  # of which there may be several rows
         return replace(request.for_input(0), input_options={})

@@ -69,26 +69,21 @@ def parse_infer(raw: RawRequest, settings: Settings, model: str) -> InferRequest
     request = validate(ExtractBody, join_parts(others), "/parameters")
     check_results(len(body.outputs), settings.max_results)
     names = [each.name for each in body.outputs]
-    embedding = request.layer_request.embedding if not names or EMBEDDING in names else None
+    embedding = request.request_fields["embedding"] if not names or EMBEDDING in names else None
     given = {each.name: each.parameters.binary_data for each in body.outputs}
     binary = {name: own.binary_data_output if each is None else each for name, each in given.items()}
     all_binary = all(binary.values()) if binary else own.binary_data_output
-    layers = request.layer_request
+    asked = request.request_fields | {
+        "model": model,
+        "selectors": _read_layers(names, request),
+        "embedding": replace(embedding, alias=EMBEDDING) if embedding is not None else None,
+        "priority": "interactive" if own.priority <= HIGHEST_PRIORITY else "bulk",
+    }
     extract = ExtractRequest(
-        model=model,
         items=read_items(body.inputs, memoryview(raw.data)[length:], settings),
-        selectors=_read_layers(names, request),
-        embedding=replace(embedding, alias=EMBEDDING) if embedding is not None else None,
-        interventions=layers.interventions,
-        objective=layers.objective,
-        resume=layers.resume,
-        prompt=request.prompt,
-        truncate=request.truncate,
-        isolated=request.isolated,
-        verify=layers.verify,
-        priority="interactive" if own.priority <= HIGHEST_PRIORITY else "bulk",
         reply=ReplyOptions(BINARY if all_binary else JSON, max_bytes=settings.max_reply_bytes),
         timings=raw.timings,
+        **asked,
     )
     timeout_s = own.timeout / 1e6 if own.timeout else None
     return InferRequest(extract, body.id, binary, own.binary_data_output, timeout_s)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, JsonValue
 
@@ -12,10 +11,8 @@ from layertap.models.errors import Fault, RequestError, SelectorError
 from layertap.models.selection.hook_points import (
     Embedding,
     Explanation,
-    InputOptions,
     Intervention,
     Method,
-    Objective,
     Pool,
     ReplyDType,
     Selector,
@@ -26,26 +23,9 @@ from layertap.service.pictures.options import MAX_TILES
 from layertap.service.schemas.base import OneError, StrictBody, make_list, read_entries, read_field
 from layertap.service.schemas.inputs import InputBody, read_input_options
 from layertap.service.schemas.interventions import MAX_INTERVENTIONS, InterventionBody
-from layertap.service.schemas.layers import LayerEntry
+from layertap.service.schemas.layers import LayerBody, LayerEntry
 from layertap.service.schemas.objective import ObjectiveBody, SomeClass
 from layertap.service.types import Priority
-
-
-@dataclass(frozen=True)
-class LayerRequest:
-    """What a body asks of a model's layers: which of them, what is changed, the objective, where forwards begin.
-
-    ``verify``: outputs are put back in a second forward. ``embedding`` is there where no layers are named. ``probe``:
-    receipts have probes.
-    """
-
-    selectors: tuple[Selector, ...]
-    interventions: tuple[Intervention, ...]
-    objective: Objective | None
-    resume: Selector | None
-    verify: bool
-    embedding: Embedding | None = None
-    probe: bool = False
 
 
 class RequestBody(StrictBody):
@@ -61,17 +41,20 @@ class RequestBody(StrictBody):
     tiles: Annotated[int, Field(ge=1, le=MAX_TILES)] | None = None
 
     @cached_property
-    def layer_request(self) -> LayerRequest:
-        """What it asks of layers; RequestError with a fault for each entry that makes no sense."""
-        return LayerRequest((), (), self._read_objective(), None, verify=False)
+    def request_fields(self) -> dict[str, Any]:
+        """What it says, as fields of an ``ExtractRequest``; RequestError with a fault for each entry that is wrong."""
+        return self._read_request()
 
-    def read_input_options(self) -> dict[int, InputOptions]:
-        """The options of single inputs, by their indices; RequestError with a fault for what makes no sense."""
-        return read_input_options(self.inputs, self.layer_request.objective)
-
-    def _read_objective(self) -> Objective | None:
-        body = self.objective
-        return read_field("/objective", body.to_objective) if body is not None else None
+    def _read_request(self) -> dict[str, Any]:
+        objective = read_field("/objective", self.objective.to_objective) if self.objective is not None else None
+        return {
+            "model": self.model,
+            "objective": objective,
+            "input_options": read_input_options(self.inputs, objective),
+            "on_error": self.on_error,
+            "isolated": self.isolated,
+            "priority": self.priority,
+        }
 
 
 class ExtractBody(RequestBody):
@@ -93,18 +76,21 @@ class ExtractBody(RequestBody):
         None, description="Which end of a text that is too long is cut; with none it is refused."
     )
 
-    @cached_property
-    def layer_request(self) -> LayerRequest:
-        """What it asks of layers; RequestError with a fault for each entry that makes no sense."""
-        return LayerRequest(
-            read_entries(self.layers, "layers", lambda body: body.to_selector(self.pool, self.normalize, self.dtype)),
-            read_entries(self.interventions, "interventions", _read_shared),
-            self._read_objective(),
-            self._read_resume(),
-            self.verify,
-            None if self.layers else self._read_embedding(),
-            self.probe,
-        )
+    def _read_request(self) -> dict[str, Any]:
+        def read_layer(body: LayerBody) -> Selector:
+            return body.to_selector(self.pool, self.normalize, self.dtype)
+
+        return {
+            "selectors": read_entries(self.layers, "layers", read_layer),
+            "interventions": read_entries(self.interventions, "interventions", _read_shared),
+            "resume": self._read_resume(),
+            "embedding": None if self.layers else self._read_embedding(),
+            "prompt": self.prompt,
+            "truncate": self.truncate,
+            "verify": self.verify,
+            "probe": self.probe,
+            **super()._read_request(),
+        }
 
     def _read_resume(self) -> Selector | None:
         text = self.resume
@@ -172,18 +158,17 @@ class ExplainBody(RequestBody):
     window: int | None = Field(None, ge=1, lt=2**15)
     stride: int | None = Field(None, ge=1, lt=2**15)
 
-    def read_input_options(self) -> dict[int, InputOptions]:
-        """As of other bodies; a map is of a forward that nothing changes."""
-        options = super().read_input_options()
-        for index, each in options.items():
+    def _read_request(self) -> dict[str, Any]:
+        request = {"explanation": self._read_explanation(), **super()._read_request()}
+        for index, each in request["input_options"].items():
             if each.interventions:
                 detail, hint = "an explanation takes no interventions", "leave them out, or use POST /extract"
                 raise RequestError.from_faults([Fault(detail, hint, f"/inputs/{index}/interventions", index)])
             if self.classes and each.objective is not None:
                 raise RequestError.from_faults([Fault(*TWO_CLASSES, f"/inputs/{index}", index)])
-        return options
+        return request
 
-    def to_explanation(self) -> Explanation:
+    def _read_explanation(self) -> Explanation:
         """What is asked for; SelectorError where the layer is no selector, RequestError for classes said twice."""
         selector = parse_selector(self.layer) if self.layer is not None else None
         objective = self.objective

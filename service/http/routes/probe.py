@@ -46,12 +46,12 @@ async def probe_layers(
     parsed = query.Query.parse(request.scope["query_string"])
     parsed.check_names(OF_BODY | OWN)  # a reply has one format, and no dry run
     fields = query.read_fields(parsed, OF_BODY | OWN, engine.settings.max_json_depth)
-    asked = validate(ExtractBody, {key: fields[key] for key in fields.keys() - OWN}).layer_request
+    asked = validate(ExtractBody, {key: fields[key] for key in fields.keys() - OWN}).request_fields
     prober: Prober = request.app.state.prober
     features = await prober.probe(
         name,
-        asked.selectors,
-        asked.embedding,
+        asked["selectors"],
+        asked["embedding"],
         deadline,
         preprocessed=preprocessed == "caller",
         sent=(TextItem(""),) if input == "text" else (),
