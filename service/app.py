@@ -25,7 +25,7 @@ from layertap.service.explain.prober import Prober
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.http import openapi, problems
 from layertap.service.http.middleware import RequestContextMiddleware
-from layertap.service.http.routes import explain, extract, health, metrics, models, pages, probe
+from layertap.service.http.routes import extract, health, models, pages
 from layertap.service.http.tracing import RequestTracer
 from layertap.service.metrics import Metrics
 from layertap.service.oip import encoding as oip_encoding
@@ -36,7 +36,7 @@ from layertap.service.settings import Settings, read_settings
 from layertap.service.version import get_version
 
 ROUTERS = (
-    *(extract.router, explain.router, models.router, probe.router, health.router, metrics.router),
+    *(extract.router, models.router, health.router),
     *(openai_routes.router, oip_routes.router),
 )
 EXPOSED = (  # headers of a reply that pages of other origins may read

@@ -17,7 +17,7 @@ from typing import NoReturn
 import uvicorn
 from uvicorn.server import HANDLED_SIGNALS
 
-from layertap.service.http.sockets import format_url, remove_path
+from layertap.service.http.sockets import UnixListener, format_url
 from layertap.service.signals import release_hangups
 
 log = logging.getLogger("layertap")
@@ -88,7 +88,8 @@ class Server(uvicorn.Server):
         log.info("stopping")
         await self._close_after_replies()
         for listener in sockets or ():
-            remove_path(listener)
+            if isinstance(listener, UnixListener):
+                listener.remove_path()
         await asyncio.sleep(ACCEPT_S)
         self._on_end()
         await super().shutdown(sockets)

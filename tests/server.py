@@ -20,7 +20,7 @@ from layertap.service.app import create_app
 from layertap.service.config.configuration import Configuration
 from layertap.service.engine.engine import Engine
 from layertap.service.fetch.fetcher import Fetcher
-from layertap.service.http.server_config import make_server_config
+from layertap.service.http.protocol import make_server_config
 from layertap.service.settings import Settings
 
 STARTUP_TRIES = 600

@@ -81,7 +81,7 @@ def _run(
     from layertap.service import allocator, logs
     from layertap.service.app import create_app
     from layertap.service.cli.startup import print_summary
-    from layertap.service.http.server_config import make_server_config
+    from layertap.service.http.protocol import make_server_config
     from layertap.service.http.sockets import format_url
     from layertap.service.process import Server
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, TypeVar
 
 from layertap.models.errors import escape
 from layertap.service.errors import NotAcceptableError
@@ -11,33 +10,22 @@ from layertap.service.errors import NotAcceptableError
 _MAX_RANGES = 64
 
 
-class Representation(Protocol):
-    """Something that can be replied with."""
+def negotiate(accept: str | None, format: str | None, types: Mapping[str, str]) -> str:  # noqa: A002
+    """The name of the format to reply in, of names and media types; the first where the request does not say.
 
-    @property
-    def media_type(self) -> str:
-        """What it is called in ``Accept``."""
-
-
-T = TypeVar("T", bound=Representation)
-
-
-def negotiate(accept: str | None, format: str | None, formats: Mapping[str, T]) -> T:  # noqa: A002
-    """The format to reply in; the table's first where the request does not say.
-
-    Of media types that are equally welcome, the one that was named more exactly wins, then the table's order.
-    NotAcceptableError: an unknown ``format``, or an ``accept`` that none of ``formats`` fits.
+    Of media types that are equally welcome, the one that was named more exactly wins, then the order.
+    NotAcceptableError: an unknown ``format``, or an ``accept`` that none of ``types`` fits.
     """
     if format is not None:
-        if format not in formats:
-            raise NotAcceptableError(f"no format {escape(format)} is offered", hint="use one of " + ", ".join(formats))
-        return formats[format]
+        if format not in types:
+            raise NotAcceptableError(f"no format {escape(format)} is offered", hint="use one of " + ", ".join(types))
+        return format
     if accept is None or not accept.strip(" \t,"):
-        return next(iter(formats.values()))
+        return next(iter(types))
     ranges = parse_qualities(accept)
-    best = max(formats.values(), key=lambda each: _rank(each.media_type, ranges))
-    if _rank(best.media_type, ranges)[0] <= 0:
-        hint = "accept one of " + ", ".join(each.media_type for each in formats.values())
+    best = max(types, key=lambda name: _rank(types[name], ranges))
+    if _rank(types[best], ranges)[0] <= 0:
+        hint = "accept one of " + ", ".join(types.values())
         raise NotAcceptableError("no media type on offer is accepted", hint=hint)
     return best
 

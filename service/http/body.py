@@ -1,4 +1,4 @@
-"""A request's body in memory: counted as it arrives and as it unpacks, within a time, never on a disk."""
+"""A request's body in memory, never on a disk: counted as it arrives, as it unpacks and as its JSON is read."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import asyncio
 import math
 import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from io import BytesIO
-from typing import cast
+from typing import Any, cast
 
+import orjson
 from fastapi import Request
 from python_multipart.multipart import Field, File, FormParser, parse_options_header
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
 from layertap.models.errors import TooLargeError
+from layertap.service.engine.admit.admission import Ticket
 from layertap.service.errors import BadRequestError, BodyTimeoutError, UnsupportedMediaError
 from layertap.service.settings import Settings
 
 MULTIPART = "multipart/form-data"
 GZIP = 16 + zlib.MAX_WBITS  # for zlib: with the head and the end that gzip has
 IN_MEMORY = {"MAX_MEMORY_FILE_SIZE": math.inf}
+MAX_BRACKETS = 500_000
+MAX_DOCUMENT = 2**16  # bytes of a request that has no inputs
 MIN_BYTES_PER_S = 10_000  # of a body: whoever sends less holds a place and memory for nothing
 
 
@@ -150,3 +155,55 @@ def _too_many_parts_error(limit: int) -> TooLargeError:
 
 def _too_large_error(size: str, limit: int) -> TooLargeError:
     return TooLargeError(f"the body has {size} bytes, the limit is {limit}", hint="send fewer or smaller inputs")
+
+
+async def read_document(
+    request: Request, settings: Settings, admit: Callable[[], AbstractContextManager[Ticket]]
+) -> dict[str, Any]:
+    """A small body that is a JSON object; without any the object is empty. BadRequestError, TooLargeError."""
+    with admit() as ticket:
+        data = await read_body(request, settings, ticket.reserve_bytes)
+    if len(data) > MAX_DOCUMENT:
+        hint = "models are configured by who runs the server"
+        raise TooLargeError(f"the body has {len(data)} bytes, the limit here is {MAX_DOCUMENT}", hint=hint)
+    document = load_json(data, settings.max_json_depth) if data else {}
+    if not isinstance(document, dict):
+        raise BadRequestError("the body is no JSON object")
+    return document
+
+
+def load_json(data: bytes, max_depth: int, name: str = "the body") -> Any:
+    """A JSON document no deeper than it may be; BadRequestError, TooLargeError where it has very many brackets.
+
+    ``name`` is what errors call it.
+    """
+    # Each makes an object that the garbage collector looks at, while no other thread runs.
+    brackets = data.count(b"[") + data.count(b"{")
+    if brackets > MAX_BRACKETS:
+        hint = "send long texts in several requests, and numbers as base64"
+        raise TooLargeError(f"the JSON has {brackets} brackets; the limit is {MAX_BRACKETS}", hint=hint)
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        hint = "send UTF-8 without a byte order mark, NaN or Infinity"
+        raise BadRequestError(f"{name} is not JSON: {where}", hint=hint) from None
+    # Only a document with that many brackets can be that deep.
+    if brackets > max_depth and _is_deeper(value, max_depth):
+        raise BadRequestError(f"the JSON is nested deeper than {max_depth}")
+    return value
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            item
+            for each in level
+            if isinstance(each, (dict, list))
+            for item in (each.values() if isinstance(each, dict) else each)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return False
+    return True

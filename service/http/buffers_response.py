@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from layertap.service.formats.buffers import Buffer, Buffers
-from layertap.service.http.reply_transport import SMALL
 
+SMALL = 2**16  # bytes that are copied in less time than another call of the system takes
 LARGE = 2**16  # bytes that uvicorn gives away without waiting for the peer
 PIECE = 2**20  # bytes that wait for the peer at a time
 

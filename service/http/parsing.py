@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers
 
-from layertap.models.errors import Fault, RequestError
+from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError, escape
 from layertap.service.engine.admit.admission import check_count, check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
-from layertap.service.errors import UnsupportedMediaError
+from layertap.service.errors import BadRequestError, UnsupportedMediaError
 from layertap.service.formats.table import ReplyFormat
-from layertap.service.http.body import MULTIPART, get_media_type, parse_multipart
-from layertap.service.http.input_readers import BODY_READERS, PlacedItems, read_multipart
-from layertap.service.http.json_document import load_json
+from layertap.service.http.body import MULTIPART, MultipartPart, get_media_type, load_json, parse_multipart
 from layertap.service.http.query import ALWAYS, Query, read_fields
+from layertap.service.inputs.arrays import Array, read_npy, read_safetensors
+from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
 from layertap.service.pictures.options import TILES
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
 from layertap.service.schemas.inputs import parse_inputs
@@ -42,6 +44,7 @@ class RawRequest:
         return get_media_type(self.headers.get("content-type", ""))
 
 
+PlacedItems = tuple[tuple[int, InputItem], ...]
 Parsed = tuple[RequestBody, PlacedItems, tuple[Fault, ...]]  # a body without inputs, inputs, faults of those left out
 
 
@@ -92,7 +95,7 @@ def _parse_body(raw: RawRequest, settings: Settings, kind: type[RequestBody]) ->
     if not raw.data and not media_type:  # a dry run needs no input
         return _parse_query(raw, settings, kind), (), ()
     if media_type in BODY_READERS:
-        items = BODY_READERS[media_type](raw.data, raw.headers["content-type"], settings)
+        items = BODY_READERS[media_type](raw.data, raw.headers["content-type"])
         return _parse_query(raw, settings, kind), items, ()
     raise UnsupportedMediaError(
         "a body of this content type is not taken",
@@ -110,7 +113,7 @@ def _parse_json(raw: RawRequest, settings: Settings, kind: type[RequestBody]) ->
 
 def _parse_multipart(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> Parsed:
     parts = parse_multipart(raw.headers, raw.data, settings)
-    request, items, faults = read_multipart(parts, settings)
+    request, items, faults = _read_parts(parts, settings)
     if request is None:
         body = _parse_query(raw, settings, kind)
     else:
@@ -157,3 +160,95 @@ def _check_sizes(value: Any, settings: Settings) -> None:
     if isinstance(layers, list):
         names = (layer.get("layer") if isinstance(layer, dict) else layer for layer in layers)
         check_results(len({name for name in names if isinstance(name, str)}), settings.max_results)
+
+
+def _read_text(data: bytes, content_type: str) -> PlacedItems:
+    """A text; UnsupportedMediaError, BadRequestError where it is not UTF-8."""
+    charset = parse_options_header(content_type)[1].get(b"charset", b"utf-8")
+    if charset.lower() not in (b"utf-8", b"utf8", b"us-ascii"):
+        raise UnsupportedMediaError("a text of this charset is not taken", hint="send UTF-8")
+    try:
+        return ((0, TextItem(data.decode())),)
+    except UnicodeDecodeError:
+        raise BadRequestError("the text is not UTF-8", hint="send UTF-8") from None
+
+
+def _read_parts(
+    parts: Sequence[MultipartPart], settings: Settings
+) -> tuple[bytes | None, PlacedItems, tuple[Fault, ...]]:
+    """The part that is called ``request``, where there is one, the inputs in all others, and what is wrong with some.
+
+    RequestError, TooLargeError.
+    """
+    requests = [part for part in parts if part.name == "request"]
+    inputs = [part for part in parts if part.name in PART_READERS]
+    arrays = [part for part in parts if part.name not in ("request", *PART_READERS)]
+    if len(requests) > 1:
+        raise RequestError("a multipart body has at most one part named 'request'", hint="rename the others")
+    if inputs and arrays:
+        raise RequestError(
+            "a multipart body has inputs one by one, or an array for each of the model's inputs, not both",
+            hint="name arrays 'tensors' that are inputs of their own",
+        )
+    check_count(len(inputs), settings)
+    items, faults = _read_inputs(inputs)
+    return requests[0].data if requests else None, _read_named_arrays(arrays) if arrays else items, faults
+
+
+def _read_inputs(parts: Sequence[MultipartPart]) -> tuple[PlacedItems, tuple[Fault, ...]]:
+    items: list[tuple[int, InputItem]] = []
+    faults: list[Fault] = []
+    for place, part in enumerate(parts):
+        try:
+            items.append((place, PART_READERS[part.name](part.data)))
+        except InputError as error:
+            faults.append(error.to_fault(f"/inputs/{place}", place))
+    return tuple(items), tuple(faults)
+
+
+def _read_text_part(data: bytes) -> TextItem:
+    try:
+        return TextItem(data.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise InputError("the text is not UTF-8", hint="send UTF-8") from None
+
+
+def _read_named_arrays(parts: Sequence[MultipartPart]) -> PlacedItems:
+    """The one item, or batch of items, of which each part is an input of the model."""
+    names = [part.name for part in parts]
+    for name in names:
+        if names.count(name) > 1:
+            detail = f"there are {names.count(name)} arrays named {escape(name)}"
+            raise RequestError(detail, hint="send rows as a batch")
+    return _read_arrays(lambda: {part.name: _read_part(part) for part in parts}, by_name=True)
+
+
+def _read_part(part: MultipartPart) -> Array:
+    try:
+        return read_npy(part.data)
+    except InputError as error:
+        hint = "name parts 'images', 'texts' or 'tensors', or .npy files as the model's inputs"
+        raise InputError(f"part {escape(part.name)}: {error.detail}", hint=hint) from None
+
+
+def _read_arrays(read: Callable[[], dict[Any, Array]], by_name: bool = False) -> tuple[tuple[int, ArraysItem]]:
+    try:
+        return ((0, ArraysItem(read(), may_batch=True, by_name=by_name)),)
+    except TooLargeError:
+        raise
+    except LayertapError as error:
+        raise RequestError.from_faults([error.to_fault(input=0)]) from None
+
+
+PART_READERS: Mapping[str, Callable[[bytes], InputItem]] = {  # of parts that are one input each
+    "images": ImageItem,
+    "texts": _read_text_part,
+    "tensors": lambda data: ArraysItem({None: read_npy(data)}),
+}
+BODY_READERS: Mapping[str, Callable[[bytes, str], PlacedItems]] = {  # by media type; with the content type
+    "image/*": lambda data, content_type: ((0, ImageItem(data)),),
+    "text/plain": _read_text,
+    # Of these arrays rows may be a batch.
+    "application/x-npy": lambda data, content_type: _read_arrays(lambda: {None: read_npy(data)}),
+    "application/x-safetensors": lambda data, content_type: _read_arrays(lambda: read_safetensors(data)),
+}

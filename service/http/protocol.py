@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from asyncio import TimerHandle
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
+import uvicorn
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from layertap.service.http.exchange import make_context_headers
+from layertap.service.http.buffers_response import SMALL
+from layertap.service.http.middleware import make_context_headers
 from layertap.service.http.problems import Problem, encode_problem, format_retry_after
-from layertap.service.http.reply_transport import ReplyTransport
 from layertap.service.metrics import ConnectionReason, Metrics
 from layertap.service.settings import UNIX, Settings
 
@@ -180,7 +185,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         if self._bytes_since_body > self._settings.max_head_bytes:
             self._refuse_large_head()
-        elif self._head_timer is None and (self._in_head or not self._answers()) and not self.transport.is_closing():
+            return
+        waits = self._in_head or not self._answers()
+        # Behind a pipeline nothing is read: the peer can't send the rest.
+        if waits and self._head_timer is None and not self.pipeline and not self.transport.is_closing():
             self._start_head_timer()
 
     def _start_head_timer(self) -> None:
@@ -265,3 +273,113 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 class _StopParsing(Exception):  # noqa: N818  (it only gets out of the parser)
     """The parser is to stop: the head is refused."""
+
+
+MIN_BYTES_PER_SECOND = 1024  # that whoever asked for a large reply has to take
+
+
+class ReplyTransport:
+    """A transport as uvicorn's cycles use it: a reply's head goes with what comes next, and ``end`` ends it.
+
+    A head by itself would be a call of the system, and a packet, of its own. A connection whose peer takes too little
+    of what waits to be sent is aborted: once it is watched, that is looked at every ``timeout_s``.
+    """
+
+    def __init__(
+        self, transport: asyncio.Transport, end: Callable[[], None], timeout_s: float, logger: logging.Logger
+    ) -> None:
+        self.is_closing = transport.is_closing
+        self.end = end
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._timeout_s = timeout_s
+        self._logger = logger
+        self._head = b""
+        self._begun = False
+        self._unsent_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def write(self, data: bytes) -> None:
+        """Send data; the first of a reply waits for more, but no longer than until the event loop's next turn."""
+        if not self._begun:
+            self._begun = True
+            self._head = data
+            self._loop.call_soon(self.flush)
+            return
+        if self._head and len(data) <= SMALL:
+            data, self._head = self._head + data, b""
+        self.flush()
+        self._transport.write(data)
+
+    def end_reply(self) -> None:
+        """What is written from now on is another reply."""
+        self.flush()
+        self._begun = False
+
+    def close(self) -> None:
+        """End the connection after what was written."""
+        self.flush()
+        self.end()
+
+    def flush(self) -> None:
+        """Send what waits for more, unless the connection is closed by now."""
+        head, self._head = self._head, b""
+        if head and not self._transport.is_closing():
+            self._transport.write(head)
+
+    def watch(self) -> None:
+        """Begin to look whether the peer reads, unless that has begun."""
+        if self._timer is None:
+            self._unsent_bytes = self._transport.get_write_buffer_size()
+            self._timer = self._loop.call_later(self._timeout_s, self._check)
+
+    def watch_last_reply(self) -> None:
+        """The same where the connection is closing: what is left of the last reply is kept no longer either."""
+        if self._transport.is_closing() and self._transport.get_write_buffer_size():
+            self.watch()
+
+    def stop_watching(self) -> None:
+        """The peer reads, or the connection is over."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check(self) -> None:
+        self._timer = None
+        sent_bytes = self._unsent_bytes - self._transport.get_write_buffer_size()
+        if sent_bytes < MIN_BYTES_PER_SECOND * self._timeout_s:
+            self._logger.warning("a reply was not read")
+            self._transport.abort()
+        else:
+            self.watch()
+
+
+SHUTDOWN_SHARE = 0.9  # of the deadline: admitted requests are expected to end within less; supervisors wait as long
+CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2: with forward secrecy and authenticated; TLS 1.3 has no others
+
+
+def make_server_config(
+    app: ASGIApp, settings: Settings, metrics: Metrics | None = None, **options: Any
+) -> uvicorn.Config:
+    """The configuration of uvicorn; ``options`` are more of its own options.
+
+    ``metrics`` are where connections are counted, where that is wanted.
+    """
+    return uvicorn.Config(
+        app,
+        **{
+            "lifespan": "on",  # else uvicorn serves an application that could not start
+            "http": partial(BoundedHttpProtocol, settings=settings, metrics=metrics or Metrics()),
+            "ws": "none",
+            "log_config": None,
+            "access_log": False,
+            "server_header": False,
+            "proxy_headers": False,  # the application has uvicorn's middleware for them
+            "timeout_graceful_shutdown": math.ceil(SHUTDOWN_SHARE * settings.deadline_s),
+            "timeout_keep_alive": math.ceil(settings.keepalive_s),
+            "ssl_certfile": settings.tls_cert,
+            "ssl_keyfile": settings.tls_key,
+            "ssl_ciphers": CIPHERS,
+            **options,
+        },
+    )

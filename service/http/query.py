@@ -13,7 +13,7 @@ from typing import Any
 from starlette.datastructures import QueryParams
 
 from layertap.models.errors import Fault, RequestError, escape, find_nearest, suggest
-from layertap.service.http.json_document import load_json
+from layertap.service.http.body import load_json
 
 MAX_CACHED, MAX_CACHED_BYTES = 64, 512  # queries that are remembered, and how long each may be
 MAX_LIST_ITEMS = 50_000  # in one parameter

@@ -68,13 +68,14 @@ async def receive(
     """
     state = request.scope["state"]
     query = Query.parse(request.scope["query_string"])
-    reply_format = negotiate(request.headers.get("accept"), query.get_one("format"), formats)
+    types = {name: each.media_type for name, each in formats.items()}
+    reply_format = formats[negotiate(request.headers.get("accept"), query.get_one("format"), types)]
     packed = is_packed(request.headers)
-    timeout = Timeout.parse(request.headers, engine.settings)
+    timeout = Timeout(request.headers, engine.settings)
     timings: Timings = state["timings"]
     ticket = state["until_sent"].enter_context(engine.admission.admit(timeout.deadline, timings))
     data = await read_body(request, engine.settings, ticket.reserve_bytes)
-    timeout = timeout.restart()  # a slow network is not the server's
+    timeout.restart()  # a slow network is not the server's
     ticket.deadline = timeout.deadline
     model = None
     async with cancel_on_disconnect(request):
@@ -89,7 +90,7 @@ async def receive(
             parsed = await _parse(raw, parse, engine, timeout.deadline)
             model = parsed.model
             timings.facts.model = engine.manager.find_name(model)
-            timeout = timeout.shorten(get_timeout(parsed))
+            timeout.shorten(get_timeout(parsed))
             ticket.deadline = timeout.deadline
             yield parsed, ticket
         except QueueTooLongError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 from contextlib import ExitStack, suppress
+from os.path import samestat
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,22 @@ def bind(host: str, port: int) -> list[socket.socket]:
     return listeners
 
 
-def bind_unix(path: Path) -> socket.socket:
+class UnixListener(socket.socket):
+    """A Unix socket that knows which file it has made."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(socket.AF_UNIX)
+        self.bind(str(path))
+        self._path, self._made = path, path.lstat()
+
+    def remove_path(self) -> None:
+        """Let nobody find it any more; what somebody has put in its place stays."""
+        with suppress(OSError):  # what is not there nobody finds
+            if samestat(self._path.lstat(), self._made):
+                self._path.unlink()
+
+
+def bind_unix(path: Path) -> UnixListener:
     """A listening Unix socket, which the server's user and group may open, in place of one that nobody serves any more.
 
     LayertapError where somebody serves it, something else is there, or it is not to be had.
@@ -62,8 +78,7 @@ def bind_unix(path: Path) -> socket.socket:
         if path.is_socket() and not _is_served(path):
             path.unlink()
         with ExitStack() as opened:
-            listener = opened.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(str(path))
+            listener = opened.enter_context(UnixListener(path))
             path.chmod(UNIX_MODE)  # nobody connects before the next line
             listener.listen(BACKLOG)
             opened.pop_all()
@@ -85,13 +100,6 @@ def _is_served(path: Path) -> bool:
         except (TimeoutError, BlockingIOError):  # so many wait to be served
             return True
     return True
-
-
-def remove_path(listener: socket.socket) -> None:
-    """Let nobody find a Unix socket any more; a port stays."""
-    if listener.family == socket.AF_UNIX:
-        with suppress(OSError):  # what is not there nobody finds
-            Path(listener.getsockname()).unlink()
 
 
 def format_url(address: Address, scheme: str = "http") -> str:

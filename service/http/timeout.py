@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator
+from typing import Annotated
 
+from fastapi import Depends, Request
 from starlette.datastructures import Headers
 
 from layertap.models.errors import RequestError
+from layertap.service.engine.engine import Engine
 from layertap.service.errors import DeadlineError, QueueTooLongError
 from layertap.service.settings import Settings
 
@@ -15,47 +18,39 @@ HEADER = "X-Request-Timeout"
 SEND_FEWER = "come again later, or send fewer inputs at once"
 
 
-@dataclass(frozen=True)
 class Timeout:
-    """Seconds that an answer may take, seconds that any may, and the moment on the monotonic clock when it is over.
+    """Seconds that an answer may take, of those that any may, and until when that is, on the monotonic clock."""
 
-    ``source`` is where a caller says the first.
-    """
+    def __init__(self, headers: Headers, settings: Settings) -> None:
+        """As a request's head says, from now on; RequestError."""
+        self._limit = settings.deadline_s
+        self._seconds = min(_parse_seconds(headers), self._limit)
+        self._source = HEADER  # where the caller says it
+        self.restart()
 
-    seconds: float
-    limit: float
-    deadline: float
-    source: str = HEADER
+    def restart(self) -> None:
+        """Count from now on."""
+        self.deadline = time.monotonic() + self._seconds
 
-    @classmethod
-    def parse(cls, headers: Headers, settings: Settings) -> Timeout:
-        """What a request's head says, from now on; RequestError."""
-        seconds = min(_parse_seconds(headers), settings.deadline_s)
-        return cls(seconds, settings.deadline_s, time.monotonic() + seconds)
-
-    def restart(self) -> Timeout:
-        """The same, from now on."""
-        return replace(self, deadline=time.monotonic() + self.seconds)
-
-    def shorten(self, seconds: float | None, source: str = "timeout") -> Timeout:
-        """The same, where the body allows so many seconds, from the same moment on; None: it says nothing."""
-        if seconds is None or seconds >= self.seconds:
-            return self
-        return replace(self, seconds=seconds, deadline=self.deadline - self.seconds + seconds, source=source)
+    def shorten(self, seconds: float | None) -> None:
+        """Allow no more seconds than the body says, from the same moment on; None: it says nothing."""
+        if seconds is not None and seconds < self._seconds:
+            self.deadline -= self._seconds - seconds
+            self._seconds, self._source = seconds, "timeout"
 
     def explain(self, error: DeadlineError | QueueTooLongError, otherwise: str = SEND_FEWER) -> None:
         """Have an error say whose limit it met, and what helps: more time, where the server allows it, or else.
 
         What the error itself knows to help stays.
         """
-        is_callers = self.seconds < self.limit
+        is_callers = self._seconds < self._limit
         source = (
-            f"the {self.source} of {self.seconds:g} s" if is_callers else f"this server's limit of {self.limit:g} s"
+            f"the {self._source} of {self._seconds:g} s" if is_callers else f"this server's limit of {self._limit:g} s"
         )
         error.detail += f" ({source})"
-        more_time_helps = is_callers and error.needed_s <= self.limit
+        more_time_helps = is_callers and error.needed_s <= self._limit
         error.hint = (
-            f"allow more time by {self.source}, at most {self.limit:g} s, or {error.hint or 'come again later'}"
+            f"allow more time by {self._source}, at most {self._limit:g} s, or {error.hint or 'come again later'}"
             if more_time_helps
             else error.hint or otherwise
         )
@@ -72,3 +67,29 @@ def _parse_seconds(headers: Headers) -> float:
     if not 0 < seconds < float("inf"):
         raise RequestError(f"{HEADER} is a number of seconds above 0", hint="write it like 2.5, or leave it out")
     return seconds
+
+
+async def get_engine(request: Request) -> Engine:
+    """The app's engine. A coroutine: FastAPI would call a plain function in another thread."""
+    engine: Engine = request.app.state.engine
+    return engine
+
+
+EngineDependency = Annotated[Engine, Depends(get_engine)]
+
+
+async def limit_time(request: Request, engine: EngineDependency) -> AsyncIterator[float]:
+    """Until when the endpoint may take, on the monotonic clock; RequestError.
+
+    A DeadlineError that it raises says whose limit that was.
+    """
+    timeout = Timeout(request.headers, engine.settings)
+    try:
+        yield timeout.deadline
+    except DeadlineError as error:
+        timeout.explain(error, otherwise="come again later")
+        error.retry_after = engine.estimate_wait(request.path_params.get("name"))
+        raise
+
+
+DeadlineDependency = Annotated[float, Depends(limit_time)]

@@ -10,7 +10,7 @@ from layertap.models.selection.hook_points import Selector
 from layertap.service.engine.admit.admission import check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.errors import BadRequestError
-from layertap.service.http.json_document import load_json
+from layertap.service.http.body import load_json
 from layertap.service.http.parsing import RawRequest
 from layertap.service.http.query import join_parts
 from layertap.service.inputs.items import ArraysItem

@@ -20,10 +20,10 @@ from layertap.models.spec import InputSpec
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.errors import UnavailableError
 from layertap.service.http.buffers_response import make_response
-from layertap.service.http.dependencies import DeadlineDependency, EngineDependency
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.request_handler import describe_features, is_short, receive
 from layertap.service.http.routes import health
+from layertap.service.http.timeout import DeadlineDependency, EngineDependency
 from layertap.service.oip.encoding import BINARY, FORMATS, HEADER, JSON, VERSION, encode_reply
 from layertap.service.oip.parsing import EMBEDDING, InferRequest, parse_infer
 from layertap.service.oip.tensors import BYTES, DATATYPES, IMAGE, TEXT

@@ -11,7 +11,7 @@ import numpy as np
 
 from layertap.models.errors import InputError, RequestError, escape
 from layertap.service.engine.admit.admission import check_count
-from layertap.service.http.input_readers import PlacedItems
+from layertap.service.http.parsing import PlacedItems
 from layertap.service.inputs.arrays import Array, decode_base64, read_tensor
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
 from layertap.service.oip.schemas import TensorBody

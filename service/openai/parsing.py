@@ -15,7 +15,7 @@ from layertap.models.spec import Truncate
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.formats.buffers import Encoding
-from layertap.service.http.json_document import load_json
+from layertap.service.http.body import load_json
 from layertap.service.http.parsing import RawRequest
 from layertap.service.inputs.arrays import decode_base64
 from layertap.service.inputs.items import ImageItem, InputItem, TextItem, TokensItem, UrlItem

@@ -18,9 +18,9 @@ from layertap.service.features import Features, join_features
 from layertap.service.formats.buffers import Buffers
 from layertap.service.formats.table import FORMATS
 from layertap.service.http.buffers_response import make_response
-from layertap.service.http.dependencies import EngineDependency
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.request_handler import describe_features, receive
+from layertap.service.http.timeout import EngineDependency
 from layertap.service.openai.encoding import check_dimensions, encode_embeddings, shorten
 from layertap.service.openai.parsing import EmbeddingsRequest, parse_embeddings, parse_model_id
 

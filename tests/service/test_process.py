@@ -30,7 +30,7 @@ HEADERS = {"Content-Type": "image/png"}
 MOST = 100_000  # requests of a client
 HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 BUSY = """
-from layertap.service.http.server_config import make_server_config
+from layertap.service.http.protocol import make_server_config
 from layertap.service.http.sockets import bind
 from layertap.service.process import Server
 from layertap.service.settings import Settings
@@ -48,7 +48,7 @@ Server(config, lambda: True, lambda: print("ending", flush=True), delay=0.2).run
 """
 HUNG_UP = """
 import os, signal
-from layertap.service.http.server_config import make_server_config
+from layertap.service.http.protocol import make_server_config
 from layertap.service.http.sockets import bind
 from layertap.service.process import Server
 from layertap.service.settings import Settings
@@ -142,7 +142,7 @@ def test_served_until_balancers_know(tmp_path: Path) -> None:
 
 
 BROKEN = """
-from layertap.service.http.server_config import make_server_config
+from layertap.service.http.protocol import make_server_config
 from layertap.service.http.sockets import bind
 from layertap.service.process import Server
 from layertap.service.settings import Settings

@@ -1,4 +1,4 @@
-"""``POST /extract``: read, prepare, run, encode."""
+"""``POST /extract`` and ``POST /explain``: read, prepare, run, encode."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from layertap.models.catalog.catalog import BACKWARD_FACTOR
 from layertap.service.engine.batch import Job
 from layertap.service.engine.collect.joined_inputs import digest_jobs, join_changes, list_entries
 from layertap.service.engine.engine import Engine
+from layertap.service.explain import explanations
+from layertap.service.explain.planned_work import WorkPlan
 from layertap.service.explain.prober import Prober, check_probed
 from layertap.service.http.openapi import COMPUTED, describe_inputs
 from layertap.service.http.parsing import parse_request
 from layertap.service.http.problems import format_fault
 from layertap.service.http.request_handler import encode_response, make_headers, receive
-from layertap.service.schemas.bodies import ExtractBody
-from layertap.service.schemas.examples import EXTRACT
+from layertap.service.http.timeout import EngineDependency
+from layertap.service.schemas.bodies import ExplainBody, ExtractBody
+from layertap.service.schemas.examples import EXPLAIN, EXTRACT
 from layertap.service.schemas.replies import DryRunReply, FeaturesReply
 
-parse = partial(parse_request, kind=ExtractBody)
-router = APIRouter(tags=["extract"])
+parse_extract = partial(parse_request, kind=ExtractBody)
+parse_explain = partial(parse_request, kind=ExplainBody)
+router = APIRouter()
 
 
 @router.post(
     "/extract",
+    tags=["extract"],
     summary="What layers of a model compute for your inputs",
     response_model=FeaturesReply | DryRunReply,
     responses=COMPUTED,
@@ -36,7 +41,7 @@ router = APIRouter(tags=["extract"])
 async def extract(request: Request) -> Response:
     """Name layers, send inputs, get what these layers take or return, raw or pooled."""
     engine: Engine = request.app.state.engine
-    async with receive(request, engine, parse) as (parsed, ticket):
+    async with receive(request, engine, parse_extract) as (parsed, ticket):
         if parsed.dry_run:
             handle = await engine.get_handle(parsed.model, ticket)
             return await engine.dry_run(parsed, ticket, partial(_make_estimate, warnings=handle.model.warnings))
@@ -49,6 +54,23 @@ async def extract(request: Request) -> Response:
             prober: Prober = request.app.state.prober
             features = await prober.add_probes(features, parsed, ticket)
         return await encode_response(features, parsed, engine, ticket)
+
+
+@router.post(
+    "/explain",
+    tags=["explain"],
+    summary="Maps of what speaks for a model's answer",
+    response_model=FeaturesReply,
+    responses=COMPUTED,
+    openapi_extra=describe_inputs(ExplainBody, EXPLAIN),
+)
+async def explain(request: Request, engine: EngineDependency) -> Response:
+    """Grad-CAM of a layer, attributions at the input, occlusion, attention rolled out, for each picture and class."""
+    plan: WorkPlan = request.app.state.work_plan
+    async with receive(request, engine, parse_explain) as (parsed, ticket):
+        prepared = await explanations.prepare(engine, parsed, ticket)
+        features = await explanations.explain(engine, plan, prepared, ticket)
+        return await encode_response(features, prepared, engine, ticket)
 
 
 def _make_estimate(jobs: Sequence[Job], warnings: Sequence[str]) -> Response:

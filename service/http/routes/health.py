@@ -1,4 +1,4 @@
-"""``/livez`` and ``/readyz``."""
+"""What watches a server reads: ``/livez``, ``/readyz``, ``/metrics``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from starlette.responses import JSONResponse
 from layertap.models.registry import ModelEntry
 from layertap.service.engine.models.model_handle import FAILED_RETRY_S
 from layertap.service.errors import UnavailableError
-from layertap.service.http.dependencies import EngineDependency
 from layertap.service.http.openapi import describe_problems
+from layertap.service.http.timeout import EngineDependency
+from layertap.service.metrics import CONTENT_TYPE
 from layertap.service.schemas.replies import HealthReply
 
 router = APIRouter(tags=["health"], responses=describe_problems(503))
@@ -43,6 +44,12 @@ async def readyz(engine: EngineDependency) -> Response:
         raise UnavailableError(detail, hint="GET /models has the reasons", retry_after=FAILED_RETRY_S)
     failed = _list_kinds(engine.manager.failures)
     return JSONResponse({"status": "ready", **({"failed": failed} if failed else {})})
+
+
+@router.get("/metrics", include_in_schema=False)  # its readers take no JSON
+def render_metrics(engine: EngineDependency) -> Response:  # not async: walks through all models for milliseconds
+    """Every figure of this server in Prometheus' text format."""
+    return Response(engine.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _list_kinds(failures: Sequence[ModelEntry]) -> list[str]:

@@ -5,42 +5,43 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal
 
 import orjson
 from fastapi import APIRouter, Depends, Query, Request, Response
 
 from layertap.models.errors import LoadError, RequestError
+from layertap.models.selection.hook_points import Pool, ReplyDType
 from layertap.models.selection.matches import filter_layers
 from layertap.service.config.document import ConfigError
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.models.model_updates import ModelUpdates
 from layertap.service.errors import DeadlineError
+from layertap.service.explain.prober import Prober
+from layertap.service.features import Features
 from layertap.service.formats.negotiation import negotiate
+from layertap.service.formats.plain_data import describe_receipts
 from layertap.service.http import query
 from layertap.service.http.auth import require_admin
-from layertap.service.http.dependencies import DeadlineDependency, EngineDependency
-from layertap.service.http.json_document import read_document
+from layertap.service.http.body import read_document
 from layertap.service.http.layer_tree import format_tree
 from layertap.service.http.model_descriptions import Json, describe_labels, describe_layers, describe_model
 from layertap.service.http.openapi import describe_problems
-from layertap.service.schemas.replies import LabelsReply, LayersReply, Model, ModelsReply, ReloadReply
+from layertap.service.http.timeout import DeadlineDependency, EngineDependency
+from layertap.service.inputs.items import TextItem
+from layertap.service.schemas.bodies import ExtractBody
+from layertap.service.schemas.replies import LabelsReply, LayersReply, Model, ModelsReply, ProbeReply, ReloadReply
+from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import LIMITS
 
 log = logging.getLogger("layertap")
 router = APIRouter(tags=["models"], responses=describe_problems(401, 429))
+PROBED = frozenset({"layers", "pool", "normalize", "dtype"})  # fields of a body
+PROBE_OPTIONS = frozenset({"preprocessed", "input"})
 FILTERS = frozenset({"match", "type", "leaf", "functions", "format"})
 ENTRY: Json = {"type": "object", "description": "an entry of 'models' in the configuration file; without its name"}
-
-
-class ListingFormat(NamedTuple):
-    """A way to list layers."""
-
-    media_type: str
-
-
-LISTING_FORMATS = {"json": ListingFormat("application/json"), "text": ListingFormat("text/plain")}
+LISTING_TYPES = {"json": "application/json", "text": "text/plain"}
 
 
 @router.get("/models", response_model=ModelsReply)
@@ -82,7 +83,7 @@ async def list_layers(
 
     With ``functions`` each has those that its own forward calls. As JSON, or as a tree for terminals (``format=text``).
     """
-    media_type = negotiate(request.headers.get("accept"), format, LISTING_FORMATS).media_type
+    media_type = LISTING_TYPES[negotiate(request.headers.get("accept"), format, LISTING_TYPES)]
     query.Query.parse(request.scope["query_string"]).check(FILTERS)
     handle = await engine.manager.get_handle(name, deadline)
     model = handle.model
@@ -105,6 +106,39 @@ async def list_labels(request: Request, engine: EngineDependency, deadline: Dead
     query.Query.parse(request.scope["query_string"]).check(frozenset())
     handle = await engine.manager.get_handle(name, deadline)
     return _make_json(describe_labels(handle.model))
+
+
+@router.get("/models/{name}/probe", response_model=ProbeReply, responses=describe_problems(404, 422, 503, 504))
+async def probe_layers(
+    request: Request,
+    engine: EngineDependency,
+    deadline: DeadlineDependency,
+    name: str,
+    layers: Annotated[
+        str | None, Query(description="selectors, separated by commas, or layers as in a body; else the embedding")
+    ] = None,
+    pool: Pool | None = None,
+    normalize: bool | None = None,
+    dtype: ReplyDType | None = None,
+    preprocessed: Literal["caller"] | None = None,
+    input: Annotated[Literal["text"] | None, Query(description="of two towers that of texts")] = None,  # noqa: A002
+) -> Response:
+    """What layers give for a fixed picture, text or tensor: receipts with probes, by the keys of a reply."""
+    parsed = query.Query.parse(request.scope["query_string"])
+    parsed.check_names(PROBED | PROBE_OPTIONS)  # a reply has one format, and no dry run
+    fields = query.read_fields(parsed, PROBED | PROBE_OPTIONS, engine.settings.max_json_depth)
+    asked = validate(ExtractBody, {key: fields[key] for key in fields.keys() - PROBE_OPTIONS}).request_fields
+    prober: Prober = request.app.state.prober
+    features = await prober.probe(
+        name,
+        asked["selectors"],
+        asked["embedding"],
+        deadline,
+        preprocessed=preprocessed == "caller",
+        sent=(TextItem(""),) if input == "text" else (),
+    )
+    data = await engine.run_in_thread(partial(_encode_probes, features), deadline)
+    return Response(data, media_type="application/json")
 
 
 @router.put(
@@ -198,3 +232,8 @@ def _reply_model(engine: Engine, name: str, status: int = 200) -> Response:
 
 def _make_json(body: Json, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
+
+
+def _encode_probes(features: Features) -> bytes:
+    receipts = describe_receipts(features)
+    return orjson.dumps({"model": features.model, "fingerprint": features.fingerprint, "receipts": receipts})

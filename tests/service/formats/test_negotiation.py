@@ -5,8 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layertap.service.errors import NotAcceptableError
-from layertap.service.formats.negotiation import negotiate
+from layertap.service.formats import negotiation
 from layertap.service.formats.table import FORMATS, ReplyFormat
+
+
+def negotiate(accept: str | None, name: str | None, formats: dict[str, ReplyFormat]) -> ReplyFormat:
+    return formats[negotiation.negotiate(accept, name, {key: each.media_type for key, each in formats.items()})]
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,18 @@ from layertap.service.http import protocol
 from layertap.service.http.protocol import MAX_FIELDS
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.gated_server import connect, encode_request, parse_response, read_to_end, wait_until
+from tests.service.gated_server import (
+    build_row_request,
+    connect,
+    encode_request,
+    gated_module,
+    parse_response,
+    read_to_end,
+    wait_until,
+)
 from tests.service.queue_harness import gauges
 from tests.service.sockets import CHUNKED, END, POST, dripped, exchanged
-from tests.service.support import Control, npy, problem, raw
+from tests.service.support import Control, configured, net, npy, problem, raw
 
 GET = b"GET /livez HTTP/1.1\r\n"
 LONG = b"a" * 100_000
@@ -158,6 +166,24 @@ def test_requests_in_a_row(live: Live) -> None:
     assert reply.status_code == 200
     assert reply.text.count("HTTP/1.1 404") == 1
     assert reply.text.endswith('{"status":"alive"}')
+
+
+def test_head_that_nobody_reads(serve: Serve) -> None:
+    """A head that waits behind a pipeline has its time when the server reads on, not before."""
+    line = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with serve(configured(net("gated", "Gated")), head_timeout_s=0.3) as live, connect(live) as connection:
+        module = gated_module(live)
+        module.gate.clear()
+        connection.sendall(encode_request(build_row_request(live, 1)) + line + GET)
+        assert module.entered.wait(20)
+        with connect(live) as later:
+            assert later.recv(1) == b""  # whose time began later, and is over
+        module.gate.set()
+        data = b""
+        while data.count(b"HTTP/1.1 200") < 2:
+            data += connection.recv(2**16)
+        connection.sendall(END)
+        assert (data + read_to_end(connection)).count(b"HTTP/1.1 200") == 3
 
 
 @pytest.fixture(scope="module")

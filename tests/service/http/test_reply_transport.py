@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from layertap.service.http.reply_transport import SMALL, ReplyTransport
+from layertap.service.http.protocol import SMALL, ReplyTransport
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 

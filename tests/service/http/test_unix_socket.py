@@ -109,6 +109,17 @@ def test_left_behind(path: Path) -> None:
         listener.accept()[0].close()
 
 
+def test_replaced(path: Path) -> None:
+    """A server that ends leaves the socket of another one, which somebody has put in the place of its own."""
+    with closing(bind_unix(path)) as first:
+        path.unlink()
+        with closing(bind_unix(path)) as second:
+            first.remove_path()
+            assert path.is_socket()
+            second.remove_path()
+            assert not path.exists()
+
+
 def test_taken(path: Path) -> None:
     """A socket that somebody serves stays theirs, however many wait before it."""
     path.unlink(missing_ok=True)
