@@ -30,7 +30,7 @@ from layertap.service.http.tracing import RequestTracer
 from layertap.service.metrics import Metrics
 from layertap.service.oip import encoding as oip_encoding
 from layertap.service.oip import routes as oip_routes
-from layertap.service.openai import encoding as openai_encoding
+from layertap.service.openai import embeddings
 from layertap.service.openai import routes as openai_routes
 from layertap.service.settings import Settings, read_settings
 from layertap.service.version import get_version
@@ -44,7 +44,7 @@ EXPOSED = (  # headers of a reply that pages of other origins may read
     *("X-Layertap-Top-Classes", "X-Request-ID", "Retry-After", "Server-Timing"),
 )
 PROBLEM_ENCODERS = {
-    "v1": openai_encoding.encode_error,
+    "v1": embeddings.encode_error,
     "v2": oip_encoding.encode_error,
 }  # by the first part of the path
 

@@ -1,22 +1,23 @@
-"""The configuration: out of a file, or without one; and what is wrong with entries that each read well."""
+"""The configuration: out of a file, or without one; what is wrong with its entries, what a new one changes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from re import fullmatch
+from typing import Any
 
 from layertap.models.errors import Fault, RequestError
 from layertap.models.sources.check import find_mistakes
 from layertap.models.sources.grammar import SOURCES, is_checkpoint
 from layertap.models.spec import FOR_TENSORS, ModelSpec, PreprocessSpec
 from layertap.service.config.allowed import Allowed
-from layertap.service.config.document import Mistake, read_document
-from layertap.service.config.schema import read_file
+from layertap.service.config.file import Mistake, read_document, read_file
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 NAME_RULE = "a name has 1 to 100 letters, digits, '.', '_' and '-', a letter or digit first"
+NOT_LOADED = frozenset({"load", "required", "idle_timeout_s"})  # fields that the model itself does not depend on
 
 
 @dataclass(frozen=True)
@@ -176,3 +177,49 @@ def _check_tf32(specs: Sequence[ModelSpec]) -> Iterator[Mistake]:
     if 0 < len(others) < len(concerned):
         text = f"tf32 holds for all models in float32 that a GPU may run: set it for {', '.join(others.values())} too"
         yield ("models", next(iter(others))), text
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Names of models, of changed ones with the fields; aliases with their new models, None for one that is gone.
+
+    ``default`` is the new one, None where it stays.
+    """
+
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    changed: Mapping[str, tuple[str, ...]]
+    aliases: Mapping[str, str | None]
+    default: str | None
+
+    def describe(self) -> dict[str, Any]:
+        """As plain data: names only, no values."""
+        return asdict(self)
+
+    def needs_loading(self, name: str) -> bool:
+        """Whether a changed model has to be loaded anew."""
+        return not NOT_LOADED.issuperset(self.changed[name])
+
+
+def compare(
+    specs: Iterable[ModelSpec], default: str, aliases: Mapping[str, str], configuration: Configuration
+) -> Changes:
+    """What a configuration changes where these models, this default and these aliases are now."""
+    old = {spec.name: spec for spec in specs}
+    new = {spec.name: spec for spec in configuration.models}
+    pairs = {name: (old[name], spec) for name, spec in new.items() if name in old}
+    return Changes(
+        added=tuple(name for name in new if name not in old),
+        removed=tuple(name for name in old if name not in new),
+        changed={name: found for name, pair in pairs.items() if (found := _list_changed(*pair))},
+        aliases={
+            name: configuration.aliases.get(name)
+            for name in {**aliases, **configuration.aliases}
+            if aliases.get(name) != configuration.aliases.get(name)
+        },
+        default=configuration.default if configuration.default != default else None,
+    )
+
+
+def _list_changed(old: ModelSpec, new: ModelSpec) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(ModelSpec) if getattr(old, each.name) != getattr(new, each.name))

@@ -20,7 +20,7 @@ from layertap.models.spec import Truncate
 from layertap.service.formats.buffers import Encoding
 from layertap.service.formats.table import FORMATS, ReplyFormat
 from layertap.service.inputs.items import InputItem, LocalItem, UrlItem
-from layertap.service.pictures.options import TILES
+from layertap.service.pictures.layout import TILES
 from layertap.service.timings import Timings
 from layertap.service.types import Priority
 

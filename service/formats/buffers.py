@@ -11,7 +11,7 @@ import numpy as np
 from layertap.models.errors import escape
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Array, Features
-from layertap.service.pictures.options import TILES
+from layertap.service.pictures.layout import TILES
 from layertap.service.pictures.overlay import SentPicture
 
 Buffer = bytes | memoryview

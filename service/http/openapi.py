@@ -16,8 +16,8 @@ from layertap.service.http import timeout
 from layertap.service.http.query import BESIDE
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
 from layertap.service.schemas.examples import PARAMETERS
-from layertap.service.schemas.objective import ObjectiveBody
 from layertap.service.schemas.replies import Problem
+from layertap.service.schemas.selection import ObjectiveBody
 
 Json = dict[str, Any]
 Responses = dict[int | str, Json]

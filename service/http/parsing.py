@@ -20,7 +20,7 @@ from layertap.service.http.body import MULTIPART, MultipartPart, get_media_type,
 from layertap.service.http.query import ALWAYS, Query, read_fields
 from layertap.service.inputs.arrays import Array, read_npy, read_safetensors
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
-from layertap.service.pictures.options import TILES
+from layertap.service.pictures.layout import TILES
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
 from layertap.service.schemas.inputs import parse_inputs
 from layertap.service.schemas.validation_errors import validate

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
-from typing import cast
+from typing import Any, cast
 
-from PIL import AvifImagePlugin, Image
+import numpy as np
+from numpy.typing import NDArray
+from PIL import AvifImagePlugin, ExifTags, Image
 from PIL.AvifImagePlugin import AvifImageFile
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
@@ -24,8 +26,6 @@ from PIL.WebPImagePlugin import WebPImageFile
 from layertap.models.errors import InputError, LayertapError, TooLargeError
 from layertap.models.spec import Box, Color
 from layertap.service.inputs.image_limits import FORMATS_HINT, ImageReader, check_image, damaged_error
-from layertap.service.inputs.orientation import apply_turn, read_turn, turn_margins, turn_size
-from layertap.service.inputs.rgb import load_rgb
 
 _SMALLER_HINT = "send a smaller picture"
 _JPEG_START, _JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
@@ -245,3 +245,87 @@ _BRANDS: dict[bytes, Callable[[], type[ImageFile]]] = {
     **dict.fromkeys((b"avif", b"avis"), _get_avif),
     **dict.fromkeys((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx"), _get_heif),
 }
+
+
+_TURNS: dict[object, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_SIDEWAYS = frozenset(_TURNS[orientation] for orientation in (5, 6, 7, 8))
+_SIDES: dict[Image.Transpose | None, tuple[int, int, int, int]] = {  # which side before is left, upper, right, lower
+    None: (0, 1, 2, 3),
+    Image.Transpose.FLIP_LEFT_RIGHT: (2, 1, 0, 3),
+    Image.Transpose.ROTATE_180: (2, 3, 0, 1),
+    Image.Transpose.FLIP_TOP_BOTTOM: (0, 3, 2, 1),
+    Image.Transpose.TRANSPOSE: (1, 0, 3, 2),
+    Image.Transpose.ROTATE_270: (3, 0, 1, 2),
+    Image.Transpose.TRANSVERSE: (3, 2, 1, 0),
+    Image.Transpose.ROTATE_90: (1, 2, 3, 0),
+}
+
+
+def read_turn(image: ImageFile) -> Image.Transpose | None:
+    """What turns a picture upright; None where it is, or says nothing that makes sense.
+
+    To be called once: for an EXIF block that is broken Pillow may answer otherwise the second time.
+    """
+    try:
+        value: object = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # whatever is wrong with the EXIF block, the picture itself is fine
+        return None
+    return _TURNS.get(value) if isinstance(value, int) else None
+
+
+def apply_turn(image: Image.Image, turn: Image.Transpose | None) -> Image.Image:
+    """The picture after a turn."""
+    return image if turn is None else image.transpose(turn)
+
+
+def turn_size(size: tuple[int, int], turn: Image.Transpose | None) -> tuple[int, int]:
+    """Width and height before a turn from those after it, or the other way round."""
+    width, height = size
+    return (height, width) if turn in _SIDEWAYS else (width, height)
+
+
+def turn_margins(margins: Box, turn: Image.Transpose | None) -> Box:
+    """The margins of a picture after a turn from those before it: left, upper, right, lower."""
+    left, upper, right, lower = (margins[side] for side in _SIDES[turn])
+    return left, upper, right, lower
+
+
+_CHUNK = 1 << 20
+_ALPHA = {"RGBA": "RGBA", "LA": "LA", "PA": "RGBA"}  # modes, and what has their alpha
+_KEYED = frozenset({"1", "L", "P", "RGB"})  # modes that may have a transparent colour
+
+
+def load_rgb(image: ImageFile, background: Color | None = None) -> Image.Image:
+    """Decode a picture whose header was read; alpha is dropped, or shows a ``background``.
+
+    Whatever broken data leads a decoder to raise comes through.
+    """
+    image.load()
+    if background is not None and (image.mode in _ALPHA or (image.mode in _KEYED and "transparency" in image.info)):
+        canvas = Image.new("RGBA", image.size, (*background, 255))
+        opaque = Image.alpha_composite(canvas, image.convert(_ALPHA.get(image.mode, "RGBA")).convert("RGBA"))
+        return opaque.convert("RGB")
+    # A transparent colour is of no use for RGB, and Pillow warns where it can't carry it over.
+    image.info.pop("transparency", None)
+    if image.mode.startswith("I;16"):
+        return _convert_gray16(image)
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _convert_gray16(image: Image.Image) -> Image.Image:
+    """Scaled so that 65535 is 255; ``convert`` would clip at 255 instead."""
+    table = ((np.arange(65536, dtype=np.uint32) * 255 + 32767) // 65535).astype(np.uint8)
+    values: NDArray[Any] = np.asarray(image)
+    gray = np.empty(values.shape, np.uint8)
+    source, target = values.reshape(-1), gray.reshape(-1)
+    for start in range(0, source.size, _CHUNK):  # indices are widened to 64 bits: not for the whole picture at once
+        target[start : start + _CHUNK] = table[source[start : start + _CHUNK]]
+    return Image.fromarray(gray).convert("RGB")

@@ -18,7 +18,7 @@ from layertap.service.oip.encoding import BINARY, HEADER, JSON
 from layertap.service.oip.schemas import InferBody
 from layertap.service.oip.tensors import read_items
 from layertap.service.schemas.bodies import ExtractBody
-from layertap.service.schemas.layers import LayerBody
+from layertap.service.schemas.selection import LayerBody
 from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 

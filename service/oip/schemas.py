@@ -38,7 +38,7 @@ class InferParameters(StrictBody):
     timeout: Count = 0
 
 
-class TensorBody(StrictBody):
+class InputTensor(StrictBody):
     """An input: its numbers in ``data``, nested or one after another, or behind the JSON."""
 
     name: str = Field(min_length=1, max_length=256)
@@ -62,5 +62,5 @@ class InferBody(StrictBody):
     model_name: str | None = Field(None, max_length=256)
     model_version: str | None = Field(None, max_length=256)
     parameters: InferParameters = InferParameters()
-    inputs: Annotated[list[TensorBody], Field(min_length=1, max_length=MAX_FIELDS), FailFast()]
+    inputs: Annotated[list[InputTensor], Field(min_length=1, max_length=MAX_FIELDS), FailFast()]
     outputs: Annotated[list[OutputBody], Field(default_factory=list, max_length=50_000), FailFast()]

@@ -14,7 +14,7 @@ from layertap.service.engine.admit.admission import check_count
 from layertap.service.http.parsing import PlacedItems
 from layertap.service.inputs.arrays import Array, decode_base64, read_tensor
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
-from layertap.service.oip.schemas import TensorBody
+from layertap.service.oip.schemas import InputTensor
 from layertap.service.settings import Settings
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ KINDS: dict[str, tuple[Any, set[type], str]] = {  # by numpy's kinds of dtypes: 
 }
 
 
-def read_items(bodies: Sequence[TensorBody], rest: memoryview, settings: Settings) -> PlacedItems:
+def read_items(bodies: Sequence[InputTensor], rest: memoryview, settings: Settings) -> PlacedItems:
     """The items of a request with the bytes behind its JSON; RequestError, TooLargeError."""
     names = [body.name for body in bodies]
     if len(set(names)) < len(names):
@@ -72,7 +72,7 @@ def read_items(bodies: Sequence[TensorBody], rest: memoryview, settings: Setting
     return tuple((row, make_item(element)) for row, element in enumerate(_read(body, _read_elements, piece)))
 
 
-def _split_bytes(bodies: Sequence[TensorBody], rest: memoryview) -> list[memoryview | None]:
+def _split_bytes(bodies: Sequence[InputTensor], rest: memoryview) -> list[memoryview | None]:
     """The bytes of each input, None of one whose numbers are in the JSON; RequestError unless all are used."""
     pieces: list[memoryview | None] = []
     start = 0
@@ -95,14 +95,14 @@ def _split_bytes(bodies: Sequence[TensorBody], rest: memoryview) -> list[memoryv
     return pieces
 
 
-def _read(body: TensorBody, read: Callable[[TensorBody, memoryview | None], T], data: memoryview | None) -> T:
+def _read(body: InputTensor, read: Callable[[InputTensor, memoryview | None], T], data: memoryview | None) -> T:
     try:
         return read(body, data)
     except InputError as error:
         raise RequestError(f"{escape(body.name)}: {error.detail}", hint=error.hint) from None
 
 
-def _read_array(body: TensorBody, data: memoryview | None) -> Array:
+def _read_array(body: InputTensor, data: memoryview | None) -> Array:
     """The array of an input whose bytes are ``data``, None where its numbers are in the JSON; InputError."""
     dtype = DTYPES.get(body.datatype)
     if dtype is None:
@@ -129,7 +129,7 @@ def _read_array(body: TensorBody, data: memoryview | None) -> Array:
     return array.reshape(body.shape)
 
 
-def _read_elements(body: TensorBody, data: memoryview | None) -> list[bytes]:
+def _read_elements(body: InputTensor, data: memoryview | None) -> list[bytes]:
     """The elements of an input of datatype BYTES, of which JSON has pictures in base64; InputError."""
     count = prod(body.shape)
     if data is None:
@@ -153,7 +153,7 @@ def _read_elements(body: TensorBody, data: memoryview | None) -> list[bytes]:
     return elements
 
 
-def _flatten(body: TensorBody) -> list[Any]:
+def _flatten(body: InputTensor) -> list[Any]:
     """What JSON holds one after another; InputError where that does not fit the shape."""
     if not isinstance(body.data, list):
         detail = "there is no data" if body.data is None else "the data is no list"
@@ -171,7 +171,7 @@ def _flatten(body: TensorBody) -> list[Any]:
     return level
 
 
-def _check_types(values: list[Any], body: TensorBody, types: set[type], offer: str) -> None:
+def _check_types(values: list[Any], body: InputTensor, types: set[type], offer: str) -> None:
     if not types.issuperset(map(type, values)):
         raise InputError(f"the data of {body.datatype} is {offer}")
 

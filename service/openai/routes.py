@@ -21,8 +21,14 @@ from layertap.service.http.buffers_response import make_response
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.request_handler import describe_features, receive
 from layertap.service.http.timeout import EngineDependency
-from layertap.service.openai.encoding import check_dimensions, encode_embeddings, shorten
-from layertap.service.openai.parsing import EmbeddingsRequest, parse_embeddings, parse_model_id
+from layertap.service.openai.embeddings import (
+    EmbeddingsRequest,
+    check_dimensions,
+    encode_embeddings,
+    parse_embeddings,
+    parse_model_id,
+    shorten,
+)
 
 ASK = "POST /extract shows the numbers; ask for another layer, or leave this input out"
 MAX_NAMED = 8

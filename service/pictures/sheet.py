@@ -21,6 +21,7 @@ from layertap.service.pictures.layout import (
     LINE,
     MARGIN,
     PAPER,
+    TILES,
     WIDTH,
     Cell,
     Content,
@@ -30,7 +31,6 @@ from layertap.service.pictures.layout import (
     join_words,
     split_evenly,
 )
-from layertap.service.pictures.options import TILES
 from layertap.service.pictures.overlay import (
     OVERLAY,
     Original,

@@ -19,12 +19,17 @@ from layertap.models.selection.hook_points import (
 )
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.models.spec import Truncate
-from layertap.service.pictures.options import MAX_TILES
+from layertap.service.pictures.layout import MAX_TILES
 from layertap.service.schemas.base import OneError, StrictBody, make_list, read_entries, read_field
 from layertap.service.schemas.inputs import InputBody, read_input_options
-from layertap.service.schemas.interventions import MAX_INTERVENTIONS, InterventionBody
-from layertap.service.schemas.layers import LayerBody, LayerEntry
-from layertap.service.schemas.objective import ObjectiveBody, SomeClass
+from layertap.service.schemas.selection import (
+    MAX_INTERVENTIONS,
+    InterventionBody,
+    LayerBody,
+    LayerEntry,
+    ObjectiveBody,
+    SomeClass,
+)
 from layertap.service.types import Priority
 
 

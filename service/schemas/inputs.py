@@ -22,8 +22,7 @@ from layertap.service.schemas.base import (
     read_entries,
     read_field,
 )
-from layertap.service.schemas.interventions import MAX_INTERVENTIONS, InterventionBody
-from layertap.service.schemas.objective import Class, ObjectiveBody, Target
+from layertap.service.schemas.selection import MAX_INTERVENTIONS, Class, InterventionBody, ObjectiveBody, Target
 
 MAX_TOKENS = 131_072
 

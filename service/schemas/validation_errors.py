@@ -12,9 +12,7 @@ from layertap.models.errors import Fault, RequestError, escape, find_nearest, su
 from layertap.service.schemas.base import TensorBody
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
 from layertap.service.schemas.inputs import InputBody
-from layertap.service.schemas.interventions import InterventionBody
-from layertap.service.schemas.layers import LayerBody
-from layertap.service.schemas.objective import ObjectiveBody
+from layertap.service.schemas.selection import InterventionBody, LayerBody, ObjectiveBody
 
 B = TypeVar("B", bound=BaseModel)
 

@@ -17,7 +17,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from layertap.models.digits import architecture
 from layertap.service.config.configuration import Configuration, read_configuration
-from layertap.service.config.document import ConfigError
+from layertap.service.config.file import ConfigError
 from tests.oracle import seeded
 from tests.service.conftest import Serve
 from tests.service.support import Json, npy, picture, problem, raw

@@ -16,7 +16,7 @@ import pytest
 
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration, read_configuration
-from layertap.service.config.document import ConfigError
+from layertap.service.config.file import ConfigError
 from layertap.service.logs import JsonFormatter
 from tests.service.conftest import Serve
 from tests.service.load_server import ROOT, process

@@ -136,7 +136,7 @@ def test_refused(live: Live, whole: dict[str, Array]) -> None:
         layers="head",
         resume="block1",
     )
-    assert "no input 'a'" in problem(live.client.post("/extract", **named), 422)["detail"]
+    assert "no input '" in problem(live.client.post("/extract", **named), 422)["detail"]
     batch = raw(npy(whole["block1"]), "application/x-npy", layers="head", resume="block1", encoding="base64")
     np.testing.assert_allclose(
         arrays_of(live.client.post("/extract", **batch))["head"], whole["head"], rtol=1e-4, atol=1e-5

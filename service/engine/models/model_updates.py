@@ -16,9 +16,15 @@ from layertap.models.errors import LayertapError, LoadError, RequestError
 from layertap.models.registry import ModelEntry
 from layertap.models.spec import ModelSpec
 from layertap.service.config.allowed import Allowed
-from layertap.service.config.changes import Changes, compare
-from layertap.service.config.configuration import Configuration, check_models, parse_entry, read_configuration
-from layertap.service.config.document import ConfigError
+from layertap.service.config.configuration import (
+    Changes,
+    Configuration,
+    check_models,
+    compare,
+    parse_entry,
+    read_configuration,
+)
+from layertap.service.config.file import ConfigError
 from layertap.service.engine.deadline import RunInThread
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.errors import ConflictError, ForbiddenError

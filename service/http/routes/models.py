@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from layertap.models.errors import LoadError, RequestError
 from layertap.models.selection.hook_points import Pool, ReplyDType
 from layertap.models.selection.matches import filter_layers
-from layertap.service.config.document import ConfigError
+from layertap.service.config.file import ConfigError
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.models.model_updates import ModelUpdates

@@ -20,7 +20,7 @@ from layertap.models.fingerprint import digest_architecture
 from layertap.models.sources.build import BuiltModel, build_model
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import read_configuration
-from layertap.service.config.document import ConfigError
+from layertap.service.config.file import ConfigError
 from tests.transformers_nets import TEXT, saved
 
 CLASSES = 10

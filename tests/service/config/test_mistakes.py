@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from layertap.service.config.configuration import read_configuration
-from layertap.service.config.document import ConfigError
+from layertap.service.config.file import ConfigError
 from tests.service.config.config_files import MODEL, write_config
 
 BAD = {

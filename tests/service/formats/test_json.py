@@ -15,7 +15,7 @@ from layertap.service.formats.buffers import Buffers, EncodeOptions
 from layertap.service.formats.json import write_json
 from layertap.service.formats.table import FORMATS
 from layertap.service.oip.encoding import encode_reply
-from layertap.service.openai.encoding import encode_embeddings
+from layertap.service.openai.embeddings import encode_embeddings
 from tests.service.formats.test_encoders import features
 
 MAX_PIECE = 2**20  # bytes

@@ -1,19 +1,54 @@
-"""Layers as a body names them, and what is to be done to what they give."""
+"""Layers, objectives and interventions as a body names them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetJsonSchemaHandler, PlainValidator, StrictInt, WithJsonSchema, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    GetJsonSchemaHandler,
+    PlainValidator,
+    StrictInt,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from layertap.models.catalog.row_tensor import POSITION_AXES
 from layertap.models.errors import SelectorError
-from layertap.models.selection.hook_points import Pool, Reduction, ReplyDType, Selector
+from layertap.models.selection.hook_points import (
+    Intervention,
+    Objective,
+    ObjectiveKind,
+    Op,
+    Operation,
+    Pool,
+    Reduction,
+    ReplyDType,
+    Selector,
+    TensorData,
+    TensorSource,
+)
 from layertap.models.selection.selectors import MAX_TEXT, parse_path, parse_selector, parse_site
 from layertap.models.selection.statistics import STATS
-from layertap.service.schemas.base import OneError, SignedIndices, StrictBody
+from layertap.service.inputs.arrays import require_finite
+from layertap.service.schemas.base import (
+    Index,
+    Number,
+    OneError,
+    SignedIndex,
+    SignedIndices,
+    StrictBody,
+    StrictIndex,
+    TensorBody,
+    make_list,
+)
 
+MAX_INTERVENTIONS = 256
+INDICES = ("channels", "tokens", "heads", "queries", "keys")
+OF_OPERATION = ("op", "by", "value", "min", "max", "std", "seed", "region", *INDICES)
 Call = Annotated[StrictInt | Literal["*"], OneError("Input should be a whole number or '*'")]
 
 
@@ -39,13 +74,18 @@ Stats = Annotated[tuple[str, ...] | None, PlainValidator(_parse_stats), WithJson
 
 
 class PlaceBody(StrictBody):
-    """Where in a model: a selector, or its parts by name."""
+    """Where in a model: a selector, or its parts by name, and which indices there."""
 
     layer: str | None = Field(None, max_length=MAX_TEXT)
     type: str | None = Field(None, max_length=128)
     call: Call | None = None
     path: str | None = Field(None, max_length=MAX_TEXT)
     site: str | None = Field(None, max_length=32)
+    channels: SignedIndices | None = None
+    tokens: SignedIndices | None = None
+    heads: SignedIndices | None = None
+    queries: SignedIndices | None = None
+    keys: SignedIndices | None = None
 
     def parse_place(self) -> Selector:
         """The selector, with nothing said of what is done there; SelectorError where it makes no sense."""
@@ -83,11 +123,6 @@ class LayerBody(PlaceBody):
     pool: Pool | None = None
     normalize: bool | None = None
     dtype: ReplyDType | None = None
-    channels: SignedIndices | None = None
-    tokens: SignedIndices | None = None
-    heads: SignedIndices | None = None
-    queries: SignedIndices | None = None
-    keys: SignedIndices | None = None
     stats: Stats = None
     by: Literal["channel"] | None = None
     over: Literal["inputs"] | None = None
@@ -109,11 +144,7 @@ class LayerBody(PlaceBody):
         """What the entry says, and where it says nothing what the request does: not where it is of statistics."""
         default = of_request if self.stats is None else Reduction()
         return Reduction(
-            channels=self.channels,
-            tokens=self.tokens,
-            heads=self.heads,
-            queries=self.queries,
-            keys=self.keys,
+            **{name: getattr(self, name) for name in INDICES},
             stats=self.stats,
             by=self.by,
             over=self.over,
@@ -131,3 +162,88 @@ class _OrText:
 
 
 LayerEntry = Annotated[LayerBody, _OrText()]
+
+
+AxisIndex = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]
+AxisIndices = Annotated[tuple[AxisIndex, ...], Field(min_length=1, max_length=max(POSITION_AXES))]
+Position = Annotated[
+    AxisIndices | None,
+    BeforeValidator(make_list, json_schema_input_type=AxisIndex | AxisIndices | None),
+    OneError("Input should be a whole number, or a list of two"),
+]
+SomeClass = StrictIndex | Literal["top"]
+Class = Annotated[
+    SomeClass | None,
+    OneError("Input should be the number of a class, or 'top'"),
+]
+Target = Annotated[tuple[Number, ...], Field(min_length=1, max_length=1_000_000)] | None
+
+
+class ObjectiveBody(StrictBody):
+    """What gradients are of."""
+
+    kind: ObjectiveKind = "logit"
+    klass: Class = Field(None, alias="class")
+    target: Target = None
+    layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
+    channel: SignedIndex | None = None
+    position: Position = None
+
+    def to_objective(self) -> Objective:
+        """What it means; SelectorError where its layer is no selector."""
+        return Objective(
+            self.kind,
+            self.klass,
+            self.target,
+            parse_selector(self.layer) if self.layer is not None else None,
+            self.channel,
+            self.position,
+        )
+
+
+class SourceBody(StrictBody):
+    """Where another input of the request has the tensor: at ``layer``, or at the point that is changed."""
+
+    input: Index
+    layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
+
+    def to_source(self) -> TensorSource:
+        """What it means; SelectorError where its layer is no selector."""
+        return TensorSource(self.input, parse_selector(self.layer) if self.layer is not None else None)
+
+
+class InterventionBody(PlaceBody):
+    """One entry of ``interventions``: where, and how the value there is changed."""
+
+    op: Op
+    by: Number | None = None
+    value: Number | None = None
+    min: Number | None = None
+    max: Number | None = None
+    std: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    tensor: TensorBody | None = None
+    source: SourceBody | None = Field(None, alias="from")
+    region: Annotated[tuple[Index, ...], Field(min_length=4, max_length=4)] | None = None
+
+    def to_intervention(self) -> Intervention:
+        """What it means; SelectorError, InputError where it makes no sense."""
+        return Intervention(
+            self.parse_place(),
+            Operation(
+                tensor=_read_finite(self.tensor) if self.tensor is not None else None,
+                source=self._read_source(),
+                **{name: getattr(self, name) for name in OF_OPERATION},
+            ),
+        )
+
+    def _read_source(self) -> TensorSource | None:
+        if self.source is not None and self.tensor is not None:
+            raise SelectorError("a tensor is sent, or taken 'from' another input, not both", hint="leave one out")
+        return self.source.to_source() if self.source is not None else None
+
+
+def _read_finite(body: TensorBody) -> TensorData:
+    array = body.to_array()
+    require_finite(array)
+    return TensorData(tuple(body.shape), array.astype("<f4").tobytes())
