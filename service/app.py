@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -102,11 +101,8 @@ def create_app(
     pages.install(app, settings.root_path)
     app.add_middleware(
         RequestContextMiddleware,
-        settings=settings,
-        metrics=engine.metrics,
-        run_in_thread=lambda function: engine.run_in_thread(function, time.monotonic() + settings.deadline_s),
+        engine=engine,
         routes=[route for router in ROUTERS for route in router.routes],
-        direct=frozenset({"/extract"}),
         encoders=PROBLEM_ENCODERS,
         pages=pages.PATHS,
         tracer=tracer,

@@ -6,9 +6,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from types import MappingProxyType
 
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
@@ -18,27 +17,27 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from layertap.models.errors import LayertapError
 from layertap.service.access_log import AccessRecord
+from layertap.service.engine.engine import Engine
 from layertap.service.errors import ForbiddenError, ForwardError, KeyMissingError, ending_error
 from layertap.service.http.auth import Caller, Keyring
 from layertap.service.http.buffers_response import LARGE
-from layertap.service.http.compression import RunInThread, compress_replies
+from layertap.service.http.compression import compress_replies
 from layertap.service.http.problems import OF_FASTAPI, ProblemEncoder, describe_error, encode_problem
 from layertap.service.http.tracing import RequestTrace, RequestTracer
-from layertap.service.metrics import OTHER, Metrics
-from layertap.service.settings import Settings
+from layertap.service.metrics import OTHER
 from layertap.service.timings import Timings
 
 log = logging.getLogger("layertap.access")
+# POST there, called without what FastAPI does on the way, which takes a twentieth of the CPU time of a request here.
+DIRECT = "/extract"
 ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 
 
 class RequestContextMiddleware:
     """Gives each request its ``state``: ``request_id`` and ``admin``; ``timings`` for its road to fill.
 
-    ``direct`` has paths whose endpoints, of POST, are called without what FastAPI does on the way to them, a twentieth
-    of the CPU time that a request takes here. They take the request, and nothing else that FastAPI would hand them.
-    ``encoders`` has how problems are told below the first parts of paths that have a way of their own;
-    ``run_in_thread`` runs what compresses replies; ``routes`` are those that refused requests count for; ``pages`` are
+    ``routes`` are the app's: refused requests count for them, and the endpoint of ``DIRECT`` is called by itself.
+    ``encoders`` has how problems are told below the first parts of paths that have a way of their own; ``pages`` are
     paths that a browser may get without a key. With a ``tracer`` each request is a trace, or a part of its caller's.
 
     ``until_sent`` in ``state`` is a stack of contexts that are left when the reply is sent, but for its last bytes.
@@ -47,32 +46,26 @@ class RequestContextMiddleware:
     def __init__(
         self,
         app: ASGIApp,
-        settings: Settings,
-        metrics: Metrics,
-        run_in_thread: RunInThread,
-        routes: Sequence[BaseRoute] = (),
-        direct: frozenset[str] = frozenset(),
-        encoders: Mapping[str, ProblemEncoder] = MappingProxyType({}),
-        pages: frozenset[str] = frozenset(),
-        tracer: RequestTracer | None = None,
+        engine: Engine,
+        routes: Sequence[BaseRoute],
+        encoders: Mapping[str, ProblemEncoder],
+        pages: frozenset[str],
+        tracer: RequestTracer | None,
     ) -> None:
         self.app = app
-        self.encoders = encoders
-        self.root_path = settings.root_path
-        self.keyring = Keyring(settings, pages)
-        self.metrics = metrics
-        self.tracer = tracer
-        self.slow_request_s = settings.slow_request_s
-        self.run_in_thread = run_in_thread
+        self.engine = engine
         self.routes = routes
-        self.direct = {route.path: route for route in routes if isinstance(route, APIRoute) and route.path in direct}
+        self.encoders = encoders
+        self.keyring = Keyring(engine.settings, pages)
+        self.tracer = tracer
+        self.direct = next(route for route in routes if isinstance(route, APIRoute) and route.path == DIRECT)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that is not let in; pass on every other."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        scope = _strip_root_path(self.root_path, scope)
+        scope = _strip_root_path(self.engine.settings.root_path, scope)
         headers = Headers(scope=scope)
         timings, caller = Timings(), Caller(admin=False)
         # A server gives each request a dictionary of its own here, and may tell of the connection in it.
@@ -103,22 +96,21 @@ class RequestContextMiddleware:
     def _record(self, record: AccessRecord, route: str, trace: RequestTrace | None) -> None:
         """A request has ended: count it, write its line, end its trace."""
         steps, sizes = record.timings.steps, (record.request_bytes, record.reply_bytes)
-        self.metrics.observe_request(route, record.status, record.seconds, steps, *sizes)
-        record.write(self.slow_request_s)
+        self.engine.metrics.observe_request(route, record.status, record.seconds, steps, *sizes)
+        record.write(self.engine.settings.slow_request_s)
         if trace is not None:
             trace.end(record, route)
 
     async def _call_app(self, scope: Scope, exchange: Exchange) -> None:
         """Whatever the app raises is a bug, its own or a model's: it goes to the log; the caller hears just that."""
-        route = self.direct.get(scope["path"]) if scope["method"] == "POST" else None
-        send = compress_replies(scope, exchange.send, self.run_in_thread)
+        send = compress_replies(scope, exchange.send, self._run_in_thread)
         try:
-            if route is None:
-                await self.app(scope, exchange.receive, send)
-            else:
-                scope["route"] = route
-                response = await route.endpoint(Request(scope, exchange.receive, send))
+            if scope["path"] == DIRECT and scope["method"] == "POST":
+                scope["route"] = self.direct
+                response = await self.direct.endpoint(Request(scope, exchange.receive, send))
                 await response(scope, exchange.receive, send)
+            else:
+                await self.app(scope, exchange.receive, send)
         except (LayertapError, *OF_FASTAPI) as error:
             await exchange.send_error(error)
         except asyncio.CancelledError:  # by a server that ends and waits no longer; uvicorn would log it as a failure
@@ -127,6 +119,9 @@ class RequestContextMiddleware:
             message = "a model's forward raised" if isinstance(error, ForwardError) else "bug"
             log.exception(message, extra={"fields": {"request_id": scope["state"]["request_id"]}})
             await exchange.send_error(error)
+
+    async def _run_in_thread(self, function: Callable[[], bytes]) -> bytes:
+        return await self.engine.run_in_thread(function, time.monotonic() + self.engine.settings.deadline_s)
 
 
 def _strip_root_path(root_path: str, scope: Scope) -> Scope:

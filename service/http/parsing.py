@@ -21,8 +21,9 @@ from layertap.service.http.query import ALWAYS, Query, read_fields
 from layertap.service.inputs.arrays import Array, read_npy, read_safetensors
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
 from layertap.service.pictures.layout import TILES
+from layertap.service.schemas.base import read_items
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
-from layertap.service.schemas.inputs import parse_inputs
+from layertap.service.schemas.inputs import InputBody
 from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 from layertap.service.timings import Timings
@@ -56,7 +57,7 @@ def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) 
     dry_run = raw.query.get_flag("dry_run")
     body, items, faults = _parse_body(raw, settings, kind)
     fields = body.request_fields
-    if faults and not items:
+    if faults and (not items or body.on_error == "fail"):
         raise RequestError.from_faults(faults)
     if not items and not dry_run:
         hint = "add some, or ask for ?dry_run=true" if kind is ExtractBody else "add some"
@@ -107,7 +108,7 @@ def _parse_body(raw: RawRequest, settings: Settings, kind: type[RequestBody]) ->
 def _parse_json(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> Parsed:
     raw.query.check_names(ALWAYS, "a JSON body says everything itself")
     body = _parse_document(raw.data, settings, kind)
-    items, faults = parse_inputs(body.inputs, skip=body.on_error == "skip")
+    items, faults = read_items(body.inputs, "inputs", InputBody.to_item)
     return body, tuple(items), tuple(faults)
 
 
@@ -121,8 +122,6 @@ def _parse_multipart(raw: RawRequest, settings: Settings, kind: type[RequestBody
         body = _parse_document(request, settings, kind)
     if body.inputs:
         raise RequestError("a multipart request has its inputs in parts of their own", hint="leave 'inputs' out")
-    if faults and body.on_error == "fail":
-        raise RequestError.from_faults(faults)
     return body, items, faults
 
 
@@ -180,30 +179,17 @@ def _read_parts(
 
     RequestError, TooLargeError.
     """
-    requests = [part for part in parts if part.name == "request"]
-    inputs = [part for part in parts if part.name in PART_READERS]
-    arrays = [part for part in parts if part.name not in ("request", *PART_READERS)]
+    requests = [part.data for part in parts if part.name == "request"]
+    inputs = [part for part in parts if part.name != "request"]
     if len(requests) > 1:
         raise RequestError("a multipart body has at most one part named 'request'", hint="rename the others")
-    if inputs and arrays:
-        raise RequestError(
-            "a multipart body has inputs one by one, or an array for each of the model's inputs, not both",
-            hint="name arrays 'tensors' that are inputs of their own",
-        )
+    for part in inputs:
+        if part.name not in PART_READERS:
+            hint = "name parts 'images', 'texts' or 'tensors'; a safetensors body has arrays by the model's inputs"
+            raise RequestError(f"a part named {escape(part.name)} is not taken", hint=hint)
     check_count(len(inputs), settings)
-    items, faults = _read_inputs(inputs)
-    return requests[0].data if requests else None, _read_named_arrays(arrays) if arrays else items, faults
-
-
-def _read_inputs(parts: Sequence[MultipartPart]) -> tuple[PlacedItems, tuple[Fault, ...]]:
-    items: list[tuple[int, InputItem]] = []
-    faults: list[Fault] = []
-    for place, part in enumerate(parts):
-        try:
-            items.append((place, PART_READERS[part.name](part.data)))
-        except InputError as error:
-            faults.append(error.to_fault(f"/inputs/{place}", place))
-    return tuple(items), tuple(faults)
+    items, faults = read_items(inputs, "inputs", lambda part: PART_READERS[part.name](part.data))
+    return requests[0] if requests else None, tuple(items), tuple(faults)
 
 
 def _read_text_part(data: bytes) -> TextItem:
@@ -213,27 +199,9 @@ def _read_text_part(data: bytes) -> TextItem:
         raise InputError("the text is not UTF-8", hint="send UTF-8") from None
 
 
-def _read_named_arrays(parts: Sequence[MultipartPart]) -> PlacedItems:
-    """The one item, or batch of items, of which each part is an input of the model."""
-    names = [part.name for part in parts]
-    for name in names:
-        if names.count(name) > 1:
-            detail = f"there are {names.count(name)} arrays named {escape(name)}"
-            raise RequestError(detail, hint="send rows as a batch")
-    return _read_arrays(lambda: {part.name: _read_part(part) for part in parts}, by_name=True)
-
-
-def _read_part(part: MultipartPart) -> Array:
+def _read_arrays(read: Callable[[], dict[Any, Array]]) -> tuple[tuple[int, ArraysItem]]:
     try:
-        return read_npy(part.data)
-    except InputError as error:
-        hint = "name parts 'images', 'texts' or 'tensors', or .npy files as the model's inputs"
-        raise InputError(f"part {escape(part.name)}: {error.detail}", hint=hint) from None
-
-
-def _read_arrays(read: Callable[[], dict[Any, Array]], by_name: bool = False) -> tuple[tuple[int, ArraysItem]]:
-    try:
-        return ((0, ArraysItem(read(), may_batch=True, by_name=by_name)),)
+        return ((0, ArraysItem(read(), may_batch=True)),)
     except TooLargeError:
         raise
     except LayertapError as error:

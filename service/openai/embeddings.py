@@ -27,7 +27,7 @@ from layertap.service.http.parsing import RawRequest
 from layertap.service.http.problems import MAX_DETAIL, Problem
 from layertap.service.inputs.arrays import decode_base64
 from layertap.service.inputs.items import ImageItem, InputItem, TextItem, TokensItem, UrlItem
-from layertap.service.schemas.base import OneError, StrictBody, StrictIndex, read_field
+from layertap.service.schemas.base import OneError, StrictBody, StrictIndex, read_field, read_items
 from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 
@@ -127,9 +127,12 @@ def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
         )
     body = validate(EmbeddingsBody, load_json(raw.data, settings.max_json_depth))
     name, embedding = read_field("/model", lambda: parse_model_id(body.model))
+    items, faults = read_items(body.input, "input", lambda entry: _read_item(entry, body.modality))
+    if faults:
+        raise RequestError.from_faults(faults)
     extract = ExtractRequest(
         model=name,
-        items=_read_items(body),
+        items=tuple(items),
         embedding=embedding,
         prompt=body.prompt,
         truncate=body.truncate,
@@ -137,19 +140,6 @@ def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
         timings=raw.timings,
     )
     return EmbeddingsRequest(extract, body.model, body.dimensions, tuple(body.model_extra or ()))
-
-
-def _read_items(body: EmbeddingsBody) -> tuple[tuple[int, InputItem], ...]:
-    items: list[tuple[int, InputItem]] = []
-    faults: list[Fault] = []
-    for index, entry in enumerate(body.input):
-        try:
-            items.append((index, _read_item(entry, body.modality)))
-        except InputError as error:
-            faults.append(error.to_fault(f"/input/{index}", index))
-    if faults:
-        raise RequestError.from_faults(faults)
-    return tuple(items)
 
 
 def _read_item(entry: Entry, modality: Kind | None) -> InputItem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
@@ -78,15 +78,21 @@ def read_field(pointer: str, read: Callable[[], T]) -> T:
         raise RequestError.from_faults([error.to_fault(pointer)]) from None
 
 
-def read_entries(bodies: Iterable[B], name: str, read: Callable[[B], T]) -> tuple[T, ...]:
-    """What each entry of a list means; RequestError with a fault for each bad one."""
-    entries: list[T] = []
+def read_items(bodies: Iterable[B], name: str, read: Callable[[B], T]) -> tuple[list[tuple[int, T]], list[Fault]]:
+    """What each input of a list means, behind its place, and a fault for each bad one."""
+    items: list[tuple[int, T]] = []
     faults: list[Fault] = []
     for index, body in enumerate(bodies):
         try:
-            entries.append(read(body))
+            items.append((index, read(body)))
         except LayertapError as error:
-            faults.append(error.to_fault(f"/{name}/{index}"))
+            faults.append(error.to_fault(f"/{name}/{index}", index))
+    return items, faults
+
+
+def read_entries(bodies: Iterable[B], name: str, read: Callable[[B], T]) -> tuple[T, ...]:
+    """What each entry of a list means; RequestError with a fault for each bad one."""
+    entries, faults = read_items(bodies, name, read)
     if faults:
-        raise RequestError.from_faults(faults)
-    return tuple(entries)
+        raise RequestError.from_faults([replace(fault, input=None) for fault in faults])
+    return tuple(entry for _, entry in entries)

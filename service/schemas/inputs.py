@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
 from pydantic import FailFast, Field
 
-from layertap.models.errors import Fault, InputError, LayertapError, RequestError, SelectorError, escape
+from layertap.models.errors import InputError, SelectorError, escape
 from layertap.models.selection.hook_points import InputOptions, Intervention, Objective
 from layertap.service.inputs.arrays import Array, decode_base64
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem, TokensItem, UrlItem
@@ -82,20 +82,6 @@ class InputBody(StrictBody):
         if self.url is not None:
             return UrlItem(self.url)
         return ImageItem(decode_base64(self.image or ""))
-
-
-def parse_inputs(inputs: Iterable[InputBody], skip: bool) -> tuple[list[tuple[int, InputItem]], list[Fault]]:
-    """The inputs with their places, and the faults of those that can't be read; RequestError for these without skip."""
-    items: list[tuple[int, InputItem]] = []
-    faults: list[Fault] = []
-    for index, body in enumerate(inputs):
-        try:
-            items.append((index, body.to_item()))
-        except LayertapError as error:
-            faults.append(error.to_fault(f"/inputs/{index}", index))
-    if faults and not skip:
-        raise RequestError.from_faults(faults)
-    return items, faults
 
 
 def _read_change(place: int, inputs: int, body: InterventionBody) -> Intervention:

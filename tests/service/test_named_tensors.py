@@ -1,8 +1,7 @@
-"""Models of several inputs: arrays by name in JSON and multipart, one meaning with safetensors bodies."""
+"""Models of several inputs: arrays by name in JSON and in safetensors bodies, with one meaning."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +29,6 @@ from tests.service.support import (
 
 PIXELS, KIND = np.arange(12, dtype=np.float32).reshape(3, 4) / 7, np.array([0, 4, 2])
 QUERY = {"model": "two", "layers": "."}
-NPY = "application/x-npy"
 
 
 def tensors(**arrays: Any) -> Json:
@@ -55,12 +53,9 @@ def post(live: Live, *inputs: Json, **fields: Any) -> Any:
     return live.client.post("/extract", json=body)
 
 
-def parts(*named: tuple[str, bytes], media_type: str | None = NPY, filename: str | None = "a.npy") -> list[Any]:
-    return [(name, (filename, data, media_type)) for name, data in named]
-
-
-def send(live: Live, files: list[Any], **query: str) -> Any:
-    return live.client.post("/extract", files=files, params={**QUERY, **query})
+def send(live: Live, arrays: dict[str, Array], **query: str) -> Any:
+    request = raw(safetensors_of(**arrays), "application/x-safetensors", **{**QUERY, **query})
+    return live.client.post("/extract", **request)
 
 
 def close(found: dict[str, Array], wanted: dict[str, Array]) -> bool:
@@ -68,27 +63,15 @@ def close(found: dict[str, Array], wanted: dict[str, Array]) -> bool:
 
 
 def test_one_meaning(two: Live) -> None:
-    """JSON, multipart by query or by a request part, rows in a batch or a single one, and safetensors give the same."""
+    """JSON and safetensors give the same, rows in a batch or a single one."""
     model = two.engine.manager.registry.get_entry("two").model or two.engine.manager.registry.load("two")
     offline = model.module(pixels=torch.from_numpy(PIXELS), kind=torch.from_numpy(KIND))
     wanted = {f".[{key}]": value.detach().numpy() for key, value in offline.items()}
-    files = parts(("pixels", npy(PIXELS)), ("kind", npy(KIND)))
-    request = ("request", (None, json.dumps({"model": "two", "layers": ["."]}), "application/json"))
-    replies = {
-        "json": post(two, *ITEMS),
-        "query": send(two, files),
-        "request": two.client.post("/extract", files=[*files, request]),
-        "request first": two.client.post("/extract", files=[request, *files[::-1]]),
-        "safetensors": two.client.post(
-            "/extract", **raw(safetensors_of(pixels=PIXELS, kind=KIND), "application/x-safetensors", **QUERY)
-        ),
-        "any label": send(two, parts(("pixels", npy(PIXELS)), ("kind", npy(KIND)), media_type=None)),
-        "no file name": send(two, parts(("pixels", npy(PIXELS)), ("kind", npy(KIND)), filename=None)),
-    }
-    assert [name for name, reply in replies.items() if not close(arrays_of(reply), wanted)] == []
-    assert {reply.json()["rows"] for reply in replies.values()} == {3}
-    assert len({reply.json()["fingerprint"] for reply in replies.values()}) == 1
-    single = send(two, parts(("pixels", npy(PIXELS[1])), ("kind", npy(KIND[1]))))
+    replies = [post(two, *ITEMS), send(two, {"pixels": PIXELS, "kind": KIND})]
+    assert all(close(arrays_of(reply), wanted) for reply in replies)
+    assert {reply.json()["rows"] for reply in replies} == {3}
+    assert len({reply.json()["fingerprint"] for reply in replies}) == 1
+    single = send(two, {"pixels": PIXELS[1], "kind": np.array(KIND[1])})
     assert close(arrays_of(single), {key: array[1:2] for key, array in wanted.items()})
 
 
@@ -98,8 +81,7 @@ def test_only_input(two: Live) -> None:
     body = {"layers": ["pool"], "inputs": [tensors(image=row)]}
     named = two.client.post("/extract", json=body)
     plain = two.client.post("/extract", json=body | {"inputs": [tensor(row)]})
-    part = two.client.post("/extract", files=parts(("image", npy(row))), params={"layers": "pool"})
-    assert named.content == plain.content == part.content
+    assert named.content == plain.content
     bad = problem(two.client.post("/extract", json=body | {"inputs": [tensors(imgae=row)]}), 422)
     assert "'imgae'" in bad["detail"]
     assert "did you mean 'image'" in bad["errors"][0]["hint"]
@@ -145,46 +127,43 @@ def test_left_out(two: Live, name: str) -> None:
 
 def test_limits(two: Live) -> None:
     """Limits on inputs, on replies and on bodies hold for rows that come by name."""
-    many = np.zeros((4, 4), np.float32)
-    files = parts(("pixels", npy(many)), ("kind", npy(np.zeros(4, np.int64))))
-    assert "4 inputs, the limit is 3" in problem(send(two, files), 413)["detail"]
+    many = {"pixels": np.zeros((4, 4), np.float32), "kind": np.zeros(4, np.int64)}
+    assert "4 inputs, the limit is 3" in problem(send(two, many), 413)["detail"]
     assert "4 inputs, the limit is 3" in problem(post(two, *ITEMS, ITEMS[0]), 413)["detail"]
-    large = parts(("image", npy(np.zeros((3, 32, 64), np.float32))))
-    reply = two.client.post("/extract", files=large, params={"layers": "block1", "format": "npz"})
+    large = {"image": np.zeros((3, 32, 64), np.float32)}
+    reply = send(two, large, model="digits", layers="block1", format="npz")
     assert "the limit is 20000" in problem(reply, 413)["detail"]
-    problem(send(two, parts(("pixels", bytes(100_000)))), 413)
+    problem(send(two, {"pixels": np.zeros(25_000, np.float32)}), 413)
 
 
-BAD_PARTS: dict[str, tuple[list[Any], str]] = {
-    "unknown": (parts(("pixel", npy(PIXELS)), ("kind", npy(KIND))), "did you mean 'pixels'"),
-    "missing": (parts(("pixels", npy(PIXELS))), "'kind'"),
-    "twice": (parts(("pixels", npy(PIXELS)), ("pixels", npy(PIXELS)), ("kind", npy(KIND))), "'pixels'"),
-    "other rows": (parts(("pixels", npy(PIXELS)), ("kind", npy(KIND[:2]))), "different numbers of rows"),
-    "not finite": (parts(("pixels", npy(PIXELS * np.nan)), ("kind", npy(KIND))), "NaN"),
-    "values": (parts(("pixels", npy(PIXELS)), ("kind", npy(KIND + 9))), "not among its values"),
-    "no array": (parts(("pixels", b"no array"), ("kind", npy(KIND))), "'pixels'"),
-    "cut short": (parts(("pixels", npy(PIXELS)[:-1]), ("kind", npy(KIND))), "'pixels'"),
-    "objects": (parts(("pixels", npy(PIXELS).replace(b"<f4", b"|O ")), ("kind", npy(KIND))), "'pixels'"),
-    "beside pictures": (
-        [*parts(("pixels", npy(PIXELS)), ("kind", npy(KIND))), ("images", picture())],
-        "not both",
-    ),
-    "text": (parts(("pixels", b"text"), media_type="text/plain"), "'texts'"),
+BAD_ARRAYS: dict[str, tuple[dict[str, Array], str]] = {
+    "unknown": ({"pixel": PIXELS, "kind": KIND}, "did you mean 'pixels'"),
+    "missing": ({"pixels": PIXELS}, "'kind'"),
+    "other rows": ({"pixels": PIXELS, "kind": KIND[:2]}, "different numbers of rows"),
+    "not finite": ({"pixels": PIXELS * np.float32("nan"), "kind": KIND}, "NaN"),
+    "values": ({"pixels": PIXELS, "kind": KIND + 9}, "not among its values"),
 }
 
 
-@pytest.mark.parametrize("name", BAD_PARTS)
-def test_refused_parts(two: Live, name: str) -> None:
-    """What is wrong with a part is told by its name."""
-    files, says = BAD_PARTS[name]
-    assert says in str(problem(send(two, files), 422)["errors"] or problem(send(two, files), 422))
+@pytest.mark.parametrize("name", BAD_ARRAYS)
+def test_refused_arrays(two: Live, name: str) -> None:
+    """What is wrong with an array is told by its name."""
+    arrays, says = BAD_ARRAYS[name]
+    assert says in str(problem(send(two, arrays), 422)["errors"])
+
+
+def test_part_of_another_name(two: Live) -> None:
+    """A part of a multipart body that is called otherwise is refused with what to send instead."""
+    found = problem(two.client.post("/extract", files=[("pixels", npy(PIXELS))], params=QUERY), 422)
+    assert "'pixels'" in found["detail"]
+    assert "safetensors" in found["hint"]
 
 
 def test_row_of_a_batch_left_out(two: Live) -> None:
     """A row that is not finite is left out of a batch by name as of any other."""
     spoiled = PIXELS.copy()
     spoiled[1, 0] = np.nan
-    reply = send(two, parts(("pixels", npy(spoiled)), ("kind", npy(KIND))), on_error="skip")
+    reply = send(two, {"pixels": spoiled, "kind": KIND}, on_error="skip")
     assert reply.headers["x-layertap-skipped"] == "1"
     assert close(arrays_of(reply), arrays_of(post(two, ITEMS[0], ITEMS[2])))
 
@@ -201,6 +180,8 @@ def test_dry_run(two: Live) -> None:
 
 def test_pictures_are_still_told_by_their_bytes(two: Live) -> None:
     """A picture among the parts ``images`` is one whatever it is called."""
-    reply = two.client.post("/extract", files=parts(("images", picture())), params={"layers": "pool"})
+    reply = two.client.post(
+        "/extract", files=[("images", ("a.npy", picture(), "application/x-npy"))], params={"layers": "pool"}
+    )
     wanted = two.client.post("/extract", json={"layers": ["pool"], "inputs": [image(picture())]})
     assert reply.content == wanted.content

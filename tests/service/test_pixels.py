@@ -71,7 +71,7 @@ def body(form: str, batch: Array) -> Json:
         "safetensors": raw(
             safetensors.torch.save({"x": torch.from_numpy(batch.copy())}), "application/x-safetensors", **QUERY
         ),
-        "multipart": {"files": [("x", ("x.npy", npy(batch), "application/x-npy"))], "params": QUERY},
+        "multipart": {"files": [("tensors", npy(each)) for each in batch], "params": QUERY},
         "json": {
             "json": {"model": "own", "layers": [LAYER], "pool": "mean", "inputs": [tensor(each) for each in batch]},
             "params": {"format": "npz"},

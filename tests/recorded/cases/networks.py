@@ -12,7 +12,6 @@ from tests.recorded.request import (
     Request,
     get,
     image,
-    multipart,
     noise,
     npy,
     picture,
@@ -190,6 +189,4 @@ def _pair() -> Iterator[Request]:
         ("uneven", PAIR | {"kind": batch["kind"]}),
     ):
         yield send(f"pair/safetensors {label}", safetensors_of(**arrays), "application/x-safetensors", **query)
-        parts = [(name, "application/x-npy", npy(array)) for name, array in arrays.items()]
-        yield multipart(f"pair/multipart {label}", *parts, **query)
     yield send("pair/npy", npy(noise(4)), "application/x-npy", **query)
