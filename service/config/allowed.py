@@ -37,14 +37,18 @@ class Allowed:
 
     def check(self, spec: ModelSpec, configured: ModelSpec) -> None:
         """ForbiddenError where a model's next version has what neither this nor its entry in the file names."""
-        if spec.source != configured.source and spec.source not in self.sources:
-            raise ForbiddenError(f"source {escape(spec.shown_source)} is not allowed", hint=HINT)
-        if spec.weights != configured.weights and not self._allows_weights(spec.weights):
-            raise ForbiddenError("these weights are not allowed", hint=HINT)
-        if spec.adapter not in ("", configured.adapter) and not _is_within(spec.adapter, self.weights):
-            raise ForbiddenError("this adapter is not allowed", hint=HINT)
-        if spec.labels != configured.labels and isinstance(spec.labels, str) and not self._allows_labels(spec.labels):
-            raise ForbiddenError("this file of labels is not allowed", hint=HINT)
+        checked = {
+            "source": spec.source in self.sources,
+            "weights": spec.weights in self.weights
+            or (is_checkpoint(spec.weights) and _is_within(spec.weights, self.weights)),
+            "adapter": not spec.adapter or _is_within(spec.adapter, self.weights),
+            "labels": not isinstance(spec.labels, str)
+            or spec.labels in self.labels
+            or _is_within(spec.labels, self.labels),
+        }
+        for name, allowed in checked.items():
+            if not allowed and getattr(spec, name) != getattr(configured, name):
+                raise ForbiddenError(f"this {name!r} is not allowed", hint=HINT)
         given = configured.args if spec.source == configured.source else {}
         for name in sorted(spec.args.keys() | given.keys()):
             changed = name not in spec.args or name not in given or spec.args[name] != given[name]
@@ -54,12 +58,6 @@ class Allowed:
         for name in (each.name for each in fields(ModelSpec) if each.name not in FREE):
             if getattr(spec, name) not in (getattr(configured, name), getattr(default, name)):
                 raise ForbiddenError(f"another {name!r} is not allowed", hint=ENTRY_HINT)
-
-    def _allows_weights(self, weights: str) -> bool:
-        return weights in self.weights or (is_checkpoint(weights) and _is_within(weights, self.weights))
-
-    def _allows_labels(self, labels: str) -> bool:
-        return labels in self.labels or _is_within(labels, self.labels)
 
 
 def _is_within(path: str, allowed: tuple[str, ...]) -> bool:

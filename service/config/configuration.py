@@ -207,11 +207,16 @@ def compare(
     """What a configuration changes where these models, this default and these aliases are now."""
     old = {spec.name: spec for spec in specs}
     new = {spec.name: spec for spec in configuration.models}
-    pairs = {name: (old[name], spec) for name, spec in new.items() if name in old}
+    names = [each.name for each in fields(ModelSpec)]
+    changed = {
+        name: tuple(each for each in names if getattr(old[name], each) != getattr(spec, each))
+        for name, spec in new.items()
+        if name in old
+    }
     return Changes(
         added=tuple(name for name in new if name not in old),
         removed=tuple(name for name in old if name not in new),
-        changed={name: found for name, pair in pairs.items() if (found := _list_changed(*pair))},
+        changed={name: found for name, found in changed.items() if found},
         aliases={
             name: configuration.aliases.get(name)
             for name in {**aliases, **configuration.aliases}
@@ -219,7 +224,3 @@ def compare(
         },
         default=configuration.default if configuration.default != default else None,
     )
-
-
-def _list_changed(old: ModelSpec, new: ModelSpec) -> tuple[str, ...]:
-    return tuple(each.name for each in fields(ModelSpec) if getattr(old, each.name) != getattr(new, each.name))

@@ -82,7 +82,7 @@ class Fetcher:
 
     def __init__(self, settings: Settings, resolver: Resolver | None = None, tls: ssl.SSLContext | None = None) -> None:
         self._hosts = AllowedHosts(settings.allow_urls, settings.allow_private_urls)
-        self._max_bytes = settings.max_body_bytes
+        self.max_bytes = settings.max_body_bytes
         self._timeout_s = settings.url_timeout_s
         self._resolver = resolver or ThreadedResolver(settings.max_url_fetches)
         self._tls = tls or (httpcore.default_ssl_context() if self._hosts else None)
@@ -91,10 +91,6 @@ class Fetcher:
     def parse_url(self, url: str) -> FetchTarget:
         """What a URL asks for; InputError where it may not be fetched. Asks nobody."""
         return self._hosts.parse_url(url)
-
-    def create_budget(self, reserve: Callable[[int], None]) -> DownloadBudget:
-        """What the URLs of one more request may bring."""
-        return DownloadBudget(self._max_bytes, reserve)
 
     async def fetch(self, target: FetchTarget, budget: DownloadBudget) -> bytes:
         """The bytes there.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from binascii import b2a_base64
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -80,18 +81,13 @@ def _write(value: Any) -> Iterator[bytes]:
         yield from (b2a_base64(value[start : start + PIECE_BYTES], newline=False) for start in starts)
         yield b'"'
     elif isinstance(value, dict):
-        yield from _join(b"{", (_write_member(key, each) for key, each in value.items()), b"}")
+        yield from _join(b"{", (chain([_dump(key) + b":"], _write(each)) for key, each in value.items()), b"}")
     elif isinstance(value, np.ndarray):
         yield from _join(b"[", _write_rows(value), b"]")
     elif isinstance(value, (list, tuple)):
         yield from _join(b"[", map(_write, value), b"]")
     else:
         yield _dump(value)
-
-
-def _write_member(key: str, value: Any) -> Iterator[bytes]:
-    yield _dump(key) + b":"
-    yield from _write(value)
 
 
 def _write_rows(array: Array) -> Iterator[Iterable[bytes]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from typing import Any
@@ -33,7 +32,9 @@ def encode(features: Features, options: EncodeOptions, writer: Writer) -> Buffer
     skipped = set(features.skipped)
     places = tuple(place for place in range(features.rows + len(skipped)) if place not in skipped)
     infos = [
-        replace(describe_result(key, features.receipts[key], array.shape), places=_find_places(key, features, places))
+        _describe(key, features.receipts[key], array.shape, (int(key.rpartition(".input")[2]),))
+        if key in features.by_input  # of the one input that the name tells
+        else _describe(key, features.receipts[key], array.shape, places)
         for key, array in features.arrays.items()
     ]
     check_sheet(infos, options.tiles)
@@ -43,8 +44,8 @@ def encode(features: Features, options: EncodeOptions, writer: Writer) -> Buffer
     return [stream.getvalue()]
 
 
-def describe_result(key: str, receipt: Receipt, shape: Shape) -> ResultInfo:
-    """What decides how a result is drawn."""
+def _describe(key: str, receipt: Receipt, shape: Shape, places: tuple[int, ...]) -> ResultInfo:
+    """What decides how a result of these inputs is drawn."""
     is_named = key.partition(":")[0] == receipt.layer
     chosen = (receipt.tokens, receipt.heads, receipt.queries, receipt.keys)
     return ResultInfo(
@@ -59,6 +60,7 @@ def describe_result(key: str, receipt: Receipt, shape: Shape) -> ResultInfo:
         columns=receipt.stats,
         channels=receipt.channels,
         captions=_list_captions(receipt),
+        places=places,
         grid_size=receipt.grid_size,
         method=receipt.method,
     )
@@ -69,11 +71,6 @@ def _list_captions(receipt: Receipt) -> tuple[str, ...]:
     labels = receipt.labels or ("",) * len(receipt.classes or ())
     pairs = zip(receipt.classes or (), labels, strict=True)
     return tuple(f"class {number}{f': {label}' if label else ''}" for number, label in pairs)
-
-
-def _find_places(key: str, features: Features, places: tuple[int, ...]) -> tuple[int, ...]:
-    """The inputs that a result is of: all, or the one that its name tells."""
-    return (int(key.rpartition(".input")[2]),) if key in features.by_input else places
 
 
 def _decode(sent: Mapping[int, SentPicture | None]) -> dict[int, Original]:

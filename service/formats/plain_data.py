@@ -7,7 +7,6 @@ from typing import Any
 
 import orjson
 
-from layertap.models.errors import Fault
 from layertap.service.features import Features
 
 
@@ -18,7 +17,8 @@ def describe_receipts(features: Features) -> dict[str, dict[str, Any]]:
 
 def describe_errors(features: Features) -> list[dict[str, Any]]:
     """The faults of the inputs that were left out; what a fault does not have is left out."""
-    return [_drop_blanks(fault) for fault in features.errors]
+    faults = map(asdict, features.errors)
+    return [{key: value for key, value in fault.items() if value not in ("", None)} for fault in faults]
 
 
 def describe_top_classes(features: Features) -> list[list[dict[str, Any]]]:
@@ -40,7 +40,3 @@ def describe_as_text(features: Features) -> dict[str, str]:
         **({"warnings": orjson.dumps(features.warnings).decode()} if features.warnings else {}),
         **({"top_classes": orjson.dumps(describe_top_classes(features)).decode()} if features.top_classes else {}),
     }
-
-
-def _drop_blanks(fault: Fault) -> dict[str, Any]:
-    return {key: value for key, value in asdict(fault).items() if value not in ("", None)}

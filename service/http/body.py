@@ -122,7 +122,8 @@ def parse_multipart(headers: Headers, body: bytes, settings: Settings) -> list[M
 
     def add(part: Field | File) -> None:
         if len(parts) > settings.max_inputs:
-            raise _too_many_parts_error(settings.max_inputs)
+            detail = f"a multipart body has at most {settings.max_inputs} inputs beside its part 'request'"
+            raise TooLargeError(detail, hint="send them in several requests")
         name = (part.field_name or b"").decode()
         data = part.value if isinstance(part, Field) else cast("BytesIO", part.file_object).getvalue()
         parts.append(MultipartPart(name, data or b""))
@@ -145,12 +146,6 @@ def get_media_type(content_type: str) -> str:
 
 def _broken_error() -> BadRequestError:
     return BadRequestError("the multipart body is broken", hint="let the client library write it, boundary included")
-
-
-def _too_many_parts_error(limit: int) -> TooLargeError:
-    return TooLargeError(
-        f"a multipart body has at most {limit} inputs beside its part 'request'", hint="send them in several requests"
-    )
 
 
 def _too_large_error(size: str, limit: int) -> TooLargeError:

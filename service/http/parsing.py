@@ -65,12 +65,14 @@ def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) 
     if dry_run and isinstance(body, ExplainBody):
         hint = "ask POST /extract?dry_run=true for the gradient"
         raise RequestError("an explanation has no dry run", hint=hint)
-    tiles = _read_tiles(body, raw.format)
+    if body.tiles is not None and not raw.format.is_picture:
+        fault = Fault("the reply is no picture", "ask for one by ?format=png, or leave 'tiles' out", "/tiles")
+        raise RequestError.from_faults([fault])
     request = ExtractRequest(
         items=items,
         faults=faults,
         dry_run=dry_run,
-        reply=ReplyOptions(raw.format, body.encoding, settings.max_reply_bytes, tiles=tiles),
+        reply=ReplyOptions(raw.format, body.encoding, settings.max_reply_bytes, tiles=body.tiles or TILES),
         timings=raw.timings,
         **fields,
     )
@@ -79,37 +81,24 @@ def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) 
     return request
 
 
-def _read_tiles(body: RequestBody, reply_format: ReplyFormat) -> int:
-    """How many tiles a picture has; RequestError where the reply is none."""
-    if body.tiles is not None and not reply_format.is_picture:
-        fault = Fault("the reply is no picture", "ask for one by ?format=png, or leave 'tiles' out", "/tiles")
-        raise RequestError.from_faults([fault])
-    return body.tiles or TILES
-
-
 def _parse_body(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> Parsed:
     media_type = "image/*" if raw.media_type.startswith("image/") else raw.media_type
     if media_type == "application/json":
-        return _parse_json(raw, settings, kind)
+        raw.query.check_names(ALWAYS, "a JSON body says everything itself")
+        body = _parse_document(raw.data, settings, kind)
+        items, faults = read_items(body.inputs, "inputs", InputBody.to_item)
+        return body, tuple(items), tuple(faults)
     if media_type == MULTIPART:
         return _parse_multipart(raw, settings, kind)
     if not raw.data and not media_type:  # a dry run needs no input
         return _parse_query(raw, settings, kind), (), ()
     if media_type in BODY_READERS:
-        items = BODY_READERS[media_type](raw.data, raw.headers["content-type"])
-        return _parse_query(raw, settings, kind), items, ()
+        return _parse_query(raw, settings, kind), BODY_READERS[media_type](raw.data, raw.headers["content-type"]), ()
     raise UnsupportedMediaError(
         "a body of this content type is not taken",
         hint="send Content-Type: application/json, multipart/form-data, image/jpeg (or another image type), "
         "text/plain, application/x-npy or application/x-safetensors",
     )
-
-
-def _parse_json(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> Parsed:
-    raw.query.check_names(ALWAYS, "a JSON body says everything itself")
-    body = _parse_document(raw.data, settings, kind)
-    items, faults = read_items(body.inputs, "inputs", InputBody.to_item)
-    return body, tuple(items), tuple(faults)
 
 
 def _parse_multipart(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> Parsed:

@@ -189,7 +189,8 @@ async def cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
 
     async def watch() -> None:
         nonlocal disconnected
-        await _wait_for_disconnect(request)
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
         disconnected = True
         task.cancel()
 
@@ -203,8 +204,3 @@ async def cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
         raise
     finally:
         watcher.cancel()
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -59,8 +59,14 @@ class UnixListener(socket.socket):
 
     def __init__(self, path: Path) -> None:
         super().__init__(socket.AF_UNIX)
-        self.bind(str(path))
-        self._path, self._made = path, path.lstat()
+        self._path = path
+
+    def open(self) -> None:
+        """Make the file, and listen; OSError."""
+        self.bind(str(self._path))
+        self._made = self._path.lstat()
+        self._path.chmod(UNIX_MODE)  # nobody connects before the next line
+        self.listen(BACKLOG)
 
     def remove_path(self) -> None:
         """Let nobody find it any more; what somebody has put in its place stays."""
@@ -79,8 +85,7 @@ def bind_unix(path: Path) -> UnixListener:
             path.unlink()
         with ExitStack() as opened:
             listener = opened.enter_context(UnixListener(path))
-            path.chmod(UNIX_MODE)  # nobody connects before the next line
-            listener.listen(BACKLOG)
+            listener.open()
             opened.pop_all()
     except OSError as error:
         reason = "is taken" if error.errno == errno.EADDRINUSE else f"can't be listened on: {error.strerror or error}"

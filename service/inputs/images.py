@@ -99,7 +99,7 @@ def decode_reduced(
         # A lossless JPEG has no scales. What is broken is refused here, by what refuses it in full.
         whole = decode_image(data, max_pixels)
         return Picture(whole, whole.size)
-    return Picture(reduced, size, _make_box(reduced, turn_margins(margins, turn)) if margins else None)
+    return Picture(reduced, size, _cut_margins(reduced, turn_margins(margins, turn)) if margins else None)
 
 
 def get_plain_jpeg_size(
@@ -204,7 +204,7 @@ def _reduce(image: JpegImageFile, least_size: tuple[int, int]) -> Box | None:
     return left, upper, image.width - right, image.height - lower
 
 
-def _make_box(image: Image.Image, margins: Box) -> Box:
+def _cut_margins(image: Image.Image, margins: Box) -> Box:
     """The picture in an image whose sides are so far beyond it."""
     left, upper, right, lower = margins
     return left, upper, image.width - right, image.height - lower

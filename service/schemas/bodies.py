@@ -85,24 +85,19 @@ class ExtractBody(RequestBody):
         def read_layer(body: LayerBody) -> Selector:
             return body.to_selector(self.pool, self.normalize, self.dtype)
 
+        layer = self.resume
+        pool = self.pool if "pool" in self.model_fields_set else None
         return {
             "selectors": read_entries(self.layers, "layers", read_layer),
             "interventions": read_entries(self.interventions, "interventions", _read_shared),
-            "resume": self._read_resume(),
-            "embedding": None if self.layers else self._read_embedding(),
+            "resume": read_field("/resume", lambda: parse_selector(layer)) if layer is not None else None,
+            "embedding": None if self.layers else Embedding(pool, self.normalize, self.dtype),
             "prompt": self.prompt,
             "truncate": self.truncate,
             "verify": self.verify,
             "probe": self.probe,
             **super()._read_request(),
         }
-
-    def _read_resume(self) -> Selector | None:
-        text = self.resume
-        return read_field("/resume", lambda: parse_selector(text)) if text is not None else None
-
-    def _read_embedding(self) -> Embedding:
-        return Embedding(self.pool if "pool" in self.model_fields_set else None, self.normalize, self.dtype)
 
 
 def _read_shared(body: InterventionBody) -> Intervention:

@@ -34,7 +34,7 @@ async def fetch_inputs(
         return here
     ticket.resize(1)
     with request.timings.step("fetch"):
-        fetching = _fetch_all(targets, fetcher, fetcher.create_budget(ticket.reserve_bytes))
+        fetching = _fetch_all(targets, fetcher, DownloadBudget(fetcher.max_bytes, ticket.reserve_bytes))
         items = await wait_until(ticket.deadline, fetching)
     ticket.resize(rows)
     _check_all_are_good(request, items)

@@ -88,7 +88,7 @@ def _make_estimate(jobs: Sequence[Job], warnings: Sequence[str]) -> Response:
         },
         "bytes": sum(each.spec.plan.nbytes(each.rows) for each in jobs),
         "stops_at": plan.stops_at.text,
-        **({"interventions": changes} if (changes := _list_changes(jobs)) else {}),
+        **({"interventions": changes} if (changes := join_changes(each.changed for each in jobs)) else {}),
         **({"rows_per_forward": job.rows_per_forward} if job.rows_per_forward is not None else {}),
         "cost": plan.cost,
         "seconds": round(sum(_estimate_seconds(each) for each in jobs), 6),
@@ -97,10 +97,6 @@ def _make_estimate(jobs: Sequence[Job], warnings: Sequence[str]) -> Response:
     }
     headers = make_headers(fingerprint, job.faults)
     return Response(orjson.dumps(body), media_type="application/json", headers=headers)
-
-
-def _list_changes(jobs: Sequence[Job]) -> tuple[tuple[str, ...], ...]:
-    return join_changes(each.changed for each in jobs)
 
 
 def _estimate_seconds(job: Job) -> float:
