@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers
 
-from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError, escape
+from layertap.models.errors import Fault, RequestError, escape
 from layertap.service.engine.admit.admission import check_count, check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
-from layertap.service.errors import BadRequestError, UnsupportedMediaError
+from layertap.service.errors import UnsupportedMediaError
 from layertap.service.formats.table import ReplyFormat
-from layertap.service.http.body import MULTIPART, MultipartPart, get_media_type, load_json, parse_multipart
+from layertap.service.http.body import MULTIPART, get_media_type, load_json, parse_multipart
 from layertap.service.http.query import ALWAYS, Query, read_fields
-from layertap.service.inputs.arrays import Array, read_npy, read_safetensors
+from layertap.service.inputs.arrays import read_npy, read_safetensors
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
 from layertap.service.pictures.layout import TILES
 from layertap.service.schemas.base import read_items
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
-from layertap.service.schemas.inputs import InputBody
 from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 from layertap.service.timings import Timings
@@ -45,8 +44,7 @@ class RawRequest:
         return get_media_type(self.headers.get("content-type", ""))
 
 
-PlacedItems = tuple[tuple[int, InputItem], ...]
-Parsed = tuple[RequestBody, PlacedItems, tuple[Fault, ...]]  # a body without inputs, inputs, faults of those left out
+Parsed = tuple[RequestBody, list[Callable[[], InputItem]]]  # and what reads each input
 
 
 def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> ExtractRequest:
@@ -55,8 +53,9 @@ def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) 
     BadRequestError, UnsupportedMediaError, TooLargeError, RequestError.
     """
     dry_run = raw.query.get_flag("dry_run")
-    body, items, faults = _parse_body(raw, settings, kind)
+    body, readers = _parse_body(raw, settings, kind)
     fields = body.request_fields
+    items, faults = read_items(readers, "inputs", lambda read: read())
     if faults and (not items or body.on_error == "fail"):
         raise RequestError.from_faults(faults)
     if not items and not dry_run:
@@ -69,8 +68,8 @@ def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) 
         fault = Fault("the reply is no picture", "ask for one by ?format=png, or leave 'tiles' out", "/tiles")
         raise RequestError.from_faults([fault])
     request = ExtractRequest(
-        items=items,
-        faults=faults,
+        items=tuple(items),
+        faults=tuple(faults),
         dry_run=dry_run,
         reply=ReplyOptions(raw.format, body.encoding, settings.max_reply_bytes, tiles=body.tiles or TILES),
         timings=raw.timings,
@@ -86,14 +85,14 @@ def _parse_body(raw: RawRequest, settings: Settings, kind: type[RequestBody]) ->
     if media_type == "application/json":
         raw.query.check_names(ALWAYS, "a JSON body says everything itself")
         body = _parse_document(raw.data, settings, kind)
-        items, faults = read_items(body.inputs, "inputs", InputBody.to_item)
-        return body, tuple(items), tuple(faults)
+        return body, [each.to_item for each in body.inputs]
     if media_type == MULTIPART:
         return _parse_multipart(raw, settings, kind)
     if not raw.data and not media_type:  # a dry run needs no input
-        return _parse_query(raw, settings, kind), (), ()
+        return _parse_query(raw, settings, kind), []
     if media_type in BODY_READERS:
-        return _parse_query(raw, settings, kind), BODY_READERS[media_type](raw.data, raw.headers["content-type"]), ()
+        read = partial(BODY_READERS[media_type], raw.data, raw.headers["content-type"])
+        return _parse_query(raw, settings, kind), [read]
     raise UnsupportedMediaError(
         "a body of this content type is not taken",
         hint="send Content-Type: application/json, multipart/form-data, image/jpeg (or another image type), "
@@ -102,16 +101,25 @@ def _parse_body(raw: RawRequest, settings: Settings, kind: type[RequestBody]) ->
 
 
 def _parse_multipart(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> Parsed:
+    """The part that is called ``request``, or the query, and the inputs in all others."""
     parts = parse_multipart(raw.headers, raw.data, settings)
-    request, items, faults = _read_parts(parts, settings)
-    if request is None:
-        body = _parse_query(raw, settings, kind)
-    else:
+    requests = [part.data for part in parts if part.name == "request"]
+    inputs = [part for part in parts if part.name != "request"]
+    if len(requests) > 1:
+        raise RequestError("a multipart body has at most one part named 'request'", hint="rename the others")
+    for part in inputs:
+        if part.name not in PART_READERS:
+            hint = "name parts 'images', 'texts' or 'tensors'; a safetensors body has arrays by the model's inputs"
+            raise RequestError(f"a part named {escape(part.name)} is not taken", hint=hint)
+    check_count(len(inputs), settings)
+    if requests:
         raw.query.check_names(ALWAYS, "the part 'request' says everything itself")
-        body = _parse_document(request, settings, kind)
+        body = _parse_document(requests[0], settings, kind)
+    else:
+        body = _parse_query(raw, settings, kind)
     if body.inputs:
         raise RequestError("a multipart request has its inputs in parts of their own", hint="leave 'inputs' out")
-    return body, items, faults
+    return body, [partial(PART_READERS[part.name], part.data) for part in inputs]
 
 
 def _parse_query(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> RequestBody:
@@ -150,62 +158,23 @@ def _check_sizes(value: Any, settings: Settings) -> None:
         check_results(len({name for name in names if isinstance(name, str)}), settings.max_results)
 
 
-def _read_text(data: bytes, content_type: str) -> PlacedItems:
-    """A text; UnsupportedMediaError, BadRequestError where it is not UTF-8."""
+def _read_text(data: bytes, content_type: str) -> TextItem:
+    """A text; UnsupportedMediaError, InputError."""
     charset = parse_options_header(content_type)[1].get(b"charset", b"utf-8")
     if charset.lower() not in (b"utf-8", b"utf8", b"us-ascii"):
         raise UnsupportedMediaError("a text of this charset is not taken", hint="send UTF-8")
-    try:
-        return ((0, TextItem(data.decode())),)
-    except UnicodeDecodeError:
-        raise BadRequestError("the text is not UTF-8", hint="send UTF-8") from None
-
-
-def _read_parts(
-    parts: Sequence[MultipartPart], settings: Settings
-) -> tuple[bytes | None, PlacedItems, tuple[Fault, ...]]:
-    """The part that is called ``request``, where there is one, the inputs in all others, and what is wrong with some.
-
-    RequestError, TooLargeError.
-    """
-    requests = [part.data for part in parts if part.name == "request"]
-    inputs = [part for part in parts if part.name != "request"]
-    if len(requests) > 1:
-        raise RequestError("a multipart body has at most one part named 'request'", hint="rename the others")
-    for part in inputs:
-        if part.name not in PART_READERS:
-            hint = "name parts 'images', 'texts' or 'tensors'; a safetensors body has arrays by the model's inputs"
-            raise RequestError(f"a part named {escape(part.name)} is not taken", hint=hint)
-    check_count(len(inputs), settings)
-    items, faults = read_items(inputs, "inputs", lambda part: PART_READERS[part.name](part.data))
-    return requests[0] if requests else None, tuple(items), tuple(faults)
-
-
-def _read_text_part(data: bytes) -> TextItem:
-    try:
-        return TextItem(data.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise InputError("the text is not UTF-8", hint="send UTF-8") from None
-
-
-def _read_arrays(read: Callable[[], dict[Any, Array]]) -> tuple[tuple[int, ArraysItem]]:
-    try:
-        return ((0, ArraysItem(read(), may_batch=True)),)
-    except TooLargeError:
-        raise
-    except LayertapError as error:
-        raise RequestError.from_faults([error.to_fault(input=0)]) from None
+    return TextItem.decode(data)
 
 
 PART_READERS: Mapping[str, Callable[[bytes], InputItem]] = {  # of parts that are one input each
     "images": ImageItem,
-    "texts": _read_text_part,
+    "texts": TextItem.decode,
     "tensors": lambda data: ArraysItem({None: read_npy(data)}),
 }
-BODY_READERS: Mapping[str, Callable[[bytes, str], PlacedItems]] = {  # by media type; with the content type
-    "image/*": lambda data, content_type: ((0, ImageItem(data)),),
+BODY_READERS: Mapping[str, Callable[[bytes, str], InputItem]] = {  # by media type; with the content type
+    "image/*": lambda data, content_type: ImageItem(data),
     "text/plain": _read_text,
     # Of these arrays rows may be a batch.
-    "application/x-npy": lambda data, content_type: _read_arrays(lambda: {None: read_npy(data)}),
-    "application/x-safetensors": lambda data, content_type: _read_arrays(lambda: read_safetensors(data)),
+    "application/x-npy": lambda data, content_type: ArraysItem({None: read_npy(data)}, may_batch=True),
+    "application/x-safetensors": lambda data, content_type: ArraysItem(read_safetensors(data), may_batch=True),
 }

@@ -43,17 +43,14 @@ class Timeout:
 
         What the error itself knows to help stays.
         """
-        is_callers = self._seconds < self._limit
-        source = (
-            f"the {self._source} of {self._seconds:g} s" if is_callers else f"this server's limit of {self._limit:g} s"
-        )
-        error.detail += f" ({source})"
-        more_time_helps = is_callers and error.needed_s <= self._limit
-        error.hint = (
-            f"allow more time by {self._source}, at most {self._limit:g} s, or {error.hint or 'come again later'}"
-            if more_time_helps
-            else error.hint or otherwise
-        )
+        if self._seconds == self._limit:
+            error.detail += f" (this server's limit of {self._limit:g} s)"
+        else:
+            error.detail += f" (the {self._source} of {self._seconds:g} s)"
+            if error.needed_s <= self._limit:
+                other = error.hint or "come again later"
+                error.hint = f"allow more time by {self._source}, at most {self._limit:g} s, or {other}"
+        error.hint = error.hint or otherwise
 
 
 def _parse_seconds(headers: Headers) -> float:

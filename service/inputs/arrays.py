@@ -63,7 +63,7 @@ def read_npy(data: bytes) -> Array:
     return _make_array(dtype, dtype.newbyteorder("=").name, shape, data, end, order)
 
 
-def read_safetensors(data: bytes) -> dict[str, Array]:
+def read_safetensors(data: bytes) -> dict[str | None, Array]:
     """The arrays of a safetensors file by name; bfloat16 is widened to float32.
 
     InputError: not such a file, empty, or with a dtype that numpy has no counterpart for.

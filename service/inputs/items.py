@@ -7,6 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from layertap.models.errors import InputError
 from layertap.models.spec import Truncate
 
 
@@ -36,6 +37,14 @@ class TextItem:
 
     text: str = field(repr=False)
     truncate: Truncate | None = None
+
+    @classmethod
+    def decode(cls, data: bytes) -> TextItem:
+        """A text of bytes; InputError where they are not UTF-8."""
+        try:
+            return cls(data.decode())
+        except UnicodeDecodeError:
+            raise InputError("the text is not UTF-8", hint="send UTF-8") from None
 
 
 @dataclass(frozen=True)

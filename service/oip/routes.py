@@ -5,9 +5,8 @@ They are left out of the OpenAPI document: the protocol has one of its own, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
@@ -25,11 +24,10 @@ from layertap.service.http.request_handler import describe_features, is_short, r
 from layertap.service.http.routes import health
 from layertap.service.http.timeout import DeadlineDependency, EngineDependency
 from layertap.service.oip.encoding import BINARY, FORMATS, HEADER, JSON, VERSION, encode_reply
-from layertap.service.oip.parsing import EMBEDDING, InferRequest, parse_infer
+from layertap.service.oip.parsing import EMBEDDING, parse_infer
 from layertap.service.oip.tensors import BYTES, DATATYPES, IMAGE, TEXT
 from layertap.service.version import get_version
 
-Endpoint = Callable[..., Any]
 EXTENSIONS = ("binary_tensor_data", "parameters", "schedule_policy")
 
 
@@ -43,22 +41,12 @@ async def check_version(request: Request) -> None:
 router = APIRouter(prefix="/v2", include_in_schema=False, dependencies=[Depends(check_version)])
 
 
-def add_of_model(method: str, path: str = "") -> Callable[[Endpoint], Endpoint]:
-    """Have an endpoint answer below a model's path, with its version in it or without."""
-
-    def add(endpoint: Endpoint) -> Endpoint:
-        for prefix in ("/models/{name}", "/models/{name}/versions/{version}"):
-            router.add_api_route(f"{prefix}{path}", endpoint, methods=[method])
-        return endpoint
-
-    return add
-
-
-@add_of_model("POST", "/infer")
+@router.post("/models/{name}/infer")
+@router.post("/models/{name}/versions/{version}/infer")
 async def infer(request: Request, engine: EngineDependency, name: str) -> Response:
     """What layers of a model compute for a request's inputs."""
     parse = partial(parse_infer, model=name)
-    async with receive(request, engine, parse, FORMATS, get_timeout=_get_timeout) as (parsed, ticket):
+    async with receive(request, engine, parse, FORMATS, lambda infer: infer.timeout_s) as (parsed, ticket):
         try:
             features = await engine.extract(parsed.extract, ticket)
         except LayertapError as error:
@@ -92,7 +80,8 @@ async def show_ready(engine: EngineDependency) -> Json:
     return {"ready": True}
 
 
-@add_of_model("GET", "/ready")
+@router.get("/models/{name}/ready")
+@router.get("/models/{name}/versions/{version}/ready")
 async def show_model_ready(engine: EngineDependency, name: str) -> Json:
     """Whether a model is loaded."""
     entry = engine.manager.registry.get_entry(name)
@@ -104,17 +93,14 @@ async def show_model_ready(engine: EngineDependency, name: str) -> Json:
     return {"name": name, "ready": True}
 
 
-@add_of_model("GET")
+@router.get("/models/{name}")
+@router.get("/models/{name}/versions/{version}")
 async def show_model(engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Json:
     """A model's inputs, and its outputs that need no name of a layer; loads the model if need be."""
     handle = await engine.manager.get_handle(name, deadline)
     with handle.hold():
         planned = await engine.planner.plan(_make_outputs_request(handle.model), handle, deadline)
     return _describe_model(handle.model, planned.plan.results)
-
-
-def _get_timeout(request: InferRequest) -> float | None:
-    return request.timeout_s
 
 
 def _describe_model(model: ModelInfo, results: Sequence[Result]) -> Json:

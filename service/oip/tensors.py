@@ -11,7 +11,6 @@ import numpy as np
 
 from layertap.models.errors import InputError, RequestError, escape
 from layertap.service.engine.admit.admission import check_count
-from layertap.service.http.parsing import PlacedItems
 from layertap.service.inputs.arrays import Array, decode_base64, read_tensor
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
 from layertap.service.oip.schemas import InputTensor
@@ -46,7 +45,9 @@ KINDS: dict[str, tuple[Any, set[type], str]] = {  # by numpy's kinds of dtypes: 
 }
 
 
-def read_items(bodies: Sequence[InputTensor], rest: memoryview, settings: Settings) -> PlacedItems:
+def read_items(
+    bodies: Sequence[InputTensor], rest: memoryview, settings: Settings
+) -> tuple[tuple[int, InputItem], ...]:
     """The items of a request with the bytes behind its JSON; RequestError, TooLargeError."""
     names = [body.name for body in bodies]
     if len(set(names)) < len(names):
@@ -176,11 +177,4 @@ def _check_types(values: list[Any], body: InputTensor, types: set[type], offer: 
         raise InputError(f"the data of {body.datatype} is {offer}")
 
 
-def _make_text(data: bytes) -> TextItem:
-    try:
-        return TextItem(data.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise RequestError("a text is not UTF-8", hint="send UTF-8") from None
-
-
-READERS: Mapping[str, Callable[[bytes], InputItem]] = {IMAGE: ImageItem, TEXT: _make_text}
+READERS: Mapping[str, Callable[[bytes], InputItem]] = {IMAGE: ImageItem, TEXT: TextItem.decode}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -53,8 +53,7 @@ def _list_entries(value: object) -> object:
     return [value] if is_one else value
 
 
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
+SomeTruncate = Annotated[Truncate, BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)]
 
 
 class EmbeddingsBody(StrictBody):
@@ -74,10 +73,11 @@ class EmbeddingsBody(StrictBody):
     modality: Kind | None = None
     user: str | None = Field(None, max_length=512)
     prompt: str | None = Field(None, max_length=512)
-    truncate: Annotated[Truncate, BeforeValidator(_lower)] | None = None
+    truncate: (
+        Annotated[Truncate, BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)] | None
+    ) = None
 
 
-ENCODINGS: dict[str | None, Encoding] = {None: "list", "float": "list", "base64": "base64"}
 URL_SCHEMES = ("http://", "https://")
 
 
@@ -130,13 +130,14 @@ def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
     items, faults = read_items(body.input, "input", lambda entry: _read_item(entry, body.modality))
     if faults:
         raise RequestError.from_faults(faults)
+    encoding: Encoding = "base64" if body.encoding_format == "base64" else "list"
     extract = ExtractRequest(
         model=name,
         items=tuple(items),
         embedding=embedding,
         prompt=body.prompt,
         truncate=body.truncate,
-        reply=ReplyOptions(raw.format, ENCODINGS[body.encoding_format], settings.max_reply_bytes),
+        reply=ReplyOptions(raw.format, encoding, settings.max_reply_bytes),
         timings=raw.timings,
     )
     return EmbeddingsRequest(extract, body.model, body.dimensions, tuple(body.model_extra or ()))
@@ -169,23 +170,22 @@ def encode_embeddings(features: Features, model_id: str, encoding: Encoding) -> 
     float32.
     """
     (vectors,) = features.arrays.values()
-    write = WRITERS[encoding]
+    vectors = np.ascontiguousarray(vectors, "<f4")
     body = {
         "object": "list",
         "data": [
-            {"object": "embedding", "index": index, "embedding": write(vector)} for index, vector in enumerate(vectors)
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": view_bytes(vector) if encoding == "base64" else vector,
+            }
+            for index, vector in enumerate(vectors)
         ],
         "model": model_id,
         "fingerprint": features.fingerprint,
         "usage": {"prompt_tokens": features.tokens, "total_tokens": features.tokens},
     }
     return write_json(body)
-
-
-WRITERS: dict[Encoding, Callable[[Vector], Any]] = {
-    "list": np.ascontiguousarray,
-    "base64": lambda vector: view_bytes(np.ascontiguousarray(vector, "<f4")),
-}
 
 
 STATUS = {422: 400}  # all others are the same

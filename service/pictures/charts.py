@@ -120,21 +120,11 @@ def _draw_statistics(axes: Axes, columns: dict[str, Array]) -> None:
 
 def _fill(axes: Axes, low: Array, high: Array) -> None:
     """Bars over the whole width, each from one number to another; over the whole height where these are not finite."""
-    from matplotlib.patches import StepPatch
-
-    style: dict[str, Any] = {"linewidth": 0, "antialiased": False}
     edges, lost = np.linspace(*axes.get_xlim(), len(low) + 1), ~np.isfinite(low + high)
-    high, over = np.where(lost, nan, high), np.where(lost, 1.0, nan)
-    if axes.bbox.width >= 4 * len(low):  # there is room for a pixel between two
-        pixel = np.ptp(axes.get_xlim()) / axes.bbox.width
-        edges = np.stack([edges[:-1], edges[1:] - pixel], 1).reshape(-1)
-        low, high, over = (np.insert(each, range(1, len(each)), nan) for each in (low, high, over))
-    # No stairs(), which look for the limits of each corner: these take as long as all else.
-    base: Any = low  # the stubs know one number alone
-    axes.add_artist(StepPatch(high, edges, baseline=base, color=BAR, **style))
+    axes.stairs(np.where(lost, nan, high), edges, baseline=np.where(lost, 0.0, low), fill=True, color=BAR)
     if lost.any():
-        across = axes.get_xaxis_transform()
-        axes.add_artist(StepPatch(over, edges, color=LOST, transform=across, **style))
+        transform = axes.get_xaxis_transform()
+        axes.stairs(np.where(lost, 1.0, nan), edges, fill=True, color=LOST, transform=transform)
 
 
 def _scale(axes: Axes, values: Array) -> None:

@@ -85,7 +85,7 @@ def read_items(bodies: Iterable[B], name: str, read: Callable[[B], T]) -> tuple[
     for index, body in enumerate(bodies):
         try:
             items.append((index, read(body)))
-        except LayertapError as error:
+        except RequestError as error:
             faults.append(error.to_fault(f"/{name}/{index}", index))
     return items, faults
 
