@@ -59,10 +59,9 @@ class DownloadBudget:
 
     def check(self, size: int) -> None:
         """TooLargeError where so many bytes more are too many."""
-        used = self._used + size
-        if used > self._limit:
+        if self._used + size > self._limit:
             raise TooLargeError(
-                f"the pictures at the request's URLs have {used} bytes or more, the limit is {self._limit}",
+                f"the pictures at the request's URLs have more than {self._limit} bytes, which is the limit",
                 hint="send fewer or smaller inputs",
             )
 

@@ -5,13 +5,13 @@ Their files are those of ``layertap.service.ui``, Swagger UI's out of their pack
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import PurePosixPath
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
 from starlette.responses import RedirectResponse
+from starlette.routing import Route
 
 from layertap.service.pictures.colormaps import DIVERGING, NOT_FINITE, SEQUENTIAL
 from layertap.service.pictures.overlay import COMMON, STRONGEST
@@ -28,23 +28,20 @@ EXPLORER_HEADERS = {"Content-Security-Policy": POLICY.format(images="'self' blob
 DOCS_HEADERS = {"Content-Security-Policy": POLICY.format(images="data:")}
 
 
-Page = tuple[bytes, str, Mapping[str, str]]  # its bytes, media type and headers
-
-
-def _read_pages() -> dict[str, Page]:
+def _read_pages() -> dict[str, Response]:
     """What each path has: a request's path is looked up among these, no more."""
-    found = {file.name: file.read_bytes() for file in files(PACKAGE).iterdir() if _get_suffix(file.name) in MEDIA_TYPES}
-    pages: dict[str, Page] = {
-        "/": (found.pop("index.html"), "text/html", EXPLORER_HEADERS),
-        "/docs": (found.pop("docs.html"), "text/html", DOCS_HEADERS),
+    found = {file.name: file.read_bytes() for file in files(PACKAGE).iterdir() if _find_type(file.name)}
+    pages = {
+        "/": Response(found.pop("index.html"), media_type="text/html", headers=EXPLORER_HEADERS),
+        "/docs": Response(found.pop("docs.html"), media_type="text/html", headers=DOCS_HEADERS),
     }
-    own = {f"/ui/{name}": data for name, data in found.items()} | {"/ui/palette.js": _write_palette()}
-    swagger = {f"/docs/{name}": (files(SWAGGER_PACKAGE) / name).read_bytes() for name in SWAGGER_FILES}
-    return pages | {path: (data, MEDIA_TYPES[_get_suffix(path)], {}) for path, data in (own | swagger).items()}
+    others = {f"/ui/{name}": data for name, data in found.items()} | {"/ui/palette.js": _write_palette()}
+    others |= {f"/docs/{name}": (files(SWAGGER_PACKAGE) / name).read_bytes() for name in SWAGGER_FILES}
+    return pages | {path: Response(data, media_type=_find_type(path)) for path, data in others.items()}
 
 
-def _get_suffix(name: str) -> str:
-    return PurePosixPath(name).suffix
+def _find_type(name: str) -> str | None:
+    return MEDIA_TYPES.get(PurePosixPath(name).suffix)
 
 
 def _write_palette() -> bytes:
@@ -62,17 +59,13 @@ PATHS = frozenset({*PAGES, "/openapi.json"})  # what they hold is the same in ev
 
 def install(app: FastAPI, root_path: str = "") -> None:
     """Serve the explorer at ``/`` and the document at ``/docs``; at ``root_path`` itself a redirect to the first."""
-    for path, page in PAGES.items():
-        _add_page(app, path, page, root_path if path == "/" else "")
 
-
-def _add_page(app: FastAPI, path: str, page: Page, root_path: str) -> None:
-    data, media_type, headers = page
-
-    async def serve(request: Request) -> Response:
+    async def show_explorer(request: Request) -> Response:
         # Without a slash, relative addresses would lead elsewhere.
-        if root_path and request.scope.get("raw_path") == root_path.encode():
-            return RedirectResponse(f"{root_path}/")
-        return Response(data, media_type=media_type, headers=headers)
+        is_bare = root_path and request.scope.get("raw_path") == root_path.encode()
+        return RedirectResponse(f"{root_path}/") if is_bare else PAGES["/"]
 
-    app.add_route(path, serve, include_in_schema=False)
+    app.add_route("/", show_explorer, include_in_schema=False)
+    app.router.routes += [
+        Route(path, page, methods=["GET"], include_in_schema=False) for path, page in PAGES.items() if path != "/"
+    ]
