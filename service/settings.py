@@ -46,7 +46,7 @@ MAX_DEFAULT_WORKERS = 16  # each has some memory of its own
 MIN_WORKER_MEMORY_BYTES = 256 * MIB
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds in each so many, or "max"
 LIMITS = (  # settings that clients are told, to keep within
-    *("max_inputs", "max_body_bytes", "body_timeout_s", "max_pixels", "max_resized_pixels", "max_json_depth"),
+    *("max_inputs", "max_body_bytes", "body_timeout_s", "max_pixels", "max_resized_pixels"),
     *("max_results", "max_changed_inputs", "max_reply_bytes", "max_queue_rows", "max_queue_bytes", "deadline_s"),
 )
 NO_DEFAULT = (
@@ -228,7 +228,6 @@ class Settings(BaseSettings):
     max_inputs: int = Field(256, gt=0)
     max_pixels: int = Field(50_000_000, gt=0)
     max_resized_pixels: int = Field(4_000_000, gt=0)
-    max_json_depth: int = Field(32, gt=0)
     max_results: int = Field(1024, gt=0)
     max_changed_inputs: int = Field(16_384, gt=0)
     max_reply_bytes: Bytes = Field(256 * MIB, gt=0)

@@ -161,14 +161,14 @@ async def read_document(
     if len(data) > MAX_DOCUMENT:
         hint = "models are configured by who runs the server"
         raise TooLargeError(f"the body has {len(data)} bytes, the limit here is {MAX_DOCUMENT}", hint=hint)
-    document = load_json(data, settings.max_json_depth) if data else {}
+    document = load_json(data) if data else {}
     if not isinstance(document, dict):
         raise BadRequestError("the body is no JSON object")
     return document
 
 
-def load_json(data: bytes, max_depth: int, name: str = "the body") -> Any:
-    """A JSON document no deeper than it may be; BadRequestError, TooLargeError where it has very many brackets.
+def load_json(data: bytes, name: str = "the body") -> Any:
+    """A JSON document; BadRequestError, also for one that is nested very deep; TooLargeError for very many brackets.
 
     ``name`` is what errors call it.
     """
@@ -178,27 +178,8 @@ def load_json(data: bytes, max_depth: int, name: str = "the body") -> Any:
         hint = "send long texts in several requests, and numbers as base64"
         raise TooLargeError(f"the JSON has {brackets} brackets; the limit is {MAX_BRACKETS}", hint=hint)
     try:
-        value = orjson.loads(data)
+        return orjson.loads(data)
     except orjson.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         hint = "send UTF-8 without a byte order mark, NaN or Infinity"
         raise BadRequestError(f"{name} is not JSON: {where}", hint=hint) from None
-    # Only a document with that many brackets can be that deep.
-    if brackets > max_depth and _is_deeper(value, max_depth):
-        raise BadRequestError(f"the JSON is nested deeper than {max_depth}")
-    return value
-
-
-def _is_deeper(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit + 1):
-        level = [
-            item
-            for each in level
-            if isinstance(each, (dict, list))
-            for item in (each.values() if isinstance(each, dict) else each)
-            if isinstance(item, (dict, list))
-        ]
-        if not level:
-            return False
-    return True

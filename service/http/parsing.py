@@ -125,15 +125,15 @@ def _parse_multipart(raw: RawRequest, settings: Settings, kind: type[RequestBody
 def _parse_query(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> RequestBody:
     """The body that the query parameters say."""
     if raw.query.is_cacheable:
-        return _parse_short_query(raw.query, kind, settings.max_json_depth)
-    fields = read_fields(raw.query, _list_fields(kind), settings.max_json_depth)
+        return _parse_short_query(raw.query, kind)
+    fields = read_fields(raw.query, _list_fields(kind))
     _check_sizes(fields, settings)
     return validate(kind, fields)
 
 
 @lru_cache(maxsize=64)
-def _parse_short_query(query: Query, kind: type[RequestBody], max_depth: int) -> RequestBody:
-    return validate(kind, read_fields(query, _list_fields(kind), max_depth))
+def _parse_short_query(query: Query, kind: type[RequestBody]) -> RequestBody:
+    return validate(kind, read_fields(query, _list_fields(kind)))
 
 
 def _list_fields(kind: type[RequestBody]) -> AbstractSet[str]:
@@ -142,7 +142,7 @@ def _list_fields(kind: type[RequestBody]) -> AbstractSet[str]:
 
 
 def _parse_document(data: bytes, settings: Settings, kind: type[RequestBody]) -> RequestBody:
-    value = load_json(data, settings.max_json_depth)
+    value = load_json(data)
     _check_sizes(value, settings)
     return validate(kind, value)
 

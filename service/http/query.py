@@ -80,7 +80,7 @@ def _parse_cached(text: bytes) -> Query:
     return Query(text, QueryParams(text))
 
 
-def read_fields(query: Query, names: AbstractSet[str], max_depth: int) -> dict[str, Any]:
+def read_fields(query: Query, names: AbstractSet[str]) -> dict[str, Any]:
     """The fields of a body that has these ``names``, as plain data.
 
     RequestError for a parameter that is none of them, or contradicts another; BadRequestError, TooLargeError for one
@@ -88,7 +88,7 @@ def read_fields(query: Query, names: AbstractSet[str], max_depth: int) -> dict[s
     """
     known = names | {part for part, whole in BESIDE.items() if whole in names}
     query.check_names(ALWAYS | known)
-    return join_parts({name: _read_field(query, name, max_depth) for name in query.parameters if name in known})
+    return join_parts({name: _read_field(query, name) for name in query.parameters if name in known})
 
 
 def join_parts(fields: dict[str, Any]) -> dict[str, Any]:
@@ -105,16 +105,16 @@ def join_parts(fields: dict[str, Any]) -> dict[str, Any]:
     return joined
 
 
-def _read_field(query: Query, name: str, max_depth: int) -> Any:
+def _read_field(query: Query, name: str) -> Any:
     if name != "layers":
-        return _read_value(name, query.get_one(name) or "", max_depth)
-    values = (_read_value(name, value, max_depth) for value in query.parameters.getlist(name))
+        return _read_value(name, query.get_one(name) or "")
+    values = (_read_value(name, value) for value in query.parameters.getlist(name))
     return [layer for value in values for layer in (value if isinstance(value, list) else [value])]
 
 
-def _read_value(name: str, text: str, max_depth: int) -> Any:
+def _read_value(name: str, text: str) -> Any:
     if name in MAYBE_JSON and text.lstrip()[:1] in ("[", "{"):  # no layer's name begins so
-        return load_json(text.encode(), max_depth, f"the query parameter '{name}'")
+        return load_json(text.encode(), f"the query parameter '{name}'")
     if name in LISTS:
         items = [item for item in text.split(",", MAX_LIST_ITEMS) if item]
         return [_read_class(item) for item in items] if name == "classes" else items

@@ -61,7 +61,7 @@ class InferRequest:
 def parse_infer(raw: RawRequest, settings: Settings, model: str) -> InferRequest:
     """What a request asks for; computes, so it belongs in a thread. BadRequestError, RequestError, TooLargeError."""
     length = _get_json_length(raw)
-    body = validate(InferBody, load_json(raw.data[:length], settings.max_json_depth))
+    body = validate(InferBody, load_json(raw.data[:length]))
     own, others = body.parameters, body.parameters.model_extra or {}
     for name in others.keys() - OF_REQUEST:
         hint = suggest(find_nearest(name, sorted(OF_REQUEST))) or f"use {', '.join(sorted(OF_REQUEST))}"

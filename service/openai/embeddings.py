@@ -125,7 +125,7 @@ def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
         raise UnsupportedMediaError(
             "a body of this content type is not taken", hint="send Content-Type: application/json"
         )
-    body = validate(EmbeddingsBody, load_json(raw.data, settings.max_json_depth))
+    body = validate(EmbeddingsBody, load_json(raw.data))
     name, embedding = read_field("/model", lambda: parse_model_id(body.model))
     items, faults = read_items(body.input, "input", lambda entry: _read_item(entry, body.modality))
     if faults:

@@ -86,7 +86,6 @@ def limited(serve: Serve) -> Iterator[Live]:
         "max_inputs": 4,
         "max_pixels": 10_000,
         "max_resized_pixels": 40_000,
-        "max_json_depth": 16,
         "max_results": 8,
         "max_reply_bytes": 400_000,
         "max_queue_rows": 6,

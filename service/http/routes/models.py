@@ -126,7 +126,7 @@ async def probe_layers(
     """What layers give for a fixed picture, text or tensor: receipts with probes, by the keys of a reply."""
     parsed = query.Query.parse(request.scope["query_string"])
     parsed.check_names(PROBED | PROBE_OPTIONS)  # a reply has one format, and no dry run
-    fields = query.read_fields(parsed, PROBED | PROBE_OPTIONS, engine.settings.max_json_depth)
+    fields = query.read_fields(parsed, PROBED | PROBE_OPTIONS)
     asked = validate(ExtractBody, {key: fields[key] for key in fields.keys() - PROBE_OPTIONS}).request_fields
     prober: Prober = request.app.state.prober
     features = await prober.probe(
