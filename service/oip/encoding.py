@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -11,9 +11,9 @@ from fastapi import Response
 
 from layertap.models.errors import Fault
 from layertap.service.features import Array, Features
-from layertap.service.formats.buffers import Buffers, EncodeOptions, name_arrays, to_little_endian, view_bytes
-from layertap.service.formats.json import estimate_bytes, write_json
-from layertap.service.formats.table import ReplyFormat
+from layertap.service.formats.buffers import Buffers, name_arrays, to_little_endian, view_bytes
+from layertap.service.formats.json import write_json
+from layertap.service.formats.table import FORMATS as OF_ROUTES
 from layertap.service.http.problems import MAX_DETAIL, Problem
 from layertap.service.oip.tensors import DATATYPES
 
@@ -60,13 +60,8 @@ def _describe_output(name: str, array: Array, features: Features, is_behind: boo
     }
 
 
-def _encode(features: Features, options: EncodeOptions, binary_default: bool) -> Buffers:
-    head, behind = encode_reply(features, "", {}, binary_default)
-    return head + behind
-
-
-JSON = ReplyFormat("json", "application/json", partial(_encode, binary_default=False), estimate_bytes, binary=False)
-BINARY = ReplyFormat("binary", "application/octet-stream", partial(_encode, binary_default=True))
+JSON = OF_ROUTES["json"]
+BINARY = replace(OF_ROUTES["npy"], name="binary", media_type="application/octet-stream")  # as large as its arrays
 FORMATS = {each.name: each for each in (JSON, BINARY)}
 
 
