@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import orjson
 from fastapi import Response
-from numpy.typing import NDArray
 from pydantic import BeforeValidator, ConfigDict, Field, StrictInt
 
 from layertap.models.errors import Fault, InputError, RequestError, SelectorError
@@ -32,7 +31,11 @@ from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 
 MAX_INPUTS = 2048  # as OpenAI has it
+URL_SCHEMES = ("http://", "https://")
+STATUS = {422: 400}  # all others are the same
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 Kind = Literal["text", "image", "tokens"]
+SomeTruncate = Annotated[Truncate, BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)]
 
 
 class ImageEntry(StrictBody):
@@ -53,9 +56,6 @@ def _list_entries(value: object) -> object:
     return [value] if is_one else value
 
 
-SomeTruncate = Annotated[Truncate, BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)]
-
-
 class EmbeddingsBody(StrictBody):
     """The body of ``POST /v1/embeddings``; fields of other servers' are ignored.
 
@@ -73,12 +73,7 @@ class EmbeddingsBody(StrictBody):
     modality: Kind | None = None
     user: str | None = Field(None, max_length=512)
     prompt: str | None = Field(None, max_length=512)
-    truncate: (
-        Annotated[Truncate, BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)] | None
-    ) = None
-
-
-URL_SCHEMES = ("http://", "https://")
+    truncate: SomeTruncate | None = None
 
 
 @dataclass(frozen=True)
@@ -160,9 +155,6 @@ def _read_item(entry: Entry, modality: Kind | None) -> InputItem:
     return UrlItem(picture) if picture.startswith(URL_SCHEMES) else ImageItem(decode_base64(picture))
 
 
-Vector = NDArray[np.float32]
-
-
 def encode_embeddings(features: Features, model_id: str, encoding: Encoding) -> Buffers:
     """Features with one result, a vector an input, as the JSON of a list of embeddings.
 
@@ -186,10 +178,6 @@ def encode_embeddings(features: Features, model_id: str, encoding: Encoding) -> 
         "usage": {"prompt_tokens": features.tokens, "total_tokens": features.tokens},
     }
     return write_json(body)
-
-
-STATUS = {422: 400}  # all others are the same
-TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 def encode_error(problem: Problem) -> Response:
