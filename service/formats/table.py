@@ -10,11 +10,6 @@ from layertap.service.formats import json, numpy_files, picture, safetensors
 from layertap.service.formats.buffers import Buffers, EncodeOptions, Encoding
 
 
-def _estimate_raw_bytes(encoding: Encoding, numbers: int, nbytes: int) -> int:
-    """About how large a reply is that holds the bytes of the results as they are."""
-    return nbytes
-
-
 @dataclass(frozen=True)
 class ReplyFormat:
     """A format of replies: its name in ``?format=`` and as a file's suffix, its media type, features to buffers.
@@ -26,7 +21,7 @@ class ReplyFormat:
     name: str
     media_type: str
     encode: Callable[[Features, EncodeOptions], Buffers]
-    estimate_bytes: Callable[[Encoding, int, int], int] = _estimate_raw_bytes
+    estimate_bytes: Callable[[Encoding, int, int], int] = lambda encoding, numbers, nbytes: nbytes
     binary: bool = True
     is_picture: bool = False
 

@@ -50,11 +50,6 @@ def describe_model(entry: ModelEntry) -> Json:
     }
 
 
-def describe_labels(model: ModelInfo) -> Json:
-    """The names of a model's classes, where it has any."""
-    return {"model": model.spec.name, "labels": model.labels.names if model.labels is not None else None}
-
-
 def describe_layers(model: ModelInfo, layers: list[Layer], *, functions: bool = False) -> Json:
     """Some layers of a model, and what holds for a forward of it as a whole; with what ``functions`` return."""
     catalog = model.catalog

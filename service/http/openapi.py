@@ -32,7 +32,6 @@ TEXTS = {  # parameters that are text, though the field in the body has a list o
     "interventions": "a JSON list of changes (InterventionBody)",
     "target": "a JSON list of numbers",
 }
-PARTS: Mapping[str, type[BaseModel]] = {"objective": ObjectiveBody}
 TIMEOUT: Json = {
     "name": timeout.HEADER,
     "in": "header",
@@ -88,7 +87,9 @@ def describe_inputs(body: type[RequestBody], examples: Mapping[str, Any], **para
     titled = {title: {"value": value} for title, value in examples.items()}
     schemas = {"format": {"type": "string", "enum": list(FORMATS)}, **parameters, **_list_fields(body)}
     return {
-        "parameters": [_describe_parameter(name, schema) for name, schema in schemas.items()],
+        "parameters": [
+            {"name": name, "in": "query", "required": False, "schema": each} for name, each in schemas.items()
+        ],
         "requestBody": {
             "content": {
                 "application/json": {"schema": _refer(body), "examples": titled},
@@ -135,15 +136,7 @@ def _list_fields(body: type[RequestBody]) -> dict[str, Json]:
     """The schemas of a body's fields as the query has them: without the inputs, and with parts of some beside them."""
     fields: dict[str, Json] = body.model_json_schema(ref_template=TEMPLATE)["properties"]
     del fields["inputs"]
-    parts = {
-        name: PARTS[whole].model_json_schema(ref_template=TEMPLATE)["properties"][name]
-        for name, whole in BESIDE.items()
-    }
-    return fields | parts
-
-
-def _describe_parameter(name: str, schema: Json) -> Json:
-    """A query parameter."""
-    if name in TEXTS:
-        schema = {"type": "string", "description": TEXTS[name]}
-    return {"name": name, "in": "query", "required": False, "schema": schema}
+    objective = ObjectiveBody.model_json_schema(ref_template=TEMPLATE)["properties"]
+    fields |= {name: objective[name] for name in BESIDE}
+    texts: dict[str, Json] = {name: {"type": "string", "description": text} for name, text in TEXTS.items()}
+    return {name: texts.get(name, schema) for name, schema in fields.items()}

@@ -21,7 +21,7 @@ from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.models.spec import Truncate
 from layertap.service.pictures.layout import MAX_TILES
 from layertap.service.schemas.base import OneError, StrictBody, make_list, read_entries, read_field
-from layertap.service.schemas.inputs import InputBody, read_input_options
+from layertap.service.schemas.inputs import InputBody
 from layertap.service.schemas.selection import (
     MAX_INTERVENTIONS,
     InterventionBody,
@@ -55,7 +55,11 @@ class RequestBody(StrictBody):
         return {
             "model": self.model,
             "objective": objective,
-            "input_options": read_input_options(self.inputs, objective),
+            "input_options": {
+                index: options
+                for index, each in enumerate(self.inputs)
+                if (options := each.to_options(index, len(self.inputs), objective)) is not None
+            },
             "on_error": self.on_error,
             "isolated": self.isolated,
             "priority": self.priority,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated
@@ -100,9 +99,3 @@ def _read_named(name: str, body: TensorBody) -> Array:
         return body.to_array()
     except InputError as error:
         raise InputError(f"tensor {escape(name)}: {error.detail}", hint=error.hint) from None
-
-
-def read_input_options(inputs: Sequence[InputBody], of_request: Objective | None) -> dict[int, InputOptions]:
-    """What inputs want of their own, by their places; RequestError."""
-    found = ((place, body.to_options(place, len(inputs), of_request)) for place, body in enumerate(inputs))
-    return {place: options for place, options in found if options is not None}

@@ -137,13 +137,9 @@ class LayerBody(PlaceBody):
         """The selector with the request's own choices filled in; SelectorError where it makes no sense."""
         if self.stats is None and (self.by or self.over):
             raise SelectorError("'by' and 'over' are of statistics", hint="add 'stats', or leave them out")
-        reduction = self._fill_reduction(Reduction(pool=pool, normalize=normalize, dtype=dtype))
-        return replace(self.parse_place(), reduction=reduction, alias=self.alias)
-
-    def _fill_reduction(self, of_request: Reduction) -> Reduction:
-        """What the entry says, and where it says nothing what the request does: not where it is of statistics."""
-        default = of_request if self.stats is None else Reduction()
-        return Reduction(
+        # What an entry does not say the request does, but for statistics.
+        default = Reduction(pool=pool, normalize=normalize, dtype=dtype) if self.stats is None else Reduction()
+        reduction = Reduction(
             **{name: getattr(self, name) for name in INDICES},
             stats=self.stats,
             by=self.by,
@@ -152,6 +148,7 @@ class LayerBody(PlaceBody):
             normalize=default.normalize if self.normalize is None else self.normalize,
             dtype=self.dtype or default.dtype,
         )
+        return replace(self.parse_place(), reduction=reduction, alias=self.alias)
 
 
 class _OrText:
@@ -207,10 +204,6 @@ class SourceBody(StrictBody):
     input: Index
     layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
 
-    def to_source(self) -> TensorSource:
-        """What it means; SelectorError where its layer is no selector."""
-        return TensorSource(self.input, parse_selector(self.layer) if self.layer is not None else None)
-
 
 class InterventionBody(PlaceBody):
     """One entry of ``interventions``: where, and how the value there is changed."""
@@ -240,7 +233,10 @@ class InterventionBody(PlaceBody):
     def _read_source(self) -> TensorSource | None:
         if self.source is not None and self.tensor is not None:
             raise SelectorError("a tensor is sent, or taken 'from' another input, not both", hint="leave one out")
-        return self.source.to_source() if self.source is not None else None
+        if self.source is None:
+            return None
+        layer = self.source.layer
+        return TensorSource(self.source.input, parse_selector(layer) if layer is not None else None)
 
 
 def _read_finite(body: TensorBody) -> TensorData:

@@ -26,7 +26,7 @@ from layertap.service.http import query
 from layertap.service.http.auth import require_admin
 from layertap.service.http.body import read_document
 from layertap.service.http.layer_tree import format_tree
-from layertap.service.http.model_descriptions import Json, describe_labels, describe_layers, describe_model
+from layertap.service.http.model_descriptions import Json, describe_layers, describe_model
 from layertap.service.http.openapi import describe_problems
 from layertap.service.http.timeout import DeadlineDependency, EngineDependency
 from layertap.service.inputs.items import TextItem
@@ -104,8 +104,8 @@ async def list_layers(
 async def list_labels(request: Request, engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Response:
     """The names of a model's classes in their order, null where they have none."""
     query.Query.parse(request.scope["query_string"]).check(frozenset())
-    handle = await engine.manager.get_handle(name, deadline)
-    return _make_json(describe_labels(handle.model))
+    model = (await engine.manager.get_handle(name, deadline)).model
+    return _make_json({"model": model.spec.name, "labels": model.labels.names if model.labels is not None else None})
 
 
 @router.get("/models/{name}/probe", response_model=ProbeReply, responses=describe_problems(404, 422, 503, 504))
