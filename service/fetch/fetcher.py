@@ -32,19 +32,6 @@ UNTYPED = frozenset({b"application/octet-stream", b"binary/octet-stream"})
 NETWORK_ERRORS = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError)
 
 
-class ThreadedResolver:
-    """The system's resolver, in threads of its own: a look-up can't be ended, and an event loop has few for that."""
-
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, "resolve")
-
-    async def __call__(self, host: str, port: int) -> list[str]:
-        """The addresses of a host, best first; OSError."""
-        look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-        entries = await asyncio.get_running_loop().run_in_executor(self._pool, look_up)
-        return [str(address[0]) for *_, address in entries]
-
-
 class RejectedResponse(Exception):  # noqa: N818  (nobody outside sees it)
     """A response, or an address, that is not taken; the text is for the operator's log."""
 
@@ -83,7 +70,9 @@ class Fetcher:
         self._hosts = AllowedHosts(settings.allow_urls, settings.allow_private_urls)
         self.max_bytes = settings.max_body_bytes
         self._timeout_s = settings.url_timeout_s
-        self._resolver = resolver or ThreadedResolver(settings.max_url_fetches)
+        self._resolver = resolver or self._look_up
+        # Of its own: a look-up can't be ended, and an event loop has few threads for that.
+        self._pool = ThreadPoolExecutor(settings.max_url_fetches, "resolve")
         self._tls = tls or (httpcore.default_ssl_context() if self._hosts else None)
         self._slots = asyncio.Semaphore(settings.max_url_fetches)
 
@@ -115,6 +104,12 @@ class Fetcher:
         if not addresses or not all(is_allowed(address, target.private) for address in addresses):
             raise RejectedResponse("an address that is not dialled" if addresses else "no address")
         return addresses
+
+    async def _look_up(self, host: str, port: int) -> list[str]:
+        """The addresses of a host by the system's resolver, best first; OSError."""
+        look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        entries = await asyncio.get_running_loop().run_in_executor(self._pool, look_up)
+        return [str(address[0]) for *_, address in entries]
 
     async def _download(self, target: FetchTarget, addresses: Sequence[Address], budget: DownloadBudget) -> bytes:
         transport = PinnedTransport(addresses)
