@@ -1,4 +1,4 @@
-"""Models of torchvision that return dictionaries, and such that take clips; arrays go in and come out as npz."""
+"""Models of torchvision that return dictionaries, or take clips; arrays go in by name and come out as npz."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CLIPS.append(parameter(Case("python:tests.fidelity.nets:mvit_small", nets.mvit_s
 def test_dictionaries(case: Case, tmp_path: Path, noted: Noted) -> None:
     """Every tensor in every dictionary that goes in or out anywhere; one can be asked for by its path."""
     with served_model(case, tmp_path) as host:
-        noted(host.check(form="npz", reply="npz"))
+        noted(host.check(form="safetensors", reply="npz"))
         inner = next(key for key in host.wanted if key.startswith("backbone["))
         whole = "." if "." in host.wanted else ".[out]"
         body = {"model": host.name, "inputs": [tensor(row) for row in host.batch], "layers": [".[out]", inner]}
@@ -60,6 +60,6 @@ def test_dictionaries(case: Case, tmp_path: Path, noted: Noted) -> None:
 def test_clips(case: Case, tmp_path: Path, noted: Noted) -> None:
     """Every tensor of a model of clips, and pooled over time and space of those whose layers are (N, C, T, H, W)."""
     with served_model(case, tmp_path) as host:
-        noted(host.check(form="npz", reply="npz"))
+        noted(host.check(form="safetensors", reply="npz"))
         if case.name.endswith("_18"):
             host.check_pools(axes_of(case.name), prefix=0)

@@ -20,7 +20,7 @@ from layertap.models.spec import PreprocessSpec
 from tests.service.load_layers import Clash, Entry, entries, results
 from tests.service.load_nets import BY_NAME, SERVED, Served
 from tests.service.load_reference import Expected, How
-from tests.service.support import Array, Json, image, npy, picture, raw, safetensors_of, tensor
+from tests.service.support import Array, Json, image, npy, picture, raw, tensor
 
 LEAVING, BAD = 0.1, 0.2  # shares of all requests
 MAX_ROWS = 6
@@ -210,7 +210,7 @@ def _preprocessed(data: bytes, how: PreprocessSpec) -> Array:
 def _ways(inputs: _Inputs) -> list[Way]:
     if not isinstance(inputs.sent, Mapping):
         return [_json, _multipart, _parts, *([_picture] if len(inputs.sent) == 1 else [])]
-    return [_npz, _safetensors, *([_json, _npy, _npy] if len(inputs.sent) == 1 else [])]
+    return [_safetensors, *([_json, _npy, _npy] if len(inputs.sent) == 1 else [])]
 
 
 def _json(wish: _Wish, inputs: _Inputs) -> Json:
@@ -237,10 +237,6 @@ def _npy(wish: _Wish, inputs: _Inputs) -> Json:
     return raw(npy(next(iter(_arrays(inputs).values()))), "application/x-npy", **wish.query())
 
 
-def _npz(wish: _Wish, inputs: _Inputs) -> Json:
-    return raw(safetensors_of(**_arrays(inputs)), "application/x-safetensors", **wish.query())
-
-
 def _safetensors(wish: _Wish, inputs: _Inputs) -> Json:
     return raw(save(dict(_arrays(inputs))), "application/x-safetensors", **wish.query())
 
@@ -255,7 +251,7 @@ def _format(reply: str) -> Json:
 
 
 Way = Callable[[_Wish, _Inputs], Json]
-RAW = (_parts, _picture, _npy, _npz, _safetensors)  # their options stand in the URL, one pool for all layers
+RAW = (_parts, _picture, _npy, _safetensors)  # their options stand in the URL, one pool for all layers
 
 
 # Bad requests

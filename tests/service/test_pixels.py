@@ -80,7 +80,7 @@ def body(form: str, batch: Array) -> Json:
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["channels last", "channels first"])
-@pytest.mark.parametrize("form", ["npy of one", "npy", "npz", "safetensors", "multipart", "json"])
+@pytest.mark.parametrize("form", ["npy of one", "npy", "safetensors", "multipart", "json"])
 def test_equals_plain_torch(own: Live, module: nn.Module, form: str, first: bool) -> None:
     """In each form, with the channels first or last, pixels give what torchvision's preset and the module give."""
     batch = pictures(1 if form == "npy of one" else 3)

@@ -19,7 +19,7 @@ from tests.service.support import Array, Json, arrays_of, configured, image, npy
 
 SIDE, SMALL, LARGE = 64, 16, 256
 LIMIT = 100_000  # bytes of a reply; one row of `conv` has 8 * 64 * 64 * 4
-FORMS = ("tensor", "npy", "npy of a batch", "npz", "safetensors")
+FORMS = ("tensor", "npy", "npy of a batch", "safetensors")
 
 
 def row(side: int) -> Array:

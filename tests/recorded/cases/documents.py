@@ -125,9 +125,7 @@ def _parts() -> Iterator[Request]:
         "no picture": (request,),
         "a part of another name": (images, ("image", "image/png", PNG)),
         "an empty picture": (images, ("images", "image/png", b""), request),
-        "pictures and arrays": (images, array, request),
-        "an array twice": (array, array, request),
-        "an array of another name": (("x", "application/x-npy", npy(noise(3, 32, 32))), request),
+        "an array by name": (array, request),
         "inputs in the request": (images, ("request", "application/json", GOOD.encode())),
     }
     for name, parts in lists.items():
