@@ -18,7 +18,7 @@ from PIL import Image
 
 from layertap.service.errors import NotInstalledError
 from layertap.service.pictures.colormaps import NOT_FINITE
-from layertap.service.pictures.layout import GREY, LINE, SMALL, Size, format_number
+from layertap.service.pictures.layout import GREY, LINE, PAPER, SMALL, Size, format_number
 from layertap.service.pictures.panels import HISTOGRAM, ResultInfo
 
 if TYPE_CHECKING:
@@ -122,6 +122,8 @@ def _fill(axes: Axes, low: Array, high: Array) -> None:
     """Bars over the whole width, each from one number to another; over the whole height where these are not finite."""
     edges, lost = np.linspace(*axes.get_xlim(), len(low) + 1), ~np.isfinite(low + high)
     axes.stairs(np.where(lost, nan, high), edges, baseline=np.where(lost, 0.0, low), fill=True, color=BAR)
+    if axes.bbox.width >= 4 * len(low):  # there is room for a pixel between two
+        axes.vlines(edges[1:-1], np.minimum(low[:-1], low[1:]), np.maximum(high[:-1], high[1:]), PAPER, linewidth=1)
     if lost.any():
         transform = axes.get_xaxis_transform()
         axes.stairs(np.where(lost, 1.0, nan), edges, fill=True, color=LOST, transform=transform)

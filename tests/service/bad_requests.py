@@ -367,7 +367,9 @@ BAD: dict[str, Case] = {
     "a picture for a model of tensors": Case(422, body(model="gated", layers=["linear"]), input=0, says="float32 [4]"),
     "inputs beside images": Case(422, {"files": [("images", PNG), ("request", json.dumps({**GOOD}))]}, says="'inputs'"),
     "two requests": Case(422, {"files": [("request", REQUEST), ("request", REQUEST)]}),
-    "a part of another name": Case(422, {"files": [("images", PNG), ("image", PNG)], "params": ONE}, says="both"),
+    "a part of another name": Case(
+        422, {"files": [("images", PNG), ("image", PNG)], "params": ONE}, says="safetensors"
+    ),
     # 422: parameters and headers
     "unknown parameter": Case(422, raw(PNG, "image/png", **ONE, lairs="x"), says="layers"),
     "parameters beside JSON": Case(422, {**body(), "params": {"pool": "mean"}}, says="JSON"),
