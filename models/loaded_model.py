@@ -145,8 +145,7 @@ class LoadedModel(ModelInfo):
             with torch.no_grad():
                 row = make_noise_row(self.inputs, self.device, self.dtype)
                 self.call(row, replica.module)
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)  # kernels tell what went wrong when somebody waits for them
+                transfer.synchronize(self.device)  # kernels tell what went wrong when somebody waits for them
         except BaseException as error:  # a model may raise SystemExit too
             return None if isinstance(error, MemoryError) or memory.is_out_of_memory(error) else error
         return None
@@ -165,12 +164,8 @@ class LoadedModel(ModelInfo):
             parts = [piece[name] for piece in pieces]
             if padding:
                 parts.append(first[:1].expand(padding, *first.shape[1:]))
-            if self.device.type == "cuda":
-                dtype = floating if first.is_floating_point() else first.dtype
-                batch[name] = transfer.to_device(parts, dtype, self.device)
-                continue
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            batch[name] = self._place(whole, floating, copy=len(parts) == 1)
+            dtype = floating if first.is_floating_point() else first.dtype
+            batch[name] = transfer.to_device(parts, dtype, self.device)
         text = self.text
         if text is not None and resumption is None and any(text.numbers(piece) for piece in pieces):
             batch[POSITIONS] = number_tokens(batch[text.mask or ""])
@@ -183,11 +178,6 @@ class LoadedModel(ModelInfo):
             return None
         mask = torch.cat([piece[name] for piece in pieces]).bool()
         return torch.cat([mask, mask[:1].expand(padding, -1)]) if padding else mask
-
-    def _place(self, value: Tensor, floating: torch.dtype, copy: bool) -> Tensor:
-        dtype = floating if value.is_floating_point() else value.dtype
-        # Contiguous: in another memory format kernels round otherwise, and a neighbour would choose it for the batch.
-        return value.to(self.device, dtype, copy=copy, memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, kw_only=True)

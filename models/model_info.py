@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 import torch
 
 from layertap.models.catalog.catalog import Catalog
+from layertap.models.compiled.benchmark import PlanBenchmark
 from layertap.models.compiled.compiled_plan import CompiledPlan
-from layertap.models.compiled.plan_benchmark import PlanBenchmark
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.labels import Labels

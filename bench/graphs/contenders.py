@@ -13,10 +13,9 @@ from torch.export import ExportedProgram, export
 
 from bench.graphs.variants import Variant
 from layertap.models.capture.batch_slices import RequestSlice
-from layertap.models.compiled.compile import OPTIONS, compile_graph, compute_key, open_folder, open_graph
+from layertap.models.compiled.compile import OPTIONS, compile_graph, compute_key, export_graph, open_folder, open_graph
 from layertap.models.compiled.compiled_plan import PlanGraphs
-from layertap.models.compiled.cuda_graph_capture import get_kind
-from layertap.models.compiled.export import export_graph
+from layertap.models.compiled.cuda_graphs import get_kind
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model

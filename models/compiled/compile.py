@@ -1,4 +1,7 @@
-"""Graphs compiled ahead of time, kept in a folder of whoever runs this, by what they are made of."""
+"""Graphs of a plan's captures: exported, compiled ahead of time, kept in a folder by what they are made of, and opened.
+
+A forward is exported with hooks on, and what comes after the last of them is cut off.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,29 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from zipfile import BadZipFile, ZipFile
 
 import torch
+from torch import Tensor, nn
 
-from layertap.models.compiled.compiled_plan import Graph
+from layertap.models.capture.reduction import ReducedTensor, apply_reduction
+from layertap.models.catalog.row_tensor import RowTensor
+from layertap.models.compiled.compiled_plan import Graph, WarmError
 from layertap.models.devices.devices import describe_processor
-from layertap.models.errors import LayertapError
+from layertap.models.hooks.attach import ATTACH
+from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.loaded_model import LoadedModel
+from layertap.models.replica import call_module
+from layertap.models.selection.hook_points import group_by_call
 from layertap.models.selection.plan import Capture
 
+MIN_ROWS = 2  # rows of a graph that takes any number: sizes 0 and 1 are graphs of their own
 RECIPE = 2  # to be raised where graphs are made otherwise
 THREADS = {"cpp.dynamic_threads": True}  # as many as there are when a graph runs
 # Freezing lays weights out for the processor: quicker for several rows, and much slower for a single one.
@@ -31,10 +43,6 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {"one": THREADS, "several": {**THR
 RUNNER = Path(__file__).with_name("runner.cpp")
 COMPILER_TIMEOUT_S = 300.0
 _loading = Lock()
-
-
-class WarmError(LayertapError):
-    """A graph can't be had; ``detail`` says why."""
 
 
 def open_folder(path: Path) -> Path:
@@ -74,6 +82,70 @@ def compute_key(model: LoadedModel, captures: Sequence[Capture], rows: str) -> s
     ]
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def export_graph(
+    model: LoadedModel, captures: Sequence[Capture], rows: Mapping[str, Tensor]
+) -> torch.export.ExportedProgram:
+    """The graph from a batch to its reduced captures; for any number of rows, or for one where one is given.
+
+    Raises whatever the export does: a model may decide by values, or do what can't be exported.
+    """
+    from torch.export import Dim, export
+
+    batch = tuple(rows[spec.name] for spec in model.inputs)
+    several = len(batch[0]) >= MIN_ROWS
+    dynamic = tuple({0: Dim("rows", min=MIN_ROWS)} for _ in batch) if several else None
+    with torch.no_grad():
+        program = export(
+            _CapturingModule(model, captures).eval(),
+            batch,
+            dynamic_shapes=(dynamic,) if dynamic else None,
+            strict=False,
+        )
+        # Without writes in place it is plain what nobody needs, and that goes.
+        pruned: torch.export.ExportedProgram = program.run_decompositions({})
+        return pruned
+
+
+class _CapturingModule(nn.Module):
+    """A model that gives its captures in place of its output."""
+
+    def __init__(self, model: LoadedModel, captures: Sequence[Capture]) -> None:
+        super().__init__()
+        self.model = model.module
+        self._names = [spec.name for spec in model.inputs]
+        self._captures = captures
+
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        """All captures of a batch, reduced; scales behind their values."""
+        reduced: dict[Capture, ReducedTensor] = {}
+        modules = {name or ".": part for name, part in self.model.named_modules(remove_duplicate=False)}
+        captures = ((capture.point, capture) for capture in self._captures)
+        with ExitStack() as stack:
+            for (module, side), calls in group_by_call(captures, modules).items():
+                ATTACH[side](stack, module, partial(_reduce_captures, calls, reduced))
+            # To its end: an export that is left midway is none. What nobody captures is cut off from the graph.
+            call_module(dict(zip(self._names, inputs, strict=True)), self.model)
+        return list(flatten(reduced[capture] for capture in self._captures))
+
+
+def _reduce_captures(
+    calls: Mapping[int, Sequence[Capture]], reduced: dict[Capture, ReducedTensor], call: int, value: object
+) -> None:
+    tensors = dict(iterate_tensors(value)) if call in calls else {}
+    for capture in calls.get(call, ()):
+        # A copy: what the forward writes there later is another value.
+        copy = RowTensor(tensors[capture.point.path].clone(), capture.info)
+        reduced[capture] = apply_reduction(copy, capture.reduction)
+
+
+def flatten(reduced: Iterable[ReducedTensor]) -> Iterator[Tensor]:
+    """The tensors of reduced captures, one after the other."""
+    for each in reduced:
+        yield each.values
+        if each.scale is not None:
+            yield each.scale
 
 
 def compile_graph(program: torch.export.ExportedProgram, path: Path, options: Mapping[str, object]) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from threading import Lock
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +12,12 @@ from torch import Tensor
 from layertap.models.capture.batch_slices import BatchActivations
 from layertap.models.capture.reduction import ReducedTensor, ensure_owned
 from layertap.models.catalog.catalog import Costs
+from layertap.models.errors import LayertapError
 from layertap.models.replica import Replica
 from layertap.models.selection.plan import Capture, Plan
+
+if TYPE_CHECKING:
+    from layertap.models.compiled.cuda_graphs import CudaGraphs
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +39,8 @@ def find_compiled_plan(compiled: Iterable[CompiledPlan | None], plan: Plan) -> C
     return min(covering, key=lambda each: each.costs.estimate_seconds(1), default=None)
 
 
-Rows = Mapping[str, Tensor]
+class WarmError(LayertapError):
+    """A graph can't be had; ``detail`` says why."""
 
 
 class Graph(Protocol):
@@ -64,7 +68,7 @@ class PlanGraphs:
         graphs = self.cuda_graphs.get(replica)
         return graphs.get_padded_rows(rows) if graphs else rows
 
-    def run(self, batch: Rows, rows: int, replica: Replica | None = None) -> BatchActivations:
+    def run(self, batch: Mapping[str, Tensor], rows: int, replica: Replica | None = None) -> BatchActivations:
         """All captures of a batch of so many rows, on the device; raises what the graph does."""
         inputs = [batch[name] for name in self.inputs]
         cuda_graphs = self.cuda_graphs.get(replica) if replica else None
@@ -78,48 +82,3 @@ def _take_result(tensors: Iterator[Tensor], capture: Capture) -> ReducedTensor:
     values = next(tensors)
     reduced = ReducedTensor(values, next(tensors) if capture.is_scaled else None)
     return ensure_owned(reduced, values.new_empty(0))
-
-
-class Replayable(Protocol):
-    """What reads memory where it was when this was made, and writes there."""
-
-    def replay(self) -> None:
-        """Begin it all again."""
-
-
-@dataclass(frozen=True, eq=False)
-class CudaGraph:
-    """A batch of so many rows: the memory it is read from, and that of what comes of it.
-
-    ``keep_alive`` is anything else that must stay where it is, the graph's weights for one.
-    """
-
-    rows: int
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    graph: Replayable
-    keep_alive: object = None
-
-
-class CudaGraphs:
-    """A replica's, by size. What they compute with is the same memory, so that one runs at a time."""
-
-    def __init__(self, graphs: Iterable[CudaGraph]) -> None:
-        self._graphs = {each.rows: each for each in sorted(graphs, key=lambda each: each.rows)}
-        self._lock = Lock()
-
-    def __contains__(self, rows: int) -> bool:
-        return rows in self._graphs
-
-    def get_padded_rows(self, rows: int) -> int:
-        """To how many rows such a batch is filled up; as many as it has where it is larger than all."""
-        return next((size for size in self._graphs if size >= rows), rows)
-
-    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs for a batch of a known size, in memory that no later one overwrites."""
-        graph = self._graphs[len(inputs[0])]
-        with self._lock:
-            for memory, given in zip(graph.inputs, inputs, strict=True):
-                memory.copy_(given)
-            graph.graph.replay()
-            return [output.clone() for output in graph.outputs]

@@ -18,19 +18,25 @@ from pathlib import Path
 from threading import Thread
 from typing import Protocol, TypeVar
 
-from layertap.models.compiled.comparison import check_against_hooks, measure_plan
+from layertap.models.compiled.benchmark import (
+    PlanBenchmark,
+    check_against_hooks,
+    keep_benchmark,
+    locate_benchmark,
+    measure_plan,
+    read_benchmark,
+)
 from layertap.models.compiled.compile import (
     OPTIONS,
-    WarmError,
     compile_graph,
     compute_key,
+    export_graph,
     find_compiler,
     open_folder,
     open_graph,
 )
-from layertap.models.compiled.compiled_plan import CompiledPlan, PlanGraphs
-from layertap.models.compiled.cuda_graph_capture import attach_cuda_graphs
-from layertap.models.compiled.plan_benchmark import PlanBenchmark, keep_benchmark, locate_benchmark, read_benchmark
+from layertap.models.compiled.compiled_plan import CompiledPlan, PlanGraphs, WarmError
+from layertap.models.compiled.cuda_graphs import attach_cuda_graphs
 from layertap.models.devices import costs, devices
 from layertap.models.errors import LayertapError, LoadError, RequestError
 from layertap.models.inputs.noise import make_noise, make_noise_row
@@ -254,8 +260,6 @@ def _open_or_compile(
 
 
 def _compile_captures(model: LoadedModel, captures: Sequence[Capture], kind: str, path: Path) -> None:
-    from layertap.models.compiled.export import export_graph
-
     make = make_noise_row if kind == "one" else make_noise
     rows = make(model.inputs, model.device, model.dtype)
     compile_graph(export_graph(model, captures, rows), path, OPTIONS[kind])

@@ -22,6 +22,7 @@ import torch
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from layertap.models.catalog.catalog import Costs
+from layertap.models.devices import transfer
 from layertap.models.devices.devices import use_threads
 from layertap.models.devices.memory import Forward, Rows
 
@@ -135,8 +136,7 @@ def _measure_seconds(forward: Forward, rows: Rows, device: torch.device) -> floa
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    transfer.synchronize(device)
     return time.perf_counter()
 
 

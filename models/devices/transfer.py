@@ -1,9 +1,9 @@
-"""Batches to a GPU and results from it, in the order of the stream of the thread that asks.
+"""Batches to a device and results from it, on a GPU in the order of the stream of the thread that asks.
 
-Only ``join_rows`` is for other devices too. The GPU itself reads and writes pinned memory, while threads go on. torch
-keeps what was pinned once and hands it out again, but not while a copy from or to it is under way; it never goes back
-to the system. Hence ``MAX_PINNED_BYTES`` for each piece; how many there are at a time depends on the requests whose
-results wait to be sent.
+This is the room of what only a GPU needs: for another device there is nothing to wait for or to release. The GPU itself
+reads and writes pinned memory, while threads go on. torch keeps what was pinned once and hands it out again, but not
+while a copy from or to it is under way; it never goes back to the system. Hence ``MAX_PINNED_BYTES`` for each piece;
+how many there are at a time depends on the requests whose results wait to be sent.
 """
 
 from __future__ import annotations
@@ -24,25 +24,37 @@ def create_stream(device: torch.device) -> torch.cuda.Stream:
 
 def use_own_stream(device: torch.device) -> None:
     """Let all that this thread does on a GPU follow each other, and wait for no other thread."""
-    torch.cuda.set_stream(create_stream(device))
+    if device.type == "cuda":
+        torch.cuda.set_stream(create_stream(device))
 
 
-def synchronize_device(device: torch.device) -> None:
-    """Let other threads, with streams of their own, use what this one has made, and the memory that it let go."""
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
+def synchronize(device: torch.device) -> None:
+    """Until all that any thread has begun on a device is done; raises what went wrong there."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def synchronize_stream(device: torch.device) -> None:
-    """Until all that this thread has begun on a GPU is done; raises what went wrong there."""
-    torch.cuda.current_stream(device).synchronize()
+    """Until all that this thread has begun on a device is done; raises what went wrong there."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def release_memory(device: torch.device) -> None:
+    """Let other threads have the memory of a device that torch keeps to use it again."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def to_device(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Rows of the host as one batch on a GPU, in memory of its own; the copy may be under way when this returns.
+    """Rows of the host as one batch on a device, in memory of its own; the copy may be under way when this returns.
 
     Some may be there already, made by another thread that has waited for them.
     """
+    if device.type != "cuda":
+        whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        # Contiguous: in another memory format kernels round otherwise, and a neighbour would choose it for the batch.
+        return whole.to(device, dtype, copy=len(parts) == 1, memory_format=torch.contiguous_format)
     if any(part.device.type == "cuda" for part in parts):
         return torch.cat([_move_part(part, dtype, device) for part in parts]).contiguous()
     shape = (sum(len(part) for part in parts), *parts[0].shape[1:])

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from layertap.models.capture.batch_slices import RequestSlice
-from layertap.models.compiled.comparison import check_against_hooks
-from layertap.models.compiled.compile import WarmError
-from layertap.models.compiled.compiled_plan import CudaGraphs, PlanGraphs
-from layertap.models.compiled.cuda_graph_capture import capture_cuda_graphs
-from layertap.models.compiled.export import export_graph
+from layertap.models.compiled.benchmark import check_against_hooks
+from layertap.models.compiled.compile import export_graph
+from layertap.models.compiled.compiled_plan import PlanGraphs, WarmError
+from layertap.models.compiled.cuda_graphs import CudaGraphs, capture_cuda_graphs
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices import transfer
 from layertap.models.loaded_model import LoadedModel
@@ -73,7 +72,7 @@ def graphs(model: LoadedModel, plan: Plan, runners: dict[str, Plain]) -> PlanGra
     names = tuple(spec.name for spec in model.inputs)
     made = PlanGraphs(captures, names, runners["one"], runners["several"])
     found = replace(made, cuda_graphs=capture_cuda_graphs(model, made, SIZES, runners))
-    transfer.synchronize_device(model.device)
+    transfer.synchronize(model.device)
     return found
 
 

@@ -15,8 +15,8 @@ import httpx
 import numpy as np
 import pytest
 
+from layertap.models.compiled.benchmark import locate_benchmark
 from layertap.models.compiled.compile import compute_key
-from layertap.models.compiled.plan_benchmark import locate_benchmark
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.loaded_model import MultiDeviceModel
 from layertap.models.spec import WarmSpec

@@ -79,8 +79,7 @@ class BatchRunner:
         if rows <= _count_rows(parts):
             pieces = None if self._batch.unsplittable else _halve_by_rows(parts, rows)
         self._count_failure(out_of_memory=1, memory_splits=pieces is not None)
-        if self._model.device.type == "cuda":
-            torch.cuda.empty_cache()
+        transfer.release_memory(self._model.device)
         if pieces is None:
             return _refuse(parts, error, rows)
         self._padded_rows = None
@@ -117,8 +116,7 @@ class BatchRunner:
         pieces = [normalize_rows(each.inputs, self._model.model_inputs) for _, each in parts]
         with use_threads(self._batch.slots if stops[-1] > 1 else self._batch.slots_alone):
             activations = self._forward(pieces, requests, parts[0][1].spec)
-        if self._model.device.type == "cuda":
-            transfer.synchronize_stream(self._model.device)
+        transfer.synchronize_stream(self._model.device)
         computed = time.perf_counter()
         activations = activations.to_host()
         copied = time.perf_counter()

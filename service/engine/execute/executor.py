@@ -179,16 +179,14 @@ class InProcessExecutor(Executor):
 def _begin(device: torch.device) -> None:
     """Begin a replica's thread."""
     start_single_threaded()
-    if device.type == "cuda":
-        transfer.use_own_stream(device)
+    transfer.use_own_stream(device)
 
 
 def call_model(model: LoadedModel, replica: Replica, function: ModelFunction) -> CallOutcome:
     """Call a function of a model in its replica's thread; it has its result once the device has computed it."""
     try:
         result = function(model)
-        if model.device.type == "cuda":
-            transfer.synchronize_stream(model.device)  # threads with other streams may use the result
+        transfer.synchronize_stream(model.device)  # threads with other streams may use the result
     except LayertapError as error:
         return CallOutcome(error)
     except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio has its own

@@ -375,8 +375,8 @@ class ModelManager:
             log.info("a checkpoint was read", extra={"fields": {"model": entry.spec.name, **report}})
         executor = self._create_executor(model)
         entry.memory_bytes = executor.memory_bytes
-        if model.device.type == "cuda":
-            transfer.synchronize_device(model.device)
+        transfer.synchronize(model.device)  # threads with streams of their own use what this one has made
+        transfer.release_memory(model.device)
         return executor
 
     def _unload_now(self, handle: ModelHandle) -> None:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.capture.batch_slices import RequestSlice
-from layertap.models.compiled.comparison import check_against_hooks
-from layertap.models.compiled.compile import WarmError
-from layertap.models.compiled.compiled_plan import CudaGraph, CudaGraphs, PlanGraphs
+from layertap.models.compiled.benchmark import check_against_hooks
+from layertap.models.compiled.compiled_plan import PlanGraphs, WarmError
+from layertap.models.compiled.cuda_graphs import CudaGraph, CudaGraphs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Reduction
@@ -61,7 +61,7 @@ def kept(graph: Any, shape: tuple[int, ...], rows: int, pool: Tensor | None = No
     """A replay of so many rows."""
     inputs = (torch.full((rows, *shape), torch.nan),)
     outputs = tuple(torch.full_like(value, torch.nan) for value in graph.run(list(inputs)))
-    return CudaGraph(rows, inputs, outputs, Again(graph, inputs, outputs), pool)
+    return CudaGraph(rows, inputs, outputs, Again(graph, inputs, outputs).replay, pool)
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layertap.models.compiled.comparison import MAX_PAIRS, PAIRS_S, measure_plan
+from layertap.models.compiled.benchmark import BATCH_ROWS, MAX_PAIRS, PAIRS_S, PlanBenchmark, measure_plan
 from layertap.models.compiled.compiled_plan import PlanGraphs
-from layertap.models.compiled.plan_benchmark import BATCH_ROWS, PlanBenchmark
 from layertap.models.devices.costs import MAX_FORWARD_S
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan

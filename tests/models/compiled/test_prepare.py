@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from layertap.models.capture.batch_slices import RequestSlice
-from layertap.models.compiled.compile import WarmError, compute_key, open_folder
-from layertap.models.compiled.compiled_plan import CompiledPlan, PlanGraphs, find_compiled_plan
-from layertap.models.compiled.export import export_graph
-from layertap.models.compiled.plan_benchmark import PairedSeconds, PlanBenchmark, locate_benchmark, read_benchmark
+from layertap.models.compiled.benchmark import PairedSeconds, PlanBenchmark, locate_benchmark, read_benchmark
+from layertap.models.compiled.compile import compute_key, export_graph, open_folder
+from layertap.models.compiled.compiled_plan import CompiledPlan, PlanGraphs, WarmError, find_compiled_plan
 from layertap.models.compiled.prepare import compile_warm_plans, make_warm_plan, prepare_warm_plans, wait_for_compiler
 from layertap.models.devices.costs import ForwardSeconds, make_costs
 from layertap.models.errors import LoadError

@@ -1,19 +1,23 @@
-"""CUDA graphs of a warm plan: captured for some batch sizes, compared with the hooked forward, or left out."""
+"""CUDA graphs of a warm plan: captured for some batch sizes, compared with the hooked forward, or left out.
+
+Made where an entry of ``warm`` has ``cuda_graphs``; what is known of it stands in docs/explanation/gpu.md.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layertap.models.compiled.comparison import check_against_hooks
-from layertap.models.compiled.compile import WarmError, open_graph
-from layertap.models.compiled.compiled_plan import CudaGraph, CudaGraphs, Graph, PlanGraphs
+from layertap.models.compiled.benchmark import check_against_hooks
+from layertap.models.compiled.compile import open_graph
+from layertap.models.compiled.compiled_plan import Graph, PlanGraphs, WarmError
 from layertap.models.devices import devices, transfer
 from layertap.models.errors import LayertapError
 from layertap.models.inputs.noise import make_noise
@@ -23,6 +27,44 @@ from layertap.models.selection.plan import Plan
 
 log = logging.getLogger("layertap")
 WARMUP_ROUNDS = 3  # forwards before one is captured: what is done once only, tuning and loading, must not be in it
+
+
+@dataclass(frozen=True, eq=False)
+class CudaGraph:
+    """A batch of so many rows: the memory it is read from, that of what comes of it, and what computes it again.
+
+    ``keep_alive`` is anything else that must stay where it is, the graph's weights for one.
+    """
+
+    rows: int
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    replay: Callable[[], object]
+    keep_alive: object = None
+
+
+class CudaGraphs:
+    """A replica's, by size. What they compute with is the same memory, so that one runs at a time."""
+
+    def __init__(self, graphs: Iterable[CudaGraph]) -> None:
+        self._graphs = {each.rows: each for each in sorted(graphs, key=lambda each: each.rows)}
+        self._lock = Lock()
+
+    def __contains__(self, rows: int) -> bool:
+        return rows in self._graphs
+
+    def get_padded_rows(self, rows: int) -> int:
+        """To how many rows such a batch is filled up; as many as it has where it is larger than all."""
+        return next((size for size in self._graphs if size >= rows), rows)
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs for a batch of a known size, in memory that no later one overwrites."""
+        graph = self._graphs[len(inputs[0])]
+        with self._lock:
+            for memory, given in zip(graph.inputs, inputs, strict=True):
+                memory.copy_(given)
+            graph.replay()
+            return [output.clone() for output in graph.outputs]
 
 
 def attach_cuda_graphs(
@@ -93,4 +135,4 @@ def _capture_graph(runner: Graph, inputs: tuple[Tensor, ...], pool: Any, stream:
         # Other threads go on meanwhile, and may ask the device for memory: that must not end the capture.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             outputs = runner.run(list(inputs))
-    return CudaGraph(len(inputs[0]), inputs, tuple(outputs), graph, runner)
+    return CudaGraph(len(inputs[0]), inputs, tuple(outputs), graph.replay, runner)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from layertap.models.compiled.plan_benchmark import (
+from layertap.models.compiled.benchmark import (
     PairedSeconds,
     PlanBenchmark,
     keep_benchmark,

@@ -1,27 +1,114 @@
-"""A warm plan's graphs beside the hooked forward: whether both give the same numbers, and what both take."""
+"""A warm plan's graphs beside the hooked forward: whether both give the same numbers, and what both take.
+
+What they take is kept in a file beside the graphs.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.capture.reduction import ReducedTensor
-from layertap.models.compiled.compile import WarmError
-from layertap.models.compiled.compiled_plan import PlanGraphs
-from layertap.models.compiled.plan_benchmark import BATCH_ROWS, PairedSeconds, PlanBenchmark
-from layertap.models.devices import costs
-from layertap.models.devices.devices import TOLERANCE, use_threads
+from layertap.models.compiled.compiled_plan import PlanGraphs, WarmError
+from layertap.models.devices import costs, transfer
+from layertap.models.devices.costs import ONLY_FIGURES, Figure, ForwardSeconds, read_figures, write_figures
+from layertap.models.devices.devices import TOLERANCE, describe_speed, use_threads
 from layertap.models.inputs.noise import make_noise, make_noise_row
-from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import Replica
 from layertap.models.selection.plan import Plan
 
+if TYPE_CHECKING:
+    from layertap.models.loaded_model import LoadedModel
+
 MAX_PAIRS, PAIRS_S = 40, 6.0  # of a batch with hooks and by a graph, and seconds after which there are no more
+log = logging.getLogger("layertap")
+RECIPE = 2  # to be raised where seconds are measured otherwise
+BATCH_ROWS = 8  # rows of the larger batch
+
+
+@dataclass(frozen=True)
+class PairedSeconds:
+    """Seconds of a batch with hooks and by a graph, one right after the other: medians of many pairs.
+
+    ``speedup`` is the median of the pairs' ratios: how many times as long hooks take.
+    """
+
+    __pydantic_config__ = ONLY_FIGURES
+
+    hooks: Figure
+    graph: Figure
+    speedup: Figure
+
+
+@dataclass(frozen=True)
+class PlanBenchmark:
+    """What one row takes, and ``BATCH_ROWS`` of them (None where they would take too long), on one thread.
+
+    ``costs`` is a reading of the graph alone.
+    """
+
+    __pydantic_config__ = ONLY_FIGURES
+
+    one: PairedSeconds
+    several: PairedSeconds | None
+    costs: ForwardSeconds
+
+    @property
+    def by_rows(self) -> dict[int, PairedSeconds]:
+        """The pairs that were measured, by the rows of their batch."""
+        return {rows: pairs for rows, pairs in ((1, self.one), (BATCH_ROWS, self.several)) if pairs}
+
+    @property
+    def speedup(self) -> float:
+        """How much quicker the graph is than hooks: the geometric mean over both batches."""
+        return geometric_mean(pairs.speedup for pairs in self.by_rows.values())
+
+    @property
+    def pays(self) -> bool:
+        """Whether the graph is the quicker one."""
+        return self.speedup > 1
+
+
+def locate_benchmark(paths: Sequence[Path], cuda_graphs: Iterable[int], threads: int, device: torch.device) -> Path:
+    """Where the benchmark of graphs in these files is kept: beside them, by all that their times depend on."""
+    names = [path.name for path in paths]
+    text = json.dumps([RECIPE, names, sorted(cuda_graphs), threads, describe_speed(device)])
+    return paths[0].with_name(f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json")
+
+
+def read_benchmark(path: Path) -> PlanBenchmark | None:
+    """What is kept in a file; None where there is none, or it can't be read."""
+    try:
+        return read_figures(path, PlanBenchmark)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.info("a warm plan's benchmark is not used", extra={"fields": {"reason": type(error).__name__}})
+        return None
+
+
+def keep_benchmark(path: Path, benchmark: PlanBenchmark) -> PlanBenchmark:
+    """Keep a benchmark for later starts; what another process has kept meanwhile counts, so that all agree."""
+    kept = read_benchmark(path)
+    if kept is not None:
+        return kept
+    try:
+        write_figures(path, asdict(benchmark))
+    except OSError as error:
+        reason = {"fields": {"reason": type(error).__name__}}
+        log.warning("a warm plan's benchmark is not kept: the next start may decide otherwise", extra=reason)
+    return benchmark
 
 
 def measure_plan(
@@ -56,8 +143,7 @@ def _measure_pairs(
     def measure(chosen: PlanGraphs | None) -> float:
         start = clock()
         model.run(model.replicas[0], [batch], [share], graphs=chosen)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
+        transfer.synchronize(model.device)
         return max(clock() - start, 1e-6)
 
     for chosen in (None, graphs):  # first runs allocate memory, and choose algorithms
