@@ -18,8 +18,9 @@ from layertap.models.catalog.row_tensor import RowTensor, Span
 from layertap.models.devices.devices import dtype_name
 from layertap.models.errors import InputError, LayerNotReachedError, LayertapError
 from layertap.models.gradients.anchors import GradientAnchors, Key, compute_objective
-from layertap.models.hooks.attach import Changes, OnCall, StopForward
+from layertap.models.hooks.attach import StopForward
 from layertap.models.hooks.functions import run_unseen
+from layertap.models.hooks.running_calls import Changes, OnCall
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS, Side
 from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors, replace_tensor
 from layertap.models.interventions.apply import apply_operation

@@ -14,7 +14,8 @@ from layertap.models.capture.collector import Collector
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.errors import InputError
 from layertap.models.gradients.anchors import find_unreachable
-from layertap.models.hooks.attach import ATTACH, Changes, StopForward
+from layertap.models.hooks.attach import ATTACH, StopForward
+from layertap.models.hooks.running_calls import Changes
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.selection.hook_points import HookPoint, group_by_call
 from layertap.models.selection.plan import Capture

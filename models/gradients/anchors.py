@@ -16,7 +16,8 @@ from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.devices.memory import is_device_error
 from layertap.models.errors import InputError
 from layertap.models.gradients.objectives import OBJECTIVES
-from layertap.models.hooks.attach import ATTACH, Changes, StopForward
+from layertap.models.hooks.attach import ATTACH, StopForward
+from layertap.models.hooks.running_calls import Changes
 from layertap.models.hooks.tensor_tree import Path, iterate_tensors
 from layertap.models.selection.hook_points import HookPoint, Objective, group_by_call
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +14,10 @@ from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
+from layertap.models.hooks.running_calls import RunningCall
 from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors, pack_arguments
 
 T = TypeVar("T")
-OnCall = Callable[[int, TensorsByPath], object]
 OnValue = Callable[[Path, object], None]
 # Layers of torch's own whose parts may be anybody's.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -85,34 +83,47 @@ class FunctionMode(TorchFunctionMode):
         return out
 
 
-class _RunningCall:
-    """A call of a module whose functions are wanted; its mode rests while parts run, which have their own."""
+class FunctionsCall(RunningCall):
+    """A call of a module whose own functions are wanted: called back before and after each of them.
 
-    def __init__(self, on_value: OnValue) -> None:
-        self._mode = FunctionMode(on_value, lambda: self._depth > 0)
-        self._depth = 0
+    A tensor's path begins with the function's name, its number, and "input" or "output". The mode rests while parts
+    run, which have their own. To be attached after all other hooks: these would be taken for what the module does.
+    """
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Enter the mode."""
+        self._mode = FunctionMode(self._pass_on, lambda: self.depth > 0)
         self._is_entered = False
+        self.stack.callback(self._exit)  # where the forward is left midway
+        self._enter()
 
-    def enter(self) -> None:
+    def end(self, output: object) -> None:
+        """Leave the mode."""
+        self._exit()
+
+    def enter_part(self) -> None:
+        """Leave the mode: it must be gone, not only silent, as some of torch's layers compute otherwise under any."""
+        super().enter_part()
+        if self.depth == 1 and _get_current_function_mode() is self._mode:  # type: ignore[no-untyped-call]
+            self._exit()
+
+    def leave_part(self) -> None:
+        """Enter the mode again behind the outermost part."""
+        super().leave_part()
+        if self.depth == 0 and not self._is_entered:
+            self._enter()
+
+    def _enter(self) -> None:
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         self._is_entered = True
 
-    # In a part it must be gone, not only silent: some of torch's layers compute otherwise where there is any mode.
-    def pause(self) -> None:
-        self._depth += 1
-        current = _get_current_function_mode()  # type: ignore[no-untyped-call]
-        if self._depth == 1 and current is self._mode:
-            self.exit()
-
-    def resume(self) -> None:
-        self._depth -= 1
-        if self._depth == 0 and not self._is_entered:
-            self.enter()
-
-    def exit(self) -> None:
+    def _exit(self) -> None:
         if self._is_entered:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._is_entered = False
+
+    def _pass_on(self, path: Path, value: object) -> None:
+        self.on_call(self.number, TensorsByPath(iterate_tensors(value, path)))
 
 
 def run_unseen(on_call: Callable[[int, object], T], number: int, value: object) -> T:
@@ -121,48 +132,10 @@ def run_unseen(on_call: Callable[[int, object], T], number: int, value: object) 
         return on_call(number, value)
 
 
-def attach_functions(stack: ExitStack, module: nn.Module, on_call: OnCall) -> None:
-    """Call back before and after each function that a module calls itself, with the number of the module's call.
-
-    A tensor's path begins with the function's name, its number, and "input" or "output". To be attached after all other
-    hooks: these would be taken for what the module does.
-    """
-    calls, running = count(), list[_RunningCall]()
-
-    def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
-        number = next(calls)
-
-        def pass_on(path: Path, value: object) -> None:
-            on_call(number, TensorsByPath(iterate_tensors(value, path)))
-
-        call = _RunningCall(pass_on)
-        stack.callback(call.exit)  # where the forward is left midway
-        running.append(call)
-        call.enter()
-
-    def end(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if running:
-            running.pop().exit()
-
-    def enter_part(part: nn.Module, args: tuple[Any, ...]) -> None:
-        for call in running[-1:]:
-            call.pause()
-
-    def leave_part(part: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        for call in running[-1:]:
-            call.resume()
-
-    stack.callback(module.register_forward_pre_hook(begin).remove)
-    stack.callback(module.register_forward_hook(end, always_call=True, prepend=True).remove)
-    for part in dict.fromkeys(_list_parts(module)):
-        stack.callback(part.register_forward_pre_hook(enter_part, prepend=True).remove)
-        stack.callback(part.register_forward_hook(leave_part, always_call=True).remove)
-
-
-def _list_parts(module: nn.Module) -> Iterator[nn.Module]:
+def list_parts(module: nn.Module) -> Iterator[nn.Module]:
     """What a module may call: all within it, but nothing within a layer of torch's own."""
     for part in module.children():
         if not isinstance(part, torch.jit.ScriptModule):
             yield part
         if may_call_functions(part) or isinstance(part, CONTAINERS):
-            yield from _list_parts(part)
+            yield from list_parts(part)

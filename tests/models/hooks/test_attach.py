@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layertap.models.hooks.attach import ATTACH, OnCall, count_hooks
+from layertap.models.hooks.attach import ATTACH, count_hooks
+from layertap.models.hooks.running_calls import OnCall
 from layertap.models.hooks.sites import SITES, Side
 from tests.nets import Gate, Recursive, Retries
 

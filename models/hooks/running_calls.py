@@ -1,0 +1,86 @@
+"""One machine for hooks on a module: its calls by number, those that run now, and what runs within them.
+
+Calls are numbered in the order in which they begin, so that a call has the same number whatever looks at it. Scripted
+modules refuse hooks by their own methods, and run those that nn.Module's add; their parts run none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from itertools import count
+from typing import Any
+
+from torch import Tensor, nn
+
+from layertap.models.hooks.tensor_tree import Path
+
+Changes = Mapping[Path, Tensor]
+OnCall = Callable[[int, object], Changes | None]  # gets the number of a call and its value
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class RunningCall:
+    """A call of a module that runs now, for one kind of hook; ``depth`` counts the parts that run within it.
+
+    ``stack`` ends with the hooks, also where the forward is left midway.
+    """
+
+    def __init__(self, stack: ExitStack, module: nn.Module, number: int, on_call: OnCall) -> None:
+        self.stack = stack
+        self.module = module
+        self.number = number
+        self.on_call = on_call
+        self.depth = 0
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """The call begins; gives the arguments that it gets in place of these, if any."""
+
+    def end(self, output: object) -> object:
+        """The call ends; gives what it returns in place of its output, if anything. None is also one that raised."""
+
+    def enter_part(self) -> None:
+        """A part begins within this call."""
+        self.depth += 1
+
+    def leave_part(self) -> None:
+        """A part ends within this call."""
+        self.depth -= 1
+
+
+def attach_calls(
+    stack: ExitStack,
+    module: nn.Module,
+    on_call: OnCall,
+    *,
+    kind: type[RunningCall],
+    find_parts: Callable[[nn.Module], Iterable[nn.Module]] = lambda module: (),
+    ends_first: Callable[[nn.Module], bool] = lambda module: False,
+) -> None:
+    """Have every call of a module seen as one of a kind, until the stack ends.
+
+    The innermost call hears of its parts too; ``ends_first``: whether it ends before other hooks see the output.
+    """
+    numbers, running = count(), list[RunningCall]()
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        running.append(kind(stack, module, next(numbers), on_call))
+        return running[-1].begin(args, kwargs)
+
+    def end(module: nn.Module, args: tuple[Any, ...], output: object) -> object:
+        return running.pop().end(output) if running else None
+
+    def enter_part(part: nn.Module, args: tuple[Any, ...]) -> None:
+        for call in running[-1:]:
+            call.enter_part()
+
+    def leave_part(part: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        for call in running[-1:]:
+            call.leave_part()
+
+    stack.callback(nn.Module.register_forward_pre_hook(module, begin, with_kwargs=True).remove)
+    # Also after a call that raised, in a model that catches it: the call around it would get its number otherwise.
+    stack.callback(nn.Module.register_forward_hook(module, end, always_call=True, prepend=ends_first(module)).remove)
+    for part in find_parts(module):
+        stack.callback(nn.Module.register_forward_pre_hook(part, enter_part, prepend=True).remove)
+        stack.callback(nn.Module.register_forward_hook(part, leave_part, always_call=True).remove)
