@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from layertap.models import fingerprint
-from layertap.models.catalog.same_calls import has_same_calls
 from layertap.models.devices import devices, memory
 from layertap.models.devices.costs import locate_history
 from layertap.models.devices.devices import DTYPES, TOLERANCE, count_cores, describe_speed, use_threads
@@ -35,7 +34,7 @@ from layertap.models.labels import choose_labels
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_catalogs import CatalogCache, ModelCatalogs, survey_configured
 from layertap.models.module_state import StateKey, keep_state
-from layertap.models.replica import Replica, call_module, copy_module, create_replica
+from layertap.models.replica import Replica, call_module, copy_module, create_replica, has_same_calls
 from layertap.models.selection.embedding import EmbeddingChoice, ModelEmbedding, choose_embedding, find_choice
 from layertap.models.sources import build
 from layertap.models.sources.embeddings import KnownEmbedding, find_known_embedding

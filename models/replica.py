@@ -6,15 +6,22 @@ Hooks on a module are seen by every forward through it, so what several threads 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from layertap.models.capture.extractor import FeatureExtractor
+from layertap.models.catalog.call_observer import observe_calls
+from layertap.models.catalog.observations import Sketch
 from layertap.models.hooks import attach
+from layertap.models.hooks.tensor_tree import Path, iterate_tensors, view_bytes
+from layertap.models.inputs.noise import ROWS, copy_row
 from layertap.models.module_state import StateKey, keep_state
+
+CallSketch = tuple[int, int, Mapping[Path, Sketch]]  # a part's and its call's number; what it returns, at its end
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +82,61 @@ def copy_module(module: nn.Module) -> nn.Module | None:
         if _list_addresses(duplicate) == _list_addresses(module) and _share_no_modules(duplicate, module)
         else None
     )
+
+
+def has_same_calls(
+    module: nn.Module, copy: nn.Module, forward: Callable[..., object], rows: Mapping[str, Tensor]
+) -> bool:
+    """Whether every part of a copy is called as the module's is, and returns the same, for ``ROWS`` rows of noise.
+
+    Nothing that they share may change on the way: two threads will run them at once.
+    """
+    before = _read_write_marks(module)
+    try:
+        with torch.no_grad():
+            calls = _sketch_calls(module, forward, rows)
+            # Another row than that, and than a copy brings along: what one tree left in the other must show.
+            forward(copy_row(rows, 0), module)
+            copy_calls = _sketch_calls(copy, forward, rows)
+    except Exception:  # a copy may lack what its constructor set up elsewhere
+        return False
+    (versions, buffers), (versions_before, buffers_before) = _read_write_marks(module), before
+    return (
+        versions == versions_before
+        and len(buffers) == len(buffers_before)
+        and all(map(torch.equal, buffers, buffers_before))
+        and len(calls) == len(copy_calls)
+        and all(map(_is_same_call, calls, copy_calls))
+    )
+
+
+def _read_write_marks(module: nn.Module) -> tuple[list[int], list[Tensor]]:
+    """What tells whether something was written to a module's tensors. Not all of it leaves a new version behind."""
+    # A tensor that a forward made, a cache for one, has no version.
+    versions = [-1 if tensor.is_inference() else tensor._version for tensor in _iterate_tensors(module)]
+    return versions, [view_bytes(buffer).clone() for buffer in module.buffers()]
+
+
+def _sketch_calls(module: nn.Module, forward: Callable[..., object], rows: Mapping[str, Tensor]) -> list[CallSketch]:
+    """What begins and ends in a forward of a row that no other forward at loading ends with, in order."""
+    calls: list[CallSketch] = []
+    numbers = {part: number for number, part in enumerate(module.modules())}
+
+    def enter(part: nn.Module, call: int, value: object) -> None:
+        calls.append((numbers[part], call, {}))
+
+    def leave(part: nn.Module, call: int, value: object) -> None:
+        calls.append((numbers[part], call, {path: Sketch.from_tensor(each) for path, each in iterate_tensors(value)}))
+
+    with observe_calls(module, enter, leave):
+        forward(copy_row(rows, ROWS - 1), module)
+    return calls
+
+
+def _is_same_call(one: CallSketch, other: CallSketch) -> bool:
+    (*call, sketches), (*other_call, others) = one, other
+    is_same = call == other_call and sketches.keys() == others.keys()
+    return is_same and all(sketch.matches(others[path]) for path, sketch in sketches.items())
 
 
 def _iterate_tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor, nn
 
 from layertap.models.catalog import layout
-from layertap.models.catalog.call_observer import CallObserver, Run
+from layertap.models.catalog.call_observer import OnModuleCall, Run, list_observed, observe_calls
+from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.observations import (
     AttentionObservation,
     Boundary,
     CallObservation,
+    Observation,
     Sketch,
     TensorHistory,
-    TensorObservation,
 )
+from layertap.models.devices.devices import dtype_name
 from layertap.models.hooks import attention
 from layertap.models.hooks.attach import ATTACH
 from layertap.models.hooks.functions import may_call_functions, run_unseen
 from layertap.models.hooks.tensor_tree import Path, find_refused, iterate_tensors
 from layertap.models.inputs.noise import QUIET, ROWS
 
+InferredLayout = tuple[str | None, str | None]  # what a module's type tells, and a guess
 
-class CallRecorder(CallObserver):
+
+class CallRecorder:
     """Notes order, shapes and layouts; given the recorder of one row alone, also which axis holds the rows.
 
     Its own forward then has ROWS rows, that row in the middle: what either neighbour does to it shows. With
@@ -34,94 +39,114 @@ class CallRecorder(CallObserver):
     """
 
     def __init__(self, module: nn.Module, alone: CallRecorder | None = None, *, functions: bool = False) -> None:
-        super().__init__(module)
         self.has_functions = functions
         self.calls: dict[nn.Module, list[CallObservation]] = {}
+        self._module = module
         self._alone = alone
         self._order = 0
         self._running: list[tuple[nn.Module, int]] = []
         self._histories: dict[int, TensorHistory] = {}
-        self._recent: dict[int, TensorObservation] = {}  # by number of axes, what was returned last
-        self._recent_known: dict[int, TensorObservation] = {}  # the last of which the layout was known then
+        self._recent: dict[int, Observation] = {}  # by number of axes, what was returned last
+        self._recent_known: dict[int, Observation] = {}  # the last of which the layout was known then
 
-    def summarize_calls(self) -> dict[nn.Module, list[tuple[set[Path], set[Path], int]]]:
+    def describe_calls(self) -> dict[nn.Module, list[tuple[set[Path], set[Path], int]]]:
         """Which modules were called, how often, and with and for what kind of value; how often they attended."""
-        return {
-            module: [(set(call.input), set(call.output), len(call.attention)) for call in calls]
-            for module, calls in self.calls.items()
-        }
+        return {module: [call.describe_tensors() for call in calls] for module, calls in self.calls.items()}
 
     def watch(self, run: Run, inputs: Mapping[str, Tensor]) -> None:
         """Run one forward."""
-        with attention.AttentionObserver(self._record_attention):
-            super().watch(run, inputs)
 
-    def attach(self, stack: ExitStack) -> None:
-        """See the functions that modules call, where that is wanted."""
-        for module in filter(may_call_functions, self.modules if self.has_functions else ()):
-            ATTACH["function"](stack, module, partial(run_unseen, partial(self._record_function, module)))
+        def hide(record: OnModuleCall) -> OnModuleCall:
+            return lambda module, call, value: run_unseen(partial(record, module), call, value)
 
-    def enter(self, module: nn.Module, call: int, value: object) -> None:
-        """Note what a call takes."""
-        with attention.disable_observers():
-            run_unseen(partial(self._record_inputs, module), call, value)
-
-    def leave(self, module: nn.Module, call: int, value: object) -> None:
-        """Note what a call returns."""
-        with attention.disable_observers():
-            run_unseen(partial(self._record_outputs, module), call, value)
+        with ExitStack() as stack:
+            stack.enter_context(attention.AttentionObserver(self._record_attention))
+            stack.enter_context(observe_calls(self._module, hide(self._record_inputs), hide(self._record_outputs)))
+            if self.has_functions:  # these hooks come after those around calls
+                for module in filter(may_call_functions, list_observed(self._module)):
+                    ATTACH["function"](stack, module, partial(hide(self._record_function), module))
+            run(inputs)
 
     def _record_inputs(self, module: nn.Module, number: int, value: object) -> None:
         self._running.append((module, number))
-        call = CallObservation(self._tick(), inputs_refused=tuple(find_refused(value)))
+        call = CallObservation(self._tick())
         self.calls.setdefault(module, []).append(call)
-        for path, tensor in iterate_tensors(value):
-            observation = self._observe(self._get_earlier(module, number, "input").get(path), tensor)
-            call.input[path] = observation
-            self._infer_input_layout(module, tensor, observation, whole=call.start == 1)
+
+        def infer(shape: layout.Shape) -> InferredLayout:
+            nearest = self._get_nearest(shape)
+            is_whole = call.start == 1
+            guess = layout.infer_input_layout(shape) if is_whole else layout.infer_from_evidence(shape, nearest)
+            return layout.infer_argument_layout(module, shape, nearest), guess
+
+        call.refused["input"] = tuple(find_refused(value))
+        self._record(module, number, "input", value, infer)
 
     def _record_outputs(self, module: nn.Module, number: int, value: object) -> None:
         while self._running and self._running.pop() != (module, number):
             pass
         call = self.calls[module][number]
-        call.end, call.outputs_refused = self._tick(), tuple(find_refused(value))
+        call.end = self._tick()
         if value is None or call.has_partial_attention:  # None: as it is after a call that raised
             call.attention.clear()
-        first = next(iter(call.input.values()), None)
-        before: layout.Evidence = (first.shape, first.layout) if first else ((), None)
-        for path, tensor in iterate_tensors(value):
-            observation = self._observe(self._get_earlier(module, number, "output").get(path), tensor)
-            call.output[path] = observation
-            self._infer_output_layout(module, tensor, observation, before)
+        _record_weights(call)
+        first = next(iter(call.tensors["input"].values()), None)
+        before: layout.Evidence = (first.shape, first.info.layout) if first else ((), None)
+
+        def infer(shape: layout.Shape) -> InferredLayout:
+            return layout.infer_result_layout(module, shape, before), self._guess_layout(module, shape, before)
+
+        call.refused["output"] = tuple(find_refused(value))
+        self._record(module, number, "output", value, infer)
 
     def _record_function(self, module: nn.Module, number: int, value: object) -> None:
         """Note what a function takes, or returns, that a call of a module calls; it may be other than that later."""
-        call = self.calls[module][number]
+        self._record(
+            module,
+            number,
+            "functions",
+            value,
+            lambda shape: (None, layout.infer_from_evidence(shape, self._get_nearest(shape))),
+        )
+
+    def _record(
+        self,
+        module: nn.Module,
+        number: int,
+        boundary: Boundary,
+        value: object,
+        infer: Callable[[layout.Shape], InferredLayout],
+    ) -> None:
+        """Note tensors at one side of a call; ``infer`` tells the layout of one that is not plain."""
+        alone = self._get_call_alone(module, number)
+        tensors = self.calls[module][number].tensors[boundary]
         with attention.disable_observers():
             for path, tensor in iterate_tensors(value):
-                observation = self._observe(self._get_earlier(module, number, "functions").get(path), tensor)
-                call.functions[path] = observation
-                self._infer_function_layout(tensor, observation)
+                earlier = alone.tensors[boundary].get(path) if alone else None
+                observation = tensors[path] = self._observe(path, tensor, earlier)
+                shape, row_axis = observation.shape, observation.info.row_axis
+                if layout.is_plain(shape, row_axis):
+                    plain = layout.get_plain_layout(shape, row_axis)
+                    observation.info = replace(observation.info, layout=plain)
+                    continue
+                self._get_history(tensor).add(observation, *infer(shape))
+                if boundary == "output":
+                    self._recent[len(shape)] = observation
+                    if observation.info.layout is not None:
+                        self._recent_known[len(shape)] = observation
 
-    def _infer_function_layout(self, tensor: Tensor, observation: TensorObservation) -> None:
-        shape = observation.shape
-        if layout.is_plain(shape, observation.row_axis):
-            observation.layout = layout.get_plain_layout(shape, observation.row_axis)
-            return
-        guess = layout.infer_from_evidence(shape, self._get_nearest(shape))
-        self._get_history(tensor).add(observation, guess)
-
-    def _observe(self, earlier: TensorObservation | None, tensor: Tensor) -> TensorObservation:
+    def _observe(self, path: Path, tensor: Tensor, earlier: Observation | None) -> Observation:
         """A tensor, compared with ``earlier``: the same one in the forward of one row, None in that forward."""
         shape = tuple(tensor.shape)
         if earlier is None:
             axis = 0 if shape[:1] == (1,) else None
-            return TensorObservation(shape, tensor.dtype, Sketch.from_tensor(tensor), axis, crosses_rows=axis is None)
-        axis = _find_grown_axis(earlier.shape, shape)
-        part = tensor if axis is None else tensor.narrow(axis, QUIET * earlier.shape[axis], earlier.shape[axis])
+            info = TensorInfo(path, shape, dtype_name(tensor.dtype), axis, crosses_rows=axis is None)
+            return Observation(info, shape, Sketch.from_tensor(tensor))
+        one = earlier.info
+        axis = _find_grown_axis(one.shape, shape)
+        part = tensor if axis is None else tensor.narrow(axis, QUIET * one.shape[axis], one.shape[axis])
         sketch = Sketch.from_tensor(part)
-        crosses_rows = part.shape != earlier.shape or not sketch.matches(earlier.sketch)
-        return TensorObservation(shape, tensor.dtype, sketch, axis, crosses_rows)
+        crosses_rows = part.shape != one.shape or not sketch.matches(earlier.sketch)
+        return Observation(replace(one, row_axis=axis, crosses_rows=crosses_rows, layout=None), shape, sketch)
 
     def _record_attention(self, event: attention.AttentionEvent) -> None:
         """Note attention, by shape alone: weights of many tokens are large, and nobody asked for them yet."""
@@ -129,75 +154,40 @@ class CallRecorder(CallObserver):
             return
         module = attention.find_owner([module for module, _ in self._running])
         number = next(number for running, number in reversed(self._running) if running is module)
+        call, alone = self.calls[module][number], self._get_call_alone(module, number)
         shape = attention.unfold_weights(event.shape, module)
         if shape is None:
-            self.calls[module][number].has_partial_attention |= attention.is_attention(module)
+            call.has_partial_attention |= attention.is_attention(module)
             return
-        observations = self.calls[module][number].attention
-        earlier = self._get_earlier_attention(module, number, len(observations))
-        evidence = self._observe(earlier.evidence if earlier else None, event.evidence)
-        axis: int | None
+        index = len(call.attention)
+        earlier = alone.attention[index] if alone is not None and index < len(alone.attention) else None
+        evidence = self._observe((), event.evidence, earlier.evidence if earlier else None)
         if earlier is None:
             axis = 0 if shape[0] == 1 else None
+            info = TensorInfo((), shape, dtype_name(event.dtype), axis, axis is None, source=event.source)
         else:
-            axis = _find_grown_axis(earlier.weights.shape, shape)
-            axis = axis if axis == evidence.row_axis else None
-        crosses_rows = axis is None or (earlier is not None and evidence.crosses_rows)
-        axes = layout.ATTENTION if axis == 0 else None
-        weights = TensorObservation(shape, event.dtype, evidence.sketch, axis, crosses_rows, axes)
-        observations.append(AttentionObservation(weights, evidence, event.source, event.sinks))
+            axis = _find_grown_axis(earlier.info.shape, shape)
+            axis = axis if axis == evidence.info.row_axis else None
+            crosses_rows = axis is None or evidence.info.crosses_rows
+            info = replace(earlier.info, row_axis=axis, crosses_rows=crosses_rows)
+        info = replace(info, layout=layout.ATTENTION if axis == 0 else None)
+        call.attention.append(AttentionObservation(info, evidence, event.sinks))
 
-    def _get_earlier_call(self, module: nn.Module, number: int) -> CallObservation | None:
+    def _get_call_alone(self, module: nn.Module, number: int) -> CallObservation | None:
         """A call as the forward of one row showed it."""
         calls = self._alone.calls.get(module, []) if self._alone else []
         return calls[number] if number < len(calls) else None
 
-    def _get_earlier(self, module: nn.Module, number: int, boundary: Boundary) -> Mapping[Path, TensorObservation]:
-        call = self._get_earlier_call(module, number)
-        return call.at(boundary) if call is not None else {}
-
-    def _get_earlier_attention(self, module: nn.Module, number: int, index: int) -> AttentionObservation | None:
-        call = self._get_earlier_call(module, number)
-        return call.attention[index] if call is not None and index < len(call.attention) else None
-
-    def _infer_input_layout(
-        self, module: nn.Module, tensor: Tensor, observation: TensorObservation, *, whole: bool
-    ) -> None:
-        shape = observation.shape
-        if layout.is_plain(shape, observation.row_axis):
-            observation.layout = layout.get_plain_layout(shape, observation.row_axis)
-            return
-        history = self._get_history(tensor)
-        history.settle(layout.infer_argument_layout(module, shape, self._get_nearest(shape)))
-        guess = (
-            layout.infer_input_layout(shape) if whole else layout.infer_from_evidence(shape, self._get_nearest(shape))
-        )
-        history.add(observation, guess)
-
-    def _infer_output_layout(
-        self, module: nn.Module, tensor: Tensor, observation: TensorObservation, before: layout.Evidence
-    ) -> None:
-        shape = observation.shape
-        if layout.is_plain(shape, observation.row_axis):
-            observation.layout = layout.get_plain_layout(shape, observation.row_axis)
-            return
-        history = self._get_history(tensor)
-        history.settle(layout.infer_result_layout(module, shape, before))
-        history.add(observation, self._guess_layout(module, shape, before))
-        self._recent[len(shape)] = observation
-        if observation.layout is not None:
-            self._recent_known[len(shape)] = observation
-
-    def _guess_layout(self, module: nn.Module, shape: tuple[int, ...], before: layout.Evidence) -> str | None:
+    def _guess_layout(self, module: nn.Module, shape: layout.Shape, before: layout.Evidence) -> str | None:
         if next(module.parameters(), None) is None and next(module.children(), None) is None:
             return layout.infer_rearranged_layout(shape, before)
         inside = self._get_nearest(shape) if next(module.children(), None) is not None else []
         return layout.infer_from_evidence(shape, [before, *inside] if before[0] == shape else [*inside, before])
 
-    def _get_nearest(self, shape: tuple[int, ...]) -> list[layout.Evidence]:
+    def _get_nearest(self, shape: layout.Shape) -> list[layout.Evidence]:
         """What was returned last with as many axes, within a module by one of its parts; and last of a known layout."""
         nearest = [each[len(shape)] for each in (self._recent, self._recent_known) if len(shape) in each]
-        return [(each.shape, each.layout) for each in nearest]
+        return [(each.shape, each.info.layout) for each in nearest]
 
     def _get_history(self, tensor: Tensor) -> TensorHistory:
         history = self._histories.get(id(tensor))
@@ -210,7 +200,19 @@ class CallRecorder(CallObserver):
         return self._order
 
 
-def _find_grown_axis(one: tuple[int, ...], several: tuple[int, ...]) -> int | None:
+def _record_weights(call: CallObservation) -> None:
+    """Note the attention of a call that is over, when its sinks are counted; its path is empty where there is one."""
+    for index, each in enumerate(call.attention):
+        path = (str(index),) if len(call.attention) > 1 else ()
+        *outer, keys = each.info.shape
+        parts: dict[Boundary, int] = {"attention": keys - each.sinks.count, "sinks": each.sinks.count}
+        for boundary, count in parts.items():
+            if count:
+                info = replace(each.info, path=path, shape=(*outer, count))
+                call.tensors[boundary][path] = Observation(info, info.shape, each.evidence.sketch)
+
+
+def _find_grown_axis(one: layout.Shape, several: layout.Shape) -> int | None:
     if len(one) != len(several):
         return None
     grown = [axis for axis, (a, b) in enumerate(zip(one, several, strict=True)) if a != b]

@@ -1,8 +1,9 @@
-"""What one forward shows of a model's calls and tensors, as a survey writes it down."""
+"""What one forward shows of a model's calls and tensors: what a catalogue says of each, and a sketch of its numbers."""
 
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -10,64 +11,53 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layertap.models.catalog.layout import UNKNOWN
+from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.catalog.layout import UNKNOWN, Shape
 from layertap.models.hooks.attention import Sinks
 from layertap.models.hooks.tensor_tree import Path, to_plain
 
-Boundary = Literal["input", "output", "functions"]  # of a call
+Boundary = Literal["input", "output", "attention", "functions", "sinks"]  # of a call
 
 
 @dataclass
-class TensorObservation:
-    """A tensor as one forward showed it; ``sketch`` is of the part that belongs to the row that ran alone."""
+class Observation:
+    """A tensor as one forward showed it; ``shape`` is that in this forward, the one of ``info`` that of one row.
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    ``sketch`` is of the part that belongs to the row that ran alone.
+    """
+
+    info: TensorInfo
+    shape: Shape
     sketch: Sketch
-    row_axis: int | None
-    crosses_rows: bool
-    layout: str | None = None
 
 
 @dataclass
 class AttentionObservation:
-    """Attention as one forward showed it: the weights, and the tensor that tells where their rows are.
+    """Weights as one forward showed them, those of ``sinks`` last, and the tensor that tells where their rows are."""
 
-    The weights' last keys are ``sinks``, in the shape too.
-    """
-
-    weights: TensorObservation
-    evidence: TensorObservation
-    source: str
+    info: TensorInfo
+    evidence: Observation
     sinks: Sinks
-
-    def select(self, *, of_sinks: bool = False) -> TensorObservation:
-        """The weights of keys, or those of sinks."""
-        *outer, keys = self.weights.shape
-        return replace(self.weights, shape=(*outer, self.sinks.count if of_sinks else keys - self.sinks.count))
 
 
 @dataclass
 class CallObservation:
     """One call of a module, which began and ended at ``start`` and ``end``, counted from 1.
 
-    The tensors without plain memory are in ``inputs_refused`` and ``outputs_refused``, by path and kind. Its attention
-    is partial where some of its weights do not stand as (heads, queries, keys).
+    ``refused`` has the tensors without plain memory, by path and kind. ``attention`` is written down when the call
+    ends; it is partial where some of its weights do not stand as (heads, queries, keys).
     """
 
     start: int
     end: int = -1
-    input: dict[Path, TensorObservation] = field(default_factory=dict)
-    output: dict[Path, TensorObservation] = field(default_factory=dict)
-    inputs_refused: tuple[tuple[Path, str], ...] = ()
-    outputs_refused: tuple[tuple[Path, str], ...] = ()
+    tensors: dict[Boundary, dict[Path, Observation]] = field(default_factory=lambda: defaultdict(dict))
+    refused: dict[Boundary, tuple[tuple[Path, str], ...]] = field(default_factory=dict)
     attention: list[AttentionObservation] = field(default_factory=list)
     has_partial_attention: bool = False
-    functions: dict[Path, TensorObservation] = field(default_factory=dict)
 
-    def at(self, boundary: Boundary) -> dict[Path, TensorObservation]:
-        """The tensors that it took or returned, or that the functions did that it called."""
-        return {"input": self.input, "output": self.output, "functions": self.functions}[boundary]
+    def describe_tensors(self) -> tuple[set[Path], set[Path], int]:
+        """For what kind of value it was called, what it returned, and how often it attended."""
+        return set(self.tensors["input"]), set(self.tensors["output"]), len(self.attention)
 
 
 @dataclass
@@ -78,22 +68,23 @@ class TensorHistory:
     shape: torch.Size  # an in-place squeeze makes the same object another tensor
     certain: bool = False
     layout: str | None = None
-    observations: list[TensorObservation] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)
 
-    def settle(self, layout: str | None) -> None:
-        """A module's type tells the layout, that it is unknown, or nothing; the first layout is believed."""
-        if layout is None or (self.certain and self.layout is not None):
-            return
-        self.certain, self.layout = True, None if layout == UNKNOWN else layout
-        for observation in self.observations:
-            observation.layout = self.layout
+    def add(self, observation: Observation, certain: str | None, guess: str | None) -> None:
+        """The tensor is observed again; a module's type may tell its layout, or that it is unknown.
 
-    def add(self, observation: TensorObservation, guess: str | None) -> None:
-        """The tensor is observed again; only the first guess counts, where nothing is certain."""
-        if not self.certain and not self.observations:
-            self.layout = guess
-        observation.layout = self.layout
+        The first layout that a type tells is believed, and holds for earlier observations too. Until then the first
+        guess counts.
+        """
         self.observations.append(observation)
+        if certain is not None and not (self.certain and self.layout is not None):
+            self.certain, self.layout = True, None if certain == UNKNOWN else certain
+            for each in self.observations:
+                each.info = replace(each.info, layout=self.layout)
+            return
+        if not self.certain and len(self.observations) == 1:
+            self.layout = guess
+        observation.info = replace(observation.info, layout=self.layout)
 
 
 BINS = 16

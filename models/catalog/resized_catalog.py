@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
-from layertap.models.catalog.catalog_builder import pair_attention
-from layertap.models.catalog.observations import CallObservation, Sketch, TensorObservation
+from layertap.models.catalog.observations import Boundary, CallObservation, Observation, Sketch
 from layertap.models.catalog.token_grid import number_patches
 from layertap.models.devices.devices import dtype_name
 from layertap.models.hooks.tensor_tree import Path
@@ -26,8 +25,9 @@ class AnotherCourseError(Exception):
 class SizeRecorder(CallRecorder):
     """Notes the order of calls and the sizes of tensors, and looks at no number."""
 
-    def _observe(self, earlier: TensorObservation | None, tensor: Tensor) -> TensorObservation:
-        return TensorObservation(tuple(tensor.shape), tensor.dtype, NO_SKETCH, None, crosses_rows=False)
+    def _observe(self, path: Path, tensor: Tensor, earlier: Observation | None) -> Observation:
+        shape = tuple(tensor.shape)
+        return Observation(TensorInfo(path, shape, dtype_name(tensor.dtype), None), shape, NO_SKETCH)
 
 
 def resize_catalog(configured: Catalog, module: nn.Module, recorder: SizeRecorder, prefix: int) -> Catalog:
@@ -57,31 +57,28 @@ def _resize_layer(layer: Layer, calls: Sequence[CallObservation]) -> Layer:
 
 
 def _resize_call(call: Call, seen: CallObservation) -> Call:
-    before = (call.input.order, call.input.refused, call.output.order, call.output.refused)
-    _check(before == (seen.start, seen.inputs_refused, seen.end, seen.outputs_refused))
+    _check((call.input.order, call.output.order) == (seen.start, seen.end))
 
-    def resize_attention(boundary: CallBoundary | None, *, of_sinks: bool) -> CallBoundary | None:
-        pairs = pair_attention(seen.attention, seen.attention)
-        weights = {path: one.select(of_sinks=of_sinks) for path, one, _ in pairs}
-        weights = {path: each for path, each in weights.items() if each.shape[-1]}
-        resized = _resize_boundary(boundary or replace(call.output, tensors=()), weights)
-        return None if boundary is None else resized
+    def resize(name: Boundary, boundary: CallBoundary) -> CallBoundary:
+        infos = [each.info for each in seen.tensors[name].values()]
+        _check(boundary.refused == seen.refused.get(name, ()))
+        _check([info.path for info in boundary.tensors] == [info.path for info in infos])
+        return replace(boundary, tensors=tuple(map(_resize_tensor, boundary.tensors, infos)))
+
+    def resize_optional(name: Boundary, boundary: CallBoundary | None) -> CallBoundary | None:
+        _check((boundary is None) == (not seen.tensors[name]))
+        return resize(name, boundary) if boundary is not None else None
 
     return Call(
-        _resize_boundary(call.input, seen.input),
-        _resize_boundary(call.output, seen.output),
-        resize_attention(call.attention, of_sinks=False),
-        sinks=resize_attention(call.sinks, of_sinks=True),
+        resize("input", call.input),
+        resize("output", call.output),
+        resize_optional("attention", call.attention),
+        sinks=resize_optional("sinks", call.sinks),
     )
 
 
-def _resize_boundary(boundary: CallBoundary, seen: Mapping[Path, TensorObservation]) -> CallBoundary:
-    _check([info.path for info in boundary.tensors] == list(seen))
-    return replace(boundary, tensors=tuple(map(_resize_tensor, boundary.tensors, seen.values())))
-
-
-def _resize_tensor(info: TensorInfo, seen: TensorObservation) -> TensorInfo:
-    _check(info.dtype == dtype_name(seen.dtype) and len(info.shape) == len(seen.shape))
+def _resize_tensor(info: TensorInfo, seen: TensorInfo) -> TensorInfo:
+    _check(info.dtype == seen.dtype and len(info.shape) == len(seen.shape))
     resized = replace(info, shape=seen.shape)
     # In which order several entries for a row lie among those of other rows, one entry does not tell.
     _check(info.entries_per_row > 1 or resized.entries_per_row == 1)

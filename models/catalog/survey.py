@@ -8,17 +8,21 @@ device raises, for want of memory or for good, says nothing of the model and goe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from layertap.models.catalog.call_observer import CallTimer, Run
 from layertap.models.catalog.call_recorder import CallRecorder
-from layertap.models.catalog.catalog import Catalog
-from layertap.models.catalog.catalog_builder import CatalogBuilder, LengthProbe
+from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
+from layertap.models.catalog.observations import Boundary, CallObservation
+from layertap.models.catalog.token_grid import number_patches
 from layertap.models.devices.memory import is_device_error
 from layertap.models.errors import IN_THE_LOG, InputError
 from layertap.models.inputs.noise import copy_row, make_noise
@@ -60,7 +64,7 @@ def survey(
                 raise
             several = alone
         length_probe = _probe_length(CallRecorder(module, functions=functions), inputs, run, device, dtype)
-    if several.summarize_calls() != alone.summarize_calls():
+    if several.describe_calls() != alone.describe_calls():
         several = alone
     return CatalogBuilder(module, alone, several, timer, prefix, length_probe).build()
 
@@ -69,8 +73,7 @@ def _time_calls(module: nn.Module, run: Run, row: Mapping[str, Tensor], device: 
     """The quickest of a few forwards, of one where it takes long: whatever disturbs a machine only adds."""
     timers: list[CallTimer] = []
     while len(timers) < MAX_TIMED and sum(timer.total for timer in timers) < ENOUGH_S:
-        timers.append(CallTimer(module, device))
-        timers[-1].watch(run, row)
+        timers.append(CallTimer(module, run, row, device))
     return min(timers, key=lambda timer: timer.total)
 
 
@@ -113,3 +116,108 @@ def _input_error(error: Exception, inputs: Sequence[InputSpec]) -> InputError:
             f"the model can't take an input of this shape: {shapes}, or has a bug: {cause}", hint=IN_THE_LOG
         )
     return InputError(f"{cause} for an input of shape {shapes}", hint=IN_THE_LOG)
+
+
+@dataclass(frozen=True)
+class LengthProbe:
+    """A forward of a text of another length, which tells what grows with it; ``lengths`` are those of both forwards."""
+
+    recorder: CallRecorder
+    lengths: tuple[int, int]
+
+    def find_token_axes(self, module: nn.Module, number: int, boundary: Boundary, info: TensorInfo) -> tuple[int, ...]:
+        """The axes that have an entry for each token, of a tensor at one side of a module's call."""
+        calls = self.recorder.calls.get(module, [])
+        other = calls[number].tensors[boundary].get(info.path) if number < len(calls) else None
+        if other is None or len(other.shape) != len(info.shape):
+            return ()
+        sizes = zip(info.shape, other.shape, strict=True)
+        return tuple(axis for axis, pair in enumerate(sizes) if pair == self.lengths)
+
+
+@dataclass(frozen=True)
+class CatalogBuilder:
+    """Puts together what the recorders of one row ``alone`` and of ``several`` saw, and the timer.
+
+    ``several`` is ``alone`` again where the module can't take several rows; ``prefix`` counts the tokens that stand
+    before the patches.
+    """
+
+    module: nn.Module
+    alone: CallRecorder
+    several: CallRecorder
+    timer: CallTimer
+    prefix: int
+    length_probe: LengthProbe | None
+
+    def build(self) -> Catalog:
+        """The catalogue, its layers in the order in which they first run."""
+        names = self.module.named_modules(remove_duplicate=False)
+        layers = [self._build_layer(name or ".", part) for name, part in names]
+        layers.sort(key=lambda layer: layer.calls[0].input.order if layer.calls else math.inf)
+        return Catalog(
+            number_patches({layer.name: layer for layer in layers}, self.prefix),
+            self.timer.total,
+            self._crosses_rows,
+            batches=self.several is not self.alone,
+            has_functions=self.alone.has_functions,
+        )
+
+    @cached_property
+    def _crosses_rows(self) -> bool:
+        outputs = (call.tensors["output"].values() for call in self.several.calls.get(self.module, []))
+        return self.several is self.alone or any(each.info.crosses_rows for output in outputs for each in output)
+
+    def _build_layer(self, name: str, module: nn.Module) -> Layer:
+        pairs = zip(self.alone.calls.get(module, []), self.several.calls.get(module, []), strict=True)
+        calls = tuple(self._build_call(module, number, *pair) for number, pair in enumerate(pairs))
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        is_leaf = next(module.children(), None) is None
+        kind = type_before_parametrizations(module).__name__
+        return Layer(name, kind, is_leaf, parameters, calls, tuple(_find_hazards(module, bool(calls))))
+
+    def _build_call(self, module: nn.Module, number: int, alone: CallObservation, several: CallObservation) -> Call:
+        def build_boundary(boundary: Boundary) -> CallBoundary:
+            is_input = boundary == "input"
+            cost = (self.timer.get_cost_before if is_input else self.timer.get_cost_after)(module, number)
+            infos = (each.info for each in several.tensors[boundary].values())
+            tensors = tuple(self._complete(module, number, boundary, info) for info in infos)
+            order = alone.start if is_input else alone.end
+            return CallBoundary(order, cost, tensors, alone.refused.get(boundary, ()))
+
+        def build_optional(boundary: Boundary) -> CallBoundary | None:
+            built = build_boundary(boundary)
+            return built if built.tensors else None
+
+        functions = build_boundary("functions")
+        returning = {info.path[:2] for info in functions.tensors if info.path[2] == "output"}
+        # Functions that a forward of several rows calls otherwise can't be told apart by their numbers.
+        if alone.tensors["functions"].keys() != several.tensors["functions"].keys():
+            returning = set()
+        tensors = tuple(info for info in functions.tensors if info.path[:2] in returning)  # len() computes nothing
+        return Call(
+            build_boundary("input"),
+            build_boundary("output"),
+            build_optional("attention"),
+            replace(functions, tensors=tensors) if tensors else None,
+            build_optional("sinks"),
+        )
+
+    def _complete(self, module: nn.Module, number: int, boundary: Boundary, info: TensorInfo) -> TensorInfo:
+        """What a catalogue says of a tensor, with what the other forwards tell."""
+        # One row at a time, whatever has an axis for rows holds that one.
+        crosses_rows = info.crosses_rows and (not self._crosses_rows or info.row_axis is None)
+        info = replace(info, crosses_rows=crosses_rows)
+        if self.length_probe is None or crosses_rows:
+            return info
+        axes = self.length_probe.find_token_axes(module, number, boundary, info)
+        return replace(info, token_axes=axes)
+
+
+def _find_hazards(module: nn.Module, is_called: bool) -> Iterator[str]:
+    if getattr(module, "inplace", False) is True:
+        yield "inplace"
+    if not is_called:
+        yield "scripted" if isinstance(module, torch.jit.ScriptModule) else "never_called"
+    if isinstance(module, nn.MultiheadAttention) or "attention" in type(module).__name__.lower():
+        yield "attention"

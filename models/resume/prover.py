@@ -8,30 +8,37 @@ none, and all of these may happen to be the same in both forwards: what is compu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from layertap.models.catalog.call_observer import Run, observe_calls
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer
+from layertap.models.catalog.observations import Boundary, Sketch
 from layertap.models.devices.memory import is_device_error
-from layertap.models.hooks.tensor_tree import Path
+from layertap.models.hooks.tensor_tree import Path, iterate_tensors, replace_tensor
 from layertap.models.module_state import ModuleState
-from layertap.models.resume.recorders import (
-    CallBoundaryKey,
-    CallNumbers,
-    MarkRecorder,
-    PlaceholderRecorder,
-    ResumedMarkRecorder,
-    TensorMarks,
-    find_skipped_calls,
+from layertap.models.resume.resumption import (
+    Forward,
+    Inputs,
+    Placeholder,
+    Resumption,
+    SkippedCalls,
+    format_point,
+    not_resumable_error,
 )
-from layertap.models.resume.resumption import Forward, Inputs, Resumption, format_point, not_resumable_error
+from layertap.models.resume.taint import Taint
 from layertap.models.selection.hook_points import HookPoint
 from layertap.models.selection.plan import Tap
 from layertap.models.spec import InputSpec
+
+SMALLEST = 1e-4  # of a forward's cost: what is left after its last layer
+CallNumbers = tuple[int | None, ...]  # of the calls that a resumed forward makes of a module; None where one runs
+CallBoundaryKey = tuple[nn.Module, int, Boundary]
+TensorMarks = Mapping[Path, "TensorMark"]
 
 
 def verify_resumable(
@@ -53,13 +60,12 @@ def verify_resumable(
     first = {name: value[:1].clone() for name, value in rows.items()}
     others = {name: value[1:2].clone() if catalog.crosses_rows else value[1:].clone() for name, value in rows.items()}
     before = ModuleState(module)
-    whole, resumed = MarkRecorder(module, point), ResumedMarkRecorder(module, point, skipped)
+    whole, resumed = MarkRecorder(module, point), MarkRecorder(module, point, skipped)
     try:
         with torch.no_grad():
             whole.watch(lambda rows: run(rows, module), others)
-            placeholders = PlaceholderRecorder(module, skipped, catalog)
-            placeholders.watch(lambda rows: run(rows, module), first)
-            draft = Resumption(start, catalog, inputs, dtype, placeholders.collect())
+            placeholders = collect_placeholders(module, lambda rows: run(rows, module), first, skipped, catalog)
+            draft = Resumption(start, catalog, inputs, dtype, placeholders)
             run_tainted = resumed.with_taint(run)
             resumed.watch(lambda rows: draft.forward(run_tainted, module, rows["sent"]), {"sent": whole.get_output()})
     except Exception as error:  # whatever a model raises where it finds NaN, it means the same
@@ -71,11 +77,157 @@ def verify_resumable(
         before.put_back(written)
     if written:
         raise not_resumable_error(point)
-    trial = Trial(module, point, skipped, whole.marks, resumed.marks)
-    return replace(draft, catalog=trial.build_catalog(catalog))
+    trial = Trial(module, point, catalog, skipped, whole.marks, resumed.marks)
+    return replace(draft, catalog=trial.build_catalog())
 
 
-SMALLEST = 1e-4  # of a forward's cost: what is left after its last layer
+@dataclass(frozen=True)
+class TensorMark:
+    """What tells whether a tensor is the same as another; ``tainted``: it depends on what stands in for a value."""
+
+    sketch: Sketch
+    infinite: int
+    tainted: bool
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor, tainted: bool = False) -> TensorMark:
+        """The mark of a tensor of any dtype; one with a NaN counts as tainted."""
+        return cls(Sketch.from_tensor(tensor), int(tensor.isinf().sum()), tainted or bool(tensor.isnan().any()))
+
+    def matches(self, other: TensorMark) -> bool:
+        """Never where there is a NaN, or what stands in for a value: it is what must not show."""
+        is_same = self.infinite == other.infinite and self.sketch.matches(other.sketch)
+        return is_same and not self.tainted and not other.tainted
+
+
+def collect_placeholders(
+    module: nn.Module, run: Run, rows: Inputs, numbers: Mapping[str, CallNumbers], catalog: Catalog
+) -> dict[str, SkippedCalls]:
+    """By module, what the calls that are skipped return in a forward of some rows, without its numbers."""
+    values: dict[tuple[str, int | None], Placeholder] = {}
+    names = {module.get_submodule(name): name for name in numbers}
+
+    def keep(part: nn.Module, call: int, value: object) -> None:
+        name = names.get(part)
+        if name is None or call not in numbers[name]:
+            return
+        for path, tensor in iterate_tensors(value):
+            value = replace_tensor(value, path, torch.empty(0, dtype=tensor.dtype))
+        values[name, call] = Placeholder(value, catalog.layers[name].calls[call].output.tensors)
+
+    with observe_calls(module, lambda *_: None, keep):
+        run(rows)
+    return {
+        name: tuple(None if number is None else values[name, number] for number in calls)
+        for name, calls in numbers.items()
+    }
+
+
+class MarkRecorder:
+    """Marks every tensor of every call of a forward, and keeps the one that leaves a point.
+
+    Of a resumed forward, whose ``skipped`` calls are given, all that follows from its inputs and from what those calls
+    return is tainted; nothing is where none are.
+    """
+
+    def __init__(self, module: nn.Module, point: HookPoint, skipped: Mapping[str, CallNumbers] | None = None) -> None:
+        self.marks: dict[CallBoundaryKey, TensorMarks] = {}
+        self._module = module
+        self._target = module.get_submodule(point.layer)
+        self._point = point
+        self._skipped = {module.get_submodule(name): calls for name, calls in (skipped or {}).items()}
+        self._taint = Taint()
+        self._output: Tensor | None = None
+
+    def watch(self, run: Run, rows: Inputs) -> None:
+        """Run one forward."""
+        with observe_calls(self._module, self._enter, self._leave):
+            run(rows)
+
+    def with_taint(self, run: Forward) -> Forward:
+        """A forward whose inputs are tainted, and what follows from them."""
+
+        def run_tainted(rows: Inputs, module: nn.Module) -> object:
+            self._taint.mark(rows.values())
+            with self._taint:
+                return run(rows, module)
+
+        return run_tainted
+
+    def get_output(self) -> Tensor:
+        """What left the point, in memory of its own; LookupError where nothing did."""
+        if self._output is None:
+            raise LookupError
+        return self._output
+
+    def _enter(self, module: nn.Module, call: int, value: object) -> None:
+        self.marks[module, call, "input"] = self._mark(value)
+
+    def _leave(self, module: nn.Module, call: int, value: object) -> None:
+        numbers = self._skipped.get(module, ())
+        if call < len(numbers) and numbers[call] is not None:
+            # Of what is skipped nothing is known, but what was sent.
+            sent = self._point.path if module is self._target and call == len(numbers) - 1 else None
+            self._taint.mark(tensor for path, tensor in iterate_tensors(value) if path != sent)
+        self.marks[module, call, "output"] = self._mark(value)
+        if module is self._target and call == self._point.call:
+            self._output = dict(iterate_tensors(value))[self._point.path].clone()
+
+    def _mark(self, value: object) -> TensorMarks:
+        with self._taint.pause():
+            return {
+                path: TensorMark.from_tensor(tensor, self._taint.reaches(tensor))
+                for path, tensor in iterate_tensors(value)
+            }
+
+
+def find_skipped_calls(module: nn.Module, point: HookPoint, catalog: Catalog) -> dict[str, CallNumbers]:
+    """The outermost modules that are skipped, and which calls of them; of the layer's own those up to the point.
+
+    Calls are counted as they are made. Where one that is not made is of a module that runs later, what contains it is
+    not skipped, or that module's calls would be miscounted. SelectorError where that is the layer itself.
+    """
+    start = catalog.layers[point.layer].calls[point.call]
+    target = module.get_submodule(point.layer)
+    names = {part: name for name, part in module.named_modules()} | {target: point.layer}
+    calls_of = {part: catalog.layers[name or "."].calls for part, name in names.items()}
+    late = {target} | {part for part, calls in calls_of.items() if not all(_ends_before(call, start) for call in calls)}
+    counted = [call for part in late for call in calls_of[part]]
+    if _contains_any(start, counted):
+        raise not_resumable_error(point)
+    skipped = {target: calls_of[target][: point.call + 1]}
+
+    def walk(part: nn.Module) -> None:
+        for child in part.children():
+            calls = calls_of[child]
+            if child not in late and calls and not any(_contains_any(call, counted) for call in calls):
+                skipped[child] = calls
+            elif child is not target:
+                walk(child)
+
+    walk(module)
+    spans = [call for calls in skipped.values() for call in calls if _ends_before(call, start) or call is start]
+    return {
+        names[part]: tuple(
+            number if _ends_before(call, start) or call is start else None
+            for number, call in enumerate(calls)
+            if not any(_is_inside(call, span) for span in spans)
+        )
+        for part, calls in skipped.items()
+    }
+
+
+def _ends_before(call: Call, start: Call) -> bool:
+    """Whether a call is over when the layer's begins, or is a part of it."""
+    return call.output.order < start.input.order or _is_inside(call, start)
+
+
+def _is_inside(call: Call, span: Call) -> bool:
+    return span.input.order < call.input.order < span.output.order
+
+
+def _contains_any(span: Call, calls: Iterable[Call]) -> bool:
+    return any(_is_inside(call, span) for call in calls)
 
 
 @dataclass(frozen=True)
@@ -84,34 +236,39 @@ class Trial:
 
     module: nn.Module
     point: HookPoint
+    catalog: Catalog
     skipped: Mapping[str, CallNumbers]
     whole: Mapping[CallBoundaryKey, TensorMarks]
     resumed: Mapping[CallBoundaryKey, TensorMarks]
 
-    def build_catalog(self, catalog: Catalog) -> Catalog:
-        """What a catalogue says of the tensors that came out as they were, and of no others."""
-        rest = self._get_remaining_cost(catalog)
+    def build_catalog(self) -> Catalog:
+        """What the catalogue says of the tensors that came out as they were, and of no others."""
+        catalog, rest = self.catalog, self._remaining_cost
         costs = replace(catalog.costs, base=catalog.costs.base * rest, per_row=catalog.costs.per_row * rest)
-        layers = {name: self._build_layer(layer, catalog) for name, layer in catalog.layers.items()}
-        start = format_point(self.point)
-        seconds = catalog.seconds * rest
+        layers = {name: self._build_layer(layer) for name, layer in catalog.layers.items()}
+        start, seconds = format_point(self.point), catalog.seconds * rest
         return replace(catalog, layers=layers, seconds=seconds, costs=costs, start=start, has_functions=False)
 
-    def _get_skipped_cost(self, catalog: Catalog) -> float:
+    @property
+    def _skipped_cost(self) -> float:
         """The share of a whole forward's cost up to the point."""
-        return catalog.layers[self.point.layer].calls[self.point.call].output.cost
+        return self.catalog.layers[self.point.layer].calls[self.point.call].output.cost
 
-    def _get_remaining_cost(self, catalog: Catalog) -> float:
-        return max(1.0 - self._get_skipped_cost(catalog), SMALLEST)
+    @property
+    def _remaining_cost(self) -> float:
+        return max(1.0 - self._skipped_cost, SMALLEST)
 
-    def _build_layer(self, layer: Layer, catalog: Catalog) -> Layer:
+    @cached_property
+    def _skipped_calls(self) -> set[tuple[nn.Module, int | None]]:
+        return {(self.module.get_submodule(name), number) for name, calls in self.skipped.items() for number in calls}
+
+    def _build_layer(self, layer: Layer) -> Layer:
         module = self.module.get_submodule("" if layer.name == "." else layer.name)
-        calls = tuple(self._build_call(module, number, call, catalog) for number, call in enumerate(layer.calls))
-        return replace(layer, calls=calls)
+        return replace(layer, calls=tuple(self._build_call(module, *pair) for pair in enumerate(layer.calls)))
 
-    def _build_call(self, module: nn.Module, number: int, call: Call, catalog: Catalog) -> Call:
-        before = self._build_boundary(call.input, self._find_same((module, number, "input")), catalog)
-        after = self._build_boundary(call.output, self._find_same_outputs(module, number), catalog)
+    def _build_call(self, module: nn.Module, number: int, call: Call) -> Call:
+        before = self._build_boundary(call.input, self._find_same((module, number, "input")))
+        after = self._build_boundary(call.output, self._find_same((module, number, "output")))
         is_whole = (
             (module, number) not in self._skipped_calls
             and len(before.tensors) == len(call.input.tensors)
@@ -122,24 +279,16 @@ class Trial:
         )
         return Call(before, after, weights, sinks=sinks)
 
-    def _build_boundary(self, boundary: CallBoundary, paths: Iterable[Path], catalog: Catalog) -> CallBoundary:
-        same = frozenset(paths)
+    def _build_boundary(self, boundary: CallBoundary, same: set[Path]) -> CallBoundary:
         tensors = tuple(info for info in boundary.tensors if info.path in same)
-        cost = max(boundary.cost - self._get_skipped_cost(catalog), 0.0) / self._get_remaining_cost(catalog)
+        cost = max(boundary.cost - self._skipped_cost, 0.0) / self._remaining_cost
         return replace(boundary, cost=round(cost, 4), tensors=tensors)
 
-    @cached_property
-    def _skipped_calls(self) -> set[tuple[nn.Module, int | None]]:
-        return {(self.module.get_submodule(name), number) for name, calls in self.skipped.items() for number in calls}
-
-    def _find_same_outputs(self, module: nn.Module, number: int) -> Iterable[Path]:
-        """Of a call that was skipped nothing is known, but what was sent."""
-        if (module, number) not in self._skipped_calls:
-            return self._find_same((module, number, "output"))
-        start = self.module.get_submodule(self.point.layer), self.point.call
-        return [self.point.path] if (module, number) == start else []
-
-    def _find_same(self, key: CallBoundaryKey) -> Iterator[Path]:
+    def _find_same(self, key: CallBoundaryKey) -> set[Path]:
+        module, number, boundary = key
+        if boundary == "output" and (module, number) in self._skipped_calls:  # nothing is known but what was sent
+            start = self.module.get_submodule(self.point.layer), self.point.call
+            return {self.point.path} if (module, number) == start else set()
         resumed = self.resumed.get(key, {})
         whole = self.whole.get(key, {})
-        return (path for path, mark in whole.items() if path in resumed and mark.matches(resumed[path]))
+        return {path for path, mark in whole.items() if path in resumed and mark.matches(resumed[path])}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any, cast
 
@@ -79,22 +80,17 @@ class Resumption:
         """
         with ExitStack() as stack:
             for name, calls in self.skipped.items():
-                _skip_calls(stack, module.get_submodule(name), self._make_returns(name, calls, sent), len(calls))
+                is_own = name == self.start.point.layer
+                _skip_calls(stack, module.get_submodule(name), calls, partial(self._fill, sent, is_own))
             return run(self._make_inputs(sent), module)
 
-    def _make_returns(self, name: str, calls: SkippedCalls, sent: Tensor) -> Callable[[int], Callable[[], Any] | None]:
-        """What each call of a module returns, None where it runs."""
-
-        def get_return(number: int) -> Callable[[], Any] | None:
-            placeholder = calls[number]
-            if placeholder is None:
-                return None
-            if name != self.start.point.layer or number < len(calls) - 1:
-                return lambda: placeholder.fill(len(sent), sent.device)
-            output = _begin_graph(sent.to(DTYPES[self.start.info.dtype]))
-            return lambda: replace_tensor(placeholder.fill(len(sent), sent.device), self.start.point.path, output)
-
-        return get_return
+    def _fill(self, sent: Tensor, is_own: bool, placeholder: Placeholder, is_last: bool) -> Any:
+        """What a skipped call returns, what is sent in it where it is the layer's ``own`` last one."""
+        value = placeholder.fill(len(sent), sent.device)
+        if not (is_own and is_last):
+            return value
+        output = _begin_graph(sent.to(DTYPES[self.start.info.dtype]))
+        return replace_tensor(value, self.start.point.path, output)
 
     def _make_inputs(self, sent: Tensor) -> Inputs:
         """Inputs for those parts of a forward that run and do not matter: NaN, or zeros."""
@@ -149,15 +145,18 @@ def escape_point(point: HookPoint) -> str:
 
 
 def _skip_calls(
-    stack: ExitStack, module: nn.Module, get_return: Callable[[int], Callable[[], Any] | None], calls: int
+    stack: ExitStack, module: nn.Module, calls: SkippedCalls, fill: Callable[[Placeholder, bool], Any]
 ) -> None:
-    """Until the stack ends, some of a module's first calls return something else, and run nothing."""
+    """Until the stack ends, those of a module's first calls that have a placeholder return it filled, and run nothing.
+
+    ``fill`` gets the placeholder, and whether it is the last one.
+    """
     numbers, own_forward, run = count(), vars(module).get("forward"), module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         number = next(numbers)
-        make_value = get_return(number) if number < calls else None
-        return run(*args, **kwargs) if make_value is None else make_value()
+        placeholder = calls[number] if number < len(calls) else None
+        return run(*args, **kwargs) if placeholder is None else fill(placeholder, number == len(calls) - 1)
 
     def restore() -> None:
         del module.forward
