@@ -2,14 +2,16 @@
 
 Each class is of one row, a float array (1, …) in the model's own layout. It makes changed rows by their numbers, any
 few at a time, takes what the model gave for them, and keeps one sum in float64: memory does not grow with their number.
+It measures a gradient as the row is for each changed row, or a score, and goes by some of the settings, its options.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import ceil
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,34 +20,37 @@ from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.selection.hook_points import Explanation
 
 Array = NDArray[Any]
-Settings = dict[str, int | float]
-STEPS, SAMPLES, NOISE, SEED = 50, 25, 0.15, 0
 WINDOWS_ACROSS = 8  # where no window is named it is that part of the shorter side, and half of it the stride
 
 
-class Perturbation(Protocol):
-    """A method for one row; ``measures`` says what it wants of each changed row."""
+@dataclass(frozen=True)
+class PerturbationSettings:
+    """What changed rows are made by: the options of an explanation, defaults filled in."""
 
-    measures: ClassVar[Literal["gradient", "score"]]
+    steps: int
+    samples: int
+    noise: float
+    seed: int
+    window: int
+    stride: int
 
-    @staticmethod
-    def choose_settings(asked: Explanation, shape: Sequence[int], layout: str) -> Settings:
-        """What is asked for a row of a shape, defaults filled in."""
+    @classmethod
+    def fill_in(cls, asked: Explanation, shape: Sequence[int], layout: str) -> PerturbationSettings:
+        """What is asked for rows of a shape."""
+        window = asked.window if asked.window is not None else max(min(_find_sides(shape, layout)) // WINDOWS_ACROSS, 1)
+        stride = asked.stride if asked.stride is not None else max(window // 2, 1)
+        return cls(
+            steps=50 if asked.steps is None else asked.steps,
+            samples=25 if asked.samples is None else asked.samples,
+            noise=0.15 if asked.noise is None else asked.noise,
+            seed=0 if asked.seed is None else asked.seed,
+            window=window,
+            stride=stride,
+        )
 
-    @staticmethod
-    def count(settings: Settings, shape: Sequence[int], layout: str) -> int:
-        """How many changed rows there are."""
-
-    def __init__(self, row: Array, info: TensorInfo, settings: Settings, score: float) -> None: ...
-
-    def make_rows(self, numbers: range) -> Array:
-        """Changed rows, float32 (rows, …)."""
-
-    def add(self, numbers: range, measured: Array) -> None:
-        """Take what the model gave for those: gradients as the rows are, or a score each."""
-
-    def finish(self) -> Array:
-        """What all of them come to, in the row's own layout."""
+    def format(self, options: Sequence[str]) -> str:
+        """Some of them, by name: ``window 28 stride 14``."""
+        return " ".join(f"{name} {asdict(self)[name]}" for name in options)
 
 
 class IntegratedGradients:
@@ -54,20 +59,15 @@ class IntegratedGradients:
     Sundararajan et al., "Axiomatic attribution for deep networks", 2017, equation 1, by Gauss-Legendre quadrature.
     """
 
-    measures: ClassVar[Literal["gradient", "score"]] = "gradient"
+    measures, options = "gradient", ("steps",)
 
     @staticmethod
-    def choose_settings(asked: Explanation, shape: Sequence[int], layout: str) -> Settings:
-        """What is asked for, defaults filled in."""
-        return {"steps": STEPS if asked.steps is None else asked.steps}
-
-    @staticmethod
-    def count(settings: Settings, shape: Sequence[int], layout: str) -> int:
+    def count(settings: PerturbationSettings, shape: Sequence[int], layout: str) -> int:
         """How many changed rows there are."""
-        return int(settings["steps"])
+        return settings.steps
 
-    def __init__(self, row: Array, info: TensorInfo, settings: Settings, score: float) -> None:
-        self._shares, self._weights = _find_nodes(int(settings["steps"]))
+    def __init__(self, row: Array, info: TensorInfo, settings: PerturbationSettings, score: float) -> None:
+        self._shares, self._weights = _find_nodes(settings.steps)
         self._row = row.astype(np.float64)
         self._mean = np.zeros_like(self._row)
 
@@ -92,25 +92,16 @@ class SmoothGrad:
     rows it is computed with.
     """
 
-    measures: ClassVar[Literal["gradient", "score"]] = "gradient"
+    measures, options = "gradient", ("samples", "noise", "seed")
 
     @staticmethod
-    def choose_settings(asked: Explanation, shape: Sequence[int], layout: str) -> Settings:
-        """What is asked for, defaults filled in."""
-        return {
-            "samples": SAMPLES if asked.samples is None else asked.samples,
-            "noise": NOISE if asked.noise is None else asked.noise,
-            "seed": SEED if asked.seed is None else asked.seed,
-        }
-
-    @staticmethod
-    def count(settings: Settings, shape: Sequence[int], layout: str) -> int:
+    def count(settings: PerturbationSettings, shape: Sequence[int], layout: str) -> int:
         """How many changed rows there are."""
-        return int(settings["samples"])
+        return settings.samples
 
-    def __init__(self, row: Array, info: TensorInfo, settings: Settings, score: float) -> None:
-        self._row, self._samples, self._seed = row, int(settings["samples"]), int(settings["seed"])
-        self._deviation = settings["noise"] * float(np.ptp(row))
+    def __init__(self, row: Array, info: TensorInfo, settings: PerturbationSettings, score: float) -> None:
+        self._row, self._samples, self._seed = row, settings.samples, settings.seed
+        self._deviation = settings.noise * float(np.ptp(row))
         self._total = np.zeros(row.shape, np.float64)
 
     def make_rows(self, numbers: range) -> Array:
@@ -135,25 +126,17 @@ class Occlusion:
     multiples of the stride, until one reaches the edge, where it is cut. The result is (1, H, W).
     """
 
-    measures: ClassVar[Literal["gradient", "score"]] = "score"
+    measures, options = "score", ("window", "stride")
 
     @staticmethod
-    def choose_settings(asked: Explanation, shape: Sequence[int], layout: str) -> Settings:
-        """What is asked for, defaults filled in."""
-        height, width = _find_sides(shape, layout)
-        window = asked.window if asked.window is not None else max(min(height, width) // WINDOWS_ACROSS, 1)
-        stride = asked.stride if asked.stride is not None else max(window // 2, 1)
-        return {"window": window, "stride": stride}
-
-    @staticmethod
-    def count(settings: Settings, shape: Sequence[int], layout: str) -> int:
+    def count(settings: PerturbationSettings, shape: Sequence[int], layout: str) -> int:
         """How many changed rows there are."""
         down, across = (_count_windows(side, settings) for side in _find_sides(shape, layout))
         return down * across
 
-    def __init__(self, row: Array, info: TensorInfo, settings: Settings, score: float) -> None:
+    def __init__(self, row: Array, info: TensorInfo, settings: PerturbationSettings, score: float) -> None:
         self._row, self._layout, self._score = row, info.layout or "", score
-        self._window, self._stride = int(settings["window"]), int(settings["stride"])
+        self._window, self._stride = settings.window, settings.stride
         height, width = _find_sides(row.shape, self._layout)
         self._across = _count_windows(width, settings)
         self._total, self._covered = np.zeros((1, height, width)), np.zeros((1, height, width))
@@ -185,6 +168,9 @@ class Occlusion:
         return slice(top, top + self._window), slice(left, left + self._window)
 
 
+Perturbation = IntegratedGradients | SmoothGrad | Occlusion
+
+
 @lru_cache(maxsize=32)
 def _find_nodes(steps: int) -> tuple[Array, Array]:
     """Where to look between 0 and 1, and what each place weighs: found out once, as hundreds of steps take long."""
@@ -201,5 +187,5 @@ def _find_sides(shape: Sequence[int], layout: str) -> tuple[int, int]:
     return shape[layout.index("H")], shape[layout.index("W")]
 
 
-def _count_windows(side: int, settings: Settings) -> int:
-    return max(ceil((side - settings["window"]) / settings["stride"]), 0) + 1
+def _count_windows(side: int, settings: PerturbationSettings) -> int:
+    return max(ceil((side - settings.window) / settings.stride), 0) + 1

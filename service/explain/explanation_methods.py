@@ -188,21 +188,21 @@ METHODS: dict[Method, MethodSpec] = {
     "integrated_gradients": MethodSpec(
         _find_only_input,
         _OF_INPUT,
-        options=frozenset({"steps"}),
+        options=frozenset(IntegratedGradients.options),
         layout="NCHW",
         perturbation=IntegratedGradients,
     ),
     "smoothgrad": MethodSpec(
         _find_only_input,
         _OF_INPUT,
-        options=frozenset({"samples", "noise", "seed"}),
+        options=frozenset(SmoothGrad.options),
         layout="NCHW",
         perturbation=SmoothGrad,
     ),
     "occlusion": MethodSpec(
         _find_only_input,
         {VALUES: "input"},
-        options=frozenset({"window", "stride"}),
+        options=frozenset(Occlusion.options),
         perturbation=Occlusion,
     ),
     "attention_rollout": MethodSpec(

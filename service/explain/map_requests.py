@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from layertap.models.errors import Fault, RequestError, SelectorError, TooLargeError, escape
+from layertap.models.explanations.perturbations import PerturbationSettings
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Class, Explanation, Method, Objective
@@ -128,7 +129,7 @@ def list_changed_rows(asked: Sequence[MapRequest], request: ExtractRequest, mode
         if (kind := each.spec.perturbation) is not None:
             layout = each.spec.find_taps(each.explanation, model)[0].info.layout or ""
             for shape, count in rows.items():
-                of_row = kind.count(kind.choose_settings(each.explanation, shape, layout), shape, layout)
+                of_row = kind.count(PerturbationSettings.fill_in(each.explanation, shape, layout), shape, layout)
                 changed.append(ChangedRows(count * of_row, shape, not each.spec.measures_scores))
     return changed
 

@@ -14,7 +14,7 @@ from layertap.models import fingerprint
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import SelectorError
 from layertap.models.explanations import maps
-from layertap.models.explanations.perturbations import Perturbation, Settings
+from layertap.models.explanations.perturbations import Perturbation, PerturbationSettings
 from layertap.models.gradients.anchors import compute_objective
 from layertap.models.gradients.objectives import OBJECTIVES
 from layertap.models.gradients.resolve_objective import resolve_objective
@@ -84,7 +84,7 @@ async def perturb(
     gradients, with the row's own class. ``work`` is that of the whole request.
     """
     rows, layout = part.arrays[X], method.tap.info.layout or ""
-    settings = method.perturbation.choose_settings(method.asked.explanation, rows.shape, layout)
+    settings = PerturbationSettings.fill_in(method.asked.explanation, rows.shape, layout)
     count = method.perturbation.count(settings, rows.shape, layout)
     work.found += count * len(rows)
     check_changed_inputs(work.found, len(rows), engine.settings)
@@ -104,7 +104,7 @@ class _Row:
     """One row, (1, …), and the objectives of its maps."""
 
     method: PerturbedMethod
-    settings: Settings
+    settings: PerturbationSettings
     values: Array
     objectives: Sequence[Objective]
 
@@ -169,10 +169,10 @@ async def _perturb_row(
     return await engine.run_in_thread(partial(row.finish, made), ticket.deadline)
 
 
-def _make_receipts(method: PerturbedMethod, part: Features, settings: Settings) -> dict[str, Receipt]:
+def _make_receipts(method: PerturbedMethod, part: Features, settings: PerturbationSettings) -> dict[str, Receipt]:
     """The receipt of each map, by its key."""
     asked = method.asked
-    made_by = " ".join([asked.method, *(f"{name} {value}" for name, value in settings.items())])
+    made_by = f"{asked.method} {settings.format(method.perturbation.options)}"
     captured = [receipt.fingerprint for receipt in part.receipts.values()]
     receipts = {}
     for key, objective in asked.list_objectives(part.input_index).items():

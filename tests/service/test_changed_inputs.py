@@ -17,7 +17,7 @@ import torch
 from captum.attr import Occlusion
 
 from layertap.models.catalog.catalog import Costs
-from layertap.models.explanations.perturbations import IntegratedGradients, Settings
+from layertap.models.explanations.perturbations import IntegratedGradients, PerturbationSettings
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
 from layertap.models.spec import InputSpec, ModelSpec
@@ -219,7 +219,7 @@ class Watched(IntegratedGradients):
 
     threads: set[str]
 
-    def __init__(self, row: Array, info: Any, settings: Settings, score: float) -> None:
+    def __init__(self, row: Array, info: Any, settings: PerturbationSettings, score: float) -> None:
         type(self).threads.add(threading.current_thread().name)
         super().__init__(row, info, settings, score)
 

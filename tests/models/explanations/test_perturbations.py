@@ -10,7 +10,13 @@ import pytest
 from numpy.typing import NDArray
 
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.explanations.perturbations import IntegratedGradients, Occlusion, Perturbation, SmoothGrad
+from layertap.models.explanations.perturbations import (
+    IntegratedGradients,
+    Occlusion,
+    Perturbation,
+    PerturbationSettings,
+    SmoothGrad,
+)
 from layertap.models.selection.hook_points import Explanation
 
 Array = NDArray[Any]
@@ -29,7 +35,7 @@ def run(
     **options: Any,
 ) -> Array:
     """A method for one row, so many changed rows at a time."""
-    settings = kind.choose_settings(Explanation((), **options), row.shape, info.layout or "")
+    settings = PerturbationSettings.fill_in(Explanation((), **options), row.shape, info.layout or "")
     made, count = kind(row, info, settings, score), kind.count(settings, row.shape, info.layout or "")
     for start in range(0, count, size):
         numbers = range(start, min(start + size, count))
@@ -86,8 +92,12 @@ def test_pixels_that_no_window_covers_are_zero() -> None:
 def test_what_is_chosen_where_nothing_is_said() -> None:
     """A window is an eighth of the shorter side, at least a pixel, the stride half of it."""
     shape = (1, 3, 224, 320)
-    assert Occlusion.choose_settings(Explanation(()), shape, "NCHW") == {"window": 28, "stride": 14}
-    assert Occlusion.choose_settings(Explanation(()), (1, 3, 4, 4), "NCHW") == {"window": 1, "stride": 1}
-    assert Occlusion.count({"window": 28, "stride": 14}, shape, "NCHW") == 15 * 22
-    assert IntegratedGradients.choose_settings(Explanation(()), shape, "NCHW") == {"steps": 50}
-    assert SmoothGrad.choose_settings(Explanation(()), shape, "NCHW") == {"samples": 25, "noise": 0.15, "seed": 0}
+    chosen = PerturbationSettings.fill_in(Explanation(()), shape, "NCHW")
+    assert chosen.format(Occlusion.options) == "window 28 stride 14"
+    assert (
+        PerturbationSettings.fill_in(Explanation(()), (1, 3, 4, 4), "NCHW").format(Occlusion.options)
+        == "window 1 stride 1"
+    )
+    assert Occlusion.count(chosen, shape, "NCHW") == 15 * 22
+    assert chosen.format(IntegratedGradients.options) == "steps 50"
+    assert chosen.format(SmoothGrad.options) == "samples 25 noise 0.15 seed 0"
