@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.capture.extractor import FeatureExtractor
-from layertap.models.catalog.catalog import Catalog, Costs, Traits
+from layertap.models.catalog.catalog import Catalog, Traits
 from layertap.models.catalog.resized_catalog import AnotherCourseError, SizeRecorder, resize_catalog
 from layertap.models.catalog.survey import name_input_errors, survey
 from layertap.models.catalog.trials import RepeatedRun, try_padding
@@ -111,10 +111,11 @@ def _name_memory_errors() -> Iterator[None]:
 
 
 class CatalogCache:
-    """The catalogues of a model by the shape of a row, its resumptions, and the layers that Grad-CAM looks at.
+    """The catalogues of a model by the shape of a row, and what else was found out about it lately.
 
-    ``configured`` is the catalogue of the configured ``shapes``, ``towers`` has those of each of two towers; they are
-    never dropped. Any thread may call the methods.
+    ``resumptions`` has how forwards go on from a point, of rows of a shape; ``grad_cam_layers`` the layer that Grad-CAM
+    looks at for an objective. ``configured`` is the catalogue of the configured ``shapes``, ``towers`` has those of
+    each of two towers; they are never dropped. Any thread may call the methods.
     """
 
     def __init__(self, configured: Catalog, shapes: Shapes, towers: Mapping[Shapes, Catalog] | None = None) -> None:
@@ -124,8 +125,8 @@ class CatalogCache:
         self._unsized = {shapes: replace(configured, sizes_known=False)}
         self.add_towers(towers or {})
         self._catalogs = LRUCache[Shapes, Catalog](MAX_CATALOGS - 1)
-        self._resumptions = LRUCache[tuple[HookPoint, Shapes], Resumption | SelectorError](MAX_RESUMPTIONS)
-        self._grad_cam_layers = LRUCache[ResolvedObjective, Tap](MAX_GRAD_CAM_LAYERS)
+        self.resumptions = LRUCache[tuple[HookPoint, Shapes], Resumption](MAX_RESUMPTIONS)
+        self.grad_cam_layers = LRUCache[ResolvedObjective, Tap](MAX_GRAD_CAM_LAYERS)
 
     def __reduce__(self) -> tuple[Callable[..., CatalogCache], tuple[object, ...]]:
         """A copy in another process begins with the configured catalogues alone."""
@@ -154,23 +155,6 @@ class CatalogCache:
         else:
             self._catalogs.put(shapes, catalog)
 
-    def get_resumption(self, point: HookPoint, shapes: Shapes) -> Resumption | None:
-        """Forwards that go on from a point; None where that was not tried lately, or where the model has none."""
-        resumption = self._resumptions.get((point, shapes))
-        return resumption if isinstance(resumption, Resumption) else None
-
-    def get_grad_cam_layer(self, objective: ResolvedObjective) -> Tap | None:
-        """The layer that Grad-CAM looks at; None where it was not looked for lately."""
-        return self._grad_cam_layers.get(objective)
-
-    def put_resumption(self, point: HookPoint, shapes: Shapes, resumption: Resumption | SelectorError) -> None:
-        """Keep how forwards go on from a point, or that they can't."""
-        self._resumptions.put((point, shapes), resumption)
-
-    def put_grad_cam_layer(self, objective: ResolvedObjective, layer: Tap) -> None:
-        """Keep the layer that Grad-CAM looks at."""
-        self._grad_cam_layers.put(objective, layer)
-
 
 class ModelCatalogs(CatalogCache):
     """What is known of a model that is in memory, found out by running it where it is not.
@@ -196,6 +180,7 @@ class ModelCatalogs(CatalogCache):
         self._device = device
         self._prefix_tokens = prefix_tokens
         self._threads = threads
+        self._not_resumable = LRUCache[tuple[HookPoint, Shapes], bool](MAX_RESUMPTIONS)
 
     def survey(self, shapes: Shapes, *, functions: bool = False) -> Catalog:
         """The catalogue of a shape, surveyed where none is kept; InputError where the model does not take it.
@@ -210,7 +195,10 @@ class ModelCatalogs(CatalogCache):
                     catalog = self._resize(specs)
                 except AnotherCourseError:
                     catalog = self._survey(specs)
-                    costs = self._scale_costs(catalog.seconds, specs)
+                    # Its memory is measured, its time follows from that of the configured shape.
+                    row_bytes = _measure_row_bytes(self._forward, self._make_row(specs), self._module, self._device)
+                    per_row = self.configured.costs.per_row * catalog.seconds / self.configured.seconds
+                    costs = replace(self.configured.costs, per_row=per_row, row_bytes=row_bytes)
                     catalog = replace(catalog, costs=costs, tower=self._inputs.for_shapes(shapes).tower)
             self.put_catalog(shapes, catalog)
         if functions and not catalog.has_functions:
@@ -229,11 +217,15 @@ class ModelCatalogs(CatalogCache):
 
         SelectorError where the model has none, OutOfMemoryError.
         """
-        resumption = self._resumptions.get((start.point, shapes))
-        if resumption is None:
+        key = start.point, shapes
+        resumption = self.resumptions.get(key)
+        if resumption is None and not self._not_resumable.get(key):
             resumption = self._try_resumption(start, shapes)
-            self.put_resumption(start.point, shapes, resumption)
-        if isinstance(resumption, SelectorError):
+            if resumption is None:  # kept too, or each request for it would try again
+                self._not_resumable.put(key, True)
+            else:
+                self.resumptions.put(key, resumption)
+        if resumption is None:
             raise not_resumable_error(start.point)
         return resumption
 
@@ -243,14 +235,22 @@ class ModelCatalogs(CatalogCache):
         The last one of all where it depends on none of the last few: what is to be seen there is zero. SelectorError
         where there is no map.
         """
-        layer = self.get_grad_cam_layer(objective)
+        layer = self.grad_cam_layers.get(objective)
         if layer is None:
             inputs, catalog = self._inputs.pictures, self.towers.get(self._inputs.pictures.shapes, self.configured)
             if find_tensor(objective.point, catalog) is None:
                 inputs, catalog = self._inputs, self.configured
             layers = find_map_layers(catalog, objective.point)
-            layer = self._find_sensitive(layers, objective, inputs.specs) or layers[0]
-            self.put_grad_cam_layer(objective, layer)
+            row = self._make_row(inputs.specs)
+            with use_threads(self._threads), _name_memory_errors():
+                layer = find_last_sensitive(
+                    FeatureExtractor(self._module),
+                    lambda: self._forward({name: value.clone() for name, value in row.items()}),
+                    layers,
+                    objective,
+                )
+            layer = layer or layers[0]
+            self.grad_cam_layers.put(objective, layer)
         return layer
 
     def _survey(self, specs: Sequence[InputSpec], *, functions: bool = False) -> Catalog:
@@ -276,17 +276,7 @@ class ModelCatalogs(CatalogCache):
     def _make_row(self, specs: Sequence[InputSpec]) -> dict[str, Tensor]:
         return make_noise_row(specs, self._device, self._inputs.dtype)
 
-    def _scale_costs(self, seconds: float, specs: Sequence[InputSpec]) -> Costs:
-        """Costs of another shape: its memory is measured, its time follows from that of the configured one."""
-        row_bytes = self._measure_row_bytes(self._make_row(specs))
-        per_row = self.configured.costs.per_row * seconds / self.configured.seconds
-        return replace(self.configured.costs, per_row=per_row, row_bytes=row_bytes)
-
-    def _measure_row_bytes(self, row: memory.Rows) -> int:
-        return _measure_row_bytes(self._forward, row, self._module, self._device)
-
-    def _try_resumption(self, start: Tap, shapes: Shapes) -> Resumption | SelectorError:
-        """The error where the model has none: it is kept too, or each request for it would try again."""
+    def _try_resumption(self, start: Tap, shapes: Shapes) -> Resumption | None:
         catalog, specs = self.survey(shapes), self._inputs.with_shapes(shapes)
         rows = make_noise(specs, self._device, self._inputs.dtype)
         run = partial(call_module, state=catalog.traits.state)
@@ -294,19 +284,7 @@ class ModelCatalogs(CatalogCache):
             with use_threads(self._threads), _name_memory_errors():
                 return verify_resumable(self._module, start, catalog, specs, run, rows, self._inputs.dtype)
         except SelectorError:
-            return not_resumable_error(start.point)  # another than that, whose frames hold tensors
-
-    def _find_sensitive(
-        self, layers: Sequence[Tap], objective: ResolvedObjective, specs: Sequence[InputSpec]
-    ) -> Tap | None:
-        row = self._make_row(specs)
-        with use_threads(self._threads), _name_memory_errors():
-            return find_last_sensitive(
-                FeatureExtractor(self._module),
-                lambda: self._forward({name: value.clone() for name, value in row.items()}),
-                layers,
-                objective,
-            )
+            return None
 
 
 def _measure_row_bytes(forward: memory.Forward, row: memory.Rows, module: nn.Module, device: torch.device) -> int:

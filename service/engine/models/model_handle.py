@@ -177,15 +177,15 @@ class ModelHandle:
 
     async def verify_resumption(self, start: Tap, shapes: Shapes, deadline: float) -> Resumption:
         """How forwards of rows of a shape go on from a tensor; SelectorError where they can't, DeadlineError."""
-        catalogs, key = self.model.catalogs, (start.point, shapes)
-        find, keep = partial(catalogs.get_resumption, *key), partial(catalogs.put_resumption, *key)
+        known, key = self.model.catalogs.resumptions, (start.point, shapes)
+        find, keep = partial(known.get, key), partial(known.put, key)
         function = partial(ask_catalogs, method=ModelCatalogs.verify_resumption, start=start, shapes=shapes)
         return await self._find_or_call(find, function, keep, deadline)
 
     async def find_grad_cam_layer(self, objective: ResolvedObjective, deadline: float) -> Tap:
         """The last layer of maps that an objective depends on; SelectorError where there is none, DeadlineError."""
-        catalogs = self.model.catalogs
-        find, keep = partial(catalogs.get_grad_cam_layer, objective), partial(catalogs.put_grad_cam_layer, objective)
+        known = self.model.catalogs.grad_cam_layers
+        find, keep = partial(known.get, objective), partial(known.put, objective)
         function = partial(ask_catalogs, method=ModelCatalogs.find_grad_cam_layer, objective=objective)
         return await self._find_or_call(find, function, keep, deadline)
 
