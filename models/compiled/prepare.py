@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
@@ -80,48 +80,81 @@ def prepare_warm_plans(
     measured beside one that has the turn which ``take_turn`` waits for. ``open_only``: a plan that was not compiled
     and measured before runs with hooks. LoadError where a plan names what is not there.
     """
+    preparation = _Preparation(model, folder, run_trial, take_turn, open_only)
     with devices.use_device(model.device):
-        prepared = [
-            _prepare_warm_plan(model, warm, index, folder, run_trial, take_turn, open_only)
-            for index, warm in enumerate(model.spec.warm)
-        ]
+        prepared = [preparation.prepare(warm, index) for index, warm in enumerate(model.spec.warm)]
     compiled, graphs, benchmarks = zip(*prepared, strict=True) if prepared else ((), (), ())
     return replace(model, compiled=compiled, graphs=graphs, benchmarks=benchmarks)
 
 
-def _prepare_warm_plan(
-    model: LoadedModel,
-    warm: WarmSpec,
-    index: int,
-    folder: Path,
-    run_trial: RunTrial,
-    take_turn: TakeTurn,
-    open_only: bool,
-) -> PreparedPlan:
-    try:
-        plan = make_warm_plan(model, warm)
-    except RequestError as error:
-        raise LoadError(f"warm: {error.detail}", hint=error.hint) from error
-    if not warm.compile:
-        return None, None, None
-    if model.catalog.traits.state or not model.catalog.traits.deterministic:  # a graph would keep what is put back
-        _log_hooks(model, "its forwards change the model, or are not deterministic")
-        return None, None, None
-    try:
-        graphs, benchmark = _choose_graphs(model, plan, warm, open_folder(folder), run_trial, take_turn, open_only)
-    except Exception as error:  # a compiler may raise anything; the hooked forward answers as well
-        _log_hooks(model, error.detail if isinstance(error, LayertapError) else type(error).__name__)
-        return None, None, None
-    if graphs is None:
-        _log_hooks(model, f"its graph takes {1 / benchmark.speedup:.2f} times as long as hooks")
-        return None, None, benchmark
-    # Of memory a graph takes no more than the whole forward with hooks.
-    graph_costs = costs.make_costs([benchmark.costs], model.catalog.costs.row_bytes)
-    return CompiledPlan(index, graphs.captures, graph_costs), graphs, benchmark
+@dataclass(frozen=True)
+class _Preparation:
+    """What makes a model's warm plans ready, as ``prepare_warm_plans`` has it."""
 
+    model: LoadedModel
+    folder: Path
+    run_trial: RunTrial
+    take_turn: TakeTurn
+    open_only: bool
 
-def _log_hooks(model: LoadedModel, reason: str) -> None:
-    log.warning("a warm plan runs with hooks", extra={"fields": {"model": model.spec.name, "reason": reason}})
+    def prepare(self, warm: WarmSpec, index: int) -> PreparedPlan:
+        """One of the plans; LoadError where it names what is not there."""
+        try:
+            plan = make_warm_plan(self.model, warm)
+        except RequestError as error:
+            raise LoadError(f"warm: {error.detail}", hint=error.hint) from error
+        if not warm.compile:
+            return None, None, None
+        traits = self.model.catalog.traits
+        if traits.state or not traits.deterministic:  # a graph would keep what is put back
+            self._log_hooks("its forwards change the model, or are not deterministic")
+            return None, None, None
+        try:
+            graphs, benchmark = self._choose_graphs(plan, warm)
+        except Exception as error:  # a compiler may raise anything; the hooked forward answers as well
+            self._log_hooks(error.detail if isinstance(error, LayertapError) else type(error).__name__)
+            return None, None, None
+        if graphs is None:
+            self._log_hooks(f"its graph takes {1 / benchmark.speedup:.2f} times as long as hooks")
+            return None, None, benchmark
+        # Of memory a graph takes no more than the whole forward with hooks.
+        graph_costs = costs.make_costs([benchmark.costs], self.model.catalog.costs.row_bytes)
+        return CompiledPlan(index, graphs.captures, graph_costs), graphs, benchmark
+
+    def _log_hooks(self, reason: str) -> None:
+        fields = {"model": self.model.spec.name, "reason": reason}
+        log.warning("a warm plan runs with hooks", extra={"fields": fields})
+
+    def _choose_graphs(self, plan: Plan, warm: WarmSpec) -> tuple[PlanGraphs | None, PlanBenchmark]:
+        """Graphs, None where hooks are quicker: measured at the first start, and kept, as bits depend on it."""
+        model, folder = self.model, open_folder(self.folder)
+        captures = _list_captures(model, plan)
+        paths = {kind: folder / f"{compute_key(model, captures, kind)}.pt2" for kind in KINDS}
+        benchmark_path = locate_benchmark([*paths.values()], warm.cuda_graphs, model.threads, model.device)
+        benchmark = read_benchmark(benchmark_path)
+        if benchmark and not _is_wanted(warm, benchmark):
+            return None, benchmark
+        if self.open_only and not (benchmark and all(path.exists() for path in paths.values())):
+            raise WarmError("its graphs are not there any more")
+        graphs = self._open_or_compile(plan, warm, captures, paths)
+        if benchmark is None:
+            with self.take_turn():
+                measured = self.run_trial(partial(measure_plan, model, plan, graphs))
+            benchmark = keep_benchmark(benchmark_path, measured)
+        return graphs if _is_wanted(warm, benchmark) else None, benchmark
+
+    def _open_or_compile(
+        self, plan: Plan, warm: WarmSpec, captures: tuple[Capture, ...], paths: Mapping[str, Path]
+    ) -> PlanGraphs:
+        """Graphs that give what hooks do. Raises whatever compiling does."""
+        model = self.model
+        if not all(path.exists() for path in paths.values()):
+            find_compiler()
+            _compile_in_process(model.spec, paths["one"].parent, model.threads)
+        one, several = (open_graph(paths[kind], len(model.replicas), model.device) for kind in KINDS)
+        graphs = PlanGraphs(captures, tuple(spec.name for spec in model.inputs), one, several)
+        self.run_trial(partial(check_against_hooks, model, plan, graphs, model.replicas[0], CHECKED_ROWS))
+        return attach_cuda_graphs(model, plan, graphs, warm.cuda_graphs, paths) if warm.cuda_graphs else graphs
 
 
 def make_warm_plan(model: ModelInfo, warm: WarmSpec) -> Plan:
@@ -215,48 +248,8 @@ def compile_warm_plans(spec: ModelSpec, folder: Path, threads: int, report: Call
         _compile_captures(model, captures, kind, path)
 
 
-def _choose_graphs(
-    model: LoadedModel,
-    plan: Plan,
-    warm: WarmSpec,
-    folder: Path,
-    run_trial: RunTrial,
-    take_turn: TakeTurn,
-    open_only: bool,
-) -> tuple[PlanGraphs | None, PlanBenchmark]:
-    """Graphs for a plan, None where hooks are quicker: measured at the first start, and kept, as bits depend on it."""
-    captures = _list_captures(model, plan)
-    paths = {kind: folder / f"{compute_key(model, captures, kind)}.pt2" for kind in KINDS}
-    benchmark_path = locate_benchmark([*paths.values()], warm.cuda_graphs, model.threads, model.device)
-    benchmark = read_benchmark(benchmark_path)
-    if benchmark and not _is_wanted(warm, benchmark):
-        return None, benchmark
-    if open_only and not (benchmark and all(path.exists() for path in paths.values())):
-        raise WarmError("its graphs are not there any more")
-    graphs = _open_or_compile(model, plan, warm, paths, run_trial)
-    if benchmark is None:
-        with take_turn():
-            measured = run_trial(partial(measure_plan, model, plan, graphs))
-        benchmark = keep_benchmark(benchmark_path, measured)
-    return graphs if _is_wanted(warm, benchmark) else None, benchmark
-
-
 def _is_wanted(warm: WarmSpec, benchmark: PlanBenchmark) -> bool:
     return warm.compile == "always" or benchmark.pays
-
-
-def _open_or_compile(
-    model: LoadedModel, plan: Plan, warm: WarmSpec, paths: Mapping[str, Path], run_trial: RunTrial
-) -> PlanGraphs:
-    """Graphs that give what hooks do. Raises whatever compiling does."""
-    if not all(path.exists() for path in paths.values()):
-        find_compiler()
-        _compile_in_process(model.spec, paths["one"].parent, model.threads)
-    one, several = (open_graph(paths[kind], len(model.replicas), model.device) for kind in KINDS)
-    captures, names = _list_captures(model, plan), tuple(spec.name for spec in model.inputs)
-    graphs = PlanGraphs(captures, names, one, several)
-    run_trial(partial(check_against_hooks, model, plan, graphs, model.replicas[0], CHECKED_ROWS))
-    return attach_cuda_graphs(model, plan, graphs, warm.cuda_graphs, paths) if warm.cuda_graphs else graphs
 
 
 def _compile_captures(model: LoadedModel, captures: Sequence[Capture], kind: str, path: Path) -> None:
