@@ -63,10 +63,11 @@ def survey(
             if is_device_error(error):
                 raise
             several = alone
-        length_probe = _probe_length(CallRecorder(module, functions=functions), inputs, run, device, dtype)
+        other_length = CallRecorder(module, functions=functions)
+        lengths = _probe_length(other_length, inputs, run, device, dtype)
     if several.describe_calls() != alone.describe_calls():
         several = alone
-    return CatalogBuilder(module, alone, several, timer, prefix, length_probe).build()
+    return CatalogBuilder(module, alone, several, timer, prefix, other_length, lengths).build()
 
 
 def _time_calls(module: nn.Module, run: Run, row: Mapping[str, Tensor], device: torch.device) -> CallTimer:
@@ -79,8 +80,11 @@ def _time_calls(module: nn.Module, run: Run, row: Mapping[str, Tensor], device: 
 
 def _probe_length(
     recorder: CallRecorder, inputs: Sequence[InputSpec], run: Run, device: torch.device, dtype: torch.dtype
-) -> LengthProbe | None:
-    """A forward of a text one token longer or shorter; None where all rows have one length, or the model takes one."""
+) -> tuple[int, int] | None:
+    """Record a forward of a text one token longer or shorter; gives both lengths.
+
+    None where all rows have one length, or the model takes one.
+    """
     text = next((spec for spec in inputs if spec.longest is not None), None)
     if text is None or text.longest == 1:
         return None
@@ -93,7 +97,7 @@ def _probe_length(
         if is_device_error(error):
             raise
         return None
-    return LengthProbe(recorder, (length, other))
+    return length, other
 
 
 @contextmanager
@@ -119,28 +123,12 @@ def _input_error(error: Exception, inputs: Sequence[InputSpec]) -> InputError:
 
 
 @dataclass(frozen=True)
-class LengthProbe:
-    """A forward of a text of another length, which tells what grows with it; ``lengths`` are those of both forwards."""
-
-    recorder: CallRecorder
-    lengths: tuple[int, int]
-
-    def find_token_axes(self, module: nn.Module, number: int, boundary: Boundary, info: TensorInfo) -> tuple[int, ...]:
-        """The axes that have an entry for each token, of a tensor at one side of a module's call."""
-        calls = self.recorder.calls.get(module, [])
-        other = calls[number].tensors[boundary].get(info.path) if number < len(calls) else None
-        if other is None or len(other.shape) != len(info.shape):
-            return ()
-        sizes = zip(info.shape, other.shape, strict=True)
-        return tuple(axis for axis, pair in enumerate(sizes) if pair == self.lengths)
-
-
-@dataclass(frozen=True)
 class CatalogBuilder:
     """Puts together what the recorders of one row ``alone`` and of ``several`` saw, and the timer.
 
     ``several`` is ``alone`` again where the module can't take several rows; ``prefix`` counts the tokens that stand
-    before the patches.
+    before the patches. ``other_length`` saw a text of another length, which tells what grows with it; ``lengths`` are
+    those of both, None where it saw none.
     """
 
     module: nn.Module
@@ -148,7 +136,8 @@ class CatalogBuilder:
     several: CallRecorder
     timer: CallTimer
     prefix: int
-    length_probe: LengthProbe | None
+    other_length: CallRecorder
+    lengths: tuple[int, int] | None
 
     def build(self) -> Catalog:
         """The catalogue, its layers in the order in which they first run."""
@@ -208,10 +197,14 @@ class CatalogBuilder:
         # One row at a time, whatever has an axis for rows holds that one.
         crosses_rows = info.crosses_rows and (not self._crosses_rows or info.row_axis is None)
         info = replace(info, crosses_rows=crosses_rows)
-        if self.length_probe is None or crosses_rows:
+        if crosses_rows or self.lengths is None:
             return info
-        axes = self.length_probe.find_token_axes(module, number, boundary, info)
-        return replace(info, token_axes=axes)
+        calls = self.other_length.calls.get(module, [])
+        other = calls[number].tensors[boundary].get(info.path) if number < len(calls) else None
+        if other is None or len(other.shape) != len(info.shape):
+            return info
+        sizes = zip(info.shape, other.shape, strict=True)
+        return replace(info, token_axes=tuple(axis for axis, pair in enumerate(sizes) if pair == self.lengths))
 
 
 def _find_hazards(module: nn.Module, is_called: bool) -> Iterator[str]:

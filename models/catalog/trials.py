@@ -51,7 +51,8 @@ class RepeatedRun:
 
     def _run_alone(self) -> TensorsByPath:
         with use_threads(1):
-            return _copy_tensors(self._run(_clone(self._row)))  # a model may write to its input
+            output = self._run({name: value.clone() for name, value in self._row.items()})  # it may write to its input
+            return TensorsByPath((path, tensor.clone()) for path, tensor in iterate_tensors(output))
 
     def put_back_state(self) -> tuple[StateKey, ...]:
         """Give what changed after the first forward the values that it had before; its names.
@@ -63,14 +64,6 @@ class RepeatedRun:
         changed = earlier.find_changes()
         self._loaded.put_back(changed)
         return changed
-
-
-def _clone(rows: Rows) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in rows.items()}
-
-
-def _copy_tensors(value: object) -> TensorsByPath:
-    return TensorsByPath((path, tensor.clone()) for path, tensor in iterate_tensors(value))
 
 
 def try_padding(run: Run, text: TextSpec, device: torch.device, tolerance: float) -> tuple[bool, LeftPadding]:

@@ -13,7 +13,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -127,7 +127,8 @@ class _CapturingModule(nn.Module):
                 ATTACH[side](stack, module, partial(_reduce_captures, calls, reduced))
             # To its end: an export that is left midway is none. What nobody captures is cut off from the graph.
             call_module(dict(zip(self._names, inputs, strict=True)), self.model)
-        return list(flatten(reduced[capture] for capture in self._captures))
+        results = (reduced[capture] for capture in self._captures)
+        return [tensor for each in results for tensor in (each.values, each.scale) if tensor is not None]
 
 
 def _reduce_captures(
@@ -138,14 +139,6 @@ def _reduce_captures(
         # A copy: what the forward writes there later is another value.
         copy = RowTensor(tensors[capture.point.path].clone(), capture.info)
         reduced[capture] = apply_reduction(copy, capture.reduction)
-
-
-def flatten(reduced: Iterable[ReducedTensor]) -> Iterator[Tensor]:
-    """The tensors of reduced captures, one after the other."""
-    for each in reduced:
-        yield each.values
-        if each.scale is not None:
-            yield each.scale
 
 
 def compile_graph(program: torch.export.ExportedProgram, path: Path, options: Mapping[str, object]) -> None:

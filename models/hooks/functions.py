@@ -18,7 +18,6 @@ from layertap.models.hooks.running_calls import RunningCall
 from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors, pack_arguments
 
 T = TypeVar("T")
-OnValue = Callable[[Path, object], None]
 # Layers of torch's own whose parts may be anybody's.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Reading or writing an attribute, and what only asks for a class: nothing is computed.
@@ -56,33 +55,6 @@ def may_call_functions(module: nn.Module) -> bool:
     return not isinstance(module, torch.jit.ScriptModule) and not kind.__module__.startswith("torch.nn.")
 
 
-class FunctionMode(TorchFunctionMode):
-    """Gives what each function takes to ``on_value``, then what it returns, by name, number of that name and side.
-
-    Nothing happens while ``is_paused`` says so.
-    """
-
-    def __init__(self, on_value: OnValue, is_paused: Callable[[], bool]) -> None:
-        super().__init__()
-        self._on_value = on_value
-        self._is_paused = is_paused
-        self._numbers = Counter[str]()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        options, name = kwargs or {}, get_function_name(func)
-        if name is None or self._is_paused():
-            return func(*args, **options)
-        number = str(self._numbers[name])
-        self._numbers[name] += 1
-        # Before it runs, which may be in place.
-        self._on_value((name, number, "input"), pack_arguments(tuple(args), options))
-        out = func(*args, **options)
-        self._on_value((name, number, "output"), out)
-        return out
-
-
 class FunctionsCall(RunningCall):
     """A call of a module whose own functions are wanted: called back before and after each of them.
 
@@ -92,7 +64,7 @@ class FunctionsCall(RunningCall):
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Enter the mode."""
-        self._mode = FunctionMode(self._pass_on, lambda: self.depth > 0)
+        self._mode = _FunctionMode(self)
         self._is_entered = False
         self.stack.callback(self._exit)  # where the forward is left midway
         self._enter()
@@ -122,8 +94,31 @@ class FunctionsCall(RunningCall):
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._is_entered = False
 
-    def _pass_on(self, path: Path, value: object) -> None:
-        self.on_call(self.number, TensorsByPath(iterate_tensors(value, path)))
+
+class _FunctionMode(TorchFunctionMode):
+    """Hands on what each function takes, then what it returns, by name, number of that name and side."""
+
+    def __init__(self, call: FunctionsCall) -> None:
+        super().__init__()
+        self._call = call
+        self._numbers = Counter[str]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options, name = kwargs or {}, get_function_name(func)
+        if name is None or self._call.depth:
+            return func(*args, **options)
+        number = str(self._numbers[name])
+        self._numbers[name] += 1
+        # Before it runs, which may be in place.
+        self._hand_on((name, number, "input"), pack_arguments(tuple(args), options))
+        out = func(*args, **options)
+        self._hand_on((name, number, "output"), out)
+        return out
+
+    def _hand_on(self, path: Path, value: object) -> None:
+        self._call.on_call(self._call.number, TensorsByPath(iterate_tensors(value, path)))
 
 
 def run_unseen(on_call: Callable[[int, object], T], number: int, value: object) -> T:
