@@ -214,12 +214,13 @@ def _describe_settings(config: Any) -> str:
 
 def _load_saved(architecture: Any, folder: Path, config: Any, spec: ModelSpec, shown: str) -> tuple[Any, LoadReport]:
     """The module with the directory's weights: transformers would draw what is missing at random, and only warn."""
-    # Read here, whatever it is: the library is given tensors, and no pickle.
-    state = read_checkpoint(find_weights(folder))
+    file = find_weights(folder)  # read here, whatever it is: the library is given tensors, and no pickle
     # In another dtype the library would make it the whole process's default while it constructs the module.
     options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with wrap_build_errors(shown), construct_alone(None if spec.strict else 0):
-        module, info = architecture.from_pretrained(None, config=config, state_dict=state, **options, **LOCAL)
+        module, info = architecture.from_pretrained(
+            None, config=config, state_dict=read_checkpoint(file), **options, **LOCAL
+        )
     found_missing = _drop_unsaved_pooler(module, info["missing_keys"])
     missing = [name for name in sorted(found_missing) if name not in module.all_tied_weights_keys]
     wrong = {
@@ -233,7 +234,8 @@ def _load_saved(architecture: Any, folder: Path, config: Any, spec: ModelSpec, s
     for value in (*module.parameters(), *module.buffers()):
         # Some are mapped from the file: a write to it would change the model, or end the process.
         value.data = value.data.clone()
-    raise_for_different(_list_different(module, state), shown)
+    # Read again: tensors that the library was given may be those that it holds, and has changed.
+    raise_for_different(_list_different(module, read_checkpoint(file)), shown)
     return module, LoadReport(missing=tuple(missing), left_over=tuple(sorted(info["unexpected_keys"])))
 
 
