@@ -76,7 +76,12 @@ def _parse(data: object, folder: Path) -> tuple[Configuration | None, list[Mista
     models = tuple(_resolve_paths(spec, folder) for spec in file.models)
     default = file.defaults.model or models[0].name
     mistakes += [*check_models(models, default), *_check_aliases(file.aliases, [spec.name for spec in models])]
-    allowed = _resolve_allowed(file.allow, folder) if file.allow is not None else None
+    allowed = file.allow and replace(
+        file.allow,
+        sources=tuple(_resolve_source(each, folder) for each in file.allow.sources),
+        weights=tuple(_resolve_weights(each, folder) for each in file.allow.weights),
+        labels=tuple(_resolve(each, folder) for each in file.allow.labels),
+    )
     return Configuration(models, default, folder, file.aliases, allowed), mistakes
 
 
@@ -89,14 +94,6 @@ def _resolve_paths(spec: ModelSpec, folder: Path) -> ModelSpec:
         replace(each, example=_resolve(each.example, folder)) if each.example else each for each in spec.inputs
     )
     return replace(spec, source=source, weights=weights, adapter=adapter, labels=labels, inputs=inputs)
-
-
-def _resolve_allowed(allowed: Allowed, folder: Path) -> Allowed:
-    sources = tuple(_resolve_source(each, folder) for each in allowed.sources)
-    weights = tuple(_resolve_weights(each, folder) for each in allowed.weights)
-    return replace(
-        allowed, sources=sources, weights=weights, labels=tuple(_resolve(each, folder) for each in allowed.labels)
-    )
 
 
 def _resolve_source(source: str, folder: Path) -> str:

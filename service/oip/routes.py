@@ -98,8 +98,11 @@ async def show_model_ready(engine: EngineDependency, name: str) -> Json:
 async def show_model(engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Json:
     """A model's inputs, and its outputs that need no name of a layer; loads the model if need be."""
     handle = await engine.manager.get_handle(name, deadline)
+    embedding = Embedding(alias=EMBEDDING) if handle.model.model_embedding is not None else None
+    own_name = handle.model.spec.name
+    outputs = ExtractRequest(model=own_name, items=(), selectors=(parse_selector("."),), embedding=embedding)
     with handle.hold():
-        planned = await engine.planner.plan(_make_outputs_request(handle.model), handle, deadline)
+        planned = await engine.planner.plan(outputs, handle, deadline)
     return _describe_model(handle.model, planned.plan.results)
 
 
@@ -120,12 +123,6 @@ def _describe_model(model: ModelInfo, results: Sequence[Result]) -> Json:
         ],
         "outputs": [_describe_output(result) for result in results],
     }
-
-
-def _make_outputs_request(model: ModelInfo) -> ExtractRequest:
-    """What asks for the outputs that metadata have: the embedding, where there is one, and what the model returns."""
-    embedding = Embedding(alias=EMBEDDING) if model.model_embedding is not None else None
-    return ExtractRequest(model=model.spec.name, items=(), selectors=(parse_selector("."),), embedding=embedding)
 
 
 def _describe_input(spec: InputSpec) -> Json:
