@@ -51,10 +51,10 @@ def test_refused(live: Live, control: Control, watch: Watch, name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind == "application/x-npy"])
 def test_refused_as_a_part(live: Live, control: Control, watch: Watch, name: str) -> None:
-    """So it is as a part of a multipart body, under the name of an input."""
+    """So it is as a part of a multipart body."""
     case = CASES[name]
     watch.seen.clear()
-    files = {"image": ("a.npy", case.make(), case.kind)}
+    files = {"tensors": ("a.npy", case.make(), case.kind)}
     reply = live.client.post("/extract", files=files, params={"layers": "pool"})
     assert case.says in problem(reply, case.status)["detail"]
     control.check()
