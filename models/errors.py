@@ -32,6 +32,7 @@ MAX_SHOWN_NAMES = 3
 MAX_COMPARED = 200  # characters: comparing takes time by their square
 MAX_TEXT = 1000  # characters of an error that is noted
 LIBRARIES = (str(Path(__file__).parents[1]), "<frozen", *{get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
+UNREPEATABLE = "unrepeatable-"  # begins what stands for a fingerprint where a model gives another answer each time
 IN_THE_LOG = "the server's log has the traceback"
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from layertap.models.catalog.catalog import UNREPEATABLE
+from layertap.models.errors import UNREPEATABLE
 from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.selection.hook_points import HookPoint, Reduction
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective

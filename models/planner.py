@@ -15,8 +15,8 @@ from layertap.models.gradients.resolve_objective import check_gradient, resolve_
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS
 from layertap.models.interventions.resolve import resolve_intervention
 from layertap.models.selection.hook_points import AXES, HookPoint, Intervention, Objective, Reduction, Selector
+from layertap.models.selection.index_checks import check_indices
 from layertap.models.selection.matches import SelectorMatch, find_matches
-from layertap.models.selection.parts import check_indices
 from layertap.models.selection.plan import Capture, Plan, ResolvedIntervention, ResolvedObjective, Result
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.statistics import STATISTICS

@@ -140,10 +140,10 @@ def _select_reduced(reduced: ReducedTensor, capture: Capture, span: Span, rows: 
     if not _has_rows(capture) or span == rows:
         return reduced
     part = rows[0] - span[0], rows[1] - span[0]
-    values = RowTensor(reduced.values, capture.reduced).select(part).value.contiguous()
+    values = RowTensor(reduced.values, capture.reduced_info).select(part).value.contiguous()
     if reduced.scale is None:
         return ReducedTensor(values)
-    entries = capture.reduced.entries_per_row
+    entries = capture.reduced_info.entries_per_row
     return ReducedTensor(values, reduced.scale[part[0] * entries : part[1] * entries])
 
 
@@ -195,5 +195,5 @@ def _make_whole(capture: Capture, part: ReducedTensor, count: int, rows: int) ->
 
 def _list_tensors(reduced: ReducedTensor, capture: Capture) -> list[tuple[Tensor, int]]:
     """Its values, and its scale where it has one, each with the axis that holds the rows."""
-    values = reduced.values, capture.reduced.row_axis or 0
+    values = reduced.values, capture.reduced_info.row_axis or 0
     return [values] if reduced.scale is None else [values, (reduced.scale, 0)]

@@ -314,4 +314,4 @@ def _apply_intervention(
     """A tensor in which one request's rows are changed."""
     rows = RowTensor(value, change.info, token_mask)
     changed = apply_operation(rows.select(request_slice.span), change.operation, request_slice.row_offset)
-    return rows.put(request_slice.span, changed)
+    return rows.replace_rows(request_slice.span, changed)

@@ -35,19 +35,20 @@ def clone_reduced(reduced: ReducedTensor) -> ReducedTensor:
     return ReducedTensor(reduced.values.clone(), None if reduced.scale is None else reduced.scale.clone())
 
 
-def own_memory(reduced: ReducedTensor) -> ReducedTensor:
-    """The same numbers in memory that holds nothing else."""
+def own_memory(reduced: ReducedTensor, captured: Tensor | None = None) -> ReducedTensor:
+    """The same numbers in memory that holds nothing else, and that is not the captured tensor's."""
     parts = [reduced.values] if reduced.scale is None else [reduced.values, reduced.scale]
+    # A slice pins the whole storage that it looks into, and what the model owns may still change.
     alone = all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
-    return reduced if alone else clone_reduced(reduced)
+    shared = captured is not None and _shares_memory(reduced.values, captured)
+    return reduced if alone and not shared else clone_reduced(reduced)
 
 
 def reduce(captured: RowTensor, reduction: Reduction, length: int | None = None) -> ReducedTensor:
     """Apply a reduction to a captured tensor; never returns memory that the model may still write to.
 
-    What is made of all tokens leaves out those that only pad their row; what is kept of each has ``length`` of them, 0
-    where one is no token of its row. What is named by its number is counted from the row's first own token, or back
-    from its last. InputError where it has no such token.
+    Pooling and statistics ignore padding; per-token results are cut to ``length`` and zero-filled. Indices of tokens
+    count from the row's first own token, negative ones from its last. InputError where it has no such token.
     """
     part = captured
     if captured.token_mask is not None and captured.info.token_axes:
@@ -57,13 +58,13 @@ def reduce(captured: RowTensor, reduction: Reduction, length: int | None = None)
         else:
             part = part if length is None else part.truncate(length)
             part = part.move_padding_last("".join(_find_numbered_axes(part.info, reduction)))
-    return ensure_owned(apply_reduction(part, reduction), captured.value)
+    return own_memory(apply_reduction(part, reduction), captured.value)
 
 
 def apply_reduction(captured: RowTensor, reduction: Reduction) -> ReducedTensor:
     """The numbers of a reduction, in whatever memory they are: of the captured tensor, where they are its own."""
-    rows = replace(captured, value=to_plain(captured.value)).take(reduction.parts)
-    value = rows.value
+    value = replace(captured, value=to_plain(captured.value)).index_select(reduction.indices_by_axis)
+    rows = replace(captured, value=value)
     if reduction.stats is not None:
         groups = rows.positions() if reduction.by == "channel" else rows.group().flatten(1)
         return ReducedTensor(compute_statistics(to_floating(groups), reduction.stats))
@@ -84,14 +85,6 @@ def compute_statistics(values: Tensor, stats: Iterable[str]) -> Tensor:
     groups = values.flatten(0, -2).contiguous()  # a sum along another axis than the innermost is rounded by the others
     columns = [STATISTICS[name].compute(groups).to(torch.float32).reshape(len(groups), -1) for name in stats]
     return torch.cat(columns, dim=1).reshape(*values.shape[:-1], -1)
-
-
-def ensure_owned(reduced: ReducedTensor, captured: Tensor) -> ReducedTensor:
-    """The same in memory that holds nothing else, and that is not the captured tensor's."""
-    values = reduced.values
-    # A slice pins the whole storage that it looks into, and what the model owns may still change.
-    is_alone = values.untyped_storage().nbytes() == values.nbytes and not _shares_memory(values, captured)
-    return reduced if is_alone else replace(reduced, values=values.clone())
 
 
 def _align_kept(captured: RowTensor, reduction: Reduction, length: int | None) -> RowTensor:
@@ -116,7 +109,7 @@ def _reduce_row_by_row(captured: RowTensor, reduction: Reduction) -> ReducedTens
 def _is_of_whole_rows(info: TensorInfo, reduction: Reduction) -> bool:
     """Whether a reduction makes numbers of all tokens of a row, or counts some of them from the end."""
     numbered = _find_numbered_axes(info, reduction)
-    from_end = {letter for letter, indices in reduction.parts.items() if min(indices) < 0}
+    from_end = {letter for letter, indices in reduction.indices_by_axis.items() if min(indices) < 0}
     if any(axis in info.token_axes and letter in from_end for letter, axis in numbered.items()):
         return True
     combines = POOLINGS[reduction.pool].combines or reduction.stats is not None
@@ -136,7 +129,7 @@ def _find_kept_axes(info: TensorInfo, reduction: Reduction) -> set[int]:
 def _find_numbered_axes(info: TensorInfo, reduction: Reduction) -> dict[str, int]:
     """The axes along which a reduction takes entries by their numbers, by their letters in the layout."""
     first = {"T"} if POOLINGS[reduction.pool].first_token else set[str]()
-    letters = first | set(reduction.parts)
+    letters = first | set(reduction.indices_by_axis)
     return {letter: axis for axis, letter in enumerate(info.layout or "") if letter in letters}
 
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
-from layertap.models.devices.devices import EVERY, FLOATS
+from layertap.models.devices.devices import FLOATS, TORCH_DTYPES
 from layertap.models.errors import find_nearest
 from layertap.models.hooks.sites import SITES, Site
 
-UNREPEATABLE = "unrepeatable-"  # begins what stands for a fingerprint where a model gives another answer each time
 LeftPadding = Literal["as sent", "numbered", "refused"]
 
 
@@ -77,7 +76,7 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         """Bytes of one row's tensor as the model holds it."""
-        return prod(self.shape) * EVERY[self.dtype].itemsize
+        return prod(self.shape) * TORCH_DTYPES[self.dtype].itemsize
 
     def with_length(self, tokens: int | None) -> TensorInfo:
         """The same of a text of so many tokens; None: as it is."""
@@ -86,12 +85,12 @@ class TensorInfo:
         shape = tuple(tokens if axis in self.token_axes else size for axis, size in enumerate(self.shape))
         return replace(self, shape=shape)
 
-    def narrow(self, parts: Mapping[str, Sequence[int]]) -> TensorInfo:
-        """The same with some entries along some axes, by their letters; ValueError where it has no such axis."""
+    def index_select(self, indices_by_axis: Mapping[str, Sequence[int]]) -> TensorInfo:
+        """The same with some indices along some axes, by layout letter; ValueError where it has no such axis."""
         shape = list(self.shape)
-        for letter, indices in parts.items():
+        for letter, indices in indices_by_axis.items():
             shape[(self.layout or "").index(letter)] = len(indices)
-        return replace(self, shape=tuple(shape)) if parts else self
+        return replace(self, shape=tuple(shape)) if indices_by_axis else self
 
     def shape_for(self, rows: int) -> tuple[int, ...]:
         """The shape in a forward of ``rows`` rows."""

@@ -1,7 +1,6 @@
-"""A tensor with what tells its rows apart, and all that is done to it by rows, tokens and positions.
+"""A tensor with its TensorInfo and token mask: all arithmetic of rows, tokens and positions.
 
-Texts are padded to few lengths, and what is padded counts nowhere: whatever is made of all positions, or changed at
-them, goes through here.
+Padding never counts in pooling, statistics or edits, which all go through here.
 """
 
 from __future__ import annotations
@@ -58,28 +57,25 @@ class RowTensor:
         value = self.value.narrow(self.info.row_axis, start * entries, (stop - start) * entries)
         return RowTensor(value, self.info, mask)
 
-    def put(self, span: Span, rows: Tensor) -> Tensor:
-        """The tensor with others in place of some rows."""
+    def replace_rows(self, span: Span, rows: Tensor) -> Tensor:
+        """The tensor with the rows of a span replaced."""
         if rows.shape == self.value.shape:
             return rows
         axis, (start, stop) = self.row_axis, (each * self.info.entries_per_row for each in span)
         after = self.value.narrow(axis, stop, self.value.shape[axis] - stop)
         return torch.cat([self.value.narrow(axis, 0, start), rows, after], dim=axis)
 
-    def take(self, parts: Mapping[str, Sequence[int]]) -> RowTensor:
-        """Some entries along some axes, by their letters in the layout; those below 0 count from the end.
-
-        InputError where it has not all of them.
-        """
+    def index_select(self, indices_by_axis: Mapping[str, Sequence[int]]) -> Tensor:
+        """Indices selected along axes, by layout letter; negatives count from the end. InputError: out of range."""
         value = self.value
-        for letter, indices in parts.items():
+        for letter, indices in indices_by_axis.items():
             axis = (self.info.layout or "").index(letter)
             size = value.shape[axis]
             if not all(-size <= index < size for index in indices):
                 raise InputError(f"an input has {size} {ENTRIES.get(letter, 'entries')}, and not all that are named")
             index = torch.tensor([index % size for index in indices], device=value.device)
             value = value.index_select(axis, index)
-        return replace(self, value=value)
+        return value
 
     def strip(self) -> Iterator[RowTensor]:
         """Row by row what belongs to it, as it would be without padding."""

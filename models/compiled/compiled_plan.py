@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from layertap.models.capture.batch_slices import BatchActivations
-from layertap.models.capture.reduction import ReducedTensor, ensure_owned
+from layertap.models.capture.reduction import ReducedTensor, own_memory
 from layertap.models.catalog.catalog import Costs
 from layertap.models.errors import LayertapError
 from layertap.models.replica import Replica
@@ -81,4 +81,4 @@ class PlanGraphs:
 def _take_result(tensors: Iterator[Tensor], capture: Capture) -> ReducedTensor:
     values = next(tensors)
     reduced = ReducedTensor(values, next(tensors) if capture.is_scaled else None)
-    return ensure_owned(reduced, values.new_empty(0))
+    return own_memory(reduced)

@@ -11,8 +11,8 @@ from layertap.models.catalog.text_lengths import TextLengths, with_common_length
 from layertap.models.errors import SelectorError, escape
 from layertap.models.gradients.objectives import OBJECTIVES
 from layertap.models.selection.hook_points import HookPoint, Objective
+from layertap.models.selection.index_checks import check_shape
 from layertap.models.selection.matches import find_matches, prefer_layer
-from layertap.models.selection.parts import check_shape
 from layertap.models.selection.plan import ResolvedObjective, Tap
 
 SPREAD = 1e-3  # how far from 1 a target's probabilities may add up

@@ -27,7 +27,7 @@ def apply_operation(rows: RowTensor, operation: Operation, row_offset: int) -> T
             return change(replace(rows, value=part), operation, row_offset)
 
         axes = []
-        for letter, indices in operation.parts.items():
+        for letter, indices in operation.indices_by_axis.items():
             axis = (rows.info.layout or "").index(letter)
             size = rows.info.shape[axis]
             axes.append((axis, [index + size if index < 0 else index for index in indices]))
@@ -45,7 +45,7 @@ def apply_operation(rows: RowTensor, operation: Operation, row_offset: int) -> T
 
 def compute_part_shape(info: TensorInfo, operation: Operation) -> tuple[int, ...]:
     """The shape of the part of one row that an operation changes: what ``replace`` takes; no axis for a single row."""
-    shape = info.narrow(operation.parts).shape
+    shape = info.index_select(operation.indices_by_axis).shape
     return tuple(size for axis, size in enumerate(shape) if axis != info.row_axis or info.entries_per_row > 1)
 
 

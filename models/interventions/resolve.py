@@ -17,8 +17,8 @@ from layertap.models.interventions.apply import compute_part_shape
 from layertap.models.interventions.operations import OPERATIONS
 from layertap.models.interventions.sources import find_source
 from layertap.models.selection.hook_points import AXES, Intervention, Operation
+from layertap.models.selection.index_checks import check_indices, check_shape, get_size
 from layertap.models.selection.matches import SelectorMatch, find_matches, prefer_layer
-from layertap.models.selection.parts import check_indices, check_shape, get_size
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
 
 PARAMETERS = ("by", "value", "min", "max", "std", "seed", "tensor")

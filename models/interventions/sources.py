@@ -6,7 +6,7 @@ from torch import Tensor
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor
-from layertap.models.errors import SelectorError, escape
+from layertap.models.errors import InputError, SelectorError, escape
 from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.interventions.apply import compute_part_shape
 from layertap.models.selection.hook_points import HookPoint, Operation, Reduction, TensorData
@@ -52,12 +52,16 @@ def take_part(
 ) -> TensorData:
     """The part of a captured row that a change puts into another; ``token_mask`` and ``own`` (1, tokens) are masks.
 
-    SelectorError, InputError where one text has other tokens than the other.
+    SelectorError where one text has other tokens than the other.
     """
     row = RowTensor(value, source.info, token_mask)
     if token_mask is not None and row.info.token_axes:
         (row,) = row.strip()
-    part, info = row.take(change.operation.parts).value, row.info
+    try:
+        part, info = row.index_select(change.operation.indices_by_axis), row.info
+    except InputError as error:
+        hint = "name indices that both inputs have"
+        raise SelectorError(f"of the input in 'from': {error.detail}", hint=hint) from None
     if info.entries_per_row == 1 and info.row_axis is not None:
         part = part.squeeze(info.row_axis)
     wanted = compute_part_shape(_describe_own(change.info, own), change.operation)

@@ -1,1 +1,1 @@
-"""What a request names, and what is captured for it; all of it plain data."""
+"""What a request names, looked up in a catalogue, and what is captured for it."""

@@ -1,4 +1,4 @@
-"""A model's embedding: the one tensor that a request without layers means, and what makes a vector of it."""
+"""A model's embedding: the default tensor of a request without layers, and its pooling."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ class Reduction:
         return _get_indices(self)
 
     @property
-    def parts(self) -> dict[str, Sequence[int]]:
-        """The same by the axis's letter in a layout."""
+    def indices_by_axis(self) -> dict[str, Sequence[int]]:
+        """``indices`` by the axis's letter in a layout."""
         return {AXES[option]: indices for option, indices in self.indices.items()}
 
     @property
@@ -204,13 +204,13 @@ class Operation:
         return _get_indices(self)
 
     @property
-    def parts(self) -> dict[str, Sequence[int]]:
-        """The same by the axis's letter in a layout, with the region's rows and columns."""
-        parts: dict[str, Sequence[int]] = {AXES[option]: indices for option, indices in self.indices.items()}
+    def indices_by_axis(self) -> dict[str, Sequence[int]]:
+        """``indices`` by the axis's letter in a layout, with the region's rows and columns."""
+        by_axis: dict[str, Sequence[int]] = {AXES[option]: indices for option, indices in self.indices.items()}
         if self.region is not None:
             top, left, bottom, right = self.region
-            parts |= {"H": range(top, bottom), "W": range(left, right)}
-        return parts
+            by_axis |= {"H": range(top, bottom), "W": range(left, right)}
+        return by_axis
 
 
 @dataclass(frozen=True)

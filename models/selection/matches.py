@@ -217,7 +217,7 @@ def _refused_error(selector: Selector, layer: Layer, call: int) -> SelectorError
     )
     others = [format_path(info.path) for info in boundary.tensors]
     return SelectorError(
-        f"{where} is {kind}: only dense tensors can be had",
+        f"{where} is {kind}: only dense tensors can be captured",
         hint=f"paths here: {', '.join(others[:20])}" if any(others) else "ask for a layer before it or after it",
     )
 

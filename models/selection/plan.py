@@ -7,7 +7,7 @@ from functools import cached_property
 from math import prod
 
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.devices.devices import EVERY
+from layertap.models.devices.devices import TORCH_DTYPES
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS
 from layertap.models.selection.hook_points import HookPoint, Objective, Operation, Reduction
 from layertap.models.selection.poolings import POOLINGS
@@ -40,13 +40,13 @@ class Capture(Tap):
         return self.info.with_length(self.length)
 
     @cached_property
-    def reduced(self) -> TensorInfo:
+    def reduced_info(self) -> TensorInfo:
         """What the reduction gives: its shape is that of one row.
 
         Integers and booleans keep their dtype, unless averages or statistics are made of them.
         """
         info, reduction, pooling = self.unpadded, self.reduction, POOLINGS[self.reduction.pool]
-        shape = info.narrow(reduction.parts).shape
+        shape = info.index_select(reduction.indices_by_axis).shape
         channels = shape[info.layout.index("C")] if info.layout and "C" in info.layout else 1
         if reduction.stats is not None:
             columns = len(list_columns(reduction.stats))
@@ -58,7 +58,7 @@ class Capture(Tap):
 
     def shape(self, rows: int) -> tuple[int, ...]:
         """The result's shape for so many rows."""
-        return self.reduced.shape_for(rows)
+        return self.reduced_info.shape_for(rows)
 
     def reply_shape(self, rows: int) -> tuple[int, ...]:
         """The shape that a reply has: without rows where they are merged."""
@@ -67,12 +67,12 @@ class Capture(Tap):
     @property
     def reply_rows_axis(self) -> int | None:
         """The axis of what is replied that holds the rows; None where it is the same, or one, for all of them."""
-        return None if self.reduction.over else self.reduced.row_axis
+        return None if self.reduction.over else self.reduced_info.row_axis
 
     @property
     def dtype(self) -> str:
         """The result's dtype."""
-        return self.reduced.dtype
+        return self.reduced_info.dtype
 
     @property
     def is_float(self) -> bool:
@@ -89,7 +89,7 @@ class Capture(Tap):
         """Bytes of the result as an array, the int8 scale included."""
         shape = self.shape(rows)
         scale = 4 * (shape[0] if shape else 1) if self.is_scaled else 0
-        return prod(shape) * EVERY[self.dtype].itemsize + scale
+        return prod(shape) * TORCH_DTYPES[self.dtype].itemsize + scale
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from layertap.models.catalog.catalog import UNREPEATABLE
-from layertap.models.errors import LayertapError
+from layertap.models.errors import UNREPEATABLE, LayertapError
 from layertap.service.bulk.arrow import import_parquet
 from layertap.service.bulk.job import BatchLimits, Extractor, Outline, Question, Rows, cut_batches
 from layertap.service.bulk.manifest import LOCK, NAME, Manifest, check_same_model, lock_folder

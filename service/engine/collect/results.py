@@ -88,7 +88,7 @@ def make_receipt(
     classes = classes if point.site in GRADIENTS else None
     function, site, path = point.place
     axis = result.capture.reply_rows_axis
-    entries = 1 if axis is None else result.capture.reduced.entries_per_row
+    entries = 1 if axis is None else result.capture.reduced_info.entries_per_row
     return Receipt(
         layer=point.layer,
         call=point.call,

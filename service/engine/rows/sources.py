@@ -9,7 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from math import prod
 
 from layertap.models import fingerprint
-from layertap.models.errors import Fault, RequestError, escape
+from layertap.models.errors import Fault, RequestError, SelectorError, escape
 from layertap.models.interventions.apply import compute_part_shape
 from layertap.models.interventions.sources import find_tensor, take_part
 from layertap.models.selection.plan import Capture, ResolvedIntervention
@@ -79,7 +79,7 @@ def fill_tensors(job: Job, answers: Iterable[tuple[Job, Results]]) -> Job:
         value = results[change.source].values
         try:
             tensor = take_part(value, change.source, change, source.token_mask, job.token_mask)
-        except RequestError as error:
+        except SelectorError as error:
             fault = error.to_fault(f"/inputs/{job.input_index}/interventions", job.input_index)
             raise RequestError.from_faults([fault]) from None
         return replace(change, operation=replace(change.operation, tensor=tensor, source=None), source=None)

@@ -105,7 +105,7 @@ def test_layouts(name: str) -> None:
     found = reduce(RowTensor(value, here), ALL)
     check(found.values, np.split(value.numpy(), 3, axis=here.row_axis or 0))
     capture = Capture(HookPoint("layer", 0, (), "output"), here, ALL)
-    assert (capture.shape(3), capture.dtype, capture.reduced.row_axis) == ((3, 23), "float32", 0)
+    assert (capture.shape(3), capture.dtype, capture.reduced_info.row_axis) == ((3, 23), "float32", 0)
     assert capture.nbytes(3) == found.values.nbytes
     assert found.scale is None
 

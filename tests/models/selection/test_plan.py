@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.errors import RequestError, SelectorError
+from layertap.models.gradients.objectives import OBJECTIVES
+from layertap.models.interventions.operations import OPERATIONS
 from layertap.models.planner import MAX_FAULTS, make_plan
-from layertap.models.selection.hook_points import Pool, Reduction, ReplyDType, Selector
+from layertap.models.selection.hook_points import ObjectiveKind, Op, Pool, Reduction, ReplyDType, Selector
 from layertap.models.selection.plan import Plan
+from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
 from tests.models.extraction import extract_plan
@@ -188,6 +192,12 @@ BAD: dict[str, tuple[Selector, str]] = {
     "channel twice": (chosen("tokens", channels=(1, 0, 1)), "'channels' of 'tokens' names an index twice"),
     "none of them": (chosen("tokens", channels=()), "must be between -8 and 7"),
 }
+
+
+def test_an_index_twice_where_sizes_are_not_known() -> None:
+    """It is refused before an input is decoded and its shape surveyed."""
+    with pytest.raises(RequestError, match="names an index twice"):
+        make_plan([chosen("tokens", channels=(3, 3))], replace(catalog_of(LEAVES), sizes_known=False))
 
 
 def test_globs_leave_out_what_can_not_be_given() -> None:
@@ -398,3 +408,11 @@ def test_names_of_a_request_are_escaped(never: Catalog) -> None:
         planned(never, "\u202e\n" + "ä" * 400)
     assert caught.value.detail.isprintable()
     assert len(caught.value.detail) < 200
+
+
+@pytest.mark.parametrize(
+    ("names", "table"), [(Pool, POOLINGS), (Op, OPERATIONS), (ObjectiveKind, OBJECTIVES)], ids=["Pool", "Op", "Kind"]
+)
+def test_names_have_a_row(names: object, table: Mapping[str, object]) -> None:
+    """What a request may name, and nothing else, has a function."""
+    assert get_args(names) == tuple(table)

@@ -1,4 +1,4 @@
-"""Parts of a tensor that a request names by their numbers, or sends: checked against what a catalogue says of it."""
+"""A request's indices and tensors, checked against the catalogue."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ Shape = tuple[int, ...]
 
 
 def check_indices(name: str, info: TensorInfo, option: str, indices: Sequence[int], sizes_known: bool) -> None:
-    """SelectorError where not all indices are of the axis of an option, those below 0 counted from its end.
+    """SelectorError where an index of an option is out of range, or there twice; negatives count from the end.
 
     ``info`` has the tokens that every text has; ``sizes_known``: whether its shape is that of the rows.
     """
     size = get_size(name, info, option, AXES[option])
-    if not sizes_known:
-        return
-    if not indices or not all(-size <= index < size for index in indices):
+    if sizes_known and not (indices and all(-size <= index < size for index in indices)):
         raise SelectorError(f"{option!r} of {name} must be between {-size} and {size - 1}")
-    if len({index % size for index in indices}) != len(indices):
+    counted = [index % size for index in indices] if sizes_known else indices
+    if len(set(counted)) != len(counted):
         raise SelectorError(f"{option!r} of {name} names an index twice", hint="name each once")
 
 
