@@ -71,18 +71,12 @@ def make_plan(
 
 @dataclass(frozen=True)
 class _Match:
-    """What one selector names; ``length``: tokens of the request's longest text."""
+    """What one selector names."""
 
     selector: Selector
-    tensors: tuple[SelectorMatch, ...]
+    results: tuple[Result, ...]
     skipped: tuple[str, ...]
     left_out: tuple[str, ...]
-    length: int | None
-
-    def capture(self, tensor: SelectorMatch) -> Capture:
-        """What is to be taken of one of the tensors."""
-        length = self.length if tensor.info.token_axes else None
-        return Capture(tensor.point, tensor.info, self.selector.reduction, length)
 
 
 def _match_selector(
@@ -95,8 +89,13 @@ def _match_selector(
     tensors, left_out = _leave_out(selector, tensors)
     for tensor in tensors:
         _check_reduction(tensor, selector.reduction, catalog, lengths)
-    length = lengths.kept if lengths is not None else None
-    return _Match(selector, tuple(tensors), tuple(skipped), tuple(left_out), length)
+    results = tuple(_make_result(tensor, selector.reduction, lengths) for tensor in tensors)
+    return _Match(selector, results, tuple(skipped), tuple(left_out))
+
+
+def _make_result(tensor: SelectorMatch, reduction: Reduction, lengths: TextLengths | None) -> Result:
+    length = lengths.kept if lengths is not None and tensor.info.token_axes else None
+    return Result(tensor.key, Capture(tensor.point, tensor.info, reduction, length), tensor.module)
 
 
 def _leave_out(selector: Selector, tensors: Sequence[SelectorMatch]) -> tuple[list[SelectorMatch], list[str]]:
@@ -134,22 +133,21 @@ def _select_differentiable(
 
 def _collect_results(matches: Sequence[_Match]) -> Iterator[Result]:
     """Each thing once: what a literal name gives is not given again by a glob, whichever came first."""
-    literal = {match.capture(tensor) for match in matches if not match.selector.is_glob for tensor in match.tensors}
+    literal = {result.capture for match in matches if not match.selector.is_glob for result in match.results}
     captures: dict[str, Capture] = {}
     for match in matches:
-        for tensor in match.tensors:
-            capture = match.capture(tensor)
-            if match.selector.is_glob and match.selector.alias is None and capture in literal:
+        for result in match.results:
+            if match.selector.is_glob and match.selector.alias is None and result.capture in literal:
                 continue
-            if captures.get(tensor.key, capture) != capture:
+            if captures.get(result.key, result.capture) != result.capture:
                 raise SelectorError(
-                    f"two different results would both be called {escape(tensor.key)}",
+                    f"two different results would both be called {escape(result.key)}",
                     hint='give one of them another name by \'as\', for example "as": "b"; '
                     "results of a pattern are then called b.NAME",
                 )
-            if tensor.key not in captures:
-                captures[tensor.key] = capture
-                yield Result(tensor.key, capture, tensor.module)
+            if result.key not in captures:
+                captures[result.key] = result.capture
+                yield result
 
 
 class _Faults:
