@@ -217,7 +217,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "no source": (("nowhere", "--out", "o.parquet"), "there is nothing at nowhere"),
     "no such layer": (("{folder}", "--layers", "block9", "--out", "o.parquet"), "did you mean 'block"),
     "a map in Parquet": (("{folder}", "--layers", "block1", "--out", "o.parquet"), "--pool mean"),
-    "no such pool": (("{folder}", "--layers", "pool", "--pool", "avg", "--out", "o.parquet"), "use one of"),
+    "no such pool": (("{folder}", "--layers", "pool", "--pool", "avg", "--out", "o.parquet"), "is not one of"),
     "no such model": (("{folder}", "--model", "digit", "--out", "o.parquet"), "did you mean 'digits'"),
     "no pictures": (("{empty}", "--out", "o.parquet"), "there is nothing in"),
     "a table that is none": (("broken.parquet", "--out", "o.parquet"), "broken.parquet can't be read"),
