@@ -24,7 +24,8 @@ from torch import Tensor
 
 from bench.machine import described
 from bench.startup import spread
-from layertap.models.inputs.preprocess import MIN_SCALE, compute_resized_size, preprocess
+from layertap.models.inputs.geometry import compute_resized_size
+from layertap.models.inputs.preprocess import MIN_SCALE, preprocess
 from layertap.models.sources.build import build_model
 from layertap.models.spec import ModelSpec, PreprocessSpec
 from layertap.service.inputs.images import Picture, decode_image, decode_reduced

@@ -12,3 +12,5 @@ CacheResult = Literal["hit", "shared", "miss"]  # kept; of an equal request that
 BatchReason = Literal[
     "isolated", "single", "same_depth", "sharing_pays", "sharing_costs"
 ]  # why a batch has just these rows
+
+TILES, MAX_TILES = 16, 256  # of each result in a picture: channels of a map, heads of attention

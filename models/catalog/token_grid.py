@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import isqrt, prod
+from math import prod
 
 from layertap.models.catalog.catalog import Call, CallBoundary, Layer, TensorInfo
-
-Grid = tuple[int, int]  # rows, columns
+from layertap.models.inputs.geometry import Grid
 
 
 def number_patches(layers: Mapping[str, Layer], prefix: int) -> dict[str, Layer]:
@@ -60,11 +59,3 @@ def _list_grids(sizes: Iterable[tuple[int, ...]]) -> dict[int, Grid]:
     for size in (size for size in sizes if len(size) == 2):
         grids.setdefault(prod(size), set()).add(size)
     return {count: next(iter(several)) for count, several in grids.items() if len(several) == 1}
-
-
-def find_grid(tokens: int, known: Grid | None = None) -> Grid | None:
-    """The grid of so many patches: as it is known, else a square; None where they make none."""
-    if known is not None and prod(known) == tokens:
-        return known
-    side = isqrt(max(tokens, 0))
-    return (side, side) if side and side**2 == tokens else None

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
-from layertap.models.catalog.token_grid import Grid, find_grid
 from layertap.models.errors import SelectorError
+from layertap.models.inputs.geometry import Grid, find_grid
 from layertap.models.selection.hook_points import HookPoint
 from layertap.models.selection.plan import Tap
 

@@ -18,7 +18,8 @@ from PIL import Image
 from torch import Tensor
 
 from layertap.models.errors import escape
-from layertap.models.inputs.preprocess import PILLOWS, LibraryProcessor, Preprocessing, list_sides, preprocess
+from layertap.models.inputs.geometry import list_sides
+from layertap.models.inputs.preprocess import PILLOWS, LibraryProcessor, Preprocessing, preprocess
 from layertap.models.spec import Color, Interpolation, PreprocessSpec
 
 TOLERANCE = 0.02  # of an 8-bit step: the rounding of float32, and no other pixel

@@ -16,7 +16,7 @@ from layertap.models.selection.hook_points import Method, Pool
 from layertap.service.cli.console import ConfigOption, ModelOption, UrlOption, say, tell
 from layertap.service.cli.output import STDOUT, FormatOption, OutOption, choose_output, choose_picture
 from layertap.service.cli.setup import connect
-from layertap.service.pictures.layout import MAX_TILES
+from layertap.service.types import MAX_TILES
 
 if TYPE_CHECKING:
     from layertap_client import Fault, Reply

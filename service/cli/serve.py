@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from layertap.service.fetch.fetcher import Fetcher
     from layertap.service.settings import Settings
 
+log = logging.getLogger("layertap")
 STDERR = 2
 SPIN_COUNT = "20000"
 DRAIN_DELAY_S = 5.0  # balancers look every few seconds
@@ -55,6 +57,8 @@ def serve(
 
     text = logs.wants_text(settings.log_format)
     logs.configure(settings.log_level, text)
+    if "LAYERTAP_API_KEY" in os.environ and not settings.requires_key:
+        log.warning("LAYERTAP_API_KEY is a caller's, and this server asks for no key: LAYERTAP_API_KEYS sets its own")
     if text:
         from layertap.service.cli.startup import print_start
 

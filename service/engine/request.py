@@ -20,9 +20,8 @@ from layertap.models.spec import Truncate
 from layertap.service.formats.buffers import Encoding
 from layertap.service.formats.table import FORMATS, ReplyFormat
 from layertap.service.inputs.items import InputItem, LocalItem, UrlItem
-from layertap.service.pictures.layout import TILES
 from layertap.service.timings import Timings
-from layertap.service.types import Priority
+from layertap.service.types import TILES, Priority
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import numpy as np
 from layertap.models.errors import escape
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Array, Features
-from layertap.service.pictures.layout import TILES
 from layertap.service.pictures.overlay import SentPicture
+from layertap.service.types import TILES
 
 Buffer = bytes | memoryview
 Buffers = list[Buffer]

@@ -63,15 +63,37 @@ def _make_header(shape: tuple[int, ...], dtype: str) -> bytes:
 
 
 class _BufferFile:
-    """A file to be written from its begin to its end, whose content stays in the buffers that were written."""
+    """A file to be written whose content stays in the buffers that were written, none of them copied.
+
+    zipfile writes a member's head again once it knows its sum: that has the same length and replaces the first. A file
+    without ``seek`` would get the sum behind the member, where many readers of uncompressed members don't look.
+    """
 
     def __init__(self) -> None:
-        self.buffers: Buffers = []
+        self._buffers: dict[int, Buffer] = {}  # by their places
+        self._place = 0
+
+    @property
+    def buffers(self) -> Buffers:
+        """What was written, in the order of places."""
+        return list(self._buffers.values())
 
     def write(self, data: Buffer) -> int:
         """Keep the bytes of a buffer, which must not change any more."""
-        self.buffers.append(data)
-        return len(data)
+        data = data if isinstance(data, bytes) else memoryview(data)
+        if size := len(data):
+            self._buffers[self._place] = data
+            self._place += size
+        return size
+
+    def tell(self) -> int:
+        """Where the next buffer goes."""
+        return self._place
+
+    def seek(self, place: int) -> int:
+        """Go to a place, counted from the beginning."""
+        self._place = place
+        return place
 
     def flush(self) -> None:
         """Nothing waits."""

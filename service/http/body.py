@@ -181,5 +181,5 @@ def load_json(data: bytes, name: str = "the body") -> Any:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        hint = "send UTF-8 without a byte order mark, NaN or Infinity"
+        hint = "send UTF-8 without a byte order mark, NaN, Infinity or a thousand levels of brackets"
         raise BadRequestError(f"{name} is not JSON: {where}", hint=hint) from None

@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse
 from layertap.models.selection.hook_points import Method
 from layertap.service.formats.table import FORMATS
 from layertap.service.http import timeout
-from layertap.service.http.problems import get_title
 from layertap.service.http.query import BESIDE
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
 from layertap.service.schemas.examples import PARAMETERS
@@ -24,6 +23,21 @@ Json = dict[str, Any]
 Responses = dict[int | str, Json]
 TEMPLATE = "#/components/schemas/{model}"
 BINARY: Json = {"schema": {"type": "string", "format": "binary"}}
+PROBLEMS = {
+    400: "Not JSON, or broken multipart",
+    401: "A key is missing or not known",
+    403: "Not an administrator's key, or not allowed by the configuration",
+    404: "Unknown model",
+    406: "No format on offer suits",
+    408: "The body came too slowly",
+    409: "Not while the configuration or the model is as it is; the detail says why",
+    413: "Over a limit; the detail has the figure",
+    415: "A body of this type is not taken",
+    422: "An unknown name, a bad value or input, or contradictory options",
+    429: "The queue is full",
+    503: "The model is not ready, or the server is shutting down",
+    504: "The deadline passed",
+}
 TEXTS = {  # parameters that are text, though the field in the body has a list or an object
     "layers": "separated by commas, or a JSON list that may have objects (LayerBody); the model's embedding without",
     "objective": "what gradients are of: its kind, or an ObjectiveBody as JSON",
@@ -59,7 +73,7 @@ def _refer(model: type[BaseModel]) -> Json:
 def describe_problems(*statuses: int) -> Responses:
     """For ``responses`` of a route: errors of these statuses, and any other."""
     content = {"application/problem+json": {"schema": _refer(Problem)}}
-    described: Responses = {status: {"description": get_title(status), "content": content} for status in statuses}
+    described: Responses = {status: {"description": PROBLEMS[status], "content": content} for status in statuses}
     return described | {"default": {"description": "Any other error", "content": content}}
 
 

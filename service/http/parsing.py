@@ -20,12 +20,12 @@ from layertap.service.http.body import MULTIPART, get_media_type, load_json, par
 from layertap.service.http.query import ALWAYS, Query, read_fields
 from layertap.service.inputs.arrays import read_npy, read_safetensors
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
-from layertap.service.pictures.layout import TILES
 from layertap.service.schemas.base import read_items
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
 from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 from layertap.service.timings import Timings
+from layertap.service.types import TILES
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._replies.end_reply()
         super().on_response_complete()
         self._replies.watch_last_reply()
+        if self._in_head:  # it waited behind a pipeline
+            self._check_bounds()
 
     def pause_writing(self) -> None:
         """More of a reply waits to be sent than the system takes: look whether the peer reads."""

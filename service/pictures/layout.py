@@ -17,7 +17,6 @@ from layertap.service.pictures.colormaps import STEPS, Scale
 Place = tuple[int, int]
 Size = tuple[int, int]
 
-TILES, MAX_TILES = 16, 256  # of each result: channels of a map, heads of attention
 PAPER, INK, GREY, LINE = "#ffffff", "#18181b", "#71717a", "#d4d4d8"
 TITLE, TEXT, SMALL = 18, 14, 12  # sizes of letters
 MARGIN, GAP = 28, 6

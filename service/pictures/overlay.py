@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from layertap.models.inputs.preprocess import find_seen_box
+from layertap.models.inputs.geometry import find_seen_box
 from layertap.models.spec import Box, PreprocessSpec
 from layertap.service.inputs.images import decode_reduced
 from layertap.service.pictures.colormaps import Scale, find_scale

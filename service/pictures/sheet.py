@@ -21,7 +21,6 @@ from layertap.service.pictures.layout import (
     LINE,
     MARGIN,
     PAPER,
-    TILES,
     WIDTH,
     Cell,
     Content,
@@ -41,6 +40,7 @@ from layertap.service.pictures.overlay import (
     stretch,
 )
 from layertap.service.pictures.panels import Drawing, ResultInfo, find_kind, is_over_pictures
+from layertap.service.types import TILES
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]

@@ -19,7 +19,6 @@ from layertap.models.selection.hook_points import (
 )
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.models.spec import Truncate
-from layertap.service.pictures.layout import MAX_TILES
 from layertap.service.schemas.base import OneError, StrictBody, make_list, read_entries, read_field
 from layertap.service.schemas.inputs import InputBody
 from layertap.service.schemas.selection import (
@@ -30,7 +29,7 @@ from layertap.service.schemas.selection import (
     ObjectiveBody,
     SomeClass,
 )
-from layertap.service.types import Priority
+from layertap.service.types import MAX_TILES, Priority
 
 
 class RequestBody(StrictBody):

@@ -24,7 +24,7 @@ def test_imports_before_the_first_answer(tmp_path: Path) -> None:
     """The embedded model answers with torch alone, though the configuration that comes with it lists torchvision's."""
     file = tmp_path / "stderr"
     words = [sys.executable, "-X", "importtime", "-m", "layertap", "serve", "--port", "0"]
-    settings = environment(LAYERTAP_DRAIN_DELAY_S="0")
+    settings = environment(LAYERTAP_DRAIN_DELAY_S="0", LAYERTAP_API_KEY="a caller's")
     with file.open("wb") as stderr, subprocess.Popen(words, cwd=ROOT, env=settings, stderr=stderr) as running:
         try:
             wait_until(lambda: "listening on" in file.read_text() or running.poll() is not None)
@@ -37,6 +37,7 @@ def test_imports_before_the_first_answer(tmp_path: Path) -> None:
         finally:
             running.terminate()
             running.wait(END_S)
+    assert "LAYERTAP_API_KEYS sets its own" in file.read_text()
     imported = set(IMPORTED.findall(file.read_text()))
     assert {"torch", "fastapi", "PIL.Image"} <= imported
     assert not LATER & imported

@@ -20,11 +20,11 @@ from torch.nn import functional
 from layertap.models.devices import transfer
 from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import InputError, LayertapError, TooLargeError
+from layertap.models.inputs.geometry import compute_resized_size
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.inputs.preprocess import (
     Preprocessing,
     compute_least_size,
-    compute_resized_size,
     make_row,
     normalize,
 )

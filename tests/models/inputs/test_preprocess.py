@@ -15,14 +15,8 @@ from timm.data import create_transform, resolve_data_config
 from torchvision.models import get_model_weights, list_models
 from torchvision.transforms import functional as tvf
 
-from layertap.models.inputs.preprocess import (
-    LibraryProcessor,
-    compute_least_size,
-    compute_output_size,
-    compute_resized_size,
-    find_seen_box,
-    preprocess,
-)
+from layertap.models.inputs.geometry import compute_resized_size, find_seen_box
+from layertap.models.inputs.preprocess import LibraryProcessor, compute_least_size, compute_output_size, preprocess
 from layertap.models.inputs.presets import from_timm, from_torchvision
 from layertap.models.sources.timm import read_transform
 from layertap.models.spec import PreprocessSpec

@@ -169,12 +169,17 @@ def test_requests_in_a_row(live: Live) -> None:
 
 
 def test_head_that_nobody_reads(serve: Serve) -> None:
-    """A head that waits behind a pipeline has its time when the server reads on, not before."""
+    """A head that waits behind a pipeline has its time when the server reads on, not before, and no more than that."""
     line = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with serve(configured(net("gated", "Gated")), head_timeout_s=0.3) as live, connect(live) as connection:
+    with (
+        serve(configured(net("gated", "Gated")), head_timeout_s=1.0) as live,
+        connect(live) as connection,
+        connect(live) as silent,
+    ):
         module = gated_module(live)
         module.gate.clear()
-        connection.sendall(encode_request(build_row_request(live, 1)) + line + GET)
+        for each in (connection, silent):
+            each.sendall(encode_request(build_row_request(live, 1)) + line + GET)
         assert module.entered.wait(20)
         with connect(live) as later:
             assert later.recv(1) == b""  # whose time began later, and is over
@@ -184,6 +189,7 @@ def test_head_that_nobody_reads(serve: Serve) -> None:
             data += connection.recv(2**16)
         connection.sendall(END)
         assert (data + read_to_end(connection)).count(b"HTTP/1.1 200") == 3
+        assert b"HTTP/1.1 408" in read_to_end(silent)
 
 
 @pytest.fixture(scope="module")

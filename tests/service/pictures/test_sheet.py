@@ -12,10 +12,10 @@ from PIL import Image
 from layertap.models.errors import TooLargeError
 from layertap.service.pictures import charts, layout
 from layertap.service.pictures.colormaps import DIVERGING, SEQUENTIAL
-from layertap.service.pictures.layout import TILES
 from layertap.service.pictures.overlay import Original, find_map_scale, lay_over
 from layertap.service.pictures.panels import ResultInfo
 from layertap.service.pictures.sheet import check_sheet, draw_sheet
+from layertap.service.types import TILES
 
 Array = np.ndarray[Any, Any]
 RANDOM = np.random.default_rng(5)

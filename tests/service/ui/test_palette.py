@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layertap.models.inputs.preprocess import find_seen_box
+from layertap.models.inputs.geometry import find_seen_box
 from layertap.models.spec import PreprocessSpec
 from layertap.service.pictures.colormaps import DIVERGING, NOT_FINITE, SEQUENTIAL
 from tests.server import Live

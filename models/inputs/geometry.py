@@ -1,0 +1,75 @@
+"""Where the pixels of a picture go when it is resized and cropped, and how its patches stand; needs no torch."""
+
+from __future__ import annotations
+
+from math import isqrt, prod
+
+from layertap.models.spec import Box, PreprocessSpec
+
+Grid = tuple[int, int]  # rows, columns
+
+
+def compute_resized_size(spec: PreprocessSpec, width: int, height: int) -> tuple[int, int]:
+    """Width and height of a ``width`` x ``height`` image after the resize step.
+
+    A thin image whose short side is made longer grows without bound, so this is worth asking first.
+    """
+    if spec.resize is None:
+        return width, height
+    if spec.letterbox is not None:
+        return _compute_contained_size(spec.resize, width, height)
+    if isinstance(spec.resize, tuple):
+        return spec.resize[1], spec.resize[0]
+    short, long = sorted((width, height))
+    longer = int(spec.resize * long / short)
+    return (spec.resize, longer) if width <= height else (longer, spec.resize)
+
+
+def _compute_contained_size(size: int | tuple[int, int], width: int, height: int) -> tuple[int, int]:
+    """Width and height of the largest picture of the same ratio in a box, as Pillow's ``ImageOps.contain`` rounds."""
+    high, wide = list_sides(size)
+    if width * high > wide * height:
+        return wide, max(round(height / width * wide), 1)
+    return max(round(width / height * high), 1), high
+
+
+def find_window(spec: PreprocessSpec, wide: int, high: int) -> tuple[int, int, int, int]:
+    """What a row holds of a resized picture: left, top, width, height; below 0 where it begins beyond the picture."""
+    size = spec.crop if spec.letterbox is None else spec.resize
+    if size is None:
+        return 0, 0, wide, high
+    height, width = list_sides(size)
+    return _find_start(spec, wide, width), _find_start(spec, high, height), width, height
+
+
+def _find_start(spec: PreprocessSpec, length: int, size: int) -> int:
+    """Where a window in the middle begins: by torchvision's two roundings, transformers' or ``ImageOps.pad``'s."""
+    if spec.letterbox is not None:
+        return -round((size - length) / 2)
+    if spec.crop_rounding == "floor":
+        return (length - size) // 2
+    return -((size - length) // 2) if size > length else round((length - size) / 2)
+
+
+def list_sides(size: int | tuple[int, int]) -> tuple[int, int]:
+    """Height and width."""
+    return (size, size) if isinstance(size, int) else size
+
+
+def find_seen_box(spec: PreprocessSpec, width: int, height: int) -> Box:
+    """The part of a ``width`` x ``height`` picture that a model sees, in pixels of that picture.
+
+    Where the crop is larger than the resized picture it goes beyond the picture's sides.
+    """
+    wide, high = compute_resized_size(spec, width, height)
+    left, top, across, down = find_window(spec, wide, high)
+    scale_x, scale_y = width / wide, height / high
+    return left * scale_x, top * scale_y, (left + across) * scale_x, (top + down) * scale_y
+
+
+def find_grid(tokens: int, known: Grid | None = None) -> Grid | None:
+    """The grid of so many patches: as it is known, else a square; None where they make none."""
+    if known is not None and prod(known) == tokens:
+        return known
+    side = isqrt(max(tokens, 0))
+    return (side, side) if side and side**2 == tokens else None
