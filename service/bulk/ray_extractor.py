@@ -90,6 +90,8 @@ class RayExtractor(Extractor):
 
     async def close(self) -> None:
         """Leave the cluster, and end it where it was started here."""
+        for opening in self._openings:  # an actor that dies with the cluster is not to be started again
+            opening.cancel()
         await asyncio.to_thread(self._ray.shutdown)
 
     async def _open(self, question: Question) -> tuple[Outline, int, int, int]:
