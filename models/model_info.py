@@ -13,7 +13,7 @@ from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.labels import Labels
 from layertap.models.model_catalogs import CatalogCache
-from layertap.models.selection.embedding import TOGETHER, ModelEmbedding, choose_embedding
+from layertap.models.selection.embedding import JOINT, ModelEmbedding, choose_embedding
 from layertap.models.spec import InputSpec, ModelSpec, Shapes
 from layertap.models.weights.state_dict import LoadReport
 
@@ -91,7 +91,7 @@ class ModelInfo:
         known = {each.name: getattr(self, each.name) for each in fields(ModelInfo)}
         known |= {"model_inputs": tower, "catalogs": CatalogCache(self.get_catalog(tower), tower.shapes)}
         if tower.tower is None:
-            known["model_embedding"] = choose_embedding(TOGETHER, False, self.catalog)
+            known["model_embedding"] = choose_embedding(JOINT, False, self.catalog)
         return ModelInfo(**known)
 
     @property

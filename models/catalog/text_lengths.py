@@ -16,14 +16,14 @@ class TextLengths:
     """How many tokens the texts of a request have: ``fewest`` to ``most`` that the mask keeps.
 
     ``longest`` counts those of the longest text up to the last that is kept, with what the mask leaves out before it;
-    ``together`` the positions that any text keeps, which are those of a tensor that is the same for all rows.
+    ``union`` the positions that any text keeps, which are those of a tensor that is the same for all rows.
     ``known`` is False as long as a text may still have any number between ``fewest`` and ``most``.
     """
 
     fewest: int
     most: int
     longest: int
-    together: int
+    union: int
     known: bool = True
 
     @property

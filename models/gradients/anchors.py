@@ -34,7 +34,7 @@ class GradientAnchors:
     def __init__(self) -> None:
         self._anchors: dict[Key, Tensor] = {}
         self._changed: list[Tensor] = []  # the successors whose gradients are changed first
-        self._totals: dict[Any, Tensor] = {}
+        self._totals: dict[HookPoint, Tensor] = {}
 
     def anchor(self, key: Key, value: Tensor, changes: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
         """Keep a value as an anchor; what is returned goes on in its place.
@@ -53,15 +53,15 @@ class GradientAnchors:
             self._changed.append(changed)
         return successor
 
-    def add(self, where: object, objective: Tensor) -> None:
-        """Differentiate this too; ``where`` tells the tensor that it looks at."""
-        self._totals[where] = self._totals[where] + objective if where in self._totals else objective
+    def add(self, point: HookPoint, objective: Tensor) -> None:
+        """Differentiate an objective that looks at a point, too."""
+        self._totals[point] = self._totals[point] + objective if point in self._totals else objective
 
-    def reaches(self, where: object, anchors: Collection[Key]) -> bool:
-        """Whether a graph leads from what was differentiated there to the earliest call that is anchored so."""
+    def reaches(self, point: HookPoint, anchors: Collection[Key]) -> bool:
+        """Whether a graph leads from what was differentiated at a point to the earliest call that is anchored so."""
         first = next(key for key in self._anchors if key in anchors)[:3]
         ends = {get_gradient_edge(anchor).node for key, anchor in self._anchors.items() if key[:3] == first}
-        return not ends.isdisjoint(_collect_nodes(self._totals[where]))
+        return not ends.isdisjoint(_collect_nodes(self._totals[point]))
 
     def compute_gradients(self) -> Mapping[Key, Tensor]:
         """The gradient at each anchor: zero, changed too, where the objective does not depend on it. Ends the graph.

@@ -31,7 +31,7 @@ class EmbeddingChoice:
     guessed: bool = False
 
 
-TOGETHER = (EmbeddingChoice(".[text_embeds]", "both towers together return it as text_embeds"),)
+JOINT = (EmbeddingChoice(".[text_embeds]", "both towers together return it as text_embeds"),)
 
 
 @dataclass(frozen=True)

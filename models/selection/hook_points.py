@@ -47,16 +47,16 @@ class HookPoint:
     @property
     def text(self) -> str:
         """The selector that names this and nothing else."""
-        return f"{self.format_name(f'#{self.call}')}:{self.place[1]}"
+        return f"{self.format_name(f'#{self.call}')}:{self.address[1]}"
 
     @property
-    def place(self) -> tuple[str, Site, tuple[str, ...]]:
+    def address(self) -> tuple[str, Site, tuple[str, ...]]:
         """As requests and replies put it: the function, such as ``add#0`` (else ""), the site, the path there."""
         return split_function(self.path) if self.site == "function" else ("", self.site, self.path)
 
     def format_name(self, call: str = "") -> str:
         """Layer, function and path, with the layer's call as it is to be written."""
-        function, _, path = self.place
+        function, _, path = self.address
         return f"{self.layer}{call}{'/' if function else ''}{function}{format_path(path)}"
 
     @property

@@ -39,7 +39,7 @@ def check_shape(
     if lengths is None:
         possible = {part(info)}
     elif lengths.known:
-        most = lengths.most if info.row_axis is not None else lengths.together
+        most = lengths.most if info.row_axis is not None else lengths.union
         possible = {part(info.with_length(tokens)) for tokens in (lengths.fewest, most)}
     else:
         possible = {part(info.with_length(tokens)) for tokens in (*shape, lengths.most) if tokens <= lengths.most}

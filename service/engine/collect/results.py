@@ -86,7 +86,7 @@ def make_receipt(
     """Where a result comes from; ``classes`` are those of its rows' highest scores, ``token_counts`` of its texts."""
     point, info, reduction = result.capture.point, result.capture.info, result.capture.reduction
     classes = classes if point.site in GRADIENTS else None
-    function, site, path = point.place
+    function, site, path = point.address
     axis = result.capture.reply_rows_axis
     entries = 1 if axis is None else result.capture.reduced_info.entries_per_row
     return Receipt(

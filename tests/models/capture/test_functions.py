@@ -236,7 +236,7 @@ def test_layers_whose_names_have_slashes() -> None:
         text: make_plan([parse_selector(text)], catalog).results[0].capture.point
         for text in ("a/add", "a/add#-1:input", "a/add/flip", "a/flip#0", "/")
     }
-    assert {text: (point.layer, point.call, *point.place) for text, point in points.items()} == {
+    assert {text: (point.layer, point.call, *point.address) for text, point in points.items()} == {
         "a/add": ("a/add", 0, "", "output", ()),
         "a/add#-1:input": ("a/add", 0, "", "input", ()),
         "a/add/flip": ("a/add", 0, "flip#0", "output", ()),
