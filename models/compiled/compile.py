@@ -35,7 +35,7 @@ from layertap.models.replica import call_module
 from layertap.models.selection.hook_points import group_by_call
 from layertap.models.selection.plan import Capture
 
-MIN_ROWS = 2  # rows of a graph that takes any number: sizes 0 and 1 are graphs of their own
+MIN_ROWS = 2  # of a dynamic batch: torch.export specialises on sizes 0 and 1
 RECIPE = 2  # to be raised where graphs are made otherwise
 THREADS = {"cpp.dynamic_threads": True}  # as many as there are when a graph runs
 # Freezing lays weights out for the processor: quicker for several rows, and much slower for a single one.
@@ -109,7 +109,7 @@ def export_graph(
 
 
 class _CapturingModule(nn.Module):
-    """A model that gives its captures in place of its output."""
+    """A module whose forward returns a model's captures."""
 
     def __init__(self, model: LoadedModel, captures: Sequence[Capture]) -> None:
         super().__init__()

@@ -47,9 +47,9 @@ def release_memory(device: torch.device) -> None:
 
 
 def to_device(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Rows of the host as one batch on a device, in memory of its own; the copy may be under way when this returns.
+    """Stack rows into a batch on a device, in memory of its own; the copy may still run when this returns.
 
-    Some may be there already, made by another thread that has waited for them.
+    Rows may be on the device already: whichever thread made them has waited for them.
     """
     if device.type != "cuda":
         whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -77,7 +77,7 @@ def _get_version(tensor: Tensor) -> int:
 
 
 class _AttentionCall(RunningCall):
-    """A call whose attention is observed; parts with attention of their own run unobserved."""
+    """A call whose attention is observed; that of its submodules is not."""
 
     of_sinks = False
 

@@ -60,9 +60,9 @@ MULTIPART: Json = {
         "images": {"type": "array", "items": {"type": "string", "format": "binary"}},
         "texts": {"type": "array", "items": {"type": "string"}},
         "tensors": {"type": "array", "items": {"type": "string", "format": "binary"}},
+        "inputs": False,  # so that a generated client's types tell it from a JSON body
     },
-    # Not False: types of a generated client would tell it no more from a JSON body.
-    "additionalProperties": {"type": "string", "format": "binary", "description": "refused: parts have these names"},
+    "additionalProperties": False,
 }
 RAW_TYPES = ("image/*", "application/x-npy", "application/x-safetensors")
 
