@@ -14,7 +14,7 @@ from layertap.models.errors import Fault, LayertapError, RequestError, SelectorE
 from layertap.models.gradients.resolve_objective import check_gradient, resolve_objective
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS
 from layertap.models.interventions.resolve import resolve_intervention
-from layertap.models.selection.hook_points import AXES, HookPoint, Intervention, Objective, Reduction, Selector
+from layertap.models.selection.hook_points import HookPoint, Intervention, Objective, Reduction, Selector
 from layertap.models.selection.index_checks import check_indices
 from layertap.models.selection.matches import SelectorMatch, find_matches
 from layertap.models.selection.plan import Capture, Plan, ResolvedIntervention, ResolvedObjective, Result
@@ -207,8 +207,7 @@ def _check_reduction(
         )
     for option, indices in reduction.indices.items():
         check_indices(name, with_common_length(info, lengths), option, indices, catalog.sizes_known)
-        axis = (info.layout or "").index(AXES[option])
-        if option == "channels" and axis in info.token_axes and min(indices, default=0) < 0:
+        if option == "channels" and info.axis("C") in info.token_axes and min(indices, default=0) < 0:
             detail = f"the channels of {name} are tokens, of which each text has its own number"
             raise SelectorError(detail, hint="count from the first, 0")
 
@@ -224,7 +223,7 @@ def _check_pool(name: str, tensor: SelectorMatch, reduction: Reduction) -> None:
         )
     if pooling.first_token and info.prefix == 0 and not info.token_axes:
         raise SelectorError(f"{name} has no class token", hint="use pool 'mean'")
-    if pooling.last_token and "T" not in (info.layout or ""):
+    if pooling.last_token and not info.has_axis("T"):
         raise SelectorError(f"{name} has no tokens", hint="use pool 'mean'")
 
 
@@ -240,7 +239,7 @@ def _check_stats(name: str, info: TensorInfo, reduction: Reduction, catalog: Cat
         )
     if catalog.sizes_known and prod(info.shape) == 0:
         raise SelectorError(f"{name}, shape {list(info.shape)}, holds no value", hint="leave 'stats' out")
-    if reduction.by == "channel" and "C" not in (info.layout or ""):
+    if reduction.by == "channel" and not info.has_axis("C"):
         raise SelectorError(f"{name}, shape {list(info.shape)}, has no channels", hint="leave 'by' out")
     if reduction.over == "inputs":
         _check_merged(name, info, reduction.stats or ())

@@ -102,8 +102,9 @@ def _reduce_row_by_row(captured: RowTensor, reduction: Reduction) -> ReducedTens
     """Each row as it would be reduced without the tokens that pad it."""
     rows = [reduce(row, reduction) for row in captured.strip()]
     scales = [row.scale for row in rows if row.scale is not None]
-    axis = 0 if reduction.is_by_row else captured.row_axis
-    return ReducedTensor(torch.cat([row.values for row in rows], dim=axis), torch.cat(scales) if scales else None)
+    values = [row.values for row in rows]
+    whole = torch.cat(values) if reduction.is_by_row else captured.concat(values)
+    return ReducedTensor(whole, torch.cat(scales) if scales else None)
 
 
 def _is_of_whole_rows(info: TensorInfo, reduction: Reduction) -> bool:

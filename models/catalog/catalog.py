@@ -78,6 +78,18 @@ class TensorInfo:
         """Bytes of one row's tensor as the model holds it."""
         return prod(self.shape) * TORCH_DTYPES[self.dtype].itemsize
 
+    def has_axis(self, letter: str) -> bool:
+        """Whether it is known to have an axis, by layout letter."""
+        return self.layout is not None and letter in self.layout
+
+    def axis(self, letter: str) -> int:
+        """The axis that has a letter in the layout; ValueError where none has."""
+        return (self.layout or "").index(letter)
+
+    def size(self, letter: str) -> int:
+        """Entries along that axis, in a forward of one row; ValueError where there is none."""
+        return self.shape[self.axis(letter)]
+
     def with_length(self, tokens: int | None) -> TensorInfo:
         """The same of a text of so many tokens; None: as it is."""
         if tokens is None or not self.token_axes:
@@ -89,7 +101,7 @@ class TensorInfo:
         """The same with some indices along some axes, by layout letter; ValueError where it has no such axis."""
         shape = list(self.shape)
         for letter, indices in indices_by_axis.items():
-            shape[(self.layout or "").index(letter)] = len(indices)
+            shape[self.axis(letter)] = len(indices)
         return replace(self, shape=tuple(shape)) if indices_by_axis else self
 
     def shape_for(self, rows: int) -> tuple[int, ...]:

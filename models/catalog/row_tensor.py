@@ -13,10 +13,10 @@ from torch import Tensor
 
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import InputError
+from layertap.models.hooks.sites import AXES
 
 Span = tuple[int, int]  # rows from one up to, not including, the other
 Position = tuple[int, ...]
-ENTRIES = {"C": "channels", "T": "tokens", "A": "heads", "Q": "queries", "K": "keys"}
 POSITION_AXES = {1: "T", 2: "HW"}  # of how many numbers a position is, and the axes that they are along
 
 
@@ -38,11 +38,6 @@ class RowTensor:
         return 1 if axis is None else self.value.shape[axis] // self.info.entries_per_row
 
     @property
-    def row_axis(self) -> int:
-        """The axis of the rows; 0 where it is the same for all rows."""
-        return self.info.row_axis or 0
-
-    @property
     def is_padded(self) -> bool:
         """Whether it has tokens that only pad their row."""
         return self.token_mask is not None and bool(self.info.token_axes) and not bool(self.token_mask.all())
@@ -59,9 +54,9 @@ class RowTensor:
 
     def replace_rows(self, span: Span, rows: Tensor) -> Tensor:
         """The tensor with the rows of a span replaced."""
-        if rows.shape == self.value.shape:
+        axis, (start, stop) = self.info.row_axis, (each * self.info.entries_per_row for each in span)
+        if axis is None or rows.shape == self.value.shape:
             return rows
-        axis, (start, stop) = self.row_axis, (each * self.info.entries_per_row for each in span)
         after = self.value.narrow(axis, stop, self.value.shape[axis] - stop)
         return torch.cat([self.value.narrow(axis, 0, start), rows, after], dim=axis)
 
@@ -69,10 +64,11 @@ class RowTensor:
         """Indices selected along axes, by layout letter; negatives count from the end. InputError: out of range."""
         value = self.value
         for letter, indices in indices_by_axis.items():
-            axis = (self.info.layout or "").index(letter)
+            axis = self.info.axis(letter)
             size = value.shape[axis]
             if not all(-size <= index < size for index in indices):
-                raise InputError(f"an input has {size} {ENTRIES.get(letter, 'entries')}, and not all that are named")
+                entries = next((option for option, each in AXES.items() if each == letter), "entries")
+                raise InputError(f"an input has {size} {entries}, and not all that are named")
             index = torch.tensor([index % size for index in indices], device=value.device)
             value = value.index_select(axis, index)
         return value
@@ -99,7 +95,7 @@ class RowTensor:
             value = self._narrow_tokens(value, axis, length)
         if self.info.row_axis is not None and not bool(mask.all()):
             for axis in self.info.token_axes:
-                value = value.masked_fill(~self._spread(mask, value, axis).to(value.device), 0)
+                value = value.masked_fill(~_spread(mask, value, self.info.row_axis, axis).to(value.device), 0)
         return RowTensor(value, self.info.with_length(length), mask)
 
     def move_padding_last(self, letters: str) -> RowTensor:
@@ -121,11 +117,12 @@ class RowTensor:
 
     def concat(self, rows: Sequence[Tensor]) -> Tensor:
         """Rows, each as ``select`` gives it, as one tensor again."""
-        return torch.cat(list(rows), dim=self.row_axis)
+        return rows[0] if self.info.row_axis is None else torch.cat(list(rows), dim=self.info.row_axis)
 
     def group(self) -> Tensor:
         """As (N, entries per row, …)."""
-        first = self.value.movedim(self.row_axis, 0)
+        axis = self.info.row_axis
+        first = self.value.unsqueeze(0) if axis is None else self.value.movedim(axis, 0)
         return first.reshape(self.rows, self.info.entries_per_row, *first.shape[1:])
 
     def positions(self, skip: int = 0) -> Tensor:
@@ -161,15 +158,16 @@ class RowTensor:
         unfolded = value.reshape(*value.shape[:axis], -1, self.info.entries_per_row, *value.shape[axis + 1 :])
         return unfolded.narrow(axis + 1, 0, length).flatten(axis, axis + 1)
 
-    def _spread(self, mask: Tensor, value: Tensor, axis: int) -> Tensor:
-        """A mask of tokens along an axis, in a shape that goes over all of a value."""
-        shape = [1] * value.ndim
-        if axis == self.row_axis:  # tokens are folded into the rows
-            shape[axis] = mask.numel()
-        else:
-            mask = mask if self.row_axis < axis else mask.T
-            shape[self.row_axis], shape[axis] = value.shape[self.row_axis], value.shape[axis]
-        return mask.reshape(shape)
+
+def _spread(mask: Tensor, value: Tensor, row_axis: int, axis: int) -> Tensor:
+    """A mask of tokens along an axis, in a shape that goes over all of a value."""
+    shape = [1] * value.ndim
+    if axis == row_axis:  # tokens are folded into the rows
+        shape[axis] = mask.numel()
+    else:
+        mask = mask if row_axis < axis else mask.T
+        shape[row_axis], shape[axis] = value.shape[row_axis], value.shape[axis]
+    return mask.reshape(shape)
 
 
 def to_floating(value: Tensor) -> Tensor:

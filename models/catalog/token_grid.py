@@ -41,7 +41,7 @@ class _Maps:
             tokens = info.shape[-1]
             is_whole = tokens <= self.prefix
         elif info.layout in ("NTC", "TNC") and info.entries_per_row == 1:
-            tokens = info.shape[info.layout.index("T")]
+            tokens = info.size("T")
             # As many tokens as a map has positions means that no class token is among them.
             is_whole = tokens <= self.prefix or tokens in self.sizes
         else:

@@ -173,7 +173,7 @@ def is_map(info: TensorInfo) -> bool:
     if info.layout == "NTC":
         tokens = info.shape[1] - info.prefix
         return tokens > 1 and find_grid(tokens, info.grid_size) is not None
-    return min(info.shape[info.layout.index(letter)] for letter in "HW") > 1
+    return min(map(info.size, "HW")) > 1
 
 
 def find_map_layers(catalog: Catalog, end: HookPoint) -> list[Tap]:

@@ -31,9 +31,7 @@ def count_classes(catalog: Catalog) -> int | None:
     """How many classes the model's output has scores of, for each row, token or pixel; None where it has none."""
     info = _choose_output(catalog, Objective())
     info = describe_position(info, None) if info is not None else None
-    if info is None or info.row_axis is None or not info.layout or "C" not in info.layout:
-        return None
-    return info.shape[info.layout.index("C")]
+    return info.size("C") if info is not None and info.row_axis is not None and info.has_axis("C") else None
 
 
 def check_gradient(tap: Tap, objective: ResolvedObjective | None, catalog: Catalog) -> None:
@@ -116,9 +114,7 @@ def _check_objective(objective: Objective, info: TensorInfo, catalog: Catalog, l
 
 def _check_channel(channel: int, info: TensorInfo | None, lengths: TextLengths | None) -> None:
     """``info`` is the layer's tensor, None where the objective is of no layer."""
-    size = 0
-    if info is not None and info.layout and "C" in info.layout:
-        size = with_common_length(info, lengths).shape[info.layout.index("C")]
+    size = with_common_length(info, lengths).size("C") if info is not None and info.has_axis("C") else 0
     if not -size <= channel < size:
         raise SelectorError(
             f"the objective's channel must be between {-size} and {size - 1}" if size else "there is no such channel"

@@ -1,4 +1,4 @@
-"""The sites of a call, where a request finds a tensor: one table; needs no torch."""
+"""What requests name at a layer: the sites of a call, where a tensor is found, and its axes; needs no torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Literal
 Site = str  # a key of SITES
 # Kinds of hook: ``attach.py`` has a row for each.
 Side = Literal["output", "input", "attention", "sink", "unfused", "function"]
+# The options that take indices along an axis, and the letter of that axis in a layout.
+AXES = {"channels": "C", "tokens": "T", "heads": "A", "queries": "Q", "keys": "K"}
 
 
 @dataclass(frozen=True)

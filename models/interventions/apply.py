@@ -28,9 +28,8 @@ def apply_operation(rows: RowTensor, operation: Operation, row_offset: int) -> T
 
         axes = []
         for letter, indices in operation.indices_by_axis.items():
-            axis = (rows.info.layout or "").index(letter)
-            size = rows.info.shape[axis]
-            axes.append((axis, [index + size if index < 0 else index for index in indices]))
+            size = rows.info.size(letter)
+            axes.append((rows.info.axis(letter), [index + size if index < 0 else index for index in indices]))
         return _change_part(rows.value, axes, change_rows)
     changed = []
     for number, tokens in enumerate(rows.list_own_tokens()):

@@ -62,8 +62,7 @@ def _replace(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
 
 def _noise(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
     """Standard normal numbers by the seed and each row's own number, drawn on the CPU: every device gets the same."""
-    shape = list(part.value.shape)
-    shape[part.row_axis] //= part.rows
+    shape = part.select((0, 1)).value.shape
     numbers = range(row_offset, row_offset + part.rows) if prod(shape) else ()
     seeds = ((operation.seed or 0) + number for number in numbers)
     rows = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
@@ -78,8 +77,9 @@ def _fill(part: RowTensor, value: float) -> Tensor:
 def _repeat(part: RowTensor, data: TensorData) -> Tensor:
     """A tensor from outside, which is one row's, for each row."""
     numbers = np.frombuffer(data.data, "<f4").reshape(data.shape).astype(np.float32, copy=True)
-    row = torch.from_numpy(numbers).to(part.value)
-    row = row.unsqueeze(part.row_axis) if row.ndim < part.value.ndim else row
+    row, axis = torch.from_numpy(numbers).to(part.value), part.info.row_axis
+    if axis is not None and row.ndim < part.value.ndim:
+        row = row.unsqueeze(axis)
     return part.concat([row] * part.rows)
 
 

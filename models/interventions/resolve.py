@@ -12,11 +12,11 @@ from layertap.models.catalog.text_lengths import TextLengths, with_common_length
 from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import SelectorError, escape
 from layertap.models.gradients.resolve_objective import check_gradient
-from layertap.models.hooks.sites import EDITABLE, GRADIENTS
+from layertap.models.hooks.sites import AXES, EDITABLE, GRADIENTS
 from layertap.models.interventions.apply import compute_part_shape
 from layertap.models.interventions.operations import OPERATIONS
 from layertap.models.interventions.sources import find_source
-from layertap.models.selection.hook_points import AXES, Intervention, Operation
+from layertap.models.selection.hook_points import Intervention, Operation
 from layertap.models.selection.index_checks import check_indices, check_shape, get_size
 from layertap.models.selection.matches import SelectorMatch, find_matches, prefer_layer
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
@@ -186,7 +186,7 @@ def _differ_in_length(info: TensorInfo, letter: str, lengths: TextLengths | None
     """Whether an axis has another size in some rows, as far as is known."""
     if lengths is None or not lengths.known:
         return False
-    return (info.layout or "").index(letter) in info.token_axes and lengths.fewest < lengths.most
+    return info.axis(letter) in info.token_axes and lengths.fewest < lengths.most
 
 
 def _join_names(names: Sequence[str]) -> str:

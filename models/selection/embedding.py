@@ -97,7 +97,7 @@ def reduce_embedding(selector: Selector, embedding: Embedding) -> Selector:
 def _choose_pool(info: TensorInfo) -> Pool:
     if len(info.shape) == 2 and info.row_axis == 0 and info.entries_per_row == 1:
         return "none"
-    return "mean" if info.layout is not None and "C" in info.layout else "flatten"
+    return "mean" if info.has_axis("C") else "flatten"
 
 
 def _find_head(catalog: Catalog) -> Iterator[EmbeddingChoice]:

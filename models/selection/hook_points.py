@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from layertap.models.errors import escape
-from layertap.models.hooks.sites import SITES, Side, Site, split_function
+from layertap.models.hooks.sites import AXES, SITES, Side, Site, split_function
 
 ReplyDType = Literal["float32", "float16", "int8"]
 Pool = Literal["none", "mean", "mean_all", "max", "gem", "cls", "last", "flatten"]
@@ -27,8 +27,6 @@ Method = Literal[
     "gradient_rollout",
     "relevance",
 ]
-# The options that take indices along an axis, and the letter of that axis in a layout.
-AXES = {"channels": "C", "tokens": "T", "heads": "A", "queries": "Q", "keys": "K"}
 
 
 @dataclass(frozen=True)

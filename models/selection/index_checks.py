@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.text_lengths import TextLengths, with_common_length
 from layertap.models.errors import SelectorError
-from layertap.models.selection.hook_points import AXES
+from layertap.models.hooks.sites import AXES
 
 Shape = tuple[int, ...]
 
@@ -27,9 +27,9 @@ def check_indices(name: str, info: TensorInfo, option: str, indices: Sequence[in
 
 def get_size(name: str, info: TensorInfo, option: str, letter: str) -> int:
     """The size of the axis that an option is about; SelectorError where the tensor has none."""
-    if info.layout is None or letter not in info.layout:
+    if not info.has_axis(letter):
         raise SelectorError(f"{name} has no axis for {option!r}", hint=f"leave {option!r} out")
-    return info.shape[info.layout.index(letter)]
+    return info.size(letter)
 
 
 def check_shape(

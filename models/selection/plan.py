@@ -47,7 +47,7 @@ class Capture(Tap):
         """
         info, reduction, pooling = self.unpadded, self.reduction, POOLINGS[self.reduction.pool]
         shape = info.index_select(reduction.indices_by_axis).shape
-        channels = shape[info.layout.index("C")] if info.layout and "C" in info.layout else 1
+        channels = shape[info.axis("C")] if info.has_axis("C") else 1
         if reduction.stats is not None:
             columns = len(list_columns(reduction.stats))
             shape = (1, columns) if reduction.by is None else (1, channels, columns)

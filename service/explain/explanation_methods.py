@@ -135,7 +135,7 @@ def _find_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
 def _find_only_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     """The model's input, which must be the only one: others would stay as they are while it changes."""
     taps = _find_input(explanation, model)
-    if len(model.inputs) != 1 or "H" not in (taps[0].info.layout or ""):
+    if len(model.inputs) != 1 or not taps[0].info.has_axis("H"):
         raise SelectorError("this method changes pictures, and this model takes more", hint="use method 'saliency'")
     return taps
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from layertap.models.errors import RequestError, escape
 from layertap.models.fingerprint import digest_reply
-from layertap.models.selection.hook_points import AXES
+from layertap.models.hooks.sites import AXES
 from layertap.models.selection.plan import Result
 from layertap.models.selection.statistics import merge_rows
 from layertap.service.engine.admit.admission import check_results, check_sizes
