@@ -17,7 +17,7 @@ from layertap.models.capture.reduction import ReducedTensor, reduce
 from layertap.models.catalog.row_tensor import RowTensor, Span
 from layertap.models.devices.devices import dtype_name
 from layertap.models.errors import InputError, LayerNotReachedError, LayertapError
-from layertap.models.gradients.anchors import GradientAnchors, Key, compute_objective
+from layertap.models.gradients.anchors import GradientAnchors, compute_objective
 from layertap.models.hooks.attach import StopForward
 from layertap.models.hooks.functions import run_unseen
 from layertap.models.hooks.running_calls import Changes, OnCall
@@ -98,16 +98,20 @@ class Collector:
     """
 
     def __init__(
-        self, slices: tuple[RequestSlice, ...], rows: int, modules: Mapping[str, nn.Module], token_mask: Tensor | None
+        self,
+        slices: tuple[RequestSlice, ...],
+        row_count: int,
+        modules: Mapping[str, nn.Module],
+        token_mask: Tensor | None,
     ) -> None:
-        spans = find_spans(slices, rows)
+        spans = find_spans(slices, row_count)
         self.results: dict[tuple[Capture, Span], ReducedTensor] = {}
         self._pending = {capture: spans[capture] for capture in spans if capture.point.site not in GRADIENTS}
         self._gradients = {capture: spans[capture] for capture in spans if capture.point.site in GRADIENTS}
         self._slices = slices
         self._objectives = {index: each.objective for index, each in enumerate(slices) if each.objective is not None}
         self._has_graph = bool(self._objectives)
-        self._rows = rows
+        self._row_count = row_count
         self._modules = modules
         self._token_mask = token_mask
         self._anchors = GradientAnchors()
@@ -154,7 +158,7 @@ class Collector:
             return
         gradients = self._anchors.compute_gradients()
         for capture, spans in self._gradients.items():
-            gradient = gradients.get(self._get_key(capture.point))
+            gradient = gradients.get(capture.point.locate(self._modules))
             if gradient is None:
                 raise _make_unreached_error(capture.point)
             for span in spans:
@@ -164,7 +168,9 @@ class Collector:
         """What is differentiated without a graph to the first point where that is wanted: zero may be no answer."""
         unreached = set()
         for each in self._slices:
-            anchors = {self._get_key(capture.point) for capture in each.captures if capture.point.site in GRADIENTS}
+            anchors = {
+                capture.point.locate(self._modules) for capture in each.captures if capture.point.site in GRADIENTS
+            }
             if each.objective is not None and anchors and not self._anchors.reaches(each.objective.point, anchors):
                 unreached.add(each.objective.point)
         return unreached
@@ -176,9 +182,6 @@ class Collector:
                 for name, buffer in module._buffers.items():
                     if buffer is not None and buffer.grad_fn is not None:
                         module._buffers[name] = buffer.detach()
-
-    def _get_key(self, point: HookPoint) -> Key:
-        return self._modules[point.layer], point.side, point.call, point.path
 
     def _on_call(
         self, calls: Mapping[int, CallActions], calls_run: set[int], call: int, value: object
@@ -235,7 +238,7 @@ class Collector:
         self._check_tensor(tensor, anchor.tap)
         self._check_differentiable(anchor.tap.point)
         changes = [partial(_apply_intervention, *each, self._token_mask) for each in reversed(anchor.interventions)]
-        return self._anchors.anchor(self._get_key(anchor.tap.point), tensor, changes)
+        return self._anchors.anchor(anchor.tap.point.locate(self._modules), tensor, changes)
 
     def _capture(self, capture: Capture, tensors: Mapping[Path, Tensor]) -> None:
         tensor = tensors.get(capture.point.path)
@@ -270,12 +273,12 @@ class Collector:
 
     def _find_misfit(self, tensor: Tensor, tap: Tap) -> InputError | None:
         """What is wrong with a tensor that is not what its catalogue says."""
-        shape, expected = tuple(tensor.shape), tap.info.shape_for(self._rows)
+        shape, expected = tuple(tensor.shape), tap.info.shape_for(self._row_count)
         if shape == expected and dtype_name(tensor.dtype) == tap.info.dtype:
             return None
         difference = f"is {dtype_name(tensor.dtype)} {list(shape)}, not {tap.info.dtype} {list(expected)}"
         one_row = "its size depends on the input's values: ask for another layer"
-        hint = "send one input at a time" if self._rows > 1 else one_row
+        hint = "send one input at a time" if self._row_count > 1 else one_row
         detail = f"with this input {tap.point.escaped_text} {difference}"
         return InputError(detail, hint=hint, points={tap.point: difference})
 

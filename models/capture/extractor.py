@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
 from layertap.models.capture.collector import Collector
-from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.errors import InputError
 from layertap.models.gradients.anchors import find_unreachable
-from layertap.models.hooks.attach import ATTACH, StopForward
-from layertap.models.hooks.running_calls import Changes
+from layertap.models.hooks.attach import ATTACH, StopForward, attach_at
 from layertap.models.hooks.tensor_tree import iterate_tensors
-from layertap.models.selection.hook_points import HookPoint, group_by_call
-from layertap.models.selection.plan import Capture
+from layertap.models.selection.hook_points import HookPoint
 
 
 class FeatureExtractor:
@@ -30,15 +26,12 @@ class FeatureExtractor:
     def __init__(self, module: nn.Module) -> None:
         self._modules = {name or ".": part for name, part in module.named_modules(remove_duplicate=False)}
 
-    def __call__(
-        self, forward: Callable[[], object], captures: Iterable[Capture], rows: int
-    ) -> dict[Capture, ReducedTensor]:
-        """Run a forward of so many rows and return each capture reduced: ``extract_slices`` for a single request."""
-        request_slice = RequestSlice(0, rows, frozenset(captures))
-        return self.extract_slices(forward, [request_slice], rows).select(request_slice)
-
     def extract_slices(
-        self, forward: Callable[[], object], slices: Iterable[RequestSlice], rows: int, token_mask: Tensor | None = None
+        self,
+        forward: Callable[[], object],
+        slices: Iterable[RequestSlice],
+        row_count: int,
+        token_mask: Tensor | None = None,
     ) -> BatchActivations:
         """Run one forward for several requests: the hooks are the union, each reduces only the rows that asked.
 
@@ -49,7 +42,7 @@ class FeatureExtractor:
         InputError if a tensor is not as its catalogue says; whatever the forward raises goes through. In every case
         the hooks are gone.
         """
-        collector = Collector(tuple(slices), rows, self._modules, token_mask)
+        collector = Collector(tuple(slices), row_count, self._modules, token_mask)
         with ExitStack() as cleanup, collector.set_grad_mode():
             cleanup.callback(collector.release_graph)
             with ExitStack() as stack:
@@ -80,18 +73,13 @@ class FeatureExtractor:
         """
         replaced: dict[HookPoint, Tensor] = {}
 
-        def replace(points: Mapping[int, Iterable[HookPoint]], call: int, value: object) -> Changes | None:
-            tensors = dict(iterate_tensors(value))
-            changes = {}
-            for point in points.get(call, ()):
-                replaced[point] = tensors[point.path].clone()
-                # In the order of memory of what was there: in another, kernels round otherwise.
-                changes[point.path] = torch.empty_like(tensors[point.path]).copy_(values[point])
-            return changes
+        def replace(point: HookPoint, tensor: Tensor) -> Tensor:
+            replaced[point] = tensor.clone()
+            # In the order of memory of what was there: in another, kernels round otherwise.
+            return torch.empty_like(tensor).copy_(values[point])
 
         with ExitStack() as stack, torch.no_grad():
-            for (module, side), points in group_by_call(zip(values, values, strict=True), self._modules).items():
-                ATTACH[side](stack, module, partial(replace, dict(points)))
+            attach_at(stack, {point: point.locate(self._modules) for point in values}, replace)
             output = forward()
             outputs = {HookPoint(".", 0, path, "output"): tensor.clone() for path, tensor in iterate_tensors(output)}
         return outputs | replaced

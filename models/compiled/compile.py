@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from threading import Lock
 from zipfile import BadZipFile, ZipFile
@@ -28,11 +27,9 @@ from layertap.models.capture.reduction import ReducedTensor, apply_reduction
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.compiled.compiled_plan import Graph, WarmError
 from layertap.models.devices.devices import describe_processor
-from layertap.models.hooks.attach import ATTACH
-from layertap.models.hooks.tensor_tree import iterate_tensors
+from layertap.models.hooks.attach import attach_at
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import call_module
-from layertap.models.selection.hook_points import group_by_call
 from layertap.models.selection.plan import Capture
 
 MIN_ROWS = 2  # of a dynamic batch: torch.export specialises on sizes 0 and 1
@@ -121,24 +118,17 @@ class _CapturingModule(nn.Module):
         """All captures of a batch, reduced; scales behind their values."""
         reduced: dict[Capture, ReducedTensor] = {}
         modules = {name or ".": part for name, part in self.model.named_modules(remove_duplicate=False)}
-        captures = ((capture.point, capture) for capture in self._captures)
+
+        def capture_tensor(capture: Capture, tensor: Tensor) -> None:
+            # A copy: what the forward writes there later is another value.
+            reduced[capture] = apply_reduction(RowTensor(tensor.clone(), capture.info), capture.reduction)
+
         with ExitStack() as stack:
-            for (module, side), calls in group_by_call(captures, modules).items():
-                ATTACH[side](stack, module, partial(_reduce_captures, calls, reduced))
+            attach_at(stack, {each: each.point.locate(modules) for each in self._captures}, capture_tensor)
             # To its end: an export that is left midway is none. What nobody captures is cut off from the graph.
             call_module(dict(zip(self._names, inputs, strict=True)), self.model)
         results = (reduced[capture] for capture in self._captures)
         return [tensor for each in results for tensor in (each.values, each.scale) if tensor is not None]
-
-
-def _reduce_captures(
-    calls: Mapping[int, Sequence[Capture]], reduced: dict[Capture, ReducedTensor], call: int, value: object
-) -> None:
-    tensors = dict(iterate_tensors(value)) if call in calls else {}
-    for capture in calls.get(call, ()):
-        # A copy: what the forward writes there later is another value.
-        copy = RowTensor(tensors[capture.point.path].clone(), capture.info)
-        reduced[capture] = apply_reduction(copy, capture.reduction)
 
 
 def compile_graph(program: torch.export.ExportedProgram, path: Path, options: Mapping[str, object]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +15,10 @@ from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.devices.memory import is_device_error
 from layertap.models.errors import InputError
 from layertap.models.gradients.objectives import OBJECTIVES
-from layertap.models.hooks.attach import ATTACH, StopForward
+from layertap.models.hooks.attach import ATTACH, StopForward, attach_at
 from layertap.models.hooks.running_calls import Changes
 from layertap.models.hooks.tensor_tree import Path, iterate_tensors
-from layertap.models.selection.hook_points import HookPoint, Objective, group_by_call
+from layertap.models.selection.hook_points import HookPoint, Objective
 
 Key = tuple[Any, str, int, Path]  # a module, a side, a call, a path
 
@@ -134,11 +133,8 @@ def find_unreachable(
         graph_began = graph_began or bool(changes)
         return changes
 
-    def check_points(calls: Mapping[int, Collection[HookPoint]], call: int, value: object) -> None:
-        tensors = dict(iterate_tensors(value)) if call in calls else {}
-        for point in calls.get(call, ()):
-            if point.path in tensors:
-                reached[point] = tensors[point.path].requires_grad
+    def check_point(point: HookPoint, tensor: Tensor) -> None:
+        reached[point] = tensor.requires_grad
         if len(reached) == len(points):
             raise StopForward
 
@@ -146,8 +142,7 @@ def find_unreachable(
         ATTACH["input"](stack, modules["."], begin_graph)
         for table in {part for part in modules.values() if isinstance(part, nn.Embedding | nn.EmbeddingBag)}:
             ATTACH["output"](stack, table, begin_graph)
-        for (module, side), calls in group_by_call(zip(points, points, strict=True), modules).items():
-            ATTACH[side](stack, module, partial(check_points, calls))
+        attach_at(stack, {point: point.locate(modules) for point in points}, check_point)
         try:
             with suppress(StopForward), torch.enable_grad():
                 forward()

@@ -7,19 +7,21 @@ path by path.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from layertap.models.errors import InputError, escape
 from layertap.models.hooks import attention
 from layertap.models.hooks.functions import FunctionsCall, list_parts
-from layertap.models.hooks.running_calls import Arguments, OnCall, RunningCall, attach_calls
+from layertap.models.hooks.running_calls import Arguments, Changes, OnCall, RunningCall, attach_calls
 from layertap.models.hooks.sites import Side
 from layertap.models.hooks.tensor_tree import (
+    Path,
     TensorsByPath,
     iterate_tensors,
     pack_arguments,
@@ -27,6 +29,8 @@ from layertap.models.hooks.tensor_tree import (
     replace_tensor,
 )
 
+T = TypeVar("T")
+Location = tuple[nn.Module, Side, int, Path]  # of a tensor: a module, a side of its call with a number, a path there
 Attach = Callable[[ExitStack, nn.Module, OnCall], None]  # until the stack ends
 
 
@@ -163,6 +167,24 @@ class _UnfusedCall(_AttentionCall):
 def _label_weights(index: int, weights: Tensor) -> TensorsByPath:
     """One attention of a call by path: its number, the first also none, as it is where a call has only one."""
     return TensorsByPath({(str(index),): weights} if index else {(): weights, ("0",): weights})
+
+
+def attach_at(
+    stack: ExitStack, locations: Mapping[T, Location], on_tensor: Callable[[T, Tensor], Tensor | None]
+) -> None:
+    """Until the stack ends, call back with each tensor that passes a location, by its key; what it gives goes on."""
+    keys: dict[tuple[nn.Module, Side], list[T]] = defaultdict(list)
+    for key, (module, side, _, _) in locations.items():
+        keys[module, side].append(key)
+
+    def on_call(module: nn.Module, side: Side, call: int, value: object) -> Changes:
+        wanted = {key: locations[key][3] for key in keys[module, side] if locations[key][2] == call}
+        tensors = dict(iterate_tensors(value)) if wanted else {}
+        given = {path: on_tensor(key, tensors[path]) for key, path in wanted.items() if path in tensors}
+        return {path: tensor for path, tensor in given.items() if tensor is not None}
+
+    for module, side in list(keys):
+        ATTACH[side](stack, module, partial(on_call, module, side))
 
 
 def count_hooks(module: nn.Module) -> int:

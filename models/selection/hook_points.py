@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -27,6 +26,7 @@ Method = Literal[
     "gradient_rollout",
     "relevance",
 ]
+Module = TypeVar("Module")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,10 @@ class HookPoint:
     def side(self) -> Side:
         """The side of the call whose value this is, or whose gradient."""
         return SITES[self.site].side
+
+    def locate(self, modules: Mapping[str, Module]) -> tuple[Module, Side, int, tuple[str, ...]]:
+        """What hooks go by, for a tied module has several names; ``modules`` are by name, the whole one as ``.``."""
+        return modules[self.layer], self.side, self.call, self.path
 
 
 @dataclass(frozen=True)
@@ -275,20 +279,3 @@ def _get_indices(part: Reduction | Operation) -> dict[str, tuple[int, ...]]:
 def format_path(path: tuple[str, ...]) -> str:
     """A path as a selector writes it: ``[out][0]``."""
     return "".join(f"[{key}]" for key in path)
-
-
-Item = TypeVar("Item")
-Module = TypeVar("Module")
-
-
-def group_by_call(
-    items: Iterable[tuple[HookPoint, Item]], modules: Mapping[str, Module]
-) -> dict[tuple[Module, Side], dict[int, list[Item]]]:
-    """Items by module and side, then by call, in the order given; ``modules`` are by name, the whole one as ``.``.
-
-    A tied module has several names and one set of hooks.
-    """
-    groups: dict[tuple[Module, Side], dict[int, list[Item]]] = defaultdict(lambda: defaultdict(list))
-    for point, item in items:
-        groups[modules[point.layer], point.side][point.call].append(item)
-    return groups

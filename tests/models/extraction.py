@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from layertap.models.capture.batch_slices import JoinedRows, RequestSlice
+from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.loaded_model import LoadedModel, Rows, check_rows_fit
 from layertap.models.selection.plan import Capture, Plan
+
+
+def extract_captures(
+    extractor: FeatureExtractor, forward: Callable[[], object], captures: Iterable[Capture], rows: int
+) -> dict[Capture, ReducedTensor]:
+    """Each capture of a forward of so many rows, all of one request."""
+    request_slice = RequestSlice(0, rows, frozenset(captures))
+    return extractor.extract_slices(forward, [request_slice], rows).select(request_slice)
 
 
 def extract_plan(

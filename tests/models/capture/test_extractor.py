@@ -20,7 +20,7 @@ from layertap.models.selection.plan import Capture, Plan
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
 from tests.marks import slow, slow_but
-from tests.models.extraction import extract_plan
+from tests.models.extraction import extract_captures, extract_plan
 from tests.nets import INPUTS, EarlyExit, Pruned, Swallows, batch, surveyed
 from tests.oracle import Key, record
 
@@ -210,7 +210,7 @@ def test_a_point_that_is_not_reached() -> None:
     module = EarlyExit()
     plan = make_plan([parse_selector("first"), parse_selector("second")], surveyed(module, 4))
     with pytest.raises(LayerNotReachedError, match="this input's forward never reached 'second#0:output'"):
-        FeatureExtractor(module)(lambda: module(torch.full((1, 4), 1e6)), plan.captures, 1)
+        extract_captures(FeatureExtractor(module), lambda: module(torch.full((1, 4), 1e6)), plan.captures, 1)
     assert count_hooks(module) == 0
 
 
@@ -223,7 +223,7 @@ def test_a_call_path_or_site_that_is_not_reached() -> None:
     ]
     for each in missing:
         with pytest.raises(LayerNotReachedError):
-            FeatureExtractor(module)(lambda: module(torch.ones(1, 4)), [each], 1)
+            extract_captures(FeatureExtractor(module), lambda: module(torch.ones(1, 4)), [each], 1)
         assert count_hooks(module) == 0
 
 
@@ -236,21 +236,21 @@ def test_a_shape_that_the_catalogue_does_not_know() -> None:
         selectors = [Selector("keep", "keep", reduction=Reduction(pool=pool))]
         plan = make_plan(selectors, catalog)
         with pytest.raises(InputError, match=r"'keep#0:output' is float32 \[2, 3, 4\], not float32 \[2, 6, 4\]"):
-            FeatureExtractor(module)(lambda: module(far), plan.captures, 2)
+            extract_captures(FeatureExtractor(module), lambda: module(far), plan.captures, 2)
         assert count_hooks(module) == 0
     with pytest.raises(InputError, match="is float64"):
-        FeatureExtractor(module.double())(lambda: module(far.double() / 10), plan.captures, 2)
+        extract_captures(FeatureExtractor(module.double()), lambda: module(far.double() / 10), plan.captures, 2)
 
 
 def test_a_model_that_swallows_errors() -> None:
     """Neither the stop nor a refusal is an Exception that a model could catch and go on from."""
     module = Swallows()
     x = torch.ones(1, 4)
-    taken = FeatureExtractor(module)(lambda: module(x), [capture("head", (1, 4))], 1)
+    taken = extract_captures(FeatureExtractor(module), lambda: module(x), [capture("head", (1, 4))], 1)
     assert module.tails == 0
     assert torch.equal(next(iter(taken.values())).values, module.head(x))
     with pytest.raises(InputError, match="head#0"):
-        FeatureExtractor(module)(lambda: module(x), [capture("head", (1, 5))], 1)
+        extract_captures(FeatureExtractor(module), lambda: module(x), [capture("head", (1, 5))], 1)
     assert module.tails == 0
 
 
@@ -258,9 +258,9 @@ def test_the_forwards_own_exception() -> None:
     """What a forward raises comes through as it is, and no hook stays."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        FeatureExtractor(module)(lambda: module(torch.ones(1, 5)), [capture("1", (1, 4))], 1)
+        extract_captures(FeatureExtractor(module), lambda: module(torch.ones(1, 5)), [capture("1", (1, 4))], 1)
     with pytest.raises(KeyboardInterrupt):
-        FeatureExtractor(module)(_interrupt, [capture("1", (1, 4))], 1)
+        extract_captures(FeatureExtractor(module), _interrupt, [capture("1", (1, 4))], 1)
     assert count_hooks(module) == 0
 
 
@@ -279,7 +279,9 @@ def test_users_hooks_survive() -> None:
 
     module[0].register_forward_hook(zeroed)
     module[1].register_forward_pre_hook(lambda _, args: (args[0] + 1,))
-    taken = FeatureExtractor(module)(lambda: module(torch.ones(1, 4)), [capture("0", (1, 4)), capture("1", (1, 4))], 1)
+    taken = extract_captures(
+        FeatureExtractor(module), lambda: module(torch.ones(1, 4)), [capture("0", (1, 4)), capture("1", (1, 4))], 1
+    )
     values = {key(each)[0]: reduced.values for each, reduced in taken.items()}
     assert values["0"].tolist() == [[0] * 4]
     assert torch.equal(values["1"], torch.ones(1, 4).tanh())
@@ -291,7 +293,7 @@ def test_users_hooks_survive() -> None:
 def test_nothing_asked_for() -> None:
     """Without captures the forward runs, and nothing comes back."""
     module = nn.Sequential(nn.Tanh())
-    assert FeatureExtractor(module)(lambda: module(torch.ones(1)), [], 1) == {}
+    assert extract_captures(FeatureExtractor(module), lambda: module(torch.ones(1)), [], 1) == {}
 
 
 def test_stops_after_the_last_call_that_is_wanted() -> None:
@@ -300,5 +302,7 @@ def test_stops_after_the_last_call_that_is_wanted() -> None:
     module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     for name, part in module.named_children():
         part.register_forward_pre_hook(lambda _, args, name=name: begun.append(name))
-    FeatureExtractor(module)(lambda: module(torch.ones(1, 2)), [capture("2", (1, 2)), capture("0", (1, 2))], 1)
+    extract_captures(
+        FeatureExtractor(module), lambda: module(torch.ones(1, 2)), [capture("2", (1, 2)), capture("0", (1, 2))], 1
+    )
     assert begun == ["0", "1", "2"]

@@ -20,6 +20,7 @@ from layertap.models.selection.hook_points import Intervention, Objective, Opera
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
 from tests.function_nets import Borrows, Branches, Fails, Halves, OnDevice, Outer, count_modes, mix
+from tests.models.extraction import extract_captures
 from tests.oracle import seeded
 
 
@@ -32,7 +33,7 @@ def extract(module: nn.Module, selectors: Iterable[str | Selector], x: Tensor) -
     """What selectors give of one forward."""
     parsed = [parse_selector(each) if isinstance(each, str) else each for each in selectors]
     plan = make_plan(parsed, survey_functions(module))
-    results = FeatureExtractor(module)(lambda: module(x.clone()), plan.captures, len(x))
+    results = extract_captures(FeatureExtractor(module), lambda: module(x.clone()), plan.captures, len(x))
     assert (count_hooks(module), count_modes()) == (0, 0)
     return {result.key: results[result.capture].values for result in plan.results}
 
@@ -105,7 +106,7 @@ def test_no_mode_where_nobody_asks(outer: Outer) -> None:
     def count_in(*selectors: str) -> tuple[list[int], list[int]]:
         outer.mixer.modes, outer.mixer.halves.modes = [], []
         plan = make_plan(list(map(parse_selector, selectors)), catalog)
-        FeatureExtractor(outer)(lambda: outer(rows()), plan.captures, 3)
+        extract_captures(FeatureExtractor(outer), lambda: outer(rows()), plan.captures, 3)
         return outer.mixer.modes, outer.mixer.halves.modes
 
     catalog = survey_functions(outer)
@@ -168,7 +169,7 @@ def test_numbers_that_depend_on_the_input() -> None:
     plan = make_plan([parse_selector("./add#0")], survey_functions(ByRow()))
     extractor = FeatureExtractor(ByRow())
     with pytest.raises(LayerNotReachedError, match=r"never reached"):
-        extractor(lambda: ByRow()(torch.full((1, 4), 200.0)), plan.captures, 1)
+        extract_captures(extractor, lambda: ByRow()(torch.full((1, 4), 200.0)), plan.captures, 1)
 
 
 def test_a_forward_that_raises_leaves_nothing(outer: Outer) -> None:
@@ -180,7 +181,7 @@ def test_a_forward_that_raises_leaves_nothing(outer: Outer) -> None:
         return outer(torch.ones(2, 5))
 
     with pytest.raises(RuntimeError):
-        extractor(forward, plan.captures, 2)
+        extract_captures(extractor, forward, plan.captures, 2)
     assert (count_hooks(outer), count_modes()) == (0, 0)
 
 

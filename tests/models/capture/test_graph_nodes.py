@@ -19,6 +19,7 @@ from layertap.models.planner import make_plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
 from tests.marks import slow_but
+from tests.models.extraction import extract_captures
 from tests.oracle import seeded
 
 SIZES = {
@@ -95,7 +96,7 @@ def extract(module: nn.Module, selectors: Iterable[str], image: Tensor) -> dict[
     specs, cpu = (InputSpec("x", tuple(image.shape[1:])),), torch.device("cpu")
     catalog = survey(module, specs, lambda rows: module(*rows.values()), cpu, 0, torch.float32, functions=True)
     plan = make_plan([parse_selector(text) for text in selectors], catalog)
-    results = FeatureExtractor(module)(lambda: module(image.clone()), plan.captures, len(image))
+    results = extract_captures(FeatureExtractor(module), lambda: module(image.clone()), plan.captures, len(image))
     return {result.key: results[result.capture].values for result in plan.results}
 
 

@@ -24,7 +24,7 @@ from layertap.models.selection.hook_points import HookPoint, Reduction, Selector
 from layertap.models.selection.plan import Capture
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
-from tests.models.extraction import extract_plan
+from tests.models.extraction import extract_captures, extract_plan
 from tests.nets import Chain, EarlyExit, Swallows, batch, resnet, surveyed
 from tests.oracle import record
 
@@ -223,7 +223,7 @@ def test_4_replicas_share_weights_and_no_hooks() -> None:
             together.wait()
             return module(x)
 
-        taken = extractor(forward, plan.captures, 1)
+        taken = extract_captures(extractor, forward, plan.captures, 1)
         return [taken[result.capture].values for result in plan.results]
 
     with ThreadPoolExecutor(2) as pool:
@@ -277,7 +277,7 @@ def test_6_a_bad_name_midway(load_fresh_net: Loader) -> None:
         Capture(HookPoint("layer9", 0, (), "output"), plan.results[0].capture.info, Reduction()),
     ]
     with pytest.raises(KeyError):
-        model.replicas[0].extractor(lambda: None, missing, 1)
+        extract_captures(model.replicas[0].extractor, lambda: None, missing, 1)
     with pytest.raises(RuntimeError, match="expected input"):
         ours(model, torch.ones(1, 2, 8, 8), "bn1:input", "layer1")
     assert count_hooks(model.module) == 1
@@ -295,7 +295,7 @@ def test_6_removing_all_hooks_takes_those_of_others() -> None:
     module.conv.register_forward_hook(lambda _, args, output: calls.append(1))
     plan = make_plan([parse_selector("conv")], surveyed(module, 3, 8, 8))
     calls.clear()
-    FeatureExtractor(module)(lambda: module(torch.ones(1, 3, 8, 8)), plan.captures, 1)
+    extract_captures(FeatureExtractor(module), lambda: module(torch.ones(1, 3, 8, 8)), plan.captures, 1)
     module(torch.ones(1, 3, 8, 8))
     assert calls == [1, 1]
 

@@ -20,7 +20,7 @@ from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
 from tests.models.capture.test_traps import naive, ours, rows
-from tests.models.extraction import extract_plan
+from tests.models.extraction import extract_captures, extract_plan
 from tests.models.gradients.test_gradients import split
 from tests.models.hooks.test_attention import multi_head, timm_vit
 from tests.nets import surveyed
@@ -101,7 +101,7 @@ def test_8_timms_fused_kernel_skips_its_dropout() -> None:
     with pytest.raises(RequestError, match="never runs"):
         make_plan([parse_selector("blocks.1.attn.attn_drop")], catalog)
     plan = make_plan([parse_selector("blocks.1.attn:attention")], catalog)
-    taken = FeatureExtractor(module)(lambda: module(x), plan.captures, 2)
+    taken = extract_captures(FeatureExtractor(module), lambda: module(x), plan.captures, 2)
     weights, _ = timm_vit(module.blocks[1].attn, record(module, x)["blocks.1.attn", 0, (), "input"])
     torch.testing.assert_close(next(iter(taken.values())).values, weights)
 
