@@ -16,7 +16,7 @@ from layertap.models.hooks.sites import ATTENTION, GRADIENTS
 from layertap.models.interventions.resolve import resolve_intervention
 from layertap.models.selection.hook_points import HookPoint, Intervention, Objective, Reduction, Selector
 from layertap.models.selection.index_checks import check_indices
-from layertap.models.selection.matches import SelectorMatch, find_matches
+from layertap.models.selection.matches import SelectorMatch, check_matches, find_matches
 from layertap.models.selection.plan import Capture, Plan, ResolvedIntervention, ResolvedObjective, Result
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.statistics import STATISTICS
@@ -82,53 +82,31 @@ class _Match:
 def _match_selector(
     selector: Selector, objective: ResolvedObjective | None, catalog: Catalog, lengths: TextLengths | None
 ) -> _Match:
-    """What a selector names; of several tensors those that have no gradient are passed over, where it asks for one."""
+    """What a selector names; SelectorError where nothing of it is left.
+
+    Of several tensors those that have no gradient are passed over, where it asks for one, and a glob leaves out what
+    can't be given.
+    """
     tensors, skipped = find_matches(selector, catalog)
+    excluded = dict(selector.excluded or ())
     if selector.site in GRADIENTS:
-        tensors = _select_differentiable(tensors, objective, catalog)
-    tensors, left_out = _leave_out(selector, tensors)
+        tensors, refused = check_matches(tensors, lambda each: check_gradient(each, objective, catalog))
+        if not tensors:
+            raise refused[0][1]
+    tensors, refused = check_matches(
+        tensors, lambda each: _check_is_given(each, selector.reduction, excluded.get(each.point, ""))
+    )
+    if refused and not (selector.is_glob and tensors):
+        raise refused[0][1]
     for tensor in tensors:
         _check_reduction(tensor, selector.reduction, catalog, lengths)
     results = tuple(_make_result(tensor, selector.reduction, lengths) for tensor in tensors)
-    return _Match(selector, results, tuple(skipped), tuple(left_out))
+    return _Match(selector, results, tuple(skipped), tuple(error.detail for _, error in refused))
 
 
 def _make_result(tensor: SelectorMatch, reduction: Reduction, lengths: TextLengths | None) -> Result:
     length = lengths.kept if lengths is not None and tensor.info.token_axes else None
     return Result(tensor.key, Capture(tensor.point, tensor.info, reduction, length), tensor.module)
-
-
-def _leave_out(selector: Selector, tensors: Sequence[SelectorMatch]) -> tuple[list[SelectorMatch], list[str]]:
-    """What a glob keeps of what it matches, and why it leaves out the others; SelectorError where none is left."""
-    kept, errors, excluded = [], list[SelectorError](), dict(selector.excluded or ())
-    for tensor in tensors:
-        try:
-            _check_is_given(tensor, selector.reduction, excluded.get(tensor.point, ""))
-        except SelectorError as error:
-            errors.append(error)
-        else:
-            kept.append(tensor)
-    if errors and not (selector.is_glob and kept):
-        raise errors[0]
-    return kept, [error.detail for error in errors]
-
-
-def _select_differentiable(
-    tensors: Sequence[SelectorMatch], objective: ResolvedObjective | None, catalog: Catalog
-) -> list[SelectorMatch]:
-    """Those that have a gradient; where none has, the first one's SelectorError."""
-    errors: list[SelectorError] = []
-    differentiable = []
-    for tensor in tensors:
-        try:
-            check_gradient(tensor, objective, catalog)
-        except SelectorError as error:
-            errors.append(error)
-        else:
-            differentiable.append(tensor)
-    if not differentiable:
-        raise errors[0]
-    return differentiable
 
 
 def _collect_results(matches: Sequence[_Match]) -> Iterator[Result]:

@@ -18,7 +18,7 @@ from layertap.models.interventions.operations import OPERATIONS
 from layertap.models.interventions.sources import find_source
 from layertap.models.selection.hook_points import Intervention, Operation
 from layertap.models.selection.index_checks import check_indices, check_shape, get_size
-from layertap.models.selection.matches import SelectorMatch, find_matches, prefer_layer
+from layertap.models.selection.matches import SelectorMatch, check_matches, find_matches, prefer_layer
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
 
 PARAMETERS = ("by", "value", "min", "max", "std", "seed", "tensor")
@@ -49,39 +49,23 @@ def resolve_intervention(
     matches, _ = find_matches(replace(selector, call="*") if every_call else selector, catalog)
     floating = [match for match in matches if match.info.is_floating]
     if every_call and selector.site in GRADIENTS:
-        floating = _select_differentiable(floating, objective, catalog)
+        differentiable, _ = check_matches(floating, lambda each: check_gradient(each, objective, catalog))
+        # Of a layer's calls those that have a gradient; all where none has, and the check below says why.
+        known = {_get_call(match) for match in differentiable}
+        floating = [match for match in floating if match in differentiable or _get_call(match) not in known]
     if not floating:
         point, dtype = matches[0].point, matches[0].info.dtype
         name = escape(point.format_name())
         raise SelectorError(f"{name} is of dtype {dtype}; only floating values are changed")
-    for match in floating:
-        error = _find_error(match, operation, catalog, lengths)
-        if error is not None:
-            others = [other for other in floating if every_call and _get_call(other) == _get_call(match)]
-            raise _offer_call(error, [each for each in others if not _find_error(each, operation, catalog, lengths)])
-        if selector.site in GRADIENTS:
-            check_gradient(match, objective, catalog)
+    fitting, refused = check_matches(floating, lambda each: _check_change(each, operation, catalog, lengths))
+    for match, error in refused:
+        raise _offer_call(error, [each for each in fitting if every_call and _get_call(each) == _get_call(match)])
+    for match in floating if selector.site in GRADIENTS else ():
+        check_gradient(match, objective, catalog)
     return [
         ResolvedIntervention(match.point, match.info, operation, find_source(match, operation, catalog))
         for match in floating
     ]
-
-
-def _select_differentiable(
-    matches: list[SelectorMatch], objective: ResolvedObjective | None, catalog: Catalog
-) -> list[SelectorMatch]:
-    """Of a layer's calls those that have a gradient; all of them where none has, and whoever checks them says why."""
-
-    def has_gradient(match: SelectorMatch) -> bool:
-        try:
-            check_gradient(match, objective, catalog)
-        except SelectorError:
-            return False
-        return True
-
-    differentiable = [match for match in matches if has_gradient(match)]
-    places = {_get_call(match) for match in differentiable}
-    return [match for match in matches if match in differentiable or _get_call(match) not in places]
 
 
 def _get_call(match: SelectorMatch) -> tuple[str, tuple[str, ...]]:
@@ -89,19 +73,13 @@ def _get_call(match: SelectorMatch) -> tuple[str, tuple[str, ...]]:
     return match.point.layer, match.point.path
 
 
-def _find_error(
-    match: SelectorMatch, operation: Operation, catalog: Catalog, lengths: TextLengths | None
-) -> SelectorError | None:
-    """Why a tensor is not changed that way."""
+def _check_change(match: SelectorMatch, operation: Operation, catalog: Catalog, lengths: TextLengths | None) -> None:
+    """SelectorError where a tensor is not changed that way."""
     several = len(catalog.layers[match.point.layer].calls) > 1
     call = f"#{match.point.call}" if several else ""
     name = escape(match.point.format_name(call))
-    try:
-        _check_numbers(name, match.info, operation)
-        _check_part(name, match.info, operation, catalog, lengths)
-    except SelectorError as error:
-        return error
-    return None
+    _check_numbers(name, match.info, operation)
+    _check_part(name, match.info, operation, catalog, lengths)
 
 
 def _offer_call(error: SelectorError, others: Sequence[SelectorMatch]) -> SelectorError:

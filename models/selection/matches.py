@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from layertap.models.catalog.catalog import Catalog, Layer, TensorInfo
@@ -43,6 +43,21 @@ def find_matches(selector: Selector, catalog: Catalog) -> tuple[list[SelectorMat
     if selector.alias is not None:
         matches = _apply_alias(selector.alias, matches)
     return matches, skipped
+
+
+def check_matches(
+    matches: Sequence[SelectorMatch], check: Callable[[SelectorMatch], None]
+) -> tuple[list[SelectorMatch], list[tuple[SelectorMatch, SelectorError]]]:
+    """Those that a check lets through, and each other one with the SelectorError that it raises."""
+    kept, refused = list[SelectorMatch](), list[tuple[SelectorMatch, SelectorError]]()
+    for match in matches:
+        try:
+            check(match)
+        except SelectorError as error:
+            refused.append((match, error))
+        else:
+            kept.append(match)
+    return kept, refused
 
 
 def suggest_type(kind: str | None, catalog: Catalog) -> str:
