@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Site = str  # a key of SITES
+Site = Literal[
+    "output", "input", "grad_output", "grad_input", "attention", "attention_sink", "attention_grad", "function"
+]
 # Kinds of hook: ``attach.py`` has a row for each.
 Side = Literal["output", "input", "attention", "sink", "unfused", "function"]
 # The options that take indices along an axis, and the letter of that axis in a layout.
@@ -41,5 +43,5 @@ EDITABLE = frozenset(name for name, site in SITES.items() if site.is_editable)
 
 def split_function(path: tuple[str, ...]) -> tuple[str, Site, tuple[str, ...]]:
     """The parts of a path at the site ``function``: ``add#0``, the side of it, the path within the value there."""
-    name, number, site, *rest = path
-    return f"{name}#{number}", site, tuple(rest)
+    name, number, side, *rest = path
+    return f"{name}#{number}", "input" if side == "input" else "output", tuple(rest)

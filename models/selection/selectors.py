@@ -55,8 +55,9 @@ def parse_call(text: str) -> int | Literal["*"]:
 
 def parse_site(text: str) -> Site:
     """A site by its name."""
-    if text in REQUESTED:
-        return text
+    for site in REQUESTED:
+        if site == text:
+            return site
     raise SelectorError(f"{escape(text)} is no site", hint=SITE_HINT)
 
 

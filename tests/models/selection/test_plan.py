@@ -14,6 +14,7 @@ from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.errors import RequestError, SelectorError
 from layertap.models.gradients.objectives import OBJECTIVES
+from layertap.models.hooks.sites import SITES, Site
 from layertap.models.interventions.operations import OPERATIONS
 from layertap.models.planner import MAX_FAULTS, make_plan
 from layertap.models.selection.hook_points import ObjectiveKind, Op, Pool, Reduction, ReplyDType, Selector
@@ -21,7 +22,7 @@ from layertap.models.selection.plan import Plan
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
-from tests.models.extraction import extract_plan
+from tests.models.extraction import extract_captures, extract_plan
 from tests.nets import Cube, Inner, NeverCalled, Recursive, Structured, TimeFirst, Windows, batch, surveyed, vit
 
 TOKENS = TensorInfo((), (1, 5, 8), "float32", layout="NTC", prefix=1)
@@ -332,7 +333,7 @@ def sizes(what: Sized, how: dict[str, Any]) -> None:
     plan = planned(catalog, *what.texts, **how)
     rows = 3
     x = torch.randn(rows, *what.shape)
-    found = FeatureExtractor(what.module)(lambda: what.module(x), plan.captures, rows)
+    found = extract_captures(FeatureExtractor(what.module), lambda: what.module(x), plan.captures, rows)
     for capture, reduced in found.items():
         assert capture.shape(rows) == tuple(reduced.values.shape)
         assert capture.dtype == str(reduced.values.dtype).removeprefix("torch.")
@@ -411,8 +412,10 @@ def test_names_of_a_request_are_escaped(never: Catalog) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "table"), [(Pool, POOLINGS), (Op, OPERATIONS), (ObjectiveKind, OBJECTIVES)], ids=["Pool", "Op", "Kind"]
+    ("names", "table"),
+    [(Pool, POOLINGS), (Op, OPERATIONS), (ObjectiveKind, OBJECTIVES), (Site, SITES)],
+    ids=["Pool", "Op", "Kind", "Site"],
 )
 def test_names_have_a_row(names: object, table: Mapping[str, object]) -> None:
-    """What a request may name, and nothing else, has a function."""
+    """What a request may name, and nothing else, has a row in its table."""
     assert get_args(names) == tuple(table)
