@@ -8,13 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from layertap.models.capture.reduction import ReducedTensor, clone_reduced
 from layertap.models.catalog.row_tensor import RowTensor, Span
 from layertap.models.devices import transfer
-from layertap.models.hooks.tensor_tree import view_bytes
 from layertap.models.selection.plan import Capture, ResolvedIntervention, ResolvedObjective
 from layertap.models.selection.poolings import POOLINGS
 
@@ -40,7 +38,7 @@ class RequestSlice:
         return self.start, self.stop
 
 
-def find_spans(slices: Iterable[RequestSlice], rows: int) -> dict[Capture, tuple[Span, ...]]:
+def find_spans(slices: Iterable[RequestSlice], row_count: int) -> dict[Capture, tuple[Span, ...]]:
     """The rows that each capture is wanted for.
 
     Neighbours that want the same are taken in one piece where that makes no other bits: sums and powers of several rows
@@ -52,7 +50,7 @@ def find_spans(slices: Iterable[RequestSlice], rows: int) -> dict[Capture, tuple
         for capture in each.captures:
             spans = spans_by_capture.setdefault(capture, [])
             if not _has_rows(capture):
-                spans[:] = [(0, rows)]
+                spans[:] = [(0, row_count)]
             elif spans and spans[-1][1] == each.start and _is_exact(capture):
                 spans[-1] = (spans[-1][0], each.stop)
             else:
@@ -87,41 +85,13 @@ class BatchActivations:
     def to_host(self) -> BatchActivations:
         """The same in the host's memory: from another device all of it comes in one copy."""
         tensors = [part for reduced in self.pieces.values() for part in (reduced.values, reduced.scale)]
-        host = iter(copy_packed([tensor for tensor in tensors if tensor is not None]))
+        host = iter(transfer.copy_packed([tensor for tensor in tensors if tensor is not None]))
         return BatchActivations(
             {
                 key: ReducedTensor(next(host), next(host) if reduced.scale is not None else None)
                 for key, reduced in self.pieces.items()
             }
         )
-
-
-ALIGNMENT = 16  # bytes: any dtype may begin at a multiple of it
-
-
-def copy_packed(tensors: list[Tensor]) -> list[Tensor]:
-    """Tensors of one device as tensors of the host: one copy for all of them, none where they are there already."""
-    if not tensors or tensors[0].device.type == "cpu":
-        return tensors
-    return unpack(transfer.to_host(pack(tensors)), tensors)
-
-
-def pack(tensors: list[Tensor]) -> Tensor:
-    """The bytes of all tensors in one, each begun at a multiple of ``ALIGNMENT``."""
-    parts = []
-    for tensor in tensors:
-        flat = view_bytes(tensor)
-        parts += [flat, flat.new_empty(-len(flat) % ALIGNMENT)]
-    return torch.cat(parts)
-
-
-def unpack(data: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
-    """The inverse of ``pack``: views of its bytes in the shapes and dtypes of the tensors given."""
-    tensors, start = [], 0
-    for tensor in like:
-        tensors.append(data[start : start + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape))
-        start += tensor.nbytes + -tensor.nbytes % ALIGNMENT
-    return tensors
 
 
 def _is_exact(capture: Capture) -> bool:
@@ -135,11 +105,11 @@ def _has_rows(capture: Capture) -> bool:
     return capture.info.row_axis is not None and not capture.info.crosses_rows
 
 
-def _select_reduced(reduced: ReducedTensor, capture: Capture, span: Span, rows: Span) -> ReducedTensor:
+def _select_reduced(reduced: ReducedTensor, capture: Capture, span: Span, wanted: Span) -> ReducedTensor:
     """Some rows of what was reduced for a span of them."""
-    if not _has_rows(capture) or span == rows:
+    if not _has_rows(capture) or span == wanted:
         return reduced
-    part = rows[0] - span[0], rows[1] - span[0]
+    part = wanted[0] - span[0], wanted[1] - span[0]
     values = RowTensor(reduced.values, capture.reduced_info).select(part).value.contiguous()
     if reduced.scale is None:
         return ReducedTensor(values)
@@ -154,9 +124,9 @@ class JoinedRows:
     different rows at once.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, row_count: int) -> None:
         """Room for so many rows; it is taken when the first part comes."""
-        self._rows = rows
+        self._row_count = row_count
         self._whole: dict[Capture, ReducedTensor] = {}
         self._lock = threading.Lock()
 
@@ -166,12 +136,12 @@ class JoinedRows:
         A part of all rows is the whole. What is the same for all rows is that of the first part. A part that is added
         again replaces itself.
         """
-        if stop - start == self._rows:
+        if stop - start == self._row_count:
             return dict(part)
         with self._lock:
             for capture, reduced in part.items():
                 if capture not in self._whole:
-                    self._whole[capture] = _make_whole(capture, reduced, stop - start, self._rows)
+                    self._whole[capture] = _make_whole(capture, reduced, stop - start, self._row_count)
         for capture, reduced in part.items():
             if capture.info.row_axis is not None:
                 parts = zip(_list_tensors(self._whole[capture], capture), _list_tensors(reduced, capture), strict=True)
@@ -181,14 +151,14 @@ class JoinedRows:
         return self._whole
 
 
-def _make_whole(capture: Capture, part: ReducedTensor, count: int, rows: int) -> ReducedTensor:
-    """Room for so many rows, of which a part has ``count``; what all rows share is copied."""
+def _make_whole(capture: Capture, part: ReducedTensor, part_count: int, row_count: int) -> ReducedTensor:
+    """Room for so many rows, of which a part has ``part_count``; what all rows share is copied."""
     if capture.info.row_axis is None:
         return clone_reduced(part)
     whole = []
     for tensor, axis in _list_tensors(part, capture):
         shape = list(tensor.shape)
-        shape[axis] = shape[axis] // count * rows
+        shape[axis] = shape[axis] // part_count * row_count
         whole.append(tensor.new_empty(shape))
     return ReducedTensor(*whole)
 

@@ -8,12 +8,15 @@ how many there are at a time depends on the requests whose results wait to be se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
+from layertap.models.hooks.tensor_tree import view_bytes
+
+ALIGNMENT = 16  # bytes: any dtype may begin at a multiple of it
 MAX_PINNED_BYTES = 2**26  # of one batch, or of one batch's results; what is larger goes through other memory
 
 
@@ -89,3 +92,28 @@ def to_host(data: Tensor) -> Tensor:
     host.copy_(data, non_blocking=True)
     synchronize_stream(data.device)
     return host
+
+
+def copy_packed(tensors: list[Tensor]) -> list[Tensor]:
+    """Tensors of one device as tensors of the host: one copy for all of them, none where they are there already."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return tensors
+    return unpack(to_host(pack(tensors)), tensors)
+
+
+def pack(tensors: list[Tensor]) -> Tensor:
+    """The bytes of all tensors in one, each begun at a multiple of ``ALIGNMENT``."""
+    parts = []
+    for tensor in tensors:
+        flat = view_bytes(tensor)
+        parts += [flat, flat.new_empty(-len(flat) % ALIGNMENT)]
+    return torch.cat(parts)
+
+
+def unpack(data: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
+    """The inverse of ``pack``: views of its bytes in the shapes and dtypes of the tensors given."""
+    tensors, start = [], 0
+    for tensor in like:
+        tensors.append(data[start : start + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape))
+        start += tensor.nbytes + -tensor.nbytes % ALIGNMENT
+    return tensors

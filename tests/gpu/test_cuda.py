@@ -17,8 +17,7 @@ import torchvision
 from safetensors.numpy import load as read_safetensors
 from safetensors.torch import save_file
 
-from layertap.models.capture.batch_slices import copy_packed
-from layertap.models.devices.transfer import MAX_PINNED_BYTES, to_device, to_host
+from layertap.models.devices.transfer import MAX_PINNED_BYTES, copy_packed, to_device, to_host
 from layertap.models.spec import ModelSpec
 from layertap.service.config.configuration import Configuration
 from tests.oracle import record, seeded

@@ -16,20 +16,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from layertap.models.capture.batch_slices import (
-    ALIGNMENT,
-    BatchActivations,
-    JoinedRows,
-    RequestSlice,
-    copy_packed,
-    find_spans,
-    pack,
-    unpack,
-)
+from layertap.models.capture.batch_slices import BatchActivations, JoinedRows, RequestSlice, find_spans
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.capture.reduction import ReducedTensor, reduce
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor
+from layertap.models.devices.transfer import ALIGNMENT, copy_packed, pack, unpack
 from layertap.models.errors import InputError, LayerNotReachedError, OutOfMemoryError
 from layertap.models.hooks import attach
 from layertap.models.hooks.sites import Site
