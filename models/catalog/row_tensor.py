@@ -52,13 +52,13 @@ class RowTensor:
         value = self.value.narrow(self.info.row_axis, start * entries, (stop - start) * entries)
         return RowTensor(value, self.info, mask)
 
-    def replace_rows(self, span: Span, rows: Tensor) -> Tensor:
+    def replace_rows(self, span: Span, replacement: Tensor) -> Tensor:
         """The tensor with the rows of a span replaced."""
         axis, (start, stop) = self.info.row_axis, (each * self.info.entries_per_row for each in span)
-        if axis is None or rows.shape == self.value.shape:
-            return rows
+        if axis is None or replacement.shape == self.value.shape:
+            return replacement
         after = self.value.narrow(axis, stop, self.value.shape[axis] - stop)
-        return torch.cat([self.value.narrow(axis, 0, start), rows, after], dim=axis)
+        return torch.cat([self.value.narrow(axis, 0, start), replacement, after], dim=axis)
 
     def index_select(self, indices_by_axis: Mapping[str, Sequence[int]]) -> Tensor:
         """Indices selected along axes, by layout letter; negatives count from the end. InputError: out of range."""

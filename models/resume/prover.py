@@ -47,27 +47,27 @@ def verify_resumable(
     catalog: Catalog,
     inputs: tuple[InputSpec, ...],
     run: Forward,
-    rows: Inputs,
+    batch: Inputs,
     dtype: torch.dtype,
 ) -> Resumption:
     """Forwards that go on from a point, after a trial of three; SelectorError where the model has none.
 
-    ``rows`` are a few, in ``dtype`` where they are floating. Of the first one only structures are kept. What a device
-    raises for want of memory, or for good, goes through: it says nothing of the model.
+    ``batch`` has a few rows, in ``dtype`` where they are floating. Of the first one only structures are kept. What a
+    device raises for want of memory, or for good, goes through: it says nothing of the model.
     """
     point = start.point
     skipped = find_skipped_calls(module, point, catalog)
-    first = {name: value[:1].clone() for name, value in rows.items()}
-    others = {name: value[1:2].clone() if catalog.crosses_rows else value[1:].clone() for name, value in rows.items()}
+    first = {name: value[:1].clone() for name, value in batch.items()}
+    others = {name: value[1:2].clone() if catalog.crosses_rows else value[1:].clone() for name, value in batch.items()}
     before = ModuleState(module)
     whole, resumed = MarkRecorder(module, point), MarkRecorder(module, point, skipped)
     try:
         with torch.no_grad():
-            whole.watch(lambda rows: run(rows, module), others)
-            placeholders = collect_placeholders(module, lambda rows: run(rows, module), first, skipped, catalog)
+            whole.watch(lambda batch: run(batch, module), others)
+            placeholders = collect_placeholders(module, lambda batch: run(batch, module), first, skipped, catalog)
             draft = Resumption(start, catalog, inputs, dtype, placeholders)
             run_tainted = resumed.with_taint(run)
-            resumed.watch(lambda rows: draft.forward(run_tainted, module, rows["sent"]), {"sent": whole.get_output()})
+            resumed.watch(lambda batch: draft.forward(run_tainted, module, batch["sent"]), {"sent": whole.get_output()})
     except Exception as error:  # whatever a model raises where it finds NaN, it means the same
         if is_device_error(error):
             raise
@@ -101,7 +101,7 @@ class TensorMark:
 
 
 def collect_placeholders(
-    module: nn.Module, run: Run, rows: Inputs, numbers: Mapping[str, CallNumbers], catalog: Catalog
+    module: nn.Module, run: Run, batch: Inputs, numbers: Mapping[str, CallNumbers], catalog: Catalog
 ) -> dict[str, SkippedCalls]:
     """By module, what the calls that are skipped return in a forward of some rows, without its numbers."""
     values: dict[tuple[str, int | None], Placeholder] = {}
@@ -116,7 +116,7 @@ def collect_placeholders(
         values[name, call] = Placeholder(value, catalog.layers[name].calls[call].output.tensors)
 
     with observe_calls(module, lambda *_: None, keep):
-        run(rows)
+        run(batch)
     return {
         name: tuple(None if number is None else values[name, number] for number in calls)
         for name, calls in numbers.items()
@@ -139,18 +139,18 @@ class MarkRecorder:
         self._taint = Taint()
         self._output: Tensor | None = None
 
-    def watch(self, run: Run, rows: Inputs) -> None:
+    def watch(self, run: Run, batch: Inputs) -> None:
         """Run one forward."""
         with observe_calls(self._module, self._enter, self._leave):
-            run(rows)
+            run(batch)
 
     def with_taint(self, run: Forward) -> Forward:
         """A forward whose inputs are tainted, and what follows from them."""
 
-        def run_tainted(rows: Inputs, module: nn.Module) -> object:
-            self._taint.mark(rows.values())
+        def run_tainted(batch: Inputs, module: nn.Module) -> object:
+            self._taint.mark(batch.values())
             with self._taint:
-                return run(rows, module)
+                return run(batch, module)
 
         return run_tainted
 

@@ -37,11 +37,11 @@ class Placeholder:
     value: object
     tensors: tuple[TensorInfo, ...]
 
-    def fill(self, rows: int, device: torch.device) -> Any:
+    def fill(self, row_count: int, device: torch.device) -> Any:
         """As it would be for so many rows, of NaN, or zeros where a dtype has none; its memory is the caller's."""
         value, dtypes = self.value, {path: tensor.dtype for path, tensor in iterate_tensors(self.value)}
         for info in self.tensors:
-            value = replace_tensor(value, info.path, _make_empty(info.shape_for(rows), dtypes[info.path], device))
+            value = replace_tensor(value, info.path, _make_empty(info.shape_for(row_count), dtypes[info.path], device))
         return value
 
 
