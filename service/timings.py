@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 STEPS = ("unpack", "parse", "load", "fetch", "decode", "queue", "forward", "copy", "encode")  # in this order
@@ -71,49 +71,25 @@ class Timings:
         self.steps[name] = self.steps.get(name, 0.0) + seconds * 1000
         self.spans.extend(spans[: MAX_SPANS - len(self.spans)])
 
-    def add_parts(
-        self, queued: float, forwards: Sequence[Span], copies: Sequence[Span], decodes: Sequence[Span]
-    ) -> None:
-        """Add what the parts of a request took that was ``queued`` then; each second counts once, for one step.
+    def add_parts(self, queued: float, spans: Iterable[Span]) -> None:
+        """Add what the parts of a request took that was ``queued`` then; each second counts for the part that has it.
 
-        Until the last part ended, it waited whenever none was under way. Spans that ended at 0 never were.
+        Until the last part began, it waited whenever none was under way. Spans that ended at 0 never were; several
+        parts may have shared one.
         """
-        forward, copy, decode = count_seconds(forwards, copies, decodes)
-        spans = list(dict.fromkeys((*decodes, *forwards, *copies)))  # several parts may have shared one
-        ended = max(span.ended for span in spans)
-        if any(span.ended for span in decodes):
-            self.add("decode", decode, _find_spans("decode", spans))
-        waited = max(ended - queued - forward - copy - decode, 0.0)
-        self.add("queue", waited, _find_gaps(queued, spans))
-        self.add("forward", forward, _find_spans("forward", spans))
-        self.add("copy", copy, _find_spans("copy", spans))
+        for part, seconds in split_time(queued, {span for span in spans if span.ended}):
+            self.add(part.step, seconds, (part,))
 
 
-def _find_spans(step: str, spans: Sequence[Span]) -> list[Span]:
-    """Those of a step that were."""
-    return [span for span in spans if span.step == step and span.ended]
+def split_time(queued: float, spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
+    """Spans and the waits before them, as they began, with seconds of their own.
 
-
-def _find_gaps(queued: float, spans: Sequence[Span]) -> list[Span]:
-    """When none of the spans was under way, from a moment to the beginning of the last."""
-    gaps, reached = [], queued
-    for span in sorted((span for span in spans if span.ended), key=lambda span: span.started):
+    What several have at once counts for the first of them that began.
+    """
+    reached = queued
+    for span in sorted(spans, key=attrgetter("started", "ended", "step")):
         if span.started > reached:
-            gaps.append(Span("queue", reached, span.started))
+            yield Span("queue", reached, span.started), span.started - reached
+            reached = span.started
+        yield span, max(span.ended - reached, 0.0)
         reached = max(reached, span.ended)
-    return gaps
-
-
-def count_seconds(*steps: Sequence[Span]) -> list[float]:
-    """Seconds of each step, whose parts may be side by side; what several have at once counts for the first of them."""
-    reached = [_count_covered([span for step in steps[:count] for span in step]) for count in range(len(steps) + 1)]
-    return [after - before for before, after in pairwise(reached)]
-
-
-def _count_covered(spans: Sequence[Span]) -> float:
-    """Seconds that lie in at least one of them."""
-    seconds, reached = 0.0, 0.0
-    for begin, end in sorted((span.started, span.ended) for span in spans):
-        seconds += max(end - max(begin, reached), 0.0)
-        reached = max(reached, end)
-    return seconds

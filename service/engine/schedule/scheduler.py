@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 from layertap.models.errors import LayertapError, RequestError, TooLargeError
@@ -100,10 +101,11 @@ class InFlight:
         """Note in the request's timings how long each step took."""
         timings, parts = self.jobs[0].timings, self._parts
         if parts:
-            forwards = [Span("forward", *part.forward, part.rows) for part in parts]
-            copies = [Span("copy", *part.copy) for part in parts]
-            decodes = [Span("decode", *part.decode) for part in parts]
-            timings.add_parts(self._submitted, forwards, copies, decodes)
+            spans = (
+                (Span("decode", *part.decode), Span("forward", *part.forward, part.rows), Span("copy", *part.copy))
+                for part in parts
+            )
+            timings.add_parts(self._submitted, chain.from_iterable(spans))
             timings.facts.batch_rows = max(timings.facts.batch_rows, *(part.rows for part in parts))
         elif not self.started:
             timings.add_span("queue", self._submitted, time.perf_counter())
