@@ -20,6 +20,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 MAX_INLINE_BYTES = 64 * 1024  # of a message's buffers that its pickle has; more are in memory that both processes map
 LARGE_BYTES = 2**20  # of tensors and pictures: these are copied in a thread, beside the event loop
 ALIGNMENT = 64
+PADDING = memoryview(bytes(ALIGNMENT))
+MAX_VECTORS = os.sysconf("SC_IOV_MAX")  # of one call of the system
 LOST = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF})  # the last: closed at this end
 ANCILLARY_BYTES = socket.CMSG_SPACE(3 * array("i").itemsize)  # of the descriptors that come with one message
 SIZE_BYTES = 8  # of a buffer's size
@@ -366,10 +369,13 @@ def _share(buffers: Sequence[memoryview]) -> int | None:
         return None
     memory = os.memfd_create("layertap", os.MFD_CLOEXEC)
     try:
-        with open(memory, "wb", closefd=False) as file:
-            for buffer in buffers:
-                file.write(buffer)
-                file.write(bytes(_pad(buffer.nbytes) - buffer.nbytes))
+        rest = deque(part for each in buffers for part in (each, PADDING[: -each.nbytes % ALIGNMENT]) if part.nbytes)
+        while rest:  # in few calls: at each one other threads take their turn
+            written = os.writev(memory, list(islice(rest, MAX_VECTORS)))
+            while rest and written >= rest[0].nbytes:
+                written -= rest.popleft().nbytes
+            if written:
+                rest[0] = rest[0][written:]
     except BaseException:
         os.close(memory)
         raise
