@@ -88,6 +88,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
+            for leave in cycle.scope["state"]["on_disconnect"]:
+                leave()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -118,6 +120,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         super().on_headers_complete()
         self.cycle.transport = self._replies  # type: ignore[assignment]
+        self.cycle.scope["state"]["on_disconnect"] = set()
         self._unanswered.append(self.cycle)
         self.headers = []  # what comes as a trailer is none of the request's headers
 
