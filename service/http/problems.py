@@ -142,9 +142,9 @@ async def _raise_again(request: Request, error: Exception) -> Response:
     raise error
 
 
-# What FastAPI itself raises gets through to ``RequestContextMiddleware``, as all other errors do.
+# Every error gets through to ``RequestContextMiddleware``, what FastAPI itself raises too.
 OF_FASTAPI = (RequestValidationError, HTTPException)
-EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys(OF_FASTAPI, _raise_again)
+EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys((*OF_FASTAPI, Exception), _raise_again)
 OF_ROUTING = {
     404: ("there is no such route", "GET /docs lists the routes"),
     405: ("this route does not take that method", "the header Allow says which methods it takes"),
