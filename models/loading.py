@@ -101,7 +101,8 @@ def load_model(
         inputs = inputs.with_traits(configured.traits)
         catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)
         try:
-            catalogs.add_towers(run(catalogs.survey_towers))
+            if inputs.towers:
+                catalogs.add_towers(run(catalogs.survey_towers))
         except InputError as error:
             inputs = replace(inputs.towers[-1], no_pictures=f"one of its towers does not run alone: {error.detail}")
             catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)

@@ -60,7 +60,10 @@ def survey_configured(
         forward = partial(call_module, module=module, state=catalog.traits.state)
         row = make_noise_row(inputs.specs, device, inputs.dtype)
         row_bytes = _measure_row_bytes(forward, row, module, device)
-        reading = measure_forward(forward, row, device, crosses_rows=catalog.crosses_rows, max_threads=threads)
+        again = history is not None and history.exists()
+        reading = measure_forward(
+            forward, row, device, crosses_rows=catalog.crosses_rows, max_threads=threads, again=again
+        )
     costs = make_costs(add_reading(history, reading) if history else [reading], row_bytes)
     # Noise only adds; and a survey of a quick model has a single thread.
     seconds = min(catalog.seconds, costs.estimate_seconds(1) / costs.speedup)

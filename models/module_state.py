@@ -19,7 +19,8 @@ Namespace = dict[str, Any]
 Memo = dict[int, Any]  # of ``copy.deepcopy``
 
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # parts, parameters, hooks
-PLAIN = (type(None), bool, int, float, complex, str, Tensor)
+SINGLE = (type(None), bool, int, float, complex, str)
+PLAIN = (*SINGLE, Tensor)
 ABSENT = object()
 
 
@@ -120,6 +121,8 @@ def _remove(part: nn.Module, attribute: str) -> None:
 
 
 def _is_plain(value: object) -> bool:
+    if isinstance(value, SINGLE):  # most are, and a tree takes long to look through
+        return True
     leaves = tree_leaves(value)
     # Sparse tensors and the like have no bytes to compare.
     return all(isinstance(leaf, PLAIN) for leaf in leaves) and not any(find_refused(leaves))
@@ -127,6 +130,8 @@ def _is_plain(value: object) -> bool:
 
 def _copy(value: object, memo: Memo) -> object:
     """A copy, in which what several values share is one again: ``memo`` is of all of them."""
+    if isinstance(value, SINGLE):
+        return value
     with torch.no_grad():
         for leaf in tree_leaves(value):
             if isinstance(leaf, nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -111,8 +112,7 @@ class Sketch:
         # Of a large tensor a number in every so many: as telling, and a survey stays a few forwards long.
         values = real.flatten()[:: 1 + real.numel() // MAX_NUMBERS].to(torch.float32)
         values = torch.where(values.abs() < MASK_VALUE, values, 0.0)
-        weights = torch.arange(values.numel(), device=values.device, dtype=torch.float32)
-        weights = weights.mul_(12.9898).sin_().mul_(43758.5453).frac_()  # as good as random, and everywhere the same
+        weights = _make_weights(values.device)[: values.numel()]
         parts = functional.pad(values * weights, (0, -values.numel() % BINS)).view(-1, BINS).sum(0)
         return cls(tuple(parts.tolist()), float(values.norm(dtype=torch.float64)), _get_tolerance(real.dtype))
 
@@ -120,6 +120,13 @@ class Sketch:
         """Whether both are of the same tensor, but for rounding."""
         limit = other.tolerance * max(other.norm, 1e-6) / BINS**0.5
         return all(abs(a - b) <= limit for a, b in zip(self.bins, other.bins, strict=True))
+
+
+@lru_cache
+def _make_weights(device: torch.device) -> Tensor:
+    """As many numbers as are looked at, as good as random, and everywhere the same."""
+    weights = torch.arange(MAX_NUMBERS, device=device, dtype=torch.float32)
+    return weights.mul_(12.9898).sin_().mul_(43758.5453).frac_()
 
 
 def _get_tolerance(dtype: torch.dtype) -> float:

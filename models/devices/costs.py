@@ -59,13 +59,14 @@ class ForwardSeconds:
 
 
 def measure_forward(
-    forward: Forward, row: Rows, device: torch.device, *, crosses_rows: bool, max_threads: int
+    forward: Forward, row: Rows, device: torch.device, *, crosses_rows: bool, max_threads: int, again: bool = False
 ) -> ForwardSeconds:
     """How long forwards take; ``row`` is a batch of one, which stays as it is.
 
     Runs some forwards, without a graph, in the thread that owns the module: of one row, of several, and on a CPU of
     one with ``max_threads`` threads, in turn. The least of the seconds counts, for noise
-    only adds; of what all threads gain, the median of forwards that ran one right after the other.
+    only adds; of what all threads gain, the median of forwards that ran one right after the other. ``again``: there
+    are readings of other loads, which this one need not outdo: it is as short as it can be.
     """
     with torch.no_grad(), use_threads(1):
         start = time.thread_time()
@@ -78,7 +79,7 @@ def measure_forward(
             kinds["several"] = ({name: value.expand(BATCH_ROWS, *value.shape[1:]) for name, value in row.items()}, 1)
         if device.type == "cpu" and max_threads > 1 and busy >= MIN_THREADED_S:
             kinds["all_cores"] = (row, max_threads)
-        rounds = _measure_rounds(forward, kinds, device)
+        rounds = _measure_rounds(forward, kinds, device, MIN_PAIRS if again else MAX_ROUNDS)
     one = min(rounds["one"])
     several = min(rounds.get("several", [one * BATCH_ROWS]))
     per_row = min(max((several - one) / (BATCH_ROWS - 1), one / (2 * BATCH_ROWS)), one)
@@ -100,11 +101,11 @@ def _list_speedups(rounds: Rounds) -> list[float]:
     ]
 
 
-def _measure_rounds(forward: Forward, kinds: Mapping[str, tuple[Rows, int]], device: torch.device) -> Rounds:
-    """The seconds of each kind of forward, rows and threads, round by round."""
+def _measure_rounds(forward: Forward, kinds: Mapping[str, tuple[Rows, int]], device: torch.device, most: int) -> Rounds:
+    """The seconds of each kind of forward, rows and threads, round by round, of which there are so many at most."""
     rounds: Rounds = {name: [] for name in kinds}
     start = time.perf_counter()
-    for number in range(MAX_ROUNDS):
+    for number in range(most):
         seconds = time.perf_counter() - start
         for name, (rows, count) in kinds.items():
             if _is_measured_again(name, number, seconds, rounds):

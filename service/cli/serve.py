@@ -82,6 +82,13 @@ def _run(
     settings: Settings, configuration: Configuration | None, fetcher: Fetcher, listeners: Sequence[socket]
 ) -> NoReturn:
     """Serve until the process ends."""
+    gc.disable()  # it would look at what is imported again and again, for a fifth of the time
+    if settings.workers:
+        from layertap.service.engine.execute.processes.fork_server import fork_this_process
+
+        models = configuration.models if configuration is not None else ()
+        # As long as there is one thread. What only the server needs is imported beside what the first model needs.
+        fork_this_process(next((spec.source for spec in models if spec.load == "startup"), ""))
     from layertap.service import allocator, logs
     from layertap.service.app import create_app
     from layertap.service.cli.startup import print_summary
@@ -89,10 +96,6 @@ def _run(
     from layertap.service.http.sockets import format_url
     from layertap.service.process import Server
 
-    if settings.workers:
-        from layertap.service.engine.execute.processes.fork_server import fork_this_process
-
-        fork_this_process()  # as long as there is one thread
     allocator.keep_large_blocks()
     url = format_url(listeners[0].getsockname(), "https" if settings.tls_cert else "http")
 
@@ -104,6 +107,7 @@ def _run(
     app = create_app(settings, configuration, fetcher, settle)
     # What is imported by now stays: a collector that looks through it stops all threads for up to a tenth of a second.
     gc.freeze()
+    gc.enable()
     manager: ModelManager = app.state.engine.manager
     server = Server(
         make_server_config(app, settings, app.state.engine.metrics),

@@ -282,6 +282,19 @@ def forwards(module: nn.Module, seen: list[tuple[int, int]]) -> Callable[[Rows],
     return run
 
 
+def test_measure_again() -> None:
+    """Where there are other loads' readings a few forwards do, also while it is not clear what all cores gain."""
+    seen = list[tuple[int, int]]()
+
+    def forward(rows: Rows) -> object:
+        seen.append((len(rows["x"]), torch.get_num_threads()))
+        return torch.linalg.svd(torch.ones(200, 200))
+
+    costs.measure_forward(forward, ones(1, 4), CPU, crosses_rows=True, max_threads=2, again=True)
+    assert costs.MIN_ROUNDS <= seen.count((1, 2)) <= costs.MIN_PAIRS
+    assert costs.MIN_ROUNDS < seen.count((1, 1)) <= costs.MIN_PAIRS + 1
+
+
 @pytest.mark.parametrize("crosses_rows", [True, False])
 def test_measure(crosses_rows: bool) -> None:
     """Figures that a policy can count with, of a few forwards; several rows only where rows do not meet."""

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from layertap.models.errors import LoadError
-from layertap.models.spec import ModelSpec
 from layertap.service.engine.execute.processes import forking
 from layertap.service.engine.execute.processes.channel import Channel, connect
 from layertap.service.engine.execute.processes.forking import fork, leave_signals_to_server, wait_for_child
@@ -139,13 +138,13 @@ atexit.register(_servers.close)
 os.register_at_fork(after_in_child=_servers.forget)
 
 
-def fork_this_process() -> None:
+def fork_this_process(source: str = "") -> None:
     """Have the fork server be a copy of this process: nothing is imported twice, and what is imported is stored once.
 
-    This process must have one thread of Python, and must have computed nothing on several threads; the other ends with
-    this thread.
+    It begins to import what a host of the model ``source`` needs. This process must have one thread of Python, and must
+    have computed nothing on several threads; the other ends with this thread.
     """
-    _servers.get(_fork)
+    _servers.get(partial(_fork, source))
 
 
 def start_host(connection: socket.socket, options: HostOptions) -> HostProcess:
@@ -164,11 +163,11 @@ def start_host(connection: socket.socket, options: HostOptions) -> HostProcess:
     raise LoadError("no process can be started to load it")
 
 
-def _fork() -> ForkServer:
+def _fork(source: str) -> ForkServer:
     """A copy of this process."""
     channel, connection = connect()
     with closing(connection):
-        pid = fork(partial(run, connection.fileno()), FAILED)
+        pid = fork(partial(run, connection.fileno(), source), FAILED)
 
     def end() -> None:
         with suppress(ProcessLookupError, ChildProcessError):
@@ -197,15 +196,21 @@ def _start_python() -> ForkServer:
 _imported: set[str] = set()
 
 
-def run(descriptor: int) -> None:
-    """Start hosts until the server closes the connection, which is the socket of this number."""
+def run(descriptor: int, source: str = "") -> None:
+    """Start hosts until the server closes the connection, which is the socket of this number.
+
+    What a host of the model ``source`` needs is imported first.
+    """
     leave_signals_to_server()
-    gc.collect()  # what is collected later must not close what has such a number then
+    # A collector that writes to what is shared would make copies of it, and close what has the number of a descriptor
+    # that is closed here.
+    gc.freeze()
+    gc.enable()
     for other in [int(each.name) for each in DESCRIPTORS.iterdir()]:
         if other > STDERR and other != descriptor:
             with suppress(OSError):  # of the one that listed them
                 os.close(other)
-    gc.freeze()  # a collector that writes to what is shared would make copies of it
+    _import_library(source)
     with suppress(EOFError):
         _serve(Channel(socket.socket(fileno=descriptor)))
 
@@ -214,21 +219,22 @@ def _serve(channel: Channel) -> None:
     while True:
         message, descriptors = channel.receive_with_descriptors()
         if isinstance(message, HostOptions):
-            _import_library(message.spec)
+            _import_library(message.spec.source)
             channel.send(_start_host(channel, descriptors[0], message))
         elif isinstance(message, WaitForProcess):
             channel.send(wait_for_child(message.pid))
 
 
-def _import_library(spec: ModelSpec) -> None:
+def _import_library(source: str) -> None:
     """Import what a model's host needs, once for all; a broken library stops no host but those that need it."""
-    kind = spec.source.partition(":")[0]
+    kind = source.partition(":")[0]
     if kind in IMPORTS and kind not in _imported:
         _imported.add(kind)
+        gc.disable()  # it would look at what is imported again and again, for a fifth of the time
         with suppress(Exception):
             IMPORTS[kind]()
-        gc.collect()
         gc.freeze()
+        gc.enable()
 
 
 def _start_host(channel: Channel, connection: int, options: HostOptions) -> int | LoadError:

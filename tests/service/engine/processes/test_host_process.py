@@ -46,6 +46,19 @@ fork_this_process()
 os.kill(int(child), signal.SIGSTOP)
 """
 
+# What a first model needs is imported before anybody asks for its host, and by the fork server alone.
+EAGER = """
+import os, sys, time
+from pathlib import Path
+from layertap.service.engine.execute.processes.fork_server import fork_this_process
+
+fork_this_process("torchvision:resnet18")
+(child,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+while "/torchvision/" not in Path(f"/proc/{child}/maps").read_text():
+    time.sleep(0.01)
+assert "torchvision" not in sys.modules
+"""
+
 # No process is started before a model is loaded that runs in one.
 LAZY = """
 import os
@@ -172,6 +185,7 @@ finally:
 SCRIPTS = {
     "copies": COPIES,
     "stopped": STOPPED,
+    "eager": EAGER,
     "lazy": LAZY,
     "no processes": NO_PROCESSES,
     "closed": CLOSED,
