@@ -41,6 +41,8 @@ def _zero(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
 
 
 def _scale(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
+    if operation.tensor is not None:
+        return part.value * _repeat(part, operation.tensor)
     return part.value * (1.0 if operation.by is None else operation.by)
 
 
@@ -75,17 +77,18 @@ def _fill(part: RowTensor, value: float) -> Tensor:
 
 
 def _repeat(part: RowTensor, data: TensorData) -> Tensor:
-    """A tensor from outside, which is one row's, for each row."""
+    """A tensor from outside, which is one row's or broadcasts to that, for each row."""
     numbers = np.frombuffer(data.data, "<f4").reshape(data.shape).astype(np.float32, copy=True)
     row, axis = torch.from_numpy(numbers).to(part.value), part.info.row_axis
-    if axis is not None and row.ndim < part.value.ndim:
-        row = row.unsqueeze(axis)
-    return part.concat([row] * part.rows)
+    if axis is None or part.info.entries_per_row > 1:
+        return part.concat([row.broadcast_to(part.select((0, 1)).value.shape).contiguous()] * part.rows)
+    shape = part.value.shape[:axis] + part.value.shape[axis + 1 :]
+    return part.concat([row.broadcast_to(shape).unsqueeze(axis)] * part.rows)
 
 
 OPERATIONS: Mapping[Op, OperationSpec] = {
     "zero": OperationSpec(_zero),
-    "scale": OperationSpec(_scale, needs=(("by",),)),
+    "scale": OperationSpec(_scale, needs=(("by", "tensor"),)),
     "add": OperationSpec(_add, needs=(("value", "tensor"),)),
     "clamp": OperationSpec(_clamp, needs=(("min", "max"),)),
     "replace": OperationSpec(_replace, needs=(("value", "tensor"),)),

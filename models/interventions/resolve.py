@@ -103,10 +103,8 @@ def _check_parameters(operation: Operation) -> None:
     for group in spec.needs:
         if not parameters & set(group):
             raise SelectorError(f"op {op} needs {_join_names(group)}", hint=f'add "{group[0]}"')
-    if {"value", "tensor"} <= parameters:
-        raise SelectorError(f"op {op} takes a value or a tensor, not both")
-    if operation.min is not None and operation.max is not None and operation.min > operation.max:
-        raise SelectorError("'min' is larger than 'max'")
+    if "tensor" in parameters and (others := parameters & {"by", "value"}):
+        raise SelectorError(f"op {op} takes {_join_names(sorted(others))} or a tensor, not both")
     if operation.std is not None and operation.std < 0:
         raise SelectorError("'std' is 0 or more")
 
@@ -157,6 +155,7 @@ def _check_part(
             lengths,
             lambda part: compute_part_shape(part, operation),
             operation.tensor.shape,
+            broadcasts=True,
         )
 
 

@@ -33,9 +33,15 @@ def get_size(name: str, info: TensorInfo, option: str, letter: str) -> int:
 
 
 def check_shape(
-    name: str, info: TensorInfo, lengths: TextLengths | None, part: Callable[[TensorInfo], Shape], shape: Shape
+    name: str,
+    info: TensorInfo,
+    lengths: TextLengths | None,
+    part: Callable[[TensorInfo], Shape],
+    shape: Shape,
+    *,
+    broadcasts: bool = False,
 ) -> None:
-    """SelectorError where what is sent for a part of every row does not have its shape."""
+    """SelectorError where what is sent for a part of every row does not have its shape, or, ``broadcasts``, fit it."""
     if lengths is None:
         possible = {part(info)}
     elif lengths.known:
@@ -43,15 +49,25 @@ def check_shape(
         possible = {part(info.with_length(tokens)) for tokens in (lengths.fewest, most)}
     else:
         possible = {part(info.with_length(tokens)) for tokens in (*shape, lengths.most) if tokens <= lengths.most}
+    fitting = {each for each in possible if shape == each or (broadcasts and _broadcasts(shape, each))}
+    if fitting == possible or (fitting and lengths is not None and not lengths.known):
+        return
     if lengths is not None and lengths.known and len(possible) > 1:
         sizes = f"have {lengths.fewest} to {lengths.most} tokens"
         raise SelectorError(
             f"{name} fits texts of one length, and these "
             + (sizes if lengths.fewest < lengths.most else "have them at different positions"),
-            hint="send texts of one length in a request",
+            hint="send texts of one length in a request" + (", or what broadcasts to any" if broadcasts else ""),
         )
-    if shape not in possible:
-        raise SelectorError(f"{name} has shape {list(shape)}", hint=f"send {_format_shape(info, part, lengths)}")
+    like = ", or what broadcasts to that" if broadcasts else ""
+    raise SelectorError(f"{name} has shape {list(shape)}", hint=f"send {_format_shape(info, part, lengths)}{like}")
+
+
+def _broadcasts(shape: Shape, to: Shape) -> bool:
+    """Whether a tensor of a shape is repeated to that of another, by the rules of torch and numpy."""
+    return len(shape) <= len(to) and all(
+        size in (1, other) for size, other in zip(reversed(shape), reversed(to), strict=False)
+    )
 
 
 def _format_shape(info: TensorInfo, part: Callable[[TensorInfo], Shape], lengths: TextLengths | None) -> str:

@@ -238,6 +238,7 @@ def drawn(seed: int) -> Change:
     return lambda value: value + 0.5 * torch.randn(value.shape[1:], generator=torch.Generator().manual_seed(seed))
 
 
+VECTOR = np.random.default_rng(0).standard_normal(32).astype(np.float32)
 EDITS: dict[str, tuple[Json, Callable[[int], Change]]] = {
     "zero": ({"op": "zero", "tokens": [1]}, lambda row: lambda value: value.index_fill(1, torch.tensor([1]), 0)),
     "zero from the end": (
@@ -253,6 +254,11 @@ EDITS: dict[str, tuple[Json, Callable[[int], Change]]] = {
     "clamp": ({"op": "clamp", "min": 0.1}, lambda row: lambda value: value.clamp(min=0.1)),
     "replace": ({"op": "replace", "value": 0.3}, lambda row: lambda value: torch.full_like(value, 0.3)),
     "noise": ({"op": "noise", "std": 0.5, "seed": 7}, lambda row: drawn(7 + row)),
+    "steer": ({"op": "add", **tensor(VECTOR)}, lambda row: lambda value: value + torch.from_numpy(VECTOR)),
+    "scale channels": (
+        {"op": "scale", **tensor(VECTOR[None])},
+        lambda row: lambda value: value * torch.from_numpy(VECTOR),
+    ),
 }
 
 
