@@ -23,7 +23,7 @@ from layertap.models.hooks.functions import run_unseen
 from layertap.models.hooks.running_calls import Changes, OnCall
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS, Side
 from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors, replace_tensor
-from layertap.models.interventions.apply import apply_operation
+from layertap.models.interventions.operations import apply_operation
 from layertap.models.selection.hook_points import HookPoint
 from layertap.models.selection.plan import Capture, ResolvedIntervention, Tap
 

@@ -13,8 +13,7 @@ from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import SelectorError, escape
 from layertap.models.gradients.resolve_objective import check_gradient
 from layertap.models.hooks.sites import AXES, EDITABLE, GRADIENTS
-from layertap.models.interventions.apply import compute_part_shape
-from layertap.models.interventions.operations import OPERATIONS
+from layertap.models.interventions.operations import OPERATIONS, compute_part_shape
 from layertap.models.interventions.sources import find_source
 from layertap.models.selection.hook_points import Intervention, Operation
 from layertap.models.selection.index_checks import check_indices, check_shape, get_size

@@ -8,7 +8,7 @@ from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import InputError, SelectorError, escape
 from layertap.models.hooks.sites import GRADIENTS
-from layertap.models.interventions.apply import compute_part_shape
+from layertap.models.interventions.operations import compute_part_shape
 from layertap.models.selection.hook_points import HookPoint, Operation, Reduction, TensorData
 from layertap.models.selection.matches import SelectorMatch, find_matches
 from layertap.models.selection.plan import Capture, ResolvedIntervention

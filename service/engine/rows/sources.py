@@ -10,7 +10,7 @@ from math import prod
 
 from layertap.models import fingerprint
 from layertap.models.errors import Fault, RequestError, SelectorError, escape
-from layertap.models.interventions.apply import compute_part_shape
+from layertap.models.interventions.operations import compute_part_shape
 from layertap.models.interventions.sources import find_tensor, take_part
 from layertap.models.selection.plan import Capture, ResolvedIntervention
 from layertap.service.engine.batch import Job, Results

@@ -13,7 +13,7 @@ from layertap.models.catalog.text_lengths import TextLengths, measure_lengths
 from layertap.models.errors import SelectorError
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.inputs.model_inputs import TextSpec
-from layertap.models.interventions.apply import apply_operation
+from layertap.models.interventions.operations import apply_operation
 from layertap.models.interventions.resolve import resolve_intervention
 from layertap.models.selection.hook_points import Intervention, Objective, Operation
 from layertap.models.selection.selectors import parse_selector
