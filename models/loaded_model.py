@@ -15,6 +15,7 @@ from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.compiled.compiled_plan import PlanGraphs
 from layertap.models.devices import memory, transfer
 from layertap.models.devices.devices import DTYPES, use_threads
+from layertap.models.devices.memory import Inputs
 from layertap.models.errors import InputError, LoadError, out_of_memory_error
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.inputs.model_inputs import POSITIONS, number_tokens
@@ -25,8 +26,6 @@ from layertap.models.replica import Replica, call_module
 from layertap.models.resume.resumption import Resumption
 from layertap.models.selection.plan import Plan
 from layertap.models.spec import ModelSpec
-
-Rows = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,7 @@ class LoadedModel(ModelInfo):
         """Hooks of ours on all replicas now: 0 when idle."""
         return sum(replica.hooks for replica in self.replicas)
 
-    def call(self, rows: Rows, module: nn.Module) -> object:
+    def call(self, rows: Inputs, module: nn.Module) -> object:
         """One forward of one of its module trees; what it changes on the tree is put back."""
         return call_module(rows, module, self.catalog.traits.state)
 
@@ -62,21 +61,21 @@ class LoadedModel(ModelInfo):
         if self.catalog.crosses_rows:
             return True
         noise = make_noise(self.inputs, self.device, self.dtype)
-        outputs = [info for info in self.catalog.layers["."].calls[0].output.tensors if info.row_axis is not None]
-        rows_by_place = []
+        outputs = [info for info in self.catalog.outputs if info.row_axis is not None]
+        rows_by_index = []
         with torch.no_grad(), use_threads(1):
-            for place in sorted({0, 1 % rows, rows // 2, rows - 1}):
-                batch = {name: _repeat_rows(value, rows, place) for name, value in noise.items()}
+            for index in sorted({0, 1 % rows, rows // 2, rows - 1}):
+                batch = {name: _repeat_rows(value, rows, index) for name, value in noise.items()}
                 tensors = dict(iterate_tensors(self.call(batch, self.module)))
                 found = [RowTensor(tensors[info.path], info) for info in outputs if info.path in tensors]
-                rows_by_place.append([each.select((place, place + 1)).value.clone() for each in found])
-        first = rows_by_place[0]
-        return all(torch.equal(*pair) for each in rows_by_place for pair in zip(each, first, strict=True))
+                rows_by_index.append([each.select((index, index + 1)).value.clone() for each in found])
+        first = rows_by_index[0]
+        return all(torch.equal(*pair) for each in rows_by_index for pair in zip(each, first, strict=True))
 
     def run(
         self,
         replica: Replica,
-        pieces: Sequence[Rows],
+        pieces: Sequence[Inputs],
         slices: Sequence[RequestSlice],
         padded_rows: int | None = None,
         resumption: Resumption | None = None,
@@ -113,7 +112,7 @@ class LoadedModel(ModelInfo):
     def run_verified(
         self,
         replica: Replica,
-        piece: Rows,
+        piece: Inputs,
         request_slice: RequestSlice,
         plan: Plan,
         catalog: Catalog,
@@ -150,13 +149,15 @@ class LoadedModel(ModelInfo):
             return None if isinstance(error, MemoryError) or memory.is_out_of_memory(error) else error
         return None
 
-    def _forward(self, replica: Replica, batch: Rows, resumption: Resumption | None) -> object:
+    def _forward(self, replica: Replica, batch: Inputs, resumption: Resumption | None) -> object:
         if resumption is None:
             return self.call(batch, replica.module)
         output = next(iter(batch.values()))  # a text's mask comes after it
         return resumption.forward(self.call, replica.module, output)
 
-    def _assemble_batch(self, pieces: Sequence[Rows], padding: int, resumption: Resumption | None) -> dict[str, Tensor]:
+    def _assemble_batch(
+        self, pieces: Sequence[Inputs], padding: int, resumption: Resumption | None
+    ) -> dict[str, Tensor]:
         """One batch of all pieces, in memory that is the forward's own: a model may write to its input."""
         batch = {}
         floating = self.dtype if resumption is None else DTYPES[resumption.start.info.dtype]  # a layer may have its own
@@ -171,7 +172,7 @@ class LoadedModel(ModelInfo):
             batch[POSITIONS] = number_tokens(batch[text.mask or ""])
         return batch
 
-    def _join_masks(self, pieces: Sequence[Rows], padding: int) -> Tensor | None:
+    def _join_masks(self, pieces: Sequence[Inputs], padding: int) -> Tensor | None:
         """Where a token is one of its text, and not there to fill it up, on the host; None where nothing tells."""
         name = self.text.mask if self.text is not None else None
         if name is None or name not in pieces[0] or (self.model_inputs.towers and len(pieces[0]) == len(self.inputs)):
@@ -229,8 +230,8 @@ def check_rows_fit(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> i
     return size
 
 
-def _repeat_rows(value: Tensor, rows: int, place: int) -> Tensor:
-    """A batch whose row at a place is always the same, among copies of another."""
+def _repeat_rows(value: Tensor, rows: int, index: int) -> Tensor:
+    """A batch whose row at an index is always the same, among copies of another."""
     batch = value[:1].repeat(rows, *[1] * (value.ndim - 1))
-    batch[place] = value[1]
+    batch[index] = value[1]
     return batch

@@ -290,6 +290,6 @@ class ModelCatalogs(CatalogCache):
             return None
 
 
-def _measure_row_bytes(forward: memory.Forward, row: memory.Rows, module: nn.Module, device: torch.device) -> int:
+def _measure_row_bytes(forward: memory.Forward, row: memory.Inputs, module: nn.Module, device: torch.device) -> int:
     with torch.no_grad(), use_threads(1):
         return memory.measure_peak_bytes(forward, row, module, device)

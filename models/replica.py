@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.capture.extractor import FeatureExtractor
-from layertap.models.catalog.call_observer import observe_calls
 from layertap.models.catalog.observations import Sketch
 from layertap.models.hooks import attach
 from layertap.models.hooks.tensor_tree import Path, iterate_tensors, view_bytes
@@ -128,7 +127,7 @@ def _sketch_calls(module: nn.Module, forward: Callable[..., object], rows: Mappi
     def leave(part: nn.Module, call: int, value: object) -> None:
         calls.append((numbers[part], call, {path: Sketch.from_tensor(each) for path, each in iterate_tensors(value)}))
 
-    with observe_calls(module, enter, leave):
+    with attach.observe_calls(module, enter, leave):
         forward(copy_row(rows, ROWS - 1), module)
     return calls
 

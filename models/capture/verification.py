@@ -79,7 +79,7 @@ def not_verified_error(detail: str, hint: str) -> RequestError:
 def _list_model_outputs(catalog: Catalog) -> frozenset[Capture]:
     return frozenset(
         Capture(HookPoint(".", 0, info.path, "output"), info, Reduction())
-        for info in catalog.layers["."].calls[0].output.tensors
+        for info in catalog.outputs
         if not info.dtype.startswith("complex")
     )
 

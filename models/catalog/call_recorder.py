@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,6 @@ from functools import partial
 from torch import Tensor, nn
 
 from layertap.models.catalog import layout
-from layertap.models.catalog.call_observer import OnModuleCall, Run, list_observed, observe_calls
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.observations import (
     AttentionObservation,
@@ -22,8 +21,9 @@ from layertap.models.catalog.observations import (
     TensorHistory,
 )
 from layertap.models.devices.devices import dtype_name
+from layertap.models.devices.memory import Forward, Inputs
 from layertap.models.hooks import attention
-from layertap.models.hooks.attach import ATTACH
+from layertap.models.hooks.attach import ATTACH, OnModuleCall, list_observed, observe_calls
 from layertap.models.hooks.functions import may_call_functions, run_unseen
 from layertap.models.hooks.tensor_tree import Path, find_refused, iterate_tensors
 from layertap.models.inputs.noise import QUIET, ROWS
@@ -53,7 +53,7 @@ class CallRecorder:
         """Which modules were called, how often, and with and for what kind of value; how often they attended."""
         return {module: [call.describe_tensors() for call in calls] for module, calls in self.calls.items()}
 
-    def watch(self, run: Run, inputs: Mapping[str, Tensor]) -> None:
+    def watch(self, run: Forward, inputs: Inputs) -> None:
         """Run one forward."""
 
         def hide(record: OnModuleCall) -> OnModuleCall:

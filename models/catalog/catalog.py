@@ -214,6 +214,11 @@ class Catalog:
     traits: Traits = DEFAULT_TRAITS
     tower: str | None = None
 
+    @property
+    def outputs(self) -> tuple[TensorInfo, ...]:
+        """The tensors that the model returns."""
+        return self.layers["."].calls[0].output.tensors
+
     def with_functions(self, other: Catalog) -> Catalog:
         """The same with what another survey of that shape tells of functions."""
 

@@ -9,22 +9,24 @@ device raises, for want of memory or for good, says nothing of the model and goe
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from layertap.models.catalog.call_observer import CallTimer, Run
 from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.catalog.observations import Boundary, CallObservation
 from layertap.models.catalog.token_grid import number_patches
-from layertap.models.devices.memory import is_device_error
+from layertap.models.devices import transfer
+from layertap.models.devices.memory import Forward, is_device_error
 from layertap.models.errors import IN_THE_LOG, InputError
+from layertap.models.hooks.attach import observe_calls
 from layertap.models.inputs.noise import copy_row, make_noise
 from layertap.models.spec import InputSpec
 
@@ -36,7 +38,7 @@ SHAPE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 def survey(
     module: nn.Module,
     inputs: Sequence[InputSpec],
-    run: Run,
+    run: Forward,
     device: torch.device,
     prefix: int,
     dtype: torch.dtype,
@@ -70,7 +72,7 @@ def survey(
     return CatalogBuilder(module, alone, several, timer, prefix, other_length, lengths).build()
 
 
-def _time_calls(module: nn.Module, run: Run, row: Mapping[str, Tensor], device: torch.device) -> CallTimer:
+def _time_calls(module: nn.Module, run: Forward, row: Mapping[str, Tensor], device: torch.device) -> CallTimer:
     """The quickest of a few forwards, of one where it takes long: whatever disturbs a machine only adds."""
     timers: list[CallTimer] = []
     while len(timers) < MAX_TIMED and sum(timer.total for timer in timers) < ENOUGH_S:
@@ -79,7 +81,7 @@ def _time_calls(module: nn.Module, run: Run, row: Mapping[str, Tensor], device: 
 
 
 def _probe_length(
-    recorder: CallRecorder, inputs: Sequence[InputSpec], run: Run, device: torch.device, dtype: torch.dtype
+    recorder: CallRecorder, inputs: Sequence[InputSpec], run: Forward, device: torch.device, dtype: torch.dtype
 ) -> tuple[int, int] | None:
     """Record a forward of a text one token longer or shorter; gives both lengths.
 
@@ -98,6 +100,35 @@ def _probe_length(
             raise
         return None
     return length, other
+
+
+class CallTimer:
+    """When each call of one forward began and ended, from 0 to 1; ``total`` are the forward's seconds."""
+
+    def __init__(self, module: nn.Module, run: Forward, inputs: Mapping[str, Tensor], device: torch.device) -> None:
+        self._starts: dict[tuple[nn.Module, int], float] = {}
+        self._ends: dict[tuple[nn.Module, int], float] = {}
+
+        def note(marks: dict[tuple[nn.Module, int], float], module: nn.Module, call: int, value: object) -> None:
+            transfer.synchronize(device)
+            marks[module, call] = time.perf_counter()
+
+        with observe_calls(module, partial(note, self._starts), partial(note, self._ends)):
+            transfer.synchronize(device)
+            self._zero = time.perf_counter()
+            run(inputs)
+        self.total = max([*(end - self._zero for end in self._ends.values()), 1e-9])
+
+    def get_cost_before(self, module: nn.Module, call: int) -> float:
+        """The share of the whole forward spent when a call began, 0 to 1."""
+        return self._share(self._starts.get((module, call)))
+
+    def get_cost_after(self, module: nn.Module, call: int) -> float:
+        """The share of the whole forward spent when a call ended, 0 to 1."""
+        return self._share(self._ends.get((module, call)))
+
+    def _share(self, mark: float | None) -> float:
+        return 1.0 if mark is None else round(min((mark - self._zero) / self.total, 1.0), 4)
 
 
 @contextmanager

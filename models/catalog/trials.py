@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from layertap.models.catalog.call_observer import Run
 from layertap.models.catalog.catalog import LeftPadding
 from layertap.models.devices.devices import TOLERANCE, use_threads
-from layertap.models.devices.memory import is_device_error
+from layertap.models.devices.memory import Forward, Inputs, is_device_error
 from layertap.models.hooks.tensor_tree import TensorsByPath, iterate_tensors
 from layertap.models.inputs.model_inputs import POSITIONS, TextSpec, number_tokens
 from layertap.models.inputs.noise import make_noise
@@ -19,7 +17,6 @@ from layertap.models.module_state import ModuleState, StateKey
 from layertap.models.spec import InputSpec
 
 ROUNDING = TOLERANCE["float32"]  # whatever the model computes in: the same kernels take the same numbers
-Rows = Mapping[str, Tensor]
 SHORT, LONG, IN_FRONT = 5, 64, 3  # tokens of a text, at most of its neighbour, of padding in front
 
 
@@ -30,7 +27,7 @@ class RepeatedRun:
     returned the same, but for what adding in another order does. ``seconds``: CPU time of the first.
     """
 
-    def __init__(self, module: nn.Module, run: Run, row: Rows) -> None:
+    def __init__(self, module: nn.Module, run: Forward, row: Inputs) -> None:
         self.is_same = True
         self._module = module
         self._run = run
@@ -41,7 +38,7 @@ class RepeatedRun:
         self.seconds = time.thread_time() - start
         self._settled = ModuleState(module)
 
-    def __call__(self, rows: Rows) -> object:
+    def __call__(self, rows: Inputs) -> object:
         """Run one forward."""
         return self._run(rows)
 
@@ -66,7 +63,7 @@ class RepeatedRun:
         return changed
 
 
-def try_padding(run: Run, text: TextSpec, device: torch.device, tolerance: float) -> tuple[bool, LeftPadding]:
+def try_padding(run: Forward, text: TextSpec, device: torch.device, tolerance: float) -> tuple[bool, LeftPadding]:
     """Whether texts may be padded to share forwards, and how padding in front of one is given to the model.
 
     Values are the same within ``tolerance`` of a tensor's largest number. What a device raises goes through: it says
@@ -105,7 +102,7 @@ def try_padding(run: Run, text: TextSpec, device: torch.device, tolerance: float
     return pads, "numbered" if is_numbered else "refused"
 
 
-def try_forward(run: Run, rows: Mapping[str, Tensor]) -> object:
+def try_forward(run: Forward, rows: Inputs) -> object:
     """What a model returns; None where it raises, whatever that is."""
     try:
         return run(rows)

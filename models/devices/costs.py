@@ -24,7 +24,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from layertap.models.catalog.catalog import Costs
 from layertap.models.devices import transfer
 from layertap.models.devices.devices import use_threads
-from layertap.models.devices.memory import Forward, Rows
+from layertap.models.devices.memory import Forward, Inputs
 
 log = logging.getLogger("layertap")
 BATCH_ROWS = 4  # rows of the larger forward
@@ -59,7 +59,7 @@ class ForwardSeconds:
 
 
 def measure_forward(
-    forward: Forward, row: Rows, device: torch.device, *, crosses_rows: bool, max_threads: int, again: bool = False
+    forward: Forward, row: Inputs, device: torch.device, *, crosses_rows: bool, max_threads: int, again: bool = False
 ) -> ForwardSeconds:
     """How long forwards take; ``row`` is a batch of one, which stays as it is.
 
@@ -101,7 +101,9 @@ def _list_speedups(rounds: Rounds) -> list[float]:
     ]
 
 
-def _measure_rounds(forward: Forward, kinds: Mapping[str, tuple[Rows, int]], device: torch.device, most: int) -> Rounds:
+def _measure_rounds(
+    forward: Forward, kinds: Mapping[str, tuple[Inputs, int]], device: torch.device, most: int
+) -> Rounds:
     """The seconds of each kind of forward, rows and threads, round by round, of which there are so many at most."""
     rounds: Rounds = {name: [] for name in kinds}
     start = time.perf_counter()
@@ -129,7 +131,7 @@ def _is_clear(speedups: Sequence[float]) -> bool:
     return max(share, 1 - share) >= CLEAR_SHARE
 
 
-def _measure_seconds(forward: Forward, rows: Rows, device: torch.device) -> float:
+def _measure_seconds(forward: Forward, rows: Inputs, device: torch.device) -> float:
     batch = {name: value.clone() for name, value in rows.items()}
     start = _now(device)
     forward(batch)
@@ -153,7 +155,7 @@ def add_reading(path: Path, reading: ForwardSeconds) -> Sequence[ForwardSeconds]
     A file that can't be read or written costs nothing but the readings of other loads.
     """
     try:
-        readings = [*_read(path), reading][-MAX_READINGS:]
+        readings = [*(read_figures(path, list[ForwardSeconds]) or ()), reading][-MAX_READINGS:]
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists():
             _remove_oldest(path.parent)
@@ -164,17 +166,6 @@ def add_reading(path: Path, reading: ForwardSeconds) -> Sequence[ForwardSeconds]
     return readings
 
 
-def _read(path: Path) -> list[ForwardSeconds]:
-    """What is kept: nothing where a file is damaged; OSError where it can't be read, and must not be replaced."""
-    try:
-        return read_figures(path, list[ForwardSeconds])
-    except FileNotFoundError:
-        return []
-    except ValueError as error:
-        log.info("readings of costs are not used", extra={"fields": {"reason": type(error).__name__}})
-        return []
-
-
 def _remove_oldest(folder: Path) -> None:
     """Make room for one more file; each is written again whenever it is used."""
     with suppress(FileNotFoundError):  # another process may remove them too
@@ -183,12 +174,18 @@ def _remove_oldest(folder: Path) -> None:
             file.unlink()
 
 
-def read_figures(path: Path, kind: type[T]) -> T:
-    """What a file holds; OSError where it can't be read, ValueError where it holds something else than this kind."""
+def read_figures(path: Path, kind: type[T]) -> T | None:
+    """What a file holds; None where there is none, or a damaged one; OSError where it can't be read: keep it."""
     if path.exists() and not path.is_file():  # reading a pipe would wait for a writer
         raise OSError("it is no regular file")
-    with path.open("rb") as file:
-        return TypeAdapter(kind).validate_json(file.read(MAX_FILE_BYTES))
+    try:
+        with path.open("rb") as file:
+            return TypeAdapter(kind).validate_json(file.read(MAX_FILE_BYTES))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        log.info("measured figures are not used", extra={"fields": {"reason": type(error).__name__}})
+        return None
 
 
 def write_figures(path: Path, value: object) -> None:

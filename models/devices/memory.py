@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from layertap.models.dispatch_mode import DispatchMode
 
-Rows = Mapping[str, Tensor]
-Forward = Callable[[Rows], object]
+Inputs = Mapping[str, Tensor]  # a batch, by the names of a model's inputs
+Forward = Callable[[Inputs], object]
 OUT_OF_MEMORY_MESSAGES = (
     *("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
     "CUDA error: out of memory",  # of the driver, where torch's allocator was not asked
@@ -38,7 +38,7 @@ def is_device_error(error: BaseException) -> bool:
     return is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
 
 
-def measure_peak_bytes(forward: Forward, rows: Rows, module: nn.Module, device: torch.device) -> int:
+def measure_peak_bytes(forward: Forward, rows: Inputs, module: nn.Module, device: torch.device) -> int:
     """The most memory that a forward's inputs and intermediate values take at one time, weights not counted."""
     batch = {name: value.clone() for name, value in rows.items()}
     input_bytes = sum(value.nbytes for value in batch.values())

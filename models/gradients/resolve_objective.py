@@ -74,7 +74,7 @@ def _find_tensor(objective: Objective, catalog: Catalog) -> Tap:
 
 def _choose_output(catalog: Catalog, objective: Objective) -> TensorInfo | None:
     """Of the model's floating outputs logits by name, then by shape, then the first; None where there are none."""
-    outputs = [info for info in catalog.layers["."].calls[0].output.tensors if info.is_floating]
+    outputs = [info for info in catalog.outputs if info.is_floating]
     of_classes = OBJECTIVES[objective.kind].of_classes
 
     def rank(info: TensorInfo) -> tuple[bool, bool]:

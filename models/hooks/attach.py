@@ -8,11 +8,12 @@ path by path.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from layertap.models.errors import InputError, escape
@@ -31,6 +32,7 @@ from layertap.models.hooks.tensor_tree import (
 
 T = TypeVar("T")
 Location = tuple[nn.Module, Side, int, Path]  # of a tensor: a module, a side of its call with a number, a path there
+OnModuleCall = Callable[[nn.Module, int, object], None]  # gets the module, the number of its call, and a value
 Attach = Callable[[ExitStack, nn.Module, OnCall], None]  # until the stack ends
 
 
@@ -173,18 +175,35 @@ def attach_at(
     stack: ExitStack, locations: Mapping[T, Location], on_tensor: Callable[[T, Tensor], Tensor | None]
 ) -> None:
     """Until the stack ends, call back with each tensor that passes a location, by its key; what it gives goes on."""
-    keys: dict[tuple[nn.Module, Side], list[T]] = defaultdict(list)
-    for key, (module, side, _, _) in locations.items():
-        keys[module, side].append(key)
+    groups: dict[tuple[nn.Module, Side], list[tuple[int, Path, T]]] = defaultdict(list)
+    for key, (module, side, call, path) in locations.items():
+        groups[module, side].append((call, path, key))
 
-    def on_call(module: nn.Module, side: Side, call: int, value: object) -> Changes:
-        wanted = {key: locations[key][3] for key in keys[module, side] if locations[key][2] == call}
+    def on_call(group: Sequence[tuple[int, Path, T]], number: int, value: object) -> Changes:
+        wanted = [(path, key) for call, path, key in group if call == number]
         tensors = dict(iterate_tensors(value)) if wanted else {}
-        given = {path: on_tensor(key, tensors[path]) for key, path in wanted.items() if path in tensors}
+        given = {path: on_tensor(key, tensors[path]) for path, key in wanted if path in tensors}
         return {path: tensor for path, tensor in given.items() if tensor is not None}
 
-    for module, side in list(keys):
-        ATTACH[side](stack, module, partial(on_call, module, side))
+    for (module, side), group in groups.items():
+        ATTACH[side](stack, module, partial(on_call, group))
+
+
+@contextmanager
+def observe_calls(module: nn.Module, enter: OnModuleCall, leave: OnModuleCall) -> Iterator[None]:
+    """Until the block ends, ``enter`` gets what each call of each module takes, and ``leave`` what it returns."""
+    with ExitStack() as stack:
+        for part in list_observed(module):
+            ATTACH["input"](stack, part, partial(enter, part))
+            ATTACH["output"](stack, part, partial(leave, part))
+        yield
+
+
+def list_observed(module: nn.Module) -> list[nn.Module]:
+    """All modules of a tree but those within a scripted part: their hooks never run, they count as never called."""
+    scripted = [part for part in module.modules() if isinstance(part, torch.jit.ScriptModule)]
+    inside = {id(part) for whole in scripted for part in whole.modules() if part is not whole}
+    return [part for part in module.modules() if id(part) not in inside]
 
 
 def count_hooks(module: nn.Module) -> int:

@@ -15,15 +15,14 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from layertap.models.catalog.call_observer import Run, observe_calls
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer
 from layertap.models.catalog.observations import Boundary, Sketch
-from layertap.models.devices.memory import is_device_error
+from layertap.models.devices.memory import Forward, Inputs, is_device_error
+from layertap.models.hooks.attach import observe_calls
 from layertap.models.hooks.tensor_tree import Path, iterate_tensors, replace_tensor
 from layertap.models.module_state import ModuleState
 from layertap.models.resume.resumption import (
-    Forward,
-    Inputs,
+    ModuleForward,
     Placeholder,
     Resumption,
     SkippedCalls,
@@ -46,7 +45,7 @@ def verify_resumable(
     start: Tap,
     catalog: Catalog,
     inputs: tuple[InputSpec, ...],
-    run: Forward,
+    run: ModuleForward,
     batch: Inputs,
     dtype: torch.dtype,
 ) -> Resumption:
@@ -101,7 +100,7 @@ class TensorMark:
 
 
 def collect_placeholders(
-    module: nn.Module, run: Run, batch: Inputs, numbers: Mapping[str, CallNumbers], catalog: Catalog
+    module: nn.Module, run: Forward, batch: Inputs, numbers: Mapping[str, CallNumbers], catalog: Catalog
 ) -> dict[str, SkippedCalls]:
     """By module, what the calls that are skipped return in a forward of some rows, without its numbers."""
     values: dict[tuple[str, int | None], Placeholder] = {}
@@ -139,12 +138,12 @@ class MarkRecorder:
         self._taint = Taint()
         self._output: Tensor | None = None
 
-    def watch(self, run: Run, batch: Inputs) -> None:
+    def watch(self, run: Forward, batch: Inputs) -> None:
         """Run one forward."""
         with observe_calls(self._module, self._enter, self._leave):
             run(batch)
 
-    def with_taint(self, run: Forward) -> Forward:
+    def with_taint(self, run: ModuleForward) -> ModuleForward:
         """A forward whose inputs are tainted, and what follows from them."""
 
         def run_tainted(batch: Inputs, module: nn.Module) -> object:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.devices.devices import DTYPES
+from layertap.models.devices.memory import Inputs
 from layertap.models.errors import SelectorError, escape
 from layertap.models.hooks.tensor_tree import iterate_tensors, replace_tensor
 from layertap.models.selection.hook_points import HookPoint, Selector, format_path
@@ -26,8 +27,7 @@ from layertap.models.selection.matches import find_matches
 from layertap.models.selection.plan import Tap
 from layertap.models.spec import InputDType, InputSpec
 
-Inputs = Mapping[str, Tensor]
-Forward = Callable[[Inputs, nn.Module], object]
+ModuleForward = Callable[[Inputs, nn.Module], object]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Resumption:
             return spec
         return replace(spec, longest=longest, long_axis=info.token_axes[0] - 1)
 
-    def forward(self, run: Forward, module: nn.Module, sent: Tensor) -> object:
+    def forward(self, run: ModuleForward, module: nn.Module, sent: Tensor) -> object:
         """What the model returns when it goes on from a layer's output; the module is left as it was.
 
         ``sent`` has its rows on axis 0, and is the model's to write to.

@@ -56,11 +56,7 @@ def choose_embedding(choices: tuple[EmbeddingChoice, ...], classifier: bool, cat
 
 def find_choice(choice: EmbeddingChoice, catalog: Catalog) -> ModelEmbedding:
     """The embedding that a choice names; UnknownLayerError, SelectorError as ``find_embedding`` raises them."""
-    selector = find_embedding(choice.layer, catalog)
-    pool = choice.pool or selector.reduction.pool
-    if choice.pool is None and choice.normalize and pool == "none":
-        pool = "flatten"  # the same numbers; only what is pooled is normalised
-    selector = replace(selector, reduction=Reduction(pool=pool, normalize=choice.normalize))
+    selector = reduce_embedding(find_embedding(choice.layer, catalog), Embedding(choice.pool, choice.normalize))
     return ModelEmbedding(selector, choice.reason, (f"embedding: {choice.reason}",) if choice.guessed else ())
 
 
@@ -105,13 +101,13 @@ def _find_head(catalog: Catalog) -> Iterator[EmbeddingChoice]:
     last = max(catalog.layers.values(), key=_get_end)
     if last.type in ("Linear", "Conv2d"):
         made = last.calls[-1].output.tensors[0].shape
-        returned = {each.shape for each in catalog.layers["."].calls[0].output.tensors}
+        returned = {each.shape for each in catalog.outputs}
         if (made if last.type == "Linear" else made[:2]) in returned:
             yield EmbeddingChoice(f"{last.name}:input", HEAD)
 
 
 def _list_outputs(catalog: Catalog) -> Iterator[EmbeddingChoice]:
-    for info in catalog.layers["."].calls[0].output.tensors:
+    for info in catalog.outputs:
         yield EmbeddingChoice(f".{format_path(info.path)}", OUTPUT)
 
 

@@ -8,7 +8,8 @@ from layertap.models.capture.batch_slices import JoinedRows, RequestSlice
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.catalog import Catalog
-from layertap.models.loaded_model import LoadedModel, Rows, check_rows_fit
+from layertap.models.devices.memory import Inputs
+from layertap.models.loaded_model import LoadedModel, check_rows_fit
 from layertap.models.selection.plan import Capture, Plan
 
 
@@ -21,7 +22,7 @@ def extract_captures(
 
 
 def extract_plan(
-    model: LoadedModel, rows: Rows, plan: Plan, catalog: Catalog, max_rows: int
+    model: LoadedModel, rows: Inputs, plan: Plan, catalog: Catalog, max_rows: int
 ) -> dict[Capture, ReducedTensor]:
     """All captures, on the model's device; rows beyond ``max_rows`` run in further forwards."""
     total = len(next(iter(rows.values())))
