@@ -91,9 +91,7 @@ def read_benchmark(path: Path) -> PlanBenchmark | None:
     """What is kept in a file; None where there is none, or it can't be read."""
     try:
         return read_figures(path, PlanBenchmark)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         log.info("a warm plan's benchmark is not used", extra={"fields": {"reason": type(error).__name__}})
         return None
 
@@ -135,9 +133,7 @@ def measure_plan(
 def _measure_pairs(
     model: LoadedModel, plan: Plan, graphs: PlanGraphs, rows: int, clock: Callable[[], float]
 ) -> PairedSeconds:
-    noise = make_noise(model.inputs, model.device, model.dtype)
-    index = torch.arange(rows, device=model.device)
-    batch = {name: value[index % len(value)] for name, value in noise.items()}
+    batch = make_noise(model.inputs, model.device, model.dtype, rows)
     share = RequestSlice(0, rows, plan.captures)
 
     def measure(chosen: PlanGraphs | None) -> float:

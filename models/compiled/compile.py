@@ -166,24 +166,18 @@ def _load_graph(path: Path, runners: int, device_index: int, single: bool) -> Gr
 def load_runner(folder: Path) -> None:
     """Load what runs graphs, compiled first where it is not there; WarmError. Once a process: it names a class."""
     with _loading:
-        if not _is_loaded():
-            _load_runner(folder)
-
-
-def _is_loaded() -> bool:
-    try:
-        return bool(torch.classes.layertap.Graph)
-    except RuntimeError:  # how torch says that there is no such class
-        return False
-
-
-def _load_runner(folder: Path) -> None:
-    text = RUNNER.read_bytes()
-    name = hashlib.sha256(text + torch.__version__.encode() + platform.machine().encode()).hexdigest()[:16]
-    path = folder / f"runner-{name}.so"
-    if not path.exists():
-        _build_runner(path)
-    torch.classes.load_library(str(path))
+        try:
+            loaded = torch.classes.layertap.Graph
+        except RuntimeError:  # how torch says that there is no such class
+            loaded = None
+        if loaded is not None:
+            return
+        text = RUNNER.read_bytes()
+        name = hashlib.sha256(text + torch.__version__.encode() + platform.machine().encode()).hexdigest()[:16]
+        path = folder / f"runner-{name}.so"
+        if not path.exists():
+            _build_runner(path)
+        torch.classes.load_library(str(path))
 
 
 def find_compiler() -> str:

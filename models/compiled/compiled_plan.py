@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -75,10 +75,7 @@ class PlanGraphs:
         graph = self.single_row if rows == 1 else self.batch
         with torch.no_grad():
             tensors = iter(cuda_graphs.run(inputs) if cuda_graphs and rows in cuda_graphs else graph.run(inputs))
-        return BatchActivations({(capture, (0, rows)): _take_result(tensors, capture) for capture in self.captures})
-
-
-def _take_result(tensors: Iterator[Tensor], capture: Capture) -> ReducedTensor:
-    values = next(tensors)
-    reduced = ReducedTensor(values, next(tensors) if capture.is_scaled else None)
-    return own_memory(reduced)
+        results = (ReducedTensor(next(tensors), next(tensors) if each.is_scaled else None) for each in self.captures)
+        return BatchActivations(
+            {(capture, (0, rows)): own_memory(each) for capture, each in zip(self.captures, results, strict=True)}
+        )

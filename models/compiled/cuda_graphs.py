@@ -102,13 +102,12 @@ def capture_cuda_graphs(
     model: LoadedModel, graphs: PlanGraphs, sizes: Sequence[int], runners: Mapping[str, Graph]
 ) -> dict[Replica, CudaGraphs]:
     """CUDA graphs of what runners do, of a single row and of several, for each replica; raises what a capture does."""
-    batch = make_noise(model.inputs, model.device, model.dtype)
     cuda_graphs = {}
     with devices.use_device(model.device), torch.no_grad():
         for replica in model.replicas:
             pool, stream = torch.cuda.graph_pool_handle(), transfer.create_stream(model.device)
             captured = [
-                _capture_graph(runners[get_kind(rows)], _repeat_rows(graphs, batch, rows), pool, stream)
+                _capture_graph(runners[get_kind(rows)], _make_inputs(model, graphs, rows), pool, stream)
                 for rows in sorted(set(sizes), reverse=True)  # the largest first: others then find memory in the pool
             ]
             cuda_graphs[replica] = CudaGraphs(captured)
@@ -120,9 +119,10 @@ def get_kind(rows: int) -> str:
     return "one" if rows == 1 else "several"
 
 
-def _repeat_rows(graphs: PlanGraphs, batch: Mapping[str, Tensor], rows: int) -> tuple[Tensor, ...]:
+def _make_inputs(model: LoadedModel, graphs: PlanGraphs, rows: int) -> tuple[Tensor, ...]:
     """So many rows in memory of their own, which every replay will read."""
-    return tuple(torch.cat([batch[name]] * -(-rows // len(batch[name])))[:rows].clone() for name in graphs.inputs)
+    batch = make_noise(model.inputs, model.device, model.dtype, rows)
+    return tuple(batch[name] for name in graphs.inputs)
 
 
 def _capture_graph(runner: Graph, inputs: tuple[Tensor, ...], pool: Any, stream: torch.cuda.Stream) -> CudaGraph:

@@ -245,17 +245,13 @@ def compile_warm_plans(spec: ModelSpec, folder: Path, threads: int, report: Call
     missing = {each: path for each, path in paths.items() if not path.exists()}
     for number, ((captures, kind), path) in enumerate(missing.items(), 1):
         report(number, len(missing))
-        _compile_captures(model, captures, kind, path)
+        make = make_noise_row if kind == "one" else make_noise
+        rows = make(model.inputs, model.device, model.dtype)
+        compile_graph(export_graph(model, captures, rows), path, OPTIONS[kind])
 
 
 def _is_wanted(warm: WarmSpec, benchmark: PlanBenchmark) -> bool:
     return warm.compile == "always" or benchmark.pays
-
-
-def _compile_captures(model: LoadedModel, captures: Sequence[Capture], kind: str, path: Path) -> None:
-    make = make_noise_row if kind == "one" else make_noise
-    rows = make(model.inputs, model.device, model.dtype)
-    compile_graph(export_graph(model, captures, rows), path, OPTIONS[kind])
 
 
 def _list_captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
