@@ -221,11 +221,11 @@ def check_rows_fit(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> i
     size = 1 if catalog.crosses_rows else max_rows
     if total > size and not plan.may_split:
         batch = ', or add "isolated": true, which makes them one batch'
-        mixed = [capture.point for capture in plan.captures if capture.info.crosses_rows]
+        crossing = [capture.point for capture in plan.captures if capture.info.crosses_rows]
         raise InputError(
             f"a layer asked for mixes its rows, so they must share one forward, which holds {size} here",
             hint=f"send at most {size} inputs with it" + (batch if catalog.batches and catalog.crosses_rows else ""),
-            points=dict.fromkeys(mixed, f"mixes rows, of which a forward holds {size} here"),
+            points=dict.fromkeys(crossing, f"mixes rows, of which a forward holds {size} here"),
         )
     return size
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from math import prod
 
 from layertap.models.catalog.catalog import CallBoundary, Catalog, TensorInfo
-from layertap.models.catalog.text_lengths import TextLengths, with_common_length
+from layertap.models.catalog.text_lengths import TextLengths, check_indices, with_common_length
 from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, escape
 from layertap.models.gradients.resolve_objective import check_gradient, resolve_objective
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS
 from layertap.models.interventions.resolve import resolve_intervention
 from layertap.models.selection.hook_points import HookPoint, Intervention, Objective, Reduction, Selector
-from layertap.models.selection.index_checks import check_indices
 from layertap.models.selection.matches import SelectorMatch, check_matches, find_matches
 from layertap.models.selection.plan import Capture, Plan, ResolvedIntervention, ResolvedObjective, Result
 from layertap.models.selection.poolings import POOLINGS

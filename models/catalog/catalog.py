@@ -8,7 +8,6 @@ from math import prod
 from typing import Literal
 
 from layertap.models.devices.devices import FLOATS, TORCH_DTYPES
-from layertap.models.errors import find_nearest
 from layertap.models.hooks.sites import SITES, Site
 
 LeftPadding = Literal["as sent", "numbered", "refused"]
@@ -31,8 +30,6 @@ class Traits:
 
 DEFAULT_TRAITS = Traits()
 
-
-MAX_SUGGESTED = 3
 BACKWARD_FACTOR = 3.0  # forwards that a forward with a backward takes as long as
 
 
@@ -254,15 +251,6 @@ class Catalog:
             per_row=BACKWARD_FACTOR * costs.per_row,
             row_bytes=costs.row_bytes + 2 * saved,
         )
-
-    def suggest_layers(self, name: str) -> tuple[str, ...]:
-        """Up to three names that look like this one."""
-        return find_nearest(name, self.layers, MAX_SUGGESTED)
-
-    def suggest_types(self, kind: str) -> tuple[str, ...]:
-        """Up to three types that look like this one, in capitals or small letters."""
-        types = {each.lower(): each for each in self.types}
-        return tuple(types[each] for each in find_nearest(kind.lower(), types, MAX_SUGGESTED))
 
     @property
     def types(self) -> tuple[str, ...]:

@@ -1,13 +1,18 @@
 """Which axis of a tensor is what: rows N, channels C, tokens T, space H W (L in 1-D, T also time in video).
 
-Of attention weights: rows N, heads A, queries Q, keys K.
+Of attention weights: rows N, heads A, queries Q, keys K. Of a row of tokens: which are patches, and in what grid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
 
 from torch import nn
+
+from layertap.models.catalog.catalog import Call, CallBoundary, Layer, TensorInfo
+from layertap.models.inputs.geometry import Grid
 
 Shape = tuple[int, ...]
 Evidence = tuple[Shape, str | None]  # another tensor's shape and layout
@@ -135,3 +140,54 @@ CHANNELS_FIRST = (
     *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
     *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
 )
+
+
+def number_patches(layers: Mapping[str, Layer], prefix: int) -> dict[str, Layer]:
+    """Layers with the prefix and the grid of each of their tensors, as the feature maps among these tell.
+
+    ``prefix`` counts the tokens that stand before the patches.
+    """
+    tensors = (tensor for layer in layers.values() for call in layer.calls for tensor in call.output.tensors)
+    shapes = {tensor.shape[2:] for tensor in tensors if tensor.layout in ("NCHW", "NCTHW")}
+    maps = _Maps(prefix, {prod(shape) for shape in shapes}, _list_grids(shapes))
+    return {name: replace(layer, calls=tuple(map(maps.number_call, layer.calls))) for name, layer in layers.items()}
+
+
+@dataclass(frozen=True)
+class _Maps:
+    """How many positions the feature maps of a forward have, and the grid of each number of them."""
+
+    prefix: int
+    sizes: set[int]
+    grids: Mapping[int, Grid]
+
+    def number_call(self, call: Call) -> Call:
+        boundaries = {name: getattr(call, name) for name in ("input", "output", "attention", "functions")}
+        return replace(call, **{name: self._number_boundary(each) for name, each in boundaries.items() if each})
+
+    def _number_boundary(self, boundary: CallBoundary) -> CallBoundary:
+        return replace(boundary, tensors=tuple(map(self._number, boundary.tensors)))
+
+    def _number(self, info: TensorInfo) -> TensorInfo:
+        if info.source:  # attention: its keys
+            tokens = info.shape[-1]
+            is_whole = tokens <= self.prefix
+        elif info.layout in ("NTC", "TNC") and info.entries_per_row == 1:
+            tokens = info.size("T")
+            # As many tokens as a map has positions means that no class token is among them.
+            is_whole = tokens <= self.prefix or tokens in self.sizes
+        else:
+            return info
+        prefix = 0 if is_whole else self.prefix
+        return replace(info, prefix=prefix, grid_size=self.grids.get(tokens - prefix))
+
+
+def _list_grids(sizes: Iterable[tuple[int, ...]]) -> dict[int, Grid]:
+    """By the number of its positions, the one size that maps of a forward have with as many; none where two differ.
+
+    A transformer's patches come of such a map: of a convolution whose strides are the patches.
+    """
+    grids: dict[int, set[Grid]] = {}
+    for size in (size for size in sizes if len(size) == 2):
+        grids.setdefault(prod(size), set()).add(size)
+    return {count: next(iter(several)) for count, several in grids.items() if len(several) == 1}

@@ -21,8 +21,8 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
+from layertap.models.catalog.layout import number_patches
 from layertap.models.catalog.observations import Boundary, CallObservation
-from layertap.models.catalog.token_grid import number_patches
 from layertap.models.devices import transfer
 from layertap.models.devices.memory import Forward, is_device_error
 from layertap.models.errors import IN_THE_LOG, InputError
@@ -106,28 +106,21 @@ class CallTimer:
     """When each call of one forward began and ended, from 0 to 1; ``total`` are the forward's seconds."""
 
     def __init__(self, module: nn.Module, run: Forward, inputs: Mapping[str, Tensor], device: torch.device) -> None:
-        self._starts: dict[tuple[nn.Module, int], float] = {}
-        self._ends: dict[tuple[nn.Module, int], float] = {}
+        self._marks: dict[tuple[bool, nn.Module, int], float] = {}
 
-        def note(marks: dict[tuple[nn.Module, int], float], module: nn.Module, call: int, value: object) -> None:
+        def note(is_end: bool, module: nn.Module, call: int, value: object) -> None:
             transfer.synchronize(device)
-            marks[module, call] = time.perf_counter()
+            self._marks[is_end, module, call] = time.perf_counter()
 
-        with observe_calls(module, partial(note, self._starts), partial(note, self._ends)):
+        with observe_calls(module, partial(note, False), partial(note, True)):
             transfer.synchronize(device)
             self._zero = time.perf_counter()
             run(inputs)
-        self.total = max([*(end - self._zero for end in self._ends.values()), 1e-9])
+        self.total = max([*(mark - self._zero for (is_end, *_), mark in self._marks.items() if is_end), 1e-9])
 
-    def get_cost_before(self, module: nn.Module, call: int) -> float:
-        """The share of the whole forward spent when a call began, 0 to 1."""
-        return self._share(self._starts.get((module, call)))
-
-    def get_cost_after(self, module: nn.Module, call: int) -> float:
-        """The share of the whole forward spent when a call ended, 0 to 1."""
-        return self._share(self._ends.get((module, call)))
-
-    def _share(self, mark: float | None) -> float:
+    def get_cost(self, module: nn.Module, call: int, *, is_end: bool) -> float:
+        """The share of the whole forward spent when a call began, or ended, 0 to 1."""
+        mark = self._marks.get((is_end, module, call))
         return 1.0 if mark is None else round(min((mark - self._zero) / self.total, 1.0), 4)
 
 
@@ -199,7 +192,7 @@ class CatalogBuilder:
     def _build_call(self, module: nn.Module, number: int, alone: CallObservation, several: CallObservation) -> Call:
         def build_boundary(boundary: Boundary) -> CallBoundary:
             is_input = boundary == "input"
-            cost = (self.timer.get_cost_before if is_input else self.timer.get_cost_after)(module, number)
+            cost = self.timer.get_cost(module, number, is_end=not is_input)
             infos = (each.info for each in several.tensors[boundary].values())
             tensors = tuple(self._complete(module, number, boundary, info) for info in infos)
             order = alone.start if is_input else alone.end

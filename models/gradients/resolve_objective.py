@@ -7,11 +7,10 @@ from math import isfinite
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.catalog.row_tensor import POSITION_AXES, Position, describe_position, find_position_axes
-from layertap.models.catalog.text_lengths import TextLengths, with_common_length
+from layertap.models.catalog.text_lengths import TextLengths, check_shape, with_common_length
 from layertap.models.errors import SelectorError, escape
 from layertap.models.gradients.objectives import OBJECTIVES
 from layertap.models.selection.hook_points import HookPoint, Objective
-from layertap.models.selection.index_checks import check_shape
 from layertap.models.selection.matches import find_matches, prefer_layer
 from layertap.models.selection.plan import ResolvedObjective, Tap
 

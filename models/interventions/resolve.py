@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
-from layertap.models.catalog.text_lengths import TextLengths, with_common_length
+from layertap.models.catalog.text_lengths import TextLengths, check_indices, check_shape, get_size, with_common_length
 from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import SelectorError, escape
 from layertap.models.gradients.resolve_objective import check_gradient
@@ -16,7 +16,6 @@ from layertap.models.hooks.sites import AXES, EDITABLE, GRADIENTS
 from layertap.models.interventions.operations import OPERATIONS, compute_part_shape
 from layertap.models.interventions.sources import find_source
 from layertap.models.selection.hook_points import Intervention, Operation
-from layertap.models.selection.index_checks import check_indices, check_shape, get_size
 from layertap.models.selection.matches import SelectorMatch, check_matches, find_matches, prefer_layer
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from layertap.models.catalog.catalog import Catalog, Layer, TensorInfo
-from layertap.models.errors import SelectorError, UnknownLayerError, escape, suggest
+from layertap.models.errors import SelectorError, UnknownLayerError, escape, find_nearest, suggest
 from layertap.models.hooks.sites import ATTENTION, OF_FUNCTIONS, SITES, split_function
 from layertap.models.selection.hook_points import HookPoint, Selector, format_path
 from layertap.models.selection.plan import Tap
 
 MAX_SHOWN = 5  # names in a hint
+MAX_SUGGESTED = 3  # names that look like another
 EVERY_LAYER = "GET /models/MODEL/layers, or `layertap layers MODEL`, lists every layer"
 SCRIPTED = "scripted: hooks on its parts never run"
 
@@ -62,10 +63,11 @@ def check_matches(
 
 def suggest_type(kind: str | None, catalog: Catalog) -> str:
     """What types there are, those first that look like this one; nothing where a layer has it, or none is asked for."""
-    types = catalog.types
-    if kind is None or kind in types:
+    types = {each.lower(): each for each in catalog.types}
+    if kind is None or kind in types.values():
         return ""
-    return " ".join(filter(None, (suggest(catalog.suggest_types(kind)), f"types here: {', '.join(types[:20])}")))
+    nearest = tuple(types[each] for each in find_nearest(kind.lower(), types, MAX_SUGGESTED))
+    return " ".join(filter(None, (suggest(nearest), f"types here: {', '.join(catalog.types[:20])}")))
 
 
 def filter_layers(catalog: Catalog, match: str | None, kind: str | None, leaf: bool | None) -> list[Layer]:
@@ -124,7 +126,7 @@ def _find_layers(selector: Selector, catalog: Catalog) -> tuple[list[Layer], lis
 def _get_layer(name: str, catalog: Catalog) -> Layer:
     layer = catalog.layers.get(name)
     if layer is None:
-        hint = suggest(catalog.suggest_layers(name)) or EVERY_LAYER
+        hint = suggest(find_nearest(name, catalog.layers, MAX_SUGGESTED)) or EVERY_LAYER
         raise UnknownLayerError(f"there is no layer {escape(name)}", hint=hint)
     if not layer.calls and catalog.tower:
         raise UnknownLayerError(f"layer {escape(name)} does not run for {catalog.tower}", hint=_list_running(catalog))
@@ -227,12 +229,10 @@ def _refused_error(selector: Selector, layer: Layer, call: int) -> SelectorError
     path, kind = next(refused, ((), None))
     if kind is None:
         return None
-    where = (
-        f"{_describe_side(selector, layer)} at {escape(format_path(path))}" if path else _describe_side(selector, layer)
-    )
+    subject = _describe_side(selector, layer) + (f" at {escape(format_path(path))}" if path else "")
     others = [format_path(info.path) for info in boundary.tensors]
     return SelectorError(
-        f"{where} is {kind}: only dense tensors can be captured",
+        f"{subject} is {kind}: only dense tensors can be captured",
         hint=f"paths here: {', '.join(others[:20])}" if any(others) else "ask for a layer before it or after it",
     )
 

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torchvision.models import get_model
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
-from layertap.models.errors import InputError
+from layertap.models.errors import InputError, UnknownLayerError
 from layertap.models.loaded_model import LoadedModel
+from layertap.models.selection.hook_points import Selector
+from layertap.models.selection.matches import EVERY_LAYER, find_matches
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import Loader
 from tests.loading import load_model
@@ -289,8 +291,10 @@ def test_families(module: Callable[[], nn.Module]) -> None:
 def test_near_names(load_net: Loader) -> None:
     """Misspelt names have near matches; a very long one is not compared at length."""
     catalog = load_net("resnet").catalog
-    assert "layer1.0.conv1" in catalog.suggest_layers("layer1.0.conf1")
-    assert catalog.suggest_layers("q" * 100_000) == ()
+    for name, hint in (("layer1.0.conf1", "'layer1.0.conv1'"), ("q" * 100_000, EVERY_LAYER)):
+        with pytest.raises(UnknownLayerError) as caught:
+            find_matches(Selector(name, name), catalog)
+        assert hint in caught.value.hint
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
