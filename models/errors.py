@@ -2,7 +2,7 @@
 
 LayertapError
 ├── UnknownModelError      no model of that name is configured
-├── LoadError              an architecture or its weights can't be had
+├── LoadError              an architecture or its weights can't be loaded
 │   └── AbsentError        what is outside of an entry is not there, or not as it should be
 ├── RequestError           what was asked for can't be done; carries a Fault for each reason
 │   ├── SelectorError      a selector's text or its options make no sense
@@ -132,7 +132,7 @@ class UnknownModelError(LayertapError):
 
 
 class LoadError(LayertapError):
-    """An architecture or its weights can't be had; the detail shows no path.
+    """An architecture or its weights can't be loaded; the detail shows no path.
 
     ``kind`` is a word of our own for what failed, fit to be shown to anyone. Notes and causes are for the log.
     """

@@ -113,7 +113,7 @@ def digest_changes(changes: Iterable[ResolvedIntervention | ResolvedObjective], 
     """The part of a fingerprint for interventions, an objective and a layer to go on from; None where there are none.
 
     What they found in a catalogue is left out: it depends on the shape of the input, as no other fingerprint does. That
-    a tensor has tokens is told: what pads a text was once changed and counted as they are.
+    a tensor has tokens goes in: earlier versions changed and counted padding like other tokens.
     """
     parts: list[object] = [_describe_change(each) for each in changes]
     if start:

@@ -34,9 +34,9 @@ from layertap.models.selection.hook_points import HookPoint
 from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.models.spec import InputSpec, Shapes
 
-MAX_CATALOGS = 16  # one for each shape of input that was asked for lately; texts of 8 to 131,072 tokens have 15 lengths
-MAX_RESUMPTIONS = 16  # one for each layer, and shape of input, that forwards went on from lately
-MAX_GRAD_CAM_LAYERS = 32  # one for each objective that Grad-CAM had lately, classes aside
+MAX_CATALOGS = 16  # one for each recent shape of input; texts of 8 to 131,072 tokens have 15 lengths
+MAX_RESUMPTIONS = 16  # one for each recent layer to resume from, and shape of input
+MAX_GRAD_CAM_LAYERS = 32  # one for each recent objective of Grad-CAM, classes aside
 QUICK_S = 0.5  # CPU-seconds of a forward in which one thread is enough: others that wait for it only spin
 MAX_SURVEYS = 3  # each of which puts back what the one before it found to be state
 
@@ -114,7 +114,7 @@ def _name_memory_errors() -> Iterator[None]:
 
 
 class CatalogCache:
-    """The catalogues of a model by the shape of a row, and what else was found out about it lately.
+    """The catalogues of a model by the shape of a row, and other recent findings about it.
 
     ``resumptions`` has how forwards go on from a point, of rows of a shape; ``grad_cam_layers`` the layer that Grad-CAM
     looks at for an objective. ``configured`` is the catalogue of the configured ``shapes``, ``towers`` has those of
@@ -141,7 +141,7 @@ class CatalogCache:
         self._unsized |= {shapes: replace(catalog, sizes_known=False) for shapes, catalog in towers.items()}
 
     def get_catalog(self, shapes: Shapes, *, functions: bool = False) -> Catalog | None:
-        """The catalogue of a shape; None where it was not surveyed lately, or not with its ``functions``."""
+        """The catalogue of a shape; None where no recent survey made one, or one with its ``functions``."""
         known = self.configured if shapes == self._shapes else self.towers.get(shapes) or self._catalogs.get(shapes)
         return known if known is not None and (known.has_functions or not functions) else None
 
@@ -160,7 +160,7 @@ class CatalogCache:
 
 
 class ModelCatalogs(CatalogCache):
-    """What is known of a model that is in memory, found out by running it where it is not.
+    """What is known of a model in memory; what is not known yet is found by running it.
 
     Any thread may get what is kept. The other methods run the module, with ``threads`` threads on a CPU: only its own
     thread may.
@@ -175,7 +175,7 @@ class ModelCatalogs(CatalogCache):
         threads: int,
         configured: Catalog,
     ) -> None:
-        """``configured`` is what ``survey_configured`` has found out of the module."""
+        """``configured`` is what ``survey_configured`` returned for the module."""
         super().__init__(configured, inputs.shapes)
         self._module = module
         self._forward = partial(call_module, module=module, state=configured.traits.state)

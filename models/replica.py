@@ -69,7 +69,7 @@ def create_replica(module: nn.Module) -> Replica:
 def copy_module(module: nn.Module) -> nn.Module | None:
     """Another tree over the same parameters and buffers; None where a module can't be copied like that.
 
-    Whether a forward of the copy stays inside the copy is not told by this: a closure may lead back to the original.
+    This does not tell whether a forward of the copy stays inside it: a closure may lead back to the original.
     """
     shared = {id(tensor): tensor for tensor in _iterate_tensors(module)}
     try:

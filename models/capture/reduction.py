@@ -142,7 +142,7 @@ def _count_skipped(info: TensorInfo, reduction: Reduction) -> int:
 def _quantize(value: Tensor) -> ReducedTensor:
     """Symmetric int8 with one float32 scale for each index of axis 0: value ≈ int8 × scale.
 
-    Where a value is not finite nothing of that index can be told: its scale is NaN.
+    Where a value is not finite the scale of that index is NaN.
     """
     flat = value.to(torch.float32).reshape(value.shape or (1,)).unsqueeze(-1).flatten(1)
     largest = flat.abs().amax(-1) if flat.shape[-1] else flat.new_zeros(len(flat))

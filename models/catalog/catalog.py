@@ -110,7 +110,7 @@ class TensorInfo:
 class CallBoundary:
     """One side of a call: its place in the forward, the share of the forward's cost spent by then, its tensors.
 
-    ``refused`` are the paths of tensors without plain memory, which can't be had, and their kinds: "sparse", "nested" …
+    ``refused`` are the paths of tensors without plain memory, which are not captured, and their kinds: "sparse" …
     """
 
     order: int

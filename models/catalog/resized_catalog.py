@@ -1,4 +1,4 @@
-"""The catalogue of another shape: what the survey of the configured one has found out, and the sizes of one forward."""
+"""The catalogue of another shape: what the survey of the configured one found, with the sizes of one forward."""
 
 from __future__ import annotations
 

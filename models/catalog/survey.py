@@ -204,7 +204,7 @@ class CatalogBuilder:
 
         functions = build_boundary("functions")
         returning = {info.path[:2] for info in functions.tensors if info.path[2] == "output"}
-        # Functions that a forward of several rows calls otherwise can't be told apart by their numbers.
+        # If a forward of several rows calls other functions, numbers do not tell which is which.
         if alone.tensors["functions"].keys() != several.tensors["functions"].keys():
             returning = set()
         tensors = tuple(info for info in functions.tensors if info.path[:2] in returning)  # len() computes nothing

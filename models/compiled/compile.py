@@ -100,7 +100,7 @@ def export_graph(
             dynamic_shapes=(dynamic,) if dynamic else None,
             strict=False,
         )
-        # Without writes in place it is plain what nobody needs, and that goes.
+        # Without writes in place the export shows which operations are unused, and drops them.
         pruned: torch.export.ExportedProgram = program.run_decompositions({})
         return pruned
 
@@ -125,7 +125,7 @@ class _CapturingModule(nn.Module):
 
         with ExitStack() as stack:
             attach_at(stack, {each: each.point.locate(modules) for each in self._captures}, capture_tensor)
-            # To its end: an export that is left midway is none. What nobody captures is cut off from the graph.
+            # To its end: an export that is left midway fails. What is not captured is cut off the graph afterwards.
             call_module(dict(zip(self._names, inputs, strict=True)), self.model)
         results = (reduced[capture] for capture in self._captures)
         return [tensor for each in results for tensor in (each.values, each.scale) if tensor is not None]

@@ -40,7 +40,7 @@ def find_compiled_plan(compiled: Iterable[CompiledPlan | None], plan: Plan) -> C
 
 
 class WarmError(LayertapError):
-    """A graph can't be had; ``detail`` says why."""
+    """There is no graph; ``detail`` says why."""
 
 
 class Graph(Protocol):

@@ -237,7 +237,7 @@ def compile_warm_plans(spec: ModelSpec, folder: Path, threads: int, report: Call
     model = load_model(spec, 1, threads)
     plans = []
     for warm in (warm for warm in spec.warm if warm.compile):
-        with suppress(WarmError):  # of a plan that is told when its turn comes; the others are compiled
+        with suppress(WarmError):  # logged when that plan's turn comes; the others are compiled
             plans.append(_list_captures(model, make_warm_plan(model, warm)))
     paths = {
         (captures, kind): folder / f"{compute_key(model, captures, kind)}.pt2" for captures in plans for kind in KINDS

@@ -128,7 +128,7 @@ def _read_cgroup() -> Iterator[int]:
     group = Path("/sys/fs/cgroup")
     limit, used = (next(iter(_read_lines(group / f"memory.{name}")), "max") for name in ("max", "current"))
     if limit.isdigit() and used.isdigit():
-        # Files that were read lately count as used, but make room where it is wanted.
+        # Cached files count as used, but the kernel drops them when memory is needed.
         files = (line.split() for line in _read_lines(group / "memory.stat"))
         spare = next((int(size) for name, size in files if name == "inactive_file"), 0)
         yield max(int(limit) - int(used) + spare, 0)

@@ -173,7 +173,7 @@ Perturbation = IntegratedGradients | SmoothGrad | Occlusion
 
 @lru_cache(maxsize=32)
 def _find_nodes(steps: int) -> tuple[Array, Array]:
-    """Where to look between 0 and 1, and what each place weighs: found out once, as hundreds of steps take long."""
+    """Points between 0 and 1 and their weights; cached, as hundreds of steps take long."""
     nodes, weights = np.polynomial.legendre.leggauss(steps)
     return (nodes + 1) / 2, weights / 2  # from (-1, 1)
 

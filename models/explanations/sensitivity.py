@@ -1,4 +1,4 @@
-"""At which of a forward's outputs an objective depends on their positions: found out by gradients, never by names."""
+"""Which of a forward's outputs an objective depends on position by position: found by gradients, never by names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request's objective against a catalogue: the tensor that is differentiated, and where gradients are to be had."""
+"""A request's objective against a catalogue: the tensor that is differentiated, and where it has gradients."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def _read_native(func: Any, arguments: Arguments, out: Any) -> AttentionEvent | 
     shape = (query.shape[0], arguments["num_head"], query.shape[1], key.shape[1])
 
     def recompute() -> Tensor:
-        # Its matrices are multiplied, and biases added, inside: what it computed is had only from itself.
+        # It multiplies matrices and adds biases inside: only the operation itself gives the weights that it computed.
         output, weights = func(**{**arguments, "need_weights": True, "average_attn_weights": False})
         _check_output(output, out[0], output)
         return weights  # type: ignore[no-any-return]
@@ -245,8 +245,8 @@ def _check_output(expected: Tensor, output: Tensor, scale: Tensor) -> None:
     bound = TOLERANCE.get(output.dtype, 1e-4) * scale.float().abs().nan_to_num(0.0).amax()
     if bool(distance > bound):
         raise InputError(
-            f"this attention can't be told: its kernel returned values that differ by {float(distance):.2g} "
-            "from what the weights give",
+            f"this attention's weights can't be recomputed: its kernel's output differs by {float(distance):.2g} "
+            "from what they give",
             hint="ask for the layer's output",
         )
 

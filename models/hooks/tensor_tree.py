@@ -90,7 +90,7 @@ def _rebuild(value: Any, key: str, items: Mapping[str, object]) -> Any:
         value[name] = items[key]
     elif is_dataclass(value):
         value = copy.copy(value)
-        # A frozen one says no to plain assignment. The name is one of the dataclass's own fields.
+        # A frozen one refuses plain assignment. The name is one of the dataclass's own fields.
         object.__setattr__(value, next(field.name for field in fields(value) if field.name == key), items[key])
     elif isinstance(value, list):
         value = copy.copy(value)

@@ -159,7 +159,7 @@ class ModelInputs:
         return tuple(replace(spec, shape=shape) for spec, shape in zip(specs, shapes, strict=True))
 
     def with_traits(self, traits: Traits) -> ModelInputs:
-        """The inputs of a model of which a survey has told how it takes padding."""
+        """The inputs, with what a survey found about how the model takes padding."""
         if self.text is None:
             return self
         return replace(

@@ -254,7 +254,7 @@ class Explanation:
     """Maps that are asked for: how each is made, and of which layer (None: the method's own choice).
 
     ``classes`` are in place of the objective's class, with a map of each; ``top_classes`` is how many of a row's best
-    classes are told. ``discard`` is the share of each layer's lowest attention that a rollout leaves out, 0 up to, not
+    classes are named. ``discard`` is the share of each layer's lowest attention that a rollout leaves out, 0 up to, not
     including, 1. ``steps`` are those of integrated gradients; ``samples``, ``noise`` (a share of the row's range) and
     ``seed`` are of SmoothGrad; ``window`` and ``stride`` of occlusion, in the input's pixels. None: the default.
     """
