@@ -221,9 +221,10 @@ class Collector:
         if actions is None:
             return None
         self._change_tensors(actions, tensors, changes)
-        for path in actions.anchors:
+        for path, anchor in actions.anchors.items():
             if path in tensors:  # the same steps, on anchors that nobody reads
-                changes[path] = GradientAnchors().anchor((None, "", 0, path), tensors[path], ())
+                location = anchor.tap.point.locate(self._modules)
+                changes[path] = GradientAnchors().anchor(location, tensors[path], ())
         return changes
 
     def _change_tensors(self, actions: CallActions, tensors: dict[Path, Tensor], changes: dict[Path, Tensor]) -> None:

@@ -15,12 +15,10 @@ from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.devices.memory import is_device_error
 from layertap.models.errors import InputError
 from layertap.models.gradients.objectives import OBJECTIVES
-from layertap.models.hooks.attach import ATTACH, StopForward, attach_at
+from layertap.models.hooks.attach import ATTACH, Location, StopForward, attach_at
 from layertap.models.hooks.running_calls import Changes
-from layertap.models.hooks.tensor_tree import Path, iterate_tensors
+from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.selection.hook_points import HookPoint, Objective
-
-Key = tuple[Any, str, int, Path]  # a module, a side, a call, a path
 
 
 class GradientAnchors:
@@ -31,11 +29,11 @@ class GradientAnchors:
     """
 
     def __init__(self) -> None:
-        self._anchors: dict[Key, Tensor] = {}
+        self._anchors: dict[Location, Tensor] = {}
         self._changed: list[Tensor] = []  # the successors whose gradients are changed first
         self._totals: dict[HookPoint, Tensor] = {}
 
-    def anchor(self, key: Key, value: Tensor, changes: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
+    def anchor(self, key: Location, value: Tensor, changes: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
         """Keep a value as an anchor; what is returned goes on in its place.
 
         ``changes`` are made to its gradient, the last one first.
@@ -56,13 +54,13 @@ class GradientAnchors:
         """Differentiate an objective that looks at a point, too."""
         self._totals[point] = self._totals[point] + objective if point in self._totals else objective
 
-    def reaches(self, point: HookPoint, anchors: Collection[Key]) -> bool:
+    def reaches(self, point: HookPoint, anchors: Collection[Location]) -> bool:
         """Whether a graph leads from what was differentiated at a point to the earliest call that is anchored so."""
         first = next(key for key in self._anchors if key in anchors)[:3]
         ends = {get_gradient_edge(anchor).node for key, anchor in self._anchors.items() if key[:3] == first}
         return not ends.isdisjoint(_collect_nodes(self._totals[point]))
 
-    def compute_gradients(self) -> Mapping[Key, Tensor]:
+    def compute_gradients(self) -> Mapping[Location, Tensor]:
         """The gradient at each anchor: zero, changed too, where the objective does not depend on it. Ends the graph.
 
         InputError where the model computes what has no derivative.
