@@ -20,8 +20,7 @@ from layertap.models.devices import memory
 from layertap.models.devices.costs import add_reading, make_costs, measure_forward
 from layertap.models.devices.devices import use_threads
 from layertap.models.errors import SelectorError, out_of_memory_error
-from layertap.models.explanations.maps import find_map_layers
-from layertap.models.explanations.sensitivity import find_last_sensitive
+from layertap.models.explanations.map_layers import find_last_sensitive, find_map_layers
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.interventions.sources import find_tensor

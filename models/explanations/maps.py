@@ -7,20 +7,16 @@ patches stand, and they make no square.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from layertap.models.catalog.catalog import Catalog, TensorInfo
+from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import SelectorError
 from layertap.models.inputs.geometry import Grid, find_grid
-from layertap.models.selection.hook_points import HookPoint
-from layertap.models.selection.plan import Tap
 
 Array = NDArray[Any]
-SPATIAL = ("NCHW", "NHWC", "NTC")
 
 
 def grad_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
@@ -131,31 +127,6 @@ def _find_grid(patches: int, known: Grid | None) -> Grid:
     return grid
 
 
-def find_attention(catalog: Catalog, prefix: int) -> list[Tap]:
-    """Every attention of a forward in its order; SelectorError where they are not all over one grid of patches."""
-    taps = [
-        (call.attention.order, Tap(HookPoint(layer.name, number, info.path, "attention"), info))
-        for layer in catalog.layers.values()
-        for number, call in enumerate(layer.calls)
-        if call.attention is not None
-        for info in call.attention.tensors
-    ]
-    infos = [tap.info for _, tap in taps]
-    if len({info.shape[-2:] for info in infos}) != 1 or not all(_covers_patches(info, prefix) for info in infos):
-        raise SelectorError(
-            "this model's attention is not over one grid of patches in every layer, so it can't be rolled out",
-            hint="use method 'grad_cam' or 'saliency'",
-        )
-    return [tap for _, tap in sorted(taps, key=itemgetter(0))]
-
-
-def _covers_patches(info: TensorInfo, prefix: int) -> bool:
-    queries, keys = info.shape[-2:]
-    patches = keys - prefix
-    is_complete = info.entries_per_row == 1 and not info.crosses_rows and queries == keys
-    return is_complete and find_grid(patches, info.grid_size) is not None
-
-
 def _zero_lowest(layer: Array, share: float) -> Array:
     flat = layer.reshape(len(layer), -1)
     count = int(flat.shape[1] * share)
@@ -164,37 +135,6 @@ def _zero_lowest(layer: Array, share: float) -> Array:
     remaining = flat.copy()
     np.put_along_axis(remaining, np.argpartition(flat, count - 1, axis=1)[:, :count], 0.0, axis=1)
     return remaining.reshape(layer.shape)
-
-
-def is_map(info: TensorInfo) -> bool:
-    """Whether a tensor has a grid of positions, each with channels, for every row."""
-    if info.layout not in SPATIAL or info.row_axis != 0 or info.crosses_rows or info.entries_per_row != 1:
-        return False
-    if info.layout == "NTC":
-        tokens = info.shape[1] - info.prefix
-        return tokens > 1 and find_grid(tokens, info.grid_size) is not None
-    return min(map(info.size, "HW")) > 1
-
-
-def find_map_layers(catalog: Catalog, end: HookPoint) -> list[Tap]:
-    """The layers of a forward that return maps, up to one of its points, the last one first; SelectorError.
-
-    Parts of an attention are left out where there are others: an entry of a query, key or value is no channel.
-    """
-    last = catalog.layers[end.layer].calls[end.call].output.order
-    maps = [
-        (call.output.order, Tap(HookPoint(layer.name, number, info.path, "output"), info))
-        for layer in catalog.layers.values()
-        for number, call in enumerate(layer.calls)
-        for info in call.output.tensors
-        if call.output.order <= last and is_map(info) and "float" in info.dtype
-    ]
-    if not maps:
-        raise SelectorError("no layer of this model returns a map", hint="use method 'saliency'")
-    attention = tuple(f"{name}." for name, layer in catalog.layers.items() if layer.has_attention and name != ".")
-    outside = [each for each in maps if not each[1].point.layer.startswith(attention)]
-    # Of a layer and what it is the last part of, the outer one: it returns last.
-    return [tap for _, tap in sorted(outside or maps, key=itemgetter(0), reverse=True)]
 
 
 def find_zero_rows(maps: Array) -> list[int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import SelectorError, escape
 from layertap.models.explanations import maps
+from layertap.models.explanations.map_layers import find_attention, find_map_layers, is_map
 from layertap.models.explanations.perturbations import IntegratedGradients, Occlusion, Perturbation, SmoothGrad
 from layertap.models.gradients.resolve_objective import check_gradient
 from layertap.models.hooks.sites import GRADIENTS, Site
@@ -112,9 +113,9 @@ def _find_layer(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     if explanation.selector is None:
         raise ValueError("the default layer has not been found yet")
     matches, _ = find_matches(explanation.selector, model.catalog)
-    of_maps = [match for match in matches if maps.is_map(match.info) and match.point.site == "output"]
+    of_maps = [match for match in matches if is_map(match.info) and match.point.site == "output"]
     if len(of_maps) != 1:
-        layers = maps.find_map_layers(model.catalog, HookPoint(".", 0, (), "output"))
+        layers = find_map_layers(model.catalog, HookPoint(".", 0, (), "output"))
         names = dict.fromkeys(escape(tap.point.layer) for tap in layers)
         raise SelectorError(
             f"{escape(explanation.selector.text)} names {len(of_maps)} outputs that are maps",
@@ -126,7 +127,7 @@ def _find_layer(explanation: Explanation, model: ModelInfo) -> list[Tap]:
 def _find_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     """The model's input."""
     tensors = model.catalog.layers["."].calls[0].input.tensors
-    of_maps = [tensor for tensor in tensors if maps.is_map(tensor)]
+    of_maps = [tensor for tensor in tensors if is_map(tensor)]
     if not of_maps:
         raise SelectorError("this model takes no pictures")
     return [Tap(HookPoint(".", 0, of_maps[0].path, "input"), of_maps[0])]
@@ -142,7 +143,7 @@ def _find_only_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
 
 def _find_attention(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     """Every layer's attention."""
-    return maps.find_attention(model.catalog, model.prefix_tokens)
+    return find_attention(model.catalog, model.prefix_tokens)
 
 
 def _roll_out_attention(captured: Captured) -> Array:

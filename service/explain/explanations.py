@@ -12,7 +12,7 @@ from layertap.models import fingerprint
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import LayertapError, RequestError, escape
 from layertap.models.explanations import maps
-from layertap.models.explanations.sensitivity import make_trial_objective
+from layertap.models.explanations.map_layers import make_trial_objective
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.labels import Labels
 from layertap.models.model_info import ModelInfo

@@ -8,13 +8,11 @@ from timm.models.vision_transformer import VisionTransformer
 
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import SelectorError
+from layertap.models.explanations.map_layers import find_attention, find_map_layers, is_map
 from layertap.models.explanations.maps import (
     average_heads,
-    find_attention,
-    find_map_layers,
     find_zero_rows,
     grad_cam,
-    is_map,
     relevance,
     rollout,
     saliency,

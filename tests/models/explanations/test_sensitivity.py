@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torchvision.models import convnext_tiny
 
 from layertap.models.capture.extractor import FeatureExtractor
-from layertap.models.explanations.maps import find_map_layers
-from layertap.models.explanations.sensitivity import find_last_sensitive
+from layertap.models.explanations.map_layers import find_last_sensitive, find_map_layers
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.selection.hook_points import HookPoint, Objective
 from layertap.models.selection.selectors import parse_selector

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.errors import RequestError
-from layertap.models.explanations.sensitivity import make_trial_objective
+from layertap.models.explanations.map_layers import make_trial_objective
 from layertap.models.selection.hook_points import Objective
 from layertap.models.selection.selectors import parse_selector
 from tests.models.gradients.test_gradients import exact, ours, plan_for
