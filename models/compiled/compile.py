@@ -37,6 +37,8 @@ RECIPE = 2  # to be raised where graphs are made otherwise
 THREADS = {"cpp.dynamic_threads": True}  # as many as there are when a graph runs
 # Freezing lays weights out for the processor: quicker for several rows, and much slower for a single one.
 OPTIONS: Mapping[str, Mapping[str, object]] = {"one": THREADS, "several": {**THREADS, "freezing": True}}
+# Headers compiled beforehand take longer to make than the two graphs of a plan gain by them.
+BUILD: Mapping[str, object] = {"aot_inductor.precompile_headers": False}
 RUNNER = Path(__file__).with_name("runner.cpp")
 COMPILER_TIMEOUT_S = 300.0
 _loading = Lock()
@@ -137,7 +139,8 @@ def compile_graph(program: torch.export.ExportedProgram, path: Path, options: Ma
 
     # Where gradients may be wanted the compiler leaves freezing out without a word.
     with torch.no_grad(), tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = aoti_compile_and_package(program, package_path=f"{folder}/{path.name}", inductor_configs={**options})
+        configs = {**options, **BUILD}
+        made = aoti_compile_and_package(program, package_path=f"{folder}/{path.name}", inductor_configs=configs)
         Path(made).replace(path)
 
 

@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from operator import call
 from pathlib import Path
 from threading import Thread
 from typing import Protocol, TypeVar
 
+from layertap.models.catalog.catalog import Catalog
 from layertap.models.compiled.benchmark import (
     PlanBenchmark,
     check_against_hooks,
@@ -32,6 +34,7 @@ from layertap.models.compiled.compile import (
     compute_key,
     export_graph,
     find_compiler,
+    load_runner,
     open_folder,
     open_graph,
 )
@@ -57,6 +60,7 @@ SITES = frozenset({"output", "input"})
 KINDS = ("one", "several")
 REPORT_INTERVAL_S = 15.0  # between two words on a graph that takes long
 CHECKED_ROWS = (1, 2, 3)  # rows of the batches that are compared
+CompilerOptions = tuple[ModelSpec, Catalog, Path, int, Sequence[str]]  # of ``compile_warm_plans``
 PreparedPlan = tuple[CompiledPlan | None, PlanGraphs | None, PlanBenchmark | None]
 
 
@@ -150,7 +154,7 @@ class _Preparation:
         model = self.model
         if not all(path.exists() for path in paths.values()):
             find_compiler()
-            _compile_in_process(model.spec, paths["one"].parent, model.threads)
+            _compile_in_processes(model, paths["one"].parent)
         one, several = (open_graph(paths[kind], len(model.replicas), model.device) for kind in KINDS)
         graphs = PlanGraphs(captures, tuple(spec.name for spec in model.inputs), one, several)
         self.run_trial(partial(check_against_hooks, model, plan, graphs, model.replicas[0], CHECKED_ROWS))
@@ -163,25 +167,34 @@ def make_warm_plan(model: ModelInfo, warm: WarmSpec) -> Plan:
     return make_plan([replace(parse_selector(text), reduction=reduction) for text in warm.layers], model.catalog)
 
 
-def _compile_in_process(spec: ModelSpec, folder: Path, threads: int) -> None:
-    """Compile graphs in a process of its own, which takes the compiler's memory with it; WarmError where it fails.
+def _compile_in_processes(model: LoadedModel, folder: Path) -> None:
+    """Compile graphs in processes of their own, which take the compiler's memory with them; WarmError where one fails.
 
-    It ends with this process, if that is sooner, however that ends. Meanwhile the log tells how far it is.
+    On a CPU graphs of single rows are compiled beside the others. The processes end with this one, if that is sooner,
+    however that ends. Meanwhile the log tells how far they are.
     """
     context = get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(
-        target=_run_compiler, args=(sender, spec, folder, threads, list_search_folders()), daemon=True
-    )
-    process.start()
-    sender.close()
+    started: list[tuple[SpawnProcess, Connection]] = []
     try:
-        reason = wait_for_compiler(receiver, spec.name)
-    except EOFError:
-        reason = "the compiler's process ended"
-    process.join()
-    if reason:
-        raise WarmError(reason)
+        for kinds in [(kind,) for kind in KINDS] if model.device.type == "cpu" else [KINDS]:
+            receiver, sender = context.Pipe(duplex=False)
+            options = (model.spec, model.catalog, folder, model.threads, kinds)
+            process = context.Process(target=_run_compiler, args=(sender, list_search_folders(), options), daemon=True)
+            process.start()
+            sender.close()
+            started.append((process, receiver))
+        load_runner(folder)  # compiled beside them where it is not there
+        for _, receiver in started:
+            try:
+                reason = wait_for_compiler(receiver, model.spec.name)
+            except EOFError:
+                reason = "the compiler's process ended"
+            if reason:
+                raise WarmError(reason)
+    finally:
+        for process, _ in started:
+            process.terminate()  # the one that is not waited for any more
+            process.join()
 
 
 def wait_for_compiler(receiver: Connection, model: str) -> str:
@@ -200,7 +213,7 @@ def wait_for_compiler(receiver: Connection, model: str) -> str:
             log.info("compiling", extra={"fields": {**fields, "seconds": seconds}})
 
 
-def _run_compiler(sender: Connection, spec: ModelSpec, folder: Path, threads: int, folders: Sequence[str]) -> None:
+def _run_compiler(sender: Connection, folders: Sequence[str], options: CompilerOptions) -> None:
     """Compile, and tell how far it is, then what went wrong, if anything did; a server's log has a form: print nothing.
 
     Ended by SIGTERM, it removes what it has begun to write.
@@ -213,7 +226,7 @@ def _run_compiler(sender: Connection, spec: ModelSpec, folder: Path, threads: in
     Thread(target=_end_with_parent, daemon=True).start()
     add_search_folders(folders)
     try:
-        compile_warm_plans(spec, folder, threads, lambda number, count: sender.send((number, count)))
+        compile_warm_plans(*options, lambda number, count: sender.send((number, count)))
     except LayertapError as error:
         sender.send(error.detail)
     except Exception as error:
@@ -229,18 +242,26 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def compile_warm_plans(spec: ModelSpec, folder: Path, threads: int, report: Callable[[int, int], None]) -> None:
-    """Compile all graphs of a model that are not there yet; raises whatever an export or a compiler does.
+def compile_warm_plans(
+    spec: ModelSpec,
+    catalog: Catalog,
+    folder: Path,
+    threads: int,
+    kinds: Sequence[str],
+    report: Callable[[int, int], None],
+) -> None:
+    """Compile all graphs of a model, of these kinds, that are not there yet; raises whatever export or compiler do.
 
-    ``report`` is called before each graph with its number and how many there are.
+    ``catalog`` is the model's, found out where it was loaded first. ``report`` is called before each graph with its
+    number and how many there are.
     """
-    model = load_model(spec, 1, threads)
+    model = load_model(spec, 1, threads, run_survey=lambda _: catalog)
     plans = []
     for warm in (warm for warm in spec.warm if warm.compile):
         with suppress(WarmError):  # logged when that plan's turn comes; the others are compiled
             plans.append(_list_captures(model, make_warm_plan(model, warm)))
     paths = {
-        (captures, kind): folder / f"{compute_key(model, captures, kind)}.pt2" for captures in plans for kind in KINDS
+        (captures, kind): folder / f"{compute_key(model, captures, kind)}.pt2" for captures in plans for kind in kinds
     }
     missing = {each: path for each, path in paths.items() if not path.exists()}
     for number, ((captures, kind), path) in enumerate(missing.items(), 1):

@@ -360,7 +360,8 @@ def test_what_is_compiled(loaded: Callable[..., LoadedModel], tmp_path: Path) ->
     """Each graph that is missing counts once; a plan that no graph can give is left out."""
     plain = WarmSpec(("encoder.ln",), compile=True)
     attention = WarmSpec(("encoder.layers.encoder_layer_0.self_attention:attention",), compile=True)
-    spec = replace(loaded("vit").spec, warm=(plain, plain, attention))
+    model = loaded("vit")
+    spec = replace(model.spec, warm=(plain, plain, attention))
     told: list[tuple[int, int]] = []
 
     def tell(number: int, count: int) -> None:
@@ -368,7 +369,7 @@ def test_what_is_compiled(loaded: Callable[..., LoadedModel], tmp_path: Path) ->
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        compile_warm_plans(spec, tmp_path, 1, tell)
+        compile_warm_plans(spec, model.catalog, tmp_path, 1, ("one", "several"), tell)
     assert told == [(1, 2)]
 
 
