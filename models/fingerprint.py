@@ -29,6 +29,7 @@ from layertap.models.selection.poolings import POOLINGS
 from layertap.models.spec import Decode, InputSpec, Preprocessed, Tower
 
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
+DECODE_RECIPES = {"fast": "fast 2"}  # of ways of decoding that made other pixels before
 SURVEYED = frozenset({"values", "longest", "long_axis", "example"})
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -162,7 +163,7 @@ def _describe_change(change: ResolvedIntervention | ResolvedObjective) -> dict[s
 
 def _describe_picture(how: Preprocessing, decode: Decode) -> dict[str, Any]:
     """How a picture becomes a row; exact decoding goes without saying."""
-    return how.describe() | ({"decode": decode} if how.changes_pixels(decode) else {})
+    return how.describe() | ({"decode": DECODE_RECIPES.get(decode, decode)} if how.changes_pixels(decode) else {})
 
 
 def _describe_input(spec: InputSpec) -> dict[str, Any]:

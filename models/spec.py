@@ -93,7 +93,7 @@ class PreprocessSpec:
 
     @property
     def reducible(self) -> bool:
-        """Whether the resize step is a smooth one, so that a large picture decoded smaller comes out nearly alike."""
+        """Whether the resize step is a smooth one, so that pictures made smaller another way come out nearly alike."""
         return self.resize is not None and self.interpolation in SMOOTH
 
     @property
@@ -179,7 +179,8 @@ class ModelSpec:
     folder of a PEFT adapter that is merged into them;
     ``required``: a server that was to load it at its start is not ready without it.
     ``inputs`` is needed where the source can't tell (python:). ``decode`` says whether large JPEGs may be decoded at
-    a reduced scale before they are resized (``fast``), or JPEGs on the model's GPU (``device``): other numbers, sooner.
+    a reduced scale, and pictures resized with shorter weights (``fast``), or JPEGs decoded on the model's GPU
+    (``device``): other numbers, sooner.
     ``labels`` are the names of all classes in their order, or the path of a file with them; None: those that the source
     knows. ``tf32``: on a GPU, products and convolutions of float32 may read 10 bits of each mantissa. torch has one
     switch for a process, so all its models of float32 on GPUs must agree. ``memory_format`` is that of convolutions'

@@ -7,6 +7,7 @@ from math import isqrt, prod
 from layertap.models.spec import Box, PreprocessSpec
 
 Grid = tuple[int, int]  # rows, columns
+Window = tuple[int, int, int, int]  # left, top, width, height
 
 
 def compute_resized_size(spec: PreprocessSpec, width: int, height: int) -> tuple[int, int]:
@@ -33,8 +34,8 @@ def _compute_contained_size(size: int | tuple[int, int], width: int, height: int
     return max(round(width / height * high), 1), high
 
 
-def find_window(spec: PreprocessSpec, wide: int, high: int) -> tuple[int, int, int, int]:
-    """What a row holds of a resized picture: left, top, width, height; below 0 where it begins beyond the picture."""
+def find_window(spec: PreprocessSpec, wide: int, high: int) -> Window:
+    """What a row holds of a resized picture: below 0 where it begins beyond the picture."""
     size = spec.crop if spec.letterbox is None else spec.resize
     if size is None:
         return 0, 0, wide, high

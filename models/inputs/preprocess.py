@@ -12,16 +12,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional
 
 from layertap.models.errors import InputError
-from layertap.models.inputs.geometry import compute_resized_size, find_window, list_sides
-from layertap.models.spec import Box, Color, Decode, Interpolation, PreprocessSpec
+from layertap.models.inputs.geometry import Window, compute_resized_size, find_window, list_sides
+from layertap.models.spec import FOR_TENSORS, Box, Color, Decode, Interpolation, PreprocessSpec
 
 # The sides of a reduced picture are at least this many times what it is resized to. With 1, deviations would be three
 # times as large (docs/explanation/fidelity.md).
 MIN_SCALE = 2
+MAX_SUPPORT = 3  # of a filter, in pixels of what it makes: lanczos'
+MAX_COPIED_PIXELS = 2**22  # of an image that is copied to be resized sooner
 PILLOWS: dict[Interpolation, Image.Resampling] = {
     "nearest": Image.Resampling.NEAREST,
     "nearest-exact": Image.Resampling.NEAREST,
@@ -77,19 +81,30 @@ Preprocessing = PreprocessSpec | LibraryProcessor
 
 
 def preprocess(
-    image: Image.Image, spec: PreprocessSpec, size: tuple[int, int] | None = None, box: Box | None = None
+    image: Image.Image,
+    spec: PreprocessSpec,
+    size: tuple[int, int] | None = None,
+    box: Box | None = None,
+    *,
+    fast: bool = False,
 ) -> Tensor:
     """One row for the model: resize, centre crop, scale to 0…1, normalise.
 
     ``image`` is upright and RGB; the result is float32, (3, height, width), contiguous, on the CPU.
     An image smaller than the crop is padded with black, as torchvision does. Of a picture that was decoded smaller,
     ``size`` is the width and height it has in full, and ``box`` the part of ``image`` that is the picture.
+    ``fast``: pixels may be one 8-bit step from Pillow's.
     """
-    return normalize(fit_image(image, spec, size, box), spec)
+    return normalize(fit_image(image, spec, size, box, fast=fast), spec)
 
 
 def fit_image(
-    image: Image.Image, spec: PreprocessSpec, size: tuple[int, int] | None = None, box: Box | None = None
+    image: Image.Image,
+    spec: PreprocessSpec,
+    size: tuple[int, int] | None = None,
+    box: Box | None = None,
+    *,
+    fast: bool = False,
 ) -> Tensor:
     """The pixels of a row before they are normalised, a quarter of its bytes: uint8, (channels, height, width).
 
@@ -97,23 +112,73 @@ def fit_image(
     """
     if spec.channels == "gray":
         image = image.convert("L")
-    if spec.resize is not None:
-        image = image.resize(compute_resized_size(spec, *(size or image.size)), PILLOWS[spec.interpolation], box)
-    image = _cut_window(image, spec)
-    pixels = torch.from_numpy(np.array(image))
-    pixels = pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1)
+    pixels = np.asarray(_fit(image, spec, size or image.size, box, fast=fast))
+    pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
     # Contiguous while still bytes: a channels-last row among others could choose another kernel for the whole batch.
-    return pixels.flip(0) if spec.channels == "bgr" else pixels.contiguous()
+    return torch.from_numpy(np.array(pixels[::-1] if spec.channels == "bgr" else pixels, order="C"))
+
+
+def _fit(
+    image: Image.Image, spec: PreprocessSpec, size: tuple[int, int], box: Box | None, *, fast: bool
+) -> Image.Image | NDArray[np.uint8]:
+    """What a row holds of an image, resized and cropped."""
+    if spec.resize is None:
+        return _cut_window(image, spec)
+    mode, resized = PILLOWS[spec.interpolation], compute_resized_size(spec, *size)
+    wide, high = resized
+    window = find_window(spec, wide, high)
+    is_beyond = window[2] > wide or window[3] > high
+    is_part = box not in (None, (0, 0, *image.size))
+    # Pillow rounds between its two passes, and begins with the other one there.
+    rows_first = image.height - high > max(2 * (image.width - wide), 0)
+    if is_part or is_beyond or rows_first or image.width * image.height > MAX_COPIED_PIXELS:
+        return _cut_window(image.resize(resized, mode, box), spec)
+    if fast and spec.interpolation in FOR_TENSORS:
+        return _resize_by_torch(image, spec, resized, window)
+    return image.resize(resized, mode) if window[2:] == resized else _resize_window(image, mode, resized, window)
+
+
+def _resize_window(image: Image.Image, mode: Image.Resampling, resized: tuple[int, int], window: Window) -> Image.Image:
+    """A window of a resized image, with the bits that it has in the whole.
+
+    Pillow makes columns first and rows then, rounding in between, and looks at a pixel's place to find what it is made
+    of. So both are done here for as much as the window needs, at their places.
+    """
+    (wide, high), (left, top, width, height) = resized, window
+    scale = image.height / high
+    reach = MAX_SUPPORT * max(scale, 1) + 1
+    first, end = max(int(top * scale - reach), 0), min(int((top + height) * scale + reach) + 1, image.height)
+    columns = image.crop((0, first, image.width, end)).resize((wide, end - first), mode)
+    columns = columns.crop((left, -first, left + width, image.height - first))  # rows that are not needed are black
+    return columns.resize((width, high), mode).crop((0, top, width, top + height))
+
+
+def _resize_by_torch(
+    image: Image.Image, spec: PreprocessSpec, resized: tuple[int, int], window: Window
+) -> NDArray[np.uint8]:
+    """A window of a resized image, (height, width) and of colours (height, width, 3); weights have 16 bits, not 22."""
+    (wide, high), (left, top, width, height) = resized, window
+    layout = "RGBX" if image.mode == "RGB" else image.mode  # four bytes a pixel, as Pillow has them: they are copied
+    data = torch.frombuffer(bytearray(image.tobytes("raw", layout)), dtype=torch.uint8)
+    pixels = data.view(1, image.height, image.width, -1).permute(0, 3, 1, 2)
+    found = functional.interpolate(pixels, (high, wide), mode=spec.interpolation, antialias=True)[0]
+    seen: NDArray[np.uint8] = found[:3, top : top + height, left : left + width].numpy()
+    return seen[0] if len(seen) == 1 else seen.transpose(1, 2, 0)
 
 
 def make_row(
-    image: Image.Image, how: Preprocessing, size: tuple[int, int] | None = None, box: Box | None = None
+    image: Image.Image,
+    how: Preprocessing,
+    size: tuple[int, int] | None = None,
+    box: Box | None = None,
+    *,
+    fast: bool = False,
 ) -> Tensor:
     """A picture's row as it waits: pixels still to be normalised, or what its library's processor makes of it.
 
     The arguments are those of ``preprocess``. InputError where the library refuses the picture.
     """
-    return how.make_row(image) if isinstance(how, LibraryProcessor) else fit_image(image, how, size, box)
+    return how.make_row(image) if isinstance(how, LibraryProcessor) else fit_image(image, how, size, box, fast=fast)
 
 
 def preprocess_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:

@@ -139,7 +139,7 @@ def test_preprocess() -> None:
 
 
 def test_decode() -> None:
-    """Reduced decoding counts where a resize step follows that averages, and nowhere else."""
+    """Fast decoding counts where a resize step follows that averages, and nowhere else."""
 
     def digests(spec: PreprocessSpec | None) -> list[str]:
         return [digest_model("w", "s", "float32", spec, INPUTS, decode=decode) for decode in ("exact", "fast")]
@@ -334,6 +334,8 @@ def test_digests_stay() -> None:
     goal = ResolvedObjective(POINT, info, Objective("layer", selector=Selector("a", "a"), channel=1))
     how = Reduction(channels=(1,), tokens=(2,), pool="mean", normalize=True, dtype="float16")
     assert digest_model("w", "s", "float32", PREPROCESS, INPUTS) == "b0ad4e7c4c632444889eb2162adc51b4"
+    assert digest_model("w", "s", "float32", PREPROCESS, INPUTS, decode="fast") == "5e583c569a1041ae3636550fcca2cbbb"
+    assert digest_model("w", "s", "float32", PREPROCESS, INPUTS, decode="device") == "e69fc08ad8d14117caa076f2d4e095c6"
     assert digest_model("w", "s", "float32", None, INPUTS) == "2bd8b126866588cc028b4d8d5f2d6c3e"
     assert digest_named_architecture("torchvision:resnet18") == "f8dd4447889ecb97996149727f93e1f7"
     assert (

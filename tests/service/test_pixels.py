@@ -39,7 +39,8 @@ def own(serve: Serve, module: nn.Module, tmp_path_factory: pytest.TempPathFactor
     torch.save(module.state_dict(), folder / "own.pth")
     entry = {"name": "own", "source": "torchvision:squeezenet1_1", "weights": "own.pth", "device": "cpu"}
     none = {**entry, "name": "none", "preprocess": "none"}
-    (folder / "models.json").write_text(json.dumps({"models": [entry, none]}))
+    fast = {**entry, "name": "fast", "decode": "fast"}
+    (folder / "models.json").write_text(json.dumps({"models": [entry, none, fast]}))
     with serve(read_configuration(folder / "models.json", before_loading=True), workers=request.param) as live:
         yield live
 
@@ -90,10 +91,11 @@ def test_equals_plain_torch(own: Live, module: nn.Module, form: str, first: bool
     np.testing.assert_allclose(served, plain(module, batch), rtol=1e-4, atol=1e-5)
 
 
-def test_same_as_png(own: Live) -> None:
+@pytest.mark.parametrize("model", ["own", "fast"])
+def test_same_as_png(own: Live, model: str) -> None:
     """The same bits, fingerprint and receipts as of the same picture in PNG."""
     (picture,) = pictures()
-    fields = {"model": "own", "layers": [LAYER], "encoding": "base64"}
+    fields = {"model": model, "layers": [LAYER], "encoding": "base64"}
     answers = [
         own.client.post("/extract", json={**fields, "inputs": [each]}).json()
         for each in (image(png(picture)), tensor(picture))

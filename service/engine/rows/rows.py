@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from layertap.models.devices import transfer
 from layertap.models.devices.devices import DTYPES
+from layertap.models.devices.memory import is_out_of_memory
 from layertap.models.errors import InputError, LayertapError, TooLargeError
 from layertap.models.inputs.geometry import compute_resized_size
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
@@ -86,7 +87,9 @@ def try_to_decode(item: LocalItem, inputs: ModelInputs, settings: Settings) -> S
         return decode_item(item, inputs, settings)
     except (InputError, TooLargeError) as error:
         return [error]
-    except MemoryError:
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+            raise
         return [TooLargeError("there is no memory to decode this input", hint="send a smaller one")]
 
 
@@ -157,13 +160,14 @@ def decode_picture(item: ImageItem, inputs: ModelInputs, settings: Settings) -> 
         return row
     spec = get_preprocessing(inputs)
     check = partial(_check_resized, spec, settings.max_resized_pixels)
-    if inputs.decode == "fast":
+    fast = inputs.decode == "fast"
+    if fast:
         least_size = partial(compute_least_size, spec)
         picture = decode_reduced(item.data, settings.max_pixels, least_size, check, spec.background)
     else:
         image = decode_image(item.data, settings.max_pixels, check, spec.background)
         picture = Picture(image, image.size)
-    return make_row(picture.image, spec, picture.size, picture.box).unsqueeze(0)
+    return make_row(picture.image, spec, picture.size, picture.box, fast=fast).unsqueeze(0)
 
 
 def decode_on_device(item: ImageItem, inputs: ModelInputs, settings: Settings) -> Tensor | None:
@@ -201,7 +205,8 @@ def _fit_pixels(item: ArraysItem, inputs: ModelInputs, settings: Settings) -> Ro
         detail = f"the picture has {height * width} pixels ({width} by {height}); the limit is {settings.max_pixels}"
         raise TooLargeError(detail, hint="send a smaller picture")
     _check_resized(spec, settings.max_resized_pixels, width, height)
-    rows = [make_row(Image.fromarray(np.ascontiguousarray(picture)), spec) for picture in pictures]
+    images = [Image.fromarray(np.ascontiguousarray(picture)) for picture in pictures]
+    rows = [make_row(image, spec, fast=inputs.decode == "fast") for image in images]
     return {inputs.specs[0].name: torch.stack(rows)}
 
 

@@ -12,14 +12,22 @@ import torch
 from PIL import Image, ImageOps
 from sklearn.datasets import load_sample_image
 from timm.data import create_transform, resolve_data_config
+from torch.nn import functional
 from torchvision.models import get_model_weights, list_models
 from torchvision.transforms import functional as tvf
 
 from layertap.models.inputs.geometry import compute_resized_size, find_seen_box
-from layertap.models.inputs.preprocess import LibraryProcessor, compute_least_size, compute_output_size, preprocess
+from layertap.models.inputs.preprocess import (
+    PILLOWS,
+    LibraryProcessor,
+    compute_least_size,
+    compute_output_size,
+    fit_image,
+    preprocess,
+)
 from layertap.models.inputs.presets import from_timm, from_torchvision
 from layertap.models.sources.timm import read_transform
-from layertap.models.spec import PreprocessSpec
+from layertap.models.spec import Interpolation, PreprocessSpec
 
 
 def noise(width: int, height: int) -> Image.Image:
@@ -162,6 +170,91 @@ def test_every_interpolation_is_pillows(interpolation: str) -> None:
     spec = PreprocessSpec(resize=(20, 30), mean=(0, 0, 0), std=(1, 1, 1), interpolation=interpolation)  # type: ignore[arg-type]
     resized = tvf.resize(IMAGES["301x199"], [20, 30], tvf.InterpolationMode(interpolation))
     assert torch.equal(preprocess(IMAGES["301x199"], spec), tvf.to_tensor(resized))
+
+
+SIZES = [
+    *((640, 427), (427, 640), (97, 64), (64, 97), (224, 224), (225, 226)),
+    *((33, 500), (500, 33), (40, 1), (1, 40), (9, 8)),
+]
+STEPS: list[tuple[Any, Any]] = [
+    *((256, 224), (232, 224), (224, 224), (33, 32), (24, (20, 9)), (24, 25), (40, None)),
+    *(((40, 60), (32, 50)), ((64, 64), 56), ((64, 64), None), ((70, 20), (70, 11))),
+]
+
+
+def by_torchvision(image: Image.Image, spec: PreprocessSpec) -> torch.Tensor:
+    """The pixels of a row, by torchvision's transforms of PIL images: all of it resized, then cropped."""
+    size = [spec.resize] if isinstance(spec.resize, int) else list(spec.resize or ())
+    image = tvf.resize(image, size, tvf.InterpolationMode(spec.interpolation))
+    if spec.crop is not None:
+        image = tvf.center_crop(image, [spec.crop] if isinstance(spec.crop, int) else list(spec.crop))
+    return tvf.pil_to_tensor(image)
+
+
+def steps_apart(size: tuple[int, int], spec: PreprocessSpec, *, fast: bool) -> torch.Tensor:
+    """How many 8-bit steps the pixels of noise, the hardest picture, are from torchvision's."""
+    found, wanted = fit_image(noise(*size), spec, fast=fast), by_torchvision(noise(*size), spec)
+    assert found.shape == wanted.shape
+    assert found.is_contiguous()
+    return (found.int() - wanted.int()).abs()
+
+
+@pytest.mark.parametrize("interpolation", list(PILLOWS))
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_only_the_crop_is_resized(size: tuple[int, int], interpolation: Interpolation) -> None:
+    """Rows and columns that no crop keeps are left out, and the bits are those of a picture that is resized whole."""
+    for resize, crop in STEPS:
+        spec = replace(PLAIN, resize=resize, crop=crop, interpolation=interpolation)
+        assert max(compute_resized_size(spec, *size)) > 3000 or steps_apart(size, spec, fast=False).max() == 0
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_fast(size: tuple[int, int], interpolation: Interpolation) -> None:
+    """Resized sooner, a picture of noise is within two steps, and nearly all pixels are the same."""
+    for resize, crop in STEPS:
+        spec = replace(PLAIN, resize=resize, crop=crop, interpolation=interpolation)
+        if max(compute_resized_size(spec, *size)) < 3000:
+            apart = steps_apart(size, spec, fast=True)
+            assert apart.max() <= 2
+            assert apart.float().mean() < 0.08
+
+
+@pytest.mark.parametrize("more", [{"channels": "gray", "mean": (0.0,), "std": (1.0,)}, {"channels": "bgr"}])
+def test_fast_channels(more: dict[str, Any]) -> None:
+    """Gray levels and colours in another order are resized sooner too."""
+    spec = replace(PLAIN, resize=64, crop=56, **more)
+    apart = (fit_image(IMAGES["china"], spec, fast=True).int() - fit_image(IMAGES["china"], spec).int()).abs()
+    assert apart.shape == (spec.channel_count, 56, 56)
+    assert apart.max() == 1
+
+
+def test_fast_on_any_machine() -> None:
+    """Torch's kernel for four channels, which needs AVX2, makes the pixels of the one that every machine has."""
+    pixels = torch.from_numpy(np.array(IMAGES["china"])).permute(2, 0, 1).unsqueeze(0)
+    resized = functional.interpolate(torch.cat([pixels, pixels], 1), (256, 383), mode="bilinear", antialias=True)
+    wanted = resized[0, :3, 16:240, 80:304]
+    assert torch.equal(fit_image(IMAGES["china"], replace(PLAIN, resize=256, crop=224), fast=True), wanted)
+
+
+@pytest.mark.parametrize(
+    ("size", "how"),
+    [
+        ((30, 20), {"resize": 24, "crop": 30}),
+        ((30, 20), {"resize": 24, "crop": None, "letterbox": (9, 8, 7)}),
+        ((30, 20), {"resize": None, "crop": 16}),
+        ((64, 48), {"resize": 24, "crop": 20, "interpolation": "lanczos"}),
+        ((64, 48), {"resize": 24, "crop": 20, "interpolation": "nearest"}),
+        ((64, 48), {"resize": 24, "crop": 20, "interpolation": "box"}),
+        ((100, 300), {"resize": (64, 64), "crop": 56, "interpolation": "bicubic"}),  # Pillow begins with the rows
+        ((2100, 2000), {"resize": 24, "crop": 20}),
+    ],
+    ids=["padded", "letterbox", "crop alone", "lanczos", "nearest", "box", "tall", "large"],
+)
+def test_fast_is_exact(size: tuple[int, int], how: dict[str, Any]) -> None:
+    """What the other way can't do, or not as well, is done exactly."""
+    spec = replace(PLAIN, **how)
+    assert torch.equal(fit_image(noise(*size), spec, fast=True), fit_image(noise(*size), spec))
 
 
 def test_no_steps_only_scale() -> None:

@@ -1,4 +1,7 @@
-"""Large JPEGs decoded at a reduced scale: as far from the full decode as was measured, and otherwise just as before."""
+"""Large JPEGs decoded at a reduced scale: as far from the full decode as was measured, and otherwise just as before.
+
+What ``decode: fast`` does besides, ``tests/models/inputs/test_preprocess.py`` compares.
+"""
 
 from __future__ import annotations
 
@@ -245,9 +248,9 @@ def test_over_http(serve: Serve, tmp_path: Path) -> None:
         assert one["fingerprint"] != other["fingerprint"]
         assert one["fingerprint"] == asked(live, "exact", small)["fingerprint"]
         full, reduced = one["values"], other["values"]
-        assert np.array_equal(full[1], reduced[1])
+        assert np.abs(full[1] - reduced[1]).max() <= 1.01 / 255 / 0.224  # a step, normalised
         assert not np.array_equal(full[0], reduced[0])
-        assert np.abs(full[0] - reduced[0]).max() < 6 / 255 / 0.224  # the same steps, normalised
+        assert np.abs(full[0] - reduced[0]).max() < 6 / 255 / 0.224
         shown = {name: live.client.get(f"/models/{name}").json()["preprocess"] for name in ("exact", "fast")}
         assert {name: each.pop("decode") for name, each in shown.items()} == {"exact": "exact", "fast": "fast"}
         assert shown["exact"] == shown["fast"]

@@ -205,6 +205,18 @@ def test_fatal(fatal_model: LoadedModel, size: tuple[int, int]) -> None:
         wait_until(lambda: workers.restarts == reasons)
 
 
+@pytest.mark.parametrize("decode", ["exact", "fast"])
+def test_no_memory(model: LoadedModel, decode: Any) -> None:
+    """A picture that is resized to more than a worker may have is refused, whoever resizes it; the worker goes on."""
+    inputs = replace(model.model_inputs, decode=decode, preprocess=PreprocessSpec(resize=(12_000, 12_000)))
+    large = replace(model, model_inputs=inputs)
+    with decoding(large, worker_memory_bytes=256 * MIB, max_resized_pixels=200_000_000) as workers:
+        refusal = workers.decode(png((64, 64)))
+        assert isinstance(refusal, TooLargeError)
+        assert "there is no memory to decode this input" in refusal.detail
+        assert not workers.restarts
+
+
 def has_ended(pid: int) -> bool:
     """Whether a process is gone, or only waited for."""
     try:
