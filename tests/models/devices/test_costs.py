@@ -288,7 +288,7 @@ def test_measure_again() -> None:
 
     def forward(rows: Rows) -> object:
         seen.append((len(rows["x"]), torch.get_num_threads()))
-        return torch.linalg.svd(torch.ones(200, 200))
+        return torch.linalg.svd(torch.ones(500, 500))
 
     costs.measure_forward(forward, ones(1, 4), CPU, crosses_rows=True, max_threads=2, again=True)
     assert costs.MIN_ROUNDS <= seen.count((1, 2)) <= costs.MIN_PAIRS
