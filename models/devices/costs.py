@@ -30,6 +30,7 @@ log = logging.getLogger("layertap")
 BATCH_ROWS = 4  # rows of the larger forward
 MIN_ROUNDS, MAX_QUICK_ROUNDS, ROUNDS_S = 2, 8, 0.5  # rounds of forwards, and seconds after which there are no more
 MIN_PAIRS, MAX_ROUNDS, PAIRS_S = 5, 25, 3.0  # the same of one row on one core and on all
+ROUNDS_AGAIN = 3  # where other loads have measured it
 CLEAR_SHARE = 0.8  # of these rounds: they agree
 MAX_FORWARD_S = 3.0  # a larger forward that is expected to take longer is not run
 MIN_THREADED_S = 0.005  # a quicker forward has too little to share out
@@ -66,7 +67,7 @@ def measure_forward(
     Runs some forwards, without a graph, in the thread that owns the module: of one row, of several, and on a CPU of
     one with ``max_threads`` threads, in turn. The least of the seconds counts, for noise
     only adds; of what all threads gain, the median of forwards that ran one right after the other. ``again``: there
-    are readings of other loads, which this one need not outdo: it is as short as it can be.
+    are readings of other loads, which this one need not outdo, and a few rounds do.
     """
     with torch.no_grad(), use_threads(1):
         start = time.thread_time()
@@ -79,7 +80,7 @@ def measure_forward(
             kinds["several"] = ({name: value.expand(BATCH_ROWS, *value.shape[1:]) for name, value in row.items()}, 1)
         if device.type == "cpu" and max_threads > 1 and busy >= MIN_THREADED_S:
             kinds["all_cores"] = (row, max_threads)
-        rounds = _measure_rounds(forward, kinds, device, MIN_PAIRS if again else MAX_ROUNDS)
+        rounds = _measure_rounds(forward, kinds, device, ROUNDS_AGAIN if again else MAX_ROUNDS)
     one = min(rounds["one"])
     several = min(rounds.get("several", [one * BATCH_ROWS]))
     per_row = min(max((several - one) / (BATCH_ROWS - 1), one / (2 * BATCH_ROWS)), one)

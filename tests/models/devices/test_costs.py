@@ -291,8 +291,8 @@ def test_measure_again() -> None:
         return torch.linalg.svd(torch.ones(500, 500))
 
     costs.measure_forward(forward, ones(1, 4), CPU, crosses_rows=True, max_threads=2, again=True)
-    assert costs.MIN_ROUNDS <= seen.count((1, 2)) <= costs.MIN_PAIRS
-    assert costs.MIN_ROUNDS < seen.count((1, 1)) <= costs.MIN_PAIRS + 1
+    assert costs.MIN_ROUNDS <= seen.count((1, 2)) <= costs.ROUNDS_AGAIN
+    assert costs.MIN_ROUNDS < seen.count((1, 1)) <= costs.ROUNDS_AGAIN + 1
 
 
 @pytest.mark.parametrize("crosses_rows", [True, False])
