@@ -253,7 +253,7 @@ def compile_warm_plans(
     """Compile all graphs of a model, of these kinds, that are not there yet; raises whatever export or compiler do.
 
     ``catalog`` is the model's, found out where it was loaded first. ``report`` is called before each graph with its
-    number and how many there are.
+    number among those of all kinds, and how many these are.
     """
     model = load_model(spec, 1, threads, run_survey=lambda _: catalog)
     plans = []
@@ -261,10 +261,12 @@ def compile_warm_plans(
         with suppress(WarmError):  # logged when that plan's turn comes; the others are compiled
             plans.append(_list_captures(model, make_warm_plan(model, warm)))
     paths = {
-        (captures, kind): folder / f"{compute_key(model, captures, kind)}.pt2" for captures in plans for kind in kinds
+        (captures, kind): folder / f"{compute_key(model, captures, kind)}.pt2" for captures in plans for kind in KINDS
     }
     missing = {each: path for each, path in paths.items() if not path.exists()}
     for number, ((captures, kind), path) in enumerate(missing.items(), 1):
+        if kind not in kinds:
+            continue
         report(number, len(missing))
         make = make_noise_row if kind == "one" else make_noise
         rows = make(model.inputs, model.device, model.dtype)
