@@ -229,7 +229,7 @@ def test_asked_again_at_the_very_end(way: str, status: int) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_end_by_itself(tmp_path: Path, way: str) -> None:
     """What fails for good ends the process, with a status that is not 0, once all that wait have their 503."""
-    with process([fatal_model_spec("Doomed")], tmp_path, **DEADLINE) as server:
+    with process([fatal_model_spec("Doomed")], tmp_path, LAYERTAP_WORKERS="0", **DEADLINE) as server:
         with run_crowd(build_row_request(server.url, "doomed")) as crowd:
             wait_until(lambda: len(crowd.replies) > CLIENTS)
             send_when_accepted(build_row_request(server.url, "doomed", mark(way)))
