@@ -34,7 +34,6 @@ from layertap.models.compiled.compile import (
     compute_key,
     export_graph,
     find_compiler,
-    load_runner,
     open_folder,
     open_graph,
 )
@@ -183,7 +182,6 @@ def _compile_in_processes(model: LoadedModel, folder: Path) -> None:
             process.start()
             sender.close()
             started.append((process, receiver))
-        load_runner(folder)  # compiled beside them where it is not there
         for _, receiver in started:
             try:
                 reason = wait_for_compiler(receiver, model.spec.name)
