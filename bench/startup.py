@@ -30,7 +30,7 @@ from rich.table import Table
 from bench.machine import described
 
 IMPORT = "import torch, torchvision; print(torch.__version__, flush=True)"
-LAYERTAP = ("-m", "layertap")  # what the command `layertap` runs, installed or not
+LAYERTAP = (sys.executable, "-m", "layertap")  # what the command `layertap` runs, installed or not
 PICTURE = Path(__file__).parents[1] / "examples" / "digit.png"
 HOST = "127.0.0.1"
 TRY_S = 0.01  # between two tries, and so the resolution
@@ -86,7 +86,7 @@ class Start:
         """Seconds from the start of a server until it answers a request with 200; it is tried till then."""
         port = free_port()
         with TemporaryDirectory() as folder:
-            command = [self.python, *LAYERTAP, "serve", "--port", str(port)]
+            command = [self.python, *LAYERTAP[1:], "serve", "--port", str(port)]
             if self.source:
                 model = {"name": "model", "source": self.source, "weights": "random:0"}
                 config = Path(folder, "layertap.json")

@@ -134,6 +134,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._bytes_since_body = 0
         if not self.parser.should_upgrade():
             super().on_message_complete()
+            if not self.pipeline:  # a long body has stopped that, and nobody would see the peer leave
+                self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         """A reply is handed to the system, or waits for that."""
