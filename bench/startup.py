@@ -105,7 +105,7 @@ class Start:
 
 @contextmanager
 def server(command: Sequence[str], cache: str | None) -> Iterator[subprocess.Popen[bytes]]:
-    """A server in a process of its own that ends with the block."""
+    """A server as a process that ends with the block."""
     variables = {"LAYERTAP_DRAIN_DELAY_S": "0", **os.environ}  # no balancer looks
     if cache is not None:
         variables["LAYERTAP_CACHE_DIR"] = cache

@@ -72,7 +72,7 @@ class Timings:
         self.spans.extend(spans[: MAX_SPANS - len(self.spans)])
 
     def add_parts(self, queued: float, spans: Iterable[Span]) -> None:
-        """Add what the parts of a request took that was ``queued`` then; each second counts for the part that has it.
+        """Add what the parts of a request took that was ``queued`` then; each second counts once.
 
         Until the last part began, it waited whenever none was under way. Spans that ended at 0 never were; several
         parts may have shared one.
@@ -82,7 +82,7 @@ class Timings:
 
 
 def split_time(queued: float, spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
-    """Spans and the waits before them, as they began, with seconds of their own.
+    """Each span, and each wait before one, in order of time, with the seconds that count for it.
 
     What several have at once counts for the first of them that began.
     """

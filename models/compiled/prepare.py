@@ -167,7 +167,7 @@ def make_warm_plan(model: ModelInfo, warm: WarmSpec) -> Plan:
 
 
 def _compile_in_processes(model: LoadedModel, folder: Path) -> None:
-    """Compile graphs in processes of their own, which take the compiler's memory with them; WarmError where one fails.
+    """Compile graphs in other processes, so that the compiler's memory is freed when they end; WarmError if one fails.
 
     On a CPU graphs of single rows are compiled beside the others. The processes end with this one, if that is sooner,
     however that ends. Meanwhile the log tells how far they are.

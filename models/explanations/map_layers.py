@@ -82,7 +82,7 @@ def find_map_layers(catalog: Catalog, end: HookPoint) -> list[Tap]:
 
 
 def make_trial_objective(objective: ResolvedObjective) -> ResolvedObjective:
-    """The objective to try in place of one: the same for all classes of a tensor, as noise may saturate some."""
+    """The objective that stands in while layers are tried: the top class, since noise may saturate a chosen one."""
     of_classes = OBJECTIVES[objective.objective.kind].of_classes
     return replace(objective, objective=Objective(position=objective.objective.position)) if of_classes else objective
 
