@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,12 +47,16 @@ config = make_server_config(app, Settings(), lifespan="off")
 Server(config, lambda: True, lambda: print("ending", flush=True), delay=0.2).run_until_stopped([listener])
 """
 HUNG_UP = """
+from layertap.service.signals import exit_cleanly_on_signals, hold_hangups
+
+exit_cleanly_on_signals()
+hold_hangups()
+
 import os, signal
 from layertap.service.http.protocol import make_server_config
 from layertap.service.http.sockets import bind
 from layertap.service.process import Server
 from layertap.service.settings import Settings
-from layertap.service.signals import exit_cleanly_on_signals, hold_hangups
 
 async def app(scope, receive, send):
     pass
@@ -61,8 +65,6 @@ def take():
     print("taken", flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
 
-exit_cleanly_on_signals()
-hold_hangups()
 os.kill(os.getpid(), signal.SIGHUP)
 config = make_server_config(app, Settings(), lifespan="off")
 Server(config, lambda: True, lambda: None, on_hangup=take).run_until_stopped(bind("127.0.0.1", 0))
@@ -85,23 +87,23 @@ class Client:
     def send(self, port: int, keep: bool) -> None:
         """Send one request after another; whatever goes wrong but a refused connection is raised."""
         body = picture()
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=END_S)
-        for _ in range(MOST):
-            known = connection.sock
-            try:
-                connection.request("POST", PATH, body, HEADERS)
-                reply = connection.getresponse()
-            except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
-                if known is not None:
-                    raise
-                self.refused = time.monotonic()
-                return
-            reply.read()
-            self.reused += known is not None
-            self.statuses.append(reply.status)
-            self.endings.append(reply.will_close)
-            if not keep:
-                connection.close()
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=END_S)) as connection:
+            for _ in range(MOST):
+                known = connection.sock
+                try:
+                    connection.request("POST", PATH, body, HEADERS)
+                    reply = connection.getresponse()
+                except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
+                    if known is not None:
+                        raise
+                    self.refused = time.monotonic()
+                    return
+                reply.read()
+                self.reused += known is not None
+                self.statuses.append(reply.status)
+                self.endings.append(reply.will_close)
+                if not keep:
+                    connection.close()
         raise AssertionError("the server did not end")
 
 
