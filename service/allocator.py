@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -19,6 +21,7 @@ MALLOC_PARAMETERS = {
     # blocks in use: tens of MiB after some hundred models.
     ARENA_MAX: max(count_cores(), 2),
 }
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")  # where the kernel has them
 
 
 def release_memory() -> None:
@@ -34,10 +37,13 @@ def release_memory() -> None:
 def keep_large_blocks() -> None:
     """Have memory of activations used again instead of given back: getting it anew costs a fault for each page.
 
-    A forward frees and takes the same few large blocks over and over. Another C library than glibc is left alone.
+    A forward frees and takes the same few large blocks over and over. Another C library than glibc is left alone. Large
+    tensors get huge pages, in which addresses are found sooner; torch reads its setting at its first tensor.
     """
     if not sys.platform.startswith("linux"):
         return
+    if HUGE_PAGES.exists():
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for parameter, value in MALLOC_PARAMETERS.items():
