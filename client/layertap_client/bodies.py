@@ -62,6 +62,7 @@ class ExplainOptions(CallOptions, total=False):
     seed: int
     window: int
     stride: int
+    baseline: float | Literal["blur"]
 
 
 def build_request(path: str, inputs: Inputs | None, fields: Mapping[str, Any], accept: str) -> Request:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
@@ -99,6 +99,7 @@ class _Preparation:
     run_trial: RunTrial
     take_turn: TakeTurn
     open_only: bool
+    failures: dict[str, str] = field(default_factory=dict)  # why there is no graph, by the name of its file
 
     def prepare(self, warm: WarmSpec, index: int) -> PreparedPlan:
         """One of the plans; LoadError where it names what is not there."""
@@ -151,9 +152,13 @@ class _Preparation:
     ) -> PlanGraphs:
         """Graphs that give what hooks do. Raises whatever compiling does."""
         model = self.model
-        if not all(path.exists() for path in paths.values()):
+        missing = [path for path in paths.values() if not path.exists()]
+        if missing and not any(path.name in self.failures for path in missing):
             find_compiler()
-            _compile_in_processes(model, paths["one"].parent)
+            self.failures.update(_compile_in_processes(model, paths["one"].parent))
+        for path in missing:
+            if reason := self.failures.get(path.name):
+                raise WarmError(reason)
         one, several = (open_graph(paths[kind], len(model.replicas), model.device) for kind in KINDS)
         graphs = PlanGraphs(captures, tuple(spec.name for spec in model.inputs), one, several)
         self.run_trial(partial(check_against_hooks, model, plan, graphs, model.replicas[0], CHECKED_ROWS))
@@ -166,14 +171,16 @@ def make_warm_plan(model: ModelInfo, warm: WarmSpec) -> Plan:
     return make_plan([replace(parse_selector(text), reduction=reduction) for text in warm.layers], model.catalog)
 
 
-def _compile_in_processes(model: LoadedModel, folder: Path) -> None:
-    """Compile graphs in other processes, so that the compiler's memory is freed when they end; WarmError if one fails.
+def _compile_in_processes(model: LoadedModel, folder: Path) -> dict[str, str]:
+    """Compile all graphs in other processes, so that the compiler's memory is freed when they end.
 
-    On a CPU graphs of single rows are compiled beside the others. The processes end with this one, if that is sooner,
-    however that ends. Meanwhile the log tells how far they are.
+    Returns why a graph can't be compiled, by the name of its file; WarmError if a process can't say. On a CPU graphs of
+    single rows are compiled beside the others. The processes end with this one, if that is sooner, however that ends.
+    Meanwhile the log says how far they are.
     """
     context = get_context("spawn")
     started: list[tuple[SpawnProcess, Connection]] = []
+    failures: dict[str, str] = {}
     try:
         for kinds in [(kind,) for kind in KINDS] if model.device.type == "cpu" else [KINDS]:
             receiver, sender = context.Pipe(duplex=False)
@@ -184,26 +191,31 @@ def _compile_in_processes(model: LoadedModel, folder: Path) -> None:
             started.append((process, receiver))
         for _, receiver in started:
             try:
-                reason = wait_for_compiler(receiver, model.spec.name)
+                found = wait_for_compiler(receiver, model.spec.name)
             except EOFError:
-                reason = "the compiler's process ended"
-            if reason:
-                raise WarmError(reason)
+                raise WarmError("the compiler's process ended") from None
+            if isinstance(found, str):
+                raise WarmError(found)
+            failures |= found
     finally:
         for process, _ in started:
             process.terminate()  # the one that is not waited for any more
             process.join()
+    return failures
 
 
-def wait_for_compiler(receiver: Connection, model: str) -> str:
-    """What a compiler's process says at its end: what went wrong, if anything did. Until then it counts graphs."""
+def wait_for_compiler(receiver: Connection, model: str) -> dict[str, str] | str:
+    """What a compiler's process says at its end: why graphs can't be compiled, or none can. Until then it counts them.
+
+    The reasons are by the names of the graphs' files.
+    """
     start = time.monotonic()
     log.info("compiling warm plans, which may take minutes", extra={"fields": {"model": model}})
     fields: dict[str, object] = {}
     while True:
         if receiver.poll(REPORT_INTERVAL_S):
             message = receiver.recv()
-            if isinstance(message, str):
+            if isinstance(message, dict | str):
                 return message
             fields = {"model": model, "graph": message[0], "graphs": message[1]}
         if fields:
@@ -212,7 +224,7 @@ def wait_for_compiler(receiver: Connection, model: str) -> str:
 
 
 def _run_compiler(sender: Connection, folders: Sequence[str], options: CompilerOptions) -> None:
-    """Compile, and tell how far it is, then what went wrong, if anything did; a server's log has a form: print nothing.
+    """Compile, and tell how far it is, then what can't be compiled and why; a server's log has a form: print nothing.
 
     Ended by SIGTERM, it removes what it has begun to write.
     """
@@ -224,13 +236,9 @@ def _run_compiler(sender: Connection, folders: Sequence[str], options: CompilerO
     Thread(target=_end_with_parent, daemon=True).start()
     add_search_folders(folders)
     try:
-        compile_warm_plans(*options, lambda number, count: sender.send((number, count)))
-    except LayertapError as error:
-        sender.send(error.detail)
+        sender.send(compile_warm_plans(*options, lambda number, count: sender.send((number, count))))
     except Exception as error:
-        sender.send(f"it can't be compiled ({type(error).__name__})")
-    else:
-        sender.send("")
+        sender.send(_explain(error))
 
 
 def _end_with_parent() -> None:
@@ -247,8 +255,8 @@ def compile_warm_plans(
     threads: int,
     kinds: Sequence[str],
     report: Callable[[int, int], None],
-) -> None:
-    """Compile all graphs of a model, of these kinds, that are not there yet; raises whatever export or compiler do.
+) -> dict[str, str]:
+    """Compile all graphs of a model, of these kinds, that are not there yet; why one can't be, by its file's name.
 
     ``catalog`` is the model's, found out where it was loaded first. ``report`` is called before each graph with its
     number among those of all kinds, and how many these are.
@@ -262,13 +270,22 @@ def compile_warm_plans(
         (captures, kind): folder / f"{compute_key(model, captures, kind)}.pt2" for captures in plans for kind in KINDS
     }
     missing = {each: path for each, path in paths.items() if not path.exists()}
+    failures: dict[str, str] = {}
     for number, ((captures, kind), path) in enumerate(missing.items(), 1):
         if kind not in kinds:
             continue
         report(number, len(missing))
         make = make_noise_row if kind == "one" else make_noise
         rows = make(model.inputs, model.device, model.dtype)
-        compile_graph(export_graph(model, captures, rows), path, OPTIONS[kind])
+        try:
+            compile_graph(export_graph(model, captures, rows), path, OPTIONS[kind])
+        except Exception as error:  # export and compiler may raise anything
+            failures[path.name] = _explain(error)
+    return failures
+
+
+def _explain(error: Exception) -> str:
+    return error.detail if isinstance(error, LayertapError) else f"it can't be compiled ({type(error).__name__})"
 
 
 def _is_wanted(warm: WarmSpec, benchmark: PlanBenchmark) -> bool:

@@ -26,9 +26,53 @@ def grad_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
     token grid, 0 and above. Selvaraju et al., "Grad-CAM", 2017, equations 1 and 2.
     """
     maps, slopes = (_move_channels_first(each.astype(np.float32), info) for each in (values, gradients))
-    weights = slopes.mean((2, 3), keepdims=True)
-    result: Array = np.maximum((weights * maps).sum(1), 0.0)
-    return result
+    return _weigh_channels(maps, slopes.mean((2, 3), keepdims=True))
+
+
+def hires_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
+    """As Grad-CAM, each value weighted by its own gradient: where the layer is followed by linear ones, exact shares.
+
+    (N, H, W), 0 and above. Draelos and Carin, "Use HiResCAM instead of Grad-CAM", 2020, equation 3.
+    """
+    maps, slopes = (_move_channels_first(each.astype(np.float32), info) for each in (values, gradients))
+    return _weigh_channels(maps, slopes)
+
+
+def layer_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
+    """As Grad-CAM, each value weighted by its own gradient where that is above 0: fine maps of early layers.
+
+    (N, H, W), 0 and above. Jiang et al., "LayerCAM", 2021, equations 5 to 7.
+    """
+    maps, slopes = (_move_channels_first(each.astype(np.float32), info) for each in (values, gradients))
+    return _weigh_channels(maps, np.maximum(slopes, 0.0))
+
+
+def xgrad_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
+    """As Grad-CAM, a channel's gradients weighted by its values, which add up to 1; of one that adds up to 0 nothing.
+
+    (N, H, W), 0 and above. Fu et al., "Axiom-based Grad-CAM", 2020, equation 8.
+    """
+    maps, slopes = (_move_channels_first(each.astype(np.float64), info) for each in (values, gradients))
+    totals, moments = maps.sum((2, 3), keepdims=True), (maps * slopes).sum((2, 3), keepdims=True)
+    return _weigh_channels(maps, np.divide(moments, totals, out=np.zeros_like(moments), where=totals != 0))
+
+
+def eigen_cam(values: Array, info: TensorInfo) -> Array:
+    """Where a layer's values vary together most: their projection on the first principal component over positions.
+
+    (N, H, W), 0 and above, NaN for a row with a value that is not finite; its sign is the one that agrees with the
+    channels' mean. Muhammad and Yeasin, "Eigen-CAM", 2020, of values less their mean, as pytorch-grad-cam has it.
+    """
+    maps = _move_channels_first(values.astype(np.float32), info)
+    flat = maps.reshape(*maps.shape[:2], -1)
+    finite: Array = np.asarray(np.isfinite(flat).all((1, 2)))
+    centred = np.where(finite[:, None, None], flat - flat.mean(2, keepdims=True), 0.0)
+    _, sizes, positions = np.linalg.svd(centred, full_matrices=False)
+    component = sizes[:, :1] * positions[:, 0]
+    agrees = (component * flat.mean(1)).sum(1, keepdims=True) >= 0
+    result: Array = np.maximum(np.where(agrees, component, -component), 0.0)
+    result[~finite] = np.nan
+    return result.reshape(len(maps), *maps.shape[2:])
 
 
 def grad_cam_plusplus(values: Array, gradients: Array, info: TensorInfo) -> Array:
@@ -41,9 +85,7 @@ def grad_cam_plusplus(values: Array, gradients: Array, info: TensorInfo) -> Arra
     maps, slopes = (_move_channels_first(each.astype(np.float64), info) for each in (values, gradients))
     below = 2 * slopes**2 + maps.sum((2, 3), keepdims=True) * slopes**3
     alphas = np.divide(slopes**2, below, out=np.zeros_like(below), where=below != 0)
-    weights = (alphas * np.maximum(slopes, 0.0)).sum((2, 3), keepdims=True)
-    result: Array = np.maximum((weights * maps).sum(1), 0.0).astype(np.float32)
-    return result
+    return _weigh_channels(maps, (alphas * np.maximum(slopes, 0.0)).sum((2, 3), keepdims=True))
 
 
 def input_gradient(gradients: Array, info: TensorInfo) -> Array:
@@ -107,6 +149,12 @@ def weight_by_gradient(weights: Array, gradients: Array) -> Array:
     """
     mean: Array = np.maximum(weights.astype(np.float32) * gradients.astype(np.float32), 0.0).mean(1)
     return mean
+
+
+def _weigh_channels(maps: Array, weights: Array) -> Array:
+    """The weighted sum over channels, (N, H, W); what is below 0 is cut off."""
+    result: Array = np.maximum((weights * maps).sum(1), 0.0).astype(np.float32)
+    return result
 
 
 def _read_patches(mixed: Array, prefix: int, grid: Grid | None) -> Array:

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.selection.hook_points import Explanation
+from layertap.models.selection.hook_points import Baseline, Explanation
 
 Array = NDArray[Any]
+BLURS_ACROSS = 20  # deviations of a blur that the shorter side has
 WINDOWS_ACROSS = 8  # where no window is named it is that part of the shorter side, and half of it the stride
 
 
@@ -33,6 +34,7 @@ class PerturbationSettings:
     seed: int
     window: int
     stride: int
+    baseline: Baseline | None
 
     @classmethod
     def fill_in(cls, asked: Explanation, shape: Sequence[int], layout: str) -> PerturbationSettings:
@@ -46,20 +48,22 @@ class PerturbationSettings:
             seed=0 if asked.seed is None else asked.seed,
             window=window,
             stride=stride,
+            baseline=asked.baseline,
         )
 
     def format(self, options: Sequence[str]) -> str:
-        """Some of them, by name: ``window 28 stride 14``."""
-        return " ".join(f"{name} {asdict(self)[name]}" for name in options)
+        """Some of them, by name: ``window 28 stride 14``; None goes without saying."""
+        chosen = {name: asdict(self)[name] for name in options}
+        return " ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
 
 
 class IntegratedGradients:
-    """The gradient's mean on the straight way from an input of zeros, times the input: it sums up to the difference.
+    """The gradient's mean on the straight way from a baseline, times the difference: it sums up to that of the scores.
 
     Sundararajan et al., "Axiomatic attribution for deep networks", 2017, equation 1, by Gauss-Legendre quadrature.
     """
 
-    measures, options = "gradient", ("steps",)
+    measures, options = "gradient", ("steps", "baseline")
 
     @staticmethod
     def count(settings: PerturbationSettings, shape: Sequence[int], layout: str) -> int:
@@ -68,20 +72,23 @@ class IntegratedGradients:
 
     def __init__(self, row: Array, info: TensorInfo, settings: PerturbationSettings, score: float) -> None:
         self._shares, self._weights = _find_nodes(settings.steps)
-        self._row = row.astype(np.float64)
-        self._mean = np.zeros_like(self._row)
+        self._baseline = make_baseline(row, info.layout or "", settings.baseline)
+        self._change = row.astype(np.float64) - self._baseline
+        self._mean = np.zeros_like(self._change)
 
     def make_rows(self, numbers: range) -> Array:
-        """The row, scaled down to points on the way from zeros."""
-        return (_broadcast_over_rows(self._shares[list(numbers)], self._row) * self._row).astype(np.float32)
+        """Points on the way from the baseline to the row."""
+        shares = _broadcast_over_rows(self._shares[list(numbers)], self._change)
+        return (self._baseline + shares * self._change).astype(np.float32)
 
     def add(self, numbers: range, measured: Array) -> None:
         """Take what the model gave for those."""
-        self._mean += (_broadcast_over_rows(self._weights[list(numbers)], self._row) * measured).sum(0, keepdims=True)
+        weights = _broadcast_over_rows(self._weights[list(numbers)], self._change)
+        self._mean += (weights * measured).sum(0, keepdims=True)
 
     def finish(self) -> Array:
-        """The mean gradient times the row."""
-        result: Array = self._mean * self._row
+        """The mean gradient times the row's difference from the baseline."""
+        result: Array = self._mean * self._change
         return result
 
 
@@ -120,13 +127,13 @@ class SmoothGrad:
 
 
 class Occlusion:
-    """How much the score drops where a window of the input is zeros; the mean over the windows that cover a pixel.
+    """How much the score drops where a window of the input is a baseline; the mean over windows that cover a pixel.
 
     Zeiler and Fergus, "Visualizing and understanding convolutional networks", 2014, section 4.2. Windows begin at
     multiples of the stride, until one reaches the edge, where it is cut. The result is (1, H, W).
     """
 
-    measures, options = "score", ("window", "stride")
+    measures, options = "score", ("window", "stride", "baseline")
 
     @staticmethod
     def count(settings: PerturbationSettings, shape: Sequence[int], layout: str) -> int:
@@ -137,18 +144,19 @@ class Occlusion:
     def __init__(self, row: Array, info: TensorInfo, settings: PerturbationSettings, score: float) -> None:
         self._row, self._layout, self._score = row, info.layout or "", score
         self._window, self._stride = settings.window, settings.stride
+        self._baseline = make_baseline(row, self._layout, settings.baseline)[0]
         height, width = _find_sides(row.shape, self._layout)
         self._across = _count_windows(width, settings)
         self._total, self._covered = np.zeros((1, height, width)), np.zeros((1, height, width))
 
     def make_rows(self, numbers: range) -> Array:
-        """The row with a window of zeros."""
+        """The row with a window of the baseline."""
         rows = np.repeat(self._row.astype(np.float32), len(numbers), 0)
         for row, number in zip(rows, numbers, strict=True):
             of_row = self._layout.replace("N", "")
             places: list[slice] = [slice(None)] * len(of_row)
             places[of_row.index("H")], places[of_row.index("W")] = self._find_window(number)
-            row[tuple(places)] = 0.0
+            row[tuple(places)] = self._baseline[tuple(places)]
         return rows
 
     def add(self, numbers: range, measured: Array) -> None:
@@ -169,6 +177,30 @@ class Occlusion:
 
 
 Perturbation = IntegratedGradients | SmoothGrad | Occlusion
+
+
+def make_baseline(row: Array, layout: str, baseline: Baseline | None) -> Array:
+    """What a row, (1, …), is compared with, float64: zeros, one value, or the row blurred by a Gaussian.
+
+    Its deviation is a twentieth of the shorter side; what lies beyond an edge is mirrored.
+    """
+    if baseline != "blur":
+        return np.full(row.shape, 0.0 if baseline is None else baseline, np.float64)
+    blurred = row.astype(np.float64)
+    deviation = min(_find_sides(row.shape, layout)) / BLURS_ACROSS
+    for axis in (layout.index("H"), layout.index("W")):
+        blurred = np.moveaxis(np.tensordot(_make_blur(row.shape[axis], deviation), blurred, (1, axis)), 0, axis)
+    return blurred
+
+
+def _make_blur(side: int, deviation: float) -> Array:
+    """A Gaussian over one axis as a matrix, (side, side)."""
+    reach = ceil(3 * deviation)
+    weights = np.exp(-0.5 * (np.arange(-reach, reach + 1) / deviation) ** 2)
+    mirrored = np.lib.stride_tricks.sliding_window_view(np.pad(np.arange(side), reach, "reflect"), len(weights))
+    blur = np.zeros((side, side))
+    np.add.at(blur, (np.arange(side)[:, None], mirrored), weights / weights.sum())
+    return blur
 
 
 @lru_cache(maxsize=32)

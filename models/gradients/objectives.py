@@ -7,53 +7,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.nn.functional import cross_entropy, kl_div, one_hot
 
 from layertap.models.catalog.row_tensor import RowTensor
-from layertap.models.selection.hook_points import Objective, ObjectiveKind
+from layertap.models.selection.hook_points import Objective, ObjectiveKind, Terms
 
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
     """A kind of objective; ``compute`` gets a request's rows in float32 or wider.
 
-    ``of_classes``: it needs an output (rows, classes), and takes a class. ``of_layer``: it needs the name of a layer.
-    ``takes_target``: a distribution may be given in place of a class. ``compares``: it is by softmax, which is 1 for a
-    lone class.
+    ``of_classes``: it needs an output (rows, classes), and takes a class. ``layer``: whether it takes the name of a
+    layer in place of the model's output. ``target``: what may be given in place of a class. ``takes_terms``: so may
+    several classes or channels with weights. ``compares``: it is by softmax, which is 1 for a lone class.
     """
 
     compute: Callable[[RowTensor, Objective], Tensor]
     of_classes: bool = False
-    of_layer: bool = False
-    takes_target: bool = False
+    layer: Literal["refused", "optional", "needed"] = "refused"
+    target: Literal["refused", "distribution", "values"] = "refused"
+    takes_terms: bool = False
     compares: bool = False
 
 
 def _logit(rows: RowTensor, objective: Objective) -> Tensor:
-    return rows.value.gather(1, _get_classes(rows, objective)[:, None])
+    return _choose_scores(rows, rows.value, objective)
 
 
 def _probability(rows: RowTensor, objective: Objective) -> Tensor:
-    return rows.value.softmax(1).gather(1, _get_classes(rows, objective)[:, None])
+    return _choose_scores(rows, rows.value.softmax(1), objective)
 
 
 def _binary(rows: RowTensor, objective: Objective) -> Tensor:
-    return _logit(rows, objective).sigmoid()
+    return _choose_scores(rows, rows.value.sigmoid(), objective)
 
 
 def _cross_entropy(rows: RowTensor, objective: Objective) -> Tensor:
-    return cross_entropy(rows.value, _get_classes(rows, objective), reduction="sum")
+    target = _get_classes(rows, objective) if objective.target is None else _make_target(rows, objective)
+    return cross_entropy(rows.value, target, reduction="sum")
 
 
 def _kl_div(rows: RowTensor, objective: Objective) -> Tensor:
-    """KL(target ‖ softmax(logits)); the target of a class is one-hot."""
-    if objective.target is not None:
-        target = rows.value.new_tensor(objective.target).expand_as(rows.value)
-    else:
-        target = one_hot(_get_classes(rows, objective), rows.value.shape[1]).to(rows.value.dtype)
-    return kl_div(rows.value.log_softmax(1), target, reduction="sum")
+    """KL(target ‖ softmax(logits))."""
+    return kl_div(rows.value.log_softmax(1), _make_target(rows, objective), reduction="sum")
+
+
+def _mse(rows: RowTensor, objective: Objective) -> Tensor:
+    return (rows.value - _make_target(rows, objective)).square().mean(1)
 
 
 def _sum(rows: RowTensor, objective: Objective) -> Tensor:
@@ -64,10 +68,37 @@ def _mean(rows: RowTensor, objective: Objective) -> Tensor:
     return rows.group().flatten(1).mean(1)
 
 
+def _norm(rows: RowTensor, objective: Objective) -> Tensor:
+    norm: Tensor = vector_norm(rows.group().flatten(1), dim=1)
+    return norm
+
+
 def _layer(rows: RowTensor, objective: Objective) -> Tensor:
     if objective.channel is None:
         return _mean(rows, objective)
+    if isinstance(objective.channel, tuple):
+        return _weigh(rows.positions().mean(2), objective.channel)
     return rows.positions()[:, objective.channel].mean(1)
+
+
+def _choose_scores(rows: RowTensor, scores: Tensor, objective: Objective) -> Tensor:
+    """Of scores (rows, classes) that of each row's class, or the weighted sum of several."""
+    if isinstance(objective.klass, tuple):
+        return _weigh(scores, objective.klass)
+    return scores.gather(1, _get_classes(rows, objective)[:, None])
+
+
+def _weigh(values: Tensor, terms: Terms) -> Tensor:
+    """The weighted sum of some columns, for each row."""
+    weights, columns = zip(*terms, strict=True)
+    return (values[:, list(columns)] * values.new_tensor(weights)).sum(1)
+
+
+def _make_target(rows: RowTensor, objective: Objective) -> Tensor:
+    """A number for each row and class; the target of a class is one-hot."""
+    if objective.target is not None:
+        return rows.value.new_tensor(objective.target).expand_as(rows.value)
+    return one_hot(_get_classes(rows, objective), rows.value.shape[1]).to(rows.value.dtype)
 
 
 def _get_classes(rows: RowTensor, objective: Objective) -> Tensor:
@@ -77,12 +108,14 @@ def _get_classes(rows: RowTensor, objective: Objective) -> Tensor:
 
 
 OBJECTIVES: Mapping[ObjectiveKind, ObjectiveSpec] = {
-    "logit": ObjectiveSpec(_logit, of_classes=True),
-    "probability": ObjectiveSpec(_probability, of_classes=True, compares=True),
-    "binary": ObjectiveSpec(_binary, of_classes=True),
-    "cross_entropy": ObjectiveSpec(_cross_entropy, of_classes=True, compares=True),
-    "kl_div": ObjectiveSpec(_kl_div, of_classes=True, takes_target=True, compares=True),
-    "sum": ObjectiveSpec(_sum),
-    "mean": ObjectiveSpec(_mean),
-    "layer": ObjectiveSpec(_layer, of_layer=True),
+    "logit": ObjectiveSpec(_logit, of_classes=True, takes_terms=True),
+    "probability": ObjectiveSpec(_probability, of_classes=True, takes_terms=True, compares=True),
+    "binary": ObjectiveSpec(_binary, of_classes=True, takes_terms=True),
+    "cross_entropy": ObjectiveSpec(_cross_entropy, of_classes=True, target="distribution", compares=True),
+    "kl_div": ObjectiveSpec(_kl_div, of_classes=True, target="distribution", compares=True),
+    "mse": ObjectiveSpec(_mse, of_classes=True, target="values"),
+    "sum": ObjectiveSpec(_sum, layer="optional"),
+    "mean": ObjectiveSpec(_mean, layer="optional"),
+    "norm": ObjectiveSpec(_norm, layer="optional"),
+    "layer": ObjectiveSpec(_layer, layer="needed", takes_terms=True),
 }

@@ -10,7 +10,7 @@ from layertap.models.catalog.row_tensor import POSITION_AXES, Position, describe
 from layertap.models.catalog.text_lengths import TextLengths, check_shape, with_common_length
 from layertap.models.errors import SelectorError, escape
 from layertap.models.gradients.objectives import OBJECTIVES
-from layertap.models.selection.hook_points import HookPoint, Objective
+from layertap.models.selection.hook_points import HookPoint, Objective, Terms
 from layertap.models.selection.matches import find_matches, prefer_layer
 from layertap.models.selection.plan import ResolvedObjective, Tap
 
@@ -90,14 +90,18 @@ def _check_objective(objective: Objective, info: TensorInfo, catalog: Catalog, l
     kind, spec = escape(objective.kind), OBJECTIVES[objective.kind]
     if info.row_axis is None:
         raise SelectorError("the objective's tensor is the same for all rows, so it gives none a number of its own")
-    if (objective.selector is not None) != spec.of_layer:
-        hint = 'add "layer": "NAME"' if spec.of_layer else 'use "kind": "layer"'
-        raise SelectorError(f"objective {kind} {'needs' if spec.of_layer else 'takes no'} layer", hint=hint)
+    if spec.layer != "optional" and (objective.selector is not None) != (spec.layer == "needed"):
+        needed = spec.layer == "needed"
+        hint = 'add "layer": "NAME"' if needed else 'use "kind": "layer"'
+        raise SelectorError(f"objective {kind} {'needs a' if needed else 'takes no'} layer", hint=hint)
+    if isinstance(objective.klass, tuple) and not spec.takes_terms:
+        raise SelectorError(f"objective {kind} takes no terms", hint='use "kind": "logit", or "target"')
     if objective.position is not None:
         _check_position(objective.position, info, catalog, lengths)
     info = describe_position(info, objective.position)
     if objective.channel is not None and catalog.sizes_known:
-        _check_channel(objective.channel, info if spec.of_layer else None, lengths)
+        for channel in _list_indices(objective.channel):
+            _check_channel(channel, info if spec.layer == "needed" else None, lengths)
     if spec.of_classes:
         if not _is_scores(info):
             raise SelectorError(
@@ -108,7 +112,12 @@ def _check_objective(objective: Objective, info: TensorInfo, catalog: Catalog, l
         if catalog.sizes_known:
             _check_classes(objective, info, lengths)
     elif objective.klass is not None or objective.target is not None:
-        raise SelectorError(f"objective {kind} takes neither class nor target", hint="leave them out")
+        raise SelectorError(f"objective {kind} takes no class, terms or target", hint="leave them out")
+
+
+def _list_indices(chosen: int | Terms) -> tuple[int, ...]:
+    """The class or channel, or those that have weights."""
+    return (chosen,) if isinstance(chosen, int) else tuple(index for _, index in chosen)
 
 
 def _check_channel(channel: int, info: TensorInfo | None, lengths: TextLengths | None) -> None:
@@ -142,10 +151,14 @@ def _check_target(objective: Objective) -> None:
     """What a target must be, however many classes there are."""
     if objective.target is None:
         return
-    if not OBJECTIVES[objective.kind].takes_target or objective.klass is not None:
-        raise SelectorError("'target' is for kind 'kl_div' alone, in place of a class", hint="give one of them")
+    allowed = OBJECTIVES[objective.kind].target
+    if allowed == "refused" or objective.klass is not None:
+        kinds = ", ".join(repr(kind) for kind, spec in OBJECTIVES.items() if spec.target != "refused")
+        raise SelectorError(f"'target' is for kinds {kinds}, in place of a class", hint="give one of them")
     total = sum(objective.target)
-    if not (isfinite(total) and min(objective.target, default=-1.0) >= 0 and abs(total - 1) <= SPREAD):
+    if allowed == "distribution" and not (
+        isfinite(total) and min(objective.target, default=-1.0) >= 0 and abs(total - 1) <= SPREAD
+    ):
         raise SelectorError("'target' is no distribution", hint="numbers from 0 to 1 that add up to 1")
 
 
@@ -161,5 +174,7 @@ def _check_classes(objective: Objective, info: TensorInfo, lengths: TextLengths 
             check_shape("'target'", info, lengths, lambda part: part.shape[1:], (len(objective.target),))
         elif len(objective.target) != classes:
             raise SelectorError(f"'target' has {len(objective.target)} numbers, the model has {classes} classes")
-    elif isinstance(objective.klass, int) and not 0 <= objective.klass < classes:
-        raise SelectorError(f"class {objective.klass} is out of range", hint=f"use 0 to {classes - 1}, or 'top'")
+    elif isinstance(objective.klass, int | tuple):
+        for klass in _list_indices(objective.klass):
+            if not 0 <= klass < classes:
+                raise SelectorError(f"class {klass} is out of range", hint=f"use 0 to {classes - 1}, or 'top'")

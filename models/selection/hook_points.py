@@ -12,11 +12,18 @@ from layertap.models.hooks.sites import AXES, SITES, Side, Site, split_function
 ReplyDType = Literal["float32", "float16", "int8"]
 Pool = Literal["none", "mean", "mean_all", "max", "gem", "cls", "last", "flatten"]
 Op = Literal["zero", "scale", "add", "clamp", "replace", "noise"]
-ObjectiveKind = Literal["logit", "probability", "binary", "cross_entropy", "kl_div", "sum", "mean", "layer"]
+ObjectiveKind = Literal[
+    "logit", "probability", "binary", "cross_entropy", "kl_div", "mse", "sum", "mean", "norm", "layer"
+]
+Terms = tuple[tuple[float, int], ...]  # a weight and a class, or a channel, each
 Class = int | Literal["top"]  # by its number, or the row's own highest
 Method = Literal[
     "grad_cam",
     "grad_cam_plusplus",
+    "hires_cam",
+    "layer_cam",
+    "xgrad_cam",
+    "eigen_cam",
     "saliency",
     "guided_backpropagation",
     "integrated_gradients",
@@ -26,6 +33,7 @@ Method = Literal[
     "gradient_rollout",
     "relevance",
 ]
+Baseline = float | Literal["blur"]  # what a picture is compared with: one value everywhere, or itself out of focus
 Module = TypeVar("Module")
 
 
@@ -227,17 +235,18 @@ class Intervention:
 class Objective:
     """What is differentiated: a number for each row, of the model's output or of one layer's.
 
-    ``klass`` is a class, or "top" for the row's own highest, which None comes to; ``target`` a probability for each
-    class; ``selector`` and ``channel`` name the layer and its channel (None: all of it) for the kind ``layer``.
+    ``klass`` is a class, several with weights, or "top" for the row's own highest, which None comes to; ``target`` has
+    a number for each class, a probability but for ``mse``; ``selector`` names a layer, and ``channel`` its channel, or
+    several with weights (None: all of it), for the kind ``layer``.
     ``position`` is where it looks: a token of each row, or the row and the column of a map. Below 0 they count from the
     end.
     """
 
     kind: ObjectiveKind = "logit"
-    klass: int | Literal["top"] | None = None
+    klass: int | Literal["top"] | Terms | None = None
     target: tuple[float, ...] | None = None
     selector: Selector | None = None
-    channel: int | None = None
+    channel: int | Terms | None = None
     position: tuple[int, ...] | None = None
 
 
@@ -256,7 +265,8 @@ class Explanation:
     ``classes`` are in place of the objective's class, with a map of each; ``top_classes`` is how many of a row's best
     classes are named. ``discard`` is the share of each layer's lowest attention that a rollout leaves out, 0 up to, not
     including, 1. ``steps`` are those of integrated gradients; ``samples``, ``noise`` (a share of the row's range) and
-    ``seed`` are of SmoothGrad; ``window`` and ``stride`` of occlusion, in the input's pixels. None: the default.
+    ``seed`` are of SmoothGrad; ``window`` and ``stride`` of occlusion, in the input's pixels; ``baseline`` is of it and
+    of integrated gradients. None: the default.
     """
 
     methods: tuple[Method, ...]
@@ -270,6 +280,7 @@ class Explanation:
     seed: int | None = None
     window: int | None = None
     stride: int | None = None
+    baseline: Baseline | None = None
 
 
 def _get_indices(part: Reduction | Operation) -> dict[str, tuple[int, ...]]:

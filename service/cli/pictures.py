@@ -95,12 +95,15 @@ def explain(
     top_classes: Annotated[int | None, typer.Option(help="How many of the best classes are named; 5 without.")] = None,
     layer: Annotated[str | None, typer.Option(help="The layer that Grad-CAM is of.")] = None,
     objective: Annotated[str | None, typer.Option(help="A kind, as probability, or an object in JSON.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Of integrated_gradients, between zeros and the picture.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Of integrated_gradients, from baseline to picture.")] = None,
     samples: Annotated[int | None, typer.Option(help="Of smoothgrad, each with its own noise.")] = None,
     noise: Annotated[float | None, typer.Option(help="Of smoothgrad, by the range of the input's values.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of that noise.")] = None,
     window: Annotated[int | None, typer.Option(help="Of occlusion, in pixels that the model sees.")] = None,
     stride: Annotated[int | None, typer.Option(help="Of occlusion: from one window to the next.")] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Of integrated_gradients and occlusion: a number in place of zeros, or blur.")
+    ] = None,
     discard_ratio: Annotated[float | None, typer.Option(help="Of rollouts: the share of attention left out.")] = None,
     model: ModelOption = None,
     url: UrlOption = None,
@@ -123,6 +126,7 @@ def explain(
         "seed": seed,
         "window": window,
         "stride": stride,
+        "baseline": baseline,
         "discard_ratio": discard_ratio,
         "model": model,
     }

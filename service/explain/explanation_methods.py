@@ -171,13 +171,19 @@ _OF_INPUT: dict[str, Site] = {VALUES: "input", GRADIENT_VALUES: "grad_input"}
 _OF_ATTENTION: dict[str, Site] = {VALUES: "attention", GRADIENT_VALUES: "attention_grad"}
 _LAYER = frozenset({"selector"})
 
+
+def _of_layer(make_map: Callable[[Array, Array, TensorInfo], Array]) -> MethodSpec:
+    """A method that makes a map of a layer's values and gradients."""
+    return MethodSpec(_find_layer, _OF_LAYER, lambda it: make_map(it.values[0], it.gradients[0], it.info), _LAYER)
+
+
 METHODS: dict[Method, MethodSpec] = {
-    "grad_cam": MethodSpec(
-        _find_layer, _OF_LAYER, lambda it: maps.grad_cam(it.values[0], it.gradients[0], it.info), _LAYER
-    ),
-    "grad_cam_plusplus": MethodSpec(
-        _find_layer, _OF_LAYER, lambda it: maps.grad_cam_plusplus(it.values[0], it.gradients[0], it.info), _LAYER
-    ),
+    "grad_cam": _of_layer(maps.grad_cam),
+    "grad_cam_plusplus": _of_layer(maps.grad_cam_plusplus),
+    "hires_cam": _of_layer(maps.hires_cam),
+    "layer_cam": _of_layer(maps.layer_cam),
+    "xgrad_cam": _of_layer(maps.xgrad_cam),
+    "eigen_cam": MethodSpec(_find_layer, {VALUES: "output"}, lambda it: maps.eigen_cam(it.values[0], it.info), _LAYER),
     "saliency": MethodSpec(_find_input, _GRADIENTS, lambda it: maps.saliency(it.gradients[0], it.info)),
     "guided_backpropagation": MethodSpec(
         _find_input,

@@ -31,6 +31,7 @@ OPTIONS = {
     "seed": ("seed", "SmoothGrad"),
     "window": ("window", "occlusion"),
     "stride": ("stride", "occlusion"),
+    "baseline": ("baseline", "integrated gradients and occlusion"),
 }
 
 # How a request gets by with fewer changed inputs, by the option that a method takes.

@@ -193,7 +193,7 @@ def _find_classes(resolved: ResolvedObjective, part: Features) -> tuple[int, ...
     klass = resolved.objective.klass
     if isinstance(klass, int):
         return (klass,) * part.rows if part.input_index is not None else None
-    if klass is None:
+    if klass != "top":
         return None
     scores = torch.from_numpy(np.array(part.arrays[SCORE])).float()
     return tuple(RowTensor(scores, resolved.info).at(resolved.objective.position).value.argmax(1).tolist())

@@ -22,6 +22,7 @@ from layertap.service.inputs.arrays import read_npy, read_safetensors
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
 from layertap.service.schemas.base import read_items
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
+from layertap.service.schemas.inputs import make_readers
 from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 from layertap.service.timings import Timings
@@ -85,7 +86,7 @@ def _parse_body(raw: RawRequest, settings: Settings, kind: type[RequestBody]) ->
     if media_type == "application/json":
         raw.query.check_names(ALWAYS, "a JSON body says everything itself")
         body = _parse_document(raw.data, settings, kind)
-        return body, [each.to_item for each in body.inputs]
+        return body, make_readers(body.inputs)
     if media_type == MULTIPART:
         return _parse_multipart(raw, settings, kind)
     if not raw.data and not media_type:  # a dry run needs no input

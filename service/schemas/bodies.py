@@ -19,7 +19,7 @@ from layertap.models.selection.hook_points import (
 )
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.models.spec import Truncate
-from layertap.service.schemas.base import OneError, StrictBody, make_list, read_entries, read_field
+from layertap.service.schemas.base import Number, OneError, StrictBody, make_list, read_entries, read_field
 from layertap.service.schemas.inputs import InputBody
 from layertap.service.schemas.selection import (
     MAX_INTERVENTIONS,
@@ -116,6 +116,7 @@ T = TypeVar("T")
 MAX_CLASSES = 16
 MAX_STEPS = 512  # of integrated gradients, and samples of SmoothGrad
 MAX_TOP_CLASSES = 1000
+OF_CHANGED_INPUTS = ("steps", "samples", "noise", "seed", "window", "stride", "baseline")
 TWO_CLASSES = ("'classes' are in place of a class or target of the objective", "give one of them")
 
 
@@ -141,6 +142,12 @@ Classes = Annotated[
 ]
 
 
+SomeBaseline = Annotated[
+    Number | Literal["blur"] | None,
+    OneError("Input should be a number, or 'blur'"),
+]
+
+
 class ExplainBody(RequestBody):
     """The body of ``POST /explain``."""
 
@@ -160,6 +167,7 @@ class ExplainBody(RequestBody):
     seed: int | None = Field(None, ge=0, lt=2**31)
     window: int | None = Field(None, ge=1, lt=2**15)
     stride: int | None = Field(None, ge=1, lt=2**15)
+    baseline: SomeBaseline = None
 
     def _read_request(self) -> dict[str, Any]:
         request = {"explanation": self._read_explanation(), **super()._read_request()}
@@ -177,5 +185,5 @@ class ExplainBody(RequestBody):
         objective = self.objective
         if self.classes and objective is not None and (objective.klass is not None or objective.target is not None):
             raise RequestError.from_faults([Fault(*TWO_CLASSES, "/classes")])
-        options = {name: getattr(self, name) for name in ("steps", "samples", "noise", "seed", "window", "stride")}
+        options = {name: getattr(self, name) for name in OF_CHANGED_INPUTS}
         return Explanation(self.method, selector, self.discard_ratio, self.classes, self.top_classes, **options)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Annotated
 
 from pydantic import FailFast, Field
@@ -14,6 +15,7 @@ from layertap.service.inputs.arrays import Array, decode_base64
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem, TokensItem, UrlItem
 from layertap.service.schemas.base import (
     MAX_FIELDS,
+    Index,
     OneError,
     StrictBody,
     StrictIndex,
@@ -35,7 +37,8 @@ Tokens = Annotated[
 class InputBody(StrictBody):
     """One input: exactly one of an encoded picture (base64 or data URI), a URL, a tensor, a text, a text's tokens.
 
-    ``tensors`` has one for each input of a model, by its name. ``objective``, or its ``class`` or ``target`` alone, are
+    ``tensors`` has one for each input of a model, by its name. ``input`` names another input of the request, which
+    this one is again. ``objective``, or its ``class`` or ``target`` alone, are
     in place of the request's; ``interventions`` come after those of the request.
     """
 
@@ -45,6 +48,7 @@ class InputBody(StrictBody):
     tensors: Annotated[dict[str, TensorBody], Field(min_length=1, max_length=MAX_FIELDS)] | None = None
     text: str | None = None
     tokens: Tokens = None
+    input: Index | None = None
     objective: ObjectiveBody | None = None
     klass: Class = Field(None, alias="class")
     target: Target = None
@@ -65,11 +69,17 @@ class InputBody(StrictBody):
             raise SelectorError("'class' and 'target' are in 'objective', or beside it none", hint="give one of them")
         return replace(of_request or Objective(), klass=self.klass, target=self.target)
 
-    def to_item(self) -> InputItem:
-        """The input as bytes or arrays, or where its bytes are; InputError where it is none of them."""
-        kinds = (self.image, self.url, self.tensor, self.tensors, self.text, self.tokens)
+    def to_item(self, read_other: Callable[[int], InputItem]) -> InputItem:
+        """The input as bytes or arrays, or where its bytes are; InputError where it is none of them.
+
+        ``read_other`` gives the item of another input, the same one each time.
+        """
+        kinds = (self.image, self.url, self.tensor, self.tensors, self.text, self.tokens, self.input)
         if sum(kind is not None for kind in kinds) != 1:
-            raise InputError("an input has exactly one of 'image', 'url', 'tensor', 'tensors', 'text' and 'tokens'")
+            detail = "an input has exactly one of 'image', 'url', 'tensor', 'tensors', 'text', 'tokens' and 'input'"
+            raise InputError(detail)
+        if self.input is not None:
+            return read_other(self.input)
         if self.text is not None:
             return TextItem(self.text)
         if self.tokens is not None:
@@ -81,6 +91,21 @@ class InputBody(StrictBody):
         if self.url is not None:
             return UrlItem(self.url)
         return ImageItem(decode_base64(self.image or ""))
+
+
+def make_readers(bodies: Sequence[InputBody]) -> list[Callable[[], InputItem]]:
+    """What reads each of a request's inputs; InputError where one names no other that is sent itself."""
+
+    @cache
+    def read(index: int) -> InputItem:
+        return bodies[index].to_item(read_other)
+
+    def read_other(index: int) -> InputItem:
+        if index >= len(bodies) or bodies[index].input is not None:
+            raise InputError(f"'input' names input {index}", hint="name one that is sent itself, counted from 0")
+        return read(index)
+
+    return [partial(read, index) for index in range(len(bodies))]
 
 
 def _read_change(place: int, inputs: int, body: InterventionBody) -> Intervention:

@@ -47,6 +47,7 @@ from layertap.service.schemas.base import (
 )
 
 MAX_INTERVENTIONS = 256
+MAX_TERMS = 1000
 INDICES = ("channels", "tokens", "heads", "queries", "keys")
 OF_OPERATION = ("op", "by", "value", "min", "max", "std", "seed", "region", *INDICES)
 Call = Annotated[StrictInt | Literal["*"], OneError("Input should be a whole number or '*'")]
@@ -174,6 +175,7 @@ Class = Annotated[
     OneError("Input should be the number of a class, or 'top'"),
 ]
 Target = Annotated[tuple[Number, ...], Field(min_length=1, max_length=1_000_000)] | None
+Term = tuple[Number, SignedIndex]
 
 
 class ObjectiveBody(StrictBody):
@@ -184,16 +186,20 @@ class ObjectiveBody(StrictBody):
     target: Target = None
     layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
     channel: SignedIndex | None = None
+    terms: Annotated[tuple[Term, ...], Field(min_length=1, max_length=MAX_TERMS)] | None = None
     position: Position = None
 
     def to_objective(self) -> Objective:
-        """What it means; SelectorError where its layer is no selector."""
+        """What it means; SelectorError where its layer is no selector, or terms stand beside what they replace."""
+        of_layer, replaced = self.kind == "layer", (self.klass, self.channel, self.target)
+        if self.terms is not None and any(each is not None for each in replaced):
+            raise SelectorError("'terms' are in place of 'class', 'channel' and 'target'", hint="leave these out")
         return Objective(
             self.kind,
-            self.klass,
+            self.klass if self.terms is None or of_layer else self.terms,
             self.target,
             parse_selector(self.layer) if self.layer is not None else None,
-            self.channel,
+            self.terms if self.terms is not None and of_layer else self.channel,
             self.position,
         )
 

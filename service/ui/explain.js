@@ -20,6 +20,10 @@ const hasAttention = ({ layers }) => {
 const METHODS = {
   grad_cam: { title: "Grad-CAM", fits: hasMaps },
   grad_cam_plusplus: { title: "Grad-CAM++", fits: hasMaps },
+  hires_cam: { title: "HiResCAM", fits: hasMaps },
+  layer_cam: { title: "LayerCAM", fits: hasMaps },
+  xgrad_cam: { title: "XGrad-CAM", fits: hasMaps },
+  eigen_cam: { title: "EigenCAM", fits: (state) => hasMaps(state) && findScores(state), answerless: true },
   saliency: { title: "Saliency", fits: () => true },
   guided_backpropagation: { title: "Guided backprop", fits: hasRelu },
   integrated_gradients: { title: "Integrated gradients", fits: hasOneInput },

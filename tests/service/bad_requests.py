@@ -277,6 +277,17 @@ BAD: dict[str, Case] = {
     "class of a sum": Case(422, graded({"kind": "sum", "class": 1}), pointer="/objective"),
     "short target": Case(422, graded({"kind": "kl_div", "target": [1.0]}), pointer="/objective", says="10 classes"),
     "target that is no distribution": Case(422, graded({"kind": "kl_div", "target": [1.0] * 10}), pointer="/objective"),
+    "target of a logit": Case(422, graded({"target": [0.1] * 10}), pointer="/objective", says="'mse'"),
+    "terms beside a class": Case(
+        422, graded({"terms": [[1, 2]], "class": 1}), pointer="/objective", says="in place of"
+    ),
+    "term out of range": Case(422, graded({"terms": [[1, 2], [1, 10]]}), pointer="/objective", says="0 to 9"),
+    "terms of a divergence": Case(422, graded({"kind": "kl_div", "terms": [[1, 2]]}), pointer="/objective"),
+    "terms of a sum": Case(422, graded({"kind": "sum", "terms": [[1, 2]]}), pointer="/objective"),
+    "weight that is none": Case(422, graded({"terms": [["a", 2]]}), pointer="/objective/terms/0/0"),
+    "term of a channel": Case(
+        422, graded({"kind": "layer", "layer": "head", "terms": [[1, -11]]}), pointer="/objective", says="channel"
+    ),
     "layer of a logit": Case(422, graded({"kind": "logit", "class": 1, "layer": "pool"}), pointer="/objective"),
     "objective of no layer": Case(422, graded({"kind": "layer", "layer": "nothing"}), pointer="/objective"),
     "objective before the gradient": Case(422, graded({"kind": "layer", "layer": "block1"}), says="runs later"),

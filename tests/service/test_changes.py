@@ -241,6 +241,17 @@ def test_highest_score_by_default(changing: Live) -> None:
     np.testing.assert_allclose(arrays_of(reply)[""], wanted.numpy(), rtol=1e-3, atol=1e-6)
 
 
+def test_difference_of_logits(changing: Live) -> None:
+    """A weighted sum of scores; one with the same class twice has the sum of its weights."""
+    x = random_images(2, 11)
+    wanted = gradient(copy_digits(changing), torch.from_numpy(x), "block3", lambda out: out[:, 3] - 0.5 * out[:, 7])
+    objective = {"terms": [[1, 3], [-0.25, 7], [-0.25, 7]]}
+    check(
+        changing.client.post("/extract", **request(x, ["block3:grad_output"], objective=objective)),
+        {"block3:grad_output": wanted},
+    )
+
+
 @pytest.mark.parametrize("count", [1, 11])
 def test_classes_in_receipts(changing: Live, count: int) -> None:
     """The class that "top" chose for each row is in the receipt of what depends on it, on both routes."""

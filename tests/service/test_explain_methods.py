@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -13,6 +13,7 @@ import pytest
 import torch
 from captum.attr import GuidedBackprop, IntegratedGradients, NoiseTunnel, Occlusion, Saliency
 from torch import Tensor, nn
+from torchvision.transforms.functional import gaussian_blur
 
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.server import Live
@@ -167,15 +168,28 @@ def test_occlusion(served: Live, name: str, window: int, stride: int) -> None:
     assert_close(found, wanted[:, 0])
 
 
-def test_occlusion_of_other_objectives(served: Live) -> None:
-    """What drops is what the objective says."""
+@pytest.mark.parametrize(
+    ("objective", "score"),
+    [
+        ({"kind": "probability", "class": 3}, lambda out: out.softmax(1)[:, 3]),
+        ({"terms": [[1, 3], [-2, 0]]}, lambda out: out[:, 3] - 2 * out[:, 0]),
+    ],
+    ids=("probability", "logits"),
+)
+@pytest.mark.parametrize("method", ["occlusion", "integrated_gradients"])
+def test_other_objectives(served: Live, method: str, objective: Json, score: Callable[[Tensor], Tensor]) -> None:
+    """What is explained is what the objective says; without a class of each row there is none in the receipt."""
     x = random_images(2, 4)
     module = module_of(served, "cnn")
-    wanted = Occlusion(lambda rows: module(rows).softmax(1)).attribute(
-        torch.from_numpy(x), (3, 8, 8), (3, 4, 4), target=3
-    )
-    body = {"objective": {"kind": "probability", "class": 3}, "window": 8, "stride": 4}
-    assert_close(explained(served, x, "occlusion", model="cnn", **body), wanted[:, 0])
+    options: Json = {"window": 8, "stride": 4} if method == "occlusion" else {"steps": 40}
+    reply = ask(served, x, method=method, model="cnn", objective=objective, **options)
+    images, scores = torch.from_numpy(x), lambda rows: score(module(rows))
+    if method == "occlusion":
+        wanted = Occlusion(scores).attribute(images, (3, 8, 8), (3, 4, 4))[:, 0]
+    else:
+        wanted = IntegratedGradients(scores).attribute(images, n_steps=40).float()
+    assert_close(arrays_of(reply)[method], wanted)
+    assert "classes" not in reply.json()["receipts"][method]
 
 
 def test_grad_cam_plusplus(served: Live) -> None:
@@ -213,6 +227,54 @@ def test_grad_cam_plusplus(served: Live) -> None:
     assert_close(found, np.stack(maps))
     assert (found >= 0).all()
     assert not np.allclose(found, explained(served, x, "grad_cam", **body), rtol=0.1)
+
+
+@pytest.mark.parametrize("baseline", [0.5, "blur"])
+@pytest.mark.parametrize("method", ["occlusion", "integrated_gradients"])
+def test_baselines(served: Live, method: str, baseline: float | str) -> None:
+    """Of captum, from one value everywhere, or from the picture as torchvision blurs it."""
+    x = random_images(2, 4)
+    module, images = module_of(served, "cnn"), torch.from_numpy(x)
+    blurred = gaussian_blur(images.double(), [11, 11], [1.6, 1.6]).float()  # of 32 pixels
+    base = blurred if baseline == "blur" else torch.full_like(images, 0.5)
+    options: Json = {"window": 8, "stride": 4} if method == "occlusion" else {"steps": 40}
+    found = ask(served, x, method=method, model="cnn", baseline=baseline, objective={"class": 1}, **options)
+    if method == "occlusion":
+        wanted = Occlusion(module).attribute(images, (3, 8, 8), (3, 4, 4), baselines=base, target=1)[:, 0]
+    else:
+        wanted = IntegratedGradients(module).attribute(images, base, target=1, n_steps=40).float()
+    assert_close(arrays_of(found)[method], wanted)
+    zeros = ask(served, x, method=method, model="cnn", objective={"class": 1}, **options)
+    assert found.json()["fingerprint"] != zeros.json()["fingerprint"]
+
+
+def compute_cam(method: str, values: Tensor, slopes: Tensor) -> Tensor:
+    """What pytorch-grad-cam computes of a layer's values and gradients, (C, H, W), before it scales the map."""
+    if method == "eigen_cam":
+        flat = values.flatten(1).T
+        positions, sizes, _ = torch.linalg.svd(flat - flat.mean(0), full_matrices=False)
+        found = (positions[:, 0] * sizes[0]).view(values.shape[1:])
+        return (found * torch.sign((found * values.mean(0)).sum())).relu()
+    weights = {
+        "hires_cam": slopes,
+        "layer_cam": slopes.relu(),
+        "xgrad_cam": (slopes * values / (values.sum((1, 2), keepdim=True) + 1e-7)).sum((1, 2), keepdim=True),
+    }[method]
+    return (weights * values).sum(0).relu()
+
+
+@pytest.mark.parametrize("method", ["hires_cam", "layer_cam", "xgrad_cam", "eigen_cam"])
+@pytest.mark.parametrize(("model", "layer"), [("cnn", "features"), ("resnet", "layer2")])
+def test_other_cams(served: Live, model: str, layer: str, method: str) -> None:
+    """Of a layer's values and gradients, as autograd gives them."""
+    x = random_images(2, 5)
+    module, taken = module_of(served, model), list[Tensor]()
+    module.get_submodule(layer).register_forward_hook(lambda module, args, output: taken.append(output))
+    scores = module(torch.from_numpy(x).requires_grad_())
+    (slopes,) = torch.autograd.grad(scores[:, 1].sum(), taken)
+    maps = [compute_cam(method, *pair) for pair in zip(taken[0].detach(), slopes, strict=True)]
+    objective = {} if method == "eigen_cam" else {"objective": {"class": 1}}
+    assert_close(explained(served, x, method, model=model, layer=layer, **objective), torch.stack(maps))
 
 
 def test_several_methods_and_classes(served: Live) -> None:
@@ -253,8 +315,8 @@ def test_said_in_a_query(served: Live) -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        *("grad_cam", "grad_cam_plusplus", "saliency", "guided_backpropagation", "integrated_gradients"),
-        *("smoothgrad", "occlusion", "gradient_rollout", "relevance"),
+        *("grad_cam", "grad_cam_plusplus", "hires_cam", "layer_cam", "xgrad_cam", "saliency"),
+        *("guided_backpropagation", "integrated_gradients", "smoothgrad", "occlusion", "gradient_rollout", "relevance"),
     ],
 )
 def test_a_class_of_each_row(served: Live, method: str) -> None:
@@ -313,6 +375,8 @@ BAD: dict[str, tuple[Json, int, str]] = {
     "too many steps": ({"method": "integrated_gradients", "steps": 513}, 422, "/steps"),
     "too many samples": ({"method": "smoothgrad", "samples": 0}, 422, "/samples"),
     "too many windows": ({"method": "occlusion", "window": 1, "stride": 1, "inputs": 20}, 413, ""),
+    "baseline of saliency": ({"method": "saliency", "baseline": 1}, 422, ""),
+    "baseline that is none": ({"method": "occlusion", "baseline": "grey"}, 422, "/baseline"),
     "steps of saliency": ({"method": "saliency", "steps": 5}, 422, ""),
     "a method twice": ({"method": ["saliency", "saliency"]}, 422, "/method"),
     "no method": ({"method": []}, 422, "/method"),

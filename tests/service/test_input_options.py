@@ -12,7 +12,7 @@ import torch
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.digits_reference import copy_digits, forward, random_images
-from tests.service.support import Array, Json, arrays_of, problem, tensor
+from tests.service.support import Array, Json, arrays_of, image, picture, problem, tensor
 
 LAYER, HEAD = "block2", "head"
 GRADIENT = f"{LAYER}:grad_output"
@@ -111,6 +111,36 @@ def test_noise(served: Live) -> None:
     found = arrays_of(post(served, own, [HEAD], interventions=noise))[HEAD]
     np.testing.assert_allclose(found[[0, 1, 3]], plain[[0, 1, 3]], rtol=1e-4, atol=1e-5)
     assert np.abs(found[2] - plain[2]).max() > 1e-3
+
+
+def test_an_input_again(served: Live) -> None:
+    """One that names another is that input once more, with options of its own."""
+    changes = [[{"layer": LAYER, "op": "zero", "channels": [channel]}] for channel in range(5)]
+    own: list[Json] = [{}, *({"interventions": change} for change in changes)]
+    for sent in (tensor(ROWS[0]), image(picture(3))):
+        again: list[Json] = [sent, *[{"input": 0}] * len(changes)]
+        found, expected = (
+            served.client.post("/extract", json={**body((), [HEAD]), "inputs": [a | b for a, b in pairs]}).json()
+            for pairs in (zip(again, own, strict=True), zip([sent] * len(own), own, strict=True))
+        )
+        assert found["features"] == expected["features"]
+        assert found["receipts"] == expected["receipts"]
+
+
+def test_a_bad_input_again(served: Live) -> None:
+    """What is wrong with an input is wrong with those that name it."""
+    inputs = [{"input": 1}, image(b"no picture"), tensor(ROWS[0])]
+    found = problem(served.client.post("/extract", json={**body((), [HEAD]), "inputs": inputs}), 422)
+    assert [fault["input"] for fault in found["errors"]] == [0, 1]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_no_such_input(served: Live, number: int) -> None:
+    """What is named must be sent itself: not this one, no other that names one, none beyond the last."""
+    inputs = [tensor(ROWS[0]), {"input": number}, {"input": 0}]
+    found = problem(served.client.post("/extract", json={**body((), [HEAD]), "inputs": inputs}), 422)
+    assert [(fault["pointer"], fault["input"]) for fault in found["errors"]] == [("/inputs/1", 1)]
+    assert f"names input {number}" in found["detail"]
 
 
 def test_a_single_input(served: Live, chain: Any) -> None:

@@ -27,7 +27,8 @@ async def fetch_inputs(
     While fetching, the request holds a single row of the queue. RequestError, TooLargeError if one fails and the
     request leaves none out; QueueFullError, DeadlineError.
     """
-    targets = [(index, _find_target(item, inputs, fetcher)) for index, item in request.items]
+    found = {id(item): _find_target(item, inputs, fetcher) for _, item in request.items}
+    targets = [(index, found[id(item)]) for index, item in request.items]
     _check_all_are_good(request, targets)
     here = [(index, target) for index, target in targets if not isinstance(target, FetchTarget)]
     if len(here) == len(targets):
@@ -65,10 +66,11 @@ async def _fetch_all(targets: Targets, fetcher: Fetcher, budget: DownloadBudget)
 
     try:
         async with asyncio.TaskGroup() as group:  # if one fails the request, the others are cancelled
-            tasks = [group.create_task(fetch(target)) for _, target in targets]
+            different = {id(target): target for _, target in targets}
+            tasks = {key: group.create_task(fetch(target)) for key, target in different.items()}
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return [(index, task.result()) for (index, _), task in zip(targets, tasks, strict=True)]
+    return [(index, tasks[id(target)].result()) for index, target in targets]
 
 
 def _check_all_are_good(request: ExtractRequest, items: Targets) -> None:

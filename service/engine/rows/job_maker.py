@@ -94,10 +94,11 @@ class JobMaker:
         In one part where they have one shape and want the same, else in one for each input.
         """
         with planned.request.timings.step("decode"):
-            local = [item for _, item in items if not isinstance(item, LayertapError)]
-            groups = split_evenly(local, self._scheduler.slots, planned.handle.executor.max_decode_items)
-            decoded = await self._decode_groups(planned, groups, deadline)
-            attempts = [[item] if isinstance(item, LayertapError) else next(decoded) for _, item in items]
+            # An input that stands for another has the same item, which is decoded once.
+            local = {id(item): item for _, item in items if not isinstance(item, LayertapError)}
+            groups = split_evenly([*local.values()], self._scheduler.slots, planned.handle.executor.max_decode_items)
+            decoded = dict(zip(local, await self._decode_groups(planned, groups, deadline), strict=True))
+            attempts = [[item] if isinstance(item, LayertapError) else decoded[id(item)] for _, item in items]
         return await self._join(planned, items, attempts, deadline)
 
     async def _decode_groups(

@@ -356,6 +356,18 @@ def test_progress(caplog: pytest.LogCaptureFixture) -> None:
     assert [(each["graph"], each["graphs"]) for each in fields if "graph" in each] == [(1, 4), (2, 4)]
 
 
+@pytest.mark.slow
+def test_not_exportable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What can't be compiled for one plan is not tried again for the next."""
+    caplog.set_level(logging.INFO, "layertap")
+    warm = (WarmSpec(("first",), compile=True), WarmSpec(("second",), compile=True))
+    found = prepare_warm_plans(load_model(net_spec("EarlyExit", warm=warm), 1, 1), tmp_path)
+    assert found.compiled == (None, None)
+    told = [record.getMessage() for record in caplog.records]
+    assert told.count("a warm plan runs with hooks") == 2
+    assert told.count("compiling warm plans, which may take minutes") == 2  # a process for each kind of graph
+
+
 def test_what_is_compiled(loaded: Callable[..., LoadedModel], tmp_path: Path) -> None:
     """Each graph that is missing counts once; a plan that no graph can give is left out."""
     plain = WarmSpec(("encoder.ln",), compile=True)

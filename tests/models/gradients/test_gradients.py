@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,15 @@ def score(out: Tensor, objective: Objective) -> Tensor:
         return out.flatten(1).sum(1)
     if objective.kind == "mean":
         return out.flatten(1).mean(1)
+    if objective.kind == "norm":
+        return out.flatten(1).square().sum(1).sqrt()
+    if isinstance(objective.klass, tuple):
+        values = {"logit": out, "probability": out.softmax(1), "binary": out.sigmoid()}[objective.kind]
+        return torch.stack([weight * values[:, klass] for weight, klass in objective.klass]).sum(0)
+    if objective.kind == "mse":
+        return ((out - out.new_tensor(objective.target)) ** 2).mean(1)
+    if objective.kind == "cross_entropy" and objective.target:
+        return -(out.new_tensor(objective.target) * out.log_softmax(1)).sum(1)
     klass = out.argmax(1) if objective.klass == "top" else torch.full((len(out),), int(objective.klass or 0))
     chosen = torch.arange(len(out)), klass
     exponentials = (out - out.max(1, keepdim=True).values).exp()
@@ -150,13 +160,20 @@ def split(net: Any) -> list[Callable[[Tensor], Tensor]]:
     ]
 
 
+SHARES = (0.1, 0.2, 0.3, 0.1, 0.1, 0.1, 0.1)
 OBJECTIVES = (
     Objective("logit", 2),
+    Objective("logit", ((1.0, 3), (-1.0, 6))),
+    Objective("probability", ((0.5, 1), (2.0, 1), (-1.0, 0))),
+    Objective("binary", ((1.0, 5), (1.0, 2))),
+    Objective("cross_entropy", target=SHARES),
+    Objective("mse", target=(-1.0, 0.0, 2.0, 0.5, 0.0, 0.0, 3.0)),
+    Objective("norm"),
     Objective("logit", "top"),
     Objective("probability", 4),
     Objective("cross_entropy", 1),
     Objective("kl_div", "top"),
-    Objective("kl_div", target=(0.1, 0.2, 0.3, 0.1, 0.1, 0.1, 0.1)),
+    Objective("kl_div", target=SHARES),
     Objective("sum"),
     Objective("mean"),
 )
@@ -203,15 +220,28 @@ def test_rows_are_their_own() -> None:
         torch.testing.assert_close(got, alone, rtol=1e-6, atol=1e-15)
 
 
-def test_objective_of_a_layer() -> None:
-    """A channel's mean over its positions; layers after it are refused."""
+@pytest.mark.parametrize(
+    ("objective", "compute"),
+    [
+        (Objective("layer", channel=3), lambda out: out[:, 3].mean((1, 2))),
+        (
+            Objective("layer", channel=((2.0, 3), (-1.0, -1))),
+            lambda out: 2 * out[:, 3].mean((1, 2)) - out[:, -1].mean((1, 2)),
+        ),
+        (Objective("sum"), lambda out: out.sum()),
+        (Objective("norm"), lambda out: out.flatten(1).norm(dim=1)),
+    ],
+    ids=("channel", "channels", "sum", "norm"),
+)
+def test_objective_of_a_layer(objective: Objective, compute: Callable[[Tensor], Tensor]) -> None:
+    """A channel's mean over its positions, a weighted sum of them, all of the layer; layers after it are refused."""
     module, catalog = exact(resnet(), 3, 32, 32)
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    objective = Objective("layer", selector=parse_selector("layer2"), channel=3)
+    objective = replace(objective, selector=parse_selector("layer2"))
     found = ours(module, catalog, x, objective, "layer1:grad_output")["layer1:grad_output"]
     whole: Any = module
     start = whole.layer1(whole.maxpool(whole.relu(whole.bn1(whole.conv1(x))))).clone().requires_grad_()
-    wanted = torch.autograd.grad(whole.layer2(start.clone())[:, 3].mean((1, 2)).sum(), start)[0]
+    wanted = torch.autograd.grad(compute(whole.layer2(start.clone())).sum(), start)[0]
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-12)
     with pytest.raises(RequestError, match="does not depend"):
         plan_for(catalog, objective, "layer3:grad_output")

@@ -183,6 +183,15 @@ def test_among_others(fetching: Live, hostile: HostileServer) -> None:
     assert same(arrays_of(reply), arrays_of(sent))
 
 
+def test_once_for_all_that_name_it(fetching: Live, hostile: HostileServer) -> None:
+    """Inputs that stand for one at a URL are fetched with it."""
+    inputs = [{"url": f"http://images.test:{hostile.port}/good.png"}, {"input": 0}, {"input": 0}]
+    reply = fetching.client.post("/extract", json={**WHOLE, "inputs": inputs})
+    sent = fetching.client.post("/extract", json={**WHOLE, "inputs": [image(PNG)] * 3})
+    assert same(arrays_of(reply), arrays_of(sent))
+    assert hostile.hits == 1
+
+
 def test_explain(fetching: Live, hostile: HostileServer) -> None:
     """An explanation is made of a picture at a URL as well."""
     asked: Json = {"method": "saliency", "inputs": [{"url": f"http://images.test:{hostile.port}/good.png"}]}
