@@ -256,10 +256,11 @@ def compile_warm_plans(
     kinds: Sequence[str],
     report: Callable[[int, int], None],
 ) -> dict[str, str]:
-    """Compile all graphs of a model, of these kinds, that are not there yet; why one can't be, by its file's name.
+    """Compile all graphs of a model, of these kinds, that are not there yet.
 
-    ``catalog`` is the model's, found out where it was loaded first. ``report`` is called before each graph with its
-    number among those of all kinds, and how many these are.
+    Returns the reason for each graph that failed, keyed by its file's name. ``catalog`` is the
+    model's, found out where it was loaded first. ``report`` is called before each graph with its number among those of
+    all kinds, and how many these are.
     """
     model = load_model(spec, 1, threads, run_survey=lambda _: catalog)
     plans = []
@@ -271,8 +272,9 @@ def compile_warm_plans(
     }
     missing = {each: path for each, path in paths.items() if not path.exists()}
     failures: dict[str, str] = {}
+    failed: set[tuple[Capture, ...]] = set()  # a plan needs both of its graphs
     for number, ((captures, kind), path) in enumerate(missing.items(), 1):
-        if kind not in kinds:
+        if kind not in kinds or captures in failed:
             continue
         report(number, len(missing))
         make = make_noise_row if kind == "one" else make_noise
@@ -281,6 +283,7 @@ def compile_warm_plans(
             compile_graph(export_graph(model, captures, rows), path, OPTIONS[kind])
         except Exception as error:  # export and compiler may raise anything
             failures[path.name] = _explain(error)
+            failed.add(captures)
     return failures
 
 

@@ -30,7 +30,7 @@ def grad_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
 
 
 def hires_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
-    """As Grad-CAM, each value weighted by its own gradient: where the layer is followed by linear ones, exact shares.
+    """As Grad-CAM, each value weighted by its own gradient.
 
     (N, H, W), 0 and above. Draelos and Carin, "Use HiResCAM instead of Grad-CAM", 2020, equation 3.
     """
@@ -48,7 +48,7 @@ def layer_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
 
 
 def xgrad_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
-    """As Grad-CAM, a channel's gradients weighted by its values, which add up to 1; of one that adds up to 0 nothing.
+    """As Grad-CAM, a channel's weight being its gradients' mean weighted by its values; 0 if these add up to 0.
 
     (N, H, W), 0 and above. Fu et al., "Axiom-based Grad-CAM", 2020, equation 8.
     """
@@ -63,16 +63,21 @@ def eigen_cam(values: Array, info: TensorInfo) -> Array:
     (N, H, W), 0 and above, NaN for a row with a value that is not finite; its sign is the one that agrees with the
     channels' mean. Muhammad and Yeasin, "Eigen-CAM", 2020, of values less their mean, as pytorch-grad-cam has it.
     """
-    maps = _move_channels_first(values.astype(np.float32), info)
-    flat = maps.reshape(*maps.shape[:2], -1)
-    finite: Array = np.asarray(np.isfinite(flat).all((1, 2)))
-    centred = np.where(finite[:, None, None], flat - flat.mean(2, keepdims=True), 0.0)
-    _, sizes, positions = np.linalg.svd(centred, full_matrices=False)
-    component = sizes[:, :1] * positions[:, 0]
-    agrees = (component * flat.mean(1)).sum(1, keepdims=True) >= 0
-    result: Array = np.maximum(np.where(agrees, component, -component), 0.0)
-    result[~finite] = np.nan
-    return result.reshape(len(maps), *maps.shape[2:])
+    maps = _move_channels_first(values, info)
+    result = np.full((len(maps), *maps.shape[2:]), np.nan, np.float32)
+    for row, found in zip(maps, result, strict=True):
+        flat = row.reshape(len(row), -1).astype(np.float64)
+        if not np.isfinite(flat).all():
+            continue
+        centred = flat - flat.mean(1, keepdims=True)
+        if len(centred) <= centred.shape[1]:  # the smaller of the two products has the component as well
+            component = np.linalg.eigh(centred @ centred.T).eigenvectors[:, -1] @ centred
+        else:
+            direction = np.linalg.eigh(centred.T @ centred).eigenvectors[:, -1]
+            component = np.linalg.norm(centred @ direction) * direction
+        agrees = component @ flat.mean(0) >= 0
+        found[...] = np.maximum(component if agrees else -component, 0.0).reshape(found.shape)
+    return result
 
 
 def grad_cam_plusplus(values: Array, gradients: Array, info: TensorInfo) -> Array:

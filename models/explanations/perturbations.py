@@ -20,7 +20,7 @@ from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.selection.hook_points import Baseline, Explanation
 
 Array = NDArray[Any]
-BLURS_ACROSS = 20  # deviations of a blur that the shorter side has
+BLURS_ACROSS = 20  # a blur's deviation is the shorter side divided by this
 WINDOWS_ACROSS = 8  # where no window is named it is that part of the shorter side, and half of it the stride
 
 
@@ -48,17 +48,17 @@ class PerturbationSettings:
             seed=0 if asked.seed is None else asked.seed,
             window=window,
             stride=stride,
-            baseline=asked.baseline,
+            baseline=asked.baseline or None,  # zeros are the default
         )
 
     def format(self, options: Sequence[str]) -> str:
-        """Some of them, by name: ``window 28 stride 14``; None goes without saying."""
+        """Some of them, by name: ``window 28 stride 14``; None is left out."""
         chosen = {name: asdict(self)[name] for name in options}
         return " ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
 
 
 class IntegratedGradients:
-    """The gradient's mean on the straight way from a baseline, times the difference: it sums up to that of the scores.
+    """The gradient's mean on the straight way from a baseline, times the difference: it sums up to the score's change.
 
     Sundararajan et al., "Axiomatic attribution for deep networks", 2017, equation 1, by Gauss-Legendre quadrature.
     """

@@ -94,7 +94,7 @@ def _check_objective(objective: Objective, info: TensorInfo, catalog: Catalog, l
         needed = spec.layer == "needed"
         hint = 'add "layer": "NAME"' if needed else 'use "kind": "layer"'
         raise SelectorError(f"objective {kind} {'needs a' if needed else 'takes no'} layer", hint=hint)
-    if isinstance(objective.klass, tuple) and not spec.takes_terms:
+    if isinstance(objective.klass, tuple) and spec.of_classes and not spec.takes_terms:
         raise SelectorError(f"objective {kind} takes no terms", hint='use "kind": "logit", or "target"')
     if objective.position is not None:
         _check_position(objective.position, info, catalog, lengths)

@@ -93,7 +93,7 @@ def explain(
     form: FormatOption = None,
     classes: Annotated[str | None, typer.Option(help="Numbers or top, separated by commas: a map of each.")] = None,
     top_classes: Annotated[int | None, typer.Option(help="How many of the best classes are named; 5 without.")] = None,
-    layer: Annotated[str | None, typer.Option(help="The layer that Grad-CAM is of.")] = None,
+    layer: Annotated[str | None, typer.Option(help="The layer that a CAM is of.")] = None,
     objective: Annotated[str | None, typer.Option(help="A kind, as probability, or an object in JSON.")] = None,
     steps: Annotated[int | None, typer.Option(help="Of integrated_gradients, from baseline to picture.")] = None,
     samples: Annotated[int | None, typer.Option(help="Of smoothgrad, each with its own noise.")] = None,

@@ -110,8 +110,8 @@ def find_unguided(catalog: Catalog) -> list[str]:
 
 def _find_layer(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     """The layer asked for."""
-    if explanation.selector is None:
-        raise ValueError("the default layer has not been found yet")
+    if explanation.selector is None:  # of a method with an objective the layer is found by gradients, and named then
+        return find_map_layers(model.catalog, HookPoint(".", 0, (), "output"))[:1]
     matches, _ = find_matches(explanation.selector, model.catalog)
     of_maps = [match for match in matches if is_map(match.info) and match.point.site == "output"]
     if len(of_maps) != 1:
@@ -172,17 +172,17 @@ _OF_ATTENTION: dict[str, Site] = {VALUES: "attention", GRADIENT_VALUES: "attenti
 _LAYER = frozenset({"selector"})
 
 
-def _of_layer(make_map: Callable[[Array, Array, TensorInfo], Array]) -> MethodSpec:
+def _make_cam(make_map: Callable[[Array, Array, TensorInfo], Array]) -> MethodSpec:
     """A method that makes a map of a layer's values and gradients."""
     return MethodSpec(_find_layer, _OF_LAYER, lambda it: make_map(it.values[0], it.gradients[0], it.info), _LAYER)
 
 
 METHODS: dict[Method, MethodSpec] = {
-    "grad_cam": _of_layer(maps.grad_cam),
-    "grad_cam_plusplus": _of_layer(maps.grad_cam_plusplus),
-    "hires_cam": _of_layer(maps.hires_cam),
-    "layer_cam": _of_layer(maps.layer_cam),
-    "xgrad_cam": _of_layer(maps.xgrad_cam),
+    "grad_cam": _make_cam(maps.grad_cam),
+    "grad_cam_plusplus": _make_cam(maps.grad_cam_plusplus),
+    "hires_cam": _make_cam(maps.hires_cam),
+    "layer_cam": _make_cam(maps.layer_cam),
+    "xgrad_cam": _make_cam(maps.xgrad_cam),
     "eigen_cam": MethodSpec(_find_layer, {VALUES: "output"}, lambda it: maps.eigen_cam(it.values[0], it.info), _LAYER),
     "saliency": MethodSpec(_find_input, _GRADIENTS, lambda it: maps.saliency(it.gradients[0], it.info)),
     "guided_backpropagation": MethodSpec(

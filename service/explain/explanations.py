@@ -117,9 +117,9 @@ async def _make_maps(
     """The maps of all inputs that are made of the same forwards."""
     method, request, handle = asked.spec, asked.request, work.handle
     model = _get_model(handle, request)
-    objective = request.objective or (Objective() if method.has_objective else None)
-    if method.takes_layer and asked.explanation.selector is None:
-        taps = [await _find_default_layer(engine, handle, model, objective or Objective(), ticket.deadline)]
+    objective = request.objective or Objective() if method.has_objective else None
+    if objective is not None and method.takes_layer and asked.explanation.selector is None:
+        taps = [await _find_default_layer(engine, handle, model, objective, ticket.deadline)]
     else:
         find = partial(method.find_taps, asked.explanation, model)  # a glob may take long
         taps = await engine.run_in_thread(find, ticket.deadline)
@@ -137,6 +137,8 @@ async def _make_maps(
             perturbed = PerturbedMethod(asked, method.perturbation, taps[0], resolved, model)
     selectors = _make_selectors(taps, method)
     wanted = replace(request, selectors=selectors, interventions=interventions, objective=objective)
+    if objective is None:  # what is of no class is so for inputs with a class of their own too
+        wanted = replace(wanted, input_options={})
     if perturbed is not None:
         wanted = perturbed.prepare(wanted)
     if top_classes and (scores := _find_scores(model)) is not None:
@@ -222,7 +224,8 @@ def _warn(rows: Sequence[int], key: str, asked: MapRequest, taps: Sequence[Tap])
         where = f"does layer {escape(taps[0].point.layer)}" if asked.spec.takes_layer else "does anything"
         several = len(asked.explanation.methods) > 1 or asked.explanation.classes
         of_key = f"{key}: " if several else ""
-        yield f"{of_key}{which} all zeros: at no position {where} speak for the objective"
+        reason = f": at no position {where} speak for the objective" if asked.spec.has_objective else ""
+        yield f"{of_key}{which} all zeros{reason}"
 
 
 def _warn_of_unguided(catalog: Catalog) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ CHUNK_ROWS = 32  # changed inputs that are extracted by one request
 
 # The fields of an explanation that some methods take, by their name in a body, and what they are for.
 OPTIONS = {
-    "selector": ("layer", "Grad-CAM"),
+    "selector": ("layer", "CAMs"),
     "discard": ("discard_ratio", "rollouts"),
     "steps": ("steps", "integrated gradients"),
     "samples": ("samples", "SmoothGrad"),
@@ -157,8 +157,12 @@ def check_maps(request: ExtractRequest, explanation: Explanation, model: ModelIn
         if getattr(explanation, option) is not None and not set(takers) & set(explanation.methods):
             others = " or ".join(f"method {escape(method)}" for method in takers)
             raise SelectorError(f"{name!r} is for {purpose}", hint=f"leave it out, or use {others}")
-    if explanation.classes and not any(METHODS[method].has_objective for method in explanation.methods):
-        raise SelectorError("a rollout of attention alone is of no class", hint="leave 'classes' out")
+    if not any(METHODS[method].has_objective for method in explanation.methods):
+        method = escape(explanation.methods[0])
+        if explanation.classes:
+            raise SelectorError(f"method {method} is of no class", hint="leave 'classes' out")
+        if request.objective is not None or any(each.objective for each in request.input_options.values()):
+            raise SelectorError(f"method {method} takes no objective", hint="leave it out, and classes of inputs")
     _check_objectives(request, explanation)
     _check_classes(request, explanation, model)
     asked = list_maps(request, explanation)

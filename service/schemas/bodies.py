@@ -116,8 +116,8 @@ T = TypeVar("T")
 MAX_CLASSES = 16
 MAX_STEPS = 512  # of integrated gradients, and samples of SmoothGrad
 MAX_TOP_CLASSES = 1000
-OF_CHANGED_INPUTS = ("steps", "samples", "noise", "seed", "window", "stride", "baseline")
-TWO_CLASSES = ("'classes' are in place of a class or target of the objective", "give one of them")
+PERTURBATION_OPTIONS = ("steps", "samples", "noise", "seed", "window", "stride", "baseline")
+TWO_CLASSES = ("'classes' are in place of a class, target or terms of the objective", "give one of them")
 
 
 def _check_once(values: tuple[T, ...]) -> tuple[T, ...]:
@@ -156,7 +156,7 @@ class ExplainBody(RequestBody):
         None,
         min_length=1,
         max_length=MAX_TEXT,
-        description="for grad_cam; without it the last layer with maps that the objective depends on",
+        description="for CAMs; without it the last layer with maps that the objective depends on",
     )
     discard_ratio: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     classes: Classes = ()
@@ -183,7 +183,8 @@ class ExplainBody(RequestBody):
         """What is asked for; SelectorError where the layer is no selector, RequestError for classes said twice."""
         selector = parse_selector(self.layer) if self.layer is not None else None
         objective = self.objective
-        if self.classes and objective is not None and (objective.klass is not None or objective.target is not None):
+        named = (objective.klass, objective.target, objective.terms) if objective is not None else ()
+        if self.classes and any(each is not None for each in named):
             raise RequestError.from_faults([Fault(*TWO_CLASSES, "/classes")])
-        options = {name: getattr(self, name) for name in OF_CHANGED_INPUTS}
+        options = {name: getattr(self, name) for name in PERTURBATION_OPTIONS}
         return Explanation(self.method, selector, self.discard_ratio, self.classes, self.top_classes, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Annotated
 
 from pydantic import FailFast, Field
@@ -35,11 +35,11 @@ Tokens = Annotated[
 
 
 class InputBody(StrictBody):
-    """One input: exactly one of an encoded picture (base64 or data URI), a URL, a tensor, a text, a text's tokens.
+    """One input: a picture (base64 or data URI), a URL, a tensor, a text, a text's tokens, or another input again.
 
-    ``tensors`` has one for each input of a model, by its name. ``input`` names another input of the request, which
-    this one is again. ``objective``, or its ``class`` or ``target`` alone, are
-    in place of the request's; ``interventions`` come after those of the request.
+    ``tensors`` has one for each input of a model, by its name; ``input`` is the index of another input. ``objective``,
+    or its ``class`` or ``target`` alone, are in place of the request's; ``interventions`` come after those of the
+    request.
     """
 
     image: str | None = None
@@ -93,19 +93,34 @@ class InputBody(StrictBody):
         return ImageItem(decode_base64(self.image or ""))
 
 
+Kept = dict[int, InputItem | tuple[str, str]]  # an input's item, or detail and hint of what is wrong with it
+
+
 def make_readers(bodies: Sequence[InputBody]) -> list[Callable[[], InputItem]]:
-    """What reads each of a request's inputs; InputError where one names no other that is sent itself."""
+    """What reads each of a request's inputs; an input that is named again is read once. Each raises InputError."""
+    kept: Kept = {}
+    return [partial(_read_item, bodies, kept, index) for index in range(len(bodies))]
 
-    @cache
-    def read(index: int) -> InputItem:
-        return bodies[index].to_item(read_other)
 
-    def read_other(index: int) -> InputItem:
-        if index >= len(bodies) or bodies[index].input is not None:
-            raise InputError(f"'input' names input {index}", hint="name one that is sent itself, counted from 0")
-        return read(index)
+def _read_item(bodies: Sequence[InputBody], kept: Kept, index: int) -> InputItem:
+    if index not in kept:
+        try:
+            kept[index] = bodies[index].to_item(partial(_read_other, bodies, kept))
+        except InputError as error:
+            kept[index] = error.detail, error.hint
+    found = kept[index]
+    if isinstance(found, tuple):
+        detail, hint = found
+        raise InputError(detail, hint=hint)
+    return found
 
-    return [partial(read, index) for index in range(len(bodies))]
+
+def _read_other(bodies: Sequence[InputBody], kept: Kept, index: int) -> InputItem:
+    if index >= len(bodies) or bodies[index].input is not None:
+        raise InputError(
+            f"'input' names input {index}, which is not sent itself", hint="name one that is, counted from 0"
+        )
+    return _read_item(bodies, kept, index)
 
 
 def _read_change(place: int, inputs: int, body: InterventionBody) -> Intervention:

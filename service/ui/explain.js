@@ -23,7 +23,7 @@ const METHODS = {
   hires_cam: { title: "HiResCAM", fits: hasMaps },
   layer_cam: { title: "LayerCAM", fits: hasMaps },
   xgrad_cam: { title: "XGrad-CAM", fits: hasMaps },
-  eigen_cam: { title: "EigenCAM", fits: (state) => hasMaps(state) && findScores(state), answerless: true },
+  eigen_cam: { title: "EigenCAM", fits: hasMaps, answerless: true },
   saliency: { title: "Saliency", fits: () => true },
   guided_backpropagation: { title: "Guided backprop", fits: hasRelu },
   integrated_gradients: { title: "Integrated gradients", fits: hasOneInput },

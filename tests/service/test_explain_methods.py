@@ -244,8 +244,11 @@ def test_baselines(served: Live, method: str, baseline: float | str) -> None:
     else:
         wanted = IntegratedGradients(module).attribute(images, base, target=1, n_steps=40).float()
     assert_close(arrays_of(found)[method], wanted)
-    zeros = ask(served, x, method=method, model="cnn", objective={"class": 1}, **options)
-    assert found.json()["fingerprint"] != zeros.json()["fingerprint"]
+    plain, zeros = (
+        ask(served, x, method=method, model="cnn", objective={"class": 1}, **options, **more).json()["fingerprint"]
+        for more in ({}, {"baseline": 0})
+    )
+    assert found.json()["fingerprint"] != plain == zeros
 
 
 def compute_cam(method: str, values: Tensor, slopes: Tensor) -> Tensor:
@@ -275,6 +278,20 @@ def test_other_cams(served: Live, model: str, layer: str, method: str) -> None:
     maps = [compute_cam(method, *pair) for pair in zip(taken[0].detach(), slopes, strict=True)]
     objective = {} if method == "eigen_cam" else {"objective": {"class": 1}}
     assert_close(explained(served, x, method, model=model, layer=layer, **objective), torch.stack(maps))
+
+
+def test_eigen_cam_of_no_layer(served: Live) -> None:
+    """Without a layer it is of the last one with maps, and no class is asked for."""
+    x = random_images(2, 5)
+    named = explained(served, x, "eigen_cam", model="cnn", layer="features")
+    assert_close(explained(served, x, "eigen_cam", model="cnn"), named)
+    refused = ask(served, x, method="eigen_cam", model="cnn", classes=[1])
+    assert "of no class" in problem(refused, 422)["detail"]
+    refused = ask(served, x, method="eigen_cam", model="cnn", objective={"class": 1})
+    assert "takes no objective" in problem(refused, 422)["detail"]
+    inputs = [tensor(row) | {"class": klass} for row, klass in zip(x, (1, 3), strict=True)]
+    body: Json = {"model": "cnn", "method": ["eigen_cam", "layer_cam"], "encoding": "base64", "inputs": inputs}
+    assert_close(arrays_of(served.client.post("/explain", json=body))["eigen_cam"], named)
 
 
 def test_several_methods_and_classes(served: Live) -> None:
@@ -375,6 +392,7 @@ BAD: dict[str, tuple[Json, int, str]] = {
     "too many steps": ({"method": "integrated_gradients", "steps": 513}, 422, "/steps"),
     "too many samples": ({"method": "smoothgrad", "samples": 0}, 422, "/samples"),
     "too many windows": ({"method": "occlusion", "window": 1, "stride": 1, "inputs": 20}, 413, ""),
+    "classes beside terms": ({"method": "saliency", "classes": [1], "objective": {"terms": [[1, 2]]}}, 422, "/classes"),
     "baseline of saliency": ({"method": "saliency", "baseline": 1}, 422, ""),
     "baseline that is none": ({"method": "occlusion", "baseline": "grey"}, 422, "/baseline"),
     "steps of saliency": ({"method": "saliency", "steps": 5}, 422, ""),

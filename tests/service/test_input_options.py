@@ -134,6 +134,17 @@ def test_a_bad_input_again(served: Live) -> None:
     assert [fault["input"] for fault in found["errors"]] == [0, 1]
 
 
+def test_an_input_again_without_options(served: Live) -> None:
+    """Many that are one picture have the features that it has alone, where others are skipped as well."""
+    inputs: list[Json] = [image(b"no picture"), {"input": 2}, image(picture(3)), *[{"input": 2}] * 6, {"input": 0}]
+    sent = {**body((), [HEAD]), "inputs": inputs, "on_error": "skip"}
+    reply = served.client.post("/extract", json=sent)
+    alone = served.client.post("/extract", json=sent | {"inputs": inputs[2:3]})
+    assert [error["input"] for error in reply.json()["errors"]] == [0, 9]
+    found, expected = (arrays_of(each)[HEAD] for each in (reply, alone))
+    np.testing.assert_allclose(found, np.tile(expected, (8, 1)), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_no_such_input(served: Live, number: int) -> None:
     """What is named must be sent itself: not this one, no other that names one, none beyond the last."""

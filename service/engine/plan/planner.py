@@ -341,11 +341,11 @@ def _complete_texts(request: ExtractRequest, model: ModelInfo) -> ExtractRequest
         prompt = prompts[request.prompt]
     if not prompt and request.truncate is None:
         return request
-    items = (
-        (index, TextItem(prompt + item.text, request.truncate) if isinstance(item, TextItem) else item)
-        for index, item in request.items
-    )
-    return replace(request, items=tuple(items))
+    completed = {  # an item that stands for several inputs stays one
+        id(item): TextItem(prompt + item.text, request.truncate) if isinstance(item, TextItem) else item
+        for _, item in request.items
+    }
+    return replace(request, items=tuple((index, completed[id(item)]) for index, item in request.items))
 
 
 def _identify(

@@ -222,7 +222,8 @@ def make_encoded_job(planned: PlannedRequest, items: Items, deadline: float) -> 
     pictures = tuple(item for _, item in items if isinstance(item, ImageItem))
     preprocess = planned.inputs.preprocess
     sized = preprocess is not None and compute_output_size(preprocess) is not None
-    known = planned.shapes == planned.catalog_shapes and sized and not planned.request.input_options
+    once = len(set(map(id, pictures))) == len(pictures)  # one that stands for several inputs is decoded once, first
+    known = planned.shapes == planned.catalog_shapes and sized and once and not planned.request.input_options
     if not known or not planned.handle.executor.decodes_batches or not len(pictures) == len(items) == planned.rows:
         return None
     job = make_job(planned, {}, deadline=deadline, encoded=pictures)

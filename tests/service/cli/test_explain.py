@@ -93,7 +93,7 @@ def test_opened(command: Command, pictures: list[Path], monkeypatch: pytest.Monk
         (("--method", "saliency", "--objective", "love"), "--objective: "),
         (("--method", "saliency", "--classes", "1,1"), "each once"),
         (("--method", "saliency", "--classes", "77"), "class 77 is out of range"),
-        (("--method", "saliency", "--layer", "block1"), "'layer' is for Grad-CAM"),
+        (("--method", "saliency", "--layer", "block1"), "'layer' is for CAMs"),
     ],
 )
 def test_refused(command: Command, pictures: list[Path], tmp_path: Path, options: tuple[str, ...], told: str) -> None:
