@@ -24,7 +24,7 @@ from tests.service.gated_server import TRIES, TRY_S, gated_module, wait_until
 from tests.service.nets_http import Gated
 from tests.service.support import ROW, Array, Json, configured, npy, raw
 
-ONE_FORWARD = Costs(base=0.01, per_row=1e-5)  # so that all rows that wait are worth one forward
+ONE_FORWARD = Costs(base=1.0, per_row=1e-3)  # so that all rows that wait are worth one forward, and captures nothing
 BY_ROW = Costs(base=0.0, per_row=1e-3)  # a larger forward gains nothing
 COSTS = {"uphill": BY_ROW, "twin": BY_ROW}
 LONG_S = 300.0  # no deadline decides anything
