@@ -33,7 +33,7 @@ Method = Literal[
     "gradient_rollout",
     "relevance",
 ]
-Baseline = float | Literal["blur"]  # what a picture is compared with: one value everywhere, or itself out of focus
+Baseline = float | Literal["blur"]  # one value everywhere, or the picture blurred
 Module = TypeVar("Module")
 
 

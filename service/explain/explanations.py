@@ -137,7 +137,7 @@ async def _make_maps(
             perturbed = PerturbedMethod(asked, method.perturbation, taps[0], resolved, model)
     selectors = _make_selectors(taps, method)
     wanted = replace(request, selectors=selectors, interventions=interventions, objective=objective)
-    if objective is None:  # what is of no class is so for inputs with a class of their own too
+    if objective is None:  # a method without an objective ignores the classes of single inputs
         wanted = replace(wanted, input_options={})
     if perturbed is not None:
         wanted = perturbed.prepare(wanted)

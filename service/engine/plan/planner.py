@@ -341,7 +341,7 @@ def _complete_texts(request: ExtractRequest, model: ModelInfo) -> ExtractRequest
         prompt = prompts[request.prompt]
     if not prompt and request.truncate is None:
         return request
-    completed = {  # an item that stands for several inputs stays one
+    completed = {  # a shared item stays shared
         id(item): TextItem(prompt + item.text, request.truncate) if isinstance(item, TextItem) else item
         for _, item in request.items
     }

@@ -94,7 +94,7 @@ class JobMaker:
         In one part where they have one shape and want the same, else in one for each input.
         """
         with planned.request.timings.step("decode"):
-            # An input that stands for another has the same item, which is decoded once.
+            # Inputs that name another share its item, which is decoded once.
             local = {id(item): item for _, item in items if not isinstance(item, LayertapError)}
             groups = split_evenly([*local.values()], self._scheduler.slots, planned.handle.executor.max_decode_items)
             decoded = dict(zip(local, await self._decode_groups(planned, groups, deadline), strict=True))
@@ -222,7 +222,7 @@ def make_encoded_job(planned: PlannedRequest, items: Items, deadline: float) -> 
     pictures = tuple(item for _, item in items if isinstance(item, ImageItem))
     preprocess = planned.inputs.preprocess
     sized = preprocess is not None and compute_output_size(preprocess) is not None
-    once = len(set(map(id, pictures))) == len(pictures)  # one that stands for several inputs is decoded once, first
+    once = len(set(map(id, pictures))) == len(pictures)  # a repeated picture is decoded first, once
     known = planned.shapes == planned.catalog_shapes and sized and once and not planned.request.input_options
     if not known or not planned.handle.executor.decodes_batches or not len(pictures) == len(items) == planned.rows:
         return None
