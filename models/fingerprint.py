@@ -31,6 +31,9 @@ from layertap.models.spec import Decode, InputSpec, Preprocessed, Tower
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
 DECODE_RECIPES = {"fast": "fast 2"}  # of ways of decoding that made other pixels before
 SURVEYED = frozenset({"values", "longest", "long_axis", "example"})
+YOUNGER = frozenset(
+    {"reduction", "outputs"}
+)  # options that say nothing where they are None: older than these is the recipe
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -174,6 +177,7 @@ def _describe_input(spec: InputSpec) -> dict[str, Any]:
 def _to_plain_data(value: Any) -> dict[str, Any]:
     """A dataclass as plain data."""
     entries = {field.name: getattr(value, field.name) for field in fields(value)}
+    entries = {name: entry for name, entry in entries.items() if entry is not None or name not in YOUNGER}
     return {name: _to_plain_data(entry) if is_dataclass(entry) else entry for name, entry in entries.items()}
 
 

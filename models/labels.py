@@ -1,4 +1,4 @@
-"""Names of a model's classes, as a configuration gives them; needs no torch."""
+"""Names of a model's classes, as a configuration gives them, and what its numbers for them are; needs no torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from layertap.models.errors import AbsentError, LoadError, escape, label_failures
 
+Outputs = Literal["logits", "probabilities", "log_probabilities"]
 FORMS_HINT = 'give a .txt file with a name a line, or a .json file with ["cat", …] or {"0": "cat", …}'
 
 

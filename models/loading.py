@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from layertap.models import fingerprint
+from layertap.models.catalog.catalog import Catalog
 from layertap.models.devices import devices, memory
 from layertap.models.devices.costs import locate_history
 from layertap.models.devices.devices import DTYPES, TOLERANCE, count_cores, describe_speed, use_threads
@@ -30,7 +31,7 @@ from layertap.models.hooks.attention import keep_dense
 from layertap.models.inputs.device_decoder import create_device_decoder
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import make_noise, make_noise_row
-from layertap.models.labels import choose_labels
+from layertap.models.labels import Outputs, choose_labels
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_catalogs import CatalogCache, ModelCatalogs, survey_configured
 from layertap.models.module_state import StateKey, keep_state
@@ -97,7 +98,7 @@ def load_model(
     survey = partial(survey_configured, module, inputs, device, built.prefix_tokens, threads, history, tolerance)
     run = run_survey or (lambda survey: survey())
     with take_turn(), _refuse_unfit_inputs():
-        configured = run(survey)
+        configured = _set_outputs(run(survey), spec.outputs)
         inputs = inputs.with_traits(configured.traits)
         catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)
         try:
@@ -191,6 +192,14 @@ def _find_embedding(spec: ModelSpec, known: KnownEmbedding, catalogs: CatalogCac
         return find_choice(choice, catalogs.configured)
     except RequestError as error:
         raise LoadError(f"embedding: {error.detail}", hint=error.hint) from error
+
+
+def _set_outputs(catalog: Catalog, outputs: Outputs | None) -> Catalog:
+    """A catalogue by which all outputs are what a configuration says, if it says it."""
+    if outputs is None:
+        return catalog
+    by_path = tuple((info.path, outputs) for info in catalog.outputs)
+    return replace(catalog, traits=replace(catalog.traits, outputs=by_path))
 
 
 def _create_replicas(

@@ -85,19 +85,20 @@ def _survey_repeatedly(
             with use_threads(1 if run.seconds < QUICK_S else torch.get_num_threads()):
                 catalog = survey(module, inputs.specs, run, device, prefix_tokens, inputs.dtype)
                 trial = try_padding(run, inputs.text, device, tolerance) if inputs.text else None
+                outputs = run.find_outputs()
             run.repeat()
         found = set(run.put_back_state()) - set(state)
         if not found:
             break
         state = (*state, *sorted(found))
     if not run.is_same:  # nothing tells what is a neighbour's doing: each row runs alone
-        return replace(catalog, crosses_rows=True, traits=Traits(state, deterministic=False))
+        return replace(catalog, crosses_rows=True, traits=Traits(state, deterministic=False, outputs=outputs))
     if trial is None:
-        return replace(catalog, traits=Traits(state))
+        return replace(catalog, traits=Traits(state, outputs=outputs))
     # What makes itself other parts by the length of a text would do so by its padding, too (BigBird).
     if any(attribute in module.get_submodule(name)._modules for name, attribute in state):
         trial = False, "refused"
-    return replace(catalog, traits=Traits(state, pads=trial[0], left_padding=trial[1]))
+    return replace(catalog, traits=Traits(state, pads=trial[0], left_padding=trial[1], outputs=outputs))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from math import inf, isfinite
 from typing import Any, Literal
 
+from layertap.models.labels import Outputs
 from layertap.models.selection.hook_points import Pool, ReplyDType
 from layertap.models.sources.grammar import SOURCES, is_checkpoint
 
@@ -191,6 +192,7 @@ class ModelSpec:
     position tables of its vision transformers are interpolated for pictures of other sizes.
     ``idle_timeout_s``: seconds without a request after which a server unloads it; None: as its settings say.
     ``dimensions``: the shorter vectors that the model was trained for (Matryoshka): the first so many numbers.
+    ``outputs``: what its numbers for classes are; None: what a forward shows at loading.
     """
 
     name: str
@@ -217,6 +219,7 @@ class ModelSpec:
     image_backend: ImageBackend = "pil"
     interpolate_pos_encoding: bool = False
     dimensions: tuple[int, ...] = ()
+    outputs: Outputs | None = None
 
     def __post_init__(self) -> None:
         """ValueError where an argument is nothing that JSON has, a time is none, or an input is a dictionary too."""

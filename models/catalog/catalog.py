@@ -9,6 +9,7 @@ from typing import Literal
 
 from layertap.models.devices.devices import FLOATS, TORCH_DTYPES
 from layertap.models.hooks.sites import SITES, Site
+from layertap.models.labels import Outputs
 
 LeftPadding = Literal["as sent", "numbered", "refused"]
 
@@ -19,13 +20,15 @@ class Traits:
 
     ``deterministic``: whether the same row gives the same answer again. Of texts: ``pads``, whether one stays the same
     with padding behind it, beside a longer one; ``left_padding``, whether it does with padding in front: as it is sent,
-    with its tokens numbered by the mask, or neither way.
+    with its tokens numbered by the mask, or neither way. ``outputs`` names the returned tensors, by their paths, that
+    are not logits.
     """
 
     state: tuple[tuple[str, str], ...] = ()
     deterministic: bool = True
     pads: bool = True
     left_padding: LeftPadding = "as sent"
+    outputs: tuple[tuple[tuple[str, ...], Outputs], ...] = ()
 
 
 DEFAULT_TRAITS = Traits()
@@ -39,14 +42,14 @@ class TensorInfo:
 
     ``shape`` is that of a forward of one row. ``row_axis`` is the axis that grows with the rows, ``shape[row_axis]``
     its entries per row (windowed attention folds several into one axis); None where the tensor is the same for all
-    rows. ``crosses_rows`` marks a tensor of which no part can be given to one row: its entries stand in another order,
-    or it holds something of all of them; it means what it says only where its rows share a forward with no others.
-    ``layout`` names the axes (NCHW, NTC …; NAQK of attention: heads, queries, keys), None where unknown; ``prefix``
-    counts class and register tokens, of attention those among the keys; ``grid_size`` has the rows and columns in which
-    the patches behind these stand, None where no map of the forward tells.
-    ``source`` says where a forward without a graph has attention from: "observed" or "recomputed". ``token_axes`` have
-    an entry for each token of a text: they grow with its length. The row axis is one of them where tokens are folded
-    into it.
+    rows. A model may squeeze that axis away in a forward of one row. ``crosses_rows`` marks a tensor of which no part
+    can be given to one row: its entries stand in another order, or it holds something of all of them; it means what it
+    says only where its rows share a forward with no others. ``layout`` names the axes (NCHW, NTC …; NAQK of attention:
+    heads, queries, keys), None where unknown; ``prefix`` counts class and register tokens, of attention those among the
+    keys; ``grid_size`` has the rows and columns in which the patches behind these stand, None where no map of the
+    forward tells. ``source`` says where a forward without a graph has attention from: "observed" or "recomputed".
+    ``token_axes`` have an entry for each token of a text: they grow with its length. The row axis is one of them where
+    tokens are folded into it.
     """
 
     path: tuple[str, ...]

@@ -1,18 +1,21 @@
-"""Trials when a model is loaded: the same row again, and a text with padding on either side or beside a longer one."""
+"""Trials when a model is loaded: the same row again, what its numbers are, and texts with padding on either side."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from layertap.models.catalog.catalog import LeftPadding
 from layertap.models.devices.devices import TOLERANCE, use_threads
 from layertap.models.devices.memory import Forward, Inputs, is_device_error
-from layertap.models.hooks.tensor_tree import TensorsByPath, iterate_tensors
+from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors
 from layertap.models.inputs.model_inputs import POSITIONS, TextSpec, number_tokens
 from layertap.models.inputs.noise import make_noise
+from layertap.models.labels import Outputs
 from layertap.models.module_state import ModuleState, StateKey
 from layertap.models.spec import InputSpec
 
@@ -42,6 +45,28 @@ class RepeatedRun:
         """Run one forward."""
         return self._run(rows)
 
+    def find_outputs(self) -> tuple[tuple[Path, Outputs], ...]:
+        """Which of the returned tensors are probabilities of classes, or their logarithms, by their paths.
+
+        What adds up to 1 along an axis is, and what a sigmoid has made, which another forward tells.
+        """
+        found: dict[Path, Outputs] = {}
+        unsure = []
+        for path, tensor in self._output.items():
+            if not tensor.is_floating_point() or not tensor.numel() or not tensor.isfinite().all():
+                continue
+            if tensor.min() >= 0 and _adds_up(tensor):
+                found[path] = "probabilities"
+            elif tensor.max() <= 0 and _adds_up(tensor.exp()):
+                found[path] = "log_probabilities"
+            elif tensor.min() >= 0 and tensor.max() <= 1:
+                unsure.append(path)
+        if unsure:
+            with SigmoidResults() as results:
+                output = dict(iterate_tensors(self._run({name: value.clone() for name, value in self._row.items()})))
+            found |= {path: "probabilities" for path in unsure if path in output and results.has(output[path])}
+        return tuple(found.items())
+
     def repeat(self) -> None:
         """Run the first row again, and compare."""
         self.is_same = has_same_values(self._output, self._run_alone(), ROUNDING)
@@ -61,6 +86,36 @@ class RepeatedRun:
         changed = earlier.find_changes()
         self._loaded.put_back(changed)
         return changed
+
+
+class SigmoidResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Which memory holds what a sigmoid has returned last; for one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operations: dict[int, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and note its name where it has written."""
+        result = func(*args, **(kwargs or {}))
+        read = {tensor.untyped_storage().data_ptr() for _, tensor in iterate_tensors((args, kwargs))}
+        for _, tensor in iterate_tensors(result):
+            address = tensor.untyped_storage().data_ptr()
+            if address not in read or func._schema.is_mutable:  # else it is a view
+                self._operations[address] = func.overloadpacket.__name__
+        return result
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is such a result, or part of one."""
+        return self._operations.get(tensor.untyped_storage().data_ptr(), "").startswith("sigmoid")
+
+
+def _adds_up(tensor: Tensor) -> bool:
+    """Whether numbers add up to 1 along the axis of classes, the second or the last one."""
+    axes = {min(1, tensor.ndim - 1), tensor.ndim - 1} if tensor.ndim else set()
+    tolerance = 1e-4 if tensor.dtype.itemsize > 2 else 2e-2
+    sums = [tensor.float().sum(axis) for axis in axes if tensor.shape[axis] > 1]
+    return any(bool(((each - 1).abs() <= tolerance).all()) for each in sums)
 
 
 def try_padding(run: Forward, text: TextSpec, device: torch.device, tolerance: float) -> tuple[bool, LeftPadding]:

@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.linalg import vector_norm
-from torch.nn.functional import cross_entropy, kl_div, one_hot
+from torch.nn.functional import kl_div, one_hot
 
 from layertap.models.catalog.row_tensor import RowTensor
-from layertap.models.selection.hook_points import Objective, ObjectiveKind, Terms
+from layertap.models.labels import Outputs
+from layertap.models.selection.hook_points import LossReduction, Objective, ObjectiveKind, Terms
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class ObjectiveSpec:
     ``of_classes``: it needs an output (rows, classes), and takes a class. ``layer``: whether it takes the name of a
     layer in place of the model's output. ``target``: what may be given in place of a class. ``takes_terms``: so may
     several classes or channels with weights. ``compares``: it is by softmax, which is 1 for a lone class.
+    ``of_probabilities``: it is of probabilities, so it matters whether the model's output is some already.
+    ``reductions``: what a loss may be over the classes of a row, the default first; a row is a batch of its own.
     """
 
     compute: Callable[[RowTensor, Objective], Tensor]
@@ -32,6 +36,8 @@ class ObjectiveSpec:
     target: Literal["refused", "distribution", "values"] = "refused"
     takes_terms: bool = False
     compares: bool = False
+    of_probabilities: bool = False
+    reductions: tuple[LossReduction, ...] = ()
 
 
 def _logit(rows: RowTensor, objective: Objective) -> Tensor:
@@ -39,25 +45,31 @@ def _logit(rows: RowTensor, objective: Objective) -> Tensor:
 
 
 def _probability(rows: RowTensor, objective: Objective) -> Tensor:
-    return _choose_scores(rows, rows.value.softmax(1), objective)
+    return _choose_scores(rows, _PROBABILITIES[objective.outputs](rows.value), objective)
 
 
 def _binary(rows: RowTensor, objective: Objective) -> Tensor:
-    return _choose_scores(rows, rows.value.sigmoid(), objective)
+    compute = _PROBABILITIES[objective.outputs] if objective.outputs else torch.sigmoid
+    return _choose_scores(rows, compute(rows.value), objective)
 
 
 def _cross_entropy(rows: RowTensor, objective: Objective) -> Tensor:
-    target = _get_classes(rows, objective) if objective.target is None else _make_target(rows, objective)
-    return cross_entropy(rows.value, target, reduction="sum")
+    logarithms = _LOGARITHMS[objective.outputs](rows.value)
+    if objective.target is None:
+        return -_choose_scores(rows, logarithms, objective)
+    return -(logarithms * _make_target(rows, objective)).sum(1)
 
 
 def _kl_div(rows: RowTensor, objective: Objective) -> Tensor:
-    """KL(target ‖ softmax(logits))."""
-    return kl_div(rows.value.log_softmax(1), _make_target(rows, objective), reduction="sum")
+    """KL(target ‖ probabilities)."""
+    scale = rows.value.shape[1] if objective.reduction == "mean" else 1
+    logarithms = _LOGARITHMS[objective.outputs](rows.value)
+    return kl_div(logarithms, _make_target(rows, objective), reduction="sum") / scale
 
 
 def _mse(rows: RowTensor, objective: Objective) -> Tensor:
-    return (rows.value - _make_target(rows, objective)).square().mean(1)
+    squares = (rows.value - _make_target(rows, objective)).square()
+    return squares.sum(1) if objective.reduction == "sum" else squares.mean(1)
 
 
 def _sum(rows: RowTensor, objective: Objective) -> Tensor:
@@ -79,6 +91,27 @@ def _layer(rows: RowTensor, objective: Objective) -> Tensor:
     if isinstance(objective.channel, tuple):
         return _weigh(rows.positions().mean(2), objective.channel)
     return rows.positions()[:, objective.channel].mean(1)
+
+
+def _keep(value: Tensor) -> Tensor:
+    return value
+
+
+def _take_logarithm(value: Tensor) -> Tensor:
+    return value.clamp_min(torch.finfo(value.dtype).tiny).log()  # that of 0 would make all gradients NaN
+
+
+# Probabilities, and their logarithms, of what a model gives for classes.
+_PROBABILITIES: Mapping[Outputs | None, Callable[[Tensor], Tensor]] = {
+    None: lambda value: value.softmax(1),
+    "probabilities": _keep,
+    "log_probabilities": torch.exp,
+}
+_LOGARITHMS: Mapping[Outputs | None, Callable[[Tensor], Tensor]] = {
+    None: lambda value: value.log_softmax(1),
+    "probabilities": _take_logarithm,
+    "log_probabilities": _keep,
+}
 
 
 def _choose_scores(rows: RowTensor, scores: Tensor, objective: Objective) -> Tensor:
@@ -109,11 +142,25 @@ def _get_classes(rows: RowTensor, objective: Objective) -> Tensor:
 
 OBJECTIVES: Mapping[ObjectiveKind, ObjectiveSpec] = {
     "logit": ObjectiveSpec(_logit, of_classes=True, takes_terms=True),
-    "probability": ObjectiveSpec(_probability, of_classes=True, takes_terms=True, compares=True),
-    "binary": ObjectiveSpec(_binary, of_classes=True, takes_terms=True),
-    "cross_entropy": ObjectiveSpec(_cross_entropy, of_classes=True, target="distribution", compares=True),
-    "kl_div": ObjectiveSpec(_kl_div, of_classes=True, target="distribution", compares=True),
-    "mse": ObjectiveSpec(_mse, of_classes=True, target="values"),
+    "probability": ObjectiveSpec(_probability, of_classes=True, takes_terms=True, compares=True, of_probabilities=True),
+    "binary": ObjectiveSpec(_binary, of_classes=True, takes_terms=True, of_probabilities=True),
+    "cross_entropy": ObjectiveSpec(
+        _cross_entropy,
+        of_classes=True,
+        target="distribution",
+        compares=True,
+        of_probabilities=True,
+        reductions=("mean", "sum"),
+    ),
+    "kl_div": ObjectiveSpec(
+        _kl_div,
+        of_classes=True,
+        target="distribution",
+        compares=True,
+        of_probabilities=True,
+        reductions=("sum", "batchmean", "mean"),
+    ),
+    "mse": ObjectiveSpec(_mse, of_classes=True, target="values", reductions=("mean", "sum")),
     "sum": ObjectiveSpec(_sum, layer="optional"),
     "mean": ObjectiveSpec(_mean, layer="optional"),
     "norm": ObjectiveSpec(_norm, layer="optional"),

@@ -10,6 +10,7 @@ from layertap.models.catalog.row_tensor import POSITION_AXES, Position, describe
 from layertap.models.catalog.text_lengths import TextLengths, check_shape, with_common_length
 from layertap.models.errors import SelectorError, escape
 from layertap.models.gradients.objectives import OBJECTIVES
+from layertap.models.labels import Outputs
 from layertap.models.selection.hook_points import HookPoint, Objective, Terms
 from layertap.models.selection.matches import find_matches, prefer_layer
 from layertap.models.selection.plan import ResolvedObjective, Tap
@@ -22,8 +23,19 @@ def resolve_objective(objective: Objective, catalog: Catalog, lengths: TextLengt
     target = _find_tensor(objective, catalog)
     if OBJECTIVES[objective.kind].of_classes and objective.klass is None and objective.target is None:
         objective = replace(objective, klass="top")
+    if OBJECTIVES[objective.kind].of_probabilities:
+        outputs = objective.outputs or dict(catalog.traits.outputs).get(target.point.path)
+        objective = replace(objective, outputs=None if outputs == "logits" else outputs)
     _check_objective(objective, target.info, catalog, lengths)
+    if objective.reduction in OBJECTIVES[objective.kind].reductions[:1]:
+        objective = replace(objective, reduction=None)  # one fingerprint for the default, named or not
     return ResolvedObjective(target.point, target.info, objective)
+
+
+def find_outputs(catalog: Catalog) -> Outputs:
+    """What the model's output has for classes."""
+    info = _choose_output(catalog, Objective())
+    return dict(catalog.traits.outputs).get(info.path, "logits") if info is not None else "logits"
 
 
 def count_classes(catalog: Catalog) -> int | None:
@@ -44,7 +56,7 @@ def check_gradient(tap: Tap, objective: ResolvedObjective | None, catalog: Catal
     if not tap.info.is_floating:
         raise SelectorError(f"{name} is of dtype {tap.info.dtype}, which has no gradient")
     if tap.info.row_axis is None:
-        raise SelectorError(f"{name} is the same for all rows, so no row has a gradient of its own there")
+        raise SelectorError(f"{name} {_describe_rowless(tap.info)}, so no row has a gradient of its own there")
     end = catalog.layers[objective.point.layer].calls[objective.point.call].output.order
     if catalog.layers[tap.point.layer].calls[tap.point.call].get_boundary(tap.point.site).order > end:
         raise SelectorError(
@@ -89,13 +101,19 @@ def _is_scores(info: TensorInfo) -> bool:
 def _check_objective(objective: Objective, info: TensorInfo, catalog: Catalog, lengths: TextLengths | None) -> None:
     kind, spec = escape(objective.kind), OBJECTIVES[objective.kind]
     if info.row_axis is None:
-        raise SelectorError("the objective's tensor is the same for all rows, so it gives none a number of its own")
+        raise SelectorError(f"the objective's tensor {_describe_rowless(info)}, so it gives none a number of its own")
     if spec.layer != "optional" and (objective.selector is not None) != (spec.layer == "needed"):
         needed = spec.layer == "needed"
         hint = 'add "layer": "NAME"' if needed else 'use "kind": "layer"'
         raise SelectorError(f"objective {kind} {'needs a' if needed else 'takes no'} layer", hint=hint)
     if isinstance(objective.klass, tuple) and spec.of_classes and not spec.takes_terms:
         raise SelectorError(f"objective {kind} takes no terms", hint='use "kind": "logit", or "target"')
+    if objective.reduction is not None and objective.reduction not in spec.reductions:
+        known = ", ".join(map(repr, spec.reductions))
+        hint = f"use one of {known}" if known else "leave it out: reductions are of losses"
+        raise SelectorError(f"objective {kind} has no reduction {escape(objective.reduction)}", hint=hint)
+    if objective.outputs is not None and not spec.of_probabilities:
+        raise SelectorError(f"objective {kind} is of no probabilities, so it takes no 'outputs'", hint="leave it out")
     if objective.position is not None:
         _check_position(objective.position, info, catalog, lengths)
     info = describe_position(info, objective.position)
@@ -113,6 +131,11 @@ def _check_objective(objective: Objective, info: TensorInfo, catalog: Catalog, l
             _check_classes(objective, info, lengths)
     elif objective.klass is not None or objective.target is not None:
         raise SelectorError(f"objective {kind} takes no class, terms or target", hint="leave them out")
+
+
+def _describe_rowless(info: TensorInfo) -> str:
+    """Why a tensor without an axis for rows has none."""
+    return "is made of all rows of a forward together" if info.crosses_rows else "is the same for all rows"
 
 
 def _list_indices(chosen: int | Terms) -> tuple[int, ...]:
@@ -164,7 +187,7 @@ def _check_target(objective: Objective) -> None:
 
 def _check_classes(objective: Objective, info: TensorInfo, lengths: TextLengths | None) -> None:
     classes = with_common_length(info, lengths).shape[1]
-    if classes == 1 and OBJECTIVES[objective.kind].compares:
+    if classes == 1 and OBJECTIVES[objective.kind].compares and objective.outputs is None:
         raise SelectorError(
             f"objective {escape(objective.kind)} is the same for every input: the output has a single score",
             hint='use kind "logit", the score itself, or "binary", its sigmoid',

@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 
 from layertap.models.errors import escape
 from layertap.models.hooks.sites import AXES, SITES, Side, Site, split_function
+from layertap.models.labels import Outputs
 
 ReplyDType = Literal["float32", "float16", "int8"]
 Pool = Literal["none", "mean", "mean_all", "max", "gem", "cls", "last", "flatten"]
@@ -15,6 +16,7 @@ Op = Literal["zero", "scale", "add", "clamp", "replace", "noise"]
 ObjectiveKind = Literal[
     "logit", "probability", "binary", "cross_entropy", "kl_div", "mse", "sum", "mean", "norm", "layer"
 ]
+LossReduction = Literal["mean", "batchmean", "sum"]  # of a loss, as torch has them
 Terms = tuple[tuple[float, int], ...]  # a weight and a class, or a channel, each
 Class = int | Literal["top"]  # by its number, or the row's own highest
 Method = Literal[
@@ -239,7 +241,8 @@ class Objective:
     a number for each class, a probability but for ``mse``; ``selector`` names a layer, and ``channel`` its channel, or
     several with weights (None: all of it), for the kind ``layer``.
     ``position`` is where it looks: a token of each row, or the row and the column of a map. Below 0 they count from the
-    end.
+    end. ``reduction`` is that of a row's loss over its classes (None: the kind's own).
+    ``outputs``: what the numbers of classes are (None: logits).
     """
 
     kind: ObjectiveKind = "logit"
@@ -248,6 +251,8 @@ class Objective:
     selector: Selector | None = None
     channel: int | Terms | None = None
     position: tuple[int, ...] | None = None
+    reduction: LossReduction | None = None
+    outputs: Outputs | None = None
 
 
 @dataclass(frozen=True)

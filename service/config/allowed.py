@@ -14,7 +14,7 @@ from layertap.service.errors import ForbiddenError
 FREE = frozenset(
     {
         *("name", "source", "weights", "adapter", "labels", "args"),
-        *("prefix", "strict", "embedding", "dimensions", "load", "required", "idle_timeout_s"),
+        *("prefix", "strict", "embedding", "dimensions", "outputs", "load", "required", "idle_timeout_s"),
         "tf32",  # nobody may change it, which is told elsewhere
     }
 )

@@ -13,8 +13,8 @@ from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import LayertapError, RequestError, escape
 from layertap.models.explanations import maps
 from layertap.models.explanations.map_layers import make_trial_objective
-from layertap.models.gradients.resolve_objective import resolve_objective
-from layertap.models.labels import Labels
+from layertap.models.gradients.resolve_objective import find_outputs, resolve_objective
+from layertap.models.labels import Labels, Outputs
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
 from layertap.models.selection.plan import ResolvedObjective, Tap
@@ -144,7 +144,7 @@ async def _make_maps(
     if top_classes and (scores := _find_scores(model)) is not None:
         wanted = replace(wanted, selectors=(*wanted.selectors, scores))
     captured = await engine.extract_parts(wanted, ticket)
-    take = partial(_take_top_classes, captured, top_classes, model.labels)
+    take = partial(_take_top_classes, captured, top_classes, model.labels, find_outputs(model.catalog))
     parts = await engine.run_in_thread(take, ticket.deadline)
     if perturbed is not None:
         made = [await perturb(engine, perturbed, ticket, part, work) for part in parts]
@@ -253,22 +253,26 @@ def _find_scores(model: ModelInfo) -> Selector | None:
         return None
 
 
-def _take_top_classes(parts: Sequence[Features], count: int, labels: Labels | None) -> list[Features]:
+def _take_top_classes(parts: Sequence[Features], count: int, labels: Labels | None, outputs: Outputs) -> list[Features]:
     """Parts with the best classes of each row in place of their scores, if these were captured."""
     taken = []
     for part in parts:
         arrays, receipts = dict(part.arrays), dict(part.receipts)
         scores, _ = arrays.pop(SCORES, None), receipts.pop(SCORES, None)
-        rows = scores.reshape(len(scores), -1) if scores is not None and scores.ndim < 3 else ()
-        best = tuple(_find_best(row, count, labels) for row in rows)
+        rows = scores.reshape(part.rows, -1) if scores is not None and scores.ndim < 3 else ()
+        best = tuple(_find_best(row, count, labels, outputs) for row in rows)
         taken.append(replace(part, arrays=arrays, receipts=receipts, top_classes=best))
     return taken
 
 
-def _find_best(scores: Array, count: int, labels: Labels | None) -> tuple[TopClass, ...]:
+def _find_best(scores: Array, count: int, labels: Labels | None, outputs: Outputs) -> tuple[TopClass, ...]:
     exact = scores.astype(np.float64)
-    powers = np.exp(exact - exact.max())
-    shares: list[float | None] = (powers / powers.sum()).tolist() if len(scores) > 1 else [None]
+    shares: list[float | None] = [None]
+    if outputs != "logits":
+        shares = (exact if outputs == "probabilities" else np.exp(exact)).tolist()
+    elif len(scores) > 1:
+        powers = np.exp(exact - exact.max())
+        shares = (powers / powers.sum()).tolist()
     named = labels.names if labels is not None and len(labels.names) == len(scores) else None
     best = np.argsort(-exact, kind="stable")[:count].tolist()
     return tuple(

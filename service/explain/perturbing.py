@@ -131,9 +131,10 @@ class _Row:
 
     def compute_scores(self, values: Array) -> Array:
         """Each objective of each row of a tensor that all of them look at, (rows, objectives)."""
-        info, rows = self.method.objective.info, torch.split(torch.from_numpy(np.array(values)), 1)
+        resolved, rows = self.method.objective, torch.split(torch.from_numpy(np.array(values)), 1)
+        objectives = [replace(each, outputs=resolved.objective.outputs) for each in self.objectives]
         return np.array(
-            [[float(compute_objective(RowTensor(row, info), each)) for each in self.objectives] for row in rows]
+            [[float(compute_objective(RowTensor(row, resolved.info), each)) for each in objectives] for row in rows]
         )
 
     def add(self, made: Sequence[Perturbation], numbers: range, arrays: Mapping[str, Array]) -> None:

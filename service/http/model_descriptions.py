@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from layertap.models.catalog.catalog import Layer, TensorInfo
+from layertap.models.gradients.resolve_objective import find_outputs
 from layertap.models.hooks.sites import Site, split_function
 from layertap.models.inputs.model_inputs import TextSpec
 from layertap.models.model_info import ModelInfo
@@ -31,7 +32,7 @@ def describe_model(entry: ModelEntry) -> Json:
     if model is None:
         embedding = {"embedding": spec.embedding_layer} if spec.embedding is not None else {}
         return body | {"device": ", ".join(spec.devices) or spec.device, **embedding, "hooks": 0}
-    report = model.report.describe() if model.report else {}
+    report, outputs = model.report.describe() if model.report else {}, find_outputs(model.catalog)
     return body | {
         "device": model.device_name,
         "inputs": [_describe_input(each) for each in model.inputs],
@@ -41,6 +42,7 @@ def describe_model(entry: ModelEntry) -> Json:
         **({"checkpoint": report} if report else {}),
         **_describe_embedding(model.model_embedding),
         "labels": model.labels.describe() if model.labels is not None else None,
+        **({"outputs": outputs} if outputs != "logits" else {}),
         "layers": len(model.catalog.layers),
         "hooks": model.hooks,
         "deterministic": model.catalog.traits.deterministic,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, create_model
 
 from layertap.models.errors import Fault
+from layertap.models.labels import Outputs
 from layertap.models.registry import State
 from layertap.models.spec import Color, Decode, DType, InputDType, Interpolation, MemoryFormat
 from layertap.service.features import Receipt
@@ -51,6 +52,7 @@ class Feature(BaseModel):
 class TopClassReply(BaseModel):
     """One of a row's best classes: ``score`` as the model gives it, ``probability`` its softmax over all classes.
 
+    If the model's outputs are probabilities, or their logarithms, it is the class's own.
     There is no ``probability`` where there is a single score.
     """
 
@@ -233,6 +235,7 @@ class Model(BaseModel):
     embedding: str | None = None
     embedding_choice: EmbeddingChoice | None = None
     labels: ModelLabels | None = None
+    outputs: Outputs = "logits"
     layers: int = 0
     hooks: int
     deterministic: bool = True

@@ -18,8 +18,10 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from layertap.models.catalog.row_tensor import POSITION_AXES
 from layertap.models.errors import SelectorError
+from layertap.models.labels import Outputs
 from layertap.models.selection.hook_points import (
     Intervention,
+    LossReduction,
     Objective,
     ObjectiveKind,
     Op,
@@ -188,6 +190,8 @@ class ObjectiveBody(StrictBody):
     channel: SignedIndex | None = None
     terms: Annotated[tuple[Term, ...], Field(min_length=1, max_length=MAX_TERMS)] | None = None
     position: Position = None
+    reduction: LossReduction | None = None
+    outputs: Outputs | None = None
 
     def to_objective(self) -> Objective:
         """What it means; SelectorError where its layer is no selector, or terms stand beside what they replace."""
@@ -201,6 +205,8 @@ class ObjectiveBody(StrictBody):
             parse_selector(self.layer) if self.layer is not None else None,
             self.terms if self.terms is not None and of_layer else self.channel,
             self.position,
+            self.reduction,
+            self.outputs,
         )
 
 

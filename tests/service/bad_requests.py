@@ -284,6 +284,7 @@ BAD: dict[str, Case] = {
     "term out of range": Case(422, graded({"terms": [[1, 2], [1, 10]]}), pointer="/objective", says="0 to 9"),
     "terms of a divergence": Case(422, graded({"kind": "kl_div", "terms": [[1, 2]]}), pointer="/objective"),
     "terms of a sum": Case(422, graded({"kind": "sum", "terms": [[1, 2]]}), pointer="/objective"),
+    "reduction of a logit": Case(422, graded({"reduction": "sum"}), pointer="/objective", says="no reduction"),
     "weight that is none": Case(422, graded({"terms": [["a", 2]]}), pointer="/objective/terms/0/0"),
     "term of a channel": Case(
         422, graded({"kind": "layer", "layer": "head", "terms": [[1, -11]]}), pointer="/objective", says="channel"

@@ -67,6 +67,10 @@ def score(out: Tensor, objective: Objective) -> Tensor:
     if isinstance(objective.klass, tuple):
         values = {"logit": out, "probability": out.softmax(1), "binary": out.sigmoid()}[objective.kind]
         return torch.stack([weight * values[:, klass] for weight, klass in objective.klass]).sum(0)
+    if objective.reduction is not None:  # torch's own loss of each row alone
+        loss, target = LOSSES[objective.kind](reduction=objective.reduction), out.new_tensor(objective.target)
+        given = out.log_softmax(1) if objective.kind == "kl_div" else out
+        return torch.stack([loss(row[None], target[None]) for row in given])
     if objective.kind == "mse":
         return ((out - out.new_tensor(objective.target)) ** 2).mean(1)
     if objective.kind == "cross_entropy" and objective.target:
@@ -160,6 +164,7 @@ def split(net: Any) -> list[Callable[[Tensor], Tensor]]:
     ]
 
 
+LOSSES: dict[str, Any] = {"kl_div": nn.KLDivLoss, "mse": nn.MSELoss, "cross_entropy": nn.CrossEntropyLoss}
 SHARES = (0.1, 0.2, 0.3, 0.1, 0.1, 0.1, 0.1)
 OBJECTIVES = (
     Objective("logit", 2),
@@ -174,11 +179,15 @@ OBJECTIVES = (
     Objective("cross_entropy", 1),
     Objective("kl_div", "top"),
     Objective("kl_div", target=SHARES),
+    *(Objective("kl_div", target=SHARES, reduction=each) for each in ("mean", "batchmean", "sum")),
+    *(Objective("mse", target=(-1.0, 0.0, 2.0, 0.5, 0.0, 0.0, 3.0), reduction=each) for each in ("mean", "sum")),
+    *(Objective("cross_entropy", target=SHARES, reduction=each) for each in ("mean", "sum")),
     Objective("sum"),
     Objective("mean"),
 )
 
 
+@pytest.mark.filterwarnings("ignore:reduction. 'mean':UserWarning")
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
 def test_split_by_hand(objective: Objective) -> None:
     """What autograd gives on a model whose parts are called one after the other."""
