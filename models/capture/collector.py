@@ -253,7 +253,7 @@ class Collector:
             self._reduce(capture, span, tensor.detach())
 
     def _reduce(self, capture: Capture, span: Span, tensor: Tensor) -> None:
-        part = RowTensor(tensor, capture.info, self._token_mask).select(span)
+        part = RowTensor.from_hook(tensor, capture.info, self._token_mask).select(span)
         self.results[capture, span] = reduce(part, capture.reduction, capture.length)
 
     def _add_objective(self, index: int, tensors: Mapping[Path, Tensor]) -> None:
@@ -262,7 +262,7 @@ class Collector:
         if objective is not None and tensor is not None:
             self._check_tensor(tensor, objective)
             self._check_differentiable(objective.point)
-            part = RowTensor(tensor, objective.info, self._token_mask).select(self._slices[index].span)
+            part = RowTensor.from_hook(tensor, objective.info, self._token_mask).select(self._slices[index].span)
             self._anchors.add(objective.point, compute_objective(part, objective.objective))
             del self._objectives[index]
 
@@ -274,7 +274,7 @@ class Collector:
 
     def _find_misfit(self, tensor: Tensor, tap: Tap) -> InputError | None:
         """What is wrong with a tensor that is not what its catalogue says."""
-        shape, expected = tuple(tensor.shape), tap.info.shape_for(self._row_count)
+        shape, expected = tuple(RowTensor.from_hook(tensor, tap.info).value.shape), tap.info.shape_for(self._row_count)
         if shape == expected and dtype_name(tensor.dtype) == tap.info.dtype:
             return None
         difference = f"is {dtype_name(tensor.dtype)} {list(shape)}, not {tap.info.dtype} {list(expected)}"
@@ -316,6 +316,6 @@ def _apply_intervention(
     request_slice: RequestSlice, change: ResolvedIntervention, token_mask: Tensor | None, value: Tensor
 ) -> Tensor:
     """A tensor in which one request's rows are changed."""
-    rows = RowTensor(value, change.info, token_mask)
+    rows = RowTensor.from_hook(value, change.info, token_mask)
     changed = apply_operation(rows.select(request_slice.span), change.operation, request_slice.row_offset)
-    return rows.replace_rows(request_slice.span, changed)
+    return rows.replace_rows(request_slice.span, changed).reshape(value.shape)

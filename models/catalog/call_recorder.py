@@ -142,10 +142,12 @@ class CallRecorder:
             info = TensorInfo(path, shape, dtype_name(tensor.dtype), axis, crosses_rows=axis is None)
             return Observation(info, shape, Sketch.from_tensor(tensor))
         one = earlier.info
+        if shape == (ROWS, *one.shape):  # the model squeezes the axis away where it has a single row
+            one = replace(one, shape=(1, *one.shape))
         axis = _find_grown_axis(one.shape, shape)
         part = tensor if axis is None else tensor.narrow(axis, QUIET * one.shape[axis], one.shape[axis])
         sketch = Sketch.from_tensor(part)
-        crosses_rows = part.shape != one.shape or not sketch.matches(earlier.sketch)
+        crosses_rows = tuple(part.shape) != one.shape or not sketch.matches(earlier.sketch)
         return Observation(replace(one, row_axis=axis, crosses_rows=crosses_rows, layout=None), shape, sketch)
 
     def _record_attention(self, event: attention.AttentionEvent) -> None:

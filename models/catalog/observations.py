@@ -125,7 +125,7 @@ class Sketch:
 @lru_cache
 def _make_weights(device: torch.device) -> Tensor:
     """As many numbers as are looked at, as good as random, and everywhere the same."""
-    weights = torch.arange(MAX_NUMBERS, device=device, dtype=torch.float32)
+    weights = torch.arange(1, MAX_NUMBERS + 1, device=device, dtype=torch.float32)  # from 1: that of 0 would be 0
     return weights.mul_(12.9898).sin_().mul_(43758.5453).frac_()
 
 

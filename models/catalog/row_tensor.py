@@ -31,6 +31,11 @@ class RowTensor:
     info: TensorInfo
     token_mask: Tensor | None = None
 
+    @classmethod
+    def from_hook(cls, value: Tensor, info: TensorInfo, token_mask: Tensor | None = None) -> RowTensor:
+        """A tensor as a hook sees it, with an axis for rows again where the model squeezed that of a single one."""
+        return cls(value.unsqueeze(0) if value.ndim + 1 == len(info.shape) else value, info, token_mask)
+
     @property
     def rows(self) -> int:
         """How many rows it holds; 1 where it is the same for all rows."""
@@ -138,13 +143,14 @@ class RowTensor:
     def at(self, position: Position | None) -> RowTensor:
         """What is at a position, a token or a pixel, without the axes along which it is.
 
-        A lone number of each row, (rows,), is the score of a lone class: (rows, 1).
+        What has no other axis, (rows · classes,), has those of each row: (rows, classes).
         """
         value = self.value
         axes = find_position_axes(self.info, position) if position is not None else None
         for axis, index in sorted(zip(axes or (), position or (), strict=True), reverse=True):
             value = value.select(axis, index)
-        return RowTensor(value.unsqueeze(1) if value.ndim == 1 else value, describe_position(self.info, position))
+        value = value.reshape(self.rows, -1) if value.ndim == 1 else value
+        return RowTensor(value, describe_position(self.info, position))
 
     def _get_row_mask(self) -> Tensor:
         """The mask of each row; of what is the same for all rows one, of the tokens of any."""
@@ -186,7 +192,9 @@ def describe_position(info: TensorInfo, position: Position | None) -> TensorInfo
     """What ``RowTensor.at`` gives of a tensor, as a catalogue says it."""
     axes = find_position_axes(info, position) if position is not None else None
     if not axes:
-        return replace(info, shape=(*info.shape, 1), layout="NC") if len(info.shape) == 1 else info
+        is_flat = len(info.shape) == 1 and info.row_axis == 0
+        tokens = tuple(1 for _ in info.token_axes)
+        return replace(info, shape=(1, *info.shape), layout="NC", token_axes=tokens) if is_flat else info
     kept = [axis for axis in range(len(info.shape)) if axis not in axes]
     described = replace(
         info,
