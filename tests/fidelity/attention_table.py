@@ -1,7 +1,8 @@
 """The attention of every model type of transformers beside what the library itself returns, as a table.
 
 ``python -m tests.fidelity.attention_table [--findings FILE] [TYPE …]`` prints it for `docs/explanation/fidelity.md`.
-What is in the file of an earlier run is not run again.
+A run of all types writes their names to ``results/attention.csv``, except those that are equal or not built. Types in
+the file of an earlier run are not run again.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from layertap.models.selection.selectors import parse_selector
 from layertap.models.sources.transformers_inputs import find_modality
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.fidelity import tiny_transformers
+from tests.fidelity.names import write_names
 from tests.fidelity.tiny_transformers import CONFIG_MAPPING, SCALES, SHORT, TOKENS, Rows
 from tests.models.extraction import extract_plan
 
@@ -344,17 +346,18 @@ def _examine_alone(kind: str) -> tuple[str, str, str]:
 
 
 def main() -> None:
-    """Print a row for each outcome, with names where attention is not the library's."""
+    """Print a row for each outcome; keep the names of types whose attention is not the library's."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--findings", type=Path)
-    parser.add_argument("types", nargs="*", default=tiny_transformers.list_model_types())
+    parser.add_argument("types", nargs="*")
     options = parser.parse_args()
+    types = options.types or tiny_transformers.list_model_types()
     lines = options.findings.read_text().splitlines() if options.findings and options.findings.exists() else []
     findings: dict[str, tuple[str, str]] = {kind: (outcome, detail) for kind, outcome, detail in map(json.loads, lines)}
-    rest = [kind for kind in options.types if kind not in findings]
+    rest = [kind for kind in types if kind not in findings]
     for kind in rest:  # imported once, not in each process
         with suppress(Exception):
             tiny_transformers.find_class(CONFIG_MAPPING[kind])
@@ -367,19 +370,14 @@ def main() -> None:
             if options.findings:
                 with options.findings.open("a") as file:
                     file.write(json.dumps([kind, outcome, detail]) + "\n")
-    sys.stdout.write(make_table(findings))
-
-
-def make_table(findings: Mapping[str, tuple[str, str]]) -> str:
-    """A row for each outcome, its model types by name unless they are equal or not built."""
     found: dict[str, list[str]] = defaultdict(list)
-    for kind, (outcome, _) in sorted(findings.items()):
+    for kind, (outcome, _) in findings.items():
         found[outcome].append(kind)
-    lines = ["| outcome | model types | which |", "|---|---:|---|"]
-    for outcome in (each for each in OUTCOMES if each in found):
-        names = "" if outcome in ("equal", "not built") else ", ".join(found[outcome])
-        lines.append(f"| {outcome} | {len(found[outcome])} | {names} |")
-    return "\n".join([*lines, ""])
+    if not options.types:
+        write_names("attention", {key: names for key, names in found.items() if key not in ("equal", "not built")})
+    lines = ["| outcome | model types |", "|---|---:|"]
+    lines += [f"| {outcome} | {len(found[outcome])} |" for outcome in OUTCOMES if outcome in found]
+    sys.stdout.write("\n".join([*lines, ""]))
 
 
 if __name__ == "__main__":

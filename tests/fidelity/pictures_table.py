@@ -1,6 +1,7 @@
 """What each library's image processors make of odd pictures beside what is made here, as a table.
 
-``python -m tests.fidelity.pictures_table`` prints it for `docs/explanation/fidelity.md`.
+``python -m tests.fidelity.pictures_table`` prints it for `docs/explanation/fidelity.md`, and writes the names of
+transformers' processors to ``results/pictures.csv``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from layertap.models.inputs.preprocess import LibraryProcessor, Preprocessing, m
 from layertap.models.sources.timm import read_transform
 from layertap.models.sources.torchvision import read_transforms
 from layertap.models.sources.transformers_inputs import read_preset
+from tests.fidelity.names import write_names
 
 SIZES = [
     *((640, 427), (427, 640), (227, 224), (224, 227), (225, 226), (251, 249)),
@@ -119,10 +121,10 @@ def list_torchvision() -> Iterator[Case]:
 
 
 def main() -> None:
-    """Print a row for each library and outcome, with what is neither equal nor expected by name."""
+    """Print a row for each library and outcome."""
     torch.set_num_threads(1)
     pictures = list(draw_pictures())
-    lines = ["| library | outcome | processors | which |", "|---|---|---:|---|"]
+    lines = ["| library | outcome | processors |", "|---|---|---:|"]
     for library, cases in (
         ("transformers", list_transformers()),
         ("timm", list_timm()),
@@ -133,9 +135,9 @@ def main() -> None:
             outcome = compare(how, run, pictures)
             found[outcome].append(name.removesuffix("Pil").removesuffix("ImageProcessor"))
             sys.stderr.write(f"{library} {name}: {outcome} {how if isinstance(how, str) else ''}\n")
-        lines += [
-            f"| {library} | {outcome} | {len(names)} | {', '.join(names)} |" for outcome, names in sorted(found.items())
-        ]
+        lines += [f"| {library} | {outcome} | {len(names)} |" for outcome, names in sorted(found.items())]
+        if library == "transformers":
+            write_names("pictures", found)
     sys.stdout.write("\n".join([*lines, ""]))
 
 

@@ -1,7 +1,8 @@
 """What a server gives for texts of every class of transformers beside the library alone, as a table.
 
 ``OMP_NUM_THREADS=1 python -m tests.fidelity.texts_table [CLASS …]`` prints it for `docs/explanation/fidelity.md`: each
-class in a process of its own, two at once.
+class in a process of its own, two at once. A run of all classes writes the names of those that are not equal in every
+way to ``results/texts.csv``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from layertap.models.spec import ModelSpec
 from layertap.service.config.configuration import Configuration
+from tests.fidelity.names import write_names
 from tests.fidelity.tiny_texts import build, list_classes, run, takes_texts
 from tests.oracle import flatten
 from tests.server import serving
@@ -208,21 +210,25 @@ def _judge_and_leave(name: str, file: Path) -> None:
 
 
 def make_table(outcomes: Mapping[str, Outcomes]) -> Iterator[str]:
-    """How many classes have each outcome of each way, then which are not among them, or refuse some way."""
+    """How many classes have each outcome of each way, then how many have none."""
     kinds = ("equal", "refused", "different")
     yield f"| a text | {' | '.join(kinds)} |"
     yield "|---|" + "---:|" * len(kinds)
     for way in WAYS:
         counts = Counter(each[way].partition(" ")[0].rstrip(":") for each in outcomes.values() if way in each)
         yield f"| {way} | {' | '.join(str(counts[kind]) for kind in kinds)} |"
+    for kind in ("not built", "not served"):
+        yield f"\n{sum(kind in each for each in outcomes.values())} classes were {kind}."
+
+
+def list_names(outcomes: Mapping[str, Outcomes]) -> dict[str, list[str]]:
+    """The classes by each outcome that is not equal."""
     names = defaultdict(list)
-    for name, each in sorted(outcomes.items()):
+    for name, each in outcomes.items():
         for way, outcome in each.items():
             if outcome != "equal":
                 names[way if way.startswith("not") else f"{way}: {outcome.split(' ')[0].rstrip(':')}"].append(name)
-    yield from ("", "| outcome | classes | which |", "|---|---:|---|")
-    for outcome, classes in sorted(names.items()):
-        yield f"| {outcome} | {len(classes)} | {', '.join(classes)} |"
+    return names
 
 
 def main() -> None:
@@ -235,6 +241,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, outcomes[name] in judge_all(names, Path(folder)):
             sys.stderr.write(f"{json.dumps([name, outcomes[name]])}\n")
+    if not sys.argv[1:]:
+        write_names("texts", list_names(outcomes))
     sys.stdout.write("\n".join([*make_table(outcomes), ""]))
 
 
