@@ -62,7 +62,8 @@ class ExplainOptions(CallOptions, total=False):
     seed: int
     window: int
     stride: int
-    baseline: float | Literal["blur"]
+    baseline: float | Literal["blur"] | Mapping[str, int]
+    rule: Literal["vit-explain", "pytorch-grad-cam"]
 
 
 def build_request(path: str, inputs: Inputs | None, fields: Mapping[str, Any], accept: str) -> Request:

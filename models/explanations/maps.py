@@ -80,15 +80,15 @@ def eigen_cam(values: Array, info: TensorInfo) -> Array:
     return result
 
 
-def grad_cam_plusplus(values: Array, gradients: Array, info: TensorInfo) -> Array:
+def grad_cam_plusplus(values: Array, gradients: Array, info: TensorInfo, epsilon: float = 0.0) -> Array:
     """As Grad-CAM, each position's gradient weighted so that small evidence counts as much as large.
 
     (N, H, W), 0 and above. Chattopadhay et al., "Grad-CAM++", 2018, equations 10 and 19: of Y = exp(S) with S linear in
     the layer's values, so that Y's derivatives are powers of S's gradient times Y. That factor of each row is left out,
-    as it only scales its map and soon overflows.
+    as it only scales its map and soon overflows. pytorch-grad-cam adds 1e-6, ``epsilon``, to what it divides by.
     """
     maps, slopes = (_move_channels_first(each.astype(np.float64), info) for each in (values, gradients))
-    below = 2 * slopes**2 + maps.sum((2, 3), keepdims=True) * slopes**3
+    below = 2 * slopes**2 + maps.sum((2, 3), keepdims=True) * slopes**3 + epsilon
     alphas = np.divide(slopes**2, below, out=np.zeros_like(below), where=below != 0)
     return _weigh_channels(maps, (alphas * np.maximum(slopes, 0.0)).sum((2, 3), keepdims=True))
 
@@ -129,6 +129,26 @@ def rollout(layers: Sequence[Array], discard: float, prefix: int, grid: Grid | N
     return _read_patches(product, prefix, grid)
 
 
+def vit_explain_rollout(
+    layers: Sequence[Array], discard: float, prefix: int, grid: Grid | None = None, *, keeps_first: bool
+) -> Array:
+    """As a rollout by the code of vit-explain: columns are divided by the sums of rows, the map by its maximum.
+
+    ``keeps_first``: what the first token looks at in itself is not discarded.
+    """
+    product: Array = np.eye(layers[0].shape[-1], dtype=np.float32)
+    for layer in layers:
+        kept = _zero_lowest(layer, discard)
+        if keeps_first and kept is not layer:
+            kept[:, 0, 0] = layer[:, 0, 0]
+        mixed = kept + np.eye(layer.shape[-1], dtype=np.float32)
+        product = (mixed / mixed.sum(-1)[:, None]) @ product
+    patches = _read_patches(product, prefix, grid)
+    largest = patches.max((1, 2), keepdims=True)
+    result: Array = np.divide(patches, largest, out=np.zeros_like(patches), where=largest != 0)
+    return result
+
+
 def relevance(layers: Sequence[Array], prefix: int, grid: Grid | None = None) -> Array:
     """How much each patch bears on the answer through all layers: R, at first one, becomes R + A R with each.
 
@@ -154,6 +174,13 @@ def weight_by_gradient(weights: Array, gradients: Array) -> Array:
     """
     mean: Array = np.maximum(weights.astype(np.float32) * gradients.astype(np.float32), 0.0).mean(1)
     return mean
+
+
+def differentiate_scores(weights: Array, gradients: Array) -> Array:
+    """Gradients with respect to what softmax was taken of, from those with respect to weights, (N, heads, T, T)."""
+    weights, gradients = weights.astype(np.float32), gradients.astype(np.float32)
+    result: Array = weights * (gradients - (weights * gradients).sum(-1, keepdims=True))
+    return result
 
 
 def _weigh_channels(maps: Array, weights: Array) -> Array:

@@ -8,16 +8,16 @@ It measures a gradient as the row is for each changed row, or a score, and goes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.selection.hook_points import Baseline, Explanation
+from layertap.models.selection.hook_points import Explanation, InputBaseline
 
 Array = NDArray[Any]
 BLURS_ACROSS = 20  # a blur's deviation is the shorter side divided by this
@@ -26,7 +26,10 @@ WINDOWS_ACROSS = 8  # where no window is named it is that part of the shorter si
 
 @dataclass(frozen=True)
 class PerturbationSettings:
-    """What changed rows are made by: the options of an explanation, defaults filled in."""
+    """What changed rows are made by: the options of an explanation, defaults filled in.
+
+    ``reference`` is the row of another input, (1, …), where ``baseline`` is that.
+    """
 
     steps: int
     samples: int
@@ -34,10 +37,13 @@ class PerturbationSettings:
     seed: int
     window: int
     stride: int
-    baseline: Baseline | None
+    baseline: float | Literal["blur", "input"] | None
+    reference: Array | None = None
 
     @classmethod
-    def fill_in(cls, asked: Explanation, shape: Sequence[int], layout: str) -> PerturbationSettings:
+    def fill_in(
+        cls, asked: Explanation, shape: Sequence[int], layout: str, reference: Array | None = None
+    ) -> PerturbationSettings:
         """What is asked for rows of a shape."""
         window = asked.window if asked.window is not None else max(min(_find_sides(shape, layout)) // WINDOWS_ACROSS, 1)
         stride = asked.stride if asked.stride is not None else max(window // 2, 1)
@@ -48,12 +54,13 @@ class PerturbationSettings:
             seed=0 if asked.seed is None else asked.seed,
             window=window,
             stride=stride,
-            baseline=asked.baseline or None,  # zeros are the default
+            baseline="input" if isinstance(asked.baseline, InputBaseline) else asked.baseline or None,  # None: zeros
+            reference=reference,
         )
 
     def format(self, options: Sequence[str]) -> str:
         """Some of them, by name: ``window 28 stride 14``; None is left out."""
-        chosen = {name: asdict(self)[name] for name in options}
+        chosen = {name: getattr(self, name) for name in options}
         return " ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
 
 
@@ -72,7 +79,7 @@ class IntegratedGradients:
 
     def __init__(self, row: Array, info: TensorInfo, settings: PerturbationSettings, score: float) -> None:
         self._shares, self._weights = _find_nodes(settings.steps)
-        self._baseline = make_baseline(row, info.layout or "", settings.baseline)
+        self._baseline = make_baseline(row, info.layout or "", settings)
         self._change = row.astype(np.float64) - self._baseline
         self._mean = np.zeros_like(self._change)
 
@@ -144,7 +151,7 @@ class Occlusion:
     def __init__(self, row: Array, info: TensorInfo, settings: PerturbationSettings, score: float) -> None:
         self._row, self._layout, self._score = row, info.layout or "", score
         self._window, self._stride = settings.window, settings.stride
-        self._baseline = make_baseline(row, self._layout, settings.baseline)[0]
+        self._baseline = make_baseline(row, self._layout, settings)[0]
         height, width = _find_sides(row.shape, self._layout)
         self._across = _count_windows(width, settings)
         self._total, self._covered = np.zeros((1, height, width)), np.zeros((1, height, width))
@@ -179,13 +186,15 @@ class Occlusion:
 Perturbation = IntegratedGradients | SmoothGrad | Occlusion
 
 
-def make_baseline(row: Array, layout: str, baseline: Baseline | None) -> Array:
-    """What a row, (1, …), is compared with, float64: zeros, one value, or the row blurred by a Gaussian.
+def make_baseline(row: Array, layout: str, settings: PerturbationSettings) -> Array:
+    """What a row, (1, …), is compared with, float64: zeros, one value, another row, or the row blurred by a Gaussian.
 
     Its deviation is a twentieth of the shorter side; what lies beyond an edge is mirrored.
     """
-    if baseline != "blur":
-        return np.full(row.shape, 0.0 if baseline is None else baseline, np.float64)
+    if settings.reference is not None:
+        return settings.reference.astype(np.float64)
+    if not isinstance(settings.baseline, str):
+        return np.full(row.shape, settings.baseline or 0.0, np.float64)
     blurred = row.astype(np.float64)
     deviation = min(_find_sides(row.shape, layout)) / BLURS_ACROSS
     for axis in (layout.index("H"), layout.index("W")):

@@ -35,7 +35,7 @@ Method = Literal[
     "gradient_rollout",
     "relevance",
 ]
-Baseline = float | Literal["blur"]  # one value everywhere, or the picture blurred
+Rule = Literal["vit-explain", "pytorch-grad-cam"]  # whose arithmetic makes a map, where it is not the paper's
 Module = TypeVar("Module")
 
 
@@ -264,6 +264,16 @@ class InputOptions:
 
 
 @dataclass(frozen=True)
+class InputBaseline:
+    """An input of the request, by its index, that others are compared with."""
+
+    input: int
+
+
+Baseline = float | Literal["blur"] | InputBaseline  # one value everywhere, the picture blurred, or another one
+
+
+@dataclass(frozen=True)
 class Explanation:
     """Maps that are asked for: how each is made, and of which layer (None: the method's own choice).
 
@@ -271,7 +281,7 @@ class Explanation:
     classes are named. ``discard`` is the share of each layer's lowest attention that a rollout leaves out, 0 up to, not
     including, 1. ``steps`` are those of integrated gradients; ``samples``, ``noise`` (a share of the row's range) and
     ``seed`` are of SmoothGrad; ``window`` and ``stride`` of occlusion, in the input's pixels; ``baseline`` is of it and
-    of integrated gradients. None: the default.
+    of integrated gradients; ``rule`` of the methods that have it, beside others. None: the default.
     """
 
     methods: tuple[Method, ...]
@@ -286,6 +296,7 @@ class Explanation:
     window: int | None = None
     stride: int | None = None
     baseline: Baseline | None = None
+    rule: Rule | None = None
 
 
 def _get_indices(part: Reduction | Operation) -> dict[str, tuple[int, ...]]:

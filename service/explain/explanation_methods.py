@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import SelectorError, escape
@@ -19,6 +22,7 @@ from layertap.models.selection.hook_points import (
     Intervention,
     Method,
     Operation,
+    Rule,
     Selector,
 )
 from layertap.models.selection.matches import find_matches
@@ -45,7 +49,8 @@ class MethodSpec:
     """Where a method looks, at which sites of each point, and the map that it makes.
 
     ``options`` are the fields of ``Explanation`` that it takes. A method of changed inputs has a ``perturbation``
-    instead of ``make_map``. ``guided``: negative gradients at ReLUs are clamped to 0.
+    instead of ``make_map``. ``guided``: negative gradients at ReLUs are clamped to 0. ``rules`` make the map in place
+    of ``make_map``, by their names.
     """
 
     find_taps: Callable[[Explanation, ModelInfo], list[Tap]]
@@ -55,6 +60,7 @@ class MethodSpec:
     layout: str = "NHW"
     perturbation: type[Perturbation] | None = None
     guided: bool = False
+    rules: Mapping[Rule, Callable[[Captured], Array]] = field(default_factory=dict)
 
     @property
     def measures_scores(self) -> bool:
@@ -156,6 +162,19 @@ def _roll_out_gradients(captured: Captured) -> Array:
     return maps.rollout(layers, captured.discard_ratio, captured.prefix_tokens, tensor.grid_size)
 
 
+def _roll_out_as_vit_explain(captured: Captured) -> Array:
+    """Of attention, or of it times gradients before softmax, as its hooks get them: the last layer's first."""
+    layers = [maps.average_heads(weights) for weights in captured.values]
+    if captured.gradients:
+        slopes = [maps.differentiate_scores(*each) for each in zip(captured.values, captured.gradients, strict=True)]
+        pairs = zip(captured.values, reversed(slopes), strict=True)
+        layers = [np.maximum(maps.average_heads(weights * slope), 0.0) for weights, slope in pairs]
+    grid, keeps_first = captured.info.grid_size, not captured.gradients
+    return maps.vit_explain_rollout(
+        layers, captured.discard_ratio, captured.prefix_tokens, grid, keeps_first=keeps_first
+    )
+
+
 def _find_relevance(captured: Captured) -> Array:
     return maps.relevance(_weight_by_gradients(captured), captured.prefix_tokens, captured.info.grid_size)
 
@@ -172,14 +191,24 @@ _OF_ATTENTION: dict[str, Site] = {VALUES: "attention", GRADIENT_VALUES: "attenti
 _LAYER = frozenset({"selector"})
 
 
-def _make_cam(make_map: Callable[[Array, Array, TensorInfo], Array]) -> MethodSpec:
+def _make_cam(
+    make_map: Callable[[Array, Array, TensorInfo], Array],
+    rules: Mapping[Rule, Callable[[Array, Array, TensorInfo], Array]] | None = None,
+) -> MethodSpec:
     """A method that makes a map of a layer's values and gradients."""
-    return MethodSpec(_find_layer, _OF_LAYER, lambda it: make_map(it.values[0], it.gradients[0], it.info), _LAYER)
+
+    def of_captured(make: Callable[[Array, Array, TensorInfo], Array]) -> Callable[[Captured], Array]:
+        return lambda it: make(it.values[0], it.gradients[0], it.info)
+
+    named = {rule: of_captured(make) for rule, make in (rules or {}).items()}
+    return MethodSpec(_find_layer, _OF_LAYER, of_captured(make_map), _LAYER, rules=named)
 
 
 METHODS: dict[Method, MethodSpec] = {
     "grad_cam": _make_cam(maps.grad_cam),
-    "grad_cam_plusplus": _make_cam(maps.grad_cam_plusplus),
+    "grad_cam_plusplus": _make_cam(
+        maps.grad_cam_plusplus, {"pytorch-grad-cam": partial(maps.grad_cam_plusplus, epsilon=1e-6)}
+    ),
     "hires_cam": _make_cam(maps.hires_cam),
     "layer_cam": _make_cam(maps.layer_cam),
     "xgrad_cam": _make_cam(maps.xgrad_cam),
@@ -213,8 +242,18 @@ METHODS: dict[Method, MethodSpec] = {
         perturbation=Occlusion,
     ),
     "attention_rollout": MethodSpec(
-        _find_attention, {VALUES: "attention"}, _roll_out_attention, frozenset({"discard"})
+        _find_attention,
+        {VALUES: "attention"},
+        _roll_out_attention,
+        frozenset({"discard"}),
+        rules={"vit-explain": _roll_out_as_vit_explain},
     ),
-    "gradient_rollout": MethodSpec(_find_attention, _OF_ATTENTION, _roll_out_gradients, frozenset({"discard"})),
+    "gradient_rollout": MethodSpec(
+        _find_attention,
+        _OF_ATTENTION,
+        _roll_out_gradients,
+        frozenset({"discard"}),
+        rules={"vit-explain": _roll_out_as_vit_explain},
+    ),
     "relevance": MethodSpec(_find_attention, _OF_ATTENTION, _find_relevance),
 }

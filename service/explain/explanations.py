@@ -35,7 +35,7 @@ from layertap.service.explain.explanation_methods import (
     make_selector,
 )
 from layertap.service.explain.map_requests import MapRequest, list_maps
-from layertap.service.explain.perturbing import PerturbedMethod, perturb
+from layertap.service.explain.perturbing import PerturbedMethod, find_reference, perturb
 from layertap.service.explain.planned_work import PlannedWork, WorkPlan
 from layertap.service.features import Array, Features, TopClass, merge_results
 from layertap.service.formats.table import FORMATS
@@ -147,7 +147,8 @@ async def _make_maps(
     take = partial(_take_top_classes, captured, top_classes, model.labels, find_outputs(model.catalog))
     parts = await engine.run_in_thread(take, ticket.deadline)
     if perturbed is not None:
-        made = [await perturb(engine, perturbed, ticket, part, work) for part in parts]
+        reference = find_reference(parts, asked.explanation.baseline)
+        made = [await perturb(engine, perturbed, ticket, part, work, reference) for part in parts]
         make = partial(_join_features, made, asked, taps)
     else:
         make = partial(_make_features, parts, asked, taps, model.prefix_tokens)
@@ -201,17 +202,21 @@ def _make_map(features: Features, asked: MapRequest, taps: Sequence[Tap], prefix
     last = next(reversed(features.receipts.values()))
     tensor = replace(taps[0].info, grid_size=last.grid_size)  # of rows of this shape
     captured = Captured(select(VALUES), select(GRADIENT_VALUES), tensor, prefix_tokens, discard)
+    make_map, rule = asked.spec.make_map, asked.explanation.rule
     made_by = [asked.method] + ([f"discard {asked.explanation.discard}"] if discard else [])
+    if rule is not None and rule in asked.spec.rules:
+        make_map = asked.spec.rules[rule]
+        made_by.append(f"rule {rule}")
     digest = fingerprint.digest_explanation(
         " ".join(made_by), (receipt.fingerprint for receipt in features.receipts.values())
     )
     (key,) = asked.requests
-    if asked.spec.make_map is None:
+    if make_map is None:
         raise ValueError(f"{asked.method} makes no map of what is captured")
     return replace(
         features,
         fingerprint=digest,
-        arrays={key: asked.spec.make_map(captured)},
+        arrays={key: make_map(captured)},
         receipts={key: replace(last, layout=asked.spec.layout, method=asked.method, fingerprint=digest)},
     )
 

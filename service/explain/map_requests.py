@@ -11,7 +11,7 @@ from layertap.models.errors import Fault, RequestError, SelectorError, TooLargeE
 from layertap.models.explanations.perturbations import PerturbationSettings
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.model_info import ModelInfo
-from layertap.models.selection.hook_points import Class, Explanation, Method, Objective
+from layertap.models.selection.hook_points import Class, Explanation, InputBaseline, Method, Objective
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.rows.predicted_rows import count_numbers, predict_rows
 from layertap.service.explain.explanation_methods import METHODS, MethodSpec
@@ -19,6 +19,7 @@ from layertap.service.pictures.panels import ResultInfo
 from layertap.service.pictures.sheet import check_sheet
 from layertap.service.settings import Settings
 
+MAX_SIMILAR = 2  # methods in a hint
 CHUNK_ROWS = 32  # changed inputs that are extracted by one request
 
 # The fields of an explanation that some methods take, by their name in a body, and what they are for.
@@ -157,16 +158,28 @@ def check_maps(request: ExtractRequest, explanation: Explanation, model: ModelIn
         if getattr(explanation, option) is not None and not set(takers) & set(explanation.methods):
             others = " or ".join(f"method {escape(method)}" for method in takers)
             raise SelectorError(f"{name!r} is for {purpose}", hint=f"leave it out, or use {others}")
+    rule = explanation.rule
+    if rule is not None and not any(rule in METHODS[method].rules for method in explanation.methods):
+        known = " or ".join(escape(method) for method, spec in METHODS.items() if rule in spec.rules)
+        raise SelectorError(
+            f"no method that is asked for has the rule {escape(rule)}", hint=f"leave it out, or use {known}"
+        )
     if not any(METHODS[method].has_objective for method in explanation.methods):
-        method = escape(explanation.methods[0])
+        first = explanation.methods[0]
+        method, find = escape(first), METHODS[first].find_taps
+        similar = [escape(name) for name, spec in METHODS.items() if spec.has_objective and spec.find_taps is find]
         if explanation.classes:
             raise SelectorError(f"method {method} is of no class", hint="leave 'classes' out")
         if request.objective is not None or any(each.objective for each in request.input_options.values()):
-            raise SelectorError(f"method {method} takes no objective", hint="leave it out, and classes of inputs")
+            hint = f"leave it out, and classes of inputs; {' and '.join(similar[:MAX_SIMILAR])} take one"
+            raise SelectorError(f"method {method} takes no objective", hint=hint)
     _check_objectives(request, explanation)
     _check_classes(request, explanation, model)
     asked = list_maps(request, explanation)
     rows = predict_rows([item for _, item in request.items], model.model_inputs).count
+    if isinstance(explanation.baseline, InputBaseline) and explanation.baseline.input >= rows + len(request.faults):
+        detail = f"'baseline' names input {explanation.baseline.input}"
+        raise SelectorError(detail, hint=f"name one of the {rows} inputs, from 0 on")
     changed = sum(each.count for each in list_changed_rows(asked, request, model))
     check_changed_inputs(changed, rows, settings)
     infos = [

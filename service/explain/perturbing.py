@@ -12,7 +12,7 @@ import torch
 
 from layertap.models import fingerprint
 from layertap.models.catalog.row_tensor import RowTensor
-from layertap.models.errors import SelectorError
+from layertap.models.errors import InputError, SelectorError
 from layertap.models.explanations import maps
 from layertap.models.explanations.perturbations import Perturbation, PerturbationSettings
 from layertap.models.gradients.anchors import compute_objective
@@ -20,7 +20,7 @@ from layertap.models.gradients.objectives import OBJECTIVES
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.labels import name_classes
 from layertap.models.model_info import ModelInfo
-from layertap.models.selection.hook_points import InputOptions, Objective, Selector
+from layertap.models.selection.hook_points import Baseline, InputBaseline, InputOptions, Objective, Selector
 from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
@@ -75,16 +75,41 @@ class PerturbedMethod:
         return replace(request, selectors=selectors, objective=None, input_options=apart)
 
 
+def find_reference(parts: Sequence[Features], baseline: Baseline | None) -> Array | None:
+    """The row of the input, (1, …), that a baseline names, if it names one; InputError if it was left out."""
+    if not isinstance(baseline, InputBaseline):
+        return None
+    number, left_out = baseline.input, {fault.input for part in parts for fault in part.errors}
+    for part in parts if number not in left_out else ():
+        if part.input_index is None:
+            row = number - sum(each is not None and each < number for each in left_out)
+            return part.arrays[X][row : row + 1]
+        if part.input_index == number:
+            return part.arrays[X]
+    raise InputError(f"input {number} is the baseline, and was left out", hint="send a picture that can be read")
+
+
 async def perturb(
-    engine: Engine, method: PerturbedMethod, ticket: Ticket, part: Features, work: PlannedWork
+    engine: Engine,
+    method: PerturbedMethod,
+    ticket: Ticket,
+    part: Features,
+    work: PlannedWork,
+    reference: Array | None = None,
 ) -> Features:
     """A map for each key, made of features that hold the inputs of their rows, and gradients or scores.
 
-    What ``Engine.extract_parts`` raises; TooLargeError. A row's chunks are requests for tensor rows; if they are for
-    gradients, with the row's own class. ``work`` is that of the whole request.
+    What ``Engine.extract_parts`` raises; TooLargeError; InputError if ``reference``, a baseline, has another shape. A
+    row's chunks are requests for tensor rows; if they are for gradients, with the row's own class. ``work`` is that of
+    the whole request.
     """
     rows, layout = part.arrays[X], method.tap.info.layout or ""
-    settings = PerturbationSettings.fill_in(method.asked.explanation, rows.shape, layout)
+    if reference is not None and reference.shape[1:] != rows.shape[1:]:
+        raise InputError(
+            f"the baseline is an input of shape {list(reference.shape[1:])}, and another has {list(rows.shape[1:])}",
+            hint="send inputs of one shape",
+        )
+    settings = PerturbationSettings.fill_in(method.asked.explanation, rows.shape, layout, reference)
     count = method.perturbation.count(settings, rows.shape, layout)
     work.found += count * len(rows)
     check_changed_inputs(work.found, len(rows), engine.settings)

@@ -22,7 +22,7 @@ FLAGS = {"true": True, "1": True, "false": False, "0": False}
 ALWAYS = frozenset({"format", "dry_run"})
 BESIDE = {"class": "objective", "target": "objective"}  # whose part each is
 LISTS = frozenset({"layers", "method", "classes"})  # separated by commas
-MAYBE_JSON = LISTS | {"objective", "target", "interventions"}  # where a value begins as a list or an object
+MAYBE_JSON = LISTS | {"objective", "target", "interventions", "baseline"}  # where a value begins as a list or an object
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,17 @@ from layertap.models.errors import Fault, RequestError, SelectorError
 from layertap.models.selection.hook_points import (
     Embedding,
     Explanation,
+    InputBaseline,
     Intervention,
     Method,
     Pool,
     ReplyDType,
+    Rule,
     Selector,
 )
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.models.spec import Truncate
-from layertap.service.schemas.base import Number, OneError, StrictBody, make_list, read_entries, read_field
+from layertap.service.schemas.base import Index, Number, OneError, StrictBody, make_list, read_entries, read_field
 from layertap.service.schemas.inputs import InputBody
 from layertap.service.schemas.selection import (
     MAX_INTERVENTIONS,
@@ -116,7 +118,7 @@ T = TypeVar("T")
 MAX_CLASSES = 16
 MAX_STEPS = 512  # of integrated gradients, and samples of SmoothGrad
 MAX_TOP_CLASSES = 1000
-PERTURBATION_OPTIONS = ("steps", "samples", "noise", "seed", "window", "stride", "baseline")
+OF_EXPLANATION = ("steps", "samples", "noise", "seed", "window", "stride", "baseline", "rule")
 TWO_CLASSES = ("'classes' are in place of a class, target or terms of the objective", "give one of them")
 
 
@@ -142,9 +144,15 @@ Classes = Annotated[
 ]
 
 
+class BaselineBody(StrictBody):
+    """An input of the request, by its index, that the others are compared with."""
+
+    input: Index
+
+
 SomeBaseline = Annotated[
-    Number | Literal["blur"] | None,
-    OneError("Input should be a number, or 'blur'"),
+    Number | Literal["blur"] | BaselineBody | None,
+    OneError("Input should be a number, 'blur', or {\"input\": its index}"),
 ]
 
 
@@ -168,6 +176,7 @@ class ExplainBody(RequestBody):
     window: int | None = Field(None, ge=1, lt=2**15)
     stride: int | None = Field(None, ge=1, lt=2**15)
     baseline: SomeBaseline = None
+    rule: Rule | None = Field(None, description="whose arithmetic makes the map, if it is not the paper's")
 
     def _read_request(self) -> dict[str, Any]:
         request = {"explanation": self._read_explanation(), **super()._read_request()}
@@ -186,5 +195,7 @@ class ExplainBody(RequestBody):
         named = (objective.klass, objective.target, objective.terms) if objective is not None else ()
         if self.classes and any(each is not None for each in named):
             raise RequestError.from_faults([Fault(*TWO_CLASSES, "/classes")])
-        options = {name: getattr(self, name) for name in PERTURBATION_OPTIONS}
+        options = {name: getattr(self, name) for name in OF_EXPLANATION}
+        if isinstance(self.baseline, BaselineBody):
+            options["baseline"] = InputBaseline(self.baseline.input)
         return Explanation(self.method, selector, self.discard_ratio, self.classes, self.top_classes, **options)

@@ -229,14 +229,15 @@ def test_grad_cam_plusplus(served: Live) -> None:
     assert not np.allclose(found, explained(served, x, "grad_cam", **body), rtol=0.1)
 
 
-@pytest.mark.parametrize("baseline", [0.5, "blur"])
+@pytest.mark.parametrize("baseline", [0.5, "blur", {"input": 1}])
 @pytest.mark.parametrize("method", ["occlusion", "integrated_gradients"])
-def test_baselines(served: Live, method: str, baseline: float | str) -> None:
-    """Of captum, from one value everywhere, or from the picture as torchvision blurs it."""
+def test_baselines(served: Live, method: str, baseline: float | str | Json) -> None:
+    """Of captum, from one value everywhere, from the picture as torchvision blurs it, or from another one."""
     x = random_images(2, 4)
     module, images = module_of(served, "cnn"), torch.from_numpy(x)
     blurred = gaussian_blur(images.double(), [11, 11], [1.6, 1.6]).float()  # of 32 pixels
     base = blurred if baseline == "blur" else torch.full_like(images, 0.5)
+    base = images[1:] if isinstance(baseline, dict) else base
     options: Json = {"window": 8, "stride": 4} if method == "occlusion" else {"steps": 40}
     found = ask(served, x, method=method, model="cnn", baseline=baseline, objective={"class": 1}, **options)
     if method == "occlusion":
@@ -394,6 +395,9 @@ BAD: dict[str, tuple[Json, int, str]] = {
     "too many windows": ({"method": "occlusion", "window": 1, "stride": 1, "inputs": 20}, 413, ""),
     "classes beside terms": ({"method": "saliency", "classes": [1], "objective": {"terms": [[1, 2]]}}, 422, "/classes"),
     "baseline of saliency": ({"method": "saliency", "baseline": 1}, 422, ""),
+    "baseline of no input": ({"method": "occlusion", "baseline": {"input": 1}}, 422, ""),
+    "rule of another method": ({"method": ["grad_cam", "occlusion"], "rule": "vit-explain"}, 422, ""),
+    "objective of a rollout": ({"model": "vit", "method": "attention_rollout", "objective": {}}, 422, ""),
     "baseline that is none": ({"method": "occlusion", "baseline": "grey"}, 422, "/baseline"),
     "steps of saliency": ({"method": "saliency", "steps": 5}, 422, ""),
     "a method twice": ({"method": ["saliency", "saliency"]}, 422, "/method"),
