@@ -18,7 +18,7 @@ from layertap.models.selection.hook_points import HookPoint, Intervention, Objec
 from layertap.models.selection.matches import SelectorMatch, check_matches, find_matches
 from layertap.models.selection.plan import Capture, Plan, ResolvedIntervention, ResolvedObjective, Result
 from layertap.models.selection.poolings import POOLINGS
-from layertap.models.selection.statistics import STATISTICS
+from layertap.models.selection.statistics import get_statistic
 
 MAX_FAULTS = 16  # near matches take time to find
 
@@ -219,14 +219,14 @@ def _check_stats(name: str, info: TensorInfo, reduction: Reduction, catalog: Cat
     if reduction.by == "channel" and not info.has_axis("C"):
         raise SelectorError(f"{name}, shape {list(info.shape)}, has no channels", hint="leave 'by' out")
     if reduction.over == "inputs":
-        _check_merged(name, info, reduction.stats or ())
+        _check_merged(name, info, reduction.stats or (), reduction.edges)
 
 
-def _check_merged(name: str, info: TensorInfo, stats: Collection[str]) -> None:
+def _check_merged(name: str, info: TensorInfo, stats: Collection[str], edges: Sequence[float] | None) -> None:
     """SelectorError where statistics over all inputs don't follow from those of each."""
-    if unmerged := [each for each in stats if STATISTICS[each].merge is None]:
+    if unmerged := [each for each in stats if get_statistic(each, edges).merge is None]:
         detail = f"'{unmerged[0]}' of {name} is of each input only: its bins are other ones in each"
-        raise SelectorError(detail, hint=f"leave '{unmerged[0]}' out, or 'over'")
+        raise SelectorError(detail, hint=f"give the 'edges' of its bins, or leave '{unmerged[0]}' or 'over' out")
     if "std" in stats and "mean" not in stats:
         raise SelectorError(f"'std' of {name} over all inputs is made of their means too", hint="add 'mean' to 'stats'")
     if info.token_axes:

@@ -30,7 +30,8 @@ class Receipt:
     ("add#0") is there where the value is that of a function which the layer calls. ``row_axis`` is the axis of the
     result that holds the rows, None where it is the same for all of them; of ``entries_per_row`` there, those of a row
     stand side by side, unless ``row_order`` is "forward": all are then as a hook on the model has them. ``stats``
-    names the columns of a result that is statistics, ``by`` and ``over`` what they are of.
+    names the columns of a result that is statistics, ``by`` and ``over`` what they are of,
+    ``edges`` between which a histogram counts.
     ``how`` tells where attention comes from: "observed" (the model's own softmax), "recomputed" (beside a fused
     kernel) or "unfused" (for its gradient or a change, without that kernel). ``resumed`` names the layer whose output
     was sent in place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered.
@@ -63,6 +64,7 @@ class Receipt:
     stats: tuple[str, ...] | None = None
     by: str | None = None
     over: str | None = None
+    edges: tuple[float, ...] | None = None
     how: str = ""
     resumed: str = ""
     forward: str = ""

@@ -7,7 +7,7 @@ computed in float32 whatever the model's dtype is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ from layertap.models.devices.devices import DTYPES
 from layertap.models.hooks.tensor_tree import to_plain
 from layertap.models.selection.hook_points import Reduction
 from layertap.models.selection.poolings import POOLINGS
-from layertap.models.selection.statistics import STATISTICS
+from layertap.models.selection.statistics import get_statistic
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def apply_reduction(captured: RowTensor, reduction: Reduction) -> ReducedTensor:
     rows = replace(captured, value=value)
     if reduction.stats is not None:
         groups = rows.positions() if reduction.by == "channel" else rows.group().flatten(1)
-        return ReducedTensor(compute_statistics(to_floating(groups), reduction.stats))
+        return ReducedTensor(compute_statistics(to_floating(groups), reduction.stats, reduction.edges))
     pool = POOLINGS[reduction.pool].compute
     if pool is not None:
         value = pool(rows, _count_skipped(rows.info, reduction))
@@ -80,10 +80,11 @@ def apply_reduction(captured: RowTensor, reduction: Reduction) -> ReducedTensor:
     return ReducedTensor(value.contiguous())
 
 
-def compute_statistics(values: Tensor, stats: Iterable[str]) -> Tensor:
+def compute_statistics(values: Tensor, stats: Iterable[str], edges: Sequence[float] | None = None) -> Tensor:
     """Statistics of floating (…, values of each group, at least one) as float32 (…, columns)."""
     groups = values.flatten(0, -2).contiguous()  # a sum along another axis than the innermost is rounded by the others
-    columns = [STATISTICS[name].compute(groups).to(torch.float32).reshape(len(groups), -1) for name in stats]
+    computed = [get_statistic(name, edges).compute(groups) for name in stats]
+    columns = [each.to(torch.float32).reshape(len(groups), -1) for each in computed]
     return torch.cat(columns, dim=1).reshape(*values.shape[:-1], -1)
 
 

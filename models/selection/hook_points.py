@@ -90,7 +90,7 @@ class Reduction:
     end; the last three are of attention. The order of steps is the
     order of fields. ``normalize`` is L2 over the last axis of a pooled result. ``stats`` are columns in the order
     given, in place of pooling and all that follows it: of each row, or of each channel of it (``by``); ``over``: of all
-    rows of the request together.
+    rows of the request together; ``edges``: of the histogram's bins.
     """
 
     channels: tuple[int, ...] | None = None
@@ -101,6 +101,7 @@ class Reduction:
     stats: tuple[str, ...] | None = None
     by: Literal["channel"] | None = None
     over: Literal["inputs"] | None = None
+    edges: tuple[float, ...] | None = None
     pool: Pool = "none"
     normalize: bool = False
     dtype: ReplyDType = "float32"

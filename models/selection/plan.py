@@ -49,7 +49,7 @@ class Capture(Tap):
         shape = info.index_select(reduction.indices_by_axis).shape
         channels = shape[info.axis("C")] if info.has_axis("C") else 1
         if reduction.stats is not None:
-            columns = len(list_columns(reduction.stats))
+            columns = len(list_columns(reduction.stats, reduction.edges))
             shape = (1, columns) if reduction.by is None else (1, channels, columns)
         elif pooling.compute is not None:
             shape = 1, channels if pooling.by_channel else prod(shape)

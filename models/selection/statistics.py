@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BINS = 16
+MAX_EDGES = 1025
 Numbers = NDArray[np.float64]
 Merge = Callable[[Numbers, Numbers, Numbers], Numbers]
 
@@ -26,21 +28,33 @@ class Statistic:
     """A statistic; ``bins``: how many columns it has, None for one without a number.
 
     ``merge`` makes that of all rows of those of each row, on axis 0, of their means and of how many values they are of;
-    None where it doesn't follow from these.
+    None where it doesn't follow from these. ``in_all``: it is among those that ``true`` stands for.
     """
 
     compute: Callable[[Tensor], Tensor]
     merge: Merge | None
     bins: int | None = None
+    in_all: bool = True
 
 
-def list_columns(stats: Iterable[str]) -> tuple[str, ...]:
+def get_statistic(name: str, edges: Sequence[float] | None = None) -> Statistic:
+    """A statistic by its name; ``edges`` are those of the histogram's bins, which merge if they are given."""
+    if name != "histogram" or edges is None:
+        return STATISTICS[name]
+    return Statistic(partial(_count_between, edges=edges), _merge_sum, bins=len(edges) - 1)
+
+
+def list_columns(stats: Iterable[str], edges: Sequence[float] | None = None) -> tuple[str, ...]:
     """The name of each column of some statistics: a statistic's own, ``histogram[0]`` and so on for bins."""
-    return tuple(column for name in stats for column in _list_columns(name, STATISTICS[name].bins))
+    return tuple(column for name in stats for column in _list_columns(name, get_statistic(name, edges).bins))
 
 
 def _list_columns(name: str, bins: int | None) -> list[str]:
     return [name] if bins is None else [f"{name}[{number}]" for number in range(bins)]
+
+
+def _count(values: Tensor) -> Tensor:
+    return values.new_full(values.shape[:-1], values.shape[-1])
 
 
 def _mean(values: Tensor) -> Tensor:
@@ -89,20 +103,32 @@ def _histogram(values: Tensor) -> Tensor:
     return torch.stack([(bins == number).sum(-1) for number in range(BINS)], dim=-1)
 
 
+def _count_between(values: Tensor, edges: Sequence[float]) -> Tensor:
+    """Counts of the values in bins between ``edges``, the last closed on both sides; those outside count nowhere."""
+    limits = torch.tensor(edges, dtype=values.dtype, device=values.device)
+    bins = torch.bucketize(values, limits, right=True)
+    bins = bins.masked_fill_(values == limits[-1], len(edges) - 1)
+    counts = torch.zeros(*values.shape[:-1], len(edges) + 1, dtype=torch.int64, device=values.device)
+    return counts.scatter_add_(-1, bins, torch.ones_like(bins))[..., 1:-1]
+
+
 def merge_rows(
-    values: NDArray[np.float32], stats: Sequence[str], counts: Sequence[int] | None = None
+    values: NDArray[np.float32], names: Sequence[str], counts: Sequence[int] | None = None
 ) -> NDArray[np.float32]:
-    """Statistics of all rows together, (…, columns), of those of each, (rows, …, columns).
+    """Statistics of all rows together, (…, columns), of those of each, (rows, …, columns), whose names these are.
 
     ``counts`` are in proportion to the numbers of values that each row's are of; None where these are the same.
     """
     weights = np.ones(len(values)) if counts is None else np.array(counts, np.float64)
-    columns = {name: values[..., column].astype(np.float64) for column, name in enumerate(stats)}
-    merges = {name: STATISTICS[name].merge for name in stats}
-    merged = [
-        merge(columns[name], columns.get("mean", columns[name]), weights) for name, merge in merges.items() if merge
-    ]
+    columns = {name: values[..., column].astype(np.float64) for column, name in enumerate(names)}
+    merges = {name: STATISTICS[name.partition("[")[0]].merge or _merge_sum for name in names}
+    merged = [merge(columns[name], columns.get("mean", columns[name]), weights) for name, merge in merges.items()]
     return np.stack(merged, axis=-1).astype(np.float32)
+
+
+def _merge_sum(values: Numbers, *_: Numbers) -> Numbers:
+    merged: Numbers = values.sum(0)
+    return merged
 
 
 def _merge_mean(values: Numbers, _: Numbers, weights: Numbers) -> Numbers:
@@ -124,7 +150,9 @@ STATISTICS = {
     "max": Statistic(_max, lambda values, *_: values.max(0)),
     "l2": Statistic(_l2, lambda values, *_: np.sqrt((values**2).sum(0))),
     "zeros": Statistic(_zeros, _merge_mean),
-    "nonfinite": Statistic(_nonfinite, lambda values, *_: values.sum(0)),
+    "nonfinite": Statistic(_nonfinite, _merge_sum),
     "histogram": Statistic(_histogram, None, bins=BINS),
+    "count": Statistic(_count, _merge_sum, in_all=False),
 }
 STATS = tuple(STATISTICS)
+ALL_STATS = tuple(name for name, statistic in STATISTICS.items() if statistic.in_all)

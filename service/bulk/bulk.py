@@ -6,31 +6,41 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import orjson
 
-from layertap.models.errors import UNREPEATABLE, LayertapError
+from layertap.models.errors import UNREPEATABLE, LayertapError, escape
 from layertap.service.bulk.arrow import import_parquet
 from layertap.service.bulk.job import BatchLimits, Extractor, Outline, Question, Rows, cut_batches
-from layertap.service.bulk.manifest import LOCK, NAME, Manifest, check_same_model, lock_folder
+from layertap.service.bulk.manifest import LOCK, NAME, Manifest, check_same_model, lock_folder, replace_file
 from layertap.service.bulk.parts import (
+    REDUCED,
     PartWriter,
     check_columns,
     check_keys,
     find_parts,
     list_parts,
+    list_states,
     merge_parts,
+    name_inputs,
     read_column,
+    read_state,
 )
 from layertap.service.bulk.pipeline import answer_batches, write_rows
+from layertap.service.bulk.reductions import MAX_COVARIANCE, REDUCTIONS, Reducer
 from layertap.service.bulk.sources import Source
+from layertap.service.formats.numpy_files import encode_arrays
 
 PARTS = ".parts"  # behind a file's name: the folder that it grows in
+TOP_INPUTS, TOP_NAMES = ".top_inputs", ".top_names"
+RESULTS, ATLAS = "reductions.npz", "atlas.html"
 TARGET_BYTES = 64 * 2**20  # of a batch's results
 
 
@@ -50,7 +60,10 @@ class Job:
 
     @classmethod
     def parse(cls, question: Question, source: str, out: Path, layout: str | None, column: str | None = None) -> Job:
-        """A job whose ``out`` is a file if its name ends in ``.parquet``; LayertapError."""
+        """A job whose ``out`` is a file if its name ends in ``.parquet``, and else a folder; LayertapError."""
+        if question.reduce:
+            _check_reductions(question, out, layout)
+            return cls(question, source, out, None, REDUCED, column)
         if out.suffix != ".parquet":
             return cls(question, source, out, None, layout or "parquet", column)
         if layout not in (None, "parquet"):
@@ -79,6 +92,23 @@ class Job:
     def list_tables(self) -> list[Path]:
         """The tables that have a row for each input, in order."""
         return [self.file] if self.file is not None and self.file.exists() else list_parts(self.folder)
+
+
+def _check_reductions(question: Question, out: Path, layout: str | None) -> None:
+    """LayertapError where what is asked makes no sense together."""
+    if unknown := [name for name in question.reduce if name not in REDUCTIONS]:
+        raise LayertapError(f"there is no reduction {escape(unknown[0])}", hint=f"one of: {', '.join(REDUCTIONS)}")
+    if len(set(question.reduce)) < len(question.reduce):
+        raise LayertapError("a reduction is named twice", hint="name each once")
+    if not question.layers:
+        raise LayertapError("reductions are of layers", hint="add --layers")
+    if question.pool or question.normalize or layout:
+        raise LayertapError(
+            "--reduce takes no --pool, --normalize or --format: reductions are of all values, by channel",
+            hint="leave them out",
+        )
+    if out.suffix:
+        raise LayertapError("reductions are written to a folder", hint=f"write --out {out.with_suffix('')}")
 
 
 @dataclass(frozen=True)
@@ -152,9 +182,20 @@ async def _go_on(
         await asyncio.to_thread(check_keys, entries, parts)
         observer.start(first, source.count)
         batches = cut_batches(entries, begun.limits)
-        writer = PartWriter(job.folder, begun.outline, job.layout, first)
+        writer = PartWriter(job.folder, begun.outline, job.layout, first, _make_reducer(begun, job, parts))
         await write_rows(answer_batches(batches, extractor, job.question, begun.outline), writer, observer.advance)
-        await asyncio.to_thread(_finish, job, begun)
+        await asyncio.to_thread(_finish, job, begun, writer.reducer)
+
+
+def _make_reducer(manifest: Manifest, job: Job, parts: Sequence[Path]) -> Reducer | None:
+    """What folds the results, with all that was folded before; None where they are kept. LayertapError."""
+    if job.layout != REDUCED:
+        return None
+    columns = {key: receipt["stats"] for key, receipt in manifest.outline.receipts.items()}
+    reducer = Reducer(job.question.reduce, job.question.top, columns)
+    if parts:
+        reducer.load(read_state(parts[-1]))
+    return reducer
 
 
 def _check_outline(job: Job, outline: Outline) -> None:
@@ -165,12 +206,29 @@ def _check_outline(job: Job, outline: Outline) -> None:
             hint="find in its code what draws random numbers outside of training",
         )
     check_columns(outline, job.layout)
+    channels = sum(column.shape[0] for column in outline.columns.values())
+    if "covariance" in job.question.reduce and channels > MAX_COVARIANCE:
+        raise LayertapError(
+            f"the covariance of {channels} channels is too large, the limit is {MAX_COVARIANCE}",
+            hint="name fewer layers, or leave 'covariance' out of --reduce",
+        )
 
 
-def _finish(job: Job, manifest: Manifest) -> None:
+def _finish(job: Job, manifest: Manifest, reducer: Reducer | None) -> None:
     """Make the output of the parts."""
+    if reducer is not None:
+        arrays = reducer.finish()
+        strongest = {key: array for key, array in arrays.items() if key.endswith(TOP_INPUTS)}
+        names = name_inputs(chain.from_iterable(array.flat for array in strongest.values()), list_parts(job.folder))
+        for key, array in strongest.items():
+            named = [names[number] for number in array.flat]
+            arrays[key.removesuffix(TOP_INPUTS) + TOP_NAMES] = np.array(named).reshape(array.shape)
+        with replace_file(job.folder / RESULTS) as temporary:
+            temporary.write_bytes(b"".join(encode_arrays(dict(sorted(arrays.items())))))
     if job.file is None:
         replace(manifest, complete=True).save(job.folder)
+        for path in list_states(job.folder) if reducer is not None else ():
+            path.unlink()
         return
     outline = manifest.outline
     metadata = {  # ``layertap check`` reads it
@@ -208,7 +266,7 @@ def _clear(folder: Path) -> None:
     The last part is the first to go, and the manifest goes after all parts: it is a job's whenever this is interrupted.
     """
     with lock_folder(folder):
-        for pattern in ("part-*", f"{NAME}*"):
+        for pattern in ("part-*", f"{RESULTS}*", f"{ATLAS}*", f"{NAME}*"):
             for path in sorted(folder.glob(pattern), reverse=True):
                 path.unlink()
     (folder / LOCK).unlink()

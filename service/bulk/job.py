@@ -11,6 +11,7 @@ import numpy as np
 
 from layertap.models.errors import LayertapError, RequestError
 from layertap.models.spec import Truncate
+from layertap.service.bulk.reductions import make_entry
 from layertap.service.bulk.sources import Entry
 from layertap.service.features import Array
 
@@ -19,6 +20,7 @@ from layertap.service.features import Array
 class Question:
     """What is asked of every input; ``model`` None is the default one, ``layers`` empty its embedding.
 
+    ``reduce`` names the reductions that are kept in place of vectors, ``top`` is how many inputs a channel keeps.
     ``texts``: inputs are texts, not pictures; ``prompt`` names what the model's folder has to be put in front of each,
     ``truncate`` says which end of those that are too long is cut.
     """
@@ -30,10 +32,17 @@ class Question:
     prompt: str | None = None
     truncate: Truncate | None = None
     texts: bool = False
+    reduce: tuple[str, ...] = ()
+    top: int = 0
+
+    @property
+    def entries(self) -> list[Any]:
+        """The field ``layers`` of a request."""
+        return [make_entry(layer, self.reduce) for layer in self.layers] if self.reduce else list(self.layers)
 
     def describe(self) -> dict[str, Any]:
         """As plain data."""
-        return {**asdict(self), "layers": list(self.layers)}
+        return {**asdict(self), "layers": list(self.layers), "reduce": list(self.reduce)}
 
 
 @dataclass(frozen=True)

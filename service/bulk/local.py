@@ -63,7 +63,7 @@ class LocalExtractor(Extractor):
 def _make_request(question: Question, inputs: Sequence[bytes]) -> ExtractRequest:
     fields = {
         "model": question.model,
-        "layers": list(question.layers),
+        "layers": question.entries,
         "pool": question.pool,
         "normalize": question.normalize,
         "prompt": question.prompt,

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
 
 from layertap.models.errors import LayertapError
 from layertap.service.bulk.arrow import import_parquet, summarize
 from layertap.service.bulk.job import Outline, Rows
 from layertap.service.bulk.manifest import OTHERWISE, replace_file
+from layertap.service.bulk.reductions import Reducer
 from layertap.service.bulk.sources import Entry
 from layertap.service.features import Array
 
+REDUCED = "reductions"  # a layout
 PART = "part-{start:012d}"
 RESERVED = frozenset({"key", "digest", "fingerprint", "error", "shard", "row"})
 GROUP_ROWS, GROUP_BYTES = 8192, 64 * 2**20  # of a row group of the file in the end
@@ -26,12 +29,13 @@ OPTIONS: dict[str, Any] = {"compression": "zstd", "compression_level": 1, "use_d
 
 @dataclass
 class PartWriter:
-    """Collects rows, and writes them as the next part."""
+    """Collects rows, and writes them as the next part; a reducer folds their results at once, and they are dropped."""
 
     folder: Path
     outline: Outline
     layout: str
-    first: int  # number of the next row
+    first: int  # number of the next row that is to be written
+    reducer: Reducer | None = None
     _rows: list[Rows] = field(default_factory=list)
 
     @property
@@ -41,6 +45,11 @@ class PartWriter:
 
     def add(self, rows: Rows) -> None:
         """Add a batch."""
+        if self.reducer is not None:
+            start = self.first + sum(len(each.keys) for each in self._rows)
+            good = [start + offset for offset, error in enumerate(rows.errors) if error is None]
+            self.reducer.add(rows.arrays, np.array(good, np.int64))
+            rows = replace(rows, arrays={})
         self._rows.append(rows)
 
     def flush(self) -> None:
@@ -53,6 +62,9 @@ class PartWriter:
             import_parquet().write_table(table, temporary, **OPTIONS)
         self.first += len(table)
         self._rows.clear()
+        if self.reducer is not None:
+            for path in list_states(self.folder)[:-1]:
+                path.unlink()
 
     def _make_table(self, shard: str) -> Any:
         """The rows as a table; results are columns of it, or arrays in a file of their own, which is written."""
@@ -61,22 +73,48 @@ class PartWriter:
         parts = self._rows
         errors = [error for rows in parts for error in rows.errors]
         good = np.array([error is None for error in errors], bool)
-        arrays = {key: np.concatenate([rows.arrays[key] for rows in parts]) for key in self.outline.columns}
         fingerprints = [rows.fingerprint if error is None else None for rows in parts for error in rows.errors]
         columns: dict[str, Any] = {
             "key": pa.array([key for rows in parts for key in rows.keys], pa.string()),
             "digest": pa.array([digest for rows in parts for digest in rows.digests], pa.string()),
         }
-        if self.layout == "parquet":
-            columns |= {key: _make_vectors(array, good) for key, array in arrays.items()}
-        else:
-            with replace_file(self.folder / shard) as temporary:
-                temporary.write_bytes(save({key: np.ascontiguousarray(array) for key, array in arrays.items()}))
-            columns["shard"] = pa.array([shard if each else None for each in good], pa.string())
-            columns["row"] = pa.array(np.cumsum(good) - 1, pa.int64(), mask=~good)
+        columns |= WRITERS[self.layout](self, shard, good)
         columns["fingerprint"] = pa.array(fingerprints, pa.string())
         columns["error"] = pa.array(errors, pa.string())
         return pa.table(columns, metadata={})
+
+    def _make_vector_columns(self, shard: str, good: Any) -> dict[str, Any]:
+        return {key: _make_vectors(array, good) for key, array in self._concat_arrays().items()}
+
+    def _write_shard(self, shard: str, good: Any) -> dict[str, Any]:
+        import pyarrow as pa
+
+        with replace_file(self.folder / shard) as temporary:
+            temporary.write_bytes(save(self._concat_arrays()))
+        return {
+            "shard": pa.array([shard if each else None for each in good], pa.string()),
+            "row": pa.array(np.cumsum(good) - 1, pa.int64(), mask=~good),
+        }
+
+    def _write_state(self, shard: str, good: Any) -> dict[str, Any]:
+        """The reductions of all rows up to these; the part counts once its table is there."""
+        if self.reducer is not None:
+            with replace_file(self.folder / shard) as temporary:
+                temporary.write_bytes(self.reducer.encode())
+        return {}
+
+    def _concat_arrays(self) -> dict[str, Array]:
+        return {
+            key: np.ascontiguousarray(np.concatenate([rows.arrays[key] for rows in self._rows]))
+            for key in self.outline.columns
+        }
+
+
+WRITERS: dict[str, Callable[[PartWriter, str, Any], dict[str, Any]]] = {
+    "parquet": PartWriter._make_vector_columns,
+    "safetensors": PartWriter._write_shard,
+    REDUCED: PartWriter._write_state,
+}
 
 
 def _make_vectors(array: Array, good: Any) -> Any:
@@ -91,6 +129,8 @@ def _make_vectors(array: Array, good: Any) -> Any:
 
 def check_columns(outline: Outline, layout: str) -> None:
     """LayertapError where results don't fit a table."""
+    if layout == REDUCED:
+        return
     for name, column in outline.columns.items():
         if name in RESERVED:
             raise LayertapError(f"no result may be called {name}", hint="name the layer's call: LAYER#-1")
@@ -104,6 +144,20 @@ def check_columns(outline: Outline, layout: str) -> None:
 def list_parts(folder: Path) -> list[Path]:
     """The tables of a folder, in order."""
     return sorted(folder.glob("part-*.parquet"))
+
+
+def list_states(folder: Path) -> list[Path]:
+    """The files of a folder with what was reduced by the end of a part, in order."""
+    return sorted(folder.glob("part-*.safetensors"))
+
+
+def read_state(table: Path) -> dict[str, Array]:
+    """What was reduced by the end of a part; LayertapError where that is missing or damaged."""
+    path = table.with_suffix(".safetensors")
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise LayertapError(f"{path} is missing or damaged: {error}", hint=OTHERWISE) from error
 
 
 def find_parts(folder: Path) -> tuple[list[Path], int]:
@@ -136,6 +190,18 @@ def check_keys(entries: Iterator[Entry], tables: Sequence[Path], *, complete: bo
             raise LayertapError(f"the source has other inputs than before: {what}", hint=OTHERWISE)
     if complete and (more := next(entries, None)) is not None:
         raise LayertapError(f"the source has other inputs than before: there is {more.key} now", hint=OTHERWISE)
+
+
+def name_inputs(numbers: Iterable[int], tables: Sequence[Path]) -> dict[int, str]:
+    """The keys of some inputs by their numbers."""
+    names, start, waiting = dict[int, str](), 0, sorted(set(numbers), reverse=True)
+    for table in tables:
+        keys = read_column(table, "key")
+        while waiting and waiting[-1] < start + len(keys):
+            number = waiting.pop()
+            names[number] = keys[number - start].as_py()
+        start += len(keys)
+    return names
 
 
 def merge_parts(parts: Sequence[Path], path: Path, metadata: Mapping[str, str], row_bytes: int) -> None:

@@ -28,7 +28,7 @@ async def write_rows(answers: AsyncGenerator[Rows, None], writer: PartWriter, on
         try:
             async with aclosing(answers):
                 async for rows in answers:
-                    writer.add(rows)
+                    await loop.run_in_executor(files, writer.add, rows)
                     now = time.monotonic()
                     if writer.nbytes >= PART_BYTES or now - written >= PART_S:
                         await loop.run_in_executor(files, writer.flush)

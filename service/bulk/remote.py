@@ -102,7 +102,7 @@ class RemoteExtractor(Extractor):
         while True:
             attempts -= 1
             try:
-                return await self._client.extract(inputs, list(question.layers) or None, **options)
+                return await self._client.extract(inputs, question.entries or None, **options)
             except lt.DeadlineError:
                 if not attempts:
                     raise

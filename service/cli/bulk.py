@@ -43,6 +43,10 @@ def bulk(
     column: Annotated[
         str | None, typer.Option(help="Of a .parquet or .jsonl source: where the pictures or texts are.")
     ] = None,
+    reduce: Annotated[
+        str, typer.Option(help="Keep no vectors but, by channel, some of: stats, top, histogram, covariance.")
+    ] = "",
+    top: Annotated[int, typer.Option(min=1, max=1000, help="How many inputs 'top' keeps of each channel.")] = 9,
     prompt: Annotated[str | None, typer.Option(help="A prompt of the model, by name, in front of each text.")] = None,
     truncate: Annotated[Truncate | None, typer.Option(help="Cut texts that are too long at this end.")] = None,
     url: UrlOption = None,
@@ -77,7 +81,9 @@ def bulk(
         create = partial(_create_ray_extractor, ray_address, ray_cpus, ray_gpus, config)
     opened = open_source(source, column)
     names = tuple(name for name in layers.split(",") if name)
-    question = Question(model, names, pool, normalize, prompt, truncate, opened.texts)
+    reductions = tuple(name for name in reduce.split(",") if name)
+    kept = top if "top" in reductions else 0
+    question = Question(model, names, pool, normalize, prompt, truncate, opened.texts, reductions, kept)
     job = Job.parse(question, source, out, layout, column)
     reporter = _Reporter()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Mapping
 from functools import lru_cache
 from io import BytesIO
 from typing import IO, cast
@@ -35,13 +36,18 @@ def encode_npy(features: Features, options: EncodeOptions) -> Buffers:
 def encode_npz(features: Features, options: EncodeOptions) -> Buffers:
     """The results as a .npz file, scales as ``KEY.scale``; ``options`` change nothing.
 
-    The same features give the same bytes. NotAcceptableError: two arrays of the same name.
+    NotAcceptableError: two arrays of the same name.
     """
+    return encode_arrays(name_arrays(features))
+
+
+def encode_arrays(arrays: Mapping[str, Array]) -> Buffers:
+    """Arrays as a .npz file; the same arrays give the same bytes."""
     file = _BufferFile()
     # Not numpy.savez: it takes the keys as keyword arguments, so that one called "file" breaks it, and it writes the
     # time of day into the archive.
     with zipfile.ZipFile(cast("IO[bytes]", file), "w", zipfile.ZIP_STORED) as archive:
-        for name, array in name_arrays(features).items():
+        for name, array in arrays.items():
             entry = zipfile.ZipInfo(f"{name}.npy", date_time=_EPOCH)
             with archive.open(entry, "w", force_zip64=array.nbytes > _ZIP64_FROM) as body:
                 body.writelines(_write_npy(array))

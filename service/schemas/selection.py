@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     GetJsonSchemaHandler,
@@ -34,7 +36,7 @@ from layertap.models.selection.hook_points import (
     TensorSource,
 )
 from layertap.models.selection.selectors import MAX_TEXT, parse_path, parse_selector, parse_site
-from layertap.models.selection.statistics import STATS
+from layertap.models.selection.statistics import ALL_STATS, MAX_EDGES, STATS
 from layertap.service.inputs.arrays import require_finite
 from layertap.service.schemas.base import (
     Index,
@@ -57,7 +59,7 @@ Call = Annotated[StrictInt | Literal["*"], OneError("Input should be a whole num
 
 def _parse_stats(value: object) -> tuple[str, ...] | None:
     if value is True:
-        return STATS
+        return ALL_STATS
     if value is None or value is False:
         return None
     if isinstance(value, list) and 0 < len(value) <= len(STATS):
@@ -74,6 +76,17 @@ STATS_SCHEMA = {
     ]
 }
 Stats = Annotated[tuple[str, ...] | None, PlainValidator(_parse_stats), WithJsonSchema(STATS_SCHEMA)]
+
+
+def _check_edges(edges: tuple[float, ...]) -> tuple[float, ...]:
+    """In the precision of the values; an error where two are the same there or in another order."""
+    limits = np.array(edges, np.float32)
+    if not (np.diff(limits) > 0).all() or not np.isfinite(limits).all():
+        raise PydanticCustomError("edges", "Input should be float32 numbers, each greater than the one before")
+    return tuple(limits.tolist())
+
+
+Edges = Annotated[tuple[Number, ...], Field(min_length=2, max_length=MAX_EDGES), AfterValidator(_check_edges)] | None
 
 
 class PlaceBody(StrictBody):
@@ -129,6 +142,7 @@ class LayerBody(PlaceBody):
     stats: Stats = None
     by: Literal["channel"] | None = None
     over: Literal["inputs"] | None = None
+    edges: Edges = None
     alias: str | None = Field(None, alias="as", pattern=r"^[A-Za-z0-9_.\-]{1,128}$")
 
     @model_validator(mode="before")
@@ -140,6 +154,8 @@ class LayerBody(PlaceBody):
         """The selector with the request's own choices filled in; SelectorError where it makes no sense."""
         if self.stats is None and (self.by or self.over):
             raise SelectorError("'by' and 'over' are of statistics", hint="add 'stats', or leave them out")
+        if self.edges is not None and "histogram" not in (self.stats or ()):
+            raise SelectorError("'edges' are of a histogram", hint="add 'histogram' to 'stats', or leave them out")
         # What an entry does not say the request does, but for statistics.
         default = Reduction(pool=pool, normalize=normalize, dtype=dtype) if self.stats is None else Reduction()
         reduction = Reduction(
@@ -147,6 +163,7 @@ class LayerBody(PlaceBody):
             stats=self.stats,
             by=self.by,
             over=self.over,
+            edges=self.edges,
             pool=self.pool or default.pool,
             normalize=default.normalize if self.normalize is None else self.normalize,
             dtype=self.dtype or default.dtype,

@@ -204,3 +204,25 @@ def test_what_makes_no_sense(live: Live, entry: Json, says: str) -> None:
     reply = extract(live, entry)
     assert reply.status_code == 422
     assert says in reply.text
+
+
+def test_edges(live: Live) -> None:
+    """Between edges a histogram counts as numpy does, of each input and of all; so do all values."""
+    raw = arrays_of(extract(live, "block2"))["block2"].astype(np.float64)
+    edges = [-0.5, 0.0, 0.25, 2.0]
+    entry: Json = {"layer": "block2", "stats": ["count", "histogram"], "edges": edges, "by": "channel"}
+    reply = extract(live, entry)
+    found = arrays_of(reply)["block2"]
+    assert (found[..., 0] == raw[0, 0].size).all()
+    expected = np.array([[np.histogram(channel, edges)[0] for channel in row] for row in raw])
+    assert (expected.sum(-1) < raw[0, 0].size).any()
+    np.testing.assert_array_equal(found[..., 1:], expected)
+    receipt = reply.json()["receipts"]["block2"]
+    assert (receipt["stats"], receipt["edges"]) == (["count", *BINS[:3]], edges)
+    mixed = [*INPUTS, image(picture(9))]
+    over = arrays_of(extract(live, {**entry, "over": "inputs"}, inputs=mixed))["block2"]
+    np.testing.assert_array_equal(over, arrays_of(extract(live, entry, inputs=mixed))["block2"].sum(0))
+    other = extract(live, {**entry, "edges": [-1, 1]}).json()["receipts"]["block2"]["fingerprint"]
+    assert other != receipt["fingerprint"]
+    for wrong in ({"edges": [1, 1]}, {"edges": [0, 1e39]}, {"stats": ["mean"]}):
+        assert extract(live, {**entry, **wrong}).status_code == 422

@@ -193,7 +193,7 @@ def _outline_result(result: Result, rows: int) -> ResultInfo:
         layout=capture.info.layout,
         prefix_tokens=capture.info.prefix,
         whole=reduction.pool == "none" and not any(chosen),
-        columns=list_columns(reduction.stats) if reduction.stats is not None else None,
+        columns=list_columns(reduction.stats, reduction.edges) if reduction.stats is not None else None,
         channels=reduction.channels,
         grid_size=capture.info.grid_size,
     )

@@ -31,7 +31,8 @@ def collect_features(job: Job, results: Results) -> Features:
     for result in job.spec.plan.results:
         whole = results[result.capture]
         reduction, values = result.capture.reduction, whole.values.numpy()
-        arrays[result.key] = merge_rows(values, reduction.stats or ()) if reduction.over else values
+        columns = list_columns(reduction.stats or (), reduction.edges)
+        arrays[result.key] = merge_rows(values, columns) if reduction.over else values
         if whole.scale is not None:
             scales[result.key] = whole.scale.numpy()
     classes, token_counts = _find_classes(job, results), _count_tokens(job)
@@ -107,9 +108,10 @@ def make_receipt(
         row_order="forward"
         if axis is not None and (info.crosses_rows or (job.rows_per_forward == job.rows > 1 and entries > 1))
         else "",
-        stats=list_columns(reduction.stats) if reduction.stats is not None else None,
+        stats=list_columns(reduction.stats, reduction.edges) if reduction.stats is not None else None,
         by=reduction.by,
         over=reduction.over,
+        edges=reduction.edges,
         how="unfused" if info.source and point.layer in job.spec.plan.unfused_layers else info.source,
         resumed=job.catalog.start,
         forward="compiled" if job.spec.compiled else "",

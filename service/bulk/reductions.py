@@ -1,0 +1,215 @@
+"""Reductions: what is kept of many inputs in place of their vectors. A function of each batch and a row of a table.
+
+A reduction folds batches into its state one after another, in float64: a job that is interrupted goes on with the state
+that it saved, and ends with the same bits. States are arrays by name, by the layer that they are of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from layertap.service.features import Array
+
+MAX_COVARIANCE = 10_000  # channels of all layers together: 800 MB
+ALL_LAYERS = ""  # in the place of a layer's name
+State = dict[str, Any]  # arrays
+States = dict[str, State]
+_HALF_OCTAVES = 2.0 ** (np.arange(-20, 21) / 2)
+_LARGEST = float(np.finfo(np.float32).max)
+EDGES: tuple[float, ...] = tuple(
+    np.array([-_LARGEST, *-_HALF_OCTAVES[::-1], 0, *_HALF_OCTAVES, _LARGEST], np.float32).tolist()
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Statistics of some inputs: of a layer by their names, (rows, channels) or (rows, channels, bins).
+
+    ``numbers`` are those of the inputs in the source, ascending; ``top`` is how many inputs a channel keeps.
+    """
+
+    numbers: NDArray[np.int64]
+    layers: Mapping[str, Mapping[str, Array]]
+    top: int
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """``stats`` it needs of each input; ``add`` gives the states after a batch, ``finish`` what is told in the end."""
+
+    stats: tuple[str, ...]
+    add: Callable[[States, Batch], States]
+    finish: Callable[[States], dict[str, Array]]
+
+
+def _add_by_layer(add: Callable[[State, Mapping[str, Array], Batch], State]) -> Callable[[States, Batch], States]:
+    return lambda states, batch: {
+        layer: add(states.get(layer, {}), columns, batch) for layer, columns in batch.layers.items()
+    }
+
+
+def _finish_by_layer(finish: Callable[[State], State]) -> Callable[[States], dict[str, Array]]:
+    return lambda states: {
+        f"{layer}.{name}": array for layer, state in states.items() for name, array in finish(state).items()
+    }
+
+
+def _add_stats(state: State, columns: Mapping[str, Array], batch: Batch) -> State:
+    """By Chan's formula: no difference of squares, which would lose digits."""
+    counts, means, stds = (columns[name].astype(np.float64) for name in ("count", "mean", "std"))
+    count = counts.sum(0)
+    mean = (counts * means).sum(0) / count
+    added: State = {
+        "count": count,
+        "mean": mean,
+        "squares": (counts * (stds**2 + (means - mean) ** 2)).sum(0),
+        "min": columns["min"].min(0),
+        "max": columns["max"].max(0),
+        "zeros": np.rint(counts * columns["zeros"]).sum(0),
+    }
+    if not state:
+        return added
+    total, difference = state["count"] + count, mean - state["mean"]
+    share = count / total
+    return {
+        "count": total,
+        "mean": state["mean"] + difference * share,
+        "squares": state["squares"] + added["squares"] + difference**2 * state["count"] * share,
+        "min": np.minimum(state["min"], added["min"]),
+        "max": np.maximum(state["max"], added["max"]),
+        "zeros": state["zeros"] + added["zeros"],
+    }
+
+
+def _finish_stats(state: State) -> State:
+    count = state["count"]
+    spread = {"std": np.sqrt(state["squares"] / count), "min": state["min"], "max": state["max"]}
+    return {"count": count.astype(np.int64), "mean": state["mean"], **spread, "zeros": state["zeros"] / count}
+
+
+def _add_top(state: State, columns: Mapping[str, Array], batch: Batch) -> State:
+    """The inputs with the greatest maxima, the first of those that are equal first; NaN is never among others."""
+    values = columns["max"].T
+    numbers = np.broadcast_to(batch.numbers, values.shape)
+    if state:
+        values = np.concatenate([state["top"], values], axis=1)
+        numbers = np.concatenate([state["top_inputs"], numbers], axis=1)
+    order = np.argsort(-values, axis=1, kind="stable")[:, : batch.top]
+    return {"top": np.take_along_axis(values, order, 1), "top_inputs": np.take_along_axis(numbers, order, 1)}
+
+
+def _add_histogram(state: State, columns: Mapping[str, Array], batch: Batch) -> State:
+    counts = columns["histogram"].astype(np.int64).sum(0)
+    return {"histogram": state["histogram"] + counts if state else counts}
+
+
+def _finish_histogram(states: States) -> dict[str, Array]:
+    return {"histogram_edges": np.array(EDGES, np.float32), **_finish_by_layer(dict)(states)}
+
+
+def _add_covariance(states: States, batch: Batch) -> States:
+    """Of the means over positions, the channels of all layers side by side: linear CKA needs each pair of layers."""
+    values = np.concatenate([columns["mean"] for columns in batch.layers.values()], axis=1).astype(np.float64)
+    means = values.mean(0)
+    centred, rows, before = values - means, np.array(float(len(values))), np.array(0.0)
+    if states:
+        before = states[ALL_LAYERS]["rows"]
+        difference = means - np.concatenate([states[layer]["mean"] for layer in batch.layers])
+        means = means - difference * (before / (before + rows))
+        centred = np.concatenate([centred, difference[None] * np.sqrt(before * rows / (before + rows))])
+    products = centred.T @ centred
+    if states:
+        products += states[ALL_LAYERS]["products"]
+    ends = np.cumsum([columns["mean"].shape[1] for columns in batch.layers.values()])[:-1]
+    by_layer = {layer: {"mean": mean} for layer, mean in zip(batch.layers, np.split(means, ends), strict=True)}
+    return {**by_layer, ALL_LAYERS: {"rows": before + rows, "products": products}}
+
+
+def _finish_covariance(states: States) -> dict[str, Array]:
+    """The covariance of each layer's channels, (channels, channels), and linear CKA of all layers, (layers, layers)."""
+    products, rows = states[ALL_LAYERS]["products"], states[ALL_LAYERS]["rows"]
+    spans, start = {}, 0
+    for layer, state in states.items():
+        if layer != ALL_LAYERS:
+            spans[layer] = slice(start, start + len(state["mean"]))
+            start = spans[layer].stop
+    similar = np.array([[(products[a, b] ** 2).sum() for b in spans.values()] for a in spans.values()])
+    lengths = np.sqrt(similar.diagonal())
+    covariances = {f"{layer}.covariance": products[span, span] / rows for layer, span in spans.items()}
+    return {**covariances, "cka": similar / np.outer(lengths, lengths), "cka_layers": np.array(list(spans))}
+
+
+REDUCTIONS = {
+    "stats": Reduction(
+        ("count", "mean", "std", "min", "max", "zeros"), _add_by_layer(_add_stats), _finish_by_layer(_finish_stats)
+    ),
+    "top": Reduction(("max",), _add_by_layer(_add_top), _finish_by_layer(dict)),
+    "histogram": Reduction(("histogram",), _add_by_layer(_add_histogram), _finish_histogram),
+    "covariance": Reduction(("mean",), _add_covariance, _finish_covariance),
+}
+
+
+def make_entry(layer: str, names: Sequence[str]) -> dict[str, Any]:
+    """What to ask for to get what some reductions need of a layer."""
+    stats = list(dict.fromkeys(each for name in names for each in REDUCTIONS[name].stats))
+    edges = {"edges": EDGES} if "histogram" in stats else {}
+    return {"layer": layer, "stats": stats, "by": "channel", **edges}
+
+
+@dataclass
+class Reducer:
+    """The states of a job's reductions, by their names; ``columns`` are those of each result, as its receipt says."""
+
+    names: Sequence[str]
+    top: int
+    columns: Mapping[str, Sequence[str]]
+    states: dict[str, States] = field(default_factory=dict)
+
+    def add(self, arrays: Mapping[str, Array], numbers: NDArray[np.int64]) -> None:
+        """Fold the statistics of some inputs, (rows, channels, columns) of each layer, into all states."""
+        if not len(numbers):
+            return
+        layers = {layer: _split_columns(arrays[layer], names) for layer, names in self.columns.items()}
+        batch = Batch(numbers, layers, self.top)
+        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite shows in the results
+            self.states = {name: REDUCTIONS[name].add(self.states.get(name, {}), batch) for name in self.names}
+
+    def finish(self) -> dict[str, Array]:
+        """All results by their names; none where no input had any."""
+        with np.errstate(invalid="ignore", divide="ignore"):  # the CKA of a layer that never changes is NaN
+            finished = [REDUCTIONS[name].finish(states) for name, states in self.states.items()]
+        return {key: array for results in finished for key, array in results.items()}
+
+    def encode(self) -> bytes:
+        """The states as a safetensors file."""
+        arrays = {
+            f"{name}|{key}|{layer}": np.ascontiguousarray(array)
+            for name, states in self.states.items()
+            for layer, state in states.items()
+            for key, array in state.items()
+        }
+        return save(arrays)
+
+    def load(self, arrays: Mapping[str, Array]) -> None:
+        """Go on from states as ``encode`` has them."""
+        self.states = {}
+        for text in sorted(arrays, key=self._find_place):
+            name, key, layer = text.split("|", 2)
+            self.states.setdefault(name, {}).setdefault(layer, {})[key] = arrays[text]
+
+    def _find_place(self, text: str) -> int:
+        """Where a state's layer stands among all."""
+        return [*self.columns, ALL_LAYERS].index(text.split("|", 2)[2])
+
+
+def _split_columns(array: Array, names: Sequence[str]) -> dict[str, Array]:
+    """Statistics by their names; the bins of a histogram together."""
+    return {name: array[..., column] for column, name in enumerate(names) if "[" not in name} | {
+        "histogram": array[..., [column for column, name in enumerate(names) if name.startswith("histogram[")]]
+    }

@@ -1,0 +1,195 @@
+"""``layertap bulk --reduce``: what numpy makes of all activations that plain hooks take, killed or not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from layertap.models.digits import spec
+from layertap.service.bulk import bulk, parts, pipeline
+from layertap.service.bulk.bulk import RESULTS
+from layertap.service.bulk.manifest import replace_file
+from tests.loading import load_model
+from tests.oracle import record
+from tests.server import Live
+from tests.service.bulk.conftest import read, start
+from tests.service.bulk.test_interrupted import finish, kill_between
+from tests.service.cli.commands import Command
+from tests.service.support import Array
+
+COUNT, TOP = 50, 5
+LAYERS = ("block2", "block3.relu#0", "head")
+WORDS = ("--layers", ",".join(LAYERS), "--reduce", "stats,top,histogram,covariance", "--top", str(TOP))
+
+
+def write_source(folder: Path, count: int, *, broken: bool = False) -> Array:
+    """Pictures of noise as large as the model takes, and their pixels; between them a file that is none."""
+    folder.mkdir()
+    pixels = np.random.default_rng(7).integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
+    for number, each in enumerate(pixels):
+        Image.fromarray(each // 2 + number % 3 * 40).save(folder / f"{number:04}.png")
+    if broken:
+        (folder / "0003-broken.png").write_bytes(b"no picture")
+    return np.stack([np.asarray(Image.open(folder / f"{number:04}.png")) for number in range(count)])
+
+
+def take_by_hooks(pixels: Array) -> dict[str, Array]:
+    """What plain hooks see of them: (inputs, channels, positions) in double precision."""
+    rows = (torch.from_numpy(pixels.copy()).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
+    seen = record(load_model(spec()).module.eval(), rows)
+    places = {name: (name.partition("#")[0], 0, (), "output") for name in LAYERS}
+    return {name: seen[place].flatten(2).double().numpy() for name, place in places.items() if seen[place].ndim > 2} | {
+        name: seen[place].unsqueeze(2).double().numpy() for name, place in places.items() if seen[place].ndim == 2
+    }
+
+
+def load(out: Path) -> dict[str, Any]:
+    """The results of a job, by their names."""
+    with np.load(out / RESULTS) as file:
+        return dict(file)
+
+
+def reduce_by_hand(values: Array, edges: Array) -> dict[str, Array]:
+    """The same with numpy over all activations at once; of the strongest inputs the values alone."""
+    by_channel = values.transpose(1, 0, 2).reshape(values.shape[1], -1)
+    pooled = values.mean(2)
+    return {
+        "count": np.full(len(by_channel), by_channel.shape[1]),
+        "mean": by_channel.mean(1),
+        "std": by_channel.std(1),
+        "min": by_channel.min(1),
+        "max": by_channel.max(1),
+        "zeros": (by_channel == 0).mean(1),
+        "top": -np.sort(-values.max(2), axis=0)[:TOP].T,
+        "histogram": np.stack([np.histogram(each, edges.astype(np.float64))[0] for each in by_channel]),
+        "covariance": np.cov(pooled.T, bias=True),
+    }
+
+
+def measure_cka(one: Array, other: Array) -> float:
+    """Linear CKA by Gram matrices over inputs, as the paper has it."""
+    centre = np.eye(len(one)) - 1 / len(one)
+    k, m = (centre @ (each @ each.T) @ centre for each in (one.mean(2), other.mean(2)))
+    return float((k * m).sum() / np.sqrt((k * k).sum() * (m * m).sum()))
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_numbers(command: Command, live: Live, tmp_path: Path, remote: bool) -> None:
+    """Each reduction is what numpy makes of all activations; an input without a result counts nowhere."""
+    values = take_by_hooks(write_source(tmp_path / "source", COUNT, broken=True))
+    out = tmp_path / "out"
+    done = command("bulk", tmp_path / "source", *WORDS, "--out", out, *(("--url", live.url) if remote else ()))
+    assert done.status == 0, done.notes
+    assert f"{COUNT + 1} rows, 1 of them without a result" in done.notes
+    found = load(out)
+    for layer in LAYERS:
+        for name, expected in reduce_by_hand(values[layer], found["histogram_edges"]).items():
+            if name == "histogram":  # a value beside an edge may be rounded to its other side
+                assert np.abs(found[f"{layer}.{name}"] - expected).sum() <= 4
+            else:
+                np.testing.assert_allclose(found[f"{layer}.{name}"], expected, rtol=1e-5, atol=1e-6)
+        names = found[f"{layer}.top_names"]
+        strongest = np.argsort(-values[layer].max(2), axis=0)[:TOP].T
+        apart = -np.diff(-np.sort(-values[layer].max(2), axis=0)[: TOP + 1].T).max(1) > 1e-5
+        assert apart.any()
+        assert names[apart].tolist() == [[f"{number:04}.png" for number in row] for row in strongest[apart]]
+    assert found["cka_layers"].tolist() == list(LAYERS)
+    expected = np.array([[measure_cka(values[a], values[b]) for b in LAYERS] for a in LAYERS])
+    np.testing.assert_allclose(found["cka"], expected, rtol=1e-4)
+    (part,) = out.glob("part-*")
+    assert [key for key, error in zip(read(part)["key"], read(part)["error"], strict=True) if error] == [
+        "0003-broken.png"
+    ]
+
+
+class KilledError(BaseException):
+    """In the place of a signal: nothing runs after it."""
+
+
+def test_killed_at_each_write(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a job dies, between a state and the table of its inputs too, the next one goes on to the same bits."""
+    monkeypatch.setattr(pipeline, "PART_S", 0.0)
+    monkeypatch.setattr("layertap.service.bulk.local.MAX_ROWS", 8)
+    write_source(tmp_path / "source", COUNT, broken=True)
+    words = ("bulk", tmp_path / "source", *WORDS, "--out")
+    assert command(*words, tmp_path / "whole").status == 0
+    deaths = 0
+    while True:
+        writes = iter(range(3))
+
+        def replace_or_die(path: Path, writes: Iterator[int] = writes) -> AbstractContextManager[Path]:
+            if next(writes, None) is None:
+                raise KilledError
+            return replace_file(path)
+
+        with monkeypatch.context() as patch:
+            for module in (bulk, parts):
+                patch.setattr(module, "replace_file", replace_or_die)
+            try:
+                done = command(*words, tmp_path / "killed")
+            except KilledError:
+                deaths += 1
+                continue
+        assert done.status == 0, done.notes
+        break
+    assert deaths >= 5
+    assert (tmp_path / "killed" / RESULTS).read_bytes() == (tmp_path / "whole" / RESULTS).read_bytes()
+
+
+@pytest.mark.slow
+def test_killed(tmp_path: Path) -> None:
+    """A job that is killed twice ends with the bits of one that is not, and leaves nothing else."""
+    write_source(tmp_path / "source", 1200)
+    whole, killed, moments = tmp_path / "whole", tmp_path / "killed", random.Random(3)
+    words = ("bulk", tmp_path / "source", *WORDS, "--out")
+    for _ in range(2):
+        assert kill_between(start(*words, killed), killed, moments)
+    status, output = finish(*words, killed)
+    assert (status, "rows are there already" in output) == (0, True), output
+    assert finish(*words, whole)[0] == 0
+    assert (killed / RESULTS).read_bytes() == (whole / RESULTS).read_bytes()
+    assert not list(killed.glob("*.safetensors"))
+
+
+def test_again(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is complete stays; other reductions are refused until it is begun anew, and a damaged state is named."""
+    monkeypatch.setattr(pipeline, "PART_S", 0.0)
+    write_source(tmp_path / "source", 40)
+    out = tmp_path / "out"
+    words = ("bulk", tmp_path / "source", "--layers", "head", "--out", out, "--reduce")
+    assert command(*words, "top").status == 0
+    assert len(load(out)["head.top_names"][0]) == 9
+    before = (out / RESULTS).stat()
+    assert "complete before" in command(*words, "top").notes
+    assert (out / RESULTS).stat() == before
+    done = command(*words, "stats")
+    assert (done.status, "was made with reduce ['top']" in done.notes) == (2, True)
+    assert command(*words, "stats", "--restart").status == 0
+    assert sorted(load(out)) == [f"head.{name}" for name in ("count", "max", "mean", "min", "std", "zeros")]
+    assert command("check", out).status == 0
+
+
+MISTAKES = {
+    "unknown": (("--layers", "head", "--reduce", "sum"), "one of: stats, top, histogram, covariance"),
+    "twice": (("--layers", "head", "--reduce", "top,top"), "named twice"),
+    "no layers": (("--reduce", "top"), "add --layers"),
+    "a pool": (("--layers", "head", "--reduce", "top", "--pool", "mean"), "takes no --pool"),
+    "a file": (("--layers", "head", "--reduce", "top", "--out", "o.npz"), "--out o"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes(command: Command, folder: Path, tmp_path: Path, case: str) -> None:
+    """They are told before anything is loaded or written."""
+    words, says = MISTAKES[case]
+    done = command("bulk", folder, "--out", tmp_path / "out", *words)
+    assert (done.status, says in " ".join(done.notes.split())) == (2, True), done.notes
+    assert not list(tmp_path.iterdir())
