@@ -18,6 +18,7 @@ import orjson
 
 from layertap.models.errors import UNREPEATABLE, LayertapError, escape
 from layertap.service.bulk.arrow import import_parquet
+from layertap.service.bulk.atlas import make_atlas
 from layertap.service.bulk.job import BatchLimits, Extractor, Outline, Question, Rows, cut_batches
 from layertap.service.bulk.manifest import LOCK, NAME, Manifest, check_same_model, lock_folder, replace_file
 from layertap.service.bulk.parts import (
@@ -131,9 +132,17 @@ class Observer(Protocol):
 
 
 async def run(
-    job: Job, source: Source, create: Callable[[], Extractor], observer: Observer, *, restart: bool = False
+    job: Job,
+    source: Source,
+    create: Callable[[], Extractor],
+    observer: Observer,
+    *,
+    restart: bool = False,
+    atlas: bool = False,
 ) -> Summary:
     """Answer what is not answered yet; LayertapError. ``restart`` removes what is there.
+
+    ``atlas``: a page of what is reduced is written, of a job that was complete before, too.
 
     ``create`` makes what answers, once nothing else is wrong.
     """
@@ -162,6 +171,8 @@ async def run(
         await extractor.close()
     if job.file is not None and job.folder.exists():
         _clear(job.folder)
+    if atlas:
+        await asyncio.to_thread(_write_atlas, job, source, outline, extractor.max_input_bytes)
     errors = [read_column(table, "error") for table in job.list_tables()]
     return Summary(sum(map(len, errors)), sum(len(each) - each.null_count for each in errors), complete)
 
@@ -238,6 +249,15 @@ def _finish(job: Job, manifest: Manifest, reducer: Reducer | None) -> None:
         "question": orjson.dumps(manifest.question).decode(),
     }
     merge_parts(list_parts(job.folder), job.file, metadata, outline.row_bytes)
+
+
+def _write_atlas(job: Job, source: Source, outline: Outline, max_bytes: int) -> None:
+    with np.load(job.folder / RESULTS) as file:
+        arrays = dict(file)
+    inputs = sum(len(keys) for keys in (read_column(table, "key") for table in job.list_tables()))
+    page = make_atlas(arrays, outline, source, inputs, max_bytes)
+    with replace_file(job.folder / ATLAS) as temporary:
+        temporary.write_bytes(page)
 
 
 def _read_file(file: Path) -> Manifest:

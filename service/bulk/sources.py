@@ -10,7 +10,7 @@ import hashlib
 import os
 import sys
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ HINT = (
     "name a folder, a pattern such as 'photos/*.jpg', a .txt file with a path a line, a .tar, .parquet or .jsonl file"
 )
 AGAIN = "have the whole file written anew with the same inputs: then the same command goes on"
+Wanted = Container[int]  # numbers of entries
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,17 @@ class Entry:
 class Source:
     """Inputs by their keys.
 
-    ``iterate(skip, limit)`` gives all entries; of the first ``skip`` the bytes are not read, and of others at most
-    ``limit``. ``texts``: they are texts in UTF-8, not pictures; ``countable``: their number is known without them.
+    ``read(wanted, limit)`` gives all entries; bytes are read, at most ``limit``, of those whose numbers are wanted.
+    ``texts``: they are texts in UTF-8, not pictures; ``countable``: their number is known without them.
     """
 
-    iterate: Callable[[int, int], Iterator[Entry]]
+    read: Callable[[Wanted, int], Iterator[Entry]]
     texts: bool = False
     countable: bool = True
+
+    def iterate(self, skip: int, limit: int) -> Iterator[Entry]:
+        """All entries; of the first ``skip`` the bytes are not read, and of others at most ``limit``."""
+        return self.read(range(skip, sys.maxsize), limit)
 
     def count(self) -> int | None:
         """How many entries there are, None where all would have to be read."""
@@ -91,10 +96,10 @@ def open_source(text: str, column: str | None = None) -> Source:
     raise LayertapError(f"there is nothing at {text}", hint=HINT)
 
 
-def _read_files(list_names: Callable[[], Iterable[str]], top: Path, skip: int, limit: int) -> Iterator[Entry]:
+def _read_files(list_names: Callable[[], Iterable[str]], top: Path, wanted: Wanted, limit: int) -> Iterator[Entry]:
     for number, name in enumerate(list_names()):
         key, data, error = _make_key(name), None, ""
-        if number >= skip:
+        if number in wanted:
             try:
                 data = read_regular_file(top / name, limit)
             except FileError as refused:
@@ -143,14 +148,14 @@ def _read_list(path: Path) -> Iterator[str]:
                 yield name
 
 
-def _read_tar(path: Path, skip: int, limit: int) -> Iterator[Entry]:
+def _read_tar(path: Path, wanted: Wanted, limit: int) -> Iterator[Entry]:
     """Pictures of an archive, which is read once from its beginning; nothing is written to disk. LayertapError."""
     try:
         with tarfile.open(path, "r|*", errors="surrogateescape") as archive:
             pictures = (member for member in archive if _is_picture(member.name) and not member.isdir())
             for number, member in enumerate(pictures):
                 key = _make_key(member.name)
-                yield Entry(key, None) if number < skip else _read_member(archive, member, key, limit)
+                yield _read_member(archive, member, key, limit) if number in wanted else Entry(key, None)
                 vars(archive)["members"] = []  # of an archive of millions it would keep them all
             # tarfile takes a damaged head for the end, where there are two blocks of zeros: it has read the first.
             if archive.fileobj is None or archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
@@ -164,11 +169,11 @@ def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, key: str, li
     return _make_entry(key, file.read(limit + 1), limit) if file else Entry(key, None, "is no regular file")
 
 
-def _read_jsonl(path: Path, column: str, skip: int, limit: int) -> Iterator[Entry]:
+def _read_jsonl(path: Path, column: str, wanted: Wanted, limit: int) -> Iterator[Entry]:
     """Texts in the JSON objects of a file's lines."""
     with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for number, line in enumerate(lines):
-            yield Entry(str(number), None) if number < skip else _read_line(line, column, str(number), limit)
+            yield _read_line(line, column, str(number), limit) if number in wanted else Entry(str(number), None)
 
 
 def _read_line(line: str, column: str, key: str, limit: int) -> Entry:
@@ -207,19 +212,19 @@ def _open_parquet(path: Path, column: str | None) -> Source:
     return Source(partial(_read_parquet, path, str(column)), column in texts)
 
 
-def _read_parquet(path: Path, column: str, skip: int, limit: int) -> Iterator[Entry]:
+def _read_parquet(path: Path, column: str, wanted: Wanted, limit: int) -> Iterator[Entry]:
     number = 0
     try:
         with import_parquet().ParquetFile(path) as file:
             for group in range(file.num_row_groups):
                 end = number + file.metadata.row_group(group).num_rows
-                if end <= skip:  # none of its bytes are read
+                if not any(row in wanted for row in range(number, end)):  # none of its bytes are read
                     yield from (Entry(str(row), None) for row in range(number, end))
                     number = end
                     continue
                 for batch in file.iter_batches(PARQUET_ROWS, [group], [column]):
                     for scalar in batch.column(0):
-                        if number < skip:
+                        if number not in wanted:
                             yield Entry(str(number), None)
                         else:
                             value = scalar.as_py()

@@ -47,6 +47,10 @@ def bulk(
         str, typer.Option(help="Keep no vectors but, by channel, some of: stats, top, histogram, covariance.")
     ] = "",
     top: Annotated[int, typer.Option(min=1, max=1000, help="How many inputs 'top' keeps of each channel.")] = 9,
+    atlas: Annotated[
+        bool,
+        typer.Option("--atlas", help="Also a page with the strongest pictures of each channel; reduces stats,top."),
+    ] = False,
     prompt: Annotated[str | None, typer.Option(help="A prompt of the model, by name, in front of each text.")] = None,
     truncate: Annotated[Truncate | None, typer.Option(help="Cut texts that are too long at this end.")] = None,
     url: UrlOption = None,
@@ -81,13 +85,15 @@ def bulk(
         create = partial(_create_ray_extractor, ray_address, ray_cpus, ray_gpus, config)
     opened = open_source(source, column)
     names = tuple(name for name in layers.split(",") if name)
-    reductions = tuple(name for name in reduce.split(",") if name)
+    reductions = tuple(name for name in (reduce or ("stats,top" if atlas else "")).split(",") if name)
+    if atlas and ("top" not in reductions or opened.texts):
+        raise LayertapError("an atlas is of pictures, and of the reduction 'top'", hint="add top to --reduce")
     kept = top if "top" in reductions else 0
     question = Question(model, names, pool, normalize, prompt, truncate, opened.texts, reductions, kept)
     job = Job.parse(question, source, out, layout, column)
     reporter = _Reporter()
     try:
-        summary = asyncio.run(run(job, opened, create, reporter, restart=restart))
+        summary = asyncio.run(run(job, opened, create, reporter, restart=restart, atlas=atlas))
     except OtherModelError as error:
         words = [word for word in sys.argv[1:] if word != "--restart"]
         tell(f"layertap: {error.detail}. To embed again:\n{shlex.join(['layertap', *words, '--restart'])}")

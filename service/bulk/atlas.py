@@ -1,0 +1,105 @@
+"""The atlas: a page with the pictures at which each channel is strongest. It holds all that it shows."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import orjson
+from PIL import Image
+
+from layertap.models.errors import LayertapError
+from layertap.service.bulk.job import Outline
+from layertap.service.bulk.sources import Source
+from layertap.service.features import Array
+from layertap.service.inputs.images import decode_reduced
+
+PAGE = Path(__file__).with_name("atlas.html")
+MARK = b"DATA</script>"
+SIZES = ((4_000, 96), (12_000, 64), (40_000, 40))  # up to so many pictures, at most so many pixels wide and high
+MAX_SHOWN = 40_000
+MAX_PIXELS = 50_000_000  # of a picture of the source
+FIGURES = ("mean", "max", "zeros")
+
+
+def make_atlas(arrays: Mapping[str, Array], outline: Outline, source: Source, inputs: int, max_bytes: int) -> bytes:
+    """The page of a job's results, with small copies of the pictures that it shows, of a source of at most 40,000.
+
+    Channels beyond that are left out of their layers, the last of each first. LayertapError.
+    """
+    strongest = {layer: arrays[f"{layer}.top_inputs"] for layer in outline.columns if f"{layer}.top_inputs" in arrays}
+    shown = _count_channels(strongest)
+    numbers = sorted({int(each) for layer, top in strongest.items() for each in top[:shown].flat})
+    pictures = _read_pictures(numbers, source, max_bytes)
+    places = {number: place for place, number in enumerate(numbers)}
+    layers = [
+        {"name": layer, "left": max(0, len(top) - shown), "channels": _list_channels(layer, arrays, shown, places)}
+        for layer, top in strongest.items()
+    ]
+    facts = {"model": outline.model, "fingerprint": outline.fingerprint, "inputs": inputs}
+    data = orjson.dumps({**facts, "layers": layers, "pictures": pictures}).replace(b"<", b"\\u003c")
+    return PAGE.read_bytes().replace(MARK, data + b"</script>")
+
+
+def _count_channels(strongest: Mapping[str, Array]) -> int:
+    """How many channels of each layer may be shown."""
+    shown = max((len(top) for top in strongest.values()), default=0)
+    while len({int(each) for top in strongest.values() for each in top[:shown].flat}) > MAX_SHOWN:
+        shown //= 2
+    return shown
+
+
+def _list_channels(
+    layer: str, arrays: Mapping[str, Array], shown: int, places: Mapping[int, int]
+) -> list[dict[str, Any]]:
+    values, numbers = arrays[f"{layer}.top"], arrays[f"{layer}.top_inputs"]
+    figures = {name: arrays[f"{layer}.{name}"].tolist() for name in FIGURES if f"{layer}.{name}" in arrays}
+    figures.setdefault("max", values[:, 0].tolist())
+    return [
+        {
+            "number": channel,
+            **{name: _get_finite(each[channel]) for name, each in figures.items()},
+            "top": [
+                (places[int(number)], _get_finite(float(value)))
+                for number, value in zip(numbers[channel], values[channel], strict=True)
+            ],
+        }
+        for channel in range(min(shown, len(numbers)))
+    ]
+
+
+def _get_finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _read_pictures(numbers: Sequence[int], source: Source, max_bytes: int) -> list[dict[str, Any]]:
+    """The key and a small copy of some inputs of a source; no copy of one that is no longer a picture."""
+    side = next((side for count, side in SIZES if len(numbers) <= count), SIZES[-1][1])
+    wanted, pictures = frozenset(numbers), []
+    last = numbers[-1] if numbers else -1
+    for number, entry in enumerate(source.read(wanted, max_bytes) if numbers else ()):
+        if number in wanted:
+            copy = _make_copy(entry.data, side) if entry.data is not None else {}
+            pictures.append({"key": entry.key, **copy})
+        if number == last:
+            break
+    if len(pictures) < len(numbers):
+        raise LayertapError("the source has fewer inputs than before", hint="add --restart to begin anew")
+    return pictures
+
+
+def _make_copy(data: bytes, side: int) -> dict[str, Any]:
+    """A picture of at most ``side`` pixels as a data URI; a smaller one as it is, to be shown with its pixels."""
+    try:
+        image = decode_reduced(data, MAX_PIXELS, lambda width, height: (min(side, width), min(side, height))).image
+    except LayertapError:
+        return {}
+    small = max(image.size) <= side
+    image.thumbnail((side, side), Image.Resampling.LANCZOS)
+    file = BytesIO()
+    image.save(file, "WEBP", quality=80, lossless=small)
+    return {"uri": "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode(), "small": small}
