@@ -252,7 +252,7 @@ def _finish(job: Job, manifest: Manifest, reducer: Reducer | None) -> None:
 
 
 def _write_atlas(job: Job, source: Source, outline: Outline, max_bytes: int) -> None:
-    with np.load(job.folder / RESULTS) as file:
+    with np.load(job.folder / RESULTS, allow_pickle=False) as file:
         arrays = dict(file)
     inputs = sum(len(keys) for keys in (read_column(table, "key") for table in job.list_tables()))
     page = make_atlas(arrays, outline, source, inputs, max_bytes)
