@@ -31,7 +31,7 @@ from layertap.models.hooks.attention import keep_dense
 from layertap.models.inputs.device_decoder import create_device_decoder
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import make_noise, make_noise_row
-from layertap.models.labels import Outputs, choose_labels
+from layertap.models.labels import choose_labels
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_catalogs import CatalogCache, ModelCatalogs, survey_configured
 from layertap.models.module_state import StateKey, keep_state
@@ -90,6 +90,7 @@ def load_model(
         decoder,
         built.no_pictures,
         built.two_towers,
+        takes_plain=spec.preprocess == "none",
     )
     shapes = [spec.shape for spec in built.inputs]
     figures = (tree, spec.precision, spec.memory_format, shapes, threads, torch.__version__, describe_speed(device))
@@ -98,7 +99,7 @@ def load_model(
     survey = partial(survey_configured, module, inputs, device, built.prefix_tokens, threads, history, tolerance)
     run = run_survey or (lambda survey: survey())
     with take_turn(), _refuse_unfit_inputs():
-        configured = _set_outputs(run(survey), spec.outputs)
+        configured = _apply_configuration(run(survey), spec)
         inputs = inputs.with_traits(configured.traits)
         catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)
         try:
@@ -147,7 +148,13 @@ def identify_model(built: build.BuiltModel, spec: ModelSpec) -> tuple[str, str]:
     )
     tokenizer = built.text.digest if built.text else ""
     return weights, fingerprint.digest_model(
-        weights, structure, spec.precision, built.preprocess, built.inputs, tokenizer, spec.decode
+        weights,
+        structure,
+        spec.precision,
+        built.preprocess if spec.preprocess != "none" else None,
+        built.inputs,
+        tokenizer,
+        spec.decode,
     )
 
 
@@ -194,12 +201,14 @@ def _find_embedding(spec: ModelSpec, known: KnownEmbedding, catalogs: CatalogCac
         raise LoadError(f"embedding: {error.detail}", hint=error.hint) from error
 
 
-def _set_outputs(catalog: Catalog, outputs: Outputs | None) -> Catalog:
-    """A catalogue by which all outputs are what a configuration says, if it says it."""
-    if outputs is None:
-        return catalog
-    by_path = tuple((info.path, outputs) for info in catalog.outputs)
-    return replace(catalog, traits=replace(catalog.traits, outputs=by_path))
+def _apply_configuration(catalog: Catalog, spec: ModelSpec) -> Catalog:
+    """A catalogue with what a configuration says of outputs, and of a mode in which rows may depend on others."""
+    traits = catalog.traits
+    if spec.outputs is not None:
+        traits = replace(traits, outputs=tuple((info.path, spec.outputs) for info in catalog.outputs))
+    if spec.mode == "train":
+        traits = replace(traits, deterministic=False)
+    return replace(catalog, traits=traits, crosses_rows=catalog.crosses_rows or not traits.deterministic)
 
 
 def _create_replicas(

@@ -18,6 +18,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 InputDType = Literal["float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]
 Decode = Literal["exact", "fast", "device"]
+Mode = Literal["eval", "train"]  # of a module, as torch has them
 Compile = Literal[False, True, "always"]
 Preprocessed = Literal["", "caller", "mixed"]  # by whom rows were: nothing is said where it was as configured
 Truncate = Literal["none", "start", "end"]  # what is left out of a text that is too long; "none": it is refused
@@ -193,6 +194,7 @@ class ModelSpec:
     ``idle_timeout_s``: seconds without a request after which a server unloads it; None: as its settings say.
     ``dimensions``: the shorter vectors that the model was trained for (Matryoshka): the first so many numbers.
     ``outputs``: what its numbers for classes are; None: what a forward shows at loading.
+    ``mode``: ``train`` is for those who study dropout and batch statistics; what forwards write is put back.
     """
 
     name: str
@@ -220,6 +222,7 @@ class ModelSpec:
     interpolate_pos_encoding: bool = False
     dimensions: tuple[int, ...] = ()
     outputs: Outputs | None = None
+    mode: Mode = "eval"
 
     def __post_init__(self) -> None:
         """ValueError where an argument is nothing that JSON has, a time is none, or an input is a dictionary too."""

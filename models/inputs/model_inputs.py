@@ -99,6 +99,7 @@ class ModelInputs:
     ``model`` is the model's name. Floating rows reach the model in ``dtype``. ``decoder`` makes rows of pictures on
     the model's GPU, None where the CPU does. ``no_pictures`` says why it takes none. A row for a model of
     ``two_towers`` may have the inputs of one alone. ``tower`` says which, where these are the inputs of one.
+    ``takes_plain``: pictures become rows without any step, as a caller would make them.
     """
 
     model: str
@@ -111,6 +112,7 @@ class ModelInputs:
     no_pictures: str = ""
     two_towers: bool = False
     tower: Tower | None = None
+    takes_plain: bool = False
 
     @cached_property
     def towers(self) -> tuple[ModelInputs, ...]:

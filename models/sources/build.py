@@ -78,6 +78,10 @@ class BuiltModel:
         return self.pictures if isinstance(self.pictures, str) else ""
 
 
+# What ToTensor makes of a picture of one channel: there is nothing to choose, so a model takes it without steps.
+TO_TENSOR = PreprocessSpec(mean=(0.0,), std=(1.0,), channels="gray")
+
+
 @label_failures("source")
 def build_model(spec: ModelSpec) -> BuiltModel:
     """The module that a configuration's entry describes, with its weights.
@@ -97,7 +101,7 @@ def build_model(spec: ModelSpec) -> BuiltModel:
         report = replace(report, adapter=folder.name)
         built = replace(built, weights=f"{built.weights} + {folder.name}", report=report)
     built = _apply_configuration(built, spec)
-    built.module.cpu().eval().requires_grad_(False)
+    built.module.cpu().train(spec.mode == "train").requires_grad_(False)
     return built
 
 
@@ -218,6 +222,8 @@ def _apply_configuration(built: BuiltModel, spec: ModelSpec) -> BuiltModel:
     if spec.preprocess == "preset":
         return built
     if spec.preprocess == "none":
+        if [(each.dtype, each.shape[:-2], len(each.shape)) for each in built.inputs] == [("float32", (1,), 3)]:
+            return replace(built, pictures=TO_TENSOR)
         return replace(built, pictures="its entry says preprocess: none")
     return _choose_preprocessing(built, spec.preprocess, fixed=spec.inputs is not None)
 

@@ -128,7 +128,7 @@ def make_probe_input(inputs: ModelInputs, *, preprocessed: bool) -> tuple[ProbeI
     """The fixed input for a model: a picture or a text if it takes one, else, or if ``preprocessed``, tensors."""
     if preprocessed:
         return "tensors", _make_arrays(inputs)
-    if inputs.preprocess is not None:
+    if inputs.preprocess is not None and not inputs.takes_plain:
         return "picture", ImageItem(make_picture())
     text = inputs.text
     if text is None or not text.is_read:

@@ -61,7 +61,7 @@ def count_numbers(shapes: Shapes) -> int:
 
 def find_preprocessed_by(sent: Iterable[object], tower: ModelInputs, shapes: Shapes) -> Preprocessed:
     """Who preprocessed rows of a shape that were sent as such items; a model of tensors leaves no choice."""
-    if not tower.preprocesses:
+    if tower.takes_plain or not tower.preprocesses:
         return "caller" if is_reshaped(tower, shapes) else ""
     kinds = {isinstance(item, (ArraysItem, TokensItem)) and not is_pixels(item, tower) for item in sent}
     return "mixed" if len(kinds) > 1 else "caller" if True in kinds else ""
