@@ -92,6 +92,9 @@ OPERATIONS: Mapping[Op, OperationSpec] = {
     "scale": OperationSpec(_scale, needs=(("by", "tensor"),)),
     "add": OperationSpec(_add, needs=(("value", "tensor"),)),
     "clamp": OperationSpec(_clamp, needs=(("min", "max"),)),
+    "relu": OperationSpec(lambda part, operation, row_offset: part.value.relu()),
+    "square": OperationSpec(lambda part, operation, row_offset: part.value.square()),
+    "tanh": OperationSpec(lambda part, operation, row_offset: part.value.tanh()),
     "replace": OperationSpec(_replace, needs=(("value", "tensor"),)),
     "noise": OperationSpec(_noise, needs=(("std",),), optional=("seed",), by_row=True),
 }

@@ -12,7 +12,7 @@ from layertap.models.labels import Outputs
 
 ReplyDType = Literal["float32", "float16", "int8"]
 Pool = Literal["none", "mean", "mean_all", "max", "gem", "cls", "last", "flatten"]
-Op = Literal["zero", "scale", "add", "clamp", "replace", "noise"]
+Op = Literal["zero", "scale", "add", "clamp", "relu", "square", "tanh", "replace", "noise"]
 ObjectiveKind = Literal[
     "logit", "probability", "binary", "cross_entropy", "kl_div", "mse", "sum", "mean", "norm", "layer"
 ]

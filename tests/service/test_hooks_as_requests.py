@@ -30,6 +30,7 @@ def test_every_section_is_tested() -> None:
     assert list(SECTIONS) == re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
 
 
+@pytest.mark.filterwarnings("ignore:reduction. 'mean':UserWarning")
 @pytest.mark.parametrize("title", SECTIONS)
 def test_section(live: Live, title: str) -> None:
     """What the hook saves is what the request returns; a picture in it is the next row."""

@@ -98,6 +98,9 @@ OPERATIONS: dict[str, tuple[Operation, Change]] = {
     "clamp": (Operation("clamp", min=-0.1, max=0.2), lambda v: v.clip(-0.1, 0.2)),
     "clamp upside down": (Operation("clamp", min=0.2, max=-0.1), lambda v: v.clip(0.2, -0.1)),
     "clamp below": (Operation("clamp", min=0.1), lambda v: v.clip(0.1)),
+    "relu": (Operation("relu"), torch.relu),
+    "square": (Operation("square"), lambda v: v * v),
+    "tanh of channels": (Operation("tanh", channels=(3, 7)), lambda v: cut(v, torch.tanh, slice(None), [3, 7])),
     "replace value": (Operation("replace", value=0.25), lambda v: torch.full_like(v, 0.25)),
     "replace tensor": (
         Operation("replace", tensor=values(randoms(64, 8, 8, seed=6))),
