@@ -105,6 +105,7 @@ def explain(
         str | None, typer.Option(help="Of integrated_gradients and occlusion: a number in place of zeros, or blur.")
     ] = None,
     discard_ratio: Annotated[float | None, typer.Option(help="Of rollouts: the share of attention left out.")] = None,
+    rule: Annotated[str | None, typer.Option(help="Whose code's numbers: vit-explain, or pytorch-grad-cam.")] = None,
     model: ModelOption = None,
     url: UrlOption = None,
     config: ConfigOption = None,
@@ -128,6 +129,7 @@ def explain(
         "stride": stride,
         "baseline": baseline,
         "discard_ratio": discard_ratio,
+        "rule": rule,
         "model": model,
     }
     fields = {name: None if value is None else str(value) for name, value in given.items()}
