@@ -80,7 +80,8 @@ Stats = Annotated[tuple[str, ...] | None, PlainValidator(_parse_stats), WithJson
 
 def _check_edges(edges: tuple[float, ...]) -> tuple[float, ...]:
     """In the precision of the values; an error where two are the same there or in another order."""
-    limits = np.array(edges, np.float32)
+    with np.errstate(over="ignore"):
+        limits = np.array(edges, np.float32)
     if not (np.diff(limits) > 0).all() or not np.isfinite(limits).all():
         raise PydanticCustomError("edges", "Input should be float32 numbers, each greater than the one before")
     return tuple(limits.tolist())
