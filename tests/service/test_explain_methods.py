@@ -252,6 +252,24 @@ def test_baselines(served: Live, method: str, baseline: float | str | Json) -> N
     assert found.json()["fingerprint"] != plain == zeros
 
 
+@pytest.mark.parametrize("kind", ["one left out", "classes of their own"])
+def test_baseline_among_others(served: Live, kind: str) -> None:
+    """The index counts all inputs, also one that is left out, and those that are explained apart."""
+    x = random_images(2, 4)
+    images, inputs = torch.from_numpy(x), [tensor(row) for row in x]
+    body: Json = {"model": "cnn", "method": "integrated_gradients", "steps": 40, "encoding": "base64"}
+    if kind == "one left out":
+        body |= {"on_error": "skip", "objective": {"class": 1}, "baseline": {"input": 2}}
+        inputs = [{"image": "AAAA"}, *inputs]
+    else:
+        body |= {"baseline": {"input": 1}}
+        inputs = [each | {"class": 1 + number} for number, each in enumerate(inputs)]
+    found = arrays_of(served.client.post("/explain", json=body | {"inputs": inputs}))["integrated_gradients"]
+    wanted = IntegratedGradients(module_of(served, "cnn")).attribute(images[:1], images[1:], target=1, n_steps=40)
+    assert_close(found[:1], wanted.float())
+    assert not found[1].any()
+
+
 def compute_cam(method: str, values: Tensor, slopes: Tensor) -> Tensor:
     """What pytorch-grad-cam computes of a layer's values and gradients, (C, H, W), before it scales the map."""
     if method == "eigen_cam":
