@@ -57,6 +57,11 @@ def xgrad_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
     return _weigh_channels(maps, np.divide(moments, totals, out=np.zeros_like(moments), where=totals != 0))
 
 
+def weigh_by_drops(values: Array, drops: Array, info: TensorInfo) -> Array:
+    """As Grad-CAM of one row, (1, H, W), a channel's weight being how far the score drops without it, (channels,)."""
+    return _weigh_channels(_move_channels_first(values.astype(np.float32), info), drops[None, :, None, None])
+
+
 def eigen_cam(values: Array, info: TensorInfo) -> Array:
     """Where a layer's values vary together most: their projection on the first principal component over positions.
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.explanations.maps import weigh_by_drops
 from layertap.models.selection.hook_points import Explanation, InputBaseline
 
 Array = NDArray[Any]
@@ -28,7 +29,8 @@ WINDOWS_ACROSS = 8  # where no window is named it is that part of the shorter si
 class PerturbationSettings:
     """What changed rows are made by: the options of an explanation, defaults filled in.
 
-    ``reference`` is the row of another input, (1, …), where ``baseline`` is that.
+    ``channels`` are those of the layer that is changed, 0 if none is; ``reference`` is the row of another input,
+    (1, …), where ``baseline`` is that.
     """
 
     steps: int
@@ -38,11 +40,12 @@ class PerturbationSettings:
     window: int
     stride: int
     baseline: float | Literal["blur", "input"] | None
+    channels: int = 0
     reference: Array | None = None
 
     @classmethod
     def fill_in(
-        cls, asked: Explanation, shape: Sequence[int], layout: str, reference: Array | None = None
+        cls, asked: Explanation, shape: Sequence[int], layout: str, channels: int = 0, reference: Array | None = None
     ) -> PerturbationSettings:
         """What is asked for rows of a shape."""
         window = asked.window if asked.window is not None else max(min(_find_sides(shape, layout)) // WINDOWS_ACROSS, 1)
@@ -55,6 +58,7 @@ class PerturbationSettings:
             window=window,
             stride=stride,
             baseline="input" if isinstance(asked.baseline, InputBaseline) else asked.baseline or None,  # None: zeros
+            channels=channels,
             reference=reference,
         )
 
@@ -183,7 +187,46 @@ class Occlusion:
         return slice(top, top + self._window), slice(left, left + self._window)
 
 
-Perturbation = IntegratedGradients | SmoothGrad | Occlusion
+class AblationCam:
+    """A layer's channels weighted by how far the score drops where one is 0, as a share of it; what is above 0.
+
+    Ramaswamy et al., "Ablation-CAM", 2020, equations 1 and 2. Row k is the row itself, run without channel k of the
+    layer; ``layer`` has what the layer gives of it, and its description. The result is (1, H, W) in its pixels.
+    """
+
+    measures, options = "score", ()
+
+    @staticmethod
+    def count(settings: PerturbationSettings, shape: Sequence[int], layout: str) -> int:
+        """How many changed rows there are."""
+        return settings.channels
+
+    def __init__(
+        self,
+        row: Array,
+        info: TensorInfo,
+        settings: PerturbationSettings,
+        score: float,
+        layer: tuple[Array, TensorInfo],
+    ) -> None:
+        self._row, self._score, self._layer = row, score, layer
+        self._drops = np.zeros(settings.channels)
+
+    def make_rows(self, numbers: range) -> Array:
+        """The row as often as asked."""
+        return np.repeat(self._row.astype(np.float32), len(numbers), 0)
+
+    def add(self, numbers: range, measured: Array) -> None:
+        """Take what the model gave for those."""
+        if self._score:
+            self._drops[list(numbers)] = (self._score - measured) / self._score
+
+    def finish(self) -> Array:
+        """The weighted sum of the layer's channels."""
+        return weigh_by_drops(self._layer[0], self._drops, self._layer[1])
+
+
+Perturbation = IntegratedGradients | SmoothGrad | Occlusion | AblationCam
 
 
 def make_baseline(row: Array, layout: str, settings: PerturbationSettings) -> Array:

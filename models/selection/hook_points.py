@@ -26,6 +26,7 @@ Method = Literal[
     "layer_cam",
     "xgrad_cam",
     "eigen_cam",
+    "ablation_cam",
     "saliency",
     "guided_backpropagation",
     "integrated_gradients",

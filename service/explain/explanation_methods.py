@@ -12,7 +12,13 @@ from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import SelectorError, escape
 from layertap.models.explanations import maps
 from layertap.models.explanations.map_layers import find_attention, find_map_layers, is_map
-from layertap.models.explanations.perturbations import IntegratedGradients, Occlusion, Perturbation, SmoothGrad
+from layertap.models.explanations.perturbations import (
+    AblationCam,
+    IntegratedGradients,
+    Occlusion,
+    Perturbation,
+    SmoothGrad,
+)
 from layertap.models.gradients.resolve_objective import check_gradient
 from layertap.models.hooks.sites import GRADIENTS, Site
 from layertap.models.model_info import ModelInfo
@@ -46,7 +52,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """Where a method looks, at which sites of each point, and the map that it makes.
+    """Where a method looks, at which sites of each point (None: at the point itself), and the map that it makes.
 
     ``options`` are the fields of ``Explanation`` that it takes. A method of changed inputs has a ``perturbation``
     instead of ``make_map``. ``guided``: negative gradients at ReLUs are clamped to 0. ``rules`` make the map in place
@@ -54,7 +60,7 @@ class MethodSpec:
     """
 
     find_taps: Callable[[Explanation, ModelInfo], list[Tap]]
-    sites: Mapping[str, Site]
+    sites: Mapping[str, Site | None]
     make_map: Callable[[Captured], Array] | None = None
     options: frozenset[str] = frozenset()
     layout: str = "NHW"
@@ -147,6 +153,11 @@ def _find_only_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     return taps
 
 
+def _find_input_and_layer(explanation: Explanation, model: ModelInfo) -> list[Tap]:
+    """The model's input, and the layer asked for."""
+    return [*_find_only_input(explanation, model), *_find_layer(explanation, model)]
+
+
 def _find_attention(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     """Every layer's attention."""
     return find_attention(model.catalog, model.prefix_tokens)
@@ -213,6 +224,7 @@ METHODS: dict[Method, MethodSpec] = {
     "layer_cam": _make_cam(maps.layer_cam),
     "xgrad_cam": _make_cam(maps.xgrad_cam),
     "eigen_cam": MethodSpec(_find_layer, {VALUES: "output"}, lambda it: maps.eigen_cam(it.values[0], it.info), _LAYER),
+    "ablation_cam": MethodSpec(_find_input_and_layer, {VALUES: None}, options=_LAYER, perturbation=AblationCam),
     "saliency": MethodSpec(_find_input, _GRADIENTS, lambda it: maps.saliency(it.gradients[0], it.info)),
     "guided_backpropagation": MethodSpec(
         _find_input,

@@ -119,7 +119,8 @@ async def _make_maps(
     model = _get_model(handle, request)
     objective = request.objective or Objective() if method.has_objective else None
     if objective is not None and method.takes_layer and asked.explanation.selector is None:
-        taps = [await _find_default_layer(engine, handle, model, objective, ticket.deadline)]
+        found = await _find_default_layer(engine, handle, model, objective, ticket.deadline)
+        taps = [found] if method.perturbation is None else [method.find_taps(asked.explanation, model)[0], found]
     else:
         find = partial(method.find_taps, asked.explanation, model)  # a glob may take long
         taps = await engine.run_in_thread(find, ticket.deadline)
@@ -134,7 +135,7 @@ async def _make_maps(
             survey = engine.planner.survey(handle, model.shapes, ticket.deadline, functions=True)
             warnings = _warn_of_unguided(await survey)
         if method.perturbation is not None:
-            perturbed = PerturbedMethod(asked, method.perturbation, taps[0], resolved, model)
+            perturbed = PerturbedMethod(asked, method.perturbation, taps[0], resolved, model, *taps[1:])
     selectors = _make_selectors(taps, method)
     wanted = replace(request, selectors=selectors, interventions=interventions, objective=objective)
     if objective is None:  # a method without an objective ignores the classes of single inputs
@@ -226,7 +227,7 @@ def _warn(rows: Sequence[int], key: str, asked: MapRequest, taps: Sequence[Tap])
     if rows:
         shown = ", ".join(map(str, rows[:MAX_SHOWN])) + (" and others" if len(rows) > MAX_SHOWN else "")
         which = f"the maps of rows {shown} are" if len(rows) > 1 else f"the map of row {shown} is"
-        where = f"does layer {escape(taps[0].point.layer)}" if asked.spec.takes_layer else "does anything"
+        where = f"does layer {escape(taps[-1].point.layer)}" if asked.spec.takes_layer else "does anything"
         several = len(asked.explanation.methods) > 1 or asked.explanation.classes
         of_key = f"{key}: " if several else ""
         reason = f": at no position {where} speak for the objective" if asked.spec.has_objective else ""
@@ -244,7 +245,7 @@ def _warn_of_unguided(catalog: Catalog) -> tuple[str, ...]:
 
 def _make_selectors(taps: Sequence[Tap], method: MethodSpec) -> tuple[Selector, ...]:
     return tuple(
-        make_selector(replace(tap.point, site=site), f"{name}{number}")
+        make_selector(replace(tap.point, site=site or tap.point.site), f"{name}{number}")
         for number, tap in enumerate(taps)
         for name, site in method.sites.items()
     )

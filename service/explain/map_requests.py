@@ -129,9 +129,11 @@ def list_changed_rows(asked: Sequence[MapRequest], request: ExtractRequest, mode
     changed = []
     for each in asked:
         if (kind := each.spec.perturbation) is not None:
-            layout = each.spec.find_taps(each.explanation, model)[0].info.layout or ""
+            tap, *layers = each.spec.find_taps(each.explanation, model)
+            layout, channels = tap.info.layout or "", sum(layer.info.size("C") for layer in layers)
             for shape, count in rows.items():
-                of_row = kind.count(PerturbationSettings.fill_in(each.explanation, shape, layout), shape, layout)
+                settings = PerturbationSettings.fill_in(each.explanation, shape, layout, channels)
+                of_row = kind.count(settings, shape, layout)
                 changed.append(ChangedRows(count * of_row, shape, not each.spec.measures_scores))
     return changed
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,9 +20,18 @@ from layertap.models.gradients.objectives import OBJECTIVES
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.labels import name_classes
 from layertap.models.model_info import ModelInfo
-from layertap.models.selection.hook_points import Baseline, InputBaseline, InputOptions, Objective, Selector
+from layertap.models.selection.hook_points import (
+    Baseline,
+    InputBaseline,
+    InputOptions,
+    Intervention,
+    Objective,
+    Operation,
+    Selector,
+)
 from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.service.engine.admit.admission import Ticket
+from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.explain.explanation_methods import GRADIENT_VALUES, VALUES, make_selector
@@ -32,7 +41,7 @@ from layertap.service.features import Array, Features, Receipt
 from layertap.service.inputs.items import ArraysItem
 
 SCORE = "score"
-X, SLOPES = f"{VALUES}0", f"{GRADIENT_VALUES}0"
+X, SLOPES, OF_LAYER = f"{VALUES}0", f"{GRADIENT_VALUES}0", f"{VALUES}1"
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class PerturbedMethod:
     """A method that changes inputs, for the maps of a request.
 
     ``objective`` is that of the first map. Those of the others differ in their classes alone, so that all look at one
-    tensor. ``tap`` is the model's input.
+    tensor. ``tap`` is the model's input, ``layer`` one of which each changed row lacks a channel, if there is one.
     """
 
     asked: MapRequest
@@ -48,6 +57,7 @@ class PerturbedMethod:
     tap: Tap
     objective: ResolvedObjective
     model: ModelInfo
+    layer: Tap | None = None
 
     def __post_init__(self) -> None:
         info = self.objective.info
@@ -109,14 +119,17 @@ async def perturb(
             f"the baseline is an input of shape {list(reference.shape[1:])}, and another has {list(rows.shape[1:])}",
             hint="send inputs of one shape",
         )
-    settings = PerturbationSettings.fill_in(method.asked.explanation, rows.shape, layout, reference)
+    channels = method.layer.info.size("C") if method.layer is not None else 0
+    settings = PerturbationSettings.fill_in(method.asked.explanation, rows.shape, layout, channels, reference)
     count = method.perturbation.count(settings, rows.shape, layout)
     work.found += count * len(rows)
     check_changed_inputs(work.found, len(rows), engine.settings)
     receipts = await engine.run_in_thread(partial(_make_receipts, method, part, settings), ticket.deadline)
     results = []
     for number in range(len(rows)):
-        row = _Row(method, settings, rows[number : number + 1], _list_objectives(method, part, receipts, number))
+        of_layer = part.arrays[OF_LAYER][number : number + 1] if method.layer is not None else None
+        objectives = _list_objectives(method, part, receipts, number)
+        row = _Row(method, settings, rows[number : number + 1], objectives, of_layer)
         scores = part.arrays[SCORE][number : number + 1] if method.by_score else None
         results.append(await _perturb_row(engine, row, ticket, work, scores, count))
     joined = await engine.run_in_thread(partial(_join_rows, results), ticket.deadline)
@@ -126,19 +139,33 @@ async def perturb(
 
 @dataclass(frozen=True)
 class _Row:
-    """One row, (1, …), and the objectives of its maps."""
+    """One row, (1, …), the objectives of its maps, and what the layer that is changed gives of it."""
 
     method: PerturbedMethod
     settings: PerturbationSettings
     values: Array
     objectives: Sequence[Objective]
+    of_layer: Array | None
 
     def make_perturbations(self, scores: Array | None) -> list[Perturbation]:
         """One for each map; ``scores`` are the row's own."""
         own = [math.nan] * len(self.objectives) if scores is None else self.compute_scores(scores)[0]
-        return [
-            self.method.perturbation(self.values, self.method.tap.info, self.settings, float(score)) for score in own
-        ]
+        layer = {} if self.method.layer is None else {"layer": (self.of_layer, self.method.layer.info)}
+        make: Callable[..., Perturbation] = self.method.perturbation
+        return [make(self.values, self.method.tap.info, self.settings, float(score), **layer) for score in own]
+
+    def make_chunk(self, rows: Array, numbers: range) -> ExtractRequest:
+        """The request for some changed rows: of each its channel is 0 in the layer that is changed, if one is."""
+        request, layer = self.make_request(), self.method.layer
+        if layer is None:
+            return replace(request, items=((0, ArraysItem({None: rows}, may_batch=True)),))
+        selector = make_selector(layer.point, "")
+        changes = [Intervention(selector, Operation("zero", channels=(channel,))) for channel in numbers]
+        return replace(
+            request,
+            items=tuple((index, ArraysItem({None: row})) for index, row in enumerate(rows)),
+            input_options={index: InputOptions(interventions=(change,)) for index, change in enumerate(changes)},
+        )
 
     def make_request(self) -> ExtractRequest:
         """A request for what is measured of changed rows, without any."""
@@ -162,8 +189,9 @@ class _Row:
             [[float(compute_objective(RowTensor(row, resolved.info), each)) for each in objectives] for row in rows]
         )
 
-    def add(self, made: Sequence[Perturbation], numbers: range, arrays: Mapping[str, Array]) -> None:
+    def add(self, made: Sequence[Perturbation], numbers: range, parts: Sequence[Features]) -> None:
         """Give each map what was measured of some changed rows."""
+        arrays = join_inputs(parts).arrays
         measured = self.compute_scores(arrays[SCORE]).T if self.method.by_score else [arrays[SLOPES]]
         for each, values in zip(made, measured, strict=True):
             each.add(numbers, values)
@@ -181,16 +209,13 @@ async def _perturb_row(
     made = await engine.run_in_thread(partial(row.make_perturbations, scores), ticket.deadline)
     room = max(engine.settings.max_queue_rows // 2, 1)  # leaves room in the queue for other requests
     size = min(CHUNK_ROWS, engine.settings.max_inputs, room)
-    base = row.make_request()
     for start in range(0, count, size):
         numbers = range(start, min(start + size, count))
         await work.wait_for_turn(ticket.deadline)
         rows = await engine.run_in_thread(partial(made[0].make_rows, numbers), ticket.deadline)
-        chunk = replace(base, items=((0, ArraysItem({None: rows}, may_batch=True)),))
         with ticket.return_bytes():
-            features = (await engine.extract_parts(chunk, ticket))[0]
-            add = partial(row.add, made, numbers, features.arrays)
-            await engine.run_in_thread(add, ticket.deadline)
+            parts = await engine.extract_parts(row.make_chunk(rows, numbers), ticket)
+            await engine.run_in_thread(partial(row.add, made, numbers, parts), ticket.deadline)
         work.done += len(numbers)
     return await engine.run_in_thread(partial(row.finish, made), ticket.deadline)
 
@@ -202,7 +227,7 @@ def _make_receipts(method: PerturbedMethod, part: Features, settings: Perturbati
     captured = [receipt.fingerprint for receipt in part.receipts.values()]
     receipts = {}
     for key, objective in asked.list_objectives(part.input_index).items():
-        receipt, results = part.receipts[X if method.by_score else SLOPES], captured
+        receipt, results = part.receipts[OF_LAYER if method.layer else X if method.by_score else SLOPES], captured
         if method.by_score:
             resolved = resolve_objective(objective, method.model.catalog)
             results = [*captured, fingerprint.digest_changes([resolved]) or ""]
