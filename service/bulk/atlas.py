@@ -22,6 +22,7 @@ PAGE = Path(__file__).with_name("atlas.html")
 MARK = b"DATA</script>"
 SIZES = ((4_000, 96), (12_000, 64), (40_000, 40))  # up to so many pictures, at most so many pixels wide and high
 MAX_SHOWN = 40_000
+SMALL = 32  # pixels wide and high of what is shown pixel by pixel
 MAX_PIXELS = 50_000_000  # of a picture of the source
 FIGURES = ("mean", "max", "zeros")
 
@@ -93,13 +94,13 @@ def _read_pictures(numbers: Sequence[int], source: Source, max_bytes: int) -> li
 
 
 def _make_copy(data: bytes, side: int) -> dict[str, Any]:
-    """A picture of at most ``side`` pixels as a data URI; a smaller one as it is, to be shown with its pixels."""
+    """A picture of at most ``side`` pixels as a data URI; a tiny one without loss, to be shown with its pixels."""
     try:
         image = decode_reduced(data, MAX_PIXELS, lambda width, height: (min(side, width), min(side, height))).image
     except LayertapError:
         return {}
-    small = max(image.size) <= side
+    small = max(image.size) <= SMALL
     image.thumbnail((side, side), Image.Resampling.LANCZOS)
     file = BytesIO()
-    image.save(file, "WEBP", quality=80, lossless=small)
+    image.save(file, "WEBP", quality=80, lossless=small, method=2)
     return {"uri": "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode(), "small": small}
