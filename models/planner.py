@@ -14,7 +14,7 @@ from layertap.models.errors import Fault, LayertapError, RequestError, SelectorE
 from layertap.models.gradients.resolve_objective import check_gradient, resolve_objective
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS
 from layertap.models.interventions.resolve import resolve_intervention
-from layertap.models.selection.hook_points import HookPoint, Intervention, Objective, Reduction, Selector
+from layertap.models.selection.hook_points import BY_AXIS, HookPoint, Intervention, Objective, Reduction, Selector
 from layertap.models.selection.matches import SelectorMatch, check_matches, find_matches
 from layertap.models.selection.plan import Capture, Plan, ResolvedIntervention, ResolvedObjective, Result
 from layertap.models.selection.poolings import POOLINGS
@@ -216,8 +216,10 @@ def _check_stats(name: str, info: TensorInfo, reduction: Reduction, catalog: Cat
         )
     if catalog.sizes_known and prod(info.shape) == 0:
         raise SelectorError(f"{name}, shape {list(info.shape)}, holds no value", hint="leave 'stats' out")
-    if reduction.by == "channel" and not info.has_axis("C"):
-        raise SelectorError(f"{name}, shape {list(info.shape)}, has no channels", hint="leave 'by' out")
+    if reduction.by and not info.has_axis(BY_AXIS[reduction.by]):
+        raise SelectorError(f"{name}, shape {list(info.shape)}, has no {reduction.by}s", hint="leave 'by' out")
+    if "entropy" in (reduction.stats or ()) and not info.has_axis("K"):
+        raise SelectorError(f"{name} is no attention, which 'entropy' is of", hint="add the site 'attention'")
     if reduction.over == "inputs":
         _check_merged(name, info, reduction.stats or (), reduction.edges)
 

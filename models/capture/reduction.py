@@ -17,7 +17,7 @@ from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.devices.devices import DTYPES
 from layertap.models.hooks.tensor_tree import to_plain
-from layertap.models.selection.hook_points import Reduction
+from layertap.models.selection.hook_points import BY_AXIS, Reduction
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.statistics import get_statistic
 
@@ -66,7 +66,7 @@ def apply_reduction(captured: RowTensor, reduction: Reduction) -> ReducedTensor:
     value = replace(captured, value=to_plain(captured.value)).index_select(reduction.indices_by_axis)
     rows = replace(captured, value=value)
     if reduction.stats is not None:
-        groups = rows.positions() if reduction.by == "channel" else rows.group().flatten(1)
+        groups = rows.positions(along=BY_AXIS[reduction.by]) if reduction.by else rows.group().flatten(1)
         return ReducedTensor(compute_statistics(to_floating(groups), reduction.stats, reduction.edges))
     pool = POOLINGS[reduction.pool].compute
     if pool is not None:
@@ -122,7 +122,8 @@ def _find_kept_axes(info: TensorInfo, reduction: Reduction) -> set[int]:
     """The axes of tokens along which a result has an entry for each of them."""
     layout = info.layout or ""
     if reduction.stats is not None or POOLINGS[reduction.pool].by_channel:
-        letters = "" if reduction.stats is not None and reduction.by is None else "C"
+        by = reduction.by if reduction.stats is not None else "channel"
+        letters = BY_AXIS[by] if by else ""
     else:
         letters = "".join(set(layout) - set(_find_numbered_axes(info, reduction)))
     return {axis for axis, letter in enumerate(layout) if letter in letters and axis in info.token_axes}

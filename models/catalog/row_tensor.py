@@ -130,15 +130,15 @@ class RowTensor:
         first = self.value.unsqueeze(0) if axis is None else self.value.movedim(axis, 0)
         return first.reshape(self.rows, self.info.entries_per_row, *first.shape[1:])
 
-    def positions(self, skip: int = 0) -> Tensor:
-        """As (N, channels, positions): pixels or tokens in order, without the first ``skip``.
+    def positions(self, skip: int = 0, along: str = "C") -> Tensor:
+        """As (N, channels, positions): pixels or tokens in order, without the first ``skip``; ``along`` another axis.
 
         Contiguous: a sum along another axis than the innermost is rounded by how many rows there are beside it.
         """
         letters = (self.info.layout or "").replace("N", "")
-        if "C" not in letters:
+        if along not in letters:
             return self.group().flatten(1).unsqueeze(1)
-        return self.group().movedim(letters.index("C") + 2, 1).flatten(2)[:, :, skip:].contiguous()
+        return self.group().movedim(letters.index(along) + 2, 1).flatten(2)[:, :, skip:].contiguous()
 
     def at(self, position: Position | None) -> RowTensor:
         """What is at a position, a token or a pixel, without the axes along which it is.

@@ -18,6 +18,8 @@ ObjectiveKind = Literal[
 ]
 LossReduction = Literal["mean", "batchmean", "sum"]  # of a loss, as torch has them
 Terms = tuple[tuple[float, int], ...]  # a weight and a class, or a channel, each
+By = Literal["channel", "head"]
+BY_AXIS: dict[By, str] = {"channel": "C", "head": "A"}  # its letter in a layout
 Class = int | Literal["top"]  # by its number, or the row's own highest
 Method = Literal[
     "grad_cam",
@@ -88,10 +90,10 @@ class Reduction:
     """What happens to a captured tensor on its device: narrow, pool, normalise, cast.
 
     ``channels`` to ``keys`` keep those indices along their axis, in the order given, negative ones counted from the
-    end; the last three are of attention. The order of steps is the
-    order of fields. ``normalize`` is L2 over the last axis of a pooled result. ``stats`` are columns in the order
-    given, in place of pooling and all that follows it: of each row, or of each channel of it (``by``); ``over``: of all
-    rows of the request together; ``edges``: of the histogram's bins.
+    end; the last three are of attention. The order of steps is the order of fields. ``normalize`` is L2 over the last
+    axis of a pooled result. ``stats`` are columns in the order given, in place of pooling and all that follows it: of
+    each row, or of each channel or head of it (``by``); ``over``: of all rows of the request together; ``edges``: of
+    the histogram's bins.
     """
 
     channels: tuple[int, ...] | None = None
@@ -100,7 +102,7 @@ class Reduction:
     queries: tuple[int, ...] | None = None
     keys: tuple[int, ...] | None = None
     stats: tuple[str, ...] | None = None
-    by: Literal["channel"] | None = None
+    by: By | None = None
     over: Literal["inputs"] | None = None
     edges: tuple[float, ...] | None = None
     pool: Pool = "none"

@@ -9,7 +9,7 @@ from math import prod
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.devices.devices import TORCH_DTYPES
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS
-from layertap.models.selection.hook_points import HookPoint, Objective, Operation, Reduction
+from layertap.models.selection.hook_points import BY_AXIS, HookPoint, Objective, Operation, Reduction
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.statistics import list_columns
 
@@ -50,7 +50,7 @@ class Capture(Tap):
         channels = shape[info.axis("C")] if info.has_axis("C") else 1
         if reduction.stats is not None:
             columns = len(list_columns(reduction.stats, reduction.edges))
-            shape = (1, columns) if reduction.by is None else (1, channels, columns)
+            shape = (1, columns) if reduction.by is None else (1, shape[info.axis(BY_AXIS[reduction.by])], columns)
         elif pooling.compute is not None:
             shape = 1, channels if pooling.by_channel else prod(shape)
         dtype = reduction.dtype if self.is_float else info.dtype

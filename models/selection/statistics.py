@@ -74,6 +74,11 @@ def _max(values: Tensor) -> Tensor:
     return values.amax(-1)
 
 
+def _entropy(values: Tensor) -> Tensor:
+    """Of attention, in nats: over the keys of each query, the mean of queries, whose weights each have the sum 1."""
+    return -torch.xlogy(values, values).sum(-1) / values.sum(-1)
+
+
 def _l2(values: Tensor) -> Tensor:
     length: Tensor = values.norm(dim=-1)
     return length
@@ -152,7 +157,7 @@ STATISTICS = {
     "zeros": Statistic(_zeros, _merge_mean),
     "nonfinite": Statistic(_nonfinite, _merge_sum),
     "histogram": Statistic(_histogram, None, bins=BINS),
+    "entropy": Statistic(_entropy, _merge_mean, in_all=False),
     "count": Statistic(_count, _merge_sum, in_all=False),
 }
-STATS = tuple(STATISTICS)
-ALL_STATS = tuple(name for name, statistic in STATISTICS.items() if statistic.in_all)
+STATS = tuple(name for name, statistic in STATISTICS.items() if statistic.in_all)

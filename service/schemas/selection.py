@@ -22,6 +22,7 @@ from layertap.models.catalog.row_tensor import POSITION_AXES
 from layertap.models.errors import SelectorError
 from layertap.models.labels import Outputs
 from layertap.models.selection.hook_points import (
+    By,
     Intervention,
     LossReduction,
     Objective,
@@ -36,7 +37,7 @@ from layertap.models.selection.hook_points import (
     TensorSource,
 )
 from layertap.models.selection.selectors import MAX_TEXT, parse_path, parse_selector, parse_site
-from layertap.models.selection.statistics import ALL_STATS, MAX_EDGES, STATS
+from layertap.models.selection.statistics import MAX_EDGES, STATISTICS, STATS
 from layertap.service.inputs.arrays import require_finite
 from layertap.service.schemas.base import (
     Index,
@@ -59,20 +60,22 @@ Call = Annotated[StrictInt | Literal["*"], OneError("Input should be a whole num
 
 def _parse_stats(value: object) -> tuple[str, ...] | None:
     if value is True:
-        return ALL_STATS
+        return STATS
     if value is None or value is False:
         return None
-    if isinstance(value, list) and 0 < len(value) <= len(STATS):
-        known = tuple(name for name in STATS if name in value)
+    if isinstance(value, list) and 0 < len(value) <= len(STATISTICS):
+        known = tuple(name for name in STATISTICS if name in value)
         if len(known) == len(value):
             return tuple(value)
-    raise PydanticCustomError("stats", f"Input should be true, or a list of statistics, each once: {', '.join(STATS)}")
+    raise PydanticCustomError(
+        "stats", f"Input should be true, or a list of statistics, each once: {', '.join(STATISTICS)}"
+    )
 
 
 STATS_SCHEMA = {
     "anyOf": [
         {"type": "boolean"},
-        {"type": "array", "items": {"enum": list(STATS)}, "minItems": 1, "uniqueItems": True},
+        {"type": "array", "items": {"enum": list(STATISTICS)}, "minItems": 1, "uniqueItems": True},
     ]
 }
 Stats = Annotated[tuple[str, ...] | None, PlainValidator(_parse_stats), WithJsonSchema(STATS_SCHEMA)]
@@ -141,7 +144,7 @@ class LayerBody(PlaceBody):
     normalize: bool | None = None
     dtype: ReplyDType | None = None
     stats: Stats = None
-    by: Literal["channel"] | None = None
+    by: By | None = None
     over: Literal["inputs"] | None = None
     edges: Edges = None
     alias: str | None = Field(None, alias="as", pattern=r"^[A-Za-z0-9_.\-]{1,128}$")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.server import Live
-from tests.service.support import Json, arrays_of, npy, problem, raw
+from tests.service.support import Json, arrays_of, npy, problem, raw, tensor
 
 ROWS = np.random.default_rng(3).normal(size=(3, 5, 8)).astype(np.float32)
+LAYER = "layers.layers.0.self_attn:attention"
 
 
 def asked(layers: str, **query: str) -> Json:
@@ -68,3 +70,23 @@ def test_refused(live: Live) -> None:
     told = problem(live.client.post("/extract", **asked("head:attention")), 422)
     assert "no attention" in told["detail"]
     assert "objective" in problem(live.client.post("/extract", **asked("*:attention_grad")), 422)["detail"]
+
+
+def test_entropy(live: Live) -> None:
+    """Of each head, the mean over queries of the entropy over keys; over inputs too, and of nothing but attention."""
+    ((name, weights),) = arrays_of(live.client.post("/extract", **asked(LAYER, format="npz"))).items()
+    expected = -(weights.astype(np.float64) * np.log(weights)).sum(-1).mean(-1)
+
+    def ask(**entry: object) -> Any:
+        body = {"model": "encoder", "inputs": [tensor(row) for row in ROWS], "encoding": "base64"}
+        return live.client.post("/extract", json={**body, "layers": [{"layer": LAYER, "stats": ["entropy"], **entry}]})
+
+    found = arrays_of(ask(by="head"))[name]
+    assert found.shape == (*expected.shape, 1)
+    np.testing.assert_allclose(found[..., 0], expected, rtol=1e-5)
+    np.testing.assert_allclose(arrays_of(ask())[name][:, 0], expected.mean(1), rtol=1e-5)
+    np.testing.assert_allclose(arrays_of(ask(heads=[1], by="head"))[name][:, 0, 0], expected[:, 1], rtol=1e-5)
+    merged = ask(by="head", over="inputs")
+    np.testing.assert_allclose(arrays_of(merged)[name][:, 0], expected.mean(0), rtol=1e-5)
+    assert "no attention" in problem(ask(layer=LAYER.partition(":")[0]), 422)["detail"]
+    assert "no channels" in problem(ask(by="channel"), 422)["detail"]
