@@ -31,11 +31,9 @@ from layertap.models.spec import Decode, InputSpec, Preprocessed, Tower
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
 DECODE_RECIPES = {"fast": "fast 2"}  # of ways of decoding that made other pixels before
 SURVEYED = frozenset({"values", "longest", "long_axis", "example"})
-YOUNGER = frozenset(
-    {"reduction", "outputs"}
-)  # options that say nothing where they are None: older than these is the recipe
+# Options of requests that earlier versions did not have: they go in where they are said.
+YOUNGER = frozenset({"reduction", "outputs", "edges"})
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
-LATER = frozenset({"edges"})  # options of a reduction that earlier versions did not have
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -106,9 +104,7 @@ def digest_result(
     pooling = POOLINGS[reduction.pool]
     all_tokens = of_text and pooling.combines and pooling.skips_prefix
     parts = [*([changes] if changes else []), *([{"pooled": "all tokens"}] if all_tokens else [])]
-    # Options that came later go in where they are said.
-    how = {key: value for key, value in _to_plain_data(reduction).items() if key not in LATER or value is not None}
-    return _digest([model, _to_plain_data(point), how, *parts])
+    return _digest([model, _to_plain_data(point), _to_plain_data(reduction), *parts])
 
 
 def digest_explanation(method: str, results: Iterable[str]) -> str:
