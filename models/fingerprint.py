@@ -177,6 +177,12 @@ def _to_plain_data(value: Any) -> dict[str, Any]:
     """A dataclass as plain data."""
     entries = {field.name: getattr(value, field.name) for field in fields(value)}
     entries = {name: entry for name, entry in entries.items() if entry is not None or name not in YOUNGER}
+    if isinstance(value, HookPoint):  # as it was written when functions were captured only
+        function = entries.pop("function")
+        if function and value.site in ("output", "input"):
+            entries |= {"path": (*function.rsplit("#", 1), value.site, *value.path), "site": "function"}
+        elif function:
+            entries |= {"path": (*function.rsplit("#", 1), *value.path), "site": f"function:{value.site}"}
     return {name: _to_plain_data(entry) if is_dataclass(entry) else entry for name, entry in entries.items()}
 
 

@@ -108,6 +108,10 @@ def load_model(
         except InputError as error:
             inputs = replace(inputs.towers[-1], no_pictures=f"one of its towers does not run alone: {error.detail}")
             catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)
+        given = EmbeddingSpec(spec.embedding) if isinstance(spec.embedding, str) else spec.embedding
+        if given is not None and "/" in given.layer:  # it may be what a function returns
+            catalog = run(partial(catalogs.survey, inputs.shapes, functions=True))
+            catalogs.put_catalog(inputs.shapes, catalog)
         make_row = partial(make_noise_row, inputs.specs, device, inputs.dtype)
         if run_survey is not None:
             # A forward, which leaves the module as all others find it: it may make parameters, or hooks on its parts.
@@ -116,7 +120,7 @@ def load_model(
                 call_module(make_row(), module, configured.traits.state)
         with keep_state(module, configured.traits.state):
             known = built.embedding or find_known_embedding(module, next(iter(make_row().values())))
-    embedding = _find_embedding(spec, known, catalogs)
+    embedding = _find_embedding(spec, given, known, catalogs)
     labels = choose_labels(spec.labels, built.labels, count_classes(catalogs.configured))
     return LoadedModel(
         spec=spec,
@@ -185,15 +189,16 @@ def _refuse_unfit_inputs() -> Iterator[None]:
 
 
 @label_failures("embedding")
-def _find_embedding(spec: ModelSpec, known: KnownEmbedding, catalogs: CatalogCache) -> ModelEmbedding | None:
+def _find_embedding(
+    spec: ModelSpec, given: EmbeddingSpec | None, known: KnownEmbedding, catalogs: CatalogCache
+) -> ModelEmbedding | None:
     """What is configured, which must be an embedding, else what is known of the class; None where nothing will do.
 
     Of two towers: what the first returns, as the other does.
     """
-    if spec.embedding is None:
+    if given is None:
         catalog = next(iter(catalogs.towers.values()), catalogs.configured)
         return choose_embedding(known.choices, known.classifier or spec.labels is not None, catalog)
-    given = EmbeddingSpec(spec.embedding) if isinstance(spec.embedding, str) else spec.embedding
     choice = EmbeddingChoice(given.layer, CONFIGURED, given.pool, given.normalize)
     try:
         return find_choice(choice, catalogs.configured)

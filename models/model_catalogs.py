@@ -240,6 +240,8 @@ class ModelCatalogs(CatalogCache):
         """
         layer = self.grad_cam_layers.get(objective)
         if layer is None:
+            if objective.point.function:
+                self.survey(self._inputs.shapes, functions=True)
             inputs, catalog = self._inputs.pictures, self.towers.get(self._inputs.pictures.shapes, self.configured)
             if find_tensor(objective.point, catalog) is None:
                 inputs, catalog = self._inputs, self.configured
@@ -280,7 +282,7 @@ class ModelCatalogs(CatalogCache):
         return make_noise_row(specs, self._device, self._inputs.dtype)
 
     def _try_resumption(self, start: Tap, shapes: Shapes) -> Resumption | None:
-        catalog, specs = self.survey(shapes), self._inputs.with_shapes(shapes)
+        catalog, specs = self.survey(shapes, functions=bool(start.point.function)), self._inputs.with_shapes(shapes)
         rows = make_noise(specs, self._device, self._inputs.dtype)
         run = partial(call_module, state=catalog.traits.state)
         try:

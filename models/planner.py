@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
-from layertap.models.catalog.catalog import CallBoundary, Catalog, TensorInfo
+from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.catalog.text_lengths import TextLengths, check_indices, with_common_length
 from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, escape
@@ -16,7 +16,15 @@ from layertap.models.hooks.sites import ATTENTION, GRADIENTS
 from layertap.models.interventions.resolve import resolve_intervention
 from layertap.models.selection.hook_points import BY_AXIS, HookPoint, Intervention, Objective, Reduction, Selector
 from layertap.models.selection.matches import SelectorMatch, check_matches, find_matches
-from layertap.models.selection.plan import Capture, Plan, ResolvedIntervention, ResolvedObjective, Result
+from layertap.models.selection.plan import (
+    Capture,
+    Plan,
+    ResolvedIntervention,
+    ResolvedObjective,
+    Result,
+    get_boundary,
+    get_call,
+)
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.statistics import get_statistic
 
@@ -61,11 +69,34 @@ def make_plan(
                 "an objective is given, but no gradient is asked for", hint="add ':grad_output' to a layer"
             )
         points.append(resolved.point)
-    last = max(points, key=lambda point: _get_boundary(catalog, point).order)
+    last = max(points, key=lambda point: get_boundary(point, catalog).order)
     skipped_names = dict.fromkeys(name for match in matches for name in match.skipped)
     left_out = dict.fromkeys(detail for match in matches for detail in match.left_out)
-    cost = _get_boundary(catalog, last).cost
-    return Plan(results, last, cost, tuple(skipped_names), tuple(changes), resolved, left_out=tuple(left_out))
+    cost = get_boundary(last, catalog).cost
+    shared = _find_shared_inputs((change for each in changes for change in each), catalog)
+    return Plan(
+        results,
+        last,
+        cost,
+        tuple(skipped_names),
+        tuple(changes),
+        resolved,
+        left_out=tuple(left_out),
+        shared=tuple(dict.fromkeys(shared)),
+    )
+
+
+def _find_shared_inputs(changes: Iterable[ResolvedIntervention], catalog: Catalog) -> Iterator[str]:
+    """What is to be known of changes at inputs that others read too, as far as the catalogue has functions."""
+
+    def format_selector(point: HookPoint) -> str:
+        call = f"#{point.call}" if len(catalog.layers[point.layer].calls) > 1 else ""
+        return escape(point.format_name(call) + (":input" if point.site == "input" else ""))
+
+    for point in (change.point for change in changes if change.point.site == "input"):
+        origin = get_call(point, catalog).origins.get(point.path)
+        if origin is not None:
+            yield f"{format_selector(point)} (for all of them change {format_selector(HookPoint(*origin))})"
 
 
 @dataclass(frozen=True)
@@ -147,10 +178,6 @@ class _Faults:
         """RequestError where anything was wrong."""
         if self._faults:
             raise RequestError.from_faults(self._faults)
-
-
-def _get_boundary(catalog: Catalog, point: HookPoint) -> CallBoundary:
-    return catalog.layers[point.layer].calls[point.call].get_boundary(point.site)
 
 
 def _check_is_given(tensor: SelectorMatch, reduction: Reduction, excluded: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -173,3 +175,32 @@ class GatedMixer(Gated):
         h = h * 3
         self.modes.append(count_modes())
         return torch.cat([h, h.tanh()], dim=1)
+
+
+class InPlace(nn.Module):
+    """Writes to a tensor that it has under another name too, and drops what that gives; into one that it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = kept = self.first(x)
+        h += 1
+        torch.relu_(h)
+        if torch.is_grad_enabled():  # which torch has not with ``out``
+            doubled = h * 2
+        else:
+            torch.mul(h, 2, out=(doubled := torch.empty_like(h)))
+        rectified = nn.ReLU()(kept - doubled.sin())
+        out: Tensor = self.last(functional.relu(rectified * doubled) + kept)
+        return out
+
+    def compute(self, x: Tensor, edit: Callable[[str, Tensor], Tensor]) -> Tensor:
+        """The same by functions that write nowhere; ``edit`` gives what goes on of what a function takes or returns."""
+        h = edit("relu#0", edit("add#0", edit("add#0:input", self.first(x)) + 1).relu())
+        doubled = edit("mul#0", h * 2)
+        rectified = edit("relu#1", edit("relu#1:input", h - doubled.sin()).relu())
+        out: Tensor = self.last(edit("add#1", edit("relu#2", (rectified * doubled).relu()) + h))
+        return out

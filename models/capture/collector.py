@@ -19,9 +19,8 @@ from layertap.models.devices.devices import dtype_name
 from layertap.models.errors import InputError, LayerNotReachedError, LayertapError
 from layertap.models.gradients.anchors import GradientAnchors, compute_objective
 from layertap.models.hooks.attach import StopForward
-from layertap.models.hooks.functions import run_unseen
 from layertap.models.hooks.running_calls import Changes, OnCall
-from layertap.models.hooks.sites import ATTENTION, GRADIENTS, Side
+from layertap.models.hooks.sites import ATTENTION, GRADIENTS, CallKey, Side
 from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors, replace_tensor
 from layertap.models.interventions.operations import apply_operation
 from layertap.models.selection.hook_points import HookPoint
@@ -59,9 +58,9 @@ class CallActions:
 
 def group_actions(
     slices: Sequence[RequestSlice], captures: Iterable[Capture], modules: Mapping[str, nn.Module]
-) -> Mapping[tuple[nn.Module, Side], Mapping[int, CallActions]]:
+) -> Mapping[tuple[nn.Module, Side], Mapping[CallKey, CallActions]]:
     """The actions by module and side, then by call."""
-    groups: dict[tuple[nn.Module, Side], dict[int, CallActions]] = defaultdict(lambda: defaultdict(CallActions))
+    groups: dict[tuple[nn.Module, Side], dict[CallKey, CallActions]] = defaultdict(lambda: defaultdict(CallActions))
     changes = [change for request_slice in slices for change in request_slice.interventions]
     # Weights that are changed are seen where that is done, and nowhere else.
     unfused = {modules[change.point.layer] for change in changes if change.point.site in ATTENTION}
@@ -69,7 +68,7 @@ def group_actions(
     def get_actions(point: HookPoint) -> CallActions:
         module = modules[point.layer]
         side: Side = "unfused" if point.side == "attention" and module in unfused else point.side
-        return groups[module, side][point.call]
+        return groups[module, side][point.call_key]
 
     def get_anchor(tap: Tap) -> GradientAnchor:
         return get_actions(tap.point).anchors.setdefault(tap.point.path, GradientAnchor(tap))
@@ -118,7 +117,7 @@ class Collector:
         self._error: InputError | None = None
         self._misfits: list[LayertapError] = []
         self._actions = group_actions(slices, spans, modules)
-        self._calls_run: dict[tuple[nn.Module, Side], set[int]] = defaultdict(set)
+        self._calls_run: dict[tuple[nn.Module, Side], set[CallKey]] = defaultdict(set)
 
     def set_grad_mode(self) -> AbstractContextManager[object]:
         """How the forward runs: with a graph only where something is differentiated."""
@@ -126,14 +125,9 @@ class Collector:
         return torch.enable_grad() if self._has_graph else torch.no_grad()
 
     def list_callbacks(self) -> Iterator[tuple[nn.Module, Side, OnCall]]:
-        """One for each module and side, though a tied module may be asked for under several names.
-
-        In the order in which they are to be attached.
-        """
-        has_functions = any(side == "function" for _, side in self._actions)
-        for (module, side), calls in sorted(self._actions.items(), key=lambda item: item[0][1] == "function"):
-            on_call = partial(self._on_call, calls, self._calls_run[module, side])
-            yield module, side, partial(run_unseen, on_call) if has_functions else on_call
+        """One for each module and side, though a tied module may be asked for under several names."""
+        for (module, side), calls in self._actions.items():
+            yield module, side, partial(self._on_call, calls, self._calls_run[module, side])
 
     def list_recompute_callbacks(self) -> Iterator[tuple[nn.Module, Side, OnCall]]:
         """For the backward, in which a model that checkpoints computes again what it did not keep."""
@@ -184,7 +178,7 @@ class Collector:
                         module._buffers[name] = buffer.detach()
 
     def _on_call(
-        self, calls: Mapping[int, CallActions], calls_run: set[int], call: int, value: object
+        self, calls: Mapping[CallKey, CallActions], calls_run: set[CallKey], call: CallKey, value: object
     ) -> Changes | None:
         """Do what is wanted of a call; gives back what goes on in place of its tensors."""
         calls_run.add(call)
@@ -207,17 +201,21 @@ class Collector:
         return changes
 
     def _on_recompute(
-        self, calls: Mapping[int, CallActions], calls_run: set[int], call: int, value: object
+        self, calls: Mapping[CallKey, CallActions], calls_run: set[CallKey], call: CallKey, value: object
     ) -> Changes | None:
         """Change the only call's tensors as they were changed when it ran first; nothing else is wanted of it."""
-        if len(calls_run) > 1:  # segments are computed again last first: nothing tells which call it is
+        # Of functions those of the module's call in which they ran first.
+        keys = {
+            (each[0], *call[1:]) if isinstance(each, tuple) and isinstance(call, tuple) else each for each in calls_run
+        }
+        if len(keys) > 1:  # segments are computed again last first: nothing tells which call it is
             point = next(iter(calls.values())).point
             self._stop(
                 f"the model computes {point.escaped_text} again in its backward, where its calls can't be told apart",
                 "ask for a layer that runs once, or load the model without activation checkpointing",
             )
         tensors, changes = dict(iterate_tensors(value)), dict[Path, Tensor]()
-        actions = next((calls[number] for number in calls_run if number in calls), None)
+        actions = next((calls[key] for key in keys if key in calls), None)
         if actions is None:
             return None
         self._change_tensors(actions, tensors, changes)

@@ -12,7 +12,7 @@ from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
 from layertap.models.capture.collector import Collector
 from layertap.models.errors import InputError
 from layertap.models.gradients.anchors import find_unreachable
-from layertap.models.hooks.attach import ATTACH, StopForward, attach_at
+from layertap.models.hooks.attach import StopForward, attach_all, attach_at
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.selection.hook_points import HookPoint
 
@@ -46,14 +46,12 @@ class FeatureExtractor:
         with ExitStack() as cleanup, collector.set_grad_mode():
             cleanup.callback(collector.release_graph)
             with ExitStack() as stack:
-                for module, side, on_call in collector.list_callbacks():
-                    ATTACH[side](stack, module, on_call)
+                attach_all(stack, collector.list_callbacks())
                 with suppress(StopForward):
                     forward()
             collector.check()
             with ExitStack() as stack:
-                for module, side, on_call in collector.list_recompute_callbacks():
-                    ATTACH[side](stack, module, on_call)
+                attach_all(stack, collector.list_recompute_callbacks())
                 with suppress(StopForward):
                     collector.backward()
             collector.check()

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import Fault, RequestError, escape
-from layertap.models.selection.hook_points import HookPoint, Reduction, format_path
-from layertap.models.selection.plan import Capture, Plan
+from layertap.models.selection.hook_points import HookPoint, Reduction
+from layertap.models.selection.plan import Capture, Plan, get_boundary
 
 TOLERANCE = 1e-5  # of the largest number of a tensor; equal bits are expected
 MAX_SEARCH = 16  # forwards to find out which layer it was
@@ -50,7 +50,9 @@ def check_outputs(plan: Plan, catalog: Catalog, captured: TensorsByPoint, run: R
     """
     output = {each.point: captured[each.point] for each in _list_model_outputs(catalog)}
     points = {each.point for each in plan.captures if each.point.site == "output"}
-    replacements = {point: captured[point] for point in sorted(points, key=lambda point: _get_order(catalog, point))}
+    replacements = {
+        point: captured[point] for point in sorted(points, key=lambda point: get_boundary(point, catalog).order)
+    }
     difference = _compute_difference(output | replacements, run(replacements))
     if difference is None:
         return
@@ -61,7 +63,7 @@ def check_outputs(plan: Plan, catalog: Catalog, captured: TensorsByPoint, run: R
     for point, value in list(replacements.items())[:MAX_SEARCH]:
         alone = _compute_difference(output | {point: value}, run({point: value}))
         if alone is not None:
-            name = escape(f"{point.layer}#{point.call}{format_path(point.path)}")
+            name = escape(point.format_name(f"#{point.call}"))
             raise not_verified_error(
                 f"not verified: with what left {name} put back in its place a forward differs by {alone:.1e}",
                 "something may write to this output later under another name: ask for a layer after it",
@@ -82,10 +84,6 @@ def _list_model_outputs(catalog: Catalog) -> frozenset[Capture]:
         for info in catalog.outputs
         if not info.dtype.startswith("complex")
     )
-
-
-def _get_order(catalog: Catalog, point: HookPoint) -> int:
-    return catalog.layers[point.layer].calls[point.call].output.order
 
 
 def _compute_difference(before: TensorsByPoint, after: TensorsByPoint) -> float | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -19,12 +20,14 @@ from layertap.models.catalog.observations import (
     Observation,
     Sketch,
     TensorHistory,
+    Value,
 )
 from layertap.models.devices.devices import dtype_name
 from layertap.models.devices.memory import Forward, Inputs
 from layertap.models.hooks import attention
 from layertap.models.hooks.attach import ATTACH, OnModuleCall, list_observed, observe_calls
 from layertap.models.hooks.functions import may_call_functions, run_unseen
+from layertap.models.hooks.running_calls import get_version
 from layertap.models.hooks.tensor_tree import Path, find_refused, iterate_tensors
 from layertap.models.inputs.noise import QUIET, ROWS
 
@@ -44,8 +47,10 @@ class CallRecorder:
         self._module = module
         self._alone = alone
         self._order = 0
+        self._functions_since = 0  # how often a function began or ended since then
         self._running: list[tuple[nn.Module, int]] = []
         self._histories: dict[int, TensorHistory] = {}
+        self._values: dict[int, Value] = {}
         self._recent: dict[int, Observation] = {}  # by number of axes, what was returned last
         self._recent_known: dict[int, Observation] = {}  # the last of which the layout was known then
 
@@ -64,12 +69,12 @@ class CallRecorder:
             stack.enter_context(observe_calls(self._module, hide(self._record_inputs), hide(self._record_outputs)))
             if self.has_functions:  # these hooks come after those around calls
                 for module in filter(may_call_functions, list_observed(self._module)):
-                    ATTACH["function"](stack, module, partial(hide(self._record_function), module))
+                    ATTACH["function"](stack, module, partial(run_unseen, partial(self._record_function, module)))
             run(inputs)
 
     def _record_inputs(self, module: nn.Module, number: int, value: object) -> None:
         self._running.append((module, number))
-        call = CallObservation(self._tick())
+        call = CallObservation((module, number, ""), self._tick())
         self.calls.setdefault(module, []).append(call)
 
         def infer(shape: layout.Shape) -> InferredLayout:
@@ -79,7 +84,7 @@ class CallRecorder:
             return layout.infer_argument_layout(module, shape, nearest), guess
 
         call.refused["input"] = tuple(find_refused(value))
-        self._record(module, number, "input", value, infer)
+        self._record(call, self._get_call_alone(module, number), "input", value, infer)
 
     def _record_outputs(self, module: nn.Module, number: int, value: object) -> None:
         while self._running and self._running.pop() != (module, number):
@@ -96,31 +101,45 @@ class CallRecorder:
             return layout.infer_result_layout(module, shape, before), self._guess_layout(module, shape, before)
 
         call.refused["output"] = tuple(find_refused(value))
-        self._record(module, number, "output", value, infer)
+        self._record(call, self._get_call_alone(module, number), "output", value, infer, is_layer=True)
 
-    def _record_function(self, module: nn.Module, number: int, value: object) -> None:
+    def _record_function(
+        self, module: nn.Module, key: tuple[int, str, Literal["input", "output"]], value: object
+    ) -> None:
         """Note what a function takes, or returns, that a call of a module calls; it may be other than that later."""
+        number, name, side = key
+        # Between two calls of modules, whose places are whole numbers whether functions are recorded or not.
+        self._functions_since += 1
+        order = self._order + 1 - 1 / (1 + self._functions_since)
+        call = self.calls[module][number].functions.setdefault(name, CallObservation((module, number, name), order))
+        call.end = order
+        alone = self._get_call_alone(module, number)
         self._record(
-            module,
-            number,
-            "functions",
+            call,
+            alone.functions.get(name) if alone else None,
+            side,
             value,
             lambda shape: (None, layout.infer_from_evidence(shape, self._get_nearest(shape))),
         )
 
     def _record(
         self,
-        module: nn.Module,
-        number: int,
+        call: CallObservation,
+        alone: CallObservation | None,
         boundary: Boundary,
         value: object,
         infer: Callable[[layout.Shape], InferredLayout],
+        *,
+        is_layer: bool = False,
     ) -> None:
-        """Note tensors at one side of a call; ``infer`` tells the layout of one that is not plain."""
-        alone = self._get_call_alone(module, number)
-        tensors = self.calls[module][number].tensors[boundary]
+        """Note tensors at one side of a call, seen ``alone`` before; ``infer`` tells the layout where it is not plain.
+
+        ``is_layer``: a layer returned them.
+        """
+        tensors = call.tensors[boundary]
         with attention.disable_observers():
             for path, tensor in iterate_tensors(value):
+                self._record_value(call, boundary, path, tensor)
                 earlier = alone.tensors[boundary].get(path) if alone else None
                 observation = tensors[path] = self._observe(path, tensor, earlier)
                 shape, row_axis = observation.shape, observation.info.row_axis
@@ -129,7 +148,7 @@ class CallRecorder:
                     observation.info = replace(observation.info, layout=plain)
                     continue
                 self._get_history(tensor).add(observation, *infer(shape))
-                if boundary == "output":
+                if is_layer:
                     self._recent[len(shape)] = observation
                     if observation.info.layout is not None:
                         self._recent_known[len(shape)] = observation
@@ -191,6 +210,17 @@ class CallRecorder:
         nearest = [each[len(shape)] for each in (self._recent, self._recent_known) if len(shape) in each]
         return [(each.shape, each.info.layout) for each in nearest]
 
+    def _record_value(self, call: CallObservation, boundary: Boundary, path: Path, tensor: Tensor) -> None:
+        """Note who made a value, or takes it."""
+        value = self._values.get(id(tensor))
+        if value is None or value.reference() is not tensor or value.version != get_version(tensor):
+            value = self._values[id(tensor)] = Value(weakref.ref(tensor), get_version(tensor))
+        call.values[boundary][path] = value
+        if boundary == "input":
+            value.readers.append((call, path))
+        elif not value.readers:
+            value.maker = value.maker or (call, path)
+
     def _get_history(self, tensor: Tensor) -> TensorHistory:
         history = self._histories.get(id(tensor))
         if history is None or history.reference() is not tensor or history.shape != tensor.shape:
@@ -199,6 +229,7 @@ class CallRecorder:
 
     def _tick(self) -> int:
         self._order += 1
+        self._functions_since = 0
         return self._order
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
@@ -11,6 +11,8 @@ from layertap.models.devices.devices import FLOATS, TORCH_DTYPES
 from layertap.models.hooks.sites import SITES, Site
 from layertap.models.labels import Outputs
 
+# A layer, the number of its call, a path, a site, and the function there or "": what a hook point is made of.
+Origin = tuple[str, int, tuple[str, ...], Site, str]
 LeftPadding = Literal["as sent", "numbered", "refused"]
 
 
@@ -116,7 +118,7 @@ class CallBoundary:
     ``refused`` are the paths of tensors without plain memory, which are not captured, and their kinds: "sparse" …
     """
 
-    order: int
+    order: float
     cost: float
     tensors: tuple[TensorInfo, ...]
     refused: tuple[tuple[tuple[str, ...], str], ...] = ()
@@ -127,23 +129,23 @@ class Call:
     """One run of a module in a forward; ``attention`` holds the weights (N, heads, queries, keys) that it computes.
 
     ``sinks`` has what softmax gives to learned sinks, in place of keys, where there are any.
-    ``functions`` has what the functions take and return that it calls itself, at paths (name, number, site, …); None
-    where there is none.
+    ``functions`` has the calls of functions that it makes itself, by name and number, in their order. ``origins`` tells
+    of inputs that others read too, by path, where they come from.
     """
 
     input: CallBoundary
     output: CallBoundary
     attention: CallBoundary | None = None
-    functions: CallBoundary | None = None
+    functions: Mapping[str, Call] = field(default_factory=dict)
     sinks: CallBoundary | None = None
+    origins: Mapping[tuple[str, ...], Origin] = field(default_factory=dict)
 
     def get_boundary(self, site: Site) -> CallBoundary:
-        """The side that a site looks at; one of no tensor where the call computes no attention, or calls nothing."""
+        """The side that a site looks at; one of no tensor where the call computes no attention."""
         boundaries = {
             **dict.fromkeys(("attention", "unfused"), self.attention),
             "input": self.input,
             "output": self.output,
-            "function": self.functions,
             "sink": self.sinks,
         }
         boundary = boundaries[SITES[site].side]
@@ -227,7 +229,8 @@ class Catalog:
             if len(calls) != len(layer.calls):  # of a model that runs otherwise each time
                 return layer
             pairs = zip(layer.calls, calls, strict=True)
-            return replace(layer, calls=tuple(replace(call, functions=same.functions) for call, same in pairs))
+            found = (replace(call, functions=same.functions, origins=same.origins) for call, same in pairs)
+            return replace(layer, calls=tuple(found))
 
         layers = {name: add_functions(layer) for name, layer in self.layers.items()}
         return replace(self, layers=layers, has_functions=True)

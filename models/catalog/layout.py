@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from torch import nn
 
@@ -162,8 +163,10 @@ class _Maps:
     grids: Mapping[int, Grid]
 
     def number_call(self, call: Call) -> Call:
-        boundaries = {name: getattr(call, name) for name in ("input", "output", "attention", "functions")}
-        return replace(call, **{name: self._number_boundary(each) for name, each in boundaries.items() if each})
+        functions = {name: self.number_call(function) for name, function in call.functions.items()}
+        boundaries = {name: getattr(call, name) for name in ("input", "output", "attention")}
+        numbered: dict[str, Any] = {name: self._number_boundary(each) for name, each in boundaries.items() if each}
+        return replace(call, functions=functions, **numbered)
 
     def _number_boundary(self, boundary: CallBoundary) -> CallBoundary:
         return replace(boundary, tensors=tuple(map(self._number, boundary.tensors)))

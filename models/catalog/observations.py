@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from layertap.models.catalog.catalog import TensorInfo
@@ -17,7 +18,7 @@ from layertap.models.catalog.layout import UNKNOWN, Shape
 from layertap.models.hooks.attention import Sinks
 from layertap.models.hooks.tensor_tree import Path, to_plain
 
-Boundary = Literal["input", "output", "attention", "functions", "sinks"]  # of a call
+Boundary = Literal["input", "output", "attention", "sinks"]  # of a call
 
 
 @dataclass
@@ -41,20 +42,58 @@ class AttentionObservation:
     sinks: Sinks
 
 
-@dataclass
+@dataclass(eq=False)
+class Value:
+    """A tensor as long as nothing writes to it: which call made it first, and those that took it, in their order."""
+
+    reference: weakref.ref[Tensor]
+    version: int
+    maker: tuple[CallObservation, Path] | None = None
+    readers: list[tuple[CallObservation, Path]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
 class CallObservation:
     """One call of a module, which began and ended at ``start`` and ``end``, counted from 1.
 
     ``refused`` has the tensors without plain memory, by path and kind. ``attention`` is written down when the call
-    ends; it is partial where some of its weights do not stand as (heads, queries, keys).
+    ends; it is partial where some of its weights do not stand as (heads, queries, keys). ``functions`` has the calls of
+    functions by name and number. ``address`` are the module, the number of its call and the function, if it is of one.
+    ``values`` are what it took, and what it returned.
     """
 
-    start: int
-    end: int = -1
+    address: tuple[nn.Module, int, str]
+    start: float
+    end: float = -1
     tensors: dict[Boundary, dict[Path, Observation]] = field(default_factory=lambda: defaultdict(dict))
     refused: dict[Boundary, tuple[tuple[Path, str], ...]] = field(default_factory=dict)
     attention: list[AttentionObservation] = field(default_factory=list)
     has_partial_attention: bool = False
+    functions: dict[str, CallObservation] = field(default_factory=dict)
+    values: dict[Boundary, dict[Path, Value]] = field(default_factory=lambda: defaultdict(dict))
+
+    def contains(self, other: CallObservation) -> bool:
+        """Whether the other call is a part of this one."""
+        return self.start < other.start and other.end < self.end
+
+    def find_origins(self) -> Iterator[tuple[Path, tuple[CallObservation, Boundary, Path]]]:
+        """Of inputs that others read too, which would not see them changed here: where they come from."""
+        for path, value in self.values["input"].items():
+            readers = [call for call, _ in value.readers if call.reads(value)]
+            apart = [each for each in readers if each is not self and not (self.contains(each) or each.contains(self))]
+            if not (apart and self.reads(value)):
+                continue
+            (first, there), *_ = value.readers
+            if value.maker is not None:
+                yield path, (value.maker[0], "output", value.maker[1])
+            elif all(first.contains(each) for each in (self, *apart)):
+                yield path, (first, "input", there)
+
+    def reads(self, value: Value) -> bool:
+        """Whether it makes others of its numbers: it neither returns a value as it is, nor only asks for its size."""
+        function = self.address[2]
+        asks = function and (not self.tensors["output"] or "_like#" in function or function.startswith("new_"))
+        return not asks and not any(each is value for each in self.values["output"].values())
 
     def describe_tensors(self) -> tuple[set[Path], set[Path], int]:
         """For what kind of value it was called, what it returned, and how often it attended."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,13 +21,14 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from layertap.models.catalog.call_recorder import CallRecorder
-from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
+from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, Origin, TensorInfo
 from layertap.models.catalog.layout import number_patches
-from layertap.models.catalog.observations import Boundary, CallObservation
+from layertap.models.catalog.observations import Boundary, CallObservation, Observation
 from layertap.models.devices import transfer
 from layertap.models.devices.memory import Forward, is_device_error
 from layertap.models.errors import IN_THE_LOG, InputError
 from layertap.models.hooks.attach import observe_calls
+from layertap.models.hooks.tensor_tree import Path
 from layertap.models.inputs.noise import copy_row, make_noise
 from layertap.models.spec import InputSpec
 
@@ -190,45 +192,85 @@ class CatalogBuilder:
         return Layer(name, kind, is_leaf, parameters, calls, tuple(_find_hazards(module, bool(calls))))
 
     def _build_call(self, module: nn.Module, number: int, alone: CallObservation, several: CallObservation) -> Call:
-        def build_boundary(boundary: Boundary) -> CallBoundary:
-            is_input = boundary == "input"
-            cost = self.timer.get_cost(module, number, is_end=not is_input)
-            infos = (each.info for each in several.tensors[boundary].values())
-            tensors = tuple(self._complete(module, number, boundary, info) for info in infos)
-            order = alone.start if is_input else alone.end
-            return CallBoundary(order, cost, tensors, alone.refused.get(boundary, ()))
-
-        def build_optional(boundary: Boundary) -> CallBoundary | None:
-            built = build_boundary(boundary)
-            return built if built.tensors else None
-
-        functions = build_boundary("functions")
-        returning = {info.path[:2] for info in functions.tensors if info.path[2] == "output"}
+        calls = self.other_length.calls.get(module, [])
+        longer = calls[number] if number < len(calls) else None
+        build = partial(self._build_boundary, alone, several, longer)
+        start, end = (self.timer.get_cost(module, number, is_end=is_end) for is_end in (False, True))
+        attention, sinks = build("attention", end), build("sinks", end)
+        functions: dict[str, Call] = {}
         # If a forward of several rows calls other functions, numbers do not tell which is which.
-        if alone.tensors["functions"].keys() != several.tensors["functions"].keys():
-            returning = set()
-        tensors = tuple(info for info in functions.tensors if info.path[:2] in returning)  # len() computes nothing
+        if _describe_functions(alone) == _describe_functions(several):
+            for name, call in alone.functions.items():
+                if call.tensors["output"]:  # len() computes nothing
+                    of_longer = longer.functions.get(name) if longer is not None else None
+                    cost = self._get_cost_before(call.start)
+                    build_side = partial(self._build_boundary, call, several.functions[name], of_longer, cost=cost)
+                    functions[name] = Call(build_side("input"), build_side("output"), origins=self._find_origins(call))
         return Call(
-            build_boundary("input"),
-            build_boundary("output"),
-            build_optional("attention"),
-            replace(functions, tensors=tensors) if tensors else None,
-            build_optional("sinks"),
+            build("input", start),
+            build("output", end),
+            attention if attention.tensors else None,
+            functions,
+            sinks if sinks.tensors else None,
+            self._find_origins(alone),
         )
 
-    def _complete(self, module: nn.Module, number: int, boundary: Boundary, info: TensorInfo) -> TensorInfo:
-        """What a catalogue says of a tensor, with what the other forwards tell."""
+    def _get_cost_before(self, order: float) -> float:
+        """What of a forward was spent when the last call before a place in it began or ended."""
+        return self._costs[bisect_right(self._costs, (order, 1.0)) - 1][1]
+
+    @cached_property
+    def _costs(self) -> list[tuple[float, float]]:
+        """The places where calls begin and end, in their order, with what was spent by then."""
+        return sorted(
+            (call.end if is_end else call.start, self.timer.get_cost(module, number, is_end=is_end))
+            for module, calls in self.alone.calls.items()
+            for number, call in enumerate(calls)
+            for is_end in (False, True)
+        )
+
+    def _find_origins(self, call: CallObservation) -> Mapping[Path, Origin]:
+        """Where inputs of a call come from that others read too; none where functions, which may, are not recorded."""
+        if not self.alone.has_functions:
+            return {}
+        origins: dict[Path, Origin] = {}
+        for path, (origin, boundary, there) in call.find_origins():
+            module, number, function = origin.address
+            origins[path] = self._names[module], number, there, "input" if boundary == "input" else "output", function
+        return origins
+
+    @cached_property
+    def _names(self) -> Mapping[nn.Module, str]:
+        return {module: name or "." for name, module in self.module.named_modules()}
+
+    def _build_boundary(
+        self,
+        alone: CallObservation,
+        several: CallObservation,
+        longer: CallObservation | None,
+        boundary: Boundary,
+        cost: float,
+    ) -> CallBoundary:
+        others = longer.tensors[boundary] if longer is not None else {}
+        tensors = tuple(self._complete(each.info, others.get(path)) for path, each in several.tensors[boundary].items())
+        order = alone.start if boundary == "input" else alone.end
+        return CallBoundary(order, cost, tensors, alone.refused.get(boundary, ()))
+
+    def _complete(self, info: TensorInfo, other: Observation | None) -> TensorInfo:
+        """What a catalogue says of a tensor, with what the other forwards tell: ``other`` is of another length."""
         # One row at a time, whatever has an axis for rows holds that one.
         crosses_rows = info.crosses_rows and (not self._crosses_rows or info.row_axis is None)
         info = replace(info, crosses_rows=crosses_rows)
         if crosses_rows or self.lengths is None:
             return info
-        calls = self.other_length.calls.get(module, [])
-        other = calls[number].tensors[boundary].get(info.path) if number < len(calls) else None
         if other is None or len(other.shape) != len(info.shape):
             return info
         sizes = zip(info.shape, other.shape, strict=True)
         return replace(info, token_axes=tuple(axis for axis, pair in enumerate(sizes) if pair == self.lengths))
+
+
+def _describe_functions(call: CallObservation) -> Mapping[str, tuple[set[Path], set[Path], int]]:
+    return {name: function.describe_tensors() for name, function in call.functions.items()}
 
 
 def _find_hazards(module: nn.Module, is_called: bool) -> Iterator[str]:

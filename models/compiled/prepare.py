@@ -302,6 +302,7 @@ def _list_captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
     if model.text is not None:
         raise WarmError("texts come in many lengths")
     for capture in plan.captures:
-        if capture.point.site not in SITES or capture.info.row_axis is None or capture.info.crosses_rows:
-            raise WarmError(f"a graph does not give {capture.point.layer}:{capture.point.site}")
+        point, info = capture.point, capture.info
+        if point.function or point.site not in SITES or info.row_axis is None or info.crosses_rows:
+            raise WarmError(f"a graph does not give {point.text}")
     return tuple(dict.fromkeys(result.capture for result in plan.results))

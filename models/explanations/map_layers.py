@@ -17,7 +17,7 @@ from layertap.models.gradients.objectives import OBJECTIVES
 from layertap.models.hooks.sites import Site
 from layertap.models.inputs.geometry import find_grid
 from layertap.models.selection.hook_points import HookPoint, Objective, Reduction
-from layertap.models.selection.plan import Capture, ResolvedObjective, Tap
+from layertap.models.selection.plan import Capture, ResolvedObjective, Tap, get_boundary
 
 MAX_TOGETHER = 16  # maps that one backward looks at
 MAX_MAPS = 65  # maps looked at in all: a block of a transformer returns 14
@@ -36,7 +36,7 @@ def find_attention(catalog: Catalog, prefix: int) -> list[Tap]:
     return [tap for _, tap in sorted(taps, key=itemgetter(0))]
 
 
-def _list_taps(catalog: Catalog, site: Site) -> Iterator[tuple[int, Tap]]:
+def _list_taps(catalog: Catalog, site: Site) -> Iterator[tuple[float, Tap]]:
     """Every tensor at a site, and when its call ends among the forward's."""
     for layer in catalog.layers.values():
         for number, call in enumerate(layer.calls):
@@ -67,7 +67,7 @@ def find_map_layers(catalog: Catalog, end: HookPoint) -> list[Tap]:
 
     Parts of an attention are left out where there are others: an entry of a query, key or value is no channel.
     """
-    last = catalog.layers[end.layer].calls[end.call].output.order
+    last = get_boundary(end, catalog).order
     maps = [
         (order, tap)
         for order, tap in _list_taps(catalog, "output")

@@ -12,8 +12,8 @@ from layertap.models.errors import SelectorError, escape
 from layertap.models.gradients.objectives import OBJECTIVES
 from layertap.models.labels import Outputs
 from layertap.models.selection.hook_points import HookPoint, Objective, Terms
-from layertap.models.selection.matches import find_matches, prefer_layer
-from layertap.models.selection.plan import ResolvedObjective, Tap
+from layertap.models.selection.matches import find_matches
+from layertap.models.selection.plan import ResolvedObjective, Tap, get_boundary
 
 SPREAD = 1e-3  # how far from 1 a target's probabilities may add up
 
@@ -57,8 +57,7 @@ def check_gradient(tap: Tap, objective: ResolvedObjective | None, catalog: Catal
         raise SelectorError(f"{name} is of dtype {tap.info.dtype}, which has no gradient")
     if tap.info.row_axis is None:
         raise SelectorError(f"{name} {_describe_rowless(tap.info)}, so no row has a gradient of its own there")
-    end = catalog.layers[objective.point.layer].calls[objective.point.call].output.order
-    if catalog.layers[tap.point.layer].calls[tap.point.call].get_boundary(tap.point.site).order > end:
+    if get_boundary(tap.point, catalog).order > get_boundary(objective.point, catalog).order:
         raise SelectorError(
             f"the objective does not depend on {name}, which runs later",
             hint="ask for the gradient at a layer before it",
@@ -68,8 +67,6 @@ def check_gradient(tap: Tap, objective: ResolvedObjective | None, catalog: Catal
 def _find_tensor(objective: Objective, catalog: Catalog) -> Tap:
     """The tensor that an objective looks at: a layer's only output, or of the model's outputs the one that suits."""
     if objective.selector is not None:
-        if prefer_layer(objective.selector, catalog).function is not None:
-            raise SelectorError("the objective is of layers, not of functions", hint="name a layer without a function")
         matches, _ = find_matches(objective.selector, catalog)
         floating = [match for match in matches if match.info.is_floating and match.point.site == "output"]
         if len(floating) != 1:

@@ -8,7 +8,7 @@ path by path.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from layertap.models.errors import InputError, escape
 from layertap.models.hooks import attention
-from layertap.models.hooks.functions import FunctionsCall, list_parts
-from layertap.models.hooks.running_calls import Arguments, Changes, OnCall, RunningCall, attach_calls
-from layertap.models.hooks.sites import Side
+from layertap.models.hooks.functions import FunctionsCall, list_parts, run_unseen
+from layertap.models.hooks.running_calls import Arguments, Changes, OnCall, RunningCall, attach_calls, get_version
+from layertap.models.hooks.sites import CallKey, Side
 from layertap.models.hooks.tensor_tree import (
     Path,
     TensorsByPath,
@@ -31,7 +31,7 @@ from layertap.models.hooks.tensor_tree import (
 )
 
 T = TypeVar("T")
-Location = tuple[nn.Module, Side, int, Path]  # of a tensor: a module, a side of its call with a number, a path there
+Location = tuple[nn.Module, Side, CallKey, Path]  # of a tensor: a module, a kind of hook on it, a call, a path there
 OnModuleCall = Callable[[nn.Module, int, object], None]  # gets the module, the number of its call, and a value
 Attach = Callable[[ExitStack, nn.Module, OnCall], None]  # until the stack ends
 
@@ -67,19 +67,14 @@ class _InputCall(RunningCall):
         if not changes:
             return None
         tensors = dict(iterate_tensors(pack_arguments(args, kwargs)))
-        self.replaced = [(tensors[path], tensor, _get_version(tensor)) for path, tensor in changes.items()]
+        self.replaced = [(tensors[path], tensor, get_version(tensor)) for path, tensor in changes.items()]
         return replace_arguments(args, kwargs, changes)
 
     # Whoever called it may rely on what it does to its input.
     def end(self, output: object) -> None:
         for original, replacement, version in self.replaced:
-            if _get_version(replacement) != version:
+            if get_version(replacement) != version:
                 original.copy_(replacement)
-
-
-def _get_version(tensor: Tensor) -> int:
-    """How often a tensor was written to; those of a model's own inference mode do not tell."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class _AttentionCall(RunningCall):
@@ -175,18 +170,25 @@ def attach_at(
     stack: ExitStack, locations: Mapping[T, Location], on_tensor: Callable[[T, Tensor], Tensor | None]
 ) -> None:
     """Until the stack ends, call back with each tensor that passes a location, by its key; what it gives goes on."""
-    groups: dict[tuple[nn.Module, Side], list[tuple[int, Path, T]]] = defaultdict(list)
+    groups: dict[tuple[nn.Module, Side], list[tuple[CallKey, Path, T]]] = defaultdict(list)
     for key, (module, side, call, path) in locations.items():
         groups[module, side].append((call, path, key))
 
-    def on_call(group: Sequence[tuple[int, Path, T]], number: int, value: object) -> Changes:
+    def on_call(group: Sequence[tuple[CallKey, Path, T]], number: CallKey, value: object) -> Changes:
         wanted = [(path, key) for call, path, key in group if call == number]
         tensors = dict(iterate_tensors(value)) if wanted else {}
         given = {path: on_tensor(key, tensors[path]) for path, key in wanted if path in tensors}
         return {path: tensor for path, tensor in given.items() if tensor is not None}
 
-    for (module, side), group in groups.items():
-        ATTACH[side](stack, module, partial(on_call, group))
+    attach_all(stack, ((module, side, partial(on_call, group)) for (module, side), group in groups.items()))
+
+
+def attach_all(stack: ExitStack, callbacks: Iterable[tuple[nn.Module, Side, OnCall]]) -> None:
+    """Until the stack ends, call back at each module and side; of all hooks those of functions come last."""
+    in_order = sorted(callbacks, key=lambda each: each[1] == "function")
+    has_functions = any(side == "function" for _, side, _ in in_order)
+    for module, side, on_call in in_order:
+        ATTACH[side](stack, module, partial(run_unseen, on_call) if has_functions else on_call)
 
 
 @contextmanager

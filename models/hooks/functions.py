@@ -1,4 +1,4 @@
-"""Functions that a module's own forward calls, ``torch.cat`` or ``+=``: their names, and what sees them called.
+"""Functions that a module's own forward calls, ``torch.cat`` or ``+=``: their names, what sees and changes them.
 
 Named as torch names them, one name for a function, its method, its operator and what these do in place.
 """
@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from layertap.models.hooks.running_calls import RunningCall
-from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors, pack_arguments
+from layertap.models.hooks.running_calls import Changes, RunningCall, get_version
+from layertap.models.hooks.sites import Side
+from layertap.models.hooks.tensor_tree import iterate_tensors, pack_arguments, replace_arguments, replace_tensor
 
 T = TypeVar("T")
 # Layers of torch's own whose parts may be anybody's.
@@ -58,8 +61,8 @@ def may_call_functions(module: nn.Module) -> bool:
 class FunctionsCall(RunningCall):
     """A call of a module whose own functions are wanted: called back before and after each of them.
 
-    A tensor's path begins with the function's name, its number, and "input" or "output". The mode rests while parts
-    run, which have their own. To be attached after all other hooks: these would be taken for what the module does.
+    The key of a function's call has its name and number, and "input" or "output". The mode rests while parts run,
+    which have their own. To be attached after all other hooks: these would be taken for what the module does.
     """
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -96,7 +99,7 @@ class FunctionsCall(RunningCall):
 
 
 class _FunctionMode(TorchFunctionMode):
-    """Hands on what each function takes, then what it returns, by name, number of that name and side."""
+    """Hands on what each function takes, then what it returns, and puts in what comes back for that."""
 
     def __init__(self, call: FunctionsCall) -> None:
         super().__init__()
@@ -109,16 +112,52 @@ class _FunctionMode(TorchFunctionMode):
         options, name = kwargs or {}, get_function_name(func)
         if name is None or self._call.depth:
             return func(*args, **options)
-        number = str(self._numbers[name])
+        function = f"{name}#{self._numbers[name]}"
         self._numbers[name] += 1
-        # Before it runs, which may be in place.
-        self._hand_on((name, number, "input"), pack_arguments(tuple(args), options))
-        out = func(*args, **options)
-        self._hand_on((name, number, "output"), out)
-        return out
+        taken = pack_arguments(tuple(args), options)
+        held = dict(iterate_tensors(taken))  # what the forward has, which it sees written to
+        changes = self._hand_on(function, "input", taken)
+        if changes:
+            args, options = replace_arguments(tuple(args), options, changes)
+        given = [(tensor, changes.get(path, tensor)) for path, tensor in held.items()]
+        versions = [get_version(tensor) for _, tensor in given]
+        with _keep_saved(func, args, options):
+            out = func(*args, **options)
+        changes = self._hand_on(function, "output", out)
+        written = [pair for pair, version in zip(given, versions, strict=True) if get_version(pair[1]) != version]
+        return _put_in(out, changes, written)
 
-    def _hand_on(self, path: Path, value: object) -> None:
-        self._call.on_call(self._call.number, TensorsByPath(iterate_tensors(value, path)))
+    def _hand_on(self, function: str, side: Side, value: object) -> Changes:
+        return self._call.on_call((self._call.number, function, side), value) or {}
+
+
+def _put_in(out: object, changes: Changes, written: Sequence[tuple[Tensor, Tensor]]) -> object:
+    """What a function returned, with changes; ``written`` are tensors that it wrote to, and those that stood for them.
+
+    Whoever else holds a tensor that was written to sees the changes there too, as after the function itself.
+    """
+    for path, tensor in iterate_tensors(out):
+        own = next((original for original, given in written if given is tensor), None)
+        changed = changes.get(path, tensor)
+        if own is None:
+            out = replace_tensor(out, path, changed) if changed is not tensor else out
+            continue
+        if changed is not own:
+            own.copy_(changed)
+        out = replace_tensor(out, path, own) if tensor is not own else out
+        written = [pair for pair in written if pair[0] is not own]
+    for original, given in written:  # and is not returned
+        if given is not original:
+            original.copy_(given)
+    return out
+
+
+def _keep_saved(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> AbstractContextManager[object]:
+    """Of a function that may write to its arguments: what it saves for a backward, kept from changes to its result."""
+    may_write = func.__name__.endswith("_") or any(each is True for each in (*args, *options.values()))
+    if not (may_write and torch.is_grad_enabled()):
+        return nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda saved: saved)
 
 
 def run_unseen(on_call: Callable[[int, object], T], number: int, value: object) -> T:

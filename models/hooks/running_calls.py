@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from layertap.models.hooks.tensor_tree import Path
 
 Changes = Mapping[Path, Tensor]
-OnCall = Callable[[int, object], Changes | None]  # gets the number of a call and its value
+OnCall = Callable[[Any, object], Changes | None]  # gets a CallKey, of a module its number, and the value there
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -84,3 +84,8 @@ def attach_calls(
     for part in find_parts(module):
         stack.callback(nn.Module.register_forward_pre_hook(part, enter_part, prepend=True).remove)
         stack.callback(nn.Module.register_forward_hook(part, leave_part, always_call=True).remove)
+
+
+def get_version(tensor: Tensor) -> int:
+    """How often a tensor was written to; those of a model's own inference mode do not tell."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -16,7 +16,7 @@ from layertap.models.hooks.sites import AXES, EDITABLE, GRADIENTS
 from layertap.models.interventions.operations import OPERATIONS, compute_part_shape
 from layertap.models.interventions.sources import find_source
 from layertap.models.selection.hook_points import Intervention, Operation
-from layertap.models.selection.matches import SelectorMatch, check_matches, find_matches, prefer_layer
+from layertap.models.selection.matches import SelectorMatch, check_matches, find_matches
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
 
 PARAMETERS = ("by", "value", "min", "max", "std", "seed", "tensor")
@@ -40,8 +40,6 @@ def resolve_intervention(
         raise SelectorError(
             f"an intervention at {escape(selector.site)} is not possible", hint=f"use {_join_names(sorted(EDITABLE))}"
         )
-    if prefer_layer(selector, catalog).function is not None:
-        raise SelectorError("interventions are at layers, not at functions", hint="name a layer without a function")
     _check_parameters(operation)
     every_call = selector.call is None
     matches, _ = find_matches(replace(selector, call="*") if every_call else selector, catalog)
@@ -66,9 +64,9 @@ def resolve_intervention(
     ]
 
 
-def _get_call(match: SelectorMatch) -> tuple[str, tuple[str, ...]]:
+def _get_call(match: SelectorMatch) -> tuple[str, str, tuple[str, ...]]:
     """What the calls of a module have in common."""
-    return match.point.layer, match.point.path
+    return match.point.layer, match.point.function, match.point.path
 
 
 def _check_change(match: SelectorMatch, operation: Operation, catalog: Catalog, lengths: TextLengths | None) -> None:

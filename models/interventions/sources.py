@@ -11,7 +11,7 @@ from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.interventions.operations import compute_part_shape
 from layertap.models.selection.hook_points import HookPoint, Operation, Reduction, TensorData
 from layertap.models.selection.matches import SelectorMatch, find_matches
-from layertap.models.selection.plan import Capture, ResolvedIntervention
+from layertap.models.selection.plan import Capture, ResolvedIntervention, get_boundary
 
 
 def find_source(match: SelectorMatch, operation: Operation, catalog: Catalog) -> Capture | None:
@@ -41,10 +41,11 @@ def find_source(match: SelectorMatch, operation: Operation, catalog: Catalog) ->
 
 def find_tensor(point: HookPoint, catalog: Catalog) -> TensorInfo | None:
     """The tensor that a point has in another catalogue of the same model; None where there is none."""
-    layer = catalog.layers.get(point.layer)
-    for call in layer.calls[point.call :][:1] if layer is not None else ():
-        return next((info for info in call.get_boundary(point.site).tensors if info.path == point.path), None)
-    return None
+    try:
+        tensors = get_boundary(point, catalog).tensors
+    except LookupError:
+        return None
+    return next((info for info in tensors if info.path == point.path), None)
 
 
 def take_part(

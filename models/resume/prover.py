@@ -9,6 +9,7 @@ none, and all of these may happen to be the same in both forwards: what is compu
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer
 from layertap.models.catalog.observations import Boundary, Sketch
 from layertap.models.devices.memory import Forward, Inputs, is_device_error
-from layertap.models.hooks.attach import observe_calls
+from layertap.models.hooks.attach import attach_at, observe_calls
 from layertap.models.hooks.tensor_tree import Path, iterate_tensors, replace_tensor
 from layertap.models.module_state import ModuleState
 from layertap.models.resume.resumption import (
@@ -27,11 +28,12 @@ from layertap.models.resume.resumption import (
     Resumption,
     SkippedCalls,
     format_point,
+    locate,
     not_resumable_error,
 )
 from layertap.models.resume.taint import Taint
 from layertap.models.selection.hook_points import HookPoint
-from layertap.models.selection.plan import Tap
+from layertap.models.selection.plan import Tap, get_boundary, get_call
 from layertap.models.spec import InputSpec
 
 SMALLEST = 1e-4  # of a forward's cost: what is left after its last layer
@@ -132,7 +134,7 @@ class MarkRecorder:
     def __init__(self, module: nn.Module, point: HookPoint, skipped: Mapping[str, CallNumbers] | None = None) -> None:
         self.marks: dict[CallBoundaryKey, TensorMarks] = {}
         self._module = module
-        self._target = module.get_submodule(point.layer)
+        self._location = locate(point, module)
         self._point = point
         self._skipped = {module.get_submodule(name): calls for name, calls in (skipped or {}).items()}
         self._taint = Taint()
@@ -140,8 +142,13 @@ class MarkRecorder:
 
     def watch(self, run: Forward, batch: Inputs) -> None:
         """Run one forward."""
-        with observe_calls(self._module, self._enter, self._leave):
+        with observe_calls(self._module, self._enter, self._leave), ExitStack() as stack:
+            if not self._skipped:
+                attach_at(stack, {self._point: self._location}, lambda _, tensor: self._keep(tensor))
             run(batch)
+
+    def _keep(self, tensor: Tensor) -> None:
+        self._output = tensor.clone()
 
     def with_taint(self, run: ModuleForward) -> ModuleForward:
         """A forward whose inputs are tainted, and what follows from them."""
@@ -166,11 +173,10 @@ class MarkRecorder:
         numbers = self._skipped.get(module, ())
         if call < len(numbers) and numbers[call] is not None:
             # Of what is skipped nothing is known, but what was sent.
-            sent = self._point.path if module is self._target and call == len(numbers) - 1 else None
+            is_start = not self._point.function and module is self._location[0] and call == len(numbers) - 1
+            sent = self._point.path if is_start else None
             self._taint.mark(tensor for path, tensor in iterate_tensors(value) if path != sent)
         self.marks[module, call, "output"] = self._mark(value)
-        if module is self._target and call == self._point.call:
-            self._output = dict(iterate_tensors(value))[self._point.path].clone()
 
     def _mark(self, value: object) -> TensorMarks:
         with self._taint.pause():
@@ -186,22 +192,23 @@ def find_skipped_calls(module: nn.Module, point: HookPoint, catalog: Catalog) ->
     Calls are counted as they are made. Where one that is not made is of a module that runs later, what contains it is
     not skipped, or that module's calls would be miscounted. SelectorError where that is the layer itself.
     """
-    start = catalog.layers[point.layer].calls[point.call]
-    target = module.get_submodule(point.layer)
+    start = get_call(point, catalog)
+    target = locate(point, module)[0]
     names = {part: name for name, part in module.named_modules()} | {target: point.layer}
     calls_of = {part: catalog.layers[name or "."].calls for part, name in names.items()}
     late = {target} | {part for part, calls in calls_of.items() if not all(_ends_before(call, start) for call in calls)}
     counted = [call for part in late for call in calls_of[part]]
     if _contains_any(start, counted):
         raise not_resumable_error(point)
-    skipped = {target: calls_of[target][: point.call + 1]}
+    # A layer that calls the function itself runs, as far as it is not in its parts.
+    skipped = {} if point.function else {target: calls_of[target][: point.call + 1]}
 
     def walk(part: nn.Module) -> None:
         for child in part.children():
             calls = calls_of[child]
             if child not in late and calls and not any(_contains_any(call, counted) for call in calls):
                 skipped[child] = calls
-            elif child is not target:
+            elif child is not target or point.function:
                 walk(child)
 
     walk(module)
@@ -251,7 +258,7 @@ class Trial:
     @property
     def _skipped_cost(self) -> float:
         """The share of a whole forward's cost up to the point."""
-        return self.catalog.layers[self.point.layer].calls[self.point.call].output.cost
+        return get_boundary(self.point, self.catalog).cost
 
     @property
     def _remaining_cost(self) -> float:
@@ -286,8 +293,8 @@ class Trial:
     def _find_same(self, key: CallBoundaryKey) -> set[Path]:
         module, number, boundary = key
         if boundary == "output" and (module, number) in self._skipped_calls:  # nothing is known but what was sent
-            start = self.module.get_submodule(self.point.layer), self.point.call
-            return {self.point.path} if (module, number) == start else set()
+            is_start = (module, number) == (locate(self.point, self.module)[0], self.point.call)
+            return {self.point.path} if is_start and not self.point.function else set()
         resumed = self.resumed.get(key, {})
         whole = self.whole.get(key, {})
         return {path for path, mark in whole.items() if path in resumed and mark.matches(resumed[path])}

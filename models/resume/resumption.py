@@ -21,8 +21,9 @@ from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.devices.devices import DTYPES
 from layertap.models.devices.memory import Inputs
 from layertap.models.errors import SelectorError, escape
+from layertap.models.hooks.attach import Location, attach_at
 from layertap.models.hooks.tensor_tree import iterate_tensors, replace_tensor
-from layertap.models.selection.hook_points import HookPoint, Selector, format_path
+from layertap.models.selection.hook_points import HookPoint, Selector
 from layertap.models.selection.matches import find_matches
 from layertap.models.selection.plan import Tap
 from layertap.models.spec import InputDType, InputSpec
@@ -54,7 +55,7 @@ class Resumption:
 
     ``start`` is the tensor that is sent. ``catalog`` knows what follows from that alone, and what it costs. ``skipped``
     has, by name, the modules that are skipped, each for so many calls; the last of the layer's own is the one whose
-    output is sent. ``inputs`` are the model's, in ``dtype`` where they are floating.
+    output is sent, unless it is a function's. ``inputs`` are the model's, in ``dtype`` where they are floating.
     """
 
     start: Tap
@@ -78,9 +79,12 @@ class Resumption:
 
         ``sent`` has its rows on axis 0, and is the model's to write to.
         """
+        point = self.start.point
         with ExitStack() as stack:
+            if point.function:
+                attach_at(stack, {point: locate(point, module)}, lambda *_: self._begin(sent))
             for name, calls in self.skipped.items():
-                is_own = name == self.start.point.layer
+                is_own = name == point.layer
                 _skip_calls(stack, module.get_submodule(name), calls, partial(self._fill, sent, is_own))
             return run(self._make_inputs(sent), module)
 
@@ -89,8 +93,10 @@ class Resumption:
         value = placeholder.fill(len(sent), sent.device)
         if not (is_own and is_last):
             return value
-        output = _begin_graph(sent.to(DTYPES[self.start.info.dtype]))
-        return replace_tensor(value, self.start.point.path, output)
+        return replace_tensor(value, self.start.point.path, self._begin(sent))
+
+    def _begin(self, sent: Tensor) -> Tensor:
+        return _begin_graph(sent.to(DTYPES[self.start.info.dtype]))
 
     def _make_inputs(self, sent: Tensor) -> Inputs:
         """Inputs for those parts of a forward that run and do not matter: NaN, or zeros."""
@@ -110,7 +116,7 @@ def find_start(selector: Selector, catalog: Catalog) -> Tap:
             hint="name a layer without a site; where it returns several tensors, one of them: 'LAYER[path]'",
         )
     point, info = matches[0].point, matches[0].info
-    if point.layer == ".":
+    if point.layer == "." and not point.function:
         raise SelectorError("nothing runs after the model's own output", hint="resume from a layer inside")
     if info.dtype not in DTYPES:
         raise SelectorError(
@@ -133,10 +139,14 @@ def not_resumable_error(point: HookPoint) -> SelectorError:
     )
 
 
+def locate(point: HookPoint, module: nn.Module) -> Location:
+    """Where hooks on a module find a point."""
+    return point.locate({point.layer: module.get_submodule("" if point.layer == "." else point.layer)})
+
+
 def format_point(point: HookPoint) -> str:
     """An output as a request would name it, however long: what tells one from another."""
-    call = f"#{point.call}" if point.call else ""
-    return f"{point.layer}{call}{format_path(point.path)}"
+    return point.format_name(f"#{point.call}" if point.call else "")
 
 
 def escape_point(point: HookPoint) -> str:

@@ -54,13 +54,20 @@ class Taint(DispatchMode):
         result = func(*args, **options)
         if self._paused or func._schema.name in SHAPES_ONLY:
             return result
-        if self._is_any_tainted(_find_tensors((args, options))):
+        if func._schema.name == "aten::copy_" and not self._is_any_tainted(args[1:2]) and _fills_storage(args[0]):
+            self._tainted.discard(args[0].untyped_storage()._cdata)
+        elif self._is_any_tainted(_find_tensors((args, options))):
             self.mark(_find_tensors((result, args, options) if func._schema.is_mutable else (result,)))
             self._has_read |= next(_find_tensors((result,)), None) is None and not func._schema.is_mutable
         return result
 
     def _is_any_tainted(self, tensors: Iterable[Tensor]) -> bool:
         return any(tensor.untyped_storage()._cdata in self._tainted for tensor in tensors)
+
+
+def _fills_storage(tensor: Tensor) -> bool:
+    """Whether nothing is left of what was in a tensor's memory once all of the tensor is written."""
+    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _find_tensors(value: object) -> Iterator[Tensor]:

@@ -111,6 +111,6 @@ def _list_outputs(catalog: Catalog) -> Iterator[EmbeddingChoice]:
         yield EmbeddingChoice(f".{format_path(info.path)}", OUTPUT)
 
 
-def _get_end(layer: Layer) -> int:
+def _get_end(layer: Layer) -> float:
     """When a layer with weights of its own ends, for the last time."""
     return layer.calls[-1].output.order if layer.calls and layer.is_leaf and layer.parameters else -1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from layertap.models.errors import escape
-from layertap.models.hooks.sites import AXES, SITES, Side, Site, split_function
+from layertap.models.hooks.sites import AXES, SITES, CallKey, Side, Site
 from layertap.models.labels import Outputs
 
 ReplyDType = Literal["float32", "float16", "int8"]
@@ -46,29 +46,23 @@ Module = TypeVar("Module")
 class HookPoint:
     """One tensor of one call of one layer: ``layer3.0.relu``, call 2, path ``()``, site ``output``.
 
-    One of a function that the layer's forward calls: ``layer1.0``, call 0, path ``("add", "0", "output")``, site
-    ``function``.
+    Or of a ``function`` that the layer calls in that call, by name and number: ``add#0``; "" for the layer itself.
     """
 
     layer: str
     call: int
     path: tuple[str, ...]
     site: Site
+    function: str = ""
 
     @property
     def text(self) -> str:
         """The selector that names this and nothing else."""
-        return f"{self.format_name(f'#{self.call}')}:{self.address[1]}"
-
-    @property
-    def address(self) -> tuple[str, Site, tuple[str, ...]]:
-        """As requests and replies put it: the function, such as ``add#0`` (else ""), the site, the path there."""
-        return split_function(self.path) if self.site == "function" else ("", self.site, self.path)
+        return f"{self.format_name(f'#{self.call}')}:{self.site}"
 
     def format_name(self, call: str = "") -> str:
         """Layer, function and path, with the layer's call as it is to be written."""
-        function, _, path = self.address
-        return f"{self.layer}{call}{'/' if function else ''}{function}{format_path(path)}"
+        return f"{self.layer}{call}{'/' if self.function else ''}{self.function}{format_path(self.path)}"
 
     @property
     def escaped_text(self) -> str:
@@ -77,12 +71,17 @@ class HookPoint:
 
     @property
     def side(self) -> Side:
-        """The side of the call whose value this is, or whose gradient."""
-        return SITES[self.site].side
+        """The kind of hook that sees this value, or the one whose gradient it is."""
+        return "function" if self.function else SITES[self.site].side
 
-    def locate(self, modules: Mapping[str, Module]) -> tuple[Module, Side, int, tuple[str, ...]]:
+    @property
+    def call_key(self) -> CallKey:
+        """The call as this kind of hook names it."""
+        return (self.call, self.function, SITES[self.site].side) if self.function else self.call
+
+    def locate(self, modules: Mapping[str, Module]) -> tuple[Module, Side, CallKey, tuple[str, ...]]:
         """What hooks go by, for a tied module has several names; ``modules`` are by name, the whole one as ``.``."""
-        return modules[self.layer], self.side, self.call, self.path
+        return modules[self.layer], self.side, self.call_key, self.path
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from layertap.models.catalog.catalog import Catalog, Layer, TensorInfo
+from layertap.models.catalog.catalog import Call, Catalog, Layer
 from layertap.models.errors import SelectorError, UnknownLayerError, escape, find_nearest, suggest
-from layertap.models.hooks.sites import ATTENTION, OF_FUNCTIONS, SITES, split_function
-from layertap.models.selection.hook_points import HookPoint, Selector, format_path
+from layertap.models.hooks.sites import ATTENTION, OF_FUNCTIONS, SITES
+from layertap.models.selection.hook_points import FunctionCall, HookPoint, Selector, format_path
 from layertap.models.selection.plan import Tap
 
 MAX_SHOWN = 5  # names in a hint
@@ -166,6 +166,9 @@ def _no_match_error(selector: Selector, catalog: Catalog, not_run: Sequence[Laye
         which += f" ({SCRIPTED})" if all("scripted" in layer.hazards for layer in not_run) else ""
         return UnknownLayerError(f"{pattern} matches {len(not_run)} layers, none of which runs {which}")
     hint = suggest_type(selector.type, catalog) or EVERY_LAYER
+    layer, slash, function = selector.pattern.rpartition("/")
+    if slash and not function.isidentifier() and any(matches_glob(layer, name) for name in catalog.layers):
+        hint = f"name the function, {escape(f'{layer}/add')}: a glob is of layers, and ?functions=true lists functions"
     return UnknownLayerError(f"{pattern} matches no layer", hint=hint)
 
 
@@ -179,30 +182,31 @@ def _no_place_error(selector: Selector, layers: int) -> UnknownLayerError:
 
 
 def _find_in_layer(selector: Selector, layer: Layer, catalog: Catalog) -> Iterator[SelectorMatch]:
-    site = "function" if selector.function is not None else selector.site
-    for call in _find_calls(selector, layer):
-        infos = layer.calls[call].get_boundary(site).tensors
-        starts = _find_starts(selector, infos)
-        named = [info for info in infos if any(info.path[: len(start)] == start for start in starts)]
+    start = selector.path or ()
+    for number in _find_calls(selector, layer):
+        call = layer.calls[number]
+        calls = {"": call} if selector.function is None else _find_functions(selector.function, call)
+        named = [
+            (HookPoint(layer.name, number, info.path, selector.site, function), info)
+            for function, each in calls.items()
+            for info in each.get_boundary(selector.site).tensors
+            if info.path[: len(start)] == start
+        ]
         if not named:
             if selector.is_glob:
                 continue
-            raise _refused_error(selector, layer, call) or _no_tensor_error(selector, layer, infos, catalog)
-        for info in named:
-            point = HookPoint(layer.name, call, info.path, site)
+            raise _refused_error(selector, layer, number) or _no_tensor_error(selector, layer, call, catalog)
+        for point, info in named:
             yield SelectorMatch(point, info, _make_key(selector, layer, point, len(named) > 1), layer.type)
 
 
-def _find_starts(selector: Selector, infos: Sequence[TensorInfo]) -> list[tuple[str, ...]]:
-    """With what the paths begin that a selector names, of those that a call has."""
-    function, path = selector.function, selector.path or ()
-    if function is None:
-        return [path]
-    numbers = list(dict.fromkeys(info.path[1] for info in infos if info.path[0] == function.name))
+def _find_functions(function: FunctionCall, call: Call) -> Mapping[str, Call]:
+    """The functions of a call that have a name, or the one of a number, below 0 counted from the last."""
+    named = [each for each in call.functions if each.rpartition("#")[0] == function.name]
     if isinstance(function.number, int):
-        from_end = numbers[function.number] if -len(numbers) <= function.number < 0 else ""
-        numbers = [each for each in numbers if each in (str(function.number), from_end)]
-    return [(function.name, number, selector.site, *path) for number in numbers]
+        from_end = named[function.number] if -len(named) <= function.number < 0 else ""
+        named = [each for each in named if each in (f"{function.name}#{function.number}", from_end)]
+    return {each: call.functions[each] for each in named}
 
 
 def _find_calls(selector: Selector, layer: Layer) -> range | tuple[int, ...]:
@@ -242,13 +246,11 @@ def _describe_side(selector: Selector, layer: Layer) -> str:
     return f"the {side} of layer {escape(layer.name)}"
 
 
-def _no_tensor_error(
-    selector: Selector, layer: Layer, infos: tuple[TensorInfo, ...], catalog: Catalog
-) -> UnknownLayerError:
+def _no_tensor_error(selector: Selector, layer: Layer, call: Call, catalog: Catalog) -> UnknownLayerError:
     if selector.function is not None:
-        return _no_function_error(selector, layer, infos)
+        return _no_function_error(selector, selector.function, layer, call)
     side = _describe_side(selector, layer)
-    paths = [format_path(info.path) for info in infos]
+    paths = [format_path(info.path) for info in call.get_boundary(selector.site).tensors]
     if not paths and catalog.start:
         return UnknownLayerError(
             f"{side} does not follow from the output of {escape(catalog.start)} alone",
@@ -271,25 +273,25 @@ def _check_function(selector: Selector, catalog: Catalog) -> None:
     if not catalog.has_functions:
         raise SelectorError(
             f"{escape(selector.text)} names a function, and none can be had here",
-            hint="functions are for 'layers' of /extract, without 'resume'; name a layer",
+            hint="name a layer: forwards that resume give no functions",
         )
 
 
-def _no_function_error(selector: Selector, layer: Layer, infos: Sequence[TensorInfo]) -> UnknownLayerError:
-    if not infos:
+def _no_function_error(selector: Selector, function: FunctionCall, layer: Layer, call: Call) -> UnknownLayerError:
+    if not call.functions:
         return UnknownLayerError(
             f"layer {escape(layer.name)} calls no functions of its own",
             hint="GET /models/MODEL/layers?functions=true lists those that do",
         )
-    starts = _find_starts(replace(selector, path=None), infos)
-    if not starts:
-        functions = list(dict.fromkeys(split_function(info.path)[0] for info in infos))
+    named = _find_functions(function, call)
+    if not named:
+        functions = ", ".join([*call.functions][:20])
         return UnknownLayerError(
-            f"layer {escape(layer.name)} calls no such function", hint=f"functions here: {', '.join(functions[:20])}"
+            f"layer {escape(layer.name)} calls no such function", hint=f"functions here: {functions}"
         )
-    paths = [format_path(info.path[3:]) for info in infos if info.path[:3] in starts]
+    paths = [format_path(info.path) for each in named.values() for info in each.get_boundary(selector.site).tensors]
     return UnknownLayerError(
-        f"the {selector.site} of {escape('/'.join((layer.name, split_function(starts[0])[0])))} has nothing at "
+        f"the {SITES[selector.site].side} of {escape('/'.join((layer.name, next(iter(named)))))} has nothing at "
         f"{escape(format_path(selector.path or ()))}",
         hint=f"paths here: {', '.join(paths[:20])}" if any(paths) else "leave the path out",
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, TensorInfo
 from layertap.models.devices.devices import TORCH_DTYPES
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS
 from layertap.models.selection.hook_points import BY_AXIS, HookPoint, Objective, Operation, Reduction
@@ -22,6 +22,17 @@ class Tap:
 
     point: HookPoint
     info: TensorInfo
+
+
+def get_call(point: HookPoint, catalog: Catalog) -> Call:
+    """The call of a layer, or of its function, where a point is; LookupError where a forward of this shape has none."""
+    call = catalog.layers[point.layer].calls[point.call]
+    return call.functions[point.function] if point.function else call
+
+
+def get_boundary(point: HookPoint, catalog: Catalog) -> CallBoundary:
+    """The side of a call where a point is; LookupError where there is none."""
+    return get_call(point, catalog).get_boundary(point.site)
 
 
 @dataclass(frozen=True)
@@ -124,7 +135,7 @@ class Plan:
     the share of a whole forward's time spent by then; ``skipped`` are layers that globs matched but that never run.
     ``interventions`` has the changes that each one makes; ``objective`` is there where a gradient is asked for.
     ``extra`` captures are for changes of other inputs; ``left_out`` says of each tensor that globs matched, but that
-    can't be given, why.
+    can't be given, why; ``shared`` of each changed input that others read too, where it comes from.
     """
 
     results: tuple[Result, ...]
@@ -135,14 +146,20 @@ class Plan:
     objective: ResolvedObjective | None = None
     extra: frozenset[Capture] = frozenset()
     left_out: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """That tensors are left out, the first few by name."""
-        if not self.left_out:
-            return ()
-        names = "; ".join(self.left_out[:MAX_SHOWN]) + (" …" if len(self.left_out) > MAX_SHOWN else "")
-        return (f"{len(self.left_out)} matching tensors are left out: {names}",)
+        """That tensors are left out, or that a change does not reach all who read a value; the first few by name."""
+        warnings = {
+            f"{len(self.left_out)} matching tensors are left out": self.left_out,
+            "others read these inputs too, without the change": self.shared,
+        }
+        return tuple(
+            f"{warning}: {'; '.join(names[:MAX_SHOWN])}{' …' if len(names) > MAX_SHOWN else ''}"
+            for warning, names in warnings.items()
+            if names
+        )
 
     @cached_property
     def resolved_interventions(self) -> tuple[ResolvedIntervention, ...]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Literal
 
 from layertap.models.errors import SelectorError, escape
-from layertap.models.hooks.sites import REQUESTED, Site
+from layertap.models.hooks.sites import SITES, Site
 from layertap.models.selection.hook_points import FunctionCall, Selector, format_path
 
 MAX_TEXT = 512
-*_SITES, _LAST_SITE = map(repr, REQUESTED)
+*_SITES, _LAST_SITE = map(repr, SITES)
 SITE_HINT = f"use {', '.join(_SITES)} or {_LAST_SITE}"
 EXAMPLE = "for example 'layer4', 'layer3.*.bn2', 'relu#0', 'encoder[0]:input', 'layer1.0/add#0'"
 
@@ -25,7 +25,7 @@ def parse_selector(text: str) -> Selector:
     rest, site = _split_site(text)
     rest, path = _split_path(rest, text)
     name, colon, site_before = rest.rpartition(":")
-    if path is not None and colon and site_before in REQUESTED:
+    if path is not None and colon and site_before in SITES:
         right = escape(f"{name}{format_path(path)}:{site_before}", MAX_TEXT)
         raise SelectorError(f"in {escape(text)} the site stands before the path", hint=f"write {right}")
     rest, function = _split_function(rest, text)
@@ -55,7 +55,7 @@ def parse_call(text: str) -> int | Literal["*"]:
 
 def parse_site(text: str) -> Site:
     """A site by its name."""
-    for site in REQUESTED:
+    for site in SITES:
         if site == text:
             return site
     raise SelectorError(f"{escape(text)} is no site", hint=SITE_HINT)

@@ -93,6 +93,14 @@ class ExtractRequest:
         changes = (*self.interventions, *options.interventions)
         return replace(self, objective=options.objective or self.objective, interventions=changes)
 
+    def list_selectors(self) -> list[Selector]:
+        """What it names in a forward: to return, to change and to take for that, to differentiate."""
+        options = (InputOptions(self.objective, self.interventions), *self.input_options.values())
+        changes = [change for each in options for change in each.interventions]
+        named = [each.objective.selector for each in options if each.objective is not None]
+        named += [change.operation.source.selector for change in changes if change.operation.source is not None]
+        return [*self.selectors, *(change.selector for change in changes), *filter(None, named)]
+
     def digest_layers(self) -> str:
         """Eight hex digits for logs: the layers that it names, as it spells them, and the maps that it wants."""
         texts = [selector.text for selector in self.selectors]

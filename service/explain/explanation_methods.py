@@ -24,6 +24,7 @@ from layertap.models.hooks.sites import GRADIENTS, Site
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import (
     Explanation,
+    FunctionCall,
     HookPoint,
     Intervention,
     Method,
@@ -86,7 +87,9 @@ class MethodSpec:
 
 def make_selector(point: HookPoint, alias: str) -> Selector:
     """A selector that names a point and nothing else."""
-    return Selector(point.text, point.layer, point.call, point.path, point.site, alias=alias)
+    name, _, number = point.function.rpartition("#")
+    function = FunctionCall(name, int(number)) if name else None
+    return Selector(point.text, point.layer, point.call, point.path, point.site, alias=alias, function=function)
 
 
 def guide_gradients(catalog: Catalog, objective: ResolvedObjective) -> tuple[Intervention, ...]:
@@ -116,7 +119,7 @@ def find_unguided(catalog: Catalog) -> list[str]:
     return [
         name
         for name, layer in catalog.layers.items()
-        if any(tensor.path[0] == "relu" for call in layer.calls if call.functions for tensor in call.functions.tensors)
+        if any(function.startswith("relu#") for call in layer.calls for function in call.functions)
     ]
 
 

@@ -51,6 +51,11 @@ async def prepare(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Ex
     """
     explanation = _get_explanation(request)
     handle = await engine.get_handle(request.model, ticket)
+    if any(
+        each is not None and each.function is not None for each in (explanation.selector, *request.list_selectors())
+    ):
+        shapes = _get_model(handle, request).shapes
+        await engine.planner.survey(handle, shapes, ticket.deadline, functions=True)
     check = partial(map_requests.check_maps, request, explanation, _get_model(handle, request), engine.settings)
     await engine.run_in_thread(check, ticket.deadline)
     several = len(explanation.methods) > 1 or len(explanation.classes) > 1
@@ -227,7 +232,7 @@ def _warn(rows: Sequence[int], key: str, asked: MapRequest, taps: Sequence[Tap])
     if rows:
         shown = ", ".join(map(str, rows[:MAX_SHOWN])) + (" and others" if len(rows) > MAX_SHOWN else "")
         which = f"the maps of rows {shown} are" if len(rows) > 1 else f"the map of row {shown} is"
-        where = f"does layer {escape(taps[-1].point.layer)}" if asked.spec.takes_layer else "does anything"
+        where = f"does layer {escape(taps[-1].point.format_name())}" if asked.spec.takes_layer else "does anything"
         several = len(asked.explanation.methods) > 1 or asked.explanation.classes
         of_key = f"{key}: " if several else ""
         reason = f": at no position {where} speak for the objective" if asked.spec.has_objective else ""

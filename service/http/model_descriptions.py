@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from layertap.models.catalog.catalog import Layer, TensorInfo
 from layertap.models.gradients.resolve_objective import find_outputs
-from layertap.models.hooks.sites import Site, split_function
+from layertap.models.hooks.sites import Site
 from layertap.models.inputs.model_inputs import TextSpec
 from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry
@@ -130,13 +129,17 @@ def _describe_calls(layer: Layer, site: Site, *, with_source: bool = False) -> l
 
 def _describe_functions(layer: Layer) -> Json:
     """The functions that a layer's own forward calls, each by the part of a selector that names it."""
-    functions: dict[tuple[int, str], Json] = {}
-    for number, call in enumerate(layer.calls):
-        for tensor in call.get_boundary("function").tensors:
-            name, site, path = split_function(tensor.path)
-            function = functions.setdefault((number, name), {"call": number, "name": name, "outputs": [], "inputs": []})
-            function[f"{site}s"].append(_describe_tensor(replace(tensor, path=path)))
-    return {"functions": list(functions.values())}
+    functions = [
+        {
+            "call": number,
+            "name": name,
+            "outputs": [_describe_tensor(tensor) for tensor in function.output.tensors],
+            "inputs": [_describe_tensor(tensor) for tensor in function.input.tensors],
+        }
+        for number, call in enumerate(layer.calls)
+        for name, function in call.functions.items()
+    ]
+    return {"functions": functions}
 
 
 def _describe_tensor(tensor: TensorInfo) -> Json:

@@ -291,7 +291,7 @@ def test_addresses() -> None:
     assert digest_architecture(one, "s") == digest_architecture(other, "s")
 
 
-POINTS: dict[str, Any] = {"layer": "layer2", "call": 1, "path": ("0",), "site": "input"}
+POINTS: dict[str, Any] = {"layer": "layer2", "call": 1, "path": ("0",), "site": "input", "function": "add#0"}
 REDUCTIONS: dict[str, Any] = {
     "channels": (0, 1),
     "tokens": (0, 1),

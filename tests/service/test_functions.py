@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -216,22 +217,13 @@ REFUSED: dict[str, tuple[Json, str, str]] = {
     "attribute": ({"layers": ["block2/__init__#0"]}, "calls no such function", "functions here: add#0"),
     "expression": ({"layers": ["block2/(a+)+$"]}, "there is no layer 'block2/(a+)+$'", ""),
     "glob": ({"layers": ["*/softmax"]}, "none of which calls such a function", "functions=true"),
-    "gradient": (
-        {"layers": ["block2/add#0:grad_output"], "objective": {"kind": "logit"}},
-        "the site 'grad_output' is one of layers",
-        "use 'output' or 'input'",
-    ),
+    "attention": ({"layers": ["block2/add#0:attention"]}, "the site 'attention' is one of layers", "use 'output'"),
     "objective": (
-        {"layers": ["block1:grad_output"], "objective": {"kind": "layer", "layer": "block2/add#0"}},
-        "the objective is of layers, not of functions",
-        "name a layer",
+        {"layers": ["block3/add#0:grad_output"], "objective": {"kind": "layer", "layer": "block2/add#0"}},
+        "the objective does not depend on 'block3/add#0', which runs later",
+        "a layer before it",
     ),
-    "intervention": (
-        {"layers": ["pool"], "interventions": [{"layer": "block2/add#0", "op": "zero"}]},
-        "interventions are at layers, not at functions",
-        "name a layer",
-    ),
-    "verify": ({"layers": ["block2/add#0"], "verify": True}, "no layer's output is asked for", "ask for one"),
+    "all of a layer": ({"layers": ["block2/*"]}, "the pattern 'block2/*' matches no layer", "'block2/add'"),
 }
 
 
@@ -292,3 +284,71 @@ def test_workers(serve: Serve, mixers: Live) -> None:
                 },
             )
         assert live.client.get("/models/digits").json()["hooks"] == 0
+
+
+CHANGE = {"layer": "block2/add#0", "op": "scale", "by": 0.5, "channels": [1, 3]}
+
+
+def run_block2(live: Live, images: Array, factor: float = 1.0) -> tuple[torch.Tensor, ...]:
+    """In plain torch: the scores of digits with channels of its second block's sum scaled, that sum, its gradient."""
+    module = copy_digits(live)
+    block = module.block2
+    with torch.no_grad():
+        x = module.block1(torch.from_numpy(images))
+        total = block.bn2(block.conv2(block.bn1(block.conv1(x)).relu())) + block.downsample(x)
+        total[:, [1, 3]] *= factor
+    with torch.enable_grad():
+        scores = module.head(module.block3(total.requires_grad_().relu()).mean((2, 3)))
+        (gradient,) = torch.autograd.grad(scores[:, 3].sum(), total)
+    return scores.detach(), total.detach(), gradient
+
+
+def test_changes_and_gradients(mixers: Live) -> None:
+    """A function is changed, also for one input of several, differentiated, put back and taken from another input."""
+    wanted, *_ = run_block2(mixers, IMAGES, 0.5)
+    plain, total, gradient = run_block2(mixers, IMAGES)
+    close(arrays_of(extract(mixers, "head", interventions=[CHANGE])), {"head": wanted.numpy()})
+    inputs = [tensor(IMAGES[0]), {**tensor(IMAGES[1]), "interventions": [CHANGE]}, tensor(IMAGES[2])]
+    mixed = torch.stack([plain[0], wanted[1], plain[2]])
+    close(arrays_of(post_body(mixers, {"layers": ["head"], "inputs": inputs})), {"head": mixed.numpy()})
+    found = arrays_of(extract(mixers, "block2/add#0:grad_output", objective={"class": 3}))
+    close(found, {"block2/add#0:grad_output": gradient.numpy()})
+    assert extract(mixers, "block2/add#0", "block3", verify=True).json()["verified"]
+    patch = {"layer": "block2/add#0", "op": "replace", "from": {"input": 0}}
+    inputs = [tensor(IMAGES[0]), {**tensor(IMAGES[1]), "interventions": [patch]}]
+    (first, patched) = arrays_of(post_body(mixers, {"layers": ["head"], "inputs": inputs}))["head"]
+    np.testing.assert_allclose(first, patched, rtol=1e-5, atol=1e-6)
+    sent = [tensor(each) for each in total.numpy()]
+    found = arrays_of(post_body(mixers, {"layers": ["head"], "resume": "block2/add#0", "inputs": sent}))
+    close(found, {"head": plain.numpy()})
+
+
+def test_a_function_as_the_layer_of_a_map(mixers: Live) -> None:
+    """Grad-CAM of a block's sum: the weights are means of gradients there."""
+    _, total, gradient = run_block2(mixers, IMAGES)
+    wanted = (total * gradient.mean((2, 3), keepdim=True)).sum(1).relu().numpy()
+    inputs = [tensor(image) for image in IMAGES]
+    body = {"method": "grad_cam", "layer": "block2/add#0", "objective": {"class": 3}, "inputs": inputs}
+    found = arrays_of(mixers.client.post("/explain", json={**body, "encoding": "base64"}))["grad_cam"]
+    np.testing.assert_allclose(found / found.max(), wanted / wanted.max(), rtol=1e-3, atol=1e-4)
+
+
+def test_a_function_as_the_embedding(serve: Serve) -> None:
+    """A model's embedding may be what a function gives."""
+    with serve(configured(replace(OUTER, embedding="mixer/relu#0")), workers=1) as live:
+        x = np.random.default_rng(2).normal(size=(3, 4)).astype(np.float32)
+        body = {"inputs": [tensor(row) for row in x], "model": "outer", "encoding": "base64"}
+        of_default = arrays_of(live.client.post("/extract", json=body))
+        named = arrays_of(live.client.post("/extract", json={**body, "layers": ["mixer/relu#0", "mixer"]}))
+    assert of_default.keys() == {"mixer/relu#0"}
+    close(of_default, {"mixer/relu#0": named["mixer/relu#0"]})
+
+
+def test_an_input_that_others_read(mixers: Live) -> None:
+    """A change at an input that a function reads too is warned of, with what to change for both."""
+    change = {"layer": "block2.conv1:input", "op": "zero"}
+    reply = extract(mixers, "head", interventions=[change]).json()
+    assert reply["warnings"] == [
+        "others read these inputs too, without the change: 'block2.conv1:input' (for all of them change 'block1.2')"
+    ]
+    assert "warnings" not in extract(mixers, "head", interventions=[{**change, "layer": "block2:input"}]).json()

@@ -87,16 +87,15 @@ def make_receipt(
     """Where a result comes from; ``classes`` are those of its rows' highest scores, ``token_counts`` of its texts."""
     point, info, reduction = result.capture.point, result.capture.info, result.capture.reduction
     classes = classes if point.site in GRADIENTS else None
-    function, site, path = point.address
     axis = result.capture.reply_rows_axis
     entries = 1 if axis is None else result.capture.reduced_info.entries_per_row
     return Receipt(
         layer=point.layer,
         call=point.call,
         module=result.module,
-        function=function,
-        site=site,
-        path=format_path(path),
+        function=point.function,
+        site=point.site,
+        path=format_path(point.path),
         layout=info.layout,
         captured=result.capture.unpadded.shape_for(job.rows),
         dtype=info.dtype,

@@ -24,6 +24,7 @@ from layertap.models.resume.resumption import Resumption, find_start
 from layertap.models.selection.embedding import find_embedding, reduce_embedding
 from layertap.models.selection.hook_points import Selector
 from layertap.models.selection.plan import Capture, Plan, Result
+from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import Preprocessed, Shapes
 from layertap.service.engine.admit.admission import (
     check_count,
@@ -103,7 +104,7 @@ class Planner:
             resumption = await self._resume(request.resume, handle, tower.shapes, model.get_catalog(tower), deadline)
             inputs = tower.replace_by_output(resumption.takes)
         rows = predict_rows(items, inputs)
-        request = _name_embedding(request, model, rows.tower if resumption is None else tower)
+        request = await self._name_embedding(request, handle, rows.tower if resumption is None else tower, deadline)
         check_count(rows.count, self._settings)
         if resumption is None:
             catalog, catalog_shapes = await self._choose_catalog(request.for_input(input_index), handle, rows, deadline)
@@ -153,7 +154,8 @@ class Planner:
                 if lengths is not None:
                     likely, _ = await self._get_plan(planned, lengths, deadline)
                 check_reply_size(await self._scale(likely, shapes, tower, deadline), count, request.reply)
-            catalog = await self.survey(handle, model_shapes, deadline, functions=_names_functions(request))
+            functions = request.resume is None and _needs_functions(request)
+            catalog = await self.survey(handle, model_shapes, deadline, functions=functions)
             resumption = planned.resumption
             if request.resume is not None:
                 resumption = await self._resume(request.resume, handle, model_shapes, catalog, deadline)
@@ -196,6 +198,24 @@ class Planner:
             log.info("a model's forward raised", exc_info=error, extra={"fields": fields})
             raise
 
+    async def _name_embedding(
+        self, request: ExtractRequest, handle: ModelHandle, tower: ModelInputs, deadline: float
+    ) -> ExtractRequest:
+        """The request with the embedding that it asks for, if any, as its first selector."""
+        embedding, model = request.embedding, handle.model
+        if embedding is None:
+            return request
+        own = model.for_tower(tower).model_embedding
+        selector = own.selector if own is not None else None
+        if embedding.layer:  # named behind the model's name
+            catalog = model.get_catalog(tower)
+            if read_field("/model", lambda: parse_selector(embedding.layer)).function is not None:
+                catalog = await self.survey(handle, tower.shapes, deadline, functions=True)
+            selector = read_field("/model", lambda: find_embedding(embedding.layer, catalog))
+        if selector is None:
+            raise RequestError(f"model {model.spec.name} has no embedding", hint="name layers")
+        return replace(request, selectors=(reduce_embedding(selector, embedding), *request.selectors), embedding=None)
+
     async def _choose_catalog(
         self, request: ExtractRequest, handle: ModelHandle, rows: PredictedRows, deadline: float
     ) -> tuple[Catalog, Shapes | None]:
@@ -208,7 +228,7 @@ class Planner:
             catalog, shapes = (known, rows.shapes) if known else (model.catalogs.get_unsized(tower.shapes), None)
             if shapes is None and rows.uniform and _names_unseen_calls(request, catalog):
                 catalog, shapes = await self.survey(handle, rows.shapes, deadline), rows.shapes
-        if _names_functions(request):
+        if _needs_functions(request):
             catalog = await self.survey(handle, shapes or tower.shapes, deadline, functions=True)
             catalog = catalog if shapes else model.catalogs.get_unsized(tower.shapes)
         return catalog, shapes
@@ -231,6 +251,8 @@ class Planner:
         self, start: Selector, handle: ModelHandle, shapes: Shapes, catalog: Catalog, deadline: float
     ) -> Resumption:
         """How forwards of a shape continue from a layer; RequestError."""
+        if start.function is not None:
+            catalog = await self.survey(handle, shapes, deadline, functions=True)
         try:
             find = partial(find_start, start, catalog)  # a glob may take long
             return await handle.verify_resumption(await self._run_in_thread(find, deadline), shapes, deadline)
@@ -293,9 +315,12 @@ def find_tower(model: ModelInfo, selectors: Iterable[Selector]) -> ModelInputs:
     return next((tower for tower in reversed(towers) if tower.tower and runs_all(tower)), model.model_inputs)
 
 
-def _names_functions(request: ExtractRequest) -> bool:
-    """Whether a request names what functions take or return, which only a survey with functions shows."""
-    return any(selector.function is not None for selector in request.selectors)
+def _needs_functions(request: ExtractRequest) -> bool:
+    """Whether a request names what functions take or return, or changes what they may read too: a survey shows it."""
+    changes = [*request.interventions, *(each for own in request.input_options.values() for each in own.interventions)]
+    return any(selector.function is not None for selector in request.list_selectors()) or any(
+        change.selector.site == "input" for change in changes
+    )
 
 
 def _names_unseen_calls(request: ExtractRequest, catalog: Catalog) -> bool:
@@ -303,10 +328,7 @@ def _names_unseen_calls(request: ExtractRequest, catalog: Catalog) -> bool:
 
     It may run for another shape, which has to be surveyed first.
     """
-    selectors = [*request.selectors, *(change.selector for change in request.interventions)]
-    if request.objective is not None and request.objective.selector is not None:
-        selectors.append(request.objective.selector)
-    for selector in selectors:
+    for selector in request.list_selectors():
         layer = catalog.layers.get(selector.pattern)
         if layer is None:
             continue
@@ -314,20 +336,6 @@ def _names_unseen_calls(request: ExtractRequest, catalog: Catalog) -> bool:
         if not calls or (isinstance(selector.call, int) and not -calls <= selector.call < calls):
             return True
     return False
-
-
-def _name_embedding(request: ExtractRequest, model: ModelInfo, tower: ModelInputs) -> ExtractRequest:
-    """The request with the embedding that it asks for, if any, as its first selector."""
-    embedding = request.embedding
-    if embedding is None:
-        return request
-    own = model.for_tower(tower).model_embedding
-    selector = own.selector if own is not None else None
-    if embedding.layer:  # named behind the model's name
-        selector = read_field("/model", lambda: find_embedding(embedding.layer, model.get_catalog(tower)))
-    if selector is None:
-        raise RequestError(f"model {model.spec.name} has no embedding", hint="name layers")
-    return replace(request, selectors=(reduce_embedding(selector, embedding), *request.selectors), embedding=None)
 
 
 def _complete_texts(request: ExtractRequest, model: ModelInfo) -> ExtractRequest:

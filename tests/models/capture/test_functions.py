@@ -16,7 +16,7 @@ from layertap.models.hooks.attach import count_hooks
 from layertap.models.hooks.functions import get_function_name
 from layertap.models.planner import make_plan
 from layertap.models.selection.embedding import find_embedding
-from layertap.models.selection.hook_points import Intervention, Objective, Operation, Reduction, Selector
+from layertap.models.selection.hook_points import Objective, Reduction, Selector
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
 from tests.function_nets import Borrows, Branches, Fails, Halves, OnDevice, Outer, count_modes, mix
@@ -128,12 +128,9 @@ def test_a_borrowed_part() -> None:
     assert torch.equal(found["head"], x * 2 + x.flip(1) * 2)
     assert torch.equal(found["block/clone#1"], found["head"])
     assert torch.equal(found["block/mul#1"], found["head"] * 3)
-    names = {path[0] for path in (info.path for info in function_tensors(survey_functions(module), "block"))}
+    functions = survey_functions(module).layers["block"].calls[0].functions
+    names = {each.split("#")[0] for each in functions}
     assert names == {"mul", "clone", "add", "flip"}  # those of the borrowed part count as its own
-
-
-def function_tensors(catalog: Catalog, layer: str) -> tuple[object, ...]:
-    return catalog.layers[layer].calls[0].get_boundary("function").tensors
 
 
 def test_a_mode_of_the_models_own() -> None:
@@ -160,7 +157,7 @@ def test_after_a_part_that_raised() -> None:
 def test_numbers_that_depend_on_the_input() -> None:
     """A forward that calls fewer of a name than its survey is told; those that depend on the batch are not offered."""
     module = Branches()
-    assert function_tensors(survey_functions(module), ".") == ()
+    assert not survey_functions(module).layers["."].calls[0].functions
 
     class ByRow(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -194,8 +191,9 @@ REFUSED = {
     "mixer/split#0[2]": ("the output of 'mixer/split#0' has nothing at '[2]'", "paths here: [0], [1]"),
     "mixer/add#0[0]": ("the output of 'mixer/add#0' has nothing at '[0]'", "leave the path out"),
     "mixer.first/linear": ("calls no functions of its own", "?functions=true"),
-    "mixer/add#0:grad_output": ("the site 'grad_output' is one of layers", "use 'output' or 'input'"),
-    "mixer/add#0:attention": ("the site 'attention' is one of layers", "use 'output' or 'input'"),
+    "mixer/add#0:grad_output": ("needs an objective", "objective"),
+    "mixer/add#0:attention": ("the site 'attention' is one of layers", "use 'output' or 'input' or 'grad_output'"),
+    "mixer/*": ("matches no layer", "name the function, 'mixer/add'"),
     "mixer#1/add#0": ("runs once in a forward", "use #0"),
     "mixxer/add#0": ("there is no layer 'mixxer'", "mixer"),
     "mixer:function": ("'function' is no site", "use 'output'"),
@@ -213,13 +211,20 @@ def test_refusals(text: str) -> None:
     assert REFUSED[text][1] in (fault.hint or "")
 
 
-def test_only_captures() -> None:
-    """Functions are neither changed nor differentiated, and not looked up where a catalogue tells none."""
-    catalog, function = survey_functions(Outer()), parse_selector("mixer/add#0")
-    with pytest.raises(RequestError, match="at layers, not at functions"):
-        make_plan([parse_selector(".")], catalog, [Intervention(function, Operation("zero"))])
-    with pytest.raises(RequestError, match="of layers, not of functions"):
-        make_plan([parse_selector(".:grad_input")], catalog, objective=Objective("layer", selector=function))
+def test_order() -> None:
+    """A function has its own place in a forward: what runs behind the objective has no gradient by it."""
+    catalog = survey_functions(Outer())
+    objective = Objective("layer", selector=parse_selector("mixer/cat#0"))
+    for text in ("mixer/relu#0", "mixer.halves#1/flip", "./sub"):
+        make_plan([parse_selector(f"{text}:grad_output")], catalog, objective=objective)
+    for text in ("mixer/mul#1", "mixer.last", "mixer"):
+        with pytest.raises(RequestError, match="runs later"):
+            make_plan([parse_selector(f"{text}:grad_output")], catalog, objective=objective)
+
+
+def test_not_without_a_survey() -> None:
+    """Functions are not looked up where a catalogue tells none."""
+    function = parse_selector("mixer/add#0")
     with pytest.raises(RequestError, match="names a function, and none can be had here"):
         make_plan([function], survey_functions(Outer(), functions=False))
     with pytest.raises(RequestError, match="names a function, and none can be had here"):
@@ -237,7 +242,9 @@ def test_layers_whose_names_have_slashes() -> None:
         text: make_plan([parse_selector(text)], catalog).results[0].capture.point
         for text in ("a/add", "a/add#-1:input", "a/add/flip", "a/flip#0", "/")
     }
-    assert {text: (point.layer, point.call, *point.address) for text, point in points.items()} == {
+    assert {
+        text: (point.layer, point.call, point.function, point.site, point.path) for text, point in points.items()
+    } == {
         "a/add": ("a/add", 0, "", "output", ()),
         "a/add#-1:input": ("a/add", 0, "", "input", ()),
         "a/add/flip": ("a/add", 0, "flip#0", "output", ()),

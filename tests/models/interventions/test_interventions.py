@@ -372,7 +372,7 @@ REFUSED: dict[str, tuple[str, Operation, str]] = {
     "scale beyond float32": ("layer1", Operation("scale", by=1e39), "does not hold"),
     "not a number": ("layer1", Operation("add", value=float("nan")), "does not hold"),
     "no objective": ("layer1:grad_output", Operation("scale", by=0.5), "needs an objective"),
-    "site": ("layer1:grad_input", Operation("scale", by=0.5), "is not possible"),
+    "site": ("layer1:attention_grad", Operation("scale", by=0.5), "is not possible"),
     "name": ("layer9", Operation("zero"), "no layer"),
 }
 
