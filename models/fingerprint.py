@@ -32,7 +32,7 @@ RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step
 DECODE_RECIPES = {"fast": "fast 2"}  # of ways of decoding that made other pixels before
 SURVEYED = frozenset({"values", "longest", "long_axis", "example"})
 # Options of requests that earlier versions did not have: they go in where they are said.
-YOUNGER = frozenset({"reduction", "outputs", "edges"})
+YOUNGER = frozenset({"reduction", "outputs", "edges", "each", "metric", "row"})
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 

@@ -16,16 +16,16 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from layertap.models.registry import Registry
 from layertap.models.sources import python
 from layertap.service.config.configuration import Configuration, make_default_configuration, read_configuration
+from layertap.service.engine.admit.planned_work import WorkPlan
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.execute.processes import executors
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.models.model_updates import ModelUpdates
-from layertap.service.explain.planned_work import WorkPlan
 from layertap.service.explain.prober import Prober
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.http import openapi, problems
 from layertap.service.http.middleware import RequestContextMiddleware
-from layertap.service.http.routes import extract, health, models, pages
+from layertap.service.http.routes import extract, health, models, pages, sweep
 from layertap.service.http.tracing import RequestTracer
 from layertap.service.metrics import Metrics
 from layertap.service.oip import encoding as oip_encoding
@@ -36,7 +36,7 @@ from layertap.service.settings import Settings, read_settings
 from layertap.service.version import get_version
 
 ROUTERS = (
-    *(extract.router, models.router, health.router),
+    *(extract.router, sweep.router, models.router, health.router),
     *(openai_routes.router, oip_routes.router),
 )
 EXPOSED = (  # headers of a reply that pages of other origins may read

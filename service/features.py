@@ -43,6 +43,7 @@ class Receipt:
     cast to. ``prefix_tokens`` stand before the patches, of tokens or of attention's keys; ``grid_size`` are the rows
     and columns of these, where they are known. ``probe`` is what the fixed input gives there, where it was asked for.
     ``method``: of which explanation the result is the map.
+    ``metric``: of a sweep, the kind of objective that was measured; ``axes`` are those behind the inputs.
     ``preprocessed`` is "caller" where rows were sent as tensors, "mixed" where only some were.
     """
 
@@ -83,6 +84,8 @@ class Receipt:
     prefix_tokens: int = 0
     grid_size: GridSize | None = None
     method: str = ""
+    metric: str = ""
+    axes: tuple[str, ...] | None = None
     probe: Probe | None = None
     fingerprints: tuple[str, ...] | None = None
 
@@ -115,6 +118,15 @@ class TopClass:
 
 
 @dataclass(frozen=True)
+class TopEffect:
+    """One of an input's largest effects in a sweep: where, indices along the result's axes, edited less unedited."""
+
+    key: str
+    index: tuple[int, ...]
+    effect: float
+
+
+@dataclass(frozen=True)
 class Features:
     """The results of one request.
 
@@ -125,7 +137,8 @@ class Features:
     features of a single input, beside others of other shapes; ``by_input`` are the keys of results of one such input.
     ``tokens`` counts those of all texts, special ones among them, padding not; ``cut`` says how many were left out of
     each row's text, () where none was.
-    ``top_classes`` has each row's best classes, the best one first, where they were asked for.
+    ``top_classes`` has each row's best classes, the best one first, ``top_effects`` its largest effects, where they
+    were asked for.
     """
 
     model: str
@@ -143,6 +156,7 @@ class Features:
     tokens: int = 0
     cut: tuple[int, ...] = ()
     top_classes: tuple[tuple[TopClass, ...], ...] = ()
+    top_effects: tuple[tuple[TopEffect, ...], ...] = ()
 
     def has_at_most(self, results: int, numbers: int) -> bool:
         """Whether it has so few results, and so few numbers in all."""

@@ -66,6 +66,26 @@ class ExplainOptions(CallOptions, total=False):
     rule: Literal["vit-explain", "pytorch-grad-cam"]
 
 
+class SweepOptions(CallOptions, total=False):
+    """What may be said of a sweep: what is tried one by one, and the numbers of its operation."""
+
+    each: str | Sequence[str]
+    values: Sequence[float]
+    top: int
+    by: float
+    value: float
+    min: float
+    max: float
+    std: float
+    seed: int
+    tensor: Any
+    source: int | Mapping[str, Any] | None
+    region: Sequence[int]
+    interventions: Sequence[Mapping[str, Any]]
+    prompt: str | None
+    truncate: Literal["none", "start", "end"] | None
+
+
 def build_request(path: str, inputs: Inputs | None, fields: Mapping[str, Any], accept: str) -> Request:
     """The request for some inputs, ``None`` for a dry run without; reads files, encodes. InputError."""
     plain = {name: to_plain(value) for name, value in fields.items() if value is not None}

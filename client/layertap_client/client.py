@@ -84,6 +84,7 @@ class Client(Connection):
 
     extract = blocking(operations.extract)
     explain = blocking(operations.explain)
+    sweep = blocking(operations.sweep)
     post = blocking(operations.post)
     get = blocking(operations.get)
     dry_run = blocking(operations.dry_run)
@@ -170,6 +171,7 @@ class AsyncClient(Connection):
 
     extract = awaitable(operations.extract)
     explain = awaitable(operations.explain)
+    sweep = awaitable(operations.sweep)
     post = awaitable(operations.post)
     get = awaitable(operations.get)
     dry_run = awaitable(operations.dry_run)

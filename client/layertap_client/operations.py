@@ -12,6 +12,7 @@ from layertap_client.bodies import (
     SAFETENSORS,
     ExplainOptions,
     ExtractOptions,
+    SweepOptions,
     build_request,
 )
 from layertap_client.errors import BadReplyError
@@ -63,6 +64,24 @@ def explain(
     return read_result(reply)
 
 
+def sweep(
+    session: Session, /, inputs: Inputs, layers: LayerSpecs, op: str, **options: Unpack[SweepOptions]
+) -> Steps[Result]:
+    """A metric with one edit tried at each layer, and at ``each`` "channel", "head", "query", "key" or "token" of it.
+
+    The arrays are (inputs, axes …) under the layers' names, and the unedited metric under "metric"; ``top`` gives that
+    many ``top_effects`` of each input. ``op`` is an intervention's, with its numbers among ``options``, or ``values``
+    to try; ``objective`` is the metric. ``source`` is the input whose values are put in: its index, or the body's
+    ``from``.
+    ``inputs`` and ``layers`` as of ``extract``. LayertapError.
+    """
+    fields: dict[str, Any] = {**options, "layers": list_layers(layers), "op": op}
+    timeout, source = fields.pop("timeout", None), fields.pop("source", None)
+    fields["from"] = {"input": source} if isinstance(source, int) else source
+    reply = yield from post(session, "/sweep", inputs, fields, accept=SAFETENSORS, timeout=timeout)
+    return read_result(reply)
+
+
 def dry_run(
     session: Session,
     /,
@@ -91,7 +110,7 @@ def post(
 ) -> Steps[Reply]:
     """The reply to inputs as it came, in a format that no ``Result`` is made of: a picture, an npz, Arrow, JSON.
 
-    ``path``: "/extract" or "/explain"; ``fields``: those of its body, without inputs; ``accept``: a media type.
+    ``path``: "/extract", "/explain" or "/sweep"; ``fields``: those of its body, without inputs; ``accept``: a type.
     """
     request = yield from _build(session, path, inputs, fields, accept)
     return (yield from session.exchange(request, timeout))

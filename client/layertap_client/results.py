@@ -28,7 +28,7 @@ class Result(Mapping[str, Array]):
     copy what is small and to be kept. ``scales`` has for each int8 array float32 factors along axis 0. ``rows`` counts
     the inputs that were used, ``skipped`` has the places of the others and ``errors`` why. ``receipts`` says where each
     array came from, ``fingerprint`` is that of the whole reply; ``fingerprints`` has those of its arrays. ``attempts``
-    counts how often the request was sent.
+    counts how often the request was sent. ``top_effects``: of a sweep, each input's largest.
     """
 
     arrays: Mapping[str, Array]
@@ -44,6 +44,7 @@ class Result(Mapping[str, Array]):
     verified: bool = False
     request_id: str = ""
     attempts: int = 1
+    top_effects: tuple[tuple[Mapping[str, Any], ...], ...] = ()
 
     def __getitem__(self, name: str) -> Array:
         return self.arrays[name]
@@ -85,6 +86,7 @@ def read_result(reply: Reply) -> Result:
         faults = read_faults(json.loads(metadata.get("errors", "[]")))
         interventions = json.loads(metadata.get("interventions", "[]"))
         warnings = json.loads(metadata.get("warnings", "[]"))
+        effects = json.loads(metadata.get("top_effects", "[]"))
         rows = int(metadata.get("rows", 0))
     except ValueError as error:
         raise BadReplyError(f"the reply's metadata can't be read: {error}") from None
@@ -104,6 +106,7 @@ def read_result(reply: Reply) -> Result:
         reply.headers.get("x-layertap-verified") == "true",
         reply.headers.get("x-request-id", ""),
         reply.attempts,
+        tuple(map(tuple, effects)),
     )
 
 

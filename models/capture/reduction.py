@@ -16,6 +16,7 @@ from torch import Tensor
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.devices.devices import DTYPES
+from layertap.models.gradients.anchors import compute_objectives
 from layertap.models.hooks.tensor_tree import to_plain
 from layertap.models.selection.hook_points import BY_AXIS, Reduction
 from layertap.models.selection.poolings import POOLINGS
@@ -51,7 +52,7 @@ def reduce(captured: RowTensor, reduction: Reduction, length: int | None = None)
     count from the row's first own token, negative ones from its last. InputError where it has no such token.
     """
     part = captured
-    if captured.token_mask is not None and captured.info.token_axes:
+    if captured.token_mask is not None and captured.info.token_axes and reduction.metric is None:
         if _is_of_whole_rows(captured.info, reduction):
             if captured.is_padded:
                 return _reduce_row_by_row(_align_kept(captured, reduction, length), reduction)
@@ -63,6 +64,8 @@ def reduce(captured: RowTensor, reduction: Reduction, length: int | None = None)
 
 def apply_reduction(captured: RowTensor, reduction: Reduction) -> ReducedTensor:
     """The numbers of a reduction, in whatever memory they are: of the captured tensor, where they are its own."""
+    if reduction.metric is not None:
+        return ReducedTensor(compute_objectives(captured, reduction.metric).to(torch.float32).contiguous())
     value = replace(captured, value=to_plain(captured.value)).index_select(reduction.indices_by_axis)
     rows = replace(captured, value=value)
     if reduction.stats is not None:

@@ -88,10 +88,20 @@ class GradientAnchors:
 
 def compute_objective(rows: RowTensor, objective: Objective) -> Tensor:
     """The sum of an objective over a request's rows, in float32 or wider; each row's is that of it without padding."""
+    sums = [each.sum() for each in _compute_parts(rows, objective)]
+    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+
+
+def compute_objectives(rows: RowTensor, objective: Objective) -> Tensor:
+    """An objective of each of a request's rows, (rows,), in float32 or wider, of each without padding."""
+    parts = [each.flatten() for each in _compute_parts(rows, objective)]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _compute_parts(rows: RowTensor, objective: Objective) -> list[Tensor]:
     rows = replace(rows, value=to_floating(rows.value))
     parts = rows.strip() if rows.is_padded else (rows,)
-    sums = [OBJECTIVES[objective.kind].compute(each.at(objective.position), objective).sum() for each in parts]
-    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+    return [OBJECTIVES[objective.kind].compute(each.at(objective.position), objective) for each in parts]
 
 
 def _collect_nodes(end: Tensor) -> set[Any]:

@@ -21,7 +21,7 @@ from layertap.models.selection.hook_points import LossReduction, Objective, Obje
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """A kind of objective; ``compute`` gets a request's rows in float32 or wider.
+    """A kind of objective; ``compute`` gets a request's rows in float32 or wider, and gives a number for each row.
 
     ``of_classes``: it needs an output (rows, classes), and takes a class. ``layer``: whether it takes the name of a
     layer in place of the model's output. ``target``: what may be given in place of a class. ``takes_terms``: so may
@@ -64,7 +64,7 @@ def _kl_div(rows: RowTensor, objective: Objective) -> Tensor:
     """KL(target ‖ probabilities)."""
     scale = rows.value.shape[1] if objective.reduction == "mean" else 1
     logarithms = _LOGARITHMS[objective.outputs](rows.value)
-    return kl_div(logarithms, _make_target(rows, objective), reduction="sum") / scale
+    return kl_div(logarithms, _make_target(rows, objective), reduction="none").sum(1) / scale
 
 
 def _mse(rows: RowTensor, objective: Objective) -> Tensor:
@@ -73,7 +73,7 @@ def _mse(rows: RowTensor, objective: Objective) -> Tensor:
 
 
 def _sum(rows: RowTensor, objective: Objective) -> Tensor:
-    return rows.value.sum()
+    return rows.group().flatten(1).sum(1)
 
 
 def _mean(rows: RowTensor, objective: Objective) -> Tensor:
@@ -129,9 +129,17 @@ def _weigh(values: Tensor, terms: Terms) -> Tensor:
 
 def _make_target(rows: RowTensor, objective: Objective) -> Tensor:
     """A number for each row and class; the target of a class is one-hot."""
+    if objective.target == "unedited":  # of the unedited row itself
+        return make_target(rows.value, objective)
     if objective.target is not None:
         return rows.value.new_tensor(objective.target).expand_as(rows.value)
     return one_hot(_get_classes(rows, objective), rows.value.shape[1]).to(rows.value.dtype)
+
+
+def make_target(scores: Tensor, objective: Objective) -> Tensor:
+    """What an objective's target "unedited" is of the scores (rows, classes) of unedited rows."""
+    is_distribution = OBJECTIVES[objective.kind].target == "distribution"
+    return _PROBABILITIES[objective.outputs](scores) if is_distribution else scores
 
 
 def _get_classes(rows: RowTensor, objective: Objective) -> Tensor:

@@ -175,6 +175,8 @@ def _check_target(objective: Objective) -> None:
     if allowed == "refused" or objective.klass is not None:
         kinds = ", ".join(repr(kind) for kind, spec in OBJECTIVES.items() if spec.target != "refused")
         raise SelectorError(f"'target' is for kinds {kinds}, in place of a class", hint="give one of them")
+    if objective.target == "unedited":
+        return
     total = sum(objective.target)
     if allowed == "distribution" and not (
         isfinite(total) and min(objective.target, default=-1.0) >= 0 and abs(total - 1) <= SPREAD
@@ -189,7 +191,7 @@ def _check_classes(objective: Objective, info: TensorInfo, lengths: TextLengths 
             f"objective {escape(objective.kind)} is the same for every input: the output has a single score",
             hint='use kind "logit", the score itself, or "binary", its sigmoid',
         )
-    if objective.target is not None:
+    if isinstance(objective.target, tuple):
         if info.token_axes and lengths is not None:  # a class for each token
             check_shape("'target'", info, lengths, lambda part: part.shape[1:], (len(objective.target),))
         elif len(objective.target) != classes:

@@ -1,14 +1,13 @@
 """How a value in flight is changed: a function and a row of a table for each operation.
 
-A function gets the part of one request's rows that is to change, and the number of the first of them in the request; it
-gives the part changed, in memory of its own; differentiable.
+A function gets the values that are to change, and what they are changed by, where that is a tensor; it gives the values
+changed, in memory of their own; differentiable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor
+from layertap.models.hooks.sites import AXES
 from layertap.models.selection.hook_points import Op, Operation, TensorData
 
 
@@ -23,10 +23,10 @@ from layertap.models.selection.hook_points import Op, Operation, TensorData
 class OperationSpec:
     """An operation and its parameters, fields of ``Operation``: one or more of each group, and optional ones.
 
-    ``by_row``: each row gets something of its own.
+    ``by_row``: each row gets something of its own: noise.
     """
 
-    change: Callable[[RowTensor, Operation, int], Tensor]
+    change: Callable[[Tensor, Operation, Tensor | None], Tensor]
     needs: tuple[tuple[str, ...], ...] = ()
     optional: tuple[str, ...] = ()
     by_row: bool = False
@@ -37,54 +37,31 @@ class OperationSpec:
         return frozenset(name for group in (*self.needs, self.optional) for name in group)
 
 
-def _zero(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
-    return _fill(part, 0.0)
+def _zero(value: Tensor, operation: Operation, operand: Tensor | None) -> Tensor:
+    return torch.zeros_like(value)
 
 
-def _scale(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
-    if operation.tensor is not None:
-        return part.value * _repeat(part, operation.tensor)
-    return part.value * (1.0 if operation.by is None else operation.by)
+def _scale(value: Tensor, operation: Operation, operand: Tensor | None) -> Tensor:
+    if operand is not None:
+        return value * operand
+    return value * (1.0 if operation.by is None else operation.by)
 
 
-def _add(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
-    if operation.tensor is not None:
-        return part.value + _repeat(part, operation.tensor)
-    return part.value + (operation.value or 0.0)
+def _add(value: Tensor, operation: Operation, operand: Tensor | None) -> Tensor:
+    return value + (operand if operand is not None else operation.value or 0.0)
 
 
-def _clamp(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
-    return part.value.clamp(operation.min, operation.max)
+def _clamp(value: Tensor, operation: Operation, operand: Tensor | None) -> Tensor:
+    return value.clamp(operation.min, operation.max)
 
 
-def _replace(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
-    if operation.tensor is not None:
-        return _repeat(part, operation.tensor)
-    return _fill(part, operation.value or 0.0)
+def _replace(value: Tensor, operation: Operation, operand: Tensor | None) -> Tensor:
+    return operand if operand is not None else torch.full_like(value, operation.value or 0.0)
 
 
-def _noise(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
-    """Standard normal numbers by the seed and each row's own number, drawn on the CPU: every device gets the same."""
-    shape = part.select((0, 1)).value.shape
-    numbers = range(row_offset, row_offset + part.rows) if prod(shape) else ()
-    seeds = ((operation.seed or 0) + number for number in numbers)
-    rows = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-    noise = part.concat(rows).to(part.value) if rows else part.value
-    return part.value + noise * (1.0 if operation.std is None else operation.std)
-
-
-def _fill(part: RowTensor, value: float) -> Tensor:
-    return torch.full_like(part.value, value)
-
-
-def _repeat(part: RowTensor, data: TensorData) -> Tensor:
-    """A tensor from outside, which is one row's or broadcasts to that, for each row."""
-    numbers = np.frombuffer(data.data, "<f4").reshape(data.shape).astype(np.float32, copy=True)
-    row, axis = torch.from_numpy(numbers).to(part.value), part.info.row_axis
-    if axis is None or part.info.entries_per_row > 1:
-        return part.concat([row.broadcast_to(part.select((0, 1)).value.shape).contiguous()] * part.rows)
-    shape = part.value.shape[:axis] + part.value.shape[axis + 1 :]
-    return part.concat([row.broadcast_to(shape).unsqueeze(axis)] * part.rows)
+def _noise(value: Tensor, operation: Operation, operand: Tensor | None) -> Tensor:
+    noise = value if operand is None else operand
+    return value + noise * (1.0 if operation.std is None else operation.std)
 
 
 OPERATIONS: Mapping[Op, OperationSpec] = {
@@ -92,9 +69,9 @@ OPERATIONS: Mapping[Op, OperationSpec] = {
     "scale": OperationSpec(_scale, needs=(("by", "tensor"),)),
     "add": OperationSpec(_add, needs=(("value", "tensor"),)),
     "clamp": OperationSpec(_clamp, needs=(("min", "max"),)),
-    "relu": OperationSpec(lambda part, operation, row_offset: part.value.relu()),
-    "square": OperationSpec(lambda part, operation, row_offset: part.value.square()),
-    "tanh": OperationSpec(lambda part, operation, row_offset: part.value.tanh()),
+    "relu": OperationSpec(lambda value, operation, operand: value.relu()),
+    "square": OperationSpec(lambda value, operation, operand: value.square()),
+    "tanh": OperationSpec(lambda value, operation, operand: value.tanh()),
     "replace": OperationSpec(_replace, needs=(("value", "tensor"),)),
     "noise": OperationSpec(_noise, needs=(("std",),), optional=("seed",), by_row=True),
 }
@@ -104,19 +81,20 @@ def apply_operation(rows: RowTensor, operation: Operation, row_offset: int) -> T
     """A request's rows of a tensor after an operation, in memory of their own; differentiable.
 
     The first of them is row ``row_offset`` of its request: noise is drawn row by row, from the seed and the row's
-    number, so that it does not depend on how rows are batched. Tokens that only pad a row stay as they are.
+    number, so that it does not depend on how rows are batched. With ``each`` a row's number is that of the entry which
+    changes in it. Tokens that only pad a row stay as they are.
     """
     if not rows.is_padded:
-        change = OPERATIONS[operation.op].change
+        change = _change_each if operation.each else _change_rows
 
-        def change_rows(part: Tensor) -> Tensor:
+        def change_part(part: Tensor) -> Tensor:
             return change(replace(rows, value=part), operation, row_offset)
 
         axes = []
         for letter, indices in operation.indices_by_axis.items():
             size = rows.info.size(letter)
             axes.append((rows.info.axis(letter), [index + size if index < 0 else index for index in indices]))
-        return _change_part(rows.value, axes, change_rows)
+        return _change_part(rows.value, axes, change_part)
     changed = []
     for number, tokens in enumerate(rows.list_own_tokens()):
         row, info = rows.select((number, number + 1)), rows.info.with_length(len(tokens[0][1]))
@@ -132,6 +110,73 @@ def compute_part_shape(info: TensorInfo, operation: Operation) -> tuple[int, ...
     """The shape of the part of one row that an operation changes: what ``replace`` takes; no axis for a single row."""
     shape = info.index_select(operation.indices_by_axis).shape
     return tuple(size for axis, size in enumerate(shape) if axis != info.row_axis or info.entries_per_row > 1)
+
+
+def count_entries(info: TensorInfo, operation: Operation) -> tuple[int, ...]:
+    """How many entries are changed one by one along each axis of ``each``, in a tensor of one row."""
+    part = info.index_select(operation.indices_by_axis)
+    return tuple(part.size(AXES[option]) for option in operation.each or ())
+
+
+def _change_rows(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
+    """All of a part changed."""
+    operand: Tensor | None = None
+    if operation.tensor is not None:
+        operand = _repeat(part, operation.tensor)
+    elif OPERATIONS[operation.op].by_row and part.select((0, 1)).value.numel():
+        shape = part.select((0, 1)).value.shape
+        numbers = range(row_offset, row_offset + part.rows) if operation.row is None else (operation.row,)
+        drawn = [_draw(shape, operation, number) for number in numbers]
+        operand = part.concat(drawn * (part.rows // len(drawn))).to(part.value)
+    return OPERATIONS[operation.op].change(part.value, operation, operand)
+
+
+def _change_each(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
+    """A part in which each row has one entry changed, along one axis or several: that of the row's own number.
+
+    All rows in one step, so that the cost does not depend on how many entries there are.
+    """
+    info, device = part.info, part.value.device
+    if info.row_axis is None or not part.value.numel():
+        raise ValueError("entries are changed one by one in tensors of single rows")
+    axes = [info.row_axis, *(info.axis(AXES[option]) for option in operation.each or ())]
+    front = list(range(len(axes)))
+    changed = part.value.clone()
+    view = changed.movedim(axes, front)
+    numbers = torch.arange(row_offset, row_offset + part.rows, device=device)
+    entries = torch.unravel_index(numbers, view.shape[1 : len(axes)])
+    index = (torch.arange(part.rows, device=device), *entries)
+    chosen, operand = view[index], None
+    if operation.tensor is not None:
+        rows = _read_row(part, operation.tensor).unsqueeze(info.row_axis).movedim(axes, front)
+        operand = rows[torch.zeros_like(numbers), *entries]
+    elif OPERATIONS[operation.op].by_row:
+        operand = _draw(chosen.shape[1:], operation, operation.row or 0).to(chosen).expand_as(chosen)
+    view[index] = OPERATIONS[operation.op].change(chosen, operation, operand)
+    return changed
+
+
+def _draw(shape: Sequence[int], operation: Operation, number: int) -> Tensor:
+    """Standard normal numbers by the seed and a row's number, drawn on the CPU: every device gets the same."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed((operation.seed or 0) + number))
+
+
+def _repeat(part: RowTensor, data: TensorData) -> Tensor:
+    """A tensor from outside for each row, in memory of its own."""
+    axis = part.info.row_axis
+    row = _read_row(part, data)
+    if axis is not None and part.info.entries_per_row == 1:
+        row = row.unsqueeze(axis)
+    return part.concat([row.contiguous()] * part.rows)
+
+
+def _read_row(part: RowTensor, data: TensorData) -> Tensor:
+    """A tensor from outside, which is one row's or broadcasts to that, without an axis of single rows."""
+    numbers = np.frombuffer(data.data, "<f4").reshape(data.shape).astype(np.float32, copy=True)
+    row, axis = torch.from_numpy(numbers).to(part.value), part.info.row_axis
+    if axis is None or part.info.entries_per_row > 1:
+        return row.broadcast_to(part.select((0, 1)).value.shape)
+    return row.broadcast_to(part.value.shape[:axis] + part.value.shape[axis + 1 :])
 
 
 def _change_part(

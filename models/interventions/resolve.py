@@ -129,6 +129,19 @@ def _check_part(
             f"the rows of {name} do not stand one after the other, so none gets a tensor or noise of its own",
             hint="change another layer",
         )
+    for option in operation.each or ():
+        if info.row_axis is None or info.crosses_rows or info.entries_per_row > 1:
+            raise SelectorError(
+                f"{name} has not one entry for each input", hint="leave 'each' out, or name another layer"
+            )
+        if not info.has_axis(AXES[option]):
+            known = [each for each, letter in AXES.items() if info.has_axis(letter)]
+            raise SelectorError(
+                f"{name}, layout {info.layout or 'unknown'}, has no {option}",
+                hint=f"try {' or '.join(repr(each.removesuffix('s')) for each in known)}"
+                if known
+                else "leave 'each' out",
+            )
     for option, indices in operation.indices.items():
         check_indices(name, with_common_length(info, lengths), option, indices, catalog.sizes_known)
         if indices and min(indices) < 0 <= max(indices) and _differ_in_length(info, AXES[option], lengths):

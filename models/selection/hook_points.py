@@ -92,7 +92,7 @@ class Reduction:
     end; the last three are of attention. The order of steps is the order of fields. ``normalize`` is L2 over the last
     axis of a pooled result. ``stats`` are columns in the order given, in place of pooling and all that follows it: of
     each row, or of each channel or head of it (``by``); ``over``: of all rows of the request together; ``edges``: of
-    the histogram's bins.
+    the histogram's bins. ``metric`` is the number of each row that an objective gives, in place of all else.
     """
 
     channels: tuple[int, ...] | None = None
@@ -107,6 +107,7 @@ class Reduction:
     pool: Pool = "none"
     normalize: bool = False
     dtype: ReplyDType = "float32"
+    metric: Objective | None = None
 
     @property
     def indices(self) -> dict[str, tuple[int, ...]]:
@@ -121,7 +122,7 @@ class Reduction:
     @property
     def is_by_row(self) -> bool:
         """Whether the result has one entry for each input on axis 0, however the tensor holds its rows."""
-        return self.pool != "none" or self.stats is not None
+        return self.pool != "none" or self.stats is not None or self.metric is not None
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,8 @@ class Operation:
 
     ``channels`` to ``keys`` are indices along their axis, the last three of attention; ``region`` is top, left, bottom,
     right in the layer's own pixels, the last two not included. Each is everything where None. ``source`` says of which
-    input a tensor is taken.
+    input a tensor is taken. ``each`` names options whose indices are changed one by one, row by row; ``row``: all rows
+    get the noise of that one.
     """
 
     op: Op
@@ -212,6 +214,8 @@ class Operation:
     keys: tuple[int, ...] | None = None
     region: tuple[int, int, int, int] | None = None
     source: TensorSource | None = None
+    each: tuple[str, ...] | None = None
+    row: int | None = None
 
     @property
     def indices(self) -> dict[str, tuple[int, ...]]:
@@ -246,11 +250,12 @@ class Objective:
     ``position`` is where it looks: a token of each row, or the row and the column of a map. Below 0 they count from the
     end. ``reduction`` is that of a row's loss over its classes (None: the kind's own).
     ``outputs``: what the numbers of classes are (None: logits).
+    A ``target`` "unedited" is what the same input gives without the edits of a sweep.
     """
 
     kind: ObjectiveKind = "logit"
     klass: int | Literal["top"] | Terms | None = None
-    target: tuple[float, ...] | None = None
+    target: tuple[float, ...] | Literal["unedited"] | None = None
     selector: Selector | None = None
     channel: int | Terms | None = None
     position: tuple[int, ...] | None = None
@@ -264,6 +269,22 @@ class InputOptions:
 
     objective: Objective | None = None
     interventions: tuple[Intervention, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Edits that are tried one by one: at each of ``places`` (whose operations name what is tried ``each`` by itself).
+
+    ``axes`` are the names of what is tried one by one.
+    ``values`` are tried in place of the operation's own number, ``number``. ``top``: how many of an input's largest
+    effects are named.
+    """
+
+    places: tuple[Intervention, ...]
+    axes: tuple[str, ...] = ()
+    number: str = ""
+    values: tuple[float, ...] = ()
+    top: int = 0
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,8 @@ class Capture(Tap):
         info, reduction, pooling = self.unpadded, self.reduction, POOLINGS[self.reduction.pool]
         shape = info.index_select(reduction.indices_by_axis).shape
         channels = shape[info.axis("C")] if info.has_axis("C") else 1
+        if reduction.metric is not None:
+            return TensorInfo(info.path, (1,), "float32")
         if reduction.stats is not None:
             columns = len(list_columns(reduction.stats, reduction.edges))
             shape = (1, columns) if reduction.by is None else (1, shape[info.axis(BY_AXIS[reduction.by])], columns)
@@ -88,8 +90,9 @@ class Capture(Tap):
     @property
     def is_float(self) -> bool:
         """Whether the reduced values are floating."""
-        averages = POOLINGS[self.reduction.pool].averages or self.reduction.stats is not None
-        return self.info.is_floating or averages or self.reduction.normalize
+        reduction = self.reduction
+        averages = POOLINGS[reduction.pool].averages or reduction.stats is not None or reduction.metric is not None
+        return self.info.is_floating or averages or reduction.normalize
 
     @property
     def is_scaled(self) -> bool:

@@ -148,7 +148,8 @@ class Job:
     """Rows of a request that are ready to run: what the batcher, their forwards and their reply need of them.
 
     ``depth``: the share of a whole forward's cost up to its deepest layer. ``row_bytes``: bytes captured of each row.
-    ``isolated``: no other job shares its forwards. ``unsplittable``: all its rows run in one, alone. The batcher
+    ``isolated``: no other job shares its forwards. ``unsplittable``: all its rows run in one, alone. ``work_rows`` are
+    those of all jobs of a request that queues them a few at a time. The batcher
     sets the times, on its own clock: the job with the least ``due_at`` is first. ``taken_rows`` are in batches already;
     ``slowdown``: measured seconds of its last batch, divided by the expected ones.
 
@@ -172,6 +173,7 @@ class Job:
     deadline: float = math.inf
     isolated: bool = False
     unsplittable: bool = False
+    work_rows: int = 0
 
     taken_rows: int = 0
     enqueued_at: float = 0.0
@@ -218,8 +220,8 @@ class Job:
 
     @property
     def is_large(self) -> bool:
-        """Whether it needs more than one efficient forward."""
-        return self.rows > self.key.efficient_rows
+        """Whether it, or the work that it is a part of, needs more than one efficient forward."""
+        return max(self.rows, self.work_rows) > self.key.efficient_rows
 
     @property
     def yields(self) -> bool:

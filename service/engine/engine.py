@@ -138,6 +138,14 @@ class Engine:
 
         return await _ask_again(request, prepare)
 
+    async def run_jobs(self, jobs: list[Job], handle: ModelHandle, ticket: Ticket) -> list[Answer]:
+        """Planned jobs of a model, with what their forwards gave; they wait in its queue like those of any request."""
+        with ticket.queue_rows(handle, sum(job.rows for job in jobs)):
+            answers = await self._run(jobs, ticket.deadline)
+        for job in jobs:
+            self.metrics.count_answered(job.key.name, job.rows)
+        return answers
+
     async def fetch(self, request: ExtractRequest, ticket: Ticket) -> ExtractRequest:
         """The request with a picture in place of each URL, for who extracts from it several times or shows them.
 
@@ -146,7 +154,7 @@ class Engine:
         if not request.has_urls:
             return request
         handle = await self.get_handle(request.model, ticket)
-        if request.explanation is None:
+        if request.explanation is None and request.sweep is None:
             await self.planner.plan(request, handle, ticket.deadline)
         count = len(request.items)
         items = await fetch_inputs(request, handle.model.model_inputs, count, self.fetcher, ticket)

@@ -15,6 +15,7 @@ from layertap.models.selection.hook_points import (
     Intervention,
     Objective,
     Selector,
+    Sweep,
 )
 from layertap.models.spec import Truncate
 from layertap.service.formats.buffers import Encoding
@@ -45,7 +46,8 @@ class ExtractRequest:
 
     ``items`` carry their indexes in the request; ``faults`` are of inputs that were already left out; ``resume`` names
     the layer whose outputs the items are, if they are not the model's inputs; ``embedding`` is asked for before
-    ``selectors``, ``explanation`` made of what is captured; ``isolated`` shares a forward with no other request;
+    ``selectors``, ``explanation`` made of what is captured; ``sweep``: edits that are tried one by one; ``isolated``
+    shares a forward with no other request;
     ``decode_with_batch`` has its pictures decoded where such a forward runs: for one who keeps all slots busy anyway;
     ``prompt`` names what the model's folder has to be put in front of each text; None: its default.
     ``truncate`` says what is done to texts that are too long; None: what the model's folder says.
@@ -63,6 +65,7 @@ class ExtractRequest:
     prompt: str | None = None
     truncate: Truncate | None = None
     explanation: Explanation | None = None
+    sweep: Sweep | None = None
     input_options: Mapping[int, InputOptions] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
     on_error: Literal["fail", "skip"] = "fail"
@@ -109,6 +112,8 @@ class ExtractRequest:
         if self.explanation is not None:
             texts += self.explanation.methods
             texts += [self.explanation.selector.text] if self.explanation.selector is not None else []
+        if self.sweep is not None:
+            texts += [place.selector.text for place in self.sweep.places]
         return blake2b("\n".join(texts).encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
 
     def leave_out(self, error: LayertapError) -> ExtractRequest:

@@ -19,6 +19,7 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
 from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.service.engine.admit.admission import Ticket, check_sizes
+from layertap.service.engine.admit.planned_work import PlannedWork, WorkPlan
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.models.model_handle import ModelHandle
@@ -36,7 +37,6 @@ from layertap.service.explain.explanation_methods import (
 )
 from layertap.service.explain.map_requests import MapRequest, list_maps
 from layertap.service.explain.perturbing import PerturbedMethod, find_reference, perturb
-from layertap.service.explain.planned_work import PlannedWork, WorkPlan
 from layertap.service.features import Array, Features, TopClass, merge_results
 from layertap.service.formats.table import FORMATS
 

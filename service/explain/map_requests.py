@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from layertap.models.errors import Fault, RequestError, SelectorError, TooLargeError, escape
+from layertap.models.errors import Fault, RequestError, SelectorError, escape
 from layertap.models.explanations.perturbations import PerturbationSettings
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Class, Explanation, InputBaseline, Method, Objective
+from layertap.service.engine.admit.planned_work import CHUNK_ROWS, check_changed_inputs
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.rows.predicted_rows import count_numbers, predict_rows
 from layertap.service.explain.explanation_methods import METHODS, MethodSpec
@@ -20,7 +21,6 @@ from layertap.service.pictures.sheet import check_sheet
 from layertap.service.settings import Settings
 
 MAX_SIMILAR = 2  # methods in a hint
-CHUNK_ROWS = 32  # changed inputs that are extracted by one request
 
 # The fields of an explanation that some methods take, by their name in a body, and what they are for.
 OPTIONS = {
@@ -34,6 +34,8 @@ OPTIONS = {
     "stride": ("stride", "occlusion"),
     "baseline": ("baseline", "integrated gradients and occlusion"),
 }
+
+SMALLER = "ask for fewer methods, classes, 'steps' or 'samples', or a larger 'stride'"
 
 # How a request gets by with fewer changed inputs, by the option that a method takes.
 SAVINGS = {"steps": "fewer 'steps'", "samples": "fewer 'samples'", "window": "a larger 'window' and 'stride'"}
@@ -85,18 +87,6 @@ class ChangedRows:
         costs = catalog.graph_costs if self.has_graph else catalog.costs
         share = 1.0 if surveyed else min(count_numbers(shapes) / count_numbers(model.shapes), 1.0)
         return self.count * share * costs.estimate_seconds(CHUNK_ROWS) / CHUNK_ROWS
-
-
-def check_changed_inputs(count: int, rows: int, settings: Settings) -> None:
-    """TooLargeError for more changed inputs of some rows than a request may have."""
-    limit = settings.max_changed_inputs
-    if count > limit:
-        most = rows * limit // count
-        raise TooLargeError(
-            f"the request would run the model on {count} changed inputs, the limit is {limit}",
-            hint=(f"send at most {most} inputs at once, or " if most else "")
-            + "ask for fewer methods, classes, 'steps' or 'samples', or a larger 'stride'",
-        )
 
 
 def list_maps(request: ExtractRequest, explanation: Explanation) -> list[MapRequest]:
@@ -183,7 +173,7 @@ def check_maps(request: ExtractRequest, explanation: Explanation, model: ModelIn
         detail = f"'baseline' names input {explanation.baseline.input}"
         raise SelectorError(detail, hint=f"name one of the {rows} inputs, from 0 on")
     changed = sum(each.count for each in list_changed_rows(asked, request, model))
-    check_changed_inputs(changed, rows, settings)
+    check_changed_inputs(changed, rows, settings, SMALLER)
     infos = [
         ResultInfo(name=key, module="", site="", shape=(rows, 1, 1), method=each.method)
         for each in asked

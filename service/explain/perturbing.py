@@ -31,12 +31,12 @@ from layertap.models.selection.hook_points import (
 )
 from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.service.engine.admit.admission import Ticket
+from layertap.service.engine.admit.planned_work import CHUNK_ROWS, PlannedWork, check_changed_inputs
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.explain.explanation_methods import GRADIENT_VALUES, VALUES, make_selector
-from layertap.service.explain.map_requests import CHUNK_ROWS, MapRequest, check_changed_inputs
-from layertap.service.explain.planned_work import PlannedWork
+from layertap.service.explain.map_requests import SMALLER, MapRequest
 from layertap.service.features import Array, Features, Receipt
 from layertap.service.inputs.items import ArraysItem
 
@@ -123,7 +123,7 @@ async def perturb(
     settings = PerturbationSettings.fill_in(method.asked.explanation, rows.shape, layout, channels, reference)
     count = method.perturbation.count(settings, rows.shape, layout)
     work.found += count * len(rows)
-    check_changed_inputs(work.found, len(rows), engine.settings)
+    check_changed_inputs(work.found, len(rows), engine.settings, SMALLER)
     receipts = await engine.run_in_thread(partial(_make_receipts, method, part, settings), ticket.deadline)
     results = []
     for number in range(len(rows)):

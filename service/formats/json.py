@@ -17,7 +17,12 @@ import orjson
 
 from layertap.service.features import Array, Features
 from layertap.service.formats.buffers import Buffers, EncodeOptions, Encoding, to_little_endian, view_bytes
-from layertap.service.formats.plain_data import describe_errors, describe_receipts, describe_top_classes
+from layertap.service.formats.plain_data import (
+    describe_errors,
+    describe_receipts,
+    describe_top_classes,
+    describe_top_effects,
+)
 
 NUMBER_BYTES = 12  # a float32 written in full takes 8 to 14 characters with its comma
 PIECE_VALUES = 2**14  # numbers, or whatever else a document has
@@ -41,6 +46,7 @@ def encode(features: Features, options: EncodeOptions) -> Buffers:
         **({"interventions": features.interventions} if features.interventions else {}),
         **({"warnings": features.warnings} if features.warnings else {}),
         **({"top_classes": describe_top_classes(features)} if features.top_classes else {}),
+        **({"top_effects": describe_top_effects(features)} if features.top_effects else {}),
     }
     return write_json(document)
 

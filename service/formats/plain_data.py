@@ -26,6 +26,11 @@ def describe_top_classes(features: Features) -> list[list[dict[str, Any]]]:
     return [[each.as_dict() for each in row] for row in features.top_classes]
 
 
+def describe_top_effects(features: Features) -> list[list[dict[str, Any]]]:
+    """The largest effects of each row."""
+    return [[asdict(each) for each in row] for row in features.top_effects]
+
+
 def describe_as_text(features: Features) -> dict[str, str]:
     """All of it, for the metadata of a file, which is text: what is more than a word is JSON."""
     return {
@@ -39,4 +44,5 @@ def describe_as_text(features: Features) -> dict[str, str]:
         **({"interventions": orjson.dumps(features.interventions).decode()} if features.interventions else {}),
         **({"warnings": orjson.dumps(features.warnings).decode()} if features.warnings else {}),
         **({"top_classes": orjson.dumps(describe_top_classes(features)).decode()} if features.top_classes else {}),
+        **({"top_effects": orjson.dumps(describe_top_effects(features)).decode()} if features.top_effects else {}),
     }

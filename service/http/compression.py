@@ -15,6 +15,7 @@ from layertap.service.formats.negotiation import parse_qualities
 
 MIN_BYTES = 1024  # what is shorter would hardly be fewer packets
 TEXT = ("application/json", "application/problem+json", "application/javascript", "image/svg+xml")
+EVENTS = "text/event-stream"  # each event is to be read when it is sent
 GZIP = 16 + zlib.MAX_WBITS  # for zlib: with the head that gzip has
 
 RunInThread = Callable[[Callable[[], bytes]], Awaitable[bytes]]
@@ -104,5 +105,5 @@ def _gains(start: Message, first: Message) -> bool:
     headers = Headers(raw=start["headers"])
     media_type = headers.get("content-type", "").partition(";")[0]
     is_long = bool(first.get("more_body")) or len(first.get("body", b"")) >= MIN_BYTES
-    is_text = media_type.startswith("text/") or media_type in TEXT
+    is_text = (media_type.startswith("text/") and media_type != EVENTS) or media_type in TEXT
     return is_long and is_text and "content-encoding" not in headers

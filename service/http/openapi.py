@@ -14,7 +14,7 @@ from layertap.models.selection.hook_points import Method
 from layertap.service.formats.table import FORMATS
 from layertap.service.http import timeout
 from layertap.service.http.query import BESIDE
-from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
+from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody, SweepBody
 from layertap.service.schemas.examples import PARAMETERS
 from layertap.service.schemas.replies import Problem
 from layertap.service.schemas.selection import ObjectiveBody
@@ -45,6 +45,11 @@ TEXTS = {  # parameters that are text, though the field in the body has a list o
     "classes": "separated by commas: numbers, or top; a map of each",
     "interventions": "a JSON list of changes (InterventionBody)",
     "target": "a JSON list of numbers",
+    "each": "channel, head, query, key, token; several separated by commas",
+    "values": "numbers separated by commas",
+    "from": 'the input whose values are put in, as JSON: {"input": 0}',
+    "tensor": "a TensorBody as JSON",
+    "region": "a JSON list of four numbers",
 }
 TIMEOUT: Json = {
     "name": timeout.HEADER,
@@ -133,7 +138,7 @@ def install(app: FastAPI) -> None:
 def _complete(document: Json) -> Json:
     """Add what no route declares to FastAPI: schemas of bodies and problems, keys, examples of parameters."""
     _, bodies = models_json_schema(
-        [(each, "validation") for each in (ExtractBody, ExplainBody, Problem)], ref_template=TEMPLATE
+        [(each, "validation") for each in (ExtractBody, ExplainBody, SweepBody, Problem)], ref_template=TEMPLATE
     )
     for operation in (each for path in document["paths"].values() for each in path.values()):
         parameters = operation.setdefault("parameters", [])

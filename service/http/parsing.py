@@ -21,7 +21,7 @@ from layertap.service.http.query import ALWAYS, Query, read_fields
 from layertap.service.inputs.arrays import read_npy, read_safetensors
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
 from layertap.service.schemas.base import read_items
-from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
+from layertap.service.schemas.bodies import ExtractBody, RequestBody
 from layertap.service.schemas.inputs import make_readers
 from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
@@ -62,9 +62,8 @@ def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) 
     if not items and not dry_run:
         hint = "add some, or ask for ?dry_run=true" if kind is ExtractBody else "add some"
         raise RequestError("the request has no inputs", hint=hint)
-    if dry_run and isinstance(body, ExplainBody):
-        hint = "ask POST /extract?dry_run=true for the gradient"
-        raise RequestError("an explanation has no dry run", hint=hint)
+    if dry_run and kind is not ExtractBody:
+        raise RequestError("only an extraction has a dry run", hint="ask POST /extract?dry_run=true")
     if body.tiles is not None and not raw.format.is_picture:
         fault = Fault("the reply is no picture", "ask for one by ?format=png, or leave 'tiles' out", "/tiles")
         raise RequestError.from_faults([fault])
@@ -139,7 +138,7 @@ def _parse_short_query(query: Query, kind: type[RequestBody]) -> RequestBody:
 
 def _list_fields(kind: type[RequestBody]) -> AbstractSet[str]:
     """The fields of a body that its query may have: all but the inputs, which the body itself is then."""
-    return kind.model_fields.keys() - {"inputs"}
+    return {each.alias or name for name, each in kind.model_fields.items()} - {"inputs"}
 
 
 def _parse_document(data: bytes, settings: Settings, kind: type[RequestBody]) -> RequestBody:

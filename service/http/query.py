@@ -21,8 +21,9 @@ MAX_DIGITS = 10  # of the number of a class
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
 ALWAYS = frozenset({"format", "dry_run"})
 BESIDE = {"class": "objective", "target": "objective"}  # whose part each is
-LISTS = frozenset({"layers", "method", "classes"})  # separated by commas
-MAYBE_JSON = LISTS | {"objective", "target", "interventions", "baseline"}  # where a value begins as a list or an object
+LISTS = frozenset({"layers", "method", "classes", "each", "values"})  # separated by commas
+OBJECTS = frozenset({"objective", "target", "interventions", "baseline", "from", "tensor", "region"})
+MAYBE_JSON = LISTS | OBJECTS  # where a value begins as a list or an object
 
 
 @dataclass(frozen=True)

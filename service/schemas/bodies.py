@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -18,6 +19,7 @@ from layertap.models.selection.hook_points import (
     ReplyDType,
     Rule,
     Selector,
+    Sweep,
 )
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.models.spec import Truncate
@@ -28,8 +30,12 @@ from layertap.service.schemas.selection import (
     InterventionBody,
     LayerBody,
     LayerEntry,
+    MetricBody,
     ObjectiveBody,
+    OperationBody,
     SomeClass,
+    SweepPlace,
+    SweepPlaceBody,
 )
 from layertap.service.types import MAX_TILES, Priority
 
@@ -199,3 +205,71 @@ class ExplainBody(RequestBody):
         if isinstance(self.baseline, BaselineBody):
             options["baseline"] = InputBaseline(self.baseline.input)
         return Explanation(self.method, selector, self.discard_ratio, self.classes, self.top_classes, **options)
+
+
+MAX_VALUES = 256
+MAX_EFFECTS = 1000
+Axis = Literal["channel", "head", "query", "key", "token"]
+AXIS_OPTIONS = dict(zip(get_args(Axis), ("channels", "heads", "queries", "keys", "tokens"), strict=True))
+NUMBERS = {"scale": "by", "add": "value", "replace": "value", "noise": "std"}  # what 'values' are in place of, by op
+SomeAxes = Annotated[tuple[Axis, ...], Field(json_schema_extra=ONCE), AfterValidator(_check_once)]
+Axes = Annotated[
+    SomeAxes,
+    BeforeValidator(make_list, json_schema_input_type=Axis | SomeAxes),
+    OneError(f"Input should be one of {', '.join(get_args(Axis))}, or a list of some, each once"),
+]
+Values = Annotated[
+    tuple[Number, ...], Field(max_length=MAX_VALUES, json_schema_extra=ONCE), AfterValidator(_check_once)
+]
+
+
+class SweepBody(RequestBody, OperationBody):
+    """The body of ``POST /sweep``: one edit, tried at each layer and at ``each`` index there, one at a time.
+
+    ``values`` are tried in place of the edit's own number. ``objective`` is what is measured of each.
+    """
+
+    layers: Annotated[list[SweepPlace], Field(min_length=1, max_length=MAX_INTERVENTIONS), FailFast()]
+    each: Axes = ()
+    values: Values = ()
+    top: int = Field(0, ge=0, le=MAX_EFFECTS, description="how many of each input's largest effects are named")
+    objective: MetricBody | None = None
+    interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS), FailFast()] = Field([])
+    prompt: str | None = Field(None, max_length=MAX_TEXT, description="for texts: a prompt of the model, by name")
+    truncate: Truncate | None = Field(
+        None, description="Which end of a text that is too long is cut; with none it is refused."
+    )
+
+    def _read_request(self) -> dict[str, Any]:
+        number = read_field("/values", self._find_number)
+        if self.source is not None and not (len(self.inputs) > 1 and self.source.input < len(self.inputs)):
+            hint = "send the input whose values are put in beside those that get them, and name it, from 0 on"
+            raise RequestError.from_faults([Fault(f"'from' names input {self.source.input}", hint, "/from/input")])
+
+        def read_place(body: SweepPlaceBody) -> Intervention:
+            operation = self.to_operation(body)
+            changes: dict[str, Any] = {number: max(self.values, key=abs)} if number else {}
+            each = tuple(AXIS_OPTIONS[axis] for axis in self.each)
+            return Intervention(body.parse_place(), replace(operation, each=each or None, **changes))
+
+        places = read_entries(self.layers, "layers", read_place)
+        return {
+            "sweep": Sweep(places, self.each, number, self.values, self.top),
+            "interventions": read_entries(self.interventions, "interventions", _read_shared),
+            "prompt": self.prompt,
+            "truncate": self.truncate,
+            **super()._read_request(),
+        }
+
+    def _find_number(self) -> str:
+        """The field that ``values`` are in place of; "" without values. SelectorError where there is none."""
+        number = NUMBERS.get(self.op, "")
+        if not self.values:
+            return ""
+        if not number or self.tensor is not None or self.source is not None:
+            raise SelectorError(f"'values' are numbers of {', '.join(NUMBERS)}", hint="leave them out, or the tensor")
+        if getattr(self, number) is not None:
+            raise SelectorError(f"'values' are in place of '{number}'", hint="give one of them")
+        if number == "std" and min(self.values) < 0:
+            raise SelectorError("a standard deviation is 0 or more")
+        return number

@@ -67,6 +67,26 @@ EXPLAIN: dict[str, Json] = {
     },
     "occlusion": {"method": "occlusion", "window": 8, "stride": 4, "top_classes": 3, "inputs": [PICTURE]},
 }
+SWEEP: dict[str, Json] = {
+    "every channel of a layer, set to zero": {
+        "layers": ["block2"],
+        "op": "zero",
+        "each": "channel",
+        "objective": OBJECTIVE,
+        "top": 5,
+        "inputs": [PICTURE],
+    },
+    "a layer scaled": {"layers": ["block*"], "op": "scale", "values": [0, 0.5, 2], "inputs": [PICTURE]},
+    "each token of another text, put in": {
+        "model": "bert",
+        "layers": ["*layer.?"],
+        "op": "replace",
+        "from": {"input": 0},
+        "each": "token",
+        "objective": {"kind": "norm"},
+        "inputs": [{"text": "a cat sat on the mat"}, {"text": "a dog sat on the mat"}],
+    },
+}
 # Values of parameters that need explaining, by their names: all that one operation has make a request together.
 PARAMETERS: Json = {
     "name": "digits",
@@ -74,6 +94,8 @@ PARAMETERS: Json = {
     "layers": "block2,head",
     "method": "grad_cam,integrated_gradients,smoothgrad,occlusion",
     "layer": "block2",
+    "op": "zero",
+    "each": "channel",
     "classes": "top,3",
     "match": "block?.conv*",
     "type": "Conv2d",

@@ -62,11 +62,20 @@ class TopClassReply(BaseModel):
     label: str | None = None
 
 
+class TopEffectReply(BaseModel):
+    """One of an input's largest effects: the result's key, indices along its axes, the edited metric less the other."""
+
+    key: str
+    index: list[int]
+    effect: float
+
+
 class FeaturesReply(BaseModel):
     """Results by their keys, rows in the order of the inputs, and a receipt for each.
 
     ``errors`` are of the inputs that were left out. ``interventions`` names, for each that was asked for, what it
-    changed. ``top_classes`` has the best classes of each row, of explanations alone.
+    changed. ``top_classes`` has the best classes of each row, of explanations alone, ``top_effects`` the largest
+    effects on each, of sweeps.
     """
 
     model: str
@@ -79,6 +88,7 @@ class FeaturesReply(BaseModel):
     interventions: list[list[str]] = []
     warnings: list[str] = []
     top_classes: list[list[TopClassReply]] = []
+    top_effects: list[list[TopEffectReply]] = []
 
 
 class FeatureSize(BaseModel):

@@ -54,7 +54,7 @@ from layertap.service.schemas.base import (
 MAX_INTERVENTIONS = 256
 MAX_TERMS = 1000
 INDICES = ("channels", "tokens", "heads", "queries", "keys")
-OF_OPERATION = ("op", "by", "value", "min", "max", "std", "seed", "region", *INDICES)
+OF_OPERATION = ("op", "by", "value", "min", "max", "std", "seed", "region")
 Call = Annotated[StrictInt | Literal["*"], OneError("Input should be a whole number or '*'")]
 
 
@@ -238,8 +238,8 @@ class SourceBody(StrictBody):
     layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
 
 
-class InterventionBody(PlaceBody):
-    """One entry of ``interventions``: where, and how the value there is changed."""
+class OperationBody(StrictBody):
+    """How a value in flight is changed."""
 
     op: Op
     by: Number | None = None
@@ -252,15 +252,13 @@ class InterventionBody(PlaceBody):
     source: SourceBody | None = Field(None, alias="from")
     region: Annotated[tuple[Index, ...], Field(min_length=4, max_length=4)] | None = None
 
-    def to_intervention(self) -> Intervention:
-        """What it means; SelectorError, InputError where it makes no sense."""
-        return Intervention(
-            self.parse_place(),
-            Operation(
-                tensor=_read_finite(self.tensor) if self.tensor is not None else None,
-                source=self._read_source(),
-                **{name: getattr(self, name) for name in OF_OPERATION},
-            ),
+    def to_operation(self, place: PlaceBody) -> Operation:
+        """What it means on the part that a place names; SelectorError, InputError where it makes no sense."""
+        return Operation(
+            tensor=_read_finite(self.tensor) if self.tensor is not None else None,
+            source=self._read_source(),
+            **{name: getattr(self, name) for name in OF_OPERATION},
+            **{name: getattr(place, name) for name in INDICES},
         )
 
     def _read_source(self) -> TensorSource | None:
@@ -270,6 +268,32 @@ class InterventionBody(PlaceBody):
             return None
         layer = self.source.layer
         return TensorSource(self.source.input, parse_selector(layer) if layer is not None else None)
+
+
+class InterventionBody(OperationBody, PlaceBody):
+    """One entry of ``interventions``: where, and how the value there is changed."""
+
+    def to_intervention(self) -> Intervention:
+        """What it means; SelectorError, InputError where it makes no sense."""
+        return Intervention(self.parse_place(), self.to_operation(self))
+
+
+class SweepPlaceBody(PlaceBody):
+    """One entry of a sweep's ``layers``: where edits are tried, and which indices there."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_text(cls, value: Any) -> Any:
+        return {"layer": value} if isinstance(value, str) else value
+
+
+SweepPlace = Annotated[SweepPlaceBody, _OrText()]
+
+
+class MetricBody(ObjectiveBody):
+    """What a sweep measures: an objective, or with the target "unedited" the distance to the unedited output."""
+
+    target: Literal["unedited"] | Target = None  # type: ignore[assignment]  # what is read of it takes both
 
 
 def _read_finite(body: TensorBody) -> TensorData:

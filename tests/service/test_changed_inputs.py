@@ -22,11 +22,11 @@ from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.app import create_engine
+from layertap.service.engine.admit.planned_work import PlannedWork, WorkPlan
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.explain.explanation_methods import METHODS
 from layertap.service.explain.map_requests import MapRequest
 from layertap.service.explain.perturbing import PerturbedMethod, perturb
-from layertap.service.explain.planned_work import PlannedWork, WorkPlan
 from layertap.service.inputs.items import ArraysItem
 from layertap.service.settings import Settings as ServiceSettings
 from tests.server import Live

@@ -15,12 +15,12 @@ import pytest
 from layertap.models.catalog.catalog import Costs
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.app import create_engine
+from layertap.service.engine.admit.planned_work import PlannedWork, WorkPlan
 from layertap.service.engine.batch import Batch, Job, RowSlice
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.errors import DeadlineError, QueueTooLongError
 from layertap.service.explain.map_requests import ChangedRows
-from layertap.service.explain.planned_work import PlannedWork, WorkPlan
 from layertap.service.settings import Settings
 from tests.server import Live
 from tests.service.conftest import Serve

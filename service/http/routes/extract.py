@@ -10,11 +10,11 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from layertap.models.catalog.catalog import BACKWARD_FACTOR
+from layertap.service.engine.admit.planned_work import WorkPlan
 from layertap.service.engine.batch import Job
 from layertap.service.engine.collect.joined_inputs import digest_jobs, join_changes, list_entries
 from layertap.service.engine.engine import Engine
 from layertap.service.explain import explanations
-from layertap.service.explain.planned_work import WorkPlan
 from layertap.service.explain.prober import Prober, check_probed
 from layertap.service.http.openapi import COMPUTED, describe_inputs
 from layertap.service.http.parsing import parse_request

@@ -266,3 +266,6 @@ def ask_everything(live: Live) -> Iterator[httpx.Response]:
         yield client.post("/extract", json=body, params={"dry_run": "true"})
     yield client.post("/explain", json={"method": "grad_cam", "inputs": [PICTURE]})
     yield client.post("/explain", json={"model": "same", "method": "grad_cam", "inputs": [pixels]})
+    yield client.post(
+        "/sweep", json={"layers": ["head"], "op": "zero", "each": "channel", "top": 1, "inputs": [PICTURE]}
+    )

@@ -92,7 +92,23 @@ def test_multipart(live: Live) -> None:
     assert by_query.content == by_body.content
 
 
-@pytest.mark.parametrize("route", ["extract", "explain"])
+def test_sweep(live: Live) -> None:
+    """A sweep's lists and objects, too."""
+    fields = {
+        "layers": ["block2"],
+        "op": "scale",
+        "values": [0.5, 2],
+        "each": ["channel"],
+        "objective": {"kind": "norm"},
+    }
+    by_body = live.client.post("/sweep", json=fields | {"inputs": [image(PNG)]})
+    by_query = live.client.post("/sweep", **raw(PNG, "image/png", **as_query(fields)))
+    listed = {"layers": "block2", "op": "scale", "values": "0.5,2", "each": "channel", "objective": "norm"}
+    assert by_query.status_code == 200, by_query.text
+    assert by_query.content == by_body.content == live.client.post("/sweep", **raw(PNG, "image/png", **listed)).content
+
+
+@pytest.mark.parametrize("route", ["extract", "explain", "sweep"])
 def test_document(live: Live, route: str) -> None:
     """The document lists a query parameter for every field of a body but its inputs, and the server takes each."""
     document = live.client.get("/openapi.json").json()

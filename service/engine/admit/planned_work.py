@@ -1,4 +1,4 @@
-"""Explanations that run on changed inputs at the same time: whether each is done in time, and whose turn it is."""
+"""Explanations and sweeps that run on changed inputs: whether each is done in time, and whose turn it is."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from layertap.models.errors import TooLargeError
 from layertap.service.engine.admit.admission import WAIT_MARGIN
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.models.model_handle import ModelHandle
@@ -17,12 +18,13 @@ from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
 
 LENIENCY = 2.0  # where nothing else is planned: it may take so many times less
-TURNS = 2  # explanations that run on a device at a time: one prepares its next rows while another's are computed
+CHUNK_ROWS = 32  # changed inputs that are queued at a time
+TURNS = 2  # works that run on a device at a time: one prepares its next rows while another's are computed
 
 
 @dataclass(eq=False)
 class WorkPlan:
-    """What explanations of this process have yet to run. For the event loop only."""
+    """What explanations and sweeps of this process have yet to run. For the event loop only."""
 
     settings: Settings
     metrics: Metrics
@@ -59,7 +61,7 @@ class PlannedWork:
         What else is planned for its device gets as much time, if it wants it. With nothing planned it is refused only
         where there is no hope: what was measured may be slower than what will be.
         """
-        self._check(max(deadline - time.monotonic(), 0.0))
+        self.check(deadline)
         self.plan.works.append(self)
         try:
             yield
@@ -79,12 +81,13 @@ class PlannedWork:
             self.changed.clear()
             await wait_until(deadline, self.changed.wait())
 
-    def _check(self, left: float) -> None:
-        seconds = self.seconds_left
+    def check(self, deadline: float) -> None:
+        """QueueTooLongError where it can't be done in time, as ``count`` raises it."""
+        left, seconds = max(deadline - time.monotonic(), 0.0), self.seconds_left
         wait = sum(min(seconds, other.seconds_left) for other in self._list_others())
         if wait:
             if WAIT_MARGIN * (seconds + wait) > left:
-                taken = f"about {seconds:.1f} s, and explanations that run already {wait:.1f} s"
+                taken = f"about {seconds:.1f} s, and what runs already {wait:.1f} s"
                 hint = f"come again later, or run fewer changed inputs: {self.smaller}"
                 self._refuse(taken, hint, wait, seconds + wait)
             return
@@ -110,3 +113,12 @@ class PlannedWork:
     def _list_others(self) -> list[PlannedWork]:
         """What else is planned for its device."""
         return [each for each in self.plan.works if each is not self and each.handle.shares_device(self.handle)]
+
+
+def check_changed_inputs(count: int, rows: int, settings: Settings, smaller: str) -> None:
+    """TooLargeError for more changed inputs of some rows than a request may have; ``smaller`` makes them fewer."""
+    limit = settings.max_changed_inputs
+    if count > limit:
+        most = rows * limit // count
+        detail = f"the request would run the model on {count} changed inputs, the limit is {limit}"
+        raise TooLargeError(detail, hint=(f"send at most {most} inputs at once, or " if most else "") + smaller)

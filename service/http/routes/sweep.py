@@ -1,0 +1,118 @@
+"""``POST /sweep``: read, prepare, run; the reply, or events of how far it is and then the reply."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from starlette.types import Receive, Scope, Send
+
+from layertap.models.errors import LayertapError
+from layertap.service.engine.admit.admission import Ticket
+from layertap.service.engine.admit.planned_work import WorkPlan
+from layertap.service.engine.engine import Engine
+from layertap.service.engine.request import ExtractRequest
+from layertap.service.features import Features
+from layertap.service.formats import json
+from layertap.service.formats.buffers import Buffers, EncodeOptions
+from layertap.service.formats.table import FORMATS, ReplyFormat
+from layertap.service.http.compression import EVENTS
+from layertap.service.http.openapi import COMPUTED, describe_inputs
+from layertap.service.http.parsing import parse_request
+from layertap.service.http.problems import describe_error, encode_problem
+from layertap.service.http.request_handler import cancel_on_disconnect, encode_response, receive
+from layertap.service.http.timeout import EngineDependency
+from layertap.service.schemas.bodies import SweepBody
+from layertap.service.schemas.examples import SWEEP
+from layertap.service.schemas.replies import FeaturesReply
+from layertap.service.sweep import sweeping
+
+parse_sweep = partial(parse_request, kind=SweepBody)
+EVENTS_FORMAT = ReplyFormat("events", EVENTS, json.encode, json.estimate_bytes, binary=False)
+SWEEP_FORMATS = {**FORMATS, EVENTS_FORMAT.name: EVENTS_FORMAT}
+EVENT_STREAM = {"schema": {"type": "string", "description": "events progress, then result or error"}}
+router = APIRouter()
+
+
+@router.post(
+    "/sweep",
+    tags=["extract"],
+    summary="What one edit does, tried at each layer, channel, head or token",
+    response_model=FeaturesReply,
+    responses={**COMPUTED, 200: {**COMPUTED[200], "content": {**COMPUTED[200]["content"], EVENTS: EVENT_STREAM}}},
+    openapi_extra=describe_inputs(SweepBody, SWEEP),
+)
+async def sweep(request: Request, engine: EngineDependency) -> Response:
+    """Ablate, scale, patch or add noise at one place after the other; get a metric of each, and the largest effects."""
+    plan: WorkPlan = request.app.state.work_plan
+    async with receive(request, engine, parse_sweep, SWEEP_FORMATS) as (parsed, ticket):
+        prepared = await sweeping.prepare(engine, plan, parsed, ticket)
+
+        compute = partial(sweeping.run, engine, prepared, ticket)
+        if parsed.reply.format.name == EVENTS_FORMAT.name:
+            return EventsResponse(request, prepared.request, engine, ticket, compute)
+        return await encode_response(await compute(), prepared.request, engine, ticket)
+
+
+class EventsResponse(Response):
+    """Events ``progress`` until there is a reply, then an event ``result`` with its JSON, or ``error``: a problem."""
+
+    media_type = EVENTS
+
+    def __init__(
+        self,
+        request: Request,
+        asked: ExtractRequest,
+        engine: Engine,
+        ticket: Ticket,
+        compute: Callable[[sweeping.OnProgress], Awaitable[Features]],
+    ) -> None:
+        super().__init__(None, headers={"x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._request = request
+        self._asked = asked
+        self._engine = engine
+        self._ticket = ticket
+        self._compute = compute
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Compute and send; the computation ends where the client is gone: ClientGoneError."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with cancel_on_disconnect(self._request):
+            async for name, data in self._list_events():
+                for piece in (f"event: {name}\ndata: ".encode(), *data, b"\n\n"):
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    async def _list_events(self) -> AsyncIterator[tuple[str, Buffers]]:
+        newest, changed = (0, 0), asyncio.Event()
+
+        def note(done: int, total: int) -> None:
+            nonlocal newest  # a client that reads slowly does not get all of them
+            newest = done, total
+            changed.set()
+
+        computing = asyncio.ensure_future(self._compute_reply(note))
+        try:
+            while not computing.done():
+                waiting = asyncio.ensure_future(changed.wait())
+                await asyncio.wait((computing, waiting), return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+                if changed.is_set():
+                    changed.clear()
+                    yield "progress", [orjson.dumps(dict(zip(("done", "total"), newest, strict=True)))]
+            yield "result", computing.result()
+        except Exception as error:
+            yield "error", [encode_problem(describe_error(error, self._request.state.request_id)).body]
+            if not isinstance(error, LayertapError):  # for the log
+                raise
+        finally:
+            computing.cancel()
+
+    async def _compute_reply(self, on_progress: sweeping.OnProgress) -> Buffers:
+        features = await self._compute(on_progress)
+        options = EncodeOptions(self._asked.reply.encoding)
+        return await self._engine.run_in_thread(partial(json.encode, features, options), self._ticket.deadline)

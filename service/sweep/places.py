@@ -1,0 +1,154 @@
+"""What a sweep tries on one input: its places, how many entries each has, and what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from layertap.models.catalog.text_lengths import TextLengths, measure_lengths
+from layertap.models.errors import Fault, RequestError, SelectorError, escape
+from layertap.models.gradients.objectives import OBJECTIVES
+from layertap.models.gradients.resolve_objective import resolve_objective
+from layertap.models.hooks.sites import GRADIENTS
+from layertap.models.inputs.model_inputs import TextSpec
+from layertap.models.interventions.operations import count_entries
+from layertap.models.interventions.resolve import resolve_intervention
+from layertap.models.selection.hook_points import HookPoint, Intervention, Objective, Reduction, Sweep
+from layertap.models.selection.plan import Capture, ResolvedIntervention, ResolvedObjective, Result
+from layertap.service.engine.batch import Job
+
+METRIC = "metric"  # the key of the unedited one; no layer is called so where it is edited
+MAX_FAULTS = 16
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where edits are tried: the changes at every call of a layer, and how many ``sizes`` entries along each axis."""
+
+    key: str
+    changes: tuple[ResolvedIntervention, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SweptInput:
+    """An input's unedited job, what is measured of it, and the places where it is edited; none: it is a source."""
+
+    job: Job
+    objective: ResolvedObjective
+    places: tuple[Place, ...]
+
+    @property
+    def metric(self) -> Result:
+        """What is measured in each forward."""
+        point, info = self.objective.point, self.objective.info
+        capture = Capture(point, info, Reduction(metric=self.objective.objective))
+        return Result(METRIC, capture, self.job.catalog.layers[point.layer].type)
+
+    @property
+    def scores(self) -> Capture | None:
+        """What the class or the target of the objective is found in, where the unedited row decides that."""
+        objective = self.objective.objective
+        if not (objective.klass == "top" or objective.target == "unedited"):
+            return None
+        position = objective.position or ()
+        reduction = Reduction(tokens=position if len(position) == 1 else None)
+        return Capture(self.objective.point, self.objective.info, reduction)
+
+    def count(self, values: int) -> int:
+        """How many edits are tried, with so many values at each entry."""
+        return values * sum(prod(place.sizes) for place in self.places)
+
+
+class PlaceFinder:
+    """Finds the places of a sweep for the inputs of a request; those of one shape and length have the same."""
+
+    def __init__(self, sweep: Sweep, text: TextSpec | None) -> None:
+        self._sweep = sweep
+        self._text = text
+        self._found: dict[object, tuple[Place, ...]] = {}
+
+    def describe(self, job: Job, objective: Objective) -> SweptInput:
+        """What is tried on a job's row; RequestError with the pointers of a sweep's body."""
+        try:
+            resolved = resolve_objective(objective, job.catalog)
+        except RequestError as error:
+            raise RequestError.from_faults([error.to_fault("/objective", job.input_index)]) from None
+        if resolved.info.row_axis != 0 or resolved.info.crosses_rows or resolved.info.entries_per_row != 1:
+            detail = "the metric is of a tensor without an entry for each input"
+            raise RequestError.from_faults([Fault(detail, "name another layer", "/objective")])
+        if OBJECTIVES[objective.kind].of_classes and resolved.info.token_axes and objective.position is None:
+            detail = "the metric is of scores for each token"
+            raise RequestError.from_faults([Fault(detail, 'add "position": -1, a token', "/objective")])
+        is_source = any(_find_source(place) == job.input_index for place in self._sweep.places)
+        return SweptInput(job, resolved, () if is_source else self._find(job, resolved.point))
+
+    def _find(self, job: Job, metric: HookPoint) -> tuple[Place, ...]:
+        text = self._text if self._text is not None and self._text.ids in job.inputs else None
+        lengths = measure_lengths(job.inputs, text) if text is not None else None
+        key = id(job.catalog), lengths, metric
+        if key not in self._found:
+            self._found[key] = tuple(self._find_all(job, metric, lengths))
+        return self._found[key]
+
+    def _find_all(self, job: Job, metric: HookPoint, lengths: TextLengths | None) -> Iterator[Place]:
+        found: dict[str, tuple[int, Place]] = {}
+        faults: list[Fault] = []
+        for index, place in enumerate(self._sweep.places):
+            try:
+                for each in _find_places(place, job, metric, lengths):
+                    if found.setdefault(each.key, (index, each))[1].changes != each.changes:
+                        raise SelectorError(f"{escape(each.key)} is edited by two entries", hint="name it once")
+            except RequestError as error:
+                faults.append(error.to_fault(f"/layers/{index}"))
+                if len(faults) == MAX_FAULTS:
+                    break
+        if faults:
+            raise RequestError.from_faults(faults)
+        return (place for _, place in found.values())
+
+
+def _find_source(place: Intervention) -> int | None:
+    return place.operation.source.input if place.operation.source is not None else None
+
+
+def _find_places(place: Intervention, job: Job, metric: HookPoint, lengths: TextLengths | None) -> list[Place]:
+    """The places that one entry names: each tensor of each layer, at all calls where the entry names none."""
+    selector = place.selector
+    if selector.site in GRADIENTS:
+        raise SelectorError("a sweep edits values, not gradients", hint="name an output, an input or attention")
+    changes = resolve_intervention(place, None, job.catalog, lengths)
+    ends = [change for change in changes if _get_order(change.point, job) <= _get_order(metric, job)]
+    if not ends or (len(ends) < len(changes) and not selector.is_glob):
+        name = escape(changes[-1].point.format_name())
+        raise SelectorError(f"the metric does not depend on {name}, which runs later", hint="name a layer before it")
+    groups: dict[str, list[ResolvedIntervention]] = {}
+    for change in ends:
+        _, site, _ = change.point.address
+        call = "" if selector.call is None else f"#{change.point.call}"
+        name = change.point.format_name(call) + ("" if site == "output" else f":{site}")
+        groups.setdefault(name, []).append(change)
+    if not selector.is_glob and len(groups) == 1 and selector.site in ("output", selector.text.rpartition(":")[2]):
+        groups = {selector.text: ends}
+    return [_make_place(key, tuple(each), job) for key, each in groups.items()]
+
+
+def _make_place(key: str, changes: tuple[ResolvedIntervention, ...], job: Job) -> Place:
+    mask = job.token_mask
+    tokens = int(mask.sum()) if mask is not None else None
+    sizes = {count_entries(change.info.with_length(tokens), change.operation) for change in changes}
+    if len(sizes) > 1:
+        raise SelectorError(f"the calls of {escape(key)} have several sizes", hint="name one call: 'LAYER#0'")
+    if key == METRIC:
+        raise SelectorError(f"{escape(key)} is the key of the unedited metric", hint="write the layer with its call")
+    return Place(key, changes, sizes.pop())
+
+
+def _get_order(point: HookPoint, job: Job) -> int:
+    return job.catalog.layers[point.layer].calls[point.call].get_boundary(point.site).order
+
+
+def freeze_noise(changes: Sequence[ResolvedIntervention], row: int) -> tuple[ResolvedIntervention, ...]:
+    """Changes whose noise is that of one row of the request, whatever row they are made on."""
+    return tuple(replace(each, operation=replace(each.operation, row=row)) for each in changes)

@@ -1,0 +1,340 @@
+"""Sweeps against plain torch hooks in a loop: what is tried where, what is measured, what is refused, events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div
+from transformers import GPT2LMHeadModel
+
+from layertap.models.spec import ModelSpec
+from layertap_client import Client
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.digits_reference import copy_digits, random_images
+from tests.service.support import Array, Json, arrays_of, configured, problem, tensor
+from tests.transformers_nets import VOCABULARY, saved
+
+IMAGES = random_images(2, seed=3)
+INPUTS = [tensor(image) for image in IMAGES]
+TEN = 10
+CLEAN = torch.randint(4, VOCABULARY, (5,), generator=torch.Generator().manual_seed(1)).tolist()
+CORRUPT = [*CLEAN[:2], (CLEAN[2] + 1) % VOCABULARY, *CLEAN[3:]]
+BLOCKS = [f"transformer.h.{number}" for number in range(2)]
+Edit = Callable[[Tensor], None]  # in place, of a layer's output (1, …)
+Measure = Callable[[Tensor, Tensor], Tensor]  # of edited and unedited scores
+
+
+@dataclass(frozen=True)
+class Nets:
+    live: Live
+    digits: Any
+    gpt2: Any
+
+    def sweep(self, **body: Any) -> dict[str, Array]:
+        return sweep(self.live, **body)
+
+
+def sweep(live: Live, **body: Any) -> dict[str, Array]:
+    return arrays_of(live.client.post("/sweep", json={"encoding": "base64", **body}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "gpt2"
+    saved("gpt2", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def nets(serve: Serve, folder: Path) -> Iterator[Nets]:
+    module = GPT2LMHeadModel.from_pretrained(folder).eval()
+    with serve(configured(ModelSpec("gpt2", f"transformers:{folder}", device="cpu"))) as live:
+        yield Nets(live, copy_digits(live), module)
+
+
+def run(module: Any, inputs: Tensor, layer: str = "", edit: Edit = lambda value: None) -> Tensor:
+    """The model's output with a layer's output edited by a plain hook."""
+
+    def change(part: Any, args: Any, output: Any) -> Any:
+        value = (output[0] if isinstance(output, tuple) else output).clone()
+        edit(value)
+        return (value, *output[1:]) if isinstance(output, tuple) else value
+
+    handle = module.get_submodule(layer).register_forward_hook(change) if layer else None
+    with torch.no_grad():
+        output = module(inputs)
+    if handle is not None:
+        handle.remove()
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def set_at(index: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> Edit:
+    def edit(value: Tensor) -> None:
+        value[index] = change(value[index])
+
+    return edit
+
+
+KINDS: dict[str, tuple[Json, Measure]] = {
+    "a logit": ({"kind": "logit", "class": 3}, lambda edited, _: edited[0, 3]),
+    "the unedited top class": ({"kind": "probability"}, lambda edited, before: edited.softmax(1)[0, before.argmax()]),
+    "a logit difference": ({"terms": [[1, 3], [-1, 7]]}, lambda edited, _: edited[0, 3] - edited[0, 7]),
+    "cross entropy": ({"kind": "cross_entropy", "class": 2}, lambda x, _: cross_entropy(x, torch.tensor([2]))),
+    "a norm": ({"kind": "norm"}, lambda edited, _: edited.norm()),
+    "mean square to the unedited": (
+        {"kind": "mse", "target": "unedited"},
+        lambda edited, before: (edited - before).square().mean(),
+    ),
+    "KL to the unedited": (
+        {"kind": "kl_div", "target": "unedited"},
+        lambda edited, before: kl_div(edited.log_softmax(1), before.softmax(1), reduction="sum"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metrics(nets: Nets, kind: str) -> None:
+    """Every channel of a layer set to zero; each metric, and that of the unedited inputs."""
+    objective, measure = KINDS[kind]
+    found = nets.sweep(layers=["block3"], op="zero", each="channel", objective=objective, inputs=INPUTS)
+    assert list(found) == ["metric", "block3"]
+    for row, image in enumerate(IMAGES):
+        sent = torch.from_numpy(image)[None]
+        before = run(nets.digits, sent)
+        expected = [
+            measure(run(nets.digits, sent, "block3", set_at((0, channel), torch.zeros_like)), before)
+            for channel in range(found["block3"].shape[1])
+        ]
+        np.testing.assert_allclose(found["block3"][row], expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found["metric"][row], measure(before, before), rtol=1e-4, atol=1e-5)
+
+
+def put(other: Tensor, value: Tensor) -> Tensor:
+    return other
+
+
+def noise(shape: torch.Size) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
+
+
+VECTOR = np.linspace(-1, 1, 16, dtype=np.float32)
+EDITS: dict[str, tuple[Json, list[Edit]]] = {
+    "values of a layer": (
+        {"op": "scale", "values": [0, 0.5, 2]},
+        [set_at((slice(None),), lambda part, by=by: part * by) for by in (0, 0.5, 2)],
+    ),
+    "values of some channels": (
+        {"op": "add", "values": [1, -1], "each": "channel", "layers": [{"layer": "block1", "channels": [5, -1]}]},
+        [set_at((0, c), lambda part, by=by: part + by) for c in (5, -1) for by in (1, -1)],
+    ),
+    "a tensor, channel by channel": (
+        {"op": "replace", "each": "channel", "tensor": {**tensor(VECTOR.reshape(16, 1, 1))["tensor"]}},
+        [set_at((0, c), lambda part, c=c: torch.full_like(part, float(VECTOR[c]))) for c in range(16)],
+    ),
+    "noise, channel by channel": (
+        {"op": "noise", "std": 0.5, "seed": 7, "each": "channel"},
+        [set_at((0, c), lambda part: part + 0.5 * noise(part.shape)) for c in range(16)],
+    ),
+    "a clamp of a region": (
+        {"op": "clamp", "max": 0.1, "region": [0, 0, 8, 8]},
+        [set_at((0, slice(None), slice(8), slice(8)), lambda part: part.clamp(max=0.1))],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_edits(nets: Nets, name: str) -> None:
+    """Each operation on what it narrows, index by index and value by value, as one hook after the other."""
+    fields, edits = EDITS[name]
+    found = nets.sweep(
+        **{"layers": ["block1"], "inputs": INPUTS[:1], "objective": {"kind": "logit", "class": 3}, **fields}
+    )
+    sent = torch.from_numpy(IMAGES[:1])
+    expected = [run(nets.digits, sent, "block1", edit)[0, 3] for edit in edits]
+    np.testing.assert_allclose(found["block1"].ravel(), expected, rtol=1e-4, atol=1e-5)
+
+
+PATCHING: Json = {
+    "model": "gpt2",
+    "layers": ["transformer.h.?"],
+    "op": "replace",
+    "from": {"input": 0},
+    "each": "token",
+    "objective": {"kind": "logit", "class": 5, "position": -1},
+    "inputs": [{"tokens": CLEAN}, {"tokens": CORRUPT}],
+}
+
+
+def test_patching(nets: Nets) -> None:
+    """Layer by position: what a clean run has there put into a corrupt one; the clean one stays what it is."""
+    found = nets.sweep(**PATCHING)
+    kept: dict[str, Tensor] = {}
+    for layer in BLOCKS:
+
+        def keep(value: Tensor, layer: str = layer) -> None:
+            kept[layer] = value.clone()
+
+        run(nets.gpt2, torch.tensor([CLEAN]), layer, keep)
+    for layer in BLOCKS:
+        key = next(key for key in found if key.startswith(layer))
+        expected = [
+            run(nets.gpt2, torch.tensor([CORRUPT]), layer, set_at((0, token), partial(put, kept[layer][0, token])))
+            for token in range(len(CLEAN))
+        ]
+        np.testing.assert_allclose(found[key][1], [scores[0, -1, 5] for scores in expected], atol=1e-4)
+        np.testing.assert_array_equal(found[key][0], found["metric"][0])
+
+
+def test_noise_that_stays(nets: Nets) -> None:
+    """An input's own noise is the same in every edit of it: a token that is put back brings all of it back."""
+    noisy = {"layer": "transformer.wte", "op": "noise", "std": 1.0, "tokens": [2]}
+    inputs = [{"tokens": CLEAN}, {"input": 0, "interventions": [noisy]}]
+    fields = {"layers": ["transformer.wte"], "op": "replace", "from": {"input": 0}, "each": "token"}
+    objective = {"kind": "logit", "class": 5, "position": -1}
+    found = nets.sweep(model="gpt2", objective=objective, inputs=inputs, **fields)
+    clean, corrupt = found["metric"]
+    assert abs(clean - corrupt) > 1e-3
+    np.testing.assert_allclose(found["transformer.wte"][1], [corrupt, corrupt, clean, corrupt, corrupt], atol=1e-4)
+
+
+def test_heads_and_tokens(nets: Nets) -> None:
+    """Attention of each head, and of each head at each query, set to zero: as requests with one intervention each."""
+    objective = {"kind": "logit", "class": 5, "position": -1}
+    layer, body = f"{BLOCKS[1]}.attn:attention", {"model": "gpt2", "inputs": [{"tokens": CLEAN}]}
+    heads = nets.sweep(**body, layers=[layer], op="zero", each="head", objective=objective)[layer]
+    both = nets.sweep(**body, layers=[layer], op="zero", each=["query", "head"], objective=objective)[layer]
+    assert (heads.shape, both.shape) == ((1, 4), (1, 5, 4))
+    width = nets.gpt2.config.n_embd // 4
+    for head in range(4):
+
+        def silence(part: Any, args: tuple[Tensor, ...], head: int = head) -> tuple[Tensor, ...]:
+            value = args[0].clone()
+            value[..., width * head : width * (head + 1)] = 0
+            return (value, *args[1:])
+
+        with nets.gpt2.get_submodule(f"{BLOCKS[1]}.attn.c_proj").register_forward_pre_hook(silence):
+            expected = run(nets.gpt2, torch.tensor([CLEAN]))[0, -1, 5]
+        np.testing.assert_allclose(heads[0, head], expected, atol=1e-4)
+        np.testing.assert_allclose(
+            both[0, -1, head], expected, atol=1e-4
+        )  # of the last block only the last query counts
+    np.testing.assert_allclose(
+        both[0, 0], nets.sweep(**body, layers=[layer], op="zero", objective=objective)["metric"][0], atol=1e-5
+    )
+
+
+def test_texts_of_two_lengths(nets: Nets) -> None:
+    """Each text has an entry for each of its own tokens, and what it gives alone."""
+    body = {"model": "gpt2", "layers": [BLOCKS[0]], "op": "zero", "each": "token", "objective": {"kind": "norm"}}
+    texts = [{"tokens": CLEAN}, {"tokens": CLEAN[:3]}]
+    found = nets.sweep(**body, inputs=texts)
+    for number, text in enumerate(texts):
+        (alone,) = (array for key, array in nets.sweep(**body, inputs=[text]).items() if key != "metric")
+        (own,) = (array for key, array in found.items() if key.endswith(f".input{number}"))
+        assert own.shape == (1, len(text["tokens"]))
+        np.testing.assert_allclose(own, alone, rtol=1e-4)
+
+
+def test_worker_processes(nets: Nets, serve: Serve, folder: Path) -> None:
+    """In worker processes a sweep gives the same."""
+    with serve(configured(ModelSpec("gpt2", f"transformers:{folder}", device="cpu")), workers=1) as live:
+        found = sweep(live, **PATCHING)
+    for key, expected in nets.sweep(**PATCHING).items():
+        np.testing.assert_allclose(found[key], expected, atol=1e-5)
+
+
+def test_top_effects(nets: Nets) -> None:
+    """The largest differences of all layers, by size, with where they are; the same in a file's metadata."""
+    body = {"layers": ["block?"], "op": "scale", "values": [0, 2], "each": "channel", "top": 4, "inputs": INPUTS}
+    reply = nets.live.client.post("/sweep", json={**body, "encoding": "base64"})
+    found, named = arrays_of(reply), reply.json()["top_effects"]
+    metric = found.pop("metric")
+    for row in range(2):
+        effects = np.concatenate([array[row].ravel() - metric[row] for array in found.values()])
+        sizes = np.sort(np.abs(effects))[::-1][:4]
+        np.testing.assert_allclose([abs(each["effect"]) for each in named[row]], sizes, atol=1e-5)
+        for each in named[row]:
+            own = found[each["key"]][row][tuple(each["index"])] - metric[row]
+            assert each["effect"] == pytest.approx(own, abs=1e-5)
+    receipt = reply.json()["receipts"]["block1"]
+    assert (receipt["metric"], receipt["axes"]) == ("logit", ["channel", "value"])
+    with Client(nets.live.url) as client:
+        result = client.sweep([*IMAGES], ["block?"], op="scale", values=[0, 2], each="channel", top=4)
+    np.testing.assert_array_equal(result["block2"], found["block2"])
+    assert [[each["key"] for each in row] for row in result.top_effects] == [[e["key"] for e in row] for row in named]
+
+
+def test_events(nets: Nets) -> None:
+    """Progress until all is done, then the reply; what is refused is a plain problem; what fails later an event."""
+    body = {"layers": ["block1", "block2"], "op": "zero", "each": "channel", "inputs": INPUTS, "encoding": "base64"}
+    plain = nets.live.client.post("/sweep", json=body)
+    headers = {"accept": "text/event-stream"}
+    reply = nets.live.client.post("/sweep", json=body, headers=headers)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    events = [dict(line.split(": ", 1) for line in event.split("\n")) for event in reply.text.strip().split("\n\n")]
+    *progress, last = [(each["event"], json.loads(each["data"])) for each in events]
+    assert progress[-1] == ("progress", {"done": 96, "total": 96})
+    assert last[0] == "result"
+    assert last[1]["features"] == plain.json()["features"]
+    assert last[1]["fingerprint"] == plain.json()["fingerprint"]
+    refused = nets.live.client.post("/sweep", json={**body, "layers": ["nope"]}, headers=headers)
+    assert problem(refused, 422)["errors"][0]["pointer"] == "/layers/0"
+
+
+ONE: Json = {"layers": ["block1"], "op": "zero", "inputs": INPUTS[:1]}
+REFUSED: dict[str, tuple[Json, str, str]] = {
+    "no such layer": ({"layers": ["blok1"]}, "/layers/0", "block1"),
+    "no such axis": ({"each": "head"}, "/layers/0", "channel"),
+    "an axis twice": ({"each": ["channel", "channel"]}, "/each", "each once"),
+    "a gradient": ({"layers": ["block1:grad_output"]}, "/layers/0", "not gradients"),
+    "a layer behind the metric": (
+        {"layers": ["block3"], "objective": {"kind": "mean", "layer": "block1"}},
+        "/layers/0",
+        "runs later",
+    ),
+    "values without a number": ({"values": [1]}, "/values", "scale"),
+    "values and a number": ({"op": "scale", "by": 1, "values": [1]}, "/values", "'by'"),
+    "no number": ({"op": "scale"}, "/layers/0", "by"),
+    "no other input": ({"op": "replace", "from": {"input": 0}}, "/from/input", "beside"),
+    "no such class": ({"objective": {"kind": "logit", "class": 99}}, "/objective", "0 to 9"),
+    "unedited for an input": ({"inputs": [{**INPUTS[0], "objective": {"target": "unedited"}}]}, "", ""),
+    "a layer twice, edited otherwise": (
+        {"each": "channel", "layers": ["block1", {"layer": "block1", "channels": [1]}]},
+        "/layers/1",
+        "once",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(nets: Nets, name: str) -> None:
+    """A fault says where, and what to type instead."""
+    fields, pointer, said = REFUSED[name]
+    fault = problem(nets.live.client.post("/sweep", json={**ONE, **fields}), 422)["errors"][0]
+    assert fault["pointer"].startswith(pointer)
+    assert said in f"{fault['detail']} {fault.get('hint', '')}"
+
+
+def test_limits(serve: Serve) -> None:
+    """What is over a limit or past its deadline is refused, with what would fit, before any forward."""
+    body = {**ONE, "each": "channel", "inputs": INPUTS}
+    with serve(max_changed_inputs=20) as live:
+        found = problem(live.client.post("/sweep", json=body), 413)
+        assert "32 changed inputs, the limit is 20" in found["detail"]
+        assert "at most 1 inputs" in found["hint"]
+        assert "'channels'" in found["hint"]
+    with serve() as live:
+        many = {**body, "op": "scale", "values": list(range(256))}
+        found = problem(live.client.post("/sweep", json=many, headers={"x-request-timeout": "0.05"}), 429, seconds=True)
+        assert "changed inputs" in found["detail"]
+        assert problem(live.client.post("/sweep?format=png", json=body), 406)["hint"]
