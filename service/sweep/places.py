@@ -15,7 +15,7 @@ from layertap.models.inputs.model_inputs import TextSpec
 from layertap.models.interventions.operations import count_entries
 from layertap.models.interventions.resolve import resolve_intervention
 from layertap.models.selection.hook_points import HookPoint, Intervention, Objective, Reduction, Sweep
-from layertap.models.selection.plan import Capture, ResolvedIntervention, ResolvedObjective, Result
+from layertap.models.selection.plan import Capture, ResolvedIntervention, ResolvedObjective, Result, get_boundary
 from layertap.service.engine.batch import Job
 
 METRIC = "metric"  # the key of the unedited one; no layer is called so where it is edited
@@ -119,13 +119,14 @@ def _find_places(place: Intervention, job: Job, metric: HookPoint, lengths: Text
     if selector.site in GRADIENTS:
         raise SelectorError("a sweep edits values, not gradients", hint="name an output, an input or attention")
     changes = resolve_intervention(place, None, job.catalog, lengths)
-    ends = [change for change in changes if _get_order(change.point, job) <= _get_order(metric, job)]
+    last = get_boundary(metric, job.catalog).order
+    ends = [change for change in changes if get_boundary(change.point, job.catalog).order <= last]
     if not ends or (len(ends) < len(changes) and not selector.is_glob):
         name = escape(changes[-1].point.format_name())
         raise SelectorError(f"the metric does not depend on {name}, which runs later", hint="name a layer before it")
     groups: dict[str, list[ResolvedIntervention]] = {}
     for change in ends:
-        _, site, _ = change.point.address
+        site = change.point.site
         call = "" if selector.call is None else f"#{change.point.call}"
         name = change.point.format_name(call) + ("" if site == "output" else f":{site}")
         groups.setdefault(name, []).append(change)
@@ -143,10 +144,6 @@ def _make_place(key: str, changes: tuple[ResolvedIntervention, ...], job: Job) -
     if key == METRIC:
         raise SelectorError(f"{escape(key)} is the key of the unedited metric", hint="write the layer with its call")
     return Place(key, changes, sizes.pop())
-
-
-def _get_order(point: HookPoint, job: Job) -> int:
-    return job.catalog.layers[point.layer].calls[point.call].get_boundary(point.site).order
 
 
 def freeze_noise(changes: Sequence[ResolvedIntervention], row: int) -> tuple[ResolvedIntervention, ...]:
