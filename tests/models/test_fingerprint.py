@@ -302,6 +302,7 @@ REDUCTIONS: dict[str, Any] = {
     "edges": (0.0, 1.0),
     "by": "channel",
     "over": "inputs",
+    "edges": (0.0, 1.0),
     "pool": "mean",
     "normalize": True,
     "dtype": "float16",
