@@ -299,7 +299,6 @@ REDUCTIONS: dict[str, Any] = {
     "queries": (0, 1),
     "keys": (0, 1),
     "stats": ("mean", "std"),
-    "edges": (0.0, 1.0),
     "by": "channel",
     "over": "inputs",
     "edges": (0.0, 1.0),
