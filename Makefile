@@ -38,7 +38,8 @@ test-lowest: $(LOW)/.layertap-installed ## Run some of the quick tests with the 
 		--override-ini filterwarnings=default $(LOWEST) $(ARGS)
 
 test-hard: $(STAMP) ## Run every architecture, hostile input and faults at length (two hours and more)
-	$(BIN)/python -m pytest -m hard $(ARGS)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target .venvs/peers --no-deps --require-hashes -r tests/peers/requirements.txt
+	PYTHONPATH=$(CURDIR)/.venvs/peers $(BIN)/python -m pytest -m hard $(ARGS)
 
 fuzz: READERS := image npy npz safetensors selector
 fuzz: $(STAMP) ## Fuzz the readers of strangers' bytes, half an hour each; another time in ARGS="--seconds 60"
