@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.service.load_nets import SERVED
-from tests.service.load_requests import OPTIONS, asked
+from tests.service.load_requests import asked
 from tests.service.load_server import Process, process
 from tests.service.test_load import answers, one_thread, wrong
 
@@ -35,12 +35,11 @@ def slope(samples: Sequence[Sample]) -> float:
 
 def soaked(server: Process, seconds: float) -> tuple[int, list[Sample], list[str]]:
     """How many requests were sent in so much time, the memory after each lot of them, and what was wrong."""
-    options = [option for option in OPTIONS if server.offers(option.name)]
     samples: list[Sample] = []
     faults: list[str] = []
     count, begun = 0, time.monotonic()
     while time.monotonic() < begun + seconds and not faults:
-        requests = [asked(3, number, options) for number in range(count, count + AT_ONCE)]
+        requests = [asked(3, number) for number in range(count, count + AT_ONCE)]
         found = asyncio.run(answers(server.url, requests))
         with one_thread():
             faults += [each for each in map(wrong, requests, found) if each]

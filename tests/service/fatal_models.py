@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 LIMIT = 1000  # the survey's noise is far below
-LONG_S = 600.0
 
 
 class Doomed(nn.Module):
@@ -30,28 +28,6 @@ class Doomed(nn.Module):
         return out
 
 
-class Stuck(nn.Module):
-    """Takes for ever to be built."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        threading.Event().wait(LONG_S)
-
-
-class Leaving(nn.Module):
-    """Asks the process to exit, only when several rows are there: in a forward that only ``fixed_batch_rows`` has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) > ROWS:
-            raise SystemExit(0)
-        out: Tensor = self.linear(x)
-        return out
-
-
 class Unhurried(nn.Module):
     """Takes a while for each row."""
 
@@ -65,7 +41,6 @@ class Unhurried(nn.Module):
         return out
 
 
-ROWS = 6  # more than any forward has while a model is loaded
 ROW_S = 0.05
 
 

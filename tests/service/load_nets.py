@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from layertap.models import digits
-from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
+from layertap.models.spec import InputSpec, ModelSpec
 from tests.fidelity.served_model import randomise
 from tests.nets import INPUTS
 from tests.oracle import Key, record
@@ -41,10 +41,8 @@ class Served:
     factory: str
     inputs: tuple[InputSpec, ...]
     axes: Mapping[str, str] | None = None
-    prefix: int = 0
     alone: bool = False
     avoid: frozenset[str] = frozenset()
-    preprocess: PreprocessSpec | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
     scale: float = 1.0
     often: int = 1
@@ -61,7 +59,7 @@ class Served:
             f"python:{self.factory}",
             str(weights) if state else "DEFAULT",
             device="cpu",
-            preprocess=self.preprocess or "none",
+            preprocess="none",
             inputs=self.inputs,
         )
 
@@ -91,13 +89,11 @@ class Served:
         text = name + "".join(f"[{step}]" for step in path) + ("" if site == "output" else f":{site}")
         return (self.axes or {}).get(text) or BY_RANK[self._one_row[key].ndim]
 
-    def is_float(self, key: Key) -> bool:
-        """Whether a tensor holds floating numbers."""
-        return self._one_row[key].dtype.kind == "f"
-
-    def runs(self, name: str) -> int:
-        """How often a module runs in a forward."""
-        return 1 + max(key[1] for key in self._one_row if key[0] == name)
+    def name_of(self, key: Key) -> str:
+        """What a tensor is called in a request and in its reply."""
+        name, call, path, site = key
+        number = f"#{call}" if any(other[0] == name and other[1] for other in self._one_row) else ""
+        return name + number + "".join(f"[{step}]" for step in path) + ("" if site == "output" else f":{site}")
 
     def seen(self, rows: Mapping[str, Array], isolated: bool) -> dict[Key, Array]:
         """Every tensor of the forward of a request's rows, and of no others."""
@@ -135,12 +131,11 @@ SERVED = (
         "digits",
         "layertap.models.digits:digits",
         digits.INPUTS,
-        preprocess=digits.PREPROCESS,
         shapes=((3, 24, 40),),
         often=4,
         weights=digits.WEIGHTS,
     ),
-    _net("vit", "vit", 2, prefix=1, preprocess=PreprocessSpec(resize=32, crop=32)),
+    _net("vit", "vit", 2),
     _net("encoder", "Encoder", 2),
     _net("structured", "Structured", 2, scale=0.3),  # far from the poles of the tangent
     _net("resnet", "resnet"),
@@ -151,12 +146,7 @@ SERVED = (
     _net("windows", "Windows", 2),
     _net("keywords", "Keywords"),
     _net("tied", "Tied"),
-    _net(
-        "inner",
-        "Inner",
-        2,
-        axes={"similar": MIXED_OR_ALONE, "first": MIXED, "mean": MIXED, "table": CONSTANT},
-    ),
+    _net("inner", "Inner", 2, axes={"similar": MIXED_OR_ALONE, "first": MIXED, "mean": MIXED, "table": CONSTANT}),
     _net("views", "Views"),
     # Who asks it for "." gets another half of it where a large row is in the same forward, and nothing shows it.
     _net("early", "EarlyExit", avoid=frozenset({"."})),

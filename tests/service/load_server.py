@@ -84,10 +84,6 @@ class Process:
         assert [model["state"] for model in models] == ["ready"] * len(models), models
         return {model["name"]: model["hooks"] for model in models}
 
-    def offers(self, name: str) -> bool:
-        """Whether a request may have a field."""
-        return name in self._get("/openapi.json")["components"]["schemas"]["ExtractBody"]["properties"]
-
     def end(self) -> int:
         """Ask it to end; its exit status."""
         self.running.send_signal(signal.SIGTERM)
@@ -118,11 +114,7 @@ def process(
     own = {"PYTHONPATH": path, "LAYERTAP_CACHE_DIR": str(folder / "cache")}
     environment = os.environ | SETTINGS | own | variables
     started = partial(subprocess.Popen[bytes], words, cwd=folder, env=environment, stdin=subprocess.DEVNULL)
-    with (
-        log.open("wb") as stream,
-        out.open("wb") as printed,
-        started(stderr=stream, stdout=printed) as running,
-    ):
+    with log.open("wb") as stream, out.open("wb") as printed, started(stderr=stream, stdout=printed) as running:
         try:
             found = Process(running, log, out)
             wait_until(

@@ -95,14 +95,6 @@ def run_crowd(request: httpx.Request) -> Iterator[ClientCrowd]:
         client.result()
 
 
-def has_left(url: str) -> bool:
-    """Whether nobody answers any more, or only to say that he is not ready."""
-    try:
-        return httpx.get(f"{url}/readyz").status_code != 200
-    except httpx.TransportError:
-        return True
-
-
 def descendants(pid: int) -> list[int]:
     """The processes that a process has started, and those that they have."""
     children = _list_children(pid)

@@ -14,10 +14,9 @@ from tests.service.gated_server import wait_until
 from tests.service.load_server import END_S, Usage, process
 from tests.service.support import npy, raw
 
-FIRST, CYCLES = 20, 100  # until allocators and caches have what they need; after that
-OUTPUTS = 100_000
-WEIGHT_BYTES = 4 * 5 * OUTPUTS
-SLACK_BYTES = 16 * 2**20  # a hundredth of which is a twelfth of the weights
+FIRST, CYCLES = 10, 30  # until allocators and caches have what they need; after that
+OUTPUTS = 400_000
+SLACK_BYTES = 16 * 2**20  # a thirtieth of which is a fourteenth of the weights
 SPEC = ModelSpec(
     "linear",
     "python:torch.nn:Linear",
@@ -33,7 +32,7 @@ SPEC = ModelSpec(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_cycles(tmp_path: Path, workers: int) -> None:
-    """After a hundred loads, answers and unloads memory, threads, descriptors and processes are what they were."""
+    """After many loads, answers and unloads memory, threads, descriptors and processes are what they were."""
     with (
         process([digits(), SPEC], tmp_path, LAYERTAP_WORKERS=str(workers)) as server,
         httpx.Client(base_url=server.url, timeout=END_S) as client,
