@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -44,20 +43,6 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Maker]:
     made.gate.set()
 
 
-def test_threads(serve: Serve, maker: Maker) -> None:
-    """A model's threads are made after it was measured: none has helpers that keep others from their cores."""
-    with serve(configured(net("lazy", "made", load="lazy")), cpu_threads=2) as live:
-        maker.gate.clear()
-        with ThreadPoolExecutor(1) as pool:
-            reply = pool.submit(post_rows, live, model="lazy")
-            assert maker.entered.wait(30)
-            assert "load-lazy" in {thread.name for thread in threading.enumerate()}
-            maker.gate.set()
-            assert reply.result().status_code == 200
-        wait_until(lambda: "load-lazy" not in {thread.name for thread in threading.enumerate()})
-        assert {"model-0-lazy"} <= {thread.name for thread in threading.enumerate()}
-
-
 def state(live: Live, name: str) -> str:
     return str(live.client.get(f"/models/{name}").json()["state"])
 
@@ -79,19 +64,6 @@ def test_lazy(serve: Serve, maker: Maker) -> None:
             assert [reply.result().status_code for reply in replies] == [200] * 5
         assert len(maker.made) == 1
         assert state(live, "lazy") == "ready"
-
-
-def test_when_to_come_again(serve: Serve, maker: Maker) -> None:
-    """While a model loads, whoever asks is told to wait as long again as it has been loading."""
-    maker.gate.clear()
-    with serve(configured(net("made", "made")), wait=False) as live:
-        assert maker.entered.wait(30)
-        live.engine.manager.handles["made"]._began -= 40
-        replies = [live.client.get(path) for path in ("/readyz", "/v2/models/made/ready")]
-        replies.append(post_rows(live, model="made", timeout="0.1"))
-        assert [reply.status_code for reply in replies] == [503] * 3
-        assert all(40 <= int(reply.headers["retry-after"]) <= 76 for reply in replies)
-        maker.gate.set()
 
 
 def test_load_and_unload(serve: Serve, maker: Maker) -> None:
@@ -165,26 +137,3 @@ def test_room(serve: Serve) -> None:
             assert post_rows(live, model=name).status_code == 200
             assert states() == expected
         assert state(live, "digits") == "ready"
-
-
-def test_no_room(serve: Serve) -> None:
-    """A model that is busy does not make room: the request for another is told when to come again."""
-    specs = [net(name, "Gated", load="lazy") for name in ("a", "b")]
-    with serve(configured(*specs), max_loaded_models=2) as live:
-        assert post_rows(live, model="a").status_code == 200
-        with hold_model(live, "a"):
-            problem(post_rows(live, model="b"), 503, seconds=True)
-        assert post_rows(live, model="b").status_code == 200
-
-
-def test_failed_models_take_no_room(serve: Serve) -> None:
-    """Models that failed take nobody's place."""
-    specs = [net(f"never{number}", "Never", required=False) for number in range(3)]
-    with serve(configured(*specs, net("a", "Gated", load="lazy")), max_loaded_models=2) as live:
-        assert post_rows(live, model="a").status_code == 200
-
-
-def test_more_at_startup_than_room(serve: Serve) -> None:
-    """Models wanted from the start are all loaded, also where they are more than the bound for lazy ones."""
-    with serve(configured(*(net(name, "Gated") for name in "abc")), max_loaded_models=2) as live:
-        assert [post_rows(live, model=name).status_code for name in "abc"] == [200] * 3

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,14 +15,13 @@ import pytest
 
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.exchanged_models import Versions, entry
+from tests.service.exchanged_models import GATED_BYTES, WAITING, WIDE, WIDE_BYTES, Versions, entry
 from tests.service.gated_server import hold_model, post_rows, wait_until
 from tests.service.load_server import process
 from tests.service.server_process import fatal_model_spec
 from tests.service.support import Json, arrays_of, configured, npy, problem, raw
 
 ROWS = np.ones((1, 4), np.float32)
-CLIENTS = 4
 
 
 def reload(live: Live) -> Json:
@@ -72,17 +69,6 @@ def test_reload(serve: Serve, versions: Versions) -> None:
         assert reload(live) == {"added": [], "removed": [], "changed": {}, "aliases": {}, "default": None}
 
 
-def test_unloaded_model_becomes_lazy(serve: Serve, versions: Versions) -> None:
-    """What an administrator has unloaded no request loads, until the file says that a request does."""
-    with serve(versions.write(entry("a", "stays"), entry("a", "rests")), config=versions.file) as live:
-        before = ask(live.client, "rests").json()["features"]
-        assert live.client.post("/models/rests/unload").status_code == 200
-        problem(ask(live.client, "rests"), 503, seconds=True)
-        versions.write(entry("a", "stays"), entry("a", "rests", load="lazy"))
-        assert reload(live)["changed"] == {"rests": ["load"]}
-        assert ask(live.client, "rests").json()["features"] == before
-
-
 def test_removed_model_answers_what_it_has(serve: Serve, versions: Versions) -> None:
     """A model that the file has no more answers what it was asked before, and is not found any more."""
     with serve(versions.write(entry("a", "gated"), entry("b", "other")), config=versions.file) as live:
@@ -95,37 +81,6 @@ def test_removed_model_answers_what_it_has(serve: Serve, versions: Versions) -> 
             assert not waits.done()
         assert waits.result().status_code == 200
         wait_until(lambda: len(live.engine.manager.list_handles()) == 1)
-
-
-def test_alias_moves_under_load(serve: Serve, versions: Versions) -> None:
-    """An alias moves to a model that comes with the file, from one that goes, and no request that uses it fails."""
-    with serve(versions.write(entry("a", "one"), aliases={"prod": "one"}), config=versions.file) as live:
-        stop, replies = threading.Event(), list[httpx.Response]()
-
-        def work() -> None:
-            with httpx.Client(base_url=live.url, timeout=120) as client:
-                while not stop.is_set():
-                    replies.append(ask(client, "prod"))
-
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            running = [pool.submit(work) for _ in range(CLIENTS)]
-            try:
-                for letter, name in (("b", "two"), ("c", "three"), ("a", "one")):
-                    seen = len(replies)
-                    wait_until(lambda least=seen + 10: len(replies) >= least)  # type: ignore[misc]
-                    versions.write(entry(letter, name), aliases={"prod": name})
-                    assert reload(live)["aliases"] == {"prod": name}
-                    assert ask(live.client, "prod").json()["model"] == name
-            finally:
-                stop.set()
-            for each in running:
-                each.result()
-        assert {reply.status_code for reply in replies} == {200}
-        letters = {"one": "a", "two": "b", "three": "c"}
-        for reply in replies:
-            expected = versions.answer(letters[reply.json()["model"]], ROWS)
-            np.testing.assert_allclose(arrays_of(reply)["linear"], expected, rtol=1e-4, atol=1e-4)
-        assert len({reply.json()["fingerprint"] for reply in replies}) == 3
 
 
 def test_aliases(serve: Serve, versions: Versions) -> None:
@@ -146,39 +101,23 @@ def test_aliases(serve: Serve, versions: Versions) -> None:
         assert "did you mean 'prod'" in problem(ask(client, "pord"), 404)["errors"][0]["hint"]
 
 
-@pytest.mark.parametrize(
-    ("text", "place"),
-    [
-        ("models: [", "line 1"),
-        ("models:\n- {name: a, source: python:m:f, wieghts: x}", "line 2: models.0.wieghts"),
-        (f"models:\n- {{name: a, source: torchvision:resnet18, weights: {'a' * 300}.pth}}", "line 2: models.0.weights"),
-        ("models:\n- {name: a, source: torchvision:resnet18, weights: gone.safetensors}", "line 2: models.0.weights"),
-    ],
-)
-def test_broken_file(serve: Serve, versions: Versions, text: str, place: str) -> None:
+BROKEN = {
+    "models: [": "line 1",
+    "models:\n- {name: a, source: python:m:f, wieghts: x}": "line 2: models.0.wieghts",
+    "models:\n- {name: a, source: torchvision:resnet18, weights: gone.safetensors}": "line 2: models.0.weights",
+}
+
+
+def test_broken_file(serve: Serve, versions: Versions) -> None:
     """A file that makes no sense changes nothing: its places are told, without values and paths."""
     with serve(versions.write(entry("a", "own")), config=versions.file) as live:
         fingerprint = ask(live.client, "own").json()["fingerprint"]
-        versions.file.write_text(text)
-        found = problem(live.client.post("/models/reload"), 422)
-        assert any(each["detail"].startswith(place) for each in found["errors"])
-        assert "log" in found["detail"]
+        for text, place in BROKEN.items():
+            versions.file.write_text(text)
+            found = problem(live.client.post("/models/reload"), 422)
+            assert any(each["detail"].startswith(place) for each in found["errors"]), text
+            assert "log" in found["detail"]
         assert ask(live.client, "own").json()["fingerprint"] == fingerprint
-
-
-def test_pipe_in_place_of_the_file(serve: Serve, versions: Versions) -> None:
-    """A pipe that nobody writes to, in the file's place, keeps nothing waiting: the next file is read."""
-    with serve(versions.write(entry("a", "own")), config=versions.file) as live:
-        versions.file.unlink()
-        os.mkfifo(versions.file)
-        try:
-            problem(live.client.post("/models/reload"), 422)
-        finally:
-            with suppress(OSError):  # nobody reads it
-                os.close(os.open(versions.file, os.O_WRONLY | os.O_NONBLOCK))
-            versions.file.unlink()
-        versions.write(entry("b", "own"))
-        assert reload(live)["changed"] == {"own": ["weights"]}
 
 
 def test_no_file(serve: Serve) -> None:
@@ -210,6 +149,71 @@ def test_a_change_that_fails(serve: Serve, versions: Versions) -> None:
         assert reload(live)["changed"] == {"own": ["weights"], "new": ["weights"]}
         assert ask(live.client, "own").json()["fingerprint"] != fingerprint
         assert ask(live.client, "prod").json()["model"] == "new"
+
+
+def test_names_of_a_model_that_fails(serve: Serve, versions: Versions) -> None:
+    """The default, aliases and names that become or were aliases mean what they did until the new model is there."""
+    for letter in ("broken", "worse"):
+        (versions.folder / "weights" / f"{letter}.safetensors").write_bytes(b"nothing")
+    before = [entry("a", "one"), entry("a", "other")]
+    with serve(versions.write(*before, aliases={"prod": "one"}), config=versions.file) as live:
+        for letter in ("broken", "broken", "worse"):
+            after = [entry(letter, "two"), entry(letter, "prod")]
+            versions.write(*after, aliases={"other": "two"}, defaults={"model": "two"})
+            assert live.client.post("/models/reload").json()["default"] == "two"
+            assert states(live) == {"one": "ready", "other": "ready", "two": "failed", "prod": "failed"}
+            assert live.client.get("/models").json()["default"] == "one"
+            for name, model in ((None, "one"), ("prod", "one"), ("other", "other")):
+                assert ask(live.client, name).json()["model"] == model
+        versions.write(entry("b", "two"), entry("b", "prod"), aliases={"other": "two"}, defaults={"model": "two"})
+        assert live.client.post("/models/reload").status_code == 200
+        assert states(live) == {"two": "ready", "prod": "ready"}
+        for name, model in ((None, "two"), ("prod", "prod"), ("other", "two")):
+            assert ask(live.client, name).json()["model"] == model
+
+
+def test_an_alias_becomes_a_model(serve: Serve, versions: Versions, gate: threading.Event) -> None:
+    """Until all of the file has loaded an alias means what it did, and the model of that name is kept apart from it."""
+    first = entry("a", "first")
+    before = [first, entry("b", "one", load="lazy", idle_timeout_s=0.1)]
+    with serve(versions.write(*before, aliases={"prod": "one"}), config=versions.file) as live:
+        wide = entry("a", "prod", source=WIDE, weights="random:0")
+        versions.write(first, wide, entry("a", "slow", source=WAITING))
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(live.client.post, "/models/reload")
+            try:
+                wait_until(lambda: states(live).get("prod") == "ready")
+                assert ask(live.client, "prod").json()["model"] == "one"
+                wait_until(
+                    lambda: (
+                        sorted(each.name for each in live.engine.manager.list_handles()) == ["first", "prod", "slow"]
+                    )
+                )  # the lazy one has gone
+                assert states(live) == {"first": "ready", "one": "available", "prod": "ready", "slow": "loading"}
+                assert live.engine.manager.used_bytes == GATED_BYTES + WIDE_BYTES
+                assert ask(live.client, "prod").json()["model"] == "one"
+            finally:
+                gate.set()
+            assert reply.result().status_code == 200
+        assert states(live) == {"first": "ready", "prod": "ready", "slow": "ready"}
+        assert ask(live.client, "prod").json()["model"] == "prod"
+
+
+def test_two_readings(serve: Serve, versions: Versions, gate: threading.Event) -> None:
+    """While models of one reading load the next one waits, no longer than its deadline; then it is in effect, whole."""
+    first = entry("a", "first")
+    with serve(versions.write(first, entry("a", "goes")), config=versions.file, deadline_s=2.0) as live:
+        versions.write(first, entry("a", "slow", source=WAITING), aliases={"prod": "slow"}, defaults={"model": "slow"})
+        assert live.client.post("/models/reload").status_code == 202
+        versions.write(first, entry("b", "last"), aliases={"prod": "last"}, defaults={"model": "last"})
+        problem(live.client.post("/models/reload"), 504, seconds=True)
+        assert states(live) == {"first": "ready", "goes": "ready", "slow": "loading"}
+        gate.set()
+        wait_until(lambda: "goes" not in states(live))
+        assert live.client.post("/models/reload").status_code in (200, 202)
+        wait_until(lambda: states(live) == {"first": "ready", "last": "ready"})
+        assert live.client.get("/models").json()["aliases"] == {"prod": "last"}
+        assert ask(live.client, None).json()["model"] == ask(live.client, "prod").json()["model"] == "last"
 
 
 @pytest.mark.slow

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.exchanged_models import GATED_BYTES
+from tests.service.exchanged_models import ALLOW, GATED_BYTES, WAITING, Versions, entry, fingerprint, put
 from tests.service.gated_server import hold_model, post_rows, wait_until
 from tests.service.support import Json, configured, net, problem
 
@@ -63,15 +69,6 @@ def test_busy_models_stay(serve: Serve) -> None:
         assert ready(live) == ["b"]
 
 
-def test_models_of_the_start_stay(serve: Serve) -> None:
-    """Models that are loaded at the start count, and do not make room."""
-    specs = (net("a", "Gated"), net("b", "Gated", load="lazy"), net("c", "Gated", load="lazy"))
-    with serve(Configuration(specs, "a"), model_memory_bytes=2 * GATED_BYTES + 1) as live:
-        for name in ("b", "c", "b"):
-            assert post_rows(live, model=name).status_code == 200
-            wait_until(lambda name=name: ready(live) == ["a", name])  # type: ignore[misc]
-
-
 def test_larger_than_the_budget(serve: Serve) -> None:
     """A model that alone takes more than all may has failed, and says both figures."""
     with serve(lazy("a"), model_memory_bytes=GATED_BYTES - 1) as live:
@@ -115,38 +112,13 @@ def test_idle_timeout(serve: Serve) -> None:
             assert live.client.get("/readyz").json() == {"status": "ready"}
 
 
-def test_busy_models_have_no_timeout(serve: Serve) -> None:
-    """As long as a request runs its model is not idle, however long that takes."""
-    with serve(lazy("a", "b"), model_idle_timeout_s=0.1, cpu_threads=2) as live:
-        assert post_rows(live, model="a").status_code == 200
-        with hold_model(live, "a"):
-            assert post_rows(live, model="b").status_code == 200
-            wait_until(lambda: states(live)["b"] == "available")
-            assert states(live)["a"] == "ready"
-        wait_until(lambda: states(live)["a"] == "available")
-
-
-READY_WHEN = {
-    # setting: with one that failed and is required; one that is not; all that failed
-    "required": (503, 200, 503),
-    "all": (503, 503, 503),
-    "any": (200, 200, 503),
-}
-
-
-def _wait_until_settled(live: Live) -> None:
-    wait_until(lambda: "are loading" not in live.client.get("/readyz").text)
-
-
-@pytest.mark.parametrize("setting", READY_WHEN)
-def test_ready_when(serve: Serve, setting: str) -> None:
-    """A setting decides what models mean that failed at the start; ``/readyz`` tells of each kind, also when ready."""
-    good, never = net("good", "Gated"), net("never", "Never")
-    optional = net("never", "Never", required=False)
-    cases = ((good, never), (good, optional), (never,))
-    for specs, status in zip(cases, READY_WHEN[setting], strict=True):
-        with serve(Configuration(specs, specs[0].name), wait=False, ready_when=setting) as live:
-            _wait_until_settled(live)
+@pytest.mark.parametrize(("setting", "statuses"), [("required", (503, 200)), ("all", (503, 503)), ("any", (200, 200))])
+def test_ready_when(serve: Serve, setting: str, statuses: tuple[int, int]) -> None:
+    """A setting decides what a model means that failed at the start, required or not; ``/readyz`` tells its kind."""
+    for required, status in zip((True, False), statuses, strict=True):
+        specs = (net("good", "Gated"), net("never", "Never", required=required))
+        with serve(Configuration(specs, "good"), wait=False, ready_when=setting) as live:
+            wait_until(lambda live=live: "are loading" not in live.client.get("/readyz").text)  # type: ignore[misc]
             reply = live.client.get("/readyz")
             assert reply.status_code == status
             assert "code" in (reply.json()["failed"] if status == 200 else reply.json()["detail"])
@@ -167,3 +139,79 @@ def test_loading_beside_a_slow_host(serve: Serve, tmp_path: Path) -> None:
             gate.touch()
         wait_until(lambda: live.client.get("/readyz").status_code == 200)
         assert post_rows(live, model="slow").status_code == 200
+
+
+def test_no_room_for_a_version(serve: Serve, versions: Versions) -> None:
+    """A version without room beside the model is refused, and all stays as it was; once that is unloaded it comes."""
+    budget = 2 * GATED_BYTES - 1
+    configuration = versions.write(entry("a"), allow=ALLOW)
+    with serve(configuration, config=versions.file, model_memory_bytes=budget) as live:
+        first = fingerprint(live)
+        refused = problem(put(live, "b"), 503, seconds=True)
+        assert f"models in use have {GATED_BYTES} of {budget} bytes" in refused["detail"]
+        assert "POST /models/gated/unload" in refused["errors"][0]["hint"]
+        assert show(live, "gated")["replacement"] == {"state": "failed", "reason": refused["detail"]}
+        assert fingerprint(live) == first
+        assert live.client.post("/models/gated/unload").json()["state"] == "available"
+        assert put(live, "b").status_code == 200
+        assert fingerprint(live) != first
+        assert "replacement" not in show(live, "gated")
+
+
+def test_lazy_models_make_room(serve: Serve, versions: Versions) -> None:
+    """For a version lazy models go that nobody uses, and no other."""
+    configuration = versions.write(entry("a"), entry("a", "spare", load="lazy"), allow=ALLOW)
+    with serve(configuration, config=versions.file, model_memory_bytes=2 * GATED_BYTES) as live:
+        assert post_rows(live, model="spare").status_code == 200
+        with hold_model(live, "spare"):
+            problem(put(live, "b"), 503, seconds=True)
+            assert states(live) == {"gated": "ready", "spare": "ready"}
+        assert put(live, "b").status_code == 200
+        assert states(live) == {"gated": "ready", "spare": "available"}
+
+
+def test_versions_at_once(serve: Serve, versions: Versions, gate: threading.Event) -> None:
+    """Versions of several models that load at one moment count together, and former ones until they have finished."""
+    configuration = versions.write(entry("a"), entry("a", "other"), allow={**ALLOW, "sources": [WAITING]})
+    budget = 3 * GATED_BYTES
+    with serve(configuration, config=versions.file, model_memory_bytes=budget) as live, ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(put, live, "b", source=WAITING)
+        try:
+            wait_until(lambda: show(live, "gated").get("replacement") == {"state": "loading"})
+            problem(put(live, "b", "other"), 503, seconds=True)
+            with hold_model(live):
+                gate.set()
+                assert reply.result().status_code == 200
+                problem(put(live, "b", "other"), 503, seconds=True)
+        finally:
+            gate.set()
+        wait_until(lambda: len(live.engine.manager.list_handles()) == 2)
+        assert put(live, "b", "other").status_code == 200
+
+
+WAYS: dict[str, Callable[[httpx.Client], httpx.Response]] = {
+    "unloaded": lambda client: client.post("/models/gated/unload"),
+    "exchanged": lambda client: client.put("/models/gated", json=entry("b")),
+}
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What refers to itself stays, as it does for hours in a server that is idle."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("way", WAYS)
+def test_freed(serve: Serve, versions: Versions, way: str) -> None:
+    """Nothing holds the module of a model that answered and is gone."""
+    configuration = versions.write(entry("a"), allow=ALLOW)
+    with serve(configuration) as live:
+        assert post_rows(live).status_code == 200
+        module = weakref.ref(live.engine.manager.handles["gated"].model.module)
+        assert module() is not None
+        assert WAYS[way](live.client).status_code == 200
+        wait_until(lambda: module() is None)
