@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -37,39 +36,6 @@ def test_weights(live: Live, form: str) -> None:
         np.testing.assert_allclose(value.sum(-1), 1.0, rtol=1e-5)
         assert value.std() > 0.01
     assert all(np.array_equal(found[key], value) for key, value in plain.items())
-
-
-def test_receipts(live: Live) -> None:
-    """Where weights came from is told; of other results there is nothing to tell."""
-    receipts = live.client.post("/extract", **asked(".,*:attention")).json()["receipts"]
-    told = {key: receipt.get("how") for key, receipt in receipts.items()}
-    assert told.pop(".") is None
-    assert set(told.values()) <= {"observed", "recomputed"}
-    graded = live.client.post("/extract", **asked("*:attention_grad", objective="sum")).json()["receipts"]
-    assert {receipt["how"] for receipt in graded.values()} == {"unfused"}
-
-
-def test_in_company(live: Live) -> None:
-    """Whoever asks for weights, their gradients or outputs at the same time gets what it gets alone."""
-    wishes = [
-        asked("*:attention", format="npz"),
-        asked("*:attention_grad", format="npz", objective="sum"),
-        asked(".", format="npz"),
-        asked(".:grad_input", format="npz", objective="mean"),
-    ]
-    alone = [arrays_of(live.client.post("/extract", **wish)) for wish in wishes]
-    with ThreadPoolExecutor(8) as pool:
-        replies = list(pool.map(lambda wish: live.client.post("/extract", **wish), wishes * 6))
-    for place, reply in enumerate(replies):
-        for key, value in arrays_of(reply).items():
-            np.testing.assert_allclose(value, alone[place % 4][key], rtol=1e-4, atol=1e-6, err_msg=key)
-
-
-def test_refused(live: Live) -> None:
-    """A layer without attention, and an objective that is missing."""
-    told = problem(live.client.post("/extract", **asked("head:attention")), 422)
-    assert "no attention" in told["detail"]
-    assert "objective" in problem(live.client.post("/extract", **asked("*:attention_grad")), 422)["detail"]
 
 
 def test_entropy(live: Live) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,31 +102,11 @@ def test_parts(server: Server, model: str, name: str) -> None:
         check(grads[row] / scale, take(gradient, part) / scale)
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_reductions(server: Server, name: str) -> None:
-    """Statistics and one line of numbers are of the part that is asked for, padding left out."""
-    asked, part = PARTS[name]
-    stats = server.of("bert", TEXTS, asked | {"stats": ["mean", "std", "max"]})
-    for row, tokens in enumerate(TEXTS):
-        expected = take(server.offline("bert", tokens)[0], part)
-        flat = server.of("bert", [tokens], asked | {"pool": "flatten"})
-        np.testing.assert_allclose(flat[0], expected.reshape(-1), rtol=1e-3, atol=1e-6)
-        np.testing.assert_allclose(stats[row], [expected.mean(), expected.std(), expected.max()], rtol=1e-3)
-
-
-def test_together(server: Server) -> None:
-    """Requests that share forwards each get the heads and queries of their own."""
-    asked = [(text, name) for text in range(4) for name in PARTS] * 3
-    with ThreadPoolExecutor(12) as pool:
-        found = list(pool.map(lambda each: server.of("gpt2", [TEXTS[each[0]]], PARTS[each[1]][0])[0], asked))
-    for (text, name), value in zip(asked, found, strict=True):
-        check(value, take(server.offline("gpt2", TEXTS[text])[0], PARTS[name][1]))
-
-
 def test_what_a_reply_says(server: Server) -> None:
     """The receipt has the indices, the fingerprint depends on them, and only what is asked for counts as bytes."""
     whole = server.post("bert", TEXTS[:1], {}).json()
     (receipt,) = whole["receipts"].values()
+    assert receipt["how"] in ("observed", "recomputed")
     assert not {"heads", "queries", "keys"} & set(receipt)
     prints = {whole["fingerprint"]}
     for asked in ({"heads": [0]}, {"heads": [0, -1]}, {"queries": [0]}, {"keys": [0]}):
@@ -149,14 +128,9 @@ def test_what_a_reply_says(server: Server) -> None:
     ("asked", "says"),
     [
         ({"heads": [4]}, "'heads' of 'encoder.layer.1.attention.self' must be between -4 and 3"),
-        ({"heads": [0, -4]}, "'heads' of 'encoder.layer.1.attention.self' names an index twice"),
         ({"queries": [3]}, "'queries' of 'encoder.layer.1.attention.self' must be between -3 and 2"),
-        ({"keys": [-4]}, "must be between -3 and 2"),
         ({"tokens": [0]}, "has no axis for 'tokens'"),
-        ({"channels": [0]}, "has no axis for 'channels'"),
-        ({"site": "output", "path": "[0]", "heads": [0]}, "has no axis for 'heads'"),
         ({"heads": [0], "pool": "mean"}, "has no channels"),
-        ({"heads": [0], "pool": "cls"}, "has no channels"),
         ({"stats": ["mean"], "by": "channel"}, "has no channels"),
     ],
 )

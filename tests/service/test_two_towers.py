@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
@@ -10,19 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
-import torch
 import transformers
 from PIL import Image
 from torch import Tensor, nn
 
-from layertap.models.loading import load_model
 from layertap.models.spec import ModelSpec
 from tests.marks import slow_but
 from tests.server import Live
-from tests.service.bulk.conftest import read
-from tests.service.cli.commands import Command
 from tests.service.conftest import Serve
 from tests.service.support import (
     Array,
@@ -32,14 +26,14 @@ from tests.service.support import (
     image,
     picture,
     problem,
+    raw,
     safetensors_of,
-    tensor,
     text64,
 )
 from tests.transformers_nets import POSITIONS, net, tokenizer
 
 SENTENCES = ("a cat sat on the mat", "a dog", "the red dog and the cat saw the mat")
-OTHERS = ("siglip", "blip", "altclip", "chinese_clip", "clipseg")
+OTHERS = ("siglip", "blip", "chinese_clip")
 SHARED = ".[pooler_output]"
 PICTURE = picture(1, (80, 64))
 
@@ -97,10 +91,9 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Towers:
     return save_towers("clip", tmp_path_factory.mktemp("models") / "clip")
 
 
-@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.slow)], ids=["here", "in a worker"])
-def live(serve: Serve, clip: Towers, request: pytest.FixtureRequest) -> Iterator[Live]:
-    large = entry(clip, "large", interpolate_pos_encoding=True, load="lazy")
-    with serve(configured(entry(clip, "clip"), large), workers=request.param) as live:
+@pytest.fixture(scope="module")
+def live(serve: Serve, clip: Towers) -> Iterator[Live]:
+    with serve(configured(entry(clip, "clip"))) as live:
         yield live
 
 
@@ -125,61 +118,31 @@ def close(found: Array, expected: Array) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("remote", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_bulk(
-    live: Live,
-    clip: Towers,
-    command: Command,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    remote: bool,
-) -> None:
-    """A job's texts go through their own tower, and its probe is of that, though the model takes pictures too."""
-    monkeypatch.setenv("LAYERTAP_WORKERS", "0")
-    lines, out = tmp_path / "texts.jsonl", tmp_path / "out.parquet"
-    lines.write_text("\n".join(json.dumps({"text": sentence}) for sentence in SENTENCES))
-    (tmp_path / "m.yaml").write_text(
-        json.dumps({"models": [{"name": "clip", "source": f"transformers:{clip.folder}"}]})
-    )
-    words = ("--url", live.url) if remote else ("--config", tmp_path / "m.yaml")
-    done = command("bulk", lines, "--column", "text", "--model", "clip", "--out", out, *words)
-    assert done.status == 0, done.notes
-    ((key, receipt),) = json.loads(pq.read_schema(out).metadata[b"receipts"]).items()
-    assert receipt["probe"]["input"] == "text"
-    close(np.array(read(out)[key]), np.concatenate([clip.of_text(sentence) for sentence in SENTENCES]))
-    assert command("check", out, "--config", tmp_path / "m.yaml").out.strip().endswith(": same")
-
-
 def test_pictures_and_texts(live: Live, clip: Towers) -> None:
     """Alone, several, and beside each other: what the library's functions give, in one space."""
     pictures = [PICTURE, picture(2, (64, 96))]
     of_pictures = np.concatenate([clip.of_picture(data) for data in pictures])
     of_texts = np.concatenate([clip.of_text(sentence) for sentence in SENTENCES])
-    for data, expected in zip(pictures, of_pictures, strict=True):
-        close(extract(live, image(data), layers=[SHARED])[SHARED], expected[None])
     close(extract(live, *map(image, pictures), layers=[SHARED])[SHARED], of_pictures)
     texts = [{"text": sentence} for sentence in SENTENCES]
     close(extract(live, texts[0], layers=[SHARED])[SHARED], of_texts[:1])
-    close(extract(live, *texts, layers=[SHARED])[SHARED], of_texts)
     mixed = [texts[0], image(pictures[0]), texts[1], image(pictures[1]), texts[2]]
     both = np.stack([of_texts[0], of_pictures[0], of_texts[1], of_pictures[1], of_texts[2]])
     close(extract(live, *mixed, layers=[SHARED])[SHARED], both)
     close(extract(live, *mixed)[SHARED], both)
 
 
-@pytest.mark.parametrize("name", ["siglip", "siglip2"])
-def test_texts_that_are_filled_up(serve: Serve, tmp_path: Path, name: str) -> None:
+def test_texts_that_are_filled_up(serve: Serve, tmp_path: Path) -> None:
     """Texts of a model that is given no mask are as long as its table of positions: as SigLIP takes them."""
-    towers = save_towers(name, tmp_path)
+    towers = save_towers("siglip2", tmp_path)
     tokenizer(tmp_path, model_max_length=POSITIONS, model_input_names=["input_ids"])
     fill = transformers.AutoTokenizer.from_pretrained(tmp_path)
     sentences = [*SENTENCES, "a cat " * POSITIONS]
     rows = fill(sentences, padding="max_length", truncation=True, return_tensors="pt")
     with serve(configured(entry(towers, "clip"))) as live:
         found = extract(live, *({"text": sentence} for sentence in sentences), truncate="end")[SHARED]
-        if name == "siglip2":
-            body = {"model": "clip", "inputs": [image(PICTURE)]}
-            assert "spatial_shapes" in problem(live.client.post("/extract", json=body), 422)["detail"]
+        body = {"model": "clip", "inputs": [image(PICTURE)]}
+        assert "spatial_shapes" in problem(live.client.post("/extract", json=body), 422)["detail"]
     close(found, _to_array(towers.module.get_text_features(**rows)))
 
 
@@ -210,8 +173,6 @@ def test_layers_of_either(live: Live, clip: Towers) -> None:
         body = {"model": "clip", "layers": [name], "inputs": inputs}
         found = problem(live.client.post("/extract", json=body), 422)
         assert f"layer '{name}' does not run for {other if other == 'text' else 'picture'}s" in found["detail"]
-        glob = {**body, "layers": [f"{tower}_model.*.mlp"]}
-        assert "none of which runs for" in problem(live.client.post("/extract", json=glob), 422)["detail"]
 
 
 def test_tensors(live: Live, clip: Towers) -> None:
@@ -219,63 +180,17 @@ def test_tensors(live: Live, clip: Towers) -> None:
     pixels, tokens = clip.make_pixels(PICTURE), clip.tokens(SENTENCES[0])
     arrays = {name: value.numpy() for name, value in {**tokens, "pixel_values": pixels}.items()}
 
-    def send(*names: str, **fields: Any) -> dict[str, Array]:
+    def send(layers: str, *names: str) -> dict[str, Array]:
         content = safetensors_of(**{name: arrays[name] for name in names})
-        headers = {"content-type": "application/x-safetensors", "accept": "application/x-npz"}
-        return arrays_of(live.client.post("/extract", content=content, headers=headers, params=fields))
+        request = raw(content, "application/x-safetensors", model="clip", layers=layers, format="npz")
+        return arrays_of(live.client.post("/extract", **request))
 
-    model = {"model": "clip"}
-    close(send("pixel_values", layers=SHARED, **model)[SHARED], clip.of_picture(PICTURE))
-    close(send("input_ids", "attention_mask", layers=SHARED, **model)[SHARED], clip.of_text(SENTENCES[0]))
-    close(send("input_ids", layers=SHARED, **model)[SHARED], clip.of_text(SENTENCES[0]))
+    close(send(SHARED, "pixel_values")[SHARED], clip.of_picture(PICTURE))
+    close(send(SHARED, "input_ids")[SHARED], clip.of_text(SENTENCES[0]))
     whole = clip.module(**tokens, pixel_values=pixels)
-    found = send(*arrays, layers=".", **model)
+    found = send(".", *arrays)
     for name in ("logits_per_image", "image_embeds", "text_embeds"):
         close(found[f".[{name}]"], whole[name].numpy())
-
-
-def test_pictures_of_other_sizes(live: Live, clip: Towers) -> None:
-    """With ``interpolate_pos_encoding`` the picture's tower takes other sizes, as the library's function does."""
-    pixels = torch.randn(1, 3, 48, 40, generator=torch.Generator().manual_seed(0))
-    expected = clip.module.get_image_features(pixel_values=pixels, interpolate_pos_encoding=True)
-    query = {"model": "large", "layers": SHARED, "format": "npz"}
-    headers = {"content-type": "application/x-safetensors"}
-    found = arrays_of(
-        live.client.post("/extract", content=safetensors_of(pixel_values=pixels.numpy()), headers=headers, params=query)
-    )
-    close(found[SHARED], _to_array(expected))
-
-
-def test_what_is_said(live: Live, clip: Towers) -> None:
-    """The model says what it takes and lists both towers; fingerprints of the towers differ."""
-    described = live.client.get("/models/clip").json()
-    assert [each["name"] for each in described["inputs"]] == ["input_ids", "attention_mask", "pixel_values"]
-    assert described["text"]["takes"] == ["text", "tokens"]
-    assert described["preprocess"]["crop"] == [32, 32]
-    assert described["embedding"] == SHARED
-    layers = {layer["name"]: layer for layer in live.client.get("/models/clip/layers").json()["layers"]}
-    assert all(layers[f"{tower}_model.encoder.layers.1"]["calls"] == 1 for tower in ("text", "vision"))
-    body = {"model": "clip", "layers": [SHARED]}
-    receipts = [
-        live.client.post("/extract", json={**body, "inputs": [sent]}).json()["receipts"][SHARED]["fingerprint"]
-        for sent in (image(PICTURE), {"text": SENTENCES[0]}, {"text": SENTENCES[1]})
-    ]
-    assert receipts[0] != receipts[1] == receipts[2]
-
-
-def test_explanations_and_changes(live: Live, clip: Towers) -> None:
-    """What is for pictures takes a tower's pictures; forwards go on from a layer of a tower."""
-    objective = {"layer": SHARED, "kind": "layer"}
-    body = {"model": "clip", "method": "saliency", "objective": objective, "inputs": [image(PICTURE)]}
-    found = arrays_of(live.client.post("/explain", json={**body, "encoding": "base64"}))["saliency"]
-    pixels = clip.make_pixels(PICTURE).requires_grad_()
-    clip.module.get_image_features(pixel_values=pixels).pooler_output.sum().backward()
-    assert pixels.grad is not None
-    expected = pixels.grad.abs().amax(1)
-    close(found / found.max(), (expected / expected.max()).numpy())
-    layer, after = "text_model.encoder.layers.1", "text_model.final_layer_norm"
-    kept = extract(live, {"text": SENTENCES[0]}, layers=[layer, after])
-    close(extract(live, tensor(kept[layer][0]), layers=[after], resume=layer)[after], kept[after])
 
 
 @pytest.mark.parametrize("name", slow_but(("siglip",), OTHERS))
@@ -286,22 +201,3 @@ def test_other_classes(serve: Serve, tmp_path: Path, name: str) -> None:
         close(extract(live, image(PICTURE))[SHARED], towers.of_picture(PICTURE))
         close(extract(live, {"text": SENTENCES[0]})[SHARED], towers.of_text(SENTENCES[0]))
         close(embed(live, [text64(PICTURE)], modality="image"), unit(towers.of_picture(PICTURE)))
-
-
-class Gridded(transformers.SiglipModel):  # type: ignore[misc]
-    """A class whose pictures need more than pixels where they are alone."""
-
-    def get_image_features(self, pixel_values: Tensor, grid: Tensor) -> Any:
-        """Of pixels and where they are."""
-        raise NotImplementedError
-
-
-def test_a_tower_that_does_not_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model takes tensors of both; that it takes no pictures has a reason."""
-    towers = save_towers("siglip", tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["Gridded"]}))
-    monkeypatch.setattr("transformers.Gridded", Gridded, raising=False)
-    inputs = load_model(entry(towers, "siglip")).model_inputs
-    assert not inputs.takes_pictures
-    assert "pixel_values" in inputs.no_pictures
