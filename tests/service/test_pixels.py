@@ -32,15 +32,14 @@ def module() -> nn.Module:
     return seeded(get_model("squeezenet1_1"), 0)
 
 
-@pytest.fixture(scope="module", params=[0, 2])
+@pytest.fixture(scope="module", params=[0, 1])
 def own(serve: Serve, module: nn.Module, tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[Live]:
     """A server of it with torchvision's preset, in its own process and in workers."""
     folder: Path = tmp_path_factory.mktemp("pixels")
     torch.save(module.state_dict(), folder / "own.pth")
     entry = {"name": "own", "source": "torchvision:squeezenet1_1", "weights": "own.pth", "device": "cpu"}
-    none = {**entry, "name": "none", "preprocess": "none"}
     fast = {**entry, "name": "fast", "decode": "fast"}
-    (folder / "models.json").write_text(json.dumps({"models": [entry, none, fast]}))
+    (folder / "models.json").write_text(json.dumps({"models": [entry, fast]}))
     with serve(read_configuration(folder / "models.json", before_loading=True), workers=request.param) as live:
         yield live
 
@@ -80,8 +79,10 @@ def body(form: str, batch: Array) -> Json:
     }[form]
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["channels last", "channels first"])
-@pytest.mark.parametrize("form", ["npy of one", "npy", "safetensors", "multipart", "json"])
+@pytest.mark.parametrize(
+    ("form", "first"),
+    [("npy of one", False), ("npy", True), ("safetensors", False), ("multipart", True), ("json", False)],
+)
 def test_equals_plain_torch(own: Live, module: nn.Module, form: str, first: bool) -> None:
     """In each form, with the channels first or last, pixels give what torchvision's preset and the module give."""
     batch = pictures(1 if form == "npy of one" else 3)
@@ -119,16 +120,7 @@ def test_sizes_and_kinds_in_one_request(own: Live, module: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "said"),
-    [
-        ((3, 40, 3), "either may be meant"),
-        ((2, 3, 40, 3), "either may be meant"),
-        ((40, 56), "are no picture"),
-        ((40, 56, 4), "are no picture"),
-        ((1, 40, 56), "are no picture"),
-        ((1, 2, 40, 56, 3), "are no picture"),
-        ((0, 56, 3), "holds no pixels"),
-        ((0, 40, 56, 3), "holds no pixels"),
-    ],
+    [((3, 40, 3), "either may be meant"), ((40, 56, 4), "are no picture"), ((0, 56, 3), "holds no pixels")],
 )
 def test_refused(own: Live, shape: tuple[int, ...], said: str) -> None:
     """What may be two pictures, or is none, is refused with what to send."""
@@ -138,44 +130,14 @@ def test_refused(own: Live, shape: tuple[int, ...], said: str) -> None:
     assert fault.get("hint") or "no pixels" in said
 
 
-def test_batch_in_json(own: Live) -> None:
-    """An entry of JSON is one input."""
-    inputs = [tensor(pictures(2))]
-    problem(own.client.post("/extract", json={"model": "own", "layers": [LAYER], "inputs": inputs}), 422)
-
-
-def test_limits(serve: Serve) -> None:
-    """Pictures count as inputs and by their pixels, before and after they are resized."""
-    with serve(max_inputs=2, max_pixels=5000, max_resized_pixels=5000) as live:
-
-        def post(array: Array) -> Any:
-            return live.client.post("/extract", **raw(npy(array), "application/x-npy", layers="pool"))
-
-        assert post(pictures(2)).status_code == 200
-        assert "2" in problem(post(pictures(3)), 413)["detail"]
-        assert "5600 pixels" in problem(post(pictures(1, 100, 56)), 413)["detail"]
-
-
-def test_no_pictures(own: Live) -> None:
-    """A model without preprocessing takes floats alone."""
-    answer = own.client.post("/extract", **raw(npy(pictures()), "application/x-npy", **{**QUERY, "model": "none"}))
-    assert "not uint8" in problem(answer, 422)["detail"] or "does not fit" in problem(answer, 422)["detail"]
-
-
-@pytest.mark.parametrize("form", ["json", "safetensors"])
-def test_bfloat16(own: Live, module: nn.Module, form: str) -> None:
+def test_bfloat16(own: Live, module: nn.Module) -> None:
     """A tensor of bfloat16 is the row of the values that it holds."""
     row = torch.randn((1, 3, 224, 224), generator=torch.Generator().manual_seed(0)).bfloat16()
-    data = row.view(torch.uint8).numpy().tobytes()
-    entry = {"tensor": {"dtype": "bfloat16", "shape": [3, 224, 224], "data": text64(data)}}
-    request = {
-        "json": {
-            "json": {"model": "own", "layers": [LAYER], "pool": "mean", "inputs": [entry]},
-            "params": {"format": "npz"},
-        },
-        "safetensors": raw(safetensors.torch.save({"x": row}), "application/x-safetensors", **QUERY),
-    }[form]
-    served = arrays_of(own.client.post("/extract", **request))
+    entry = {
+        "tensor": {"dtype": "bfloat16", "shape": [3, 224, 224], "data": text64(row.view(torch.uint8).numpy().tobytes())}
+    }
+    body = {"model": "own", "layers": [LAYER], "pool": "mean", "inputs": [entry]}
+    served = arrays_of(own.client.post("/extract", json=body, params={"format": "npz"}))
     expected = record(module, row.float())[LAYER, 0, (), "output"].mean((2, 3)).numpy()
     np.testing.assert_allclose(served[LAYER], expected, rtol=1e-4, atol=1e-5)
     wide = own.client.post("/extract", **raw(npy(row.float().numpy()), "application/x-npy", **QUERY))

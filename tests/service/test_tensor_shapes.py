@@ -1,10 +1,11 @@
-"""A tensor's own shape is known before it is decoded: limits go by it, not by the configured one."""
+"""Whatever a request asks for of tensors is judged by their own shape, and before anything runs where that can be."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -15,124 +16,153 @@ from layertap.models.spec import InputSpec
 from tests.conftest import net_spec
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, configured, image, npy, picture, problem, raw, tensor
+from tests.service.support import Array, Json, arrays_of, configured, net, npy, problem, raw, tensor
 
-SIDE, SMALL, LARGE = 64, 16, 256
-LIMIT = 100_000  # bytes of a reply; one row of `conv` has 8 * 64 * 64 * 4
+SIDE, SMALL, LARGE = 64, 16, 80
+MAX_REPLY_BYTES, MAX_QUEUE_BYTES = 100_000, 3_000_000  # a row of `conv` of the configured side has 131072
+SPECS = (
+    net_spec("Chain", inputs=(InputSpec("image", (3, SIDE, SIDE)),)),
+    net("patches", "Patches", InputSpec("x", (3, SMALL, SMALL))),
+    net("branches", "Branches", InputSpec("x", (3, SMALL, SMALL))),
+)
 FORMS = ("tensor", "npy", "npy of a batch", "safetensors")
 
 
-def row(side: int) -> Array:
-    """A row of that height and width."""
-    return np.random.default_rng(side).standard_normal((3, side, side)).astype(np.float32)
+@pytest.fixture(scope="module")
+def reshaping(serve: Serve) -> Iterator[Live]:
+    """A server of models that take tensors of any height and width; replies hold no layer of the configured shape."""
+    with serve(configured(*SPECS), max_reply_bytes=MAX_REPLY_BYTES, max_queue_bytes=MAX_QUEUE_BYTES) as live:
+        yield live
 
 
-def request(form: str, array: Array, **fields: Any) -> Json:
+def row(height: int, width: int) -> Array:
+    """One row."""
+    return np.random.default_rng(height).standard_normal((3, height, width)).astype(np.float32)
+
+
+def post(live: Live, model: str, rows: list[Array], layers: list[Any], **fields: Any) -> httpx.Response:
+    """The reply to a request for tensors."""
+    body = {"model": model, "layers": layers, "inputs": [tensor(each) for each in rows], **fields}
+    return live.client.post("/extract?format=npz", json=body)
+
+
+def request(form: str, array: Array) -> Json:
     """A request for a layer whose output is as large as its input, with one tensor, in one of the forms."""
-    query = {"model": "Chain", "layers": "conv", "format": "npz", **fields}
+    query = {"model": "Chain", "layers": "conv", "format": "npz"}
+    body = {"model": "Chain", "layers": ["conv"], "inputs": [tensor(array)]}
     return {
         "npy": raw(npy(array), "application/x-npy", **query),
         "npy of a batch": raw(npy(array[None]), "application/x-npy", **query),
         "safetensors": raw(safetensors.numpy.save({"image": array}), "application/x-safetensors", **query),
-        "tensor": {
-            "json": {"model": "Chain", "layers": ["conv"], "inputs": [tensor(array)]},
-            "params": {"format": "npz", **fields},
-        },
+        "tensor": {"json": body, "params": {"format": "npz"}},
     }[form]
 
 
-def chain(live: Live) -> LoadedModel:
-    """The model that takes large rows."""
-    model = live.engine.manager.registry.get_entry("Chain").model
+def loaded(live: Live, name: str) -> LoadedModel:
+    """A model of the server."""
+    model = live.engine.manager.registry.get_entry(name).model
     assert model is not None
     return model
 
 
-SPEC = net_spec("Chain", inputs=(InputSpec("image", (3, SIDE, SIDE)),))
+def is_surveyed(live: Live, side: int) -> bool:
+    """Whether the chain has run forwards of noise of that shape lately."""
+    return loaded(live, "Chain").catalogs.get_catalog(((3, side, side),)) is not None
 
 
-@pytest.fixture(scope="module")
-def strict(serve: Serve) -> Iterator[Live]:
-    """A server whose replies may not hold a layer of the configured shape."""
-    with serve(configured(SPEC), max_reply_bytes=LIMIT) as live:
-        live.client.get("/models/Chain/layers").raise_for_status()
-        yield live
-
-
-@pytest.fixture(scope="module")
-def lenient(serve: Serve) -> Iterator[Live]:
-    """A server whose replies may, and no layer of much larger rows."""
-    with serve(configured(SPEC), max_reply_bytes=4 * LIMIT) as live:
-        assert live.client.post("/extract", **request("npy", row(SIDE))).status_code == 200
-        yield live
+def head_of(live: Live, values: torch.Tensor) -> Array:
+    """What the rest of the chain makes of what its convolution gave."""
+    module = loaded(live, "Chain").module
+    with torch.no_grad():
+        found: Array = module.head((values.relu() - 0.3).relu().mean((2, 3))).numpy()
+    return found
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_small(strict: Live, form: str) -> None:
-    """Small rows of a model for large ones are answered, a second time too, when the shape is known."""
-    array = row(SMALL + FORMS.index(form))  # each of its own, so that none was seen before
-    expected = chain(strict).module.conv(torch.from_numpy(array)[None]).detach().numpy()
+def test_limits(reshaping: Live, form: str) -> None:
+    """Small rows of a model for large ones are answered, also when their shape is known; larger ones are refused.
+
+    That is before they are decoded, and before anything runs with a shape that is new.
+    """
+    small = row(SMALL + FORMS.index(form), SMALL)  # each of its own, so that none was seen before
+    expected = loaded(reshaping, "Chain").module.conv(torch.from_numpy(small)[None]).detach().numpy()
     for _ in range(2):
-        found = arrays_of(strict.client.post("/extract", **request(form, array)))
+        found = arrays_of(reshaping.client.post("/extract", **request(form, small)))
         np.testing.assert_allclose(found["conv"], expected, rtol=1e-4, atol=1e-5)
+    for side in (SIDE, 2 * SIDE):
+        reply = reshaping.client.post("/extract", **request(form, row(side, side)))
+        assert f"limit is {MAX_REPLY_BYTES}" in problem(reply, 413)["detail"]
+        assert "decode" not in reply.headers["server-timing"]
+    assert not is_surveyed(reshaping, 2 * SIDE)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_small_dry_run(strict: Live, form: str) -> None:
-    """A dry run goes by the rows that it is given; without any, by the configured shape."""
-    promised = strict.client.post("/extract", **request(form, row(SMALL), dry_run="true")).json()
-    assert promised["features"]["conv"]["shape"] == [1, 8, SMALL, SMALL]
-    assert promised["bytes"] == 8 * SMALL * SMALL * 4
-    without = {"model": "Chain", "layers": ["conv"]}
-    problem(strict.client.post("/extract?dry_run=true&format=npz", json=without), 413)
+def test_replaced_tensor(reshaping: Live) -> None:
+    """A tensor in place of a layer's has the shape that the layer has in this request, known before or not."""
+    values = np.random.default_rng(1).standard_normal((8, SMALL, SMALL)).astype(np.float32)
+    change = {"layer": "conv", "op": "replace", "tensor": tensor(values)["tensor"]}
+    reply = post(reshaping, "Chain", [row(SMALL, SMALL)], ["head"], interventions=[change])
+    np.testing.assert_allclose(arrays_of(reply)["head"], head_of(reshaping, torch.from_numpy(values)[None]), 1e-4)
+    for shape in ((8, SIDE, SIDE), (8, SMALL)):  # right for the configured shape, or for none
+        change["tensor"] = tensor(np.zeros(shape, np.float32))["tensor"]
+        reply = post(reshaping, "Chain", [row(SMALL, SMALL)], ["head"], interventions=[change])
+        assert f"[8, {SMALL}, {SMALL}]" in problem(reply, 422)["errors"][0]["hint"]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_configured(strict: Live, form: str) -> None:
-    """A row of the configured shape is refused before it is decoded, as ever."""
-    reply = strict.client.post("/extract", **request(form, row(SIDE)))
-    assert f"limit is {LIMIT}" in problem(reply, 413)["detail"]
-    assert "decode" not in reply.headers["server-timing"]
+def test_region(reshaping: Live) -> None:
+    """A region may lie where only this request has pixels."""
+    x = row(LARGE, LARGE)
+    values = loaded(reshaping, "Chain").module.conv(torch.from_numpy(x)[None]).detach()
+    values[:, :, SIDE:, SIDE:] = 0
+    change = {"layer": "conv", "op": "zero", "region": [SIDE, SIDE, LARGE, LARGE]}
+    for _ in range(2):
+        reply = post(reshaping, "Chain", [x], ["head"], interventions=[change])
+        np.testing.assert_allclose(arrays_of(reply)["head"], head_of(reshaping, values), 1e-4)
+    change["region"] = [SIDE, SIDE, LARGE + 1, LARGE]
+    reply = post(reshaping, "Chain", [x], ["head"], interventions=[change])
+    assert f"{LARGE} by {LARGE}" in problem(reply, 422)["detail"]
 
 
-def test_small_and_too_many(strict: Live) -> None:
-    """Small rows whose answer is too large are refused; once the shape is known, before anything is decoded."""
-    count = LIMIT // (8 * SMALL * SMALL * 4) + 1
-    batch = np.stack([row(SMALL)] * count)
-    sent = raw(npy(batch), "application/x-npy", model="Chain", layers="conv", format="npz")
-    problem(strict.client.post("/extract", **sent), 413)
-    body = {"model": "Chain", "layers": ["conv"], "inputs": [tensor(each) for each in batch]}
-    reply = strict.client.post("/extract?format=npz", json=body)
-    assert f"limit is {LIMIT}" in problem(reply, 413)["detail"]
-    assert "decode" not in reply.headers["server-timing"]
+@pytest.mark.parametrize(
+    ("width", "fields"),
+    [
+        (17, {"layers": ["wide#0", "wide#1"]}),
+        (19, {"layers": ["."], "interventions": [{"layer": "wide", "op": "zero"}]}),
+        (20, {"layers": ["narrow:grad_output"], "objective": {"kind": "layer", "layer": "wide"}}),
+    ],
+    ids=str,
+)
+def test_layer_that_runs_for_this_shape_only(reshaping: Live, width: int, fields: Json) -> None:
+    """It may be named whether the shape is known already or not; not for a shape for which it does not run."""
+    for _ in range(2):
+        reply = post(reshaping, "branches", [row(SMALL, width)], **fields)
+        assert reply.status_code == 200, reply.text
+    assert problem(post(reshaping, "branches", [row(width, SMALL)], **fields), 422)["errors"]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_large(lenient: Live, form: str) -> None:
-    """Rows larger than configured are refused before they are decoded, and before anything runs with their shape."""
-    reply = lenient.client.post("/extract", **request(form, row(LARGE)))
-    assert f"limit is {4 * LIMIT}" in problem(reply, 413)["detail"]
-    assert "decode" not in reply.headers["server-timing"]
-    assert chain(lenient).catalogs.get_catalog(((3, LARGE, LARGE),)) is None
+def test_unknown_layer_costs_no_forward(reshaping: Live) -> None:
+    """What is wrong whatever the shape is refused before anything runs with a new one; so is a shape that is a lie."""
+    claimed = row(SMALL + 1, SMALL + 1)
+    for layer in ("nothing", {"layer": "head", "tokens": [0]}):
+        problem(post(reshaping, "Chain", [claimed], [layer]), 422)
+    lying = npy(claimed)[: -claimed.nbytes] + row(SMALL, SMALL + 1).tobytes()
+    problem(reshaping.client.post("/extract", **raw(lying, "application/x-npy", model="Chain", layers="head")), 422)
+    assert not is_surveyed(reshaping, SMALL + 1)
 
 
-def test_memory(serve: Serve) -> None:
-    """What a request holds in memory is counted by its own shape as well."""
-    with serve(configured(SPEC), max_queue_bytes=LIMIT) as live:
-        assert live.client.post("/extract", **request("npy", row(SMALL))).status_code == 200
-        assert "the queue holds" in problem(live.client.post("/extract", **request("npy", row(SIDE))), 413)["detail"]
+def test_every_row_counts_in_memory(reshaping: Live) -> None:
+    """A small row beside large ones hides none of their bytes: they are refused before they are decoded."""
+    large = np.zeros((3, 4 * LARGE, 4 * LARGE), np.float16)  # twice the bytes once it is decoded
+    assert 2 * 2 * large.nbytes < MAX_QUEUE_BYTES < 2 * 3 * large.nbytes
+    for on_error in ("fail", "skip"):
+        reply = post(reshaping, "Chain", [row(SMALL, SMALL), large, large, large], ["head"], on_error=on_error)
+        assert "the queue holds" in problem(reply, 413)["detail"]
+        assert "decode" not in reply.headers["server-timing"]
 
 
-def test_beside_bad_ones(strict: Live) -> None:
-    """Inputs that are left out have no say: neither a picture for a model of tensors nor a tensor of a wrong rank."""
-    inputs = [image(picture()), tensor(np.zeros((3, 4), np.float32)), tensor(row(SMALL)), tensor(row(SMALL))]
-    body = {"model": "Chain", "layers": ["conv"], "inputs": inputs, "on_error": "skip"}
-    found = arrays_of(strict.client.post("/extract?format=npz", json=body))
-    assert found["conv"].shape == (2, 8, SMALL, SMALL)
-
-
-def test_faults_as_before(strict: Live) -> None:
-    """What no model takes is still told by the input."""
-    for wrong in (np.zeros((3, 4), np.float32), np.zeros((4, SMALL, SMALL), np.float32), np.zeros((3, 0, 4), "f4")):
-        body = {"model": "Chain", "layers": ["head"], "inputs": [tensor(wrong)]}
-        assert problem(strict.client.post("/extract", json=body), 422)["errors"][0]["input"] == 0
+@pytest.mark.parametrize("method", ["attention_rollout", "grad_cam"])
+def test_explanations_of_a_grid_that_is_no_square(reshaping: Live, method: str) -> None:
+    """Patches of a picture that is not square stand as the convolution left them that they come of."""
+    for height in (2 * SMALL, 2 * SMALL, SMALL):
+        body = {"model": "patches", "method": method, "inputs": [tensor(row(height, SMALL))]}
+        found = arrays_of(reshaping.client.post("/explain?format=npz", json=body))
+        assert found[method].shape == (1, height // 4, SMALL // 4)
