@@ -15,7 +15,7 @@ import peft
 import timm
 import torch
 from huggingface_hub import save_torch_model
-from safetensors.torch import save_file, save_model
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torchvision.models import get_model
@@ -27,7 +27,6 @@ HERE = "HERE/"  # the folder of the checkpoint
 State = Mapping[str, Tensor]
 SQUEEZENET = {"source": "torchvision:squeezenet1_1", "args": {"num_classes": 5}}
 TIMM = {"source": "timm:test_resnet", "args": {"num_classes": 5}}
-OWN = {"source": "python:tests.nets:Chain", "inputs": [{"name": "image", "shape": [3, 32, 32]}]}
 
 
 @dataclass(frozen=True)
@@ -113,20 +112,6 @@ def mmengine(state: State, **more: Any) -> dict[str, Any]:
     }
 
 
-def timm_trainer(module: nn.Module, ema: nn.Module) -> dict[str, Any]:
-    """A checkpoint as timm's train.py writes it."""
-    return {
-        "epoch": 3,
-        "arch": "test_resnet",
-        "state_dict": module.state_dict(),
-        "optimizer": train(module),
-        "version": 2,
-        "args": argparse.Namespace(model="test_resnet", lr=0.1),
-        "state_dict_ema": ema.state_dict(),
-        "metric": 71.5,
-    }
-
-
 def parted(state: State, head: str) -> dict[str, Tensor]:
     """A classifier as MMPretrain names it: a backbone, and a head with its own layer."""
     return {f"head.{name}" if name.startswith(head) else f"backbone.{name}": value for name, value in state.items()}
@@ -154,29 +139,6 @@ def _saved(name: str, make: Callable[[nn.Module], object], **options: Any) -> Wr
 def _plain_safetensors(folder: Path, module: nn.Module) -> Mapping[str, Any]:
     save_file(module.state_dict(), folder / "plain.safetensors")
     return {"weights": f"{HERE}plain.safetensors"}
-
-
-def _saved_model(folder: Path, module: nn.Module) -> Mapping[str, Any]:
-    save_model(nn.ModuleDict({"module": module}), str(folder / "parallel.safetensors"))
-    return {"weights": f"{HERE}parallel.safetensors"}
-
-
-def _own_prefix(folder: Path, module: nn.Module) -> Mapping[str, Any]:
-    state = before("student.", module.state_dict()) | before("teacher.", squeezenet(9).state_dict())
-    torch.save({"model": state}, folder / "teacher.pth")
-    return {"weights": f"{HERE}teacher.pth", "prefix": "student."}
-
-
-def _own_keys(folder: Path, module: nn.Module) -> Mapping[str, Any]:
-    run = {"generation": {"best": before("core.", module.state_dict()), "last": squeezenet(9).state_dict()}}
-    torch.save(run, folder / "run.pth")
-    return {"weights": f"{HERE}run.pth", "prefix": "generation.best.core."}
-
-
-def _half(folder: Path, module: nn.Module) -> Mapping[str, Any]:
-    module.half().float()
-    torch.save(copy.deepcopy(module).half().state_dict(), folder / "half.pth")
-    return {"weights": f"{HERE}half.pth"}
 
 
 def _averaged(module: nn.Module) -> object:
@@ -212,75 +174,16 @@ NETS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, str]]]
 KINDS: dict[str, tuple[str, Write]] = {
     "plain.safetensors": ("torchvision", _plain_safetensors),
     "plain.pth": ("torchvision", _saved("plain.pth", nn.Module.state_dict)),
-    "plain.pt of torch 1.5": (
-        "timm",
-        _saved("old.pt", nn.Module.state_dict, _use_new_zipfile_serialization=False),
-    ),
-    "pytorch_model.bin": ("timm", _saved("pytorch_model.bin", nn.Module.state_dict)),
-    "half precision": ("timm", _half),
     "state_dict, .pth.tar": (
         "timm",
         _saved("best.pth.tar", lambda module: {"state_dict": nn.DataParallel(module).state_dict(), "epoch": 1}),
     ),
-    "model": (
-        "torchvision",
-        _saved("model.pth", lambda module: {"model": module.state_dict(), "optimizer": train(module)}),
-    ),
-    "model_state_dict": (
-        "timm",
-        _saved(
-            "tutorial.pt",
-            lambda module: {
-                "model_state_dict": module.state_dict(),
-                "optimizer_state_dict": train(module),
-                "loss": 1.0,
-            },
-        ),
-    ),
-    "net": ("timm", _saved("net.pth", lambda module: {"net": module.state_dict(), "acc": 93.1})),
-    "ema beside model": (
-        "torchvision",
-        _saved("ema.pth", lambda module: {"ema": module.state_dict(), "model": squeezenet(9).state_dict()}),
-    ),
-    "ema with updates": (
-        "timm",
-        _saved("nested.pth", lambda module: {"ema": {"module": module.state_dict(), "updates": 7}, "last_epoch": 2}),
-    ),
-    "ema_state_dict": (
-        "timm",
-        _saved(
-            "e.pt", lambda module: {"state_dict": small_resnet(9).state_dict(), "ema_state_dict": module.state_dict()}
-        ),
-    ),
     "torchvision's references": ("torchvision", _saved("checkpoint.pth", _averaged)),
-    "timm's train.py": ("timm", _saved("model_best.pth.tar", lambda module: timm_trainer(small_resnet(9), module))),
-    "torch.compile": ("timm", _saved("c.pth", lambda module: before("_orig_mod.", module.state_dict()))),
-    "torch.compile in DataParallel": (
-        "timm",
-        _saved("d.pth", lambda module: {"model": before("module._orig_mod.", module.state_dict())}),
-    ),
-    "safetensors of DataParallel": ("torchvision", _saved_model),
     "Lightning, model.": (
         "torchvision",
         _saved("last.ckpt", lambda module: lightning(Training(model=module, criterion=Criterion()).state_dict())),
     ),
-    "Lightning, net. compiled": (
-        "timm",
-        _saved("epoch=3.ckpt", lambda module: lightning(before("net._orig_mod.", module.state_dict()))),
-    ),
     "MMPretrain": ("timm", _saved("epoch_3.pth", lambda module: mmengine(parted(module.state_dict(), "fc.")))),
-    "MMPretrain with EMA": (
-        "timm",
-        _saved(
-            "epoch_4.pth",
-            lambda module: mmengine(
-                parted(module.state_dict(), "fc."),
-                ema_state_dict={"steps": torch.tensor(3), **before("module.", small_resnet(9).state_dict())},
-            ),
-        ),
-    ),
-    "prefix of one's own": ("torchvision", _own_prefix),
-    "keys of one's own": ("torchvision", _own_keys),
     "without a head, not strict": ("torchvision", _lost_head),
     "with more, not strict": ("torchvision", _not_strict(_saved("more.pth", _left_over))),
 }
@@ -293,42 +196,13 @@ def _sharded(folder: Path, module: nn.Module) -> Mapping[str, Any]:
     return {"weights": f"{HERE}model.safetensors.index.json"}
 
 
-def _sharded_pickles(folder: Path, module: nn.Module) -> Mapping[str, Any]:
-    """As accelerate and transformers wrote large models before safetensors."""
-    save_torch_model(module, folder, max_shard_size="200KB", safe_serialization=False)
-    return {"weights": HERE}
+def _timm_folder(folder: Path, module: nn.Module) -> Mapping[str, Any]:
+    timm.models.save_for_hf(module, str(folder), safe_serialization=True)
+    return {"source": f"timm:{HERE}"}
 
 
-def _accelerate(folder: Path, module: nn.Module) -> Mapping[str, Any]:
-    """A folder as accelerate's save_state writes it."""
-    save_file(module.state_dict(), folder / "model.safetensors", {"format": "pt"})
-    torch.save(train(module), folder / "optimizer.bin")
-    torch.save({"step": 3}, folder / "scheduler.bin")
-    (folder / "random_states_0.pkl").write_bytes(b"code")
-    return {"weights": HERE}
-
-
-def _timm_folder(*, safe: bool) -> Write:
-    def write(folder: Path, module: nn.Module) -> Mapping[str, Any]:
-        timm.models.save_for_hf(module, str(folder), safe_serialization=safe)
-        return {"source": f"timm:{HERE}"}
-
-    return write
-
-
-def _transformers_folder(**options: Any) -> Write:
-    def write(folder: Path, module: Any) -> Mapping[str, Any]:
-        module.save_pretrained(folder, **options)
-        return {"source": f"transformers:{HERE}"}
-
-    return write
-
-
-def _transformers_pickle(folder: Path, module: Any) -> Mapping[str, Any]:
-    """A folder of the time before safetensors."""
-    module.config.architectures = [type(module).__name__]
-    module.config.save_pretrained(folder)
-    torch.save(module.state_dict(), folder / "pytorch_model.bin")
+def _transformers_folder(folder: Path, module: Any) -> Mapping[str, Any]:
+    module.save_pretrained(folder, max_shard_size="20KB")
     return {"source": f"transformers:{HERE}"}
 
 
@@ -342,13 +216,8 @@ def _transformers_lightning(folder: Path, module: Any) -> Mapping[str, Any]:
 
 FOLDERS: dict[str, tuple[str, Write]] = {
     "sharded safetensors": ("timm", _sharded),
-    "sharded pytorch_model.bin": ("timm", _sharded_pickles),
-    "accelerate's save_state": ("torchvision", _accelerate),
-    "timm's save_for_hf": ("timm folder", _timm_folder(safe=True)),
-    "timm's save_for_hf as a pickle": ("timm folder", _timm_folder(safe=False)),
-    "save_pretrained": ("transformers", _transformers_folder()),
-    "save_pretrained in shards": ("transformers", _transformers_folder(max_shard_size="20KB")),
-    "transformers' pytorch_model.bin": ("transformers", _transformers_pickle),
+    "timm's save_for_hf": ("timm folder", _timm_folder),
+    "save_pretrained in shards": ("transformers", _transformers_folder),
     "Lightning around transformers": ("transformers", _transformers_lightning),
 }
 
@@ -370,12 +239,6 @@ def _adapter(folder: Path, module: nn.Module) -> Mapping[str, Any]:
     return {"weights": f"{HERE}base.pth", "adapter": f"{HERE}adapter"}
 
 
-def _adapter_of_folder(folder: Path, module: Any) -> Mapping[str, Any]:
-    module.save_pretrained(folder)
-    _adapt(folder, module, "q_proj", "query", "classifier")
-    return {"source": f"transformers:{HERE}", "adapter": f"{HERE}adapter"}
-
-
 def _training_with_adapter(folder: Path, module: nn.Module) -> Mapping[str, Any]:
     """All that is trained and all that is not in one file; the adapter's own file is not looked at."""
     state = _adapt(folder, module, "squeeze").state_dict()
@@ -386,7 +249,6 @@ def _training_with_adapter(folder: Path, module: nn.Module) -> Mapping[str, Any]
 
 ADAPTERS: dict[str, tuple[str, Write]] = {
     "LoRA of PEFT": ("timm", _adapter),
-    "LoRA of PEFT beside a folder": ("transformers", _adapter_of_folder),
     "LoRA in a training": ("torchvision", _training_with_adapter),
 }
 KINDS |= FOLDERS | ADAPTERS

@@ -89,14 +89,3 @@ def test_large(alone: tuple[httpx.Client, Process], name: str) -> None:
     assert client.post("/extract", **raw(picture(), "image/png", layers="pool")).content == good
     assert server.hooks() == {"digits": 0}
     assert client.get("/readyz").status_code == 200
-
-
-@pytest.mark.hard
-@pytest.mark.parametrize("name", SMALL)
-def test_small_alone(alone: tuple[httpx.Client, Process], name: str) -> None:
-    """What is refused takes no memory of a server in a process of its own either."""
-    client, server = alone
-    case = SMALL[name]
-    found = answer(client, server.running.pid, "image/x", case.make())
-    assert (found.status, case.says in found.text) == (case.status, True), found.text[:1000]
-    assert found.megabytes < MOST_MB
