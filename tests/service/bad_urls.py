@@ -62,11 +62,7 @@ FORMS = (
         "http://100.100.100.200/",
     ),
     *("http://images.test:1/%", "http://images.test:1/%zz", "http://images.test:1/\u00e4", "http://images.test:1/<x>"),
-    *(
-        "http://images.test:1/\u202e",
-        "http://images.test:1/\x7f",
-        "http://images.test:1/|",
-    ),
+    *("http://images.test:1/\u202e", "http://images.test:1/\x7f", "http://images.test:1/|"),
     *("http://images.test:1?\r\n", "http://images.test:1/[x]", "http://images.test:1/^", "http://images.test:1;/"),
     *(
         "http://images.test:1,127.0.0.1:1/",

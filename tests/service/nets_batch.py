@@ -6,7 +6,6 @@ import time
 
 import torch
 from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock, ResNet
 
 from tests.nets import Mean
 from tests.service.nets_http import Gated, Log
@@ -85,19 +84,6 @@ class Slow(Gated):
         return super().forward(x)
 
 
-class Twin(nn.Module):
-    """As long for each row as ``Slow``; can be had twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(SLOW_S * len(x))
-        out: Tensor = self.linear(x)
-        return out
-
-
 class Hungry(Gated):
     """Needs memory by the first number of each row, at least 1; where ``room`` is less, the allocator says no."""
 
@@ -134,25 +120,6 @@ class Moody(Gated):
         x = self.late(x)
         out: Tensor = self.end(x[:, ::2] if self.CUTS in marks else x)
         return out
-
-
-class Placed(Gated):
-    """Rows are their own but for last bits, which tell their place in the batch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + 1e-6 * torch.arange(len(x))[:, None]
-
-
-class Residual(ResNet):
-    """A small residual network for pictures that counts its forwards."""
-
-    def __init__(self) -> None:
-        super().__init__(BasicBlock, [2, 2, 2, 2], num_classes=7)
-        self.forwards = Log()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.forwards.append(len(x))
-        return super().forward(x)
 
 
 class Fragile(Gated):

@@ -26,7 +26,7 @@ from tests.service.support import ROW, Array, Json, configured, npy, raw
 
 ONE_FORWARD = Costs(base=1.0, per_row=1e-3)  # so that all rows that wait are worth one forward, and captures nothing
 BY_ROW = Costs(base=0.0, per_row=1e-3)  # a larger forward gains nothing
-COSTS = {"uphill": BY_ROW, "twin": BY_ROW}
+COSTS = {"uphill": BY_ROW}
 LONG_S = 300.0  # no deadline decides anything
 Counts = dict[str, float]
 MAX_REQUESTS = 32  # requests of a pile

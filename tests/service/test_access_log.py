@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 
 import httpx
 import pytest
-from pydantic import ValidationError
 
-from layertap.models.digits import spec as digits
 from layertap.service.access_log import AccessRecord, format_request
 from layertap.service.logs import JsonFormatter, TextFormatter
-from layertap.service.settings import Settings
-from layertap.service.timings import MAX_SPANS, RequestFacts, Timings
+from layertap.service.timings import RequestFacts, Timings
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import build_row_request, connect, encode_request, hold_model, post_rows, wait_until
-from tests.service.load_server import process
-from tests.service.support import Json, configured, image, net, picture, raw, text64
+from tests.service.support import Json, configured, image, net, picture
 
 ALWAYS = ["request_id", "method", "path", "status", "milliseconds"]
 STEPS = {"parse_ms", "decode_ms", "queue_ms", "forward_ms", "copy_ms", "encode_ms"}
@@ -76,12 +68,6 @@ def single(serve: Serve) -> Iterator[Live]:
         yield live
 
 
-def embed(live: Live, **more: object) -> httpx.Response:
-    """A request in OpenAI's protocol."""
-    inputs = [f"data:image/png;base64,{text64(picture(seed))}" for seed in range(3)]
-    return live.client.post("/v1/embeddings", json={"model": "digits", "input": inputs, **more})
-
-
 def infer(live: Live, model: str = "gated") -> httpx.Response:
     """A request in the Open Inference Protocol."""
     inputs = [{"name": "x", "shape": [3, 4], "datatype": "FP32", "data": [1] * 12}]
@@ -105,48 +91,12 @@ def test_extraction(live: Live, lines: Lines) -> None:
     assert spent == pytest.approx(line["milliseconds"], abs=0.2)
 
 
-def test_digest_of_layers(live: Live, lines: Lines) -> None:
-    """Requests that name the same layers have one digest, in any order of anything else; others have another."""
-
-    def find_digest(*layers: str, **more: object) -> str:
-        body = {"layers": layers, "inputs": [image(picture())] * 2, **more}
-        return str(lines.find(live.client.post("/extract?format=npz", json=body))["layers"])
-
-    first = find_digest("block1", "head")
-    assert len(first) == 8
-    assert find_digest("block1", "head", dtype="float16") == first
-    assert len({first, find_digest("block1"), find_digest("head", "block1"), find_digest("block?")}) == 4
-
-
-def test_other_protocols(live: Live, lines: Lines) -> None:
-    """Other protocols and explanations have the same fields."""
-    explained = live.client.post("/explain", json={"method": "grad_cam", "inputs": [image(picture())] * 3})
-    for reply, model in ((embed(live), "digits"), (infer(live), "gated"), (explained, "digits")):
-        assert reply.status_code == 200, reply.text
-        line = lines.find(reply)
-        assert (line["status"], line["model"], line["rows"]) == (200, model, 3)
-        assert 1 <= line["batch_rows"] <= 3
-        assert {"parse_ms", "queue_ms", "forward_ms", "encode_ms"} <= line.keys()
-        assert len(line["layers"]) == 8
-
-
-def test_alias(serve: Serve, lines: Lines) -> None:
-    """A line has the model's own name where an alias was asked for, also of what is refused early."""
-    configuration = replace(configured(), aliases={"prod": "digits"})
-    body = {"model": "prod", "inputs": [image(picture())], "method": "grad_cam"}
-    with serve(configuration) as live:
-        for more, status in (({}, 200), ({"steps": 3}, 422)):
-            line = lines.find(live.client.post("/explain", json=body | more))
-            assert (line["status"], line["model"]) == (status, "digits")
-
-
 def test_refusals(live: Live, limited: Live, lines: Lines) -> None:
     """Whatever is refused has a line with its status, and as much of the rest as was known by then."""
     for reply, status, known in (
         (live.client.post("/extract", json={"layers": ["nowhere"], "inputs": [image(picture())]}), 422, "digits"),
         (post_rows(live, model="zzz\x1b"), 404, "zzz\\x1b"),
         (infer(live, "zzz"), 404, "zzz"),
-        (embed(live, model="zzz"), 404, "zzz"),
         (live.client.post("/extract", content=b"{", headers={"content-type": "application/json"}), 400, None),
         (live.client.get("/nowhere"), 404, None),
         (post_rows(limited, 5), 413, "gated"),
@@ -166,16 +116,6 @@ def test_shared_forward(single: Live, lines: Lines) -> None:
     assert [(line["rows"], line["batch_rows"]) for line in found] == [(2, 5), (3, 5)]
 
 
-def test_deadline(single: Live, lines: Lines) -> None:
-    """A request that never came to its forward says how long it was in the queue."""
-    with hold_model(single):
-        reply = post_rows(single, 2, timeout="0.2")
-        line = lines.find(reply)
-    assert (reply.status_code, line["status"], line["rows"]) == (504, 504, 2)
-    assert line["queue_ms"] >= 50
-    assert "forward_ms" not in line
-
-
 def test_client_that_left(single: Live, lines: Lines) -> None:
     """A client that left before its reply began is told, with what it had asked for."""
     with hold_model(single):
@@ -186,31 +126,6 @@ def test_client_that_left(single: Live, lines: Lines) -> None:
             wait_until(lambda: single.engine.take_snapshot().queue_rows == 3)
         line = lines.find_by_id("left")
     assert (line["status"], line["model"], line["rows"]) == (499, "gated", 3)
-
-
-def test_cache(serve: Serve, lines: Lines) -> None:
-    """What became of a request among answers that are kept stands in its line."""
-    with serve(configured(net("gated", "Gated")), cache_bytes=2**24) as live:
-        found = [lines.find(post_rows(live, 2)) for _ in range(2)]
-    assert [line["cache"] for line in found] == ["miss", "hit"]
-    assert [line["rows"] for line in found] == [2, 2]
-    assert "forward_ms" not in found[1]
-
-
-def test_loading(serve: Serve, lines: Lines, gate: threading.Event) -> None:
-    """The wait for a model to be loaded is a step of its own."""
-    with serve(configured(net("waiting", "waiting", load="lazy"))) as live, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(post_rows, live, model="waiting")
-        wait_until(lambda: live.engine.manager.registry.get_entry("waiting").state == "loading")
-        assert post_rows(live, model="waiting", timeout="0.3").status_code == 503  # as long the other one waits
-        gate.set()
-        reply = waiting.result()
-        first, second = lines.find(reply), lines.find(post_rows(live, model="waiting"))
-        unknown = lines.find(post_rows(live, model="nowhere"))
-    assert first["load_ms"] >= 299
-    assert first["load_ms"] > first.get("other_ms", 0.0)
-    assert "load;dur=" in reply.headers["server-timing"]
-    assert not {"load_ms"} & (second.keys() | unknown.keys())
 
 
 def test_names_of_keys(serve: Serve, lines: Lines) -> None:
@@ -229,28 +144,21 @@ def test_names_of_keys(serve: Serve, lines: Lines) -> None:
     assert not [key for key in ("user-key", "other-key", "admin-key", "wrong-key") if key in lines.stream.getvalue()]
 
 
-@pytest.mark.parametrize("keys", ["a # ", "a # b c", "a # " + "n" * 33, "a # <b>", "a # é"])
-def test_bad_names_of_keys(keys: str) -> None:
-    """A name that is none is refused, without the key."""
-    with pytest.raises(ValidationError, match="behind ' #' a key has a name"):
-        Settings(api_keys=f"first,{keys}")
-
-
 def test_slow_requests(serve: Serve, lines: Lines) -> None:
     """Only a request that takes as long as the setting says is a warning, with where the time went."""
-    with serve(configured(net("gated", "Gated")), slow_request_s=0.5, **ONE_AT_A_TIME) as live:
+    with serve(configured(net("gated", "Gated")), slow_request_s=0.2, **ONE_AT_A_TIME) as live:
         quick = lines.find(post_rows(live))
         with ThreadPoolExecutor(1) as pool:
             with hold_model(live):
                 waiting = pool.submit(post_rows, live, 2)
                 wait_until(lambda: live.engine.take_snapshot().queue_rows == 2)
-                assert post_rows(live, timeout="0.6").status_code == 504  # so long at least the other one waits
+                assert post_rows(live, timeout="0.3").status_code == 504  # so long at least the other one waits
             slow = lines.find(waiting.result())
     assert (slow["level"], slow["message"]) == ("warning", "slow request")
     steps = {name: value for name, value in slow.items() if name.endswith("_ms")}
     assert max(steps, key=steps.__getitem__) == "queue_ms"
-    assert slow["milliseconds"] >= 500
-    assert quick["message"] == "request" or quick["milliseconds"] >= 500
+    assert slow["milliseconds"] >= 200
+    assert quick["message"] == "request" or quick["milliseconds"] >= 200
 
 
 def make_record(**more: object) -> AccessRecord:
@@ -282,27 +190,3 @@ def test_hostile_names() -> None:
     fields = AccessRecord(**(vars(record) | {"timings": timings})).make_fields()
     assert all(len(str(value)) < 210 and str(value).rstrip("…").isascii() for value in fields.values())
     assert format_request(fields).isprintable()
-
-
-def test_bounds() -> None:
-    """However many parts a request has, only so many are kept, and its sums have them all."""
-    timings = Timings()
-    for number in range(3 * MAX_SPANS):
-        timings.add_span("forward", number, number + 0.5)
-    assert (len(timings.spans), timings.steps) == (MAX_SPANS, {"forward": 1500.0 * MAX_SPANS})
-    assert timings.facts == RequestFacts()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_processes(tmp_path: Path, workers: str) -> None:
-    """A request that is answered in another process has the line that it has in the server's own."""
-    request = raw(picture(), "image/png", layers="head")
-    with process([digits()], tmp_path, LAYERTAP_WORKERS=workers) as server:
-        lines = [httpx.post(f"{server.url}/extract", **request).headers["x-request-id"]]
-        wait_until(lambda: any(line.get("request_id") in lines for line in server.logged()))
-        line = next(line for line in server.logged() if line.get("request_id") in lines)
-        assert STEPS - {"parse_ms"} <= line.keys()
-        assert (line["model"], line["rows"], line["batch_rows"]) == ("digits", 1, 1)
-        server.running.send_signal(signal.SIGTERM)
-        assert server.running.wait(60) == 0

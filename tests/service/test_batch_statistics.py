@@ -16,7 +16,7 @@ from tests.loading import load_model
 from tests.nets import BatchCentred
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, configured, image, npy, picture, problem, raw, tensor
+from tests.service.support import Array, Json, arrays_of, configured, npy, problem, raw, tensor
 
 ROWS = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
 ROW = (InputSpec("x", (4,)),)
@@ -46,10 +46,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(serve: Serve) -> Iterator[Server]:
-    specs = (
-        spec("centred", "tests.nets:BatchCentred"),
-        spec("alone", "tests.nets:OneRow"),
-    )
+    specs = (spec("centred", "tests.nets:BatchCentred"), spec("alone", "tests.nets:OneRow"))
     module = load_model(specs[0]).module
     assert isinstance(module, BatchCentred)
     with serve(configured(*specs), max_batch_rows=LIMIT) as live:
@@ -102,12 +99,6 @@ def test_statistics_of_the_batch(server: Server) -> None:
     assert "must share one forward" in found["detail"]
 
 
-def test_fingerprints(server: Server) -> None:
-    """Rows of a batch are not comparable with rows that ran alone."""
-    prints = [receipt(server.post(ROWS, ["."], isolated=each))["fingerprint"] for each in (True, False, True)]
-    assert prints[0] == prints[2] != prints[1]
-
-
 def test_too_many(server: Server) -> None:
     """A batch that one forward does not hold is refused, before it runs and in a dry run; alone its rows run."""
     many = np.resize(ROWS, (LIMIT + 1, 4))
@@ -117,17 +108,6 @@ def test_too_many(server: Server) -> None:
         assert f"these are {LIMIT + 1}, the limit is {LIMIT}" in found["detail"]
     assert server.post(many, ["."]).status_code == 200
     assert server.post(many[:LIMIT], ["."], isolated=True).status_code == 200
-
-
-def test_dry_run(server: Server) -> None:
-    """It says how many rows a forward would have."""
-    body = {"model": "centred", "inputs": [tensor(row) for row in ROWS], "layers": ["."]}
-    for isolated, rows in ((False, 1), (True, 5)):
-        dry = server.live.client.post("/extract?dry_run=true", json={**body, "isolated": isolated})
-        reply = server.live.client.post("/extract", json={**body, "isolated": isolated})
-        assert dry.json()["rows_per_forward"] == receipt(reply)["rows_per_forward"] == rows
-        assert dry.headers["x-layertap-fingerprint"] == reply.headers["x-layertap-fingerprint"]
-        assert any('"isolated": true' in each for each in dry.json()["warnings"]) != isolated
 
 
 def test_gradients_and_changes(server: Server) -> None:
@@ -144,30 +124,3 @@ def test_gradients_and_changes(server: Server) -> None:
     edit = {"layer": "linear", "op": "clamp", "min": 0.1}
     found = server.of(ROWS, ".", isolated=True, interventions=[edit])
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_verified_and_resumed(server: Server) -> None:
-    """A batch is checked as one, and goes on from a layer as one."""
-    reply = server.post(ROWS, ["linear", "."], isolated=True, verify=True)
-    assert reply.json()["verified"] is True
-    values = arrays_of(reply)
-    found = server.of(values["linear"], ".", isolated=True, resume="linear")
-    np.testing.assert_allclose(found, values["."], rtol=1e-5, atol=1e-6)
-
-
-def test_a_model_of_single_rows(server: Server) -> None:
-    """One that takes no batch runs row by row, isolated or not, and says so."""
-    for isolated in (False, True):
-        reply = server.post(ROWS, ["."], model="alone", isolated=isolated)
-        assert receipt(reply)["rows_per_forward"] == 1
-        assert len(arrays_of(reply)["."]) == len(ROWS)
-
-
-def test_others_say_nothing(server: Server) -> None:
-    """Of models whose rows stand apart there is nothing to say."""
-    body = {"inputs": [image(picture(seed)) for seed in range(2)], "layers": ["head"]}
-    for isolated in (False, True):
-        reply = server.live.client.post("/extract", json={**body, "isolated": isolated})
-        assert "rows_per_forward" not in receipt(reply)
-        dry = server.live.client.post("/extract?dry_run=true", json={**body, "isolated": isolated})
-        assert "rows_per_forward" not in dry.json()

@@ -22,7 +22,7 @@ from layertap.service.config.configuration import Configuration
 from tests.oracle import seeded
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, arrays_of, npy, picture, problem, raw, tensor
+from tests.service.support import Array, arrays_of, npy, picture, problem, raw
 
 DEVICES = ("cpu:0", "cpu:1", "cpu:2")
 ROW = InputSpec("x", (4,))
@@ -106,14 +106,6 @@ def test_answers_do_not_depend_on_the_device(live: Live) -> None:
             np.testing.assert_allclose(answer[name], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_same_bits_for_the_same_batch(live: Live) -> None:
-    """An isolated request has the same bits on each of the devices."""
-    rows = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
-    with ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(lambda _: ask(live, rows, isolated=True)["head"].tobytes(), range(30)))
-    assert len(set(answers)) == 1
-
-
 def test_devices_are_told(live: Live) -> None:
     """A model says on which devices it is, and its hooks are gone from all of them."""
     told = live.client.get("/models/net").json()
@@ -121,14 +113,6 @@ def test_devices_are_told(live: Live) -> None:
     assert (told["state"], told["device"], told["hooks"]) == ("ready", "cpu:0, cpu:1, cpu:2", 0)
     threads = {thread.name for thread in threading.enumerate()}
     assert {f"model-{number}-net" for number in range(len(DEVICES))} <= threads
-
-
-def test_fingerprint_is_that_of_one_device(live: Live, serve: Serve) -> None:
-    """Vectors of a model on several devices may be compared with those of the same model on one."""
-    body = {"inputs": [{"tensor": {"dtype": "float32", "shape": [4], "data": "AAAAAAAAAAAAAAAAAAAAAA=="}}]}
-    with serve(Configuration((replace(describe("net"), devices=(), device="cpu"),), "net")) as one:
-        replies = [each.client.post("/extract", json={**body, "layers": ["head"]}).json() for each in (live, one)]
-    assert replies[0]["fingerprint"] == replies[1]["fingerprint"]
 
 
 def test_unloaded_and_loaded_again(live: Live) -> None:
@@ -143,49 +127,6 @@ def test_unloaded_and_loaded_again(live: Live) -> None:
     assert live.client.get("/v2/models/net").status_code == 503
     assert live.client.post("/models/net/load").json()["state"] == "ready"
     np.testing.assert_allclose(ask(live, rows)["head"], expect(rows)["head"], rtol=1e-5)
-
-
-def test_gradients_on_each_device(live: Live) -> None:
-    """A request with a backward is answered on whichever device takes it."""
-    rows = np.random.default_rng(2).normal(size=(1, 4)).astype(np.float32)
-    module, row = make_net(), torch.from_numpy(rows).requires_grad_()
-    module(row)[0, 1].backward()
-    query = {"objective": "logit", "class": 1}
-    with ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(lambda _: ask(live, rows, ".:grad_input", **query), range(12)))
-    assert row.grad is not None
-    for answer in answers:
-        np.testing.assert_allclose(next(iter(answer.values())), row.grad.numpy(), rtol=1e-5, atol=1e-7)
-
-
-def test_resumed_on_each_device(live: Live) -> None:
-    """Forwards that begin with what one layer gave run on each device at a time, and end as whole ones do."""
-    given = np.random.default_rng(3).normal(size=(len(DEVICES), 1, 8)).astype(np.float32)
-    given[:, :, 0] = MEET
-    with ThreadPoolExecutor(len(DEVICES)) as pool:
-        answers = list(pool.map(lambda row: ask(live, row, "head", resume="first", isolated=True), given))
-    for answer, row in zip(answers, given, strict=True):
-        with torch.no_grad():
-            expected = make_net().head(torch.from_numpy(row).relu()).numpy()
-        np.testing.assert_allclose(answer["head"], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_changed_on_each_device(live: Live) -> None:
-    """A change by a tensor of the request's own is made on each device at a time."""
-    changes = [np.full(8, MEET, np.float32) + np.arange(8, dtype=np.float32) * number for number in range(len(DEVICES))]
-
-    def change(values: Array) -> Array:
-        intervention = {"layer": "first", "op": "replace", **tensor(values)}
-        body = {"inputs": [tensor(np.zeros(4, np.float32))], "isolated": True}
-        reply = live.client.post("/extract", json={**body, "layers": ["head"], "interventions": [intervention]})
-        return arrays_of(reply)["head"]
-
-    with ThreadPoolExecutor(len(DEVICES)) as pool:
-        answers = list(pool.map(change, changes))
-    for answer, values in zip(answers, changes, strict=True):
-        with torch.no_grad():
-            expected = make_net().head(torch.from_numpy(values)[None]).numpy()
-        np.testing.assert_allclose(answer, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_must_be_the_same(serve: Serve) -> None:

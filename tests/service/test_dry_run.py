@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
-import numpy as np
 import pytest
 
 from tests.server import Live
 from tests.service.bad_requests import BAD
-from tests.service.gated_server import admitted_rows, gated_module, hold_model, post_rows, wait_until
+from tests.service.gated_server import gated_module
 from tests.service.support import Control, Json, arrays_of, image, npy, picture, problem, raw, rows, tensor
 
 DRY = {"dry_run": "true"}
@@ -51,32 +48,6 @@ def test_no_forward(live: Live) -> None:
     assert module.forwards == []
 
 
-def test_place_in_the_queue(limited: Live) -> None:
-    """A dry run needs room in the queue for its rows, as what it stands for does."""
-
-    def ask(count: int) -> httpx.Response:
-        request = raw(npy(rows(count)), "application/x-npy", model="gated", layers="linear", **DRY)
-        return limited.client.post("/extract", **request)
-
-    with ThreadPoolExecutor(1) as pool, hold_model(limited):
-        waiting = pool.submit(post_rows, limited, 3)
-        wait_until(lambda: admitted_rows(limited) == 4)
-        problem(ask(3), 429, seconds=True)
-        assert ask(2).json()["rows"] == 2
-        gated_module(limited).gate.set()
-        assert waiting.result().status_code == 200
-    assert ask(3).json()["rows"] == 3
-
-
-def test_without_a_body(live: Live) -> None:
-    """Query parameters are enough; one row is assumed."""
-    reply = live.client.post("/extract", params={"layers": "pool,block1", **DRY})
-    assert {key: each["shape"] for key, each in reply.json()["features"].items()} == {
-        "pool": [1, 64, 1, 1],
-        "block1": [1, 16, 32, 32],
-    }
-
-
 def test_where_it_stops(live: Live) -> None:
     """The estimate says after which point the forward ends, and how much of it that is."""
     asked = (["block1", "block1.0"], ["block2.relu#0"], [".", "pool"])
@@ -88,28 +59,11 @@ def test_where_it_stops(live: Live) -> None:
     assert dry(live, layers=["block2:input"]).json()["stops_at"] == "block2#0:input"
 
 
-def test_another_shape(live: Live) -> None:
-    """With inputs of another shape than configured the estimate is for that shape."""
-    estimate = dry(live, layers=["block1"], inputs=[tensor(np.zeros((3, 16, 24), np.float32))]).json()
-    assert estimate["features"]["block1"]["shape"] == [1, 16, 16, 24]
-
-
 def test_warnings(live: Live) -> None:
     """Layers that never run, and rows that affect each other, are warned of."""
     assert dry(live, layers=["*"]).json()["warnings"] == []
     assert "silent" in dry(live, model="never_called", layers=["*"]).json()["warnings"][0]
     assert "alone" in dry(live, model="centred", layers=["linear"]).json()["warnings"][0]
-
-
-def test_skipped_inputs(live: Live) -> None:
-    """Inputs that would be left out are named."""
-    inputs = [image(PNG), image(b"no picture"), {"image": "!"}, image(PNG)]
-    estimate = dry(live, layers=["pool"], on_error="skip", inputs=inputs).json()
-    assert estimate["rows"] == 2
-    assert [error["input"] for error in estimate["errors"]] == [1, 2]
-    assert all(error["detail"] for error in estimate["errors"])
-    none = dry(live, layers=["pool"], on_error="skip", inputs=[{"image": "!"}])
-    assert problem(none, 422)["errors"][0]["input"] == 0
 
 
 @pytest.mark.parametrize(
@@ -135,12 +89,3 @@ def test_refused_as_the_real_one(limited: Live, limited_control: Control, name: 
     a, b = problem(real, case.status), problem(found, case.status)
     assert {**a, "request_id": ""} == {**b, "request_id": ""}
     limited_control.check()
-
-
-@pytest.mark.parametrize("value", ["true", "1", "TRUE"])
-def test_flag(live: Live, value: str) -> None:
-    """The flag is true by ``true`` and by ``1``, false by ``false``, ``0``, and by not being there."""
-    body = {"layers": ["pool"], "inputs": [image(PNG)]}
-    assert "cost" in live.client.post("/extract", params={"dry_run": value}, json=body).json()
-    for other in ("false", "0"):
-        assert "receipts" in live.client.post("/extract", params={"dry_run": other}, json=body).json()

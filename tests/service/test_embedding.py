@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import ROW, Array, Json, arrays_of, configured, image, net, picture, problem, raw, tensor
-from tests.transformers_nets import saved, tokenizer
+from tests.service.support import Array, Json, arrays_of, configured, image, net, picture, raw, tensor
 
 PICTURE = (InputSpec("image", (3, 32, 32)),)
 NETS = {
@@ -23,7 +20,6 @@ NETS = {
     "swin": ModelSpec("swin", "python:tests.nets:swin", inputs=PICTURE, embedding="features.1"),
     "maps": ModelSpec("maps", "python:tests.nets:resnet", inputs=PICTURE, embedding="layer2"),
     "resnet": ModelSpec("resnet", "python:tests.nets:resnet", inputs=PICTURE),
-    "structured": ModelSpec("structured", "python:tests.nets:Structured", inputs=(ROW,)),
 }
 # The layer, the axes of its tensor that hold neither rows nor channels, and tokens that are left out of their mean.
 EXPECTED: dict[str, tuple[str, tuple[int, ...], int]] = {
@@ -97,59 +93,20 @@ def test_forms(live: Live) -> None:
     assert dry["fingerprint"] == reply.headers["x-layertap-fingerprint"]
 
 
-def test_shown(nets: Live) -> None:
-    """The model and its catalogue name the embedding."""
-    for model, (layer, _, _) in EXPECTED.items():
-        assert nets.client.get(f"/models/{model}").json()["embedding"] == layer
-        assert nets.client.get(f"/models/{model}/layers").json()["embedding"] == layer
+MISTYPED = {
+    "lniear": "there is no layer 'lniear'; did you mean 'linear'?",
+    "linear#4": "there is no call 4",
+    "*": "names 1 tensors, an embedding is one; name one: 'linear'",
+    "linear:grad_output": "name an output or an input",
+}
 
 
-def test_of_an_output_with_parts(nets: Live) -> None:
-    """Where the model's output has several tensors, the embedding is one of them."""
-    values = [tensor(np.ones(4, np.float32))]
-    found = arrays_of(nets.client.post("/extract", json={"model": "structured", "inputs": values}))
-    assert list(found) == [nets.client.get("/models/structured").json()["embedding"]]
-    assert all(array.ndim == 2 for array in found.values())
-
-
-@pytest.mark.parametrize(
-    ("embedding", "says"),
-    [
-        ("lniear", "there is no layer 'lniear'; did you mean 'linear'?"),
-        ("linear#4", "there is no call 4"),
-        ("*", "names 1 tensors, an embedding is one; name one: 'linear'"),
-        ("linear:grad_output", "name an output or an input"),
-        ("linear[0]", "leave the path out"),
-    ],
-)
-def test_mistyped(serve: Serve, embedding: str, says: str) -> None:
+def test_mistyped(serve: Serve) -> None:
     """An embedding that is not there fails the model when it is loaded, and says what there is."""
-    spec = net("gated", "Gated", embedding=embedding, required=False)
-    with serve(configured(spec)) as live:
-        body = live.client.get("/models/gated").json()
-        assert (body["state"], body["embedding"]) == ("failed", embedding)
-        assert body["reason"].startswith("embedding: ")
-        assert says in body["reason"]
-        problem(
-            live.client.post("/extract", json={"model": "gated", "inputs": [tensor(np.ones(4, np.float32))]}),
-            503,
-            seconds=True,
-        )
-
-
-def test_texts(serve: Serve, tmp_path: Path) -> None:
-    """What only pads a text is no part of its vector, whatever it shares a request with."""
-    module = saved("bert", tmp_path / "bert")
-    tokenizer(tmp_path / "bert")
-    spec = ModelSpec("bert", f"transformers:{tmp_path / 'bert'}", device="cpu", embedding=".[last_hidden_state]")
-    ids = [[2, 5, 6, 3], [2, *[7, 8, 9, 10] * 3, 3]]
-    expected = []
-    for each in ids:
-        with torch.no_grad():
-            hidden = module(input_ids=torch.tensor([each]), attention_mask=torch.ones(1, len(each))).last_hidden_state
-        expected.append(hidden[0].mean(0).numpy())
-    with serve(configured(spec)) as live:
-        for texts in ([0], [0, 1], [1]):
-            body = {"model": "bert", "inputs": [{"tokens": ids[text]} for text in texts]}
-            (found,) = arrays_of(live.client.post("/extract", json=body)).values()
-            np.testing.assert_allclose(found, np.stack([expected[text] for text in texts]), rtol=1e-4, atol=1e-5)
+    specs = (net(f"m{place}", "Gated", embedding=each, required=False) for place, each in enumerate(MISTYPED))
+    with serve(configured(*specs)) as live:
+        for place, (embedding, says) in enumerate(MISTYPED.items()):
+            body = live.client.get(f"/models/m{place}").json()
+            assert (body["state"], body["embedding"]) == ("failed", embedding)
+            assert body["reason"].startswith("embedding: ")
+            assert says in body["reason"]

@@ -24,7 +24,7 @@ from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.support import Array, Json, arrays_of, configured, tensor
 
-BLOCK, CLASS, ROUNDS = "blocks.1", 3, 6
+BLOCK, CLASS, ROUNDS = "blocks.1", 3, 4
 Kind = Callable[[Any, Tensor], tuple[Json, dict[str, Array]]]
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from layertap.models.errors import LoadError
 from layertap.models.loading import load_model
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.service.config.configuration import read_configuration
 from tests.oracle import seeded
 from tests.server import Live
 from tests.service.conftest import Serve
@@ -85,12 +84,8 @@ def live(serve: Serve, tmp_path_factory: pytest.TempPathFactory, request: pytest
         InputSpec("scale", ()),
     )
     pair = (InputSpec("a", (4,)), InputSpec("b", (4,)))
-    with serve(
-        configured(
-            net("entries", "Entries", *entries), net("siamese", "Siamese", *pair), net("stacked", "Stacked", *pair)
-        ),
-        workers=request.param,
-    ) as live:
+    nets = (net("entries", "Entries", *entries), net("siamese", "Siamese", *pair), net("stacked", "Stacked", *pair))
+    with serve(configured(*nets), workers=request.param) as live:
         yield live
 
 
@@ -133,40 +128,12 @@ def test_entries_of_a_row(live: Live, name: str, options: dict[str, str], said: 
 
 
 def test_examples_that_do_not_fit(tmp_path: Path) -> None:
-    """A file that is not there, is cut, has pickles, other names, texts or another shape is a reason that names it."""
-    good = tmp_path / "good.npz"
-    np.savez(good, x=np.zeros((2, 4), np.float32), wide=np.zeros(5), words=np.array(["a"]))
-    pickled = tmp_path / "pickled.npz"
+    """A file that is not there, is cut, has pickles, other names or another shape is a reason that names it."""
+    good, pickled, cut = (tmp_path / f"{name}.npz" for name in ("good", "pickled", "cut"))
+    np.savez(good, x=np.zeros((2, 4), np.float32), wide=np.zeros(5))
     np.savez(pickled, x=np.array([{}], dtype=object))
-    text = tmp_path / "list.json"
-    text.write_text("[1, 2]")
-    empty, cut = tmp_path / "empty.npz", tmp_path / "cut.npz"
-    empty.touch()
     cut.write_bytes(good.read_bytes()[:-30])
-    for path, name in (
-        (good, "y"),
-        (good, "wide"),
-        (good, "words"),
-        (pickled, "x"),
-        (tmp_path / "no.npz", "x"),
-        (text, "x"),
-        (empty, "x"),
-        (cut, "x"),
-    ):
-        spec = net("net", "Gated", InputSpec(name, (4,), example=str(path)))
+    for path, name in ((good, "y"), (good, "wide"), (pickled, "x"), (tmp_path / "no.npz", "x"), (cut, "x")):
         with pytest.raises(LoadError, match=path.name):
-            load_model(spec)
+            load_model(net("net", "Gated", InputSpec(name, (4,), example=str(path))))
     load_model(net("net", "Gated", InputSpec("x", (4,), example=str(good))))
-
-
-def test_configuration(tmp_path: Path) -> None:
-    """A relative path is beside the configuration; a dictionary's entry is no input of its own."""
-    inputs = [{"name": "batch.ids", "shape": [3], "dtype": "int64", "example": "ids.json"}]
-    file = tmp_path / "models.yaml"
-    entry = {"name": "net", "source": "python:tests.service.nets_http:Entries", "weights": "random:0", "inputs": inputs}
-    file.write_text(json.dumps({"models": [entry]}))
-    (spec,) = read_configuration(file).models
-    assert spec.inputs is not None
-    assert spec.inputs[0].example == str(tmp_path / "ids.json")
-    with pytest.raises(ValueError, match="not both"):
-        ModelSpec("net", "python:a:b", inputs=(InputSpec("batch", (3,)), InputSpec("batch.ids", (3,))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from json import loads
 from typing import Any
 
 import numpy as np
@@ -75,11 +74,6 @@ def test_rows_of_the_caller(live: Live) -> None:
     assert ours != theirs
 
 
-def test_pictures_keep_theirs(live: Live) -> None:
-    """What is said before anything is sent is a picture's."""
-    assert asked(live, image(PNG))[0] == dry(live)
-
-
 def test_shapes(live: Live) -> None:
     """Rows of another shape than the configured one have a fingerprint for each shape."""
     found = [asked(live, tensor(row)) for row in (ROW, SMALL, WIDE, WIDE.transpose(0, 2, 1).copy())]
@@ -110,24 +104,6 @@ def test_dry_run(live: Live, inputs: list[Json]) -> None:
     assert dry(live, *inputs) == asked(live, *inputs)[0]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"pool": "flatten"},
-        {"layers": [{"layer": "block1", "stats": True}]},
-        {"layers": [{"layer": "block1", "channels": [0, 2]}]},
-        {"interventions": [{"layer": "block1", "op": "zero"}]},
-        {"layers": ["block1:grad_output"], "objective": {"kind": "sum"}},
-        {"verify": True},
-    ],
-    ids=str,
-)
-def test_options(live: Live, fields: Json) -> None:
-    """It holds for whatever is asked of the rows."""
-    found = {asked(live, *inputs, **fields)[0] for inputs in ([image(PNG)], [tensor(ROW)], [tensor(SMALL)])}
-    assert len(found) == 3
-
-
 def test_at_the_same_time(live: Live) -> None:
     """Requests that share a forward and are planned alike each get their own."""
     kinds = [[image(PNG)], [tensor(ROW)], [image(PNG), tensor(ROW)]]
@@ -135,52 +111,3 @@ def test_at_the_same_time(live: Live) -> None:
     with ThreadPoolExecutor(9) as pool:
         found = list(pool.map(lambda number: asked(live, *kinds[number % 3]), range(45)))
     assert found == wanted * 15
-
-
-def test_explanations(live: Live) -> None:
-    """A map of a row that the caller made says so too."""
-
-    def explained(given: Json) -> tuple[str, str | None]:
-        return told(live.client.post("/explain", json={"method": "saliency", "inputs": [given]}))
-
-    found = [explained(given) for given in (image(PNG), tensor(ROW), tensor(SMALL))]
-    assert [whose for _, whose in found] == [None, "caller", "caller"]
-    assert len({fingerprint for fingerprint, _ in found}) == 3
-
-
-def test_a_model_of_tensors(nets: Live) -> None:
-    """Nothing but tensors can be sent: those of the configured shape say nothing; others do, and have their own."""
-    fields = {"model": "Chain", "layers": ["conv"]}
-    shapes = ((3, 8, 8), (3, 8, 8), (3, 6, 8), (3, 8, 6))
-    found = [asked(nets, tensor(np.ones(shape, np.float32)), **fields) for shape in shapes]
-    assert [whose for _, whose in found] == [None, None, "caller", "caller"]
-    assert found[0] == found[1]
-    assert found[0][0] == dry(nets, **fields)
-    assert len({fingerprint for fingerprint, _ in found}) == 3
-
-
-def test_resumed(live: Live) -> None:
-    """What goes on from a layer keeps the fingerprint that it had: its rows are activations."""
-    block = np.ones((16, 32, 32), np.float32)
-    found = asked(live, tensor(block), resume="block1")
-    assert found == (dry(live, resume="block1"), None)
-
-
-def test_safetensors(live: Live) -> None:
-    """The metadata says what the receipts and the header say."""
-    body = {"layers": ["pool"], "inputs": [tensor(ROW)]}
-    reply = live.client.post("/extract?format=safetensors", json=body)
-    size = int.from_bytes(reply.content[:8], "little")
-    metadata = loads(reply.content[8 : 8 + size])["__metadata__"]
-    (receipt,) = loads(metadata["receipts"]).values()
-    assert (receipt["fingerprint"], receipt["preprocessed"]) == asked(live, tensor(ROW))
-    assert metadata["fingerprint"] == receipt["fingerprint"] == reply.headers["x-layertap-fingerprint"]
-
-
-def test_several_shapes(live: Live) -> None:
-    """Inputs of several shapes have the fingerprint that each has alone, row by row, and one for the set."""
-    alone = [asked(live, tensor(array))[0] for array in (ROW, SMALL)]
-    body = {"layers": ["pool"], "inputs": [tensor(ROW), tensor(SMALL)]}
-    (receipt,) = live.client.post("/extract", json=body).json()["receipts"].values()
-    assert receipt["fingerprints"] == alone
-    assert receipt["fingerprint"] not in alone

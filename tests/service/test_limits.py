@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from http.client import HTTPConnection
 from threading import Event
 
@@ -26,7 +26,6 @@ from tests.service.gated_server import (
     read_response,
     wait_until,
 )
-from tests.service.sockets import dripped, parse_response
 from tests.service.support import Control, configured, image, net, npy, picture, problem, raw
 
 
@@ -48,25 +47,6 @@ def test_queue_full(limited: Live, limited_control: Control) -> None:
     assert post_rows(limited, 4).status_code == 200
 
 
-def test_queue_counts_batches(limited: Live) -> None:
-    """A batch in one array has as many places in the queue as it has rows."""
-    with hold_model(limited), ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(post_rows, limited, 3)
-        wait_until(lambda: admitted_rows(limited) == 4)
-        problem(post_rows(limited, 3), 429, seconds=True)
-        gated_module(limited).gate.set()
-        assert waits.result().status_code == 200
-
-
-def test_more_than_the_queue_holds(serve: Serve) -> None:
-    """A request that no queue could ever hold is told so, and not told to come again."""
-    with serve(configured(net("gated", "Gated")), max_queue_rows=2) as live:
-        assert "2" in problem(post_rows(live, 3), 413)["detail"]
-        inputs = [image(picture())] * 3
-        assert "2" in problem(live.client.post("/extract", json={"layers": ["head"], "inputs": inputs}), 413)["detail"]
-        assert post_rows(live, 2).status_code == 200
-
-
 def test_servers_own_deadline(serve: Serve) -> None:
     """Without a deadline of the caller's, or with a longer one, the server's own counts."""
     with serve(configured(net("gated", "Gated")), deadline_s=0.3) as live:
@@ -80,33 +60,6 @@ def test_servers_own_deadline(serve: Serve) -> None:
             assert "X-Request-Timeout" not in found["errors"][0]["hint"]  # more of it would help nobody
         module.gate.set()
         wait_until(lambda: post_rows(live).status_code == 200)
-
-
-def test_callers_own_deadline(live: Live) -> None:
-    """Where the caller allowed less time than the server does, it hears of that, and how much it may allow."""
-    module = gated_module(live)
-    module.gate.clear()
-    found = problem(post_rows(live, timeout="0.2"), 504, seconds=True)
-    module.gate.set()
-    assert "X-Request-Timeout of 0.2 s" in found["detail"]
-    assert "more time by X-Request-Timeout, at most 30 s" in found["errors"][0]["hint"]
-
-
-def test_deadline_of_other_routes(live: Live) -> None:
-    """So it is where layers are listed."""
-    found = problem(live.client.get("/models/gated/layers", headers={"x-request-timeout": "1e-6"}), 504, seconds=True)
-    assert "X-Request-Timeout of 1e-06 s" in found["detail"]
-    assert "more time by X-Request-Timeout, at most 30 s" in found["hint"]
-    for path in ("/models/gated/layers", "/models/gated/labels", "/models/gated/probe"):
-        problem(live.client.get(path, headers={"x-request-timeout": "soon"}), 422)
-
-
-def test_deadline_before_anything(live: Live, control: Control) -> None:
-    """A deadline too short for anything is answered as any other."""
-    problem(post_rows(live, timeout="1e-9"), 504, seconds=True)
-    request = control.request | {"headers": {"x-request-timeout": "0.000001"}}
-    problem(live.client.post("/extract", **request), 504, seconds=True)
-    control.check()
 
 
 @pytest.fixture(scope="module")
@@ -127,25 +80,6 @@ def test_slow_body(hasty: Live) -> None:
     assert hasty.client.get("/readyz").status_code == 200
 
 
-def test_dripping_body(hasty: Live) -> None:
-    """A body that comes byte by byte is given up as well."""
-    request = build_row_request(hasty, 1)
-    head, _, _ = encode_request(request).partition(b"\r\n\r\n")
-    with connect(hasty) as connection:
-        connection.sendall(head + b"\r\n\r\n")
-        problem(parse_response(dripped(connection, b"a")), 408)
-
-
-def test_fast_start(serve: Serve) -> None:
-    """A body that comes fast at first earns no time for a rest that drips."""
-    with serve(body_timeout_s=0.5) as live:
-        sent = raw(bytes(200_000), "image/png", layers="pool")
-        data = encode_request(live.client.build_request("POST", "/extract", **sent))
-        with connect(live) as connection:
-            connection.sendall(data[:150_000])
-            problem(parse_response(dripped(connection, b"a")), 408)
-
-
 def test_steady_body(serve: Serve) -> None:
     """A body that keeps coming takes as long as it takes: the deadline counts from its last byte."""
     with serve(body_timeout_s=1.0, deadline_s=1.5) as live:
@@ -158,16 +92,6 @@ def test_steady_body(serve: Serve) -> None:
                 connection.sendall(data[place : place + size])
                 Event().wait(0.3)
             assert read_response(connection, request).status_code == 200
-
-
-def test_body_that_never_begins(hasty: Live) -> None:
-    """A body of which nothing comes is given up as well, chunked too."""
-    request = hasty.client.build_request("POST", "/extract", content=iter([b""]))
-    head, _, _ = encode_request(request).partition(b"\r\n\r\n")
-    with connect(hasty) as connection:
-        connection.sendall(head + b"\r\n\r\n")
-        problem(read_response(connection, request), 408)
-    assert hasty.client.get("/readyz").status_code == 200
 
 
 @pytest.mark.parametrize("length", ["2000001", "99999999999999999"])
@@ -222,16 +146,6 @@ def test_within_limits(limited: Live) -> None:
     assert len(limited.client.post("/extract", **request).json()["features"]) == 8
 
 
-def test_reply_of_a_batch_is_predicted(limited: Live) -> None:
-    """The size of a reply is known by the rows of a batch, and by the format that is asked for."""
-    request = raw(npy(np.zeros((3, 3, 32, 32), np.float32)), "application/x-npy", layers="block1")
-    problem(limited.client.post("/extract", **request), 413)
-    request["params"] |= {"format": "npz"}
-    reply = limited.client.post("/extract", **request)
-    assert reply.status_code == 200
-    assert 196_608 <= len(reply.content) <= 400_000
-
-
 def test_draining(serve: Serve) -> None:
     """While the server is draining every request for a model is told to come again, and it is not ready."""
     with serve(configured(net("gated", "Gated"))) as live:
@@ -244,13 +158,3 @@ def test_draining(serve: Serve) -> None:
         assert live.client.get("/models").status_code == 200
         fleet.draining = False
         assert post_rows(live).status_code == 200
-
-
-def test_many_connections(live: Live, control: Control) -> None:
-    """Connections that are opened and say nothing, or nonsense, hinder nobody."""
-    words = (b"", b"nonsense\r\n\r\n", b"POST /extract HTTP/1.1\r\ncontent-length: -5\r\n\r\n")
-    with ExitStack() as stack:
-        for each in words * 15:
-            stack.enter_context(connect(live)).sendall(each)
-        control.check()
-    control.check()

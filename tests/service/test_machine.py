@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from layertap.models.digits import spec as digits
-from layertap.models.spec import ModelSpec, WarmSpec
+from layertap.models.spec import ModelSpec
 from layertap.service.config.configuration import Configuration
 from tests import transformers_nets
-from tests.nets import INPUTS
 from tests.server import serving
 from tests.service.fatal_models import Unhurried
-from tests.service.gated_server import wait_until
-from tests.service.load_server import ROOT, process
-from tests.service.server_process import build_row_request, fatal_model_spec, send_when_accepted
-from tests.service.support import ROW, Json, arrays_of, npy, picture, problem, raw, rows, same, tensor
+from tests.service.load_server import ROOT
+from tests.service.support import ROW, Json, arrays_of, problem, same, tensor
 
 CLOCKS = {"time.time", "time.time_ns", "time.localtime", "time.ctime", "datetime.now", "datetime.today", "date.today"}
 TOLD = {  # nothing is decided by it
     "service/http/tracing.py",  # spans of several machines stand on one line of time
     "service/load/report.py",  # a report has its day
 }
-LATE_S = "0.2"
-FULL = 2**16  # bytes that a file may have: the log fits, nothing compiled does
 Saved = Callable[[Path], tuple[ModelSpec, Path]]
 
 
@@ -89,45 +81,3 @@ def test_no_clock_of_the_day(room: str) -> None:
         or (isinstance(node, ast.ImportFrom) and node.module == "time")
     ]
     assert [each for each in asked if each.split(":")[0] not in TOLD] == []
-
-
-@pytest.mark.hard
-def test_a_clock_that_jumps(tmp_path: Path, compiler: str) -> None:
-    """Where the clock of the day jumps by hours at every look, all is as ever, deadlines too."""
-    shim = tmp_path / "jumping.so"
-    source = Path(__file__).with_name("jumping.c")
-    subprocess.run([compiler, "-xc", "-shared", "-fPIC", str(source), "-o", str(shim), "-ldl"], check=True)
-    with process([fatal_model_spec("Unhurried")], tmp_path, LD_PRELOAD=str(shim)) as server:
-        stamps = {line["time"][:13] for line in server.logged()}
-        assert len(stamps) > 1  # it does jump
-        for _ in range(20):
-            reply = send_when_accepted(build_row_request(server.url, "unhurried", **{"x-request-timeout": "20"}))
-            assert reply is not None
-            assert reply.status_code == 200
-        many = raw(npy(rows(64)), "application/x-npy", layers="linear", model="unhurried")
-        many["headers"] |= {"x-request-timeout": LATE_S}
-        problem(httpx.post(f"{server.url}/extract", timeout=60, **many), 504, seconds=True)
-        wait_until(lambda: not any(server.hooks().values()))
-        assert server.end() == 0
-
-
-@pytest.mark.hard
-def test_a_full_disk(tmp_path: Path, compiler: str) -> None:
-    """Where nothing can be written, what would be compiled runs with hooks, requests need no disk, nothing is left."""
-    warm = WarmSpec(("conv", "head"), compile=True)
-    spec = ModelSpec("chain", "python:tests.nets:Chain", "random:0", "cpu", inputs=INPUTS["Chain"], warm=(warm,))
-    plans, inductor = tmp_path / "cache" / "plans", tmp_path / "inductor"
-    variables = {"LAYERTAP_CACHE_DIR": str(plans.parent), "TORCHINDUCTOR_CACHE_DIR": str(inductor)}
-    limit = ("prlimit", f"--fsize={FULL}")
-    with process([spec, digits()], tmp_path, before=limit, **variables) as server:
-        inputs = torch.ones(1, *INPUTS["Chain"][0].shape).numpy()
-        big = raw(npy(inputs.repeat(128, 0)), "application/x-npy", layers="conv", model="chain")
-        assert len(big["content"]) > FULL
-        reply = httpx.post(f"{server.url}/extract", timeout=60, **big)
-        assert "forward" not in reply.json()["receipts"]["conv"]
-        files = {"images": picture(size=(300, 300))}
-        assert len(files["images"]) > FULL
-        query = {"model": "digits", "layers": "head"}
-        assert httpx.post(f"{server.url}/extract", params=query, timeout=60, files=files).status_code == 200
-        assert list(plans.glob("tmp*")) == []
-        assert server.end() == 0

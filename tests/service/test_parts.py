@@ -19,7 +19,7 @@ from layertap.models.spec import ModelSpec
 from tests.oracle import record
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, configured, image, npy, picture, problem, tensor
+from tests.service.support import Array, Json, arrays_of, configured, npy, picture, problem, tensor
 from tests.transformers_nets import saved, tokenizer
 
 ROWS = np.random.default_rng(0).standard_normal((3, 3, 32, 32), np.float32)
@@ -66,11 +66,7 @@ def test_pictures_and_tensors(small: Live, plain: Any) -> None:
     """Pictures, pixels and floats are rows in the order of their parts: what the module itself gives."""
     pixels = np.array(Image.open(BytesIO(picture(2))))
     reply = send(
-        small,
-        ("tensors", npy(ROWS[0])),
-        ("images", picture(1)),
-        ("tensors", npy(pixels)),
-        ("tensors", npy(ROWS[1])),
+        small, ("tensors", npy(ROWS[0])), ("images", picture(1)), ("tensors", npy(pixels)), ("tensors", npy(ROWS[1]))
     )
     batch = torch.from_numpy(np.stack([ROWS[0], decoded(picture(1)), decoded(picture(2)), ROWS[1]]))
     expected = record(plain, batch)[LAYER, 0, (), "output"].numpy()
@@ -92,12 +88,6 @@ def test_texts(small: Live) -> None:
     assert small.client.post("/extract", files=[request, ("tensors", ("a.npy", npy(ids)))]).json() == alone
 
 
-def test_counted(small: Live) -> None:
-    """Parts count as inputs."""
-    reply = send(small, *[("tensors", npy(ROWS[0]))] * 3, ("images", picture()), ("images", picture()))
-    assert "4" in problem(reply, 413)["detail"]
-
-
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
@@ -105,28 +95,9 @@ def test_counted(small: Live) -> None:
         ([("texts", b"\xff\xfe")], "not UTF-8"),
         ([("tensors", npy(ROWS))], "does not fit"),
         ([("images", picture()), ("image", npy(ROWS[0]))], "a part named 'image' is not taken"),
-        ([("text", b"a")], "a part named 'text' is not taken"),
         ([("texts", b"a")], "takes no text"),
     ],
 )
 def test_refused(small: Live, parts: list[tuple[str, bytes]], said: str) -> None:
     """What can't be read, or is named as nothing, is told."""
     assert said in problem(send(small, *parts), 422)["detail"]
-
-
-def test_skipped(small: Live) -> None:
-    """A part that can't be read is left out where the request wants that, and named by its place."""
-    reply = send(
-        small,
-        ("images", picture()),
-        ("tensors", b"no array"),
-        ("tensors", npy(ROWS[0])),
-        format="json",
-        on_error="skip",
-    )
-    answer = reply.json()
-    assert (answer["rows"], reply.headers["X-Layertap-Skipped"]) == (2, "1")
-    assert answer["errors"][0]["input"] == 1
-    good = [image(picture()), tensor(ROWS[0])]
-    whole = small.client.post("/extract", json={"layers": [LAYER], "inputs": good}).json()
-    assert answer["features"] == whole["features"]

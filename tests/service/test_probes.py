@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import struct
-from collections.abc import Iterator
 from io import BytesIO
 from typing import Any
 
@@ -16,26 +15,14 @@ from PIL import Image
 from torchvision.transforms._presets import ImageClassification
 
 from layertap.models.errors import LayertapError
-from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
-from layertap.models.spec import InputSpec
-from layertap.service.explain.prober import make_picture, make_probe_input
-from layertap.service.inputs.items import ArraysItem, TextItem, TokensItem
+from layertap.service.explain.prober import make_picture
 from layertap.service.probes import Probe, is_rounding, measure_change, parse_probe
-from tests.conftest import net_spec
 from tests.server import Live
-from tests.service.conftest import Serve
 from tests.service.digits_reference import copy_digits, forward
-from tests.service.support import Json, configured, image, npy, picture, problem, raw
+from tests.service.support import Json, image, picture, problem
 
 PICTURE_DIGEST = "bb7f5d426a8075441db985d9fb2ef1c6834a9b136b8c523fe811696135fb92fc"
 NOISE = np.random.default_rng(0)
-
-
-@pytest.fixture(scope="module")
-def nets(serve: Serve) -> Iterator[Live]:
-    """The embedded model, and one that takes tensors only."""
-    with serve(configured(net_spec("Chain"))) as live:
-        yield live
 
 
 def read(probe: Json) -> tuple[float, np.ndarray[Any, Any]]:
@@ -100,90 +87,11 @@ def test_probes_in_receipts(live: Live) -> None:
     assert np.abs(shares).max() == 1  # the scale of int8 is in it
 
 
-def test_without_layers(live: Live) -> None:
-    """Without layers a probe is of the embedding."""
-    reply = live.client.post("/extract", json={"inputs": [image(picture(1))]}).json()
-    assert probe_of(live, "digits")["fingerprint"] == reply["fingerprint"]
-
-
-def test_rows_of_the_caller(live: Live) -> None:
-    """Tensors of a model of pictures have a probe of tensors, with their fingerprint."""
-    row = np.zeros((3, 32, 32), np.float32)
-    reply = live.client.post("/extract", **raw(npy(row), "application/x-npy", layers="pool", probe="true")).json()
-    got = probe_of(live, "digits", layers="pool", preprocessed="caller")
-    assert reply["receipts"]["pool"]["probe"] == got["receipts"]["pool"]["probe"]
-    assert got["receipts"]["pool"]["probe"]["input"] == "tensors"
-    assert got["fingerprint"] == reply["fingerprint"] != probe_of(live, "digits", layers="pool")["fingerprint"]
-
-
-def test_a_model_of_tensors(nets: Live) -> None:
-    """A model that takes no pictures is probed by a tensor."""
-    (receipt,) = probe_of(nets, "Chain", layers="conv")["receipts"].values()
-    assert receipt["probe"]["input"] == "tensors"
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"interventions": [{"layer": "block1", "op": "zero"}]},
-        {"objective": {"kind": "logit"}, "layers": ["block1:grad_output"]},
-    ],
-    ids=["interventions", "objective"],
-)
-def test_no_probe(live: Live, more: Json) -> None:
+def test_no_probe(live: Live) -> None:
     """What a fixed input can't show is refused."""
-    body = {"layers": ["block1"], "inputs": [image(picture(1))], "probe": True, **more}
+    changed = {"interventions": [{"layer": "block1", "op": "zero"}]}
+    body = {"layers": ["block1"], "inputs": [image(picture(1))], "probe": True, **changed}
     assert "has no probes" in problem(live.client.post("/extract", json=body), 422)["detail"]
-
-
-@pytest.mark.parametrize(
-    ("path", "status", "says"),
-    [
-        ("/models/digit/probe", 404, "there is no model"),
-        ("/models/digits/probe?layers=blok1", 422, "blok1"),
-        ("/models/digits/probe?layer=block1", 422, "layer"),
-        ("/models/digits/probe?format=npz", 422, "format"),
-        ("/models/digits/probe?dry_run=true", 422, "dry_run"),
-        ("/models/digits/probe?pool=mode", 422, "flatten"),
-        ("/models/digits/probe?layers=block1:grad_output", 422, "objective"),
-    ],
-)
-def test_mistakes(live: Live, path: str, status: int, says: str) -> None:
-    """Mistakes are told as those of other requests."""
-    assert says in problem(live.client.get(path), status)["detail"]
-
-
-def make_inputs(*specs: InputSpec, text: TextSpec | None = None) -> ModelInputs:
-    return ModelInputs("m", specs, torch.float32, None, text)
-
-
-def test_inputs_of_every_kind() -> None:
-    """Texts where there is a tokenizer, tokens where there is none, tensors of every dtype within their values."""
-    text = TextSpec(ids="ids", mask="mask", max_tokens=5, pad=0, vocabulary=7, encode=lambda words: [1] * len(words))
-    specs = (InputSpec("ids", (5,), "int64", (0, 7)), InputSpec("mask", (5,), "int64"))
-    assert isinstance(make_probe_input(make_inputs(*specs, text=text), preprocessed=False)[1], TextItem)
-    kind, tokens = make_probe_input(
-        make_inputs(*specs, text=TextSpec("ids", "mask", 5, 0, 7, encode=None)), preprocessed=False
-    )
-    assert isinstance(tokens, TokensItem)
-    assert (kind, len(tokens.tokens)) == ("tokens", 5)
-    assert all(0 <= token < 7 for token in tokens.tokens)
-    kind, arrays = make_probe_input(make_inputs(*specs, text=text), preprocessed=True)
-    assert isinstance(arrays, ArraysItem)
-    assert kind == "tensors"
-    assert arrays.arrays["mask"].all()
-    several = make_inputs(
-        InputSpec("a", (2, 3)),
-        InputSpec("b", (4,), "bfloat16"),
-        InputSpec("c", (50,), "uint8", (3, 9)),
-        InputSpec("d", (9,), "bool"),
-    )
-    _, arrays = make_probe_input(several, preprocessed=False)
-    assert isinstance(arrays, ArraysItem)
-    found = arrays.arrays
-    assert [found[name].dtype.name for name in "abcd"] == ["float32", "float32", "uint8", "bool"]
-    assert 3 <= found["c"].min() < found["c"].max() < 9
-    assert np.abs(found["a"]).max() < 1.74
 
 
 # --- comparing ------------------------------------------------------------------------------------------------------
@@ -204,23 +112,14 @@ def test_same() -> None:
     assert len(of(RESULT).values) == 176
 
 
-@pytest.mark.parametrize("share", [1e-7, 1e-6])
-def test_rounding(share: float) -> None:
-    """What machines differ by is within rounding, wherever it falls."""
-    for seed in range(200):
+@pytest.mark.parametrize("share", [1e-7, 1e-6, 5e-4, 1e-2, 1.0])
+def test_change(share: float) -> None:
+    """What machines differ by is within rounding, wherever it falls; what an epsilon changes is told by how much."""
+    for seed in range(50):
         noise = np.random.default_rng(seed).standard_normal(RESULT.shape)
-        moved = RESULT.astype(np.float64) * (1 + share * noise)
-        assert is_rounding(of(RESULT), of(moved.astype(np.float32)), "float32")
-
-
-@pytest.mark.parametrize("share", [5e-4, 1e-3, 1e-2, 1.0])
-def test_changed(share: float) -> None:
-    """What an epsilon changes is found, and told by how much."""
-    for seed in range(200):
-        noise = np.random.default_rng(seed).standard_normal(RESULT.shape)
-        moved = (RESULT * (1 + share * noise)).astype(np.float32)
-        assert not is_rounding(of(RESULT), of(moved), "float32")
-        assert share / 2 < measure_change(of(RESULT), of(moved)) < share * 2
+        moved = of(RESULT.astype(np.float64) * (1 + share * noise))
+        assert is_rounding(of(RESULT), moved, "float32") == (share < 1e-5)
+        assert share < 1e-5 or share / 2 < measure_change(of(RESULT), moved) < share * 2
 
 
 @pytest.mark.parametrize(
@@ -248,20 +147,3 @@ def test_no_probes(entry: object) -> None:
     """What is no probe is said to be none."""
     with pytest.raises(LayertapError, match="this is no probe"):
         parse_probe(entry).read_values()  # type: ignore[union-attr]
-
-
-def test_no_entry() -> None:
-    """A receipt without a probe has none."""
-    assert parse_probe(None) is None
-
-
-def test_one_step_of_a_large_entry() -> None:
-    """One entry that is rounded to its neighbour is rounding, even where it is most of the probe."""
-    one = np.zeros(64, np.float32)
-    one[5], one[9] = 1.0, 0.7000
-    other = one.copy()
-    other[9] = 0.7005
-    assert measure_change(of(one), of(other)) > 1e-4
-    assert is_rounding(of(one), of(other), "float32")
-    other[9] = 0.7020
-    assert not is_rounding(of(one), of(other), "float32")

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-import pytest
 
 from layertap.models.digits import spec as digits
 from tests.service.gated_server import wait_until
@@ -28,47 +27,6 @@ DELAY_S = 2.0
 PATH = "/extract?layers=head"
 HEADERS = {"Content-Type": "image/png"}
 MOST = 100_000  # requests of a client
-HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
-BUSY = """
-from layertap.service.http.protocol import make_server_config
-from layertap.service.http.sockets import bind
-from layertap.service.process import Server
-from layertap.service.settings import Settings
-from layertap.service.signals import exit_cleanly_on_signals
-
-async def app(scope, receive, send):
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
-    await send({"type": "http.response.body"})
-
-(listener,) = bind("127.0.0.1", 0)
-exit_cleanly_on_signals()
-print(listener.getsockname()[1], flush=True)
-config = make_server_config(app, Settings(), lifespan="off")
-Server(config, lambda: True, lambda: print("ending", flush=True), delay=0.2).run_until_stopped([listener])
-"""
-HUNG_UP = """
-from layertap.service.signals import exit_cleanly_on_signals, hold_hangups
-
-exit_cleanly_on_signals()
-hold_hangups()
-
-import os, signal
-from layertap.service.http.protocol import make_server_config
-from layertap.service.http.sockets import bind
-from layertap.service.process import Server
-from layertap.service.settings import Settings
-
-async def app(scope, receive, send):
-    pass
-
-def take():
-    print("taken", flush=True)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-os.kill(os.getpid(), signal.SIGHUP)
-config = make_server_config(app, Settings(), lifespan="off")
-Server(config, lambda: True, lambda: None, on_hangup=take).run_until_stopped(bind("127.0.0.1", 0))
-"""
 
 
 @dataclass
@@ -162,43 +120,6 @@ def test_application_that_can_not_start() -> None:
     assert done.returncode == 70
 
 
-@pytest.mark.slow
-def test_connections_at_the_end() -> None:
-    """When the server stops, connections without a request end, unreset."""
-    with subprocess.Popen([sys.executable, "-c", BUSY], cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        address = ("127.0.0.1", int(server.stdout.readline()))
-        with (
-            socket.create_connection(address) as idle,
-            socket.create_connection(address) as silent,
-        ):
-            idle.sendall(HEAD + b"\r\n")
-            assert idle.recv(1024).startswith(b"HTTP/1.1 200")
-            server.terminate()
-            assert server.stdout.readline() == "ending\n"
-            assert [each.recv(1) for each in (idle, silent)] == [b"", b""]
-        assert server.wait(END_S) == 0
-
-
-@pytest.mark.slow
-def test_hangup_before_the_start() -> None:
-    """A SIGHUP that comes while a server is being put together does not end it, and is taken once it runs."""
-    done = subprocess.run([sys.executable, "-c", HUNG_UP], capture_output=True, text=True, check=False, timeout=END_S)
-    assert (done.returncode, done.stdout) == (0, "taken\n"), done.stderr
-
-
-def test_second_signal_ends_the_delay(tmp_path: Path) -> None:
-    """Asked again, the server waits no more; what it has accepted it still answers."""
-    with process([digits()], tmp_path, LAYERTAP_DRAIN_DELAY_S="3600") as server:
-        with hammered(server) as clients:
-            wait_until(lambda: all(client.statuses for client in clients))
-            server.running.send_signal(signal.SIGTERM)
-            wait_until(lambda: ready(server) == 503)
-            server.running.send_signal(signal.SIGTERM)
-        assert server.running.wait(END_S) == 0
-    assert {status for client in clients for status in client.statuses} == {200}
-
-
 def test_asked_again_and_again(tmp_path: Path) -> None:
     """SIGINTs after the delay cancel what is not answered, which is told so; the log has no failure."""
     with process([digits()], tmp_path, LAYERTAP_DRAIN_DELAY_S="3600") as server:
@@ -217,20 +138,3 @@ def test_asked_again_and_again(tmp_path: Path) -> None:
         assert server.running.wait(END_S) == 0
     assert (reply.status, b"shutting down" in said) == (503, True)
     assert not [line for line in server.logged() if line["level"] in ("error", "critical")]
-
-
-@pytest.mark.slow
-def test_a_body_that_does_not_arrive(tmp_path: Path) -> None:
-    """A request that is not whole when the server waits no longer hears that it ends, as other refusals are told."""
-    with process([digits()], tmp_path, LAYERTAP_DEADLINE_S="2") as server:
-        with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), END_S) as connection:
-            connection.sendall(b"POST /extract HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{}")
-            assert ready(server) == 200  # so that what came before has been read
-            server.running.send_signal(signal.SIGTERM)
-            reply = http.client.HTTPResponse(connection)
-            reply.begin()
-            said = reply.read()
-        assert server.running.wait(END_S) == 0
-    assert reply.status == 503
-    assert reply.headers["content-type"] == "application/problem+json"
-    assert b"shutting down" in said

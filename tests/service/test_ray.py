@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,9 +29,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 QUESTION = {"layers": ["block1", "block3", "pool"], "isolated": True}
-COUNT, THREADS, ENOUGH = 800, 6, 40
-STOPS = 10  # until the victim has a request
-STUCK_S = 5.0
+COUNT, THREADS, ENOUGH = 400, 6, 40
 ACTOR = "ray::_Answerer"
 WORDS = ("--layers", "pool", "--pool", "mean")
 
@@ -85,49 +82,25 @@ def test_same_replies(cluster: Cluster) -> None:
         assert (far.status_code, far.json()["title"]) == (403, "Forbidden")
 
 
-def make_watch(attempts: dict[int, int]) -> Callable[[], bool]:
-    """Whether many more requests were answered from now on, or none any more."""
-    first, latest, since = len(attempts), len(attempts), time.monotonic()
-
-    def watch() -> bool:
-        nonlocal latest, since
-        if len(attempts) != latest:
-            latest, since = len(attempts), time.monotonic()
-        return latest >= first + ENOUGH or time.monotonic() - since > STUCK_S
-
-    return watch
-
-
 def test_a_killed_replica(cluster: Cluster) -> None:
-    """A replica is killed with requests that it has accepted: a client's retry gets each, and another is started."""
+    """A replica is killed under load: a client's retry gets each answer all the same, and another is started."""
     with serving(cpu_threads=1, workers=0) as live, lt.Client(live.url) as own:
         expected = [own.extract([picture(seed)], "pool").array for seed in range(5)]
-    begun: set[int] = set()
-    attempts: dict[int, int] = {}
+    answered: list[int] = []
 
     def work(number: int) -> None:
-        begun.add(number)
         result = client.extract([picture(number % 5)], "pool")
-        attempts[number] = result.attempts
         np.testing.assert_allclose(result.array, expected[number % 5], rtol=1e-4, atol=1e-5)
+        answered.append(number)
 
     victim, other = cluster.list_replicas()
     with lt.Client(cluster.url, timeout=240) as client, ThreadPoolExecutor(THREADS) as pool:
         futures = [pool.submit(work, number) for number in range(COUNT)]
-        wait(lambda: len(attempts) > ENOUGH)
-        for _ in range(STOPS):
-            os.kill(victim, signal.SIGSTOP)  # what it has accepted by now it can't answer
-            waiting = begun - set(attempts)
-            wait(make_watch(attempts))
-            held = waiting - set(attempts)  # while others were answered, or none any more: it has these
-            if held:
-                break
-            os.kill(victim, signal.SIGCONT)
+        wait(lambda: len(answered) > ENOUGH)
         os.kill(victim, signal.SIGKILL)
         for future in futures:
             future.result()
-    assert sorted(attempts) == list(range(COUNT))
-    assert held  # and answered all the same, by Ray's own second try or by the client's
+    assert sorted(answered) == list(range(COUNT))
     wait(lambda: len(set(cluster.list_replicas()) - {victim}) == 2 and other in cluster.list_replicas())
 
 
@@ -196,40 +169,3 @@ def test_bulk(cluster: Cluster, tmp_path: Path) -> None:
     assert "rows are there already" in output.decode()
     assert "00100.png: " in (told + output).decode()
     assert out.read_bytes() == whole.read_bytes()
-
-
-def test_bulk_refused(cluster: Cluster, tmp_path: Path) -> None:
-    """What an actor refuses is told as it is without a cluster."""
-    write_pictures(tmp_path / "source", 3)
-    process = start_bulk(
-        cluster, tmp_path / "source", "--layers", "pool9", "--out", tmp_path / "out.parquet",
-        "--ray", "--ray-address", cluster.address,
-    )  # fmt: skip
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 2, output.decode()
-    assert "pool9" in output.decode()
-    assert "Traceback" not in output.decode()
-
-
-def test_bulk_interrupted(cluster: Cluster, tmp_path: Path) -> None:
-    """Ctrl+C ends a job without a word of Ray's, which starts nothing any more: what it has answered is written."""
-    write_pictures(tmp_path / "source", 4000)
-    out = tmp_path / "out.parquet"
-    words = (tmp_path / "source", *WORDS, "--out", out, "--ray", "--ray-address", cluster.address)
-    process = start_bulk(cluster, *words)
-    wait_for_parts(out, process, 0)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 130, output.decode()
-    assert "Traceback" not in output.decode()
-    assert "Started a local Ray instance" not in output.decode()
-
-
-def test_bulk_without_room(cluster: Cluster, tmp_path: Path) -> None:
-    """A job whose actors no machine of the cluster has room for says so, and does not wait for one."""
-    write_pictures(tmp_path / "source", 3)
-    words = (tmp_path / "source", *WORDS, "--out", tmp_path / "out.parquet", "--ray", "--ray-address", cluster.address)
-    process = start_bulk(cluster, *words, "--ray-gpus", "0.5")
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 2, output.decode()
-    assert b"no machine of the Ray cluster has 1 CPUs and 0.5 GPUs" in output

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.server import Live
-from tests.service.support import Array, arrays_of, image, npy, picture, problem, raw, safetensors_of, tensor
+from tests.service.support import Array, arrays_of, image, picture, problem, raw, tensor
 
 INPUTS = [image(picture(seed)) for seed in range(3)]
 REST = ["block2", "block3", "head"]
@@ -41,12 +41,6 @@ def test_reply_is_the_next_body(live: Live, whole: dict[str, Array], form: str) 
     )
     check(arrays_of(reply), whole)
     assert {receipt["resumed"] for receipt in reply.json()["receipts"].values()} == {"block1"}
-
-
-def test_tensors_in_json(live: Live, whole: dict[str, Array]) -> None:
-    """One input is one row's output, without the axis of rows."""
-    body = {"inputs": [tensor(row) for row in whole["block1"][:2]], "layers": REST, "resume": "block1"}
-    check(arrays_of(extract(live, **body)), whole, slice(2))
 
 
 def test_what_is_sent_counts(live: Live, whole: dict[str, Array]) -> None:
@@ -84,27 +78,6 @@ def test_in_company(live: Live, whole: dict[str, Array]) -> None:
     assert model["hooks"] == 0
 
 
-def test_fingerprints(live: Live, whole: dict[str, Array]) -> None:
-    """What was made from a tensor that anybody may have made is not said to be comparable with what was not."""
-    body = {"inputs": [tensor(whole["block1"][0])], "layers": ["head"], "resume": "block1"}
-    found, plain = extract(live, **body), extract(live, inputs=INPUTS, layers=["head"])
-    again = extract(live, **body)
-    prints = [reply.headers["x-layertap-fingerprint"] for reply in (found, plain, again)]
-    assert prints[0] == prints[2] != prints[1]
-
-
-def test_verify_and_dry_run(live: Live, whole: dict[str, Array]) -> None:
-    """Both work as they do for whole forwards."""
-    body = {"inputs": [tensor(row) for row in whole["block1"]], "layers": REST, "resume": "block1"}
-    reply = extract(live, **body, verify=True)
-    assert reply.json()["verified"] is True
-    check(arrays_of(reply), whole)
-    dry = live.client.post("/extract?dry_run=true", json={"layers": REST, "resume": "block1"}).json()
-    assert list(dry["features"]) == REST
-    whole_run = live.client.post("/extract?dry_run=true", json={"layers": REST}).json()
-    assert dry["seconds"] < whole_run["seconds"]
-
-
 def bad(live: Live, whole: dict[str, Array], **body: Any) -> str:
     given = {"inputs": [tensor(whole["block1"][0])], "layers": ["head"], "resume": "block1", **body}
     found = problem(extract(live, **given), 422)
@@ -113,41 +86,14 @@ def bad(live: Live, whole: dict[str, Array], **body: Any) -> str:
 
 def test_refused(live: Live, whole: dict[str, Array]) -> None:
     """Each with what to send instead; the server goes on as before."""
-    shape = list(whole["block1"].shape[1:])
+    shape, block1, block2 = list(whole["block1"].shape[1:]), whole["block1"][0], whole["block2"][0]
     assert "did you mean 'block1'" in bad(live, whole, resume="blok1")
-    assert "/resume" in bad(live, whole, resume="blok1")
     assert "nothing runs after" in bad(live, whole, resume=".")
-    assert "does not name the output" in bad(live, whole, resume="block*")
     assert "does not name the output" in bad(live, whole, resume="block1:input")
-    assert "does not follow from the output of 'block2' alone" in bad(
-        live, whole, resume="block2", layers=["block1"], inputs=[tensor(whole["block2"][0])]
-    )
-    assert f"send shape {shape}" in bad(live, whole, inputs=[tensor(whole["block2"][0])])
-    assert f"send shape {shape}" in bad(live, whole, inputs=[tensor(whole["block1"][0][:, :-1])])
+    alone = "does not follow from the output of 'block2' alone"
+    assert alone in bad(live, whole, resume="block2", layers=["block1"], inputs=[tensor(block2)])
+    assert f"send shape {shape}" in bad(live, whole, inputs=[tensor(block1[:, :-1])])
     assert "takes tensors, not pictures" in bad(live, whole, inputs=INPUTS[:1])
-    assert "NaN or infinite" in bad(live, whole, inputs=[tensor(whole["block1"][0] * np.float32("nan"))])
-    assert (
-        "'resume'"
-        in problem(live.client.post("/explain", json={"method": "saliency", "resume": "block1"}), 422)["detail"]
-    )
-    named = raw(
-        safetensors_of(a=whole["block1"], b=whole["block1"]),
-        "application/x-safetensors",
-        layers="head",
-        resume="block1",
-    )
-    assert "no input '" in problem(live.client.post("/extract", **named), 422)["detail"]
-    batch = raw(npy(whole["block1"]), "application/x-npy", layers="head", resume="block1", encoding="base64")
-    np.testing.assert_allclose(
-        arrays_of(live.client.post("/extract", **batch))["head"], whole["head"], rtol=1e-4, atol=1e-5
-    )
-
-
-def test_skipped(live: Live, whole: dict[str, Array]) -> None:
-    """An output of another height is left out, wherever it stands."""
-    good, bad = whole["block1"][0], whole["block1"][1][:, :-1]
-    for place, sent in enumerate([(bad, good), (good, bad)]):
-        inputs = [tensor(row) for row in sent]
-        reply = extract(live, inputs=inputs, layers=REST, resume="block1", on_error="skip")
-        check(arrays_of(reply), whole, slice(1))
-        assert [error["input"] for error in reply.json()["errors"]] == [place]
+    assert "NaN or infinite" in bad(live, whole, inputs=[tensor(block1 * np.float32("nan"))])
+    explained = live.client.post("/explain", json={"method": "saliency", "resume": "block1"})
+    assert "'resume'" in problem(explained, 422)["detail"]

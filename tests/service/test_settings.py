@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from layertap.service.settings import Settings, SettingsError, read_settings
+from layertap.service.ray_settings import pick_chosen
+from layertap.service.settings import SettingsError, read_settings
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        *(("33554432", 33_554_432), ("32MiB", 33_554_432), ("32 mib", 33_554_432), ("64KiB", 65_536)),
-        *(("1.5GiB", 1_610_612_736), ("500kB", 500_000), ("1TB", 10**12), ("2TiB", 2_199_023_255_552), ("9000B", 9000)),
+        *(("33554432", 33_554_432), ("32 mib", 33_554_432), ("1.5GiB", 1_610_612_736), ("500kB", 500_000)),
+        *(("1TB", 10**12), ("9000B", 9000)),
     ],
 )
 def test_sizes(monkeypatch: pytest.MonkeyPatch, text: str, size: int) -> None:
@@ -22,10 +25,7 @@ def test_sizes(monkeypatch: pytest.MonkeyPatch, text: str, size: int) -> None:
     assert (settings.max_body_bytes, settings.batch_memory_bytes) == (size, size)
 
 
-NO_SIZES = (
-    *("", "MiB", "-1", "1e3", "32M iB", "32Mib/s", "0", "0.2B", "nan", "1,5MiB", "٣MiB"),
-    *("9" * 400 + ".5", "9" * 5000, "0." + "9" * 5000 + "TiB", "9" * 400 + "TiB"),
-)
+NO_SIZES = (*("", "-1", "1e3", "32M iB", "0", "0.2B", "nan", "1,5MiB", "٣MiB", "9" * 5000, "9" * 400 + "TiB"),)
 
 
 @pytest.mark.parametrize("text", NO_SIZES)
@@ -39,6 +39,7 @@ def test_no_sizes(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 NO_TEXTS = (
     *(("CACHE_DIR", "~nobody-is-called-so/cache"), ("API_KEYS_FILE", "/nowhere/\udcff")),
     *(("API_KEYS", "good,bad\x1b[31m"), ("API_KEYS", "\udcff"), ("ADMIN_KEYS", "a\x7fb # boss")),
+    *(("API_KEYS", f"bad,b # {name}") for name in ("", "b c", "n" * 33, "<b>", "é")),
     *(("OTLP_ENDPOINT", f"http://{rest}") for rest in ("", ":4318", "[::1", "a collector:4318", "host:port", "host\n")),
 )
 
@@ -68,19 +69,6 @@ def test_all_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "secret" not in caught.value.detail
 
 
-def test_all_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every field of the settings is a variable, in capitals or not, and examples have one of their own."""
-    for name in Settings.model_fields:
-        monkeypatch.setenv(f"LAYERTAP_{name.upper()}", "?")
-    monkeypatch.setenv("LAYERTAP_URL", "http://127.0.0.1:8000")
-    with pytest.raises(SettingsError) as caught:
-        read_settings()
-    assert "no such setting" not in caught.value.detail
-    monkeypatch.undo()
-    monkeypatch.setenv("layertap_port", "9000")
-    assert read_settings().port == 9000
-
-
 LINKS = {
     "LAYERTAP_GPU_SERVICE_HOST": "10.0.0.1",
     "LAYERTAP_GPU_SERVICE_PORT": "80",
@@ -107,3 +95,26 @@ def test_kubernetes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAYERTAP_PORT", "tcp://10.0.0.1:8000")
     with pytest.raises(SettingsError, match="enableServiceLinks"):
         read_settings()
+
+
+def test_only_what_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes with a machine is left to it; what was set goes, read there as here, its paths whatever the folder."""
+    monkeypatch.setenv("LAYERTAP_MAX_PIXELS", "1000")
+    monkeypatch.setenv("LAYERTAP_CACHE_DIR", "cache")
+    chosen = pick_chosen(read_settings(config=Path("models.yaml")), keys=True)
+    assert chosen == {"max_pixels": 1000, "cache_dir": Path.cwd() / "cache", "config": Path.cwd() / "models.yaml"}
+    monkeypatch.undo()
+    assert read_settings(**chosen).max_pixels == 1000
+
+
+def test_keys_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Processes that serve nobody get no keys; those that serve get the same."""
+    (tmp_path / "keys").write_text("secret-of-a-file\n")
+    monkeypatch.setenv("LAYERTAP_API_KEYS", "secret")
+    monkeypatch.setenv("LAYERTAP_ADMIN_KEYS_FILE", str(tmp_path / "keys"))
+    settings = read_settings()
+    assert pick_chosen(settings, keys=False) == {}
+    monkeypatch.undo()
+    there = read_settings(**pick_chosen(settings, keys=True))
+    assert there.api_keys == ("secret",)
+    assert set(there.admin_keys) == {"secret-of-a-file"}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.server import Live
-from tests.service.support import Json, arrays_of, image, metadata, npy, picture, raw, safetensors_of, tensor
+from tests.service.support import Json, arrays_of, image, metadata, npy, picture, raw, safetensors_of
 
 FORMATS = ("json", "npy", "npz", "safetensors")
 HEADER = "x-layertap-skipped"
@@ -49,40 +49,9 @@ def test_named(live: Live, form: str, format_: str) -> None:
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-@pytest.mark.parametrize("on_error", ["fail", "skip"])
-def test_nothing_left_out(live: Live, format_: str, on_error: str) -> None:
-    """Nothing is said where every input has its row."""
-    body = {"layers": ["pool"], "inputs": GOOD, "on_error": on_error}
-    reply = post(live, {"json": body}, format=format_)
-    assert HEADER not in reply.headers
-    assert "skipped" not in arrays_of(reply)
-    assert format_ != "safetensors" or "skipped" not in metadata(reply)
-
-
-@pytest.mark.parametrize("format_", FORMATS)
 def test_explanations(live: Live, format_: str) -> None:
     """Maps are told apart in the same way."""
     body = {"method": "saliency", "inputs": INPUTS, "on_error": "skip"}
     reply = post(live, {"json": body}, "/explain", format=format_)
     assert reply.headers[HEADER] == "1,4"
     assert len(next(iter(arrays_of(reply).values()))) == 3
-
-
-def test_dry_run(live: Live) -> None:
-    """A dry run says what would be left out."""
-    assert post(live, sent("json"), dry_run="true").headers[HEADER] == "1,4"
-
-
-def test_shapes(live: Live) -> None:
-    """An input of another shape than the first good one is not left out."""
-    inputs = [image(b""), *(tensor(np.zeros((3, side, side), np.float32)) for side in (32, 16))]
-    reply = post(live, {"json": {"layers": ["pool"], "inputs": inputs, "on_error": "skip"}}, format="npy")
-    assert reply.headers[HEADER] == "0"
-    assert len(next(iter(arrays_of(reply).values()))) == 2
-
-
-def test_as_few_headers_as_ever(live: Live) -> None:
-    """What browsers are told stays as it is."""
-    replies = [post(live, sent("json")), post(live, {"json": {"layers": ["pool"], "inputs": GOOD}})]
-    names = [set(reply.headers) - {HEADER} for reply in replies]
-    assert names[0] == names[1]

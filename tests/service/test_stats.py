@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.server import Live
-from tests.service.support import Array, Json, arrays_of, image, picture, rows, same, tensor
+from tests.service.support import Array, Json, arrays_of, image, picture
 
 NAMES = ["mean", "std", "min", "max", "l2", "zeros", "nonfinite"]
 BINS = [f"histogram[{place}]" for place in range(16)]
 INPUTS = [image(picture(seed)) for seed in range(3)]
-MEDIA = ["application/json", "application/x-npy", "application/x-npz", "application/x-safetensors"]
 
 
 def extract(live: Live, *layers: Any, media_type: str = "application/json", **body: Any) -> Any:
@@ -40,7 +38,7 @@ def by_hand(values: Array) -> Array:
     )
 
 
-@pytest.mark.parametrize("layer", ["block2", "block2.relu#0", "head", "block3:input"])
+@pytest.mark.parametrize("layer", ["block2.relu#0", "block3:input"])
 def test_values(live: Live, layer: str) -> None:
     """Statistics are of the values that the same layer gives; a histogram counts all of them."""
     raw = arrays_of(extract(live, layer))[layer]
@@ -67,76 +65,6 @@ def test_receipts(live: Live) -> None:
     assert every["receipts"]["block2"]["stats"] == [*NAMES, *BINS]
 
 
-def test_off(live: Live) -> None:
-    """``false`` and ``null`` are as if nothing were said."""
-    plain = extract(live, "block2")
-    for nothing in (False, None):
-        assert extract(live, {"layer": "block2", "stats": nothing}).content == plain.content
-
-
-@pytest.mark.parametrize("media_type", MEDIA)
-def test_formats(live: Live, media_type: str) -> None:
-    """The same bits in every format; safetensors carries the names of the columns."""
-    layers = "block2" if media_type.endswith("npy") else "block?"
-    entry = {"layer": layers, "stats": ["mean", "histogram"]}
-    found = extract(live, entry, media_type=media_type)
-    assert found.headers["content-type"] == media_type
-    first = arrays_of(extract(live, entry, encoding="base64"))
-    arrays = arrays_of(found)
-    assert same(arrays if "" not in arrays else {"block2": arrays[""]}, first)
-    if media_type.endswith("safetensors"):
-        size = int.from_bytes(found.content[:8], "little")
-        metadata = json.loads(found.content[8 : 8 + size])["__metadata__"]
-        assert json.loads(metadata["receipts"])["block2"]["stats"] == ["mean", *BINS]
-
-
-def test_beside_other_results(live: Live) -> None:
-    """What the request says of pool, normalize and dtype holds for the others, not for statistics."""
-    entries = [{"layer": "block2", "stats": ["zeros", "l2"], "as": "s"}, "block3"]
-    found = arrays_of(extract(live, *entries, pool="mean", normalize=True, dtype="float16"))
-    assert {key: (array.shape, array.dtype.name) for key, array in found.items()} == {
-        "s": ((3, 2), "float32"),
-        "block3": ((3, 64), "float16"),
-    }
-    alone = arrays_of(extract(live, {"layer": "block2", "stats": ["zeros", "l2"]}))
-    np.testing.assert_allclose(found["s"], alone["block2"], rtol=1e-5)
-
-
-def test_narrowed(live: Live) -> None:
-    """Of the channels that were chosen."""
-    raw = arrays_of(extract(live, "block2"))["block2"][:, [3, 0]]
-    found = arrays_of(extract(live, {"layer": "block2", "channels": [3, 0], "stats": NAMES}))["block2"]
-    np.testing.assert_allclose(found, by_hand(raw), rtol=1e-5, atol=1e-6)
-
-
-def test_gradients(live: Live) -> None:
-    """Of gradients as of values."""
-    objective = {"kind": "logit", "class": "top"}
-    raw = arrays_of(extract(live, "block2:grad_output", objective=objective))["block2:grad_output"]
-    entry = {"layer": "block2", "site": "grad_output", "stats": NAMES}
-    found = arrays_of(extract(live, entry, objective=objective))["block2"]
-    np.testing.assert_allclose(found, by_hand(raw), rtol=1e-4, atol=1e-9)
-
-
-def test_not_finite(live: Live) -> None:
-    """A row with infinities says how many; its neighbour's numbers are its own."""
-    inputs = [tensor(rows(1, 1e38)[0]), tensor(rows(1, 1.0)[0])]
-    entry = {"layer": "linear", "stats": ["nonfinite", "max", "histogram"]}
-    body: Json = {"model": "gated", "inputs": inputs, "encoding": "base64"}
-    raw = arrays_of(extract(live, "linear", **body))["linear"]
-    found = arrays_of(extract(live, entry, **body))["linear"]
-    assert found[:, 0].tolist() == (~np.isfinite(raw)).sum(1).tolist()
-    assert found[:, 2:].sum(1).tolist() == np.isfinite(raw).sum(1).tolist()
-    np.testing.assert_array_equal(found[1, 1], raw[1].max())
-
-
-def test_dry_run(live: Live) -> None:
-    """The size is known before any forward."""
-    body = {"layers": [{"layer": "block3", "stats": True}]}
-    reply = live.client.post("/extract", json=body, params={"dry_run": "true"}).json()
-    assert reply["features"]["block3"] == {"shape": [1, 23], "dtype": "float32", "bytes": 92}
-
-
 MERGED = ["mean", "std", "min", "max", "l2", "zeros", "nonfinite"]
 
 
@@ -159,7 +87,7 @@ def test_by_channel(live: Live, layer: str) -> None:
 @pytest.mark.parametrize("by", [None, "channel"])
 def test_over_inputs(live: Live, by: str | None) -> None:
     """Over all inputs statistics are those of all their values together, however many forwards they came from."""
-    many = [image(picture(seed)) for seed in range(70)]
+    many = [image(picture(seed)) for seed in range(40)]
     raw = arrays_of(extract(live, "block1", inputs=many))["block1"]
     entry = {"layer": "block1", "stats": MERGED, "over": "inputs", **({"by": by} if by else {})}
     reply = extract(live, entry, inputs=many)
@@ -169,34 +97,20 @@ def test_over_inputs(live: Live, by: str | None) -> None:
     assert found.shape == expected.shape
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
     body = reply.json()
-    assert (body["rows"], body["receipts"]["block1"]["over"], body["receipts"]["block1"]["row_axis"]) == (
-        70,
-        "inputs",
-        None,
-    )
+    receipt = body["receipts"]["block1"]
+    assert (body["rows"], receipt["over"], receipt["row_axis"]) == (40, "inputs", None)
     dry = live.client.post("/extract?dry_run=true", json={"layers": [entry], "inputs": many}).json()
     assert dry["features"]["block1"]["shape"] == list(found.shape)
     assert dry["features"]["block1"]["bytes"] == found.nbytes
     assert dry["fingerprint"] == body["fingerprint"]
 
 
-def test_a_small_spread_over_inputs(live: Live) -> None:
-    """The deviation of values far from zero keeps its digits when rows are merged."""
-    far = [tensor(np.full((3, 32, 32), 1000 + value, np.float32)) for value in (0.0, 0.5, 1.0)]
-    entry = {"layer": "block1:input", "stats": ["mean", "std"], "over": "inputs"}
-    found = arrays_of(extract(live, entry, inputs=far))["block1:input"]
-    np.testing.assert_allclose(found, [1000.5, np.std([0, 0.5, 1.0])], rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
         ({"layer": "block1", "by": "channel"}, "are of statistics"),
-        ({"layer": "block1", "over": "inputs"}, "are of statistics"),
         ({"layer": "block1", "stats": True, "over": "inputs"}, "'histogram'"),
         ({"layer": "block1", "stats": ["std"], "over": "inputs"}, "made of their means"),
-        ({"layer": "block1", "stats": ["std"], "by": "pixel"}, "channel"),
-        ({"layer": "block1", "stats": ["mean"], "over": "rows"}, "inputs"),
     ],
 )
 def test_what_makes_no_sense(live: Live, entry: Json, says: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import arrays_of, configured, image, picture, problem, raw, rows, same, tensor
+from tests.service.support import arrays_of, configured, image, picture, problem, rows, same, tensor
 
 HEADER = "x-layertap-verified"
 INPUTS = [image(picture(seed)) for seed in range(3)]
@@ -36,20 +36,6 @@ def test_formats(live: Live, form: str, pool: str) -> None:
     if form == "safetensors":
         size = int.from_bytes(found.content[:8], "little")
         assert json.loads(found.content[8 : 8 + size])["__metadata__"]["verified"] == "true"
-
-
-def test_npy_and_query(live: Live) -> None:
-    """Also for a raw picture, asked for by a parameter."""
-    body = raw(picture(1), "image/png", layers="block2", verify="true", format="npy")
-    reply = live.client.post("/extract", **body)
-    assert (reply.status_code, reply.headers[HEADER]) == (200, "true")
-
-
-def test_rows_of_several_forwards(serve: Serve) -> None:
-    """Each forward of a large request is verified; padded ones too."""
-    for settings in ({"max_batch_rows": 2}, {"fixed_batch_rows": 4}):
-        with serve(configured(), **settings) as live:
-            assert same(arrays_of(extract(live, "json", verify=True)), arrays_of(extract(live, "json", isolated=True)))
 
 
 def test_failure(serve: Serve) -> None:

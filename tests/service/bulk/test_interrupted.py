@@ -17,7 +17,7 @@ from tests.service.gated_server import wait_until
 from tests.service.server_process import descendants
 
 WORDS = ("--layers", "pool", "--pool", "mean")
-MANY, BAD, KILLS = 10_000, 200, 5
+MANY, BAD, KILLS = 10_000, 200, 3
 FEW = MANY // 5
 KEPT_ROWS_BYTES = (MANY - FEW) * 3 * 32 * 32 * 4  # what a job of many had more, if it kept what goes into the model
 LIMIT_S = 240
@@ -98,7 +98,7 @@ def write_many(folder: Path, bad: list[int]) -> None:
 
 @pytest.mark.slow
 def test_killed_often(tmp_path: Path) -> None:
-    """10,000 pictures, 200 broken, five kills at random: equal to one run, each broken one named, memory flat."""
+    """10,000 pictures, 200 broken, three kills at random: equal to one run, each broken one named, memory flat."""
     moments = random.Random(1)
     bad = sorted(moments.sample(range(MANY), BAD))
     write_many(tmp_path / "source", bad)

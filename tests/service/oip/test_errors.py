@@ -297,7 +297,7 @@ def test_random_bodies_at_length(live: Live, control: Control) -> None:
     """The same, many times; the server is as well as before."""
 
     @given(document=BODIES, data=st.binary(max_size=40), length=st.none() | st.integers(-5, 5) | st.just(0))
-    @settings(max_examples=5000)
+    @settings(max_examples=1500)
     def many(document: object, data: bytes, length: int | None) -> None:
         ask(live, document, data, length)
 
