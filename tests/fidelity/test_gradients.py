@@ -32,6 +32,7 @@ from layertap.models.selection.hook_points import Objective
 from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
+from tests.models.extraction import list_tensors
 from tests.oracle import flatten, seeded
 
 CPU = torch.device("cpu")
@@ -84,16 +85,6 @@ NETS: dict[str, Net] = {
     "timm vit": (partial(_timm, "vit_tiny_patch16_224", img_size=32, depth=2), 32),
     "timm eva02": (partial(_timm, "eva02_tiny_patch14_224", img_size=28, depth=2), 28),
 }
-WHOLE: dict[str, Net] = {
-    "densenet121": (partial(_torchvision, "densenet121"), 32),
-    "convnext_tiny": (partial(_torchvision, "convnext_tiny"), 32),
-    "efficientnet_b0": (partial(_torchvision, "efficientnet_b0"), 32),
-    "mobilenet_v3_small": (partial(_torchvision, "mobilenet_v3_small"), 32),
-    "swin_t": (partial(_torchvision, "swin_t"), 32),
-    "vit_b_16": (partial(_torchvision, "vit_b_16", image_size=32), 32),
-    "vit_tiny_patch16_224": (partial(_timm, "vit_tiny_patch16_224", img_size=32), 32),
-    "eva02_tiny_patch14_224": (partial(_timm, "eva02_tiny_patch14_224", img_size=28), 28),
-}
 # What one row each of a shared batch is asked for.
 OBJECTIVES: tuple[tuple[Objective, Callable[[Tensor], Tensor]], ...] = (
     (Objective("logit", "top"), lambda scores: scores.max()),
@@ -103,7 +94,6 @@ OBJECTIVES: tuple[tuple[Objective, Callable[[Tensor], Tensor]], ...] = (
         lambda scores: functional.kl_div(scores.log_softmax(0), scores.new_tensor(TARGET), reduction="sum"),
     ),
 )
-CASES = [*NETS, *(pytest.param(name, marks=pytest.mark.slow) for name in WHOLE)]
 
 
 class Copies:
@@ -182,7 +172,7 @@ def close(found: Tensor, wanted: Tensor) -> bool:
 
 def built(name: str) -> tuple[nn.Module, Catalog, Tensor]:
     """A model in float64 with frozen random weights, its catalogue, three rows."""
-    build, side = (NETS | WHOLE)[name]
+    build, side = NETS[name]
     module = seeded(build(), 1).double().eval().requires_grad_(False)
     specs = (InputSpec("x", (3, side, side), "float64"),)
     catalog = survey(module, specs, lambda rows: module(*rows.values()), CPU, 0, torch.float64)
@@ -190,7 +180,7 @@ def built(name: str) -> tuple[nn.Module, Catalog, Tensor]:
     return module, catalog, rows.double()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NETS)
 def test_every_gradient(name: str) -> None:
     """Each row has the gradients of its own objective, beside others that differentiate something else and alone."""
     module, catalog, x = built(name)
@@ -198,7 +188,8 @@ def test_every_gradient(name: str) -> None:
     plans = [make_plan(selectors, catalog, objective=objective) for objective, _ in OBJECTIVES]
     together = taken(module, plans, x)
     wanted = by_autograd(module, x)
-    leaves = {(layer, c, p, s): info for layer, c, p, s, info in _leaves(catalog)}
+    found = list_tensors(catalog, "input", "output")
+    leaves = {(point.layer, point.call, point.path, f"grad_{point.site}"): info for point, info in found}
     assert {key for key in wanted if leaves[key].row_axis is not None} == together[0].keys()
     assert sum(bool(value.any()) for value in wanted.values()) > 0.9 * len(wanted)
     for row, found in enumerate(together):
@@ -209,11 +200,3 @@ def test_every_gradient(name: str) -> None:
             own = wanted[key].narrow(info.row_axis or 0, row * info.entries_per_row, info.entries_per_row)
             assert close(value, own), (key, row)
             assert close(alone[key], own), (key, row)
-
-
-def _leaves(catalog: Catalog) -> Any:
-    for name, layer in catalog.layers.items():
-        for number, call in enumerate(layer.calls):
-            for site, moment in (("grad_input", call.input), ("grad_output", call.output)):
-                for info in moment.tensors:
-                    yield name, number, info.path, site, info
