@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layertap.models.errors import Fault, InputError, RequestError, TooLargeError, clear_tracebacks
+from layertap.models.errors import clear_tracebacks
 
 
 def failing(kept: Exception, cause: Exception) -> None:
@@ -28,12 +28,3 @@ def test_let_go() -> None:
     assert all(error.__traceback__ for error in chain)
     clear_tracebacks(caught.value)
     assert [error.__traceback__ for error in chain] == [None] * 3
-
-
-def test_an_error_is_located() -> None:
-    """An error becomes a reason of another one, which says the first of all reasons and carries each."""
-    first = InputError("no picture", hint="send one").to_fault("/inputs/3", 3)
-    assert first == Fault("no picture", "send one", "/inputs/3", 3)
-    second = TooLargeError("too large").to_fault("/inputs/4", 4)
-    error = RequestError.from_faults([first, second])
-    assert (error.detail, error.hint, error.faults) == ("no picture", "send one", (first, second))

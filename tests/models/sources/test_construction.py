@@ -28,14 +28,6 @@ def test_seed_reaches_construction_and_nothing_else() -> None:
     assert digest_weights(nn.Linear(3, 2)) == made[0]
 
 
-def test_without_a_seed() -> None:
-    """Without a seed a module has the numbers that the process draws next, and draws after it."""
-    torch.manual_seed(99)
-    with construct_alone(None):
-        found = torch.rand(3)
-    assert torch.equal(torch.rand(3), found)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_default_dtype(fails: bool) -> None:
     """A default dtype that is set inside is gone when the module is made, or is not."""

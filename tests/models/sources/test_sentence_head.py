@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules
 
 from layertap.models.errors import LoadError
 from layertap.models.sources.build import build_model
 from layertap.models.sources.sentence_head import MODES, Pooling, read_sentence_folder
 from layertap.models.spec import ModelSpec
-from layertap.models.weights.state_dict import LoadReport
 from tests.sentence_folders import save
 
 MASKS = {
@@ -75,44 +72,8 @@ def test_refused(tmp_path: Path, named: str) -> None:
     assert "modules.json" in caught.value.hint
 
 
-def test_no_sentence_folder(tmp_path: Path) -> None:
-    """A folder without modules.json, and one whose model scores pairs, are as the transformers library has them."""
-    assert read_sentence_folder(tmp_path, "'folder'") is None
-    scorer = write(tmp_path, GOOD[:1], **{NEWER: {"model_type": "CrossEncoder"}})
-    assert read_sentence_folder(scorer, "'folder'") is None
-    found = read_sentence_folder(write(tmp_path, GOOD, config={"include_prompt": False}, **{NEWER: {}}), "'folder'")
-    assert found is not None
-    assert found.prompts == {}
-
-
 def _spec(folder: Path) -> ModelSpec:
     return ModelSpec("m", f"transformers:{folder}", device="cpu")
-
-
-def test_saved_without_a_pooler(tmp_path: Path) -> None:
-    """An encoder saved without a pooler has none, as the folder of sentence-transformers and as one of its own."""
-    save("older", tmp_path)
-    library = SentenceTransformer(str(tmp_path), device="cpu", local_files_only=True)
-    tokens = {name: library.tokenize(["a cat sat"])[name] for name in ("input_ids", "attention_mask")}
-    for output, expected in (
-        ("sentence_embedding", library.encode(["a cat sat"], convert_to_tensor=True)),
-        ("last_hidden_state", library.encode(["a cat sat"], output_value="token_embeddings")[0][None]),
-    ):
-        built = build_model(_spec(tmp_path))
-        assert built.report == LoadReport()
-        assert "pooler" not in [name for name, _ in built.module.named_modules()]
-        torch.testing.assert_close(built.module(**tokens)[output], expected, rtol=0, atol=1e-5)
-        (tmp_path / "modules.json").unlink(missing_ok=True)
-
-
-def test_saved_as_a_pickle(tmp_path: Path) -> None:
-    """A folder from before safetensors gives the same embedding."""
-    save("older", tmp_path)
-    tokens = {"input_ids": torch.tensor([[1, 5, 6, 2]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
-    expected = build_model(_spec(tmp_path)).module(**tokens)["sentence_embedding"]
-    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    (tmp_path / "model.safetensors").unlink()
-    assert torch.equal(build_model(_spec(tmp_path)).module(**tokens)["sentence_embedding"], expected)
 
 
 DENSE = {"in_features": 32, "out_features": 4}

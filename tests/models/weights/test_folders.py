@@ -64,11 +64,6 @@ def test_index_that_is_none(tmp_path: Path, text: str) -> None:
     refused(tmp_path / "model.safetensors.index.json")
 
 
-def test_folder_without_weights(tmp_path: Path) -> None:
-    """The refusal says what a folder should hold."""
-    assert "pytorch_model.bin" in refused(tmp_path).hint
-
-
 def timm_folder(folder: Path) -> Path:
     """What timm writes of a model with arguments of its own and another normalisation than usual."""
     module = timm.create_model("test_vit", num_classes=4, img_size=96)
@@ -88,15 +83,6 @@ def test_folder_of_timm_says_how_it_is_built(tmp_path: Path) -> None:
     assert spec.shown_source == f"timm:{folder.name}"
     assert not spec.downloads
     assert json.loads(built.settings)["num_classes"] == 4
-
-
-def test_folder_of_timm_takes_other_weights(tmp_path: Path) -> None:
-    """Beside a folder ``weights`` may be a file or a seed, and ``args`` override what it says."""
-    folder = timm_folder(tmp_path)
-    built = build_model(ModelSpec("m", f"timm:{folder}/", "random:0", args={"num_classes": 7}))
-    torch.manual_seed(0)
-    plain = timm.create_model("test_vit", num_classes=7, img_size=96)
-    assert all(torch.equal(a, b) for a, b in zip(built.module.parameters(), plain.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import enum
 import functools
+import runpy
 import subprocess
 import sys
 from collections import defaultdict, deque
@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from layertap.models.errors import LoadError
@@ -75,13 +74,6 @@ def test_prefix_is_of_names_as_they_stand_in_the_file(tmp_path: Path, prefix: st
     assert torch.equal(module.bias, torch.ones(3))
 
 
-def test_prefix_that_nothing_has(tmp_path: Path) -> None:
-    """The refusal says how names begin."""
-    error = refusal(lambda: read_checkpoint(saved(tmp_path, before("net.", state())), "model."))
-    assert "'model.'" in error.detail
-    assert "'net.'" in error.hint
-
-
 def test_tensors_under_unknown_keys(tmp_path: Path) -> None:
     """The refusal says what to type."""
     error = refusal(lambda: read_checkpoint(saved(tmp_path, {"encoder": state(), "decoder": state(), "epoch": 1})))
@@ -93,15 +85,6 @@ def test_two_models_in_one(tmp_path: Path) -> None:
     tensors = before("student.", state()) | before("teacher.", state(1))
     error = refusal(lambda: load_state_dict(nn.Linear(2, 3), read_checkpoint(saved(tmp_path, tensors)), "x.pth"))
     assert error.hint == "type prefix: 'student.' or 'teacher.'"
-
-
-def test_names_that_the_model_has_stay(tmp_path: Path) -> None:
-    """A model whose own parts are called model, module or backbone keeps its names."""
-    for name in ("model", "module", "backbone"):
-        module = nn.ModuleDict({name: nn.Linear(2, 3), "other": nn.Linear(1, 1)})
-        tensors = {each: torch.ones_like(value) for each, value in module.state_dict().items()}
-        load_state_dict(module, read_checkpoint(saved(tmp_path, tensors)), "x.pth")
-        assert all(torch.equal(value, torch.ones_like(value)) for value in module.state_dict().values())
 
 
 def test_not_strict_takes_what_fits_and_says_so(tmp_path: Path) -> None:
@@ -145,10 +128,6 @@ def touch(name: str) -> None:
     Path(name).touch()
 
 
-class Color(enum.Enum):
-    RED = 1
-
-
 class Trap:
     """Touches a file when it is unpickled."""
 
@@ -167,31 +146,21 @@ class Settings(dict[str, object]):
         self.frozen = True
 
 
-class History(list[object]):
-    """A list with a class of its own."""
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        argparse.Namespace(lr=1, path=Path("x"), nested=argparse.Namespace(a=np.float64(1))),
-        Settings(lr=0.1, nested=Settings(a=History([Settings()]))),
-        History([1, Settings(a=1)]),
-        defaultdict(list, {"a": [1]}),
-        deque([1, 2]),
-        {"rng": np.random.default_rng(0).bit_generator.state, "array": np.arange(3), "dtype": np.dtype("float32")},
-        {torch.device("cpu"): torch.float16, "size": torch.Size([1]), "date": date(2024, 1, 1), "set": {1}},
-        [nn.Linear(1, 1), functools.partial(int, base=2), Color.RED, Decimal("1.5"), complex(1, 2), b"bytes", slice(1)],
-        torch.optim.lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(1, 1).parameters()), 1),
-    ],
-    ids=lambda value: type(value).__name__,
+OBJECTS: tuple[object, ...] = (
+    argparse.Namespace(lr=1, path=Path("x"), nested=argparse.Namespace(a=np.float64(1))),
+    Settings(lr=0.1, nested=Settings(a=defaultdict(list, {"a": [1]}))),
+    {"rng": np.random.default_rng(0).bit_generator.state, "array": np.arange(3), "dtype": np.dtype("float32")},
+    {torch.device("cpu"): torch.float16, "size": torch.Size([1]), "date": date(2024, 1, 1), "set": {1}},
+    [nn.Linear(1, 1), functools.partial(int, base=2), deque([1]), Decimal("1.5"), complex(1, 2), b"bytes", slice(1)],
+    torch.optim.lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(1, 1).parameters()), 1),
 )
+
+
+@pytest.mark.parametrize("value", OBJECTS, ids=lambda value: type(value).__name__)
 def test_any_object_may_stand_beside_the_tensors(tmp_path: Path, value: object) -> None:
     """Whatever scripts keep there, the tensors are read."""
-    assert list(read_checkpoint(saved(tmp_path, {"config": value, "model": state(), "more": value}))) == [
-        "weight",
-        "bias",
-    ]
+    found = read_checkpoint(saved(tmp_path, {"config": value, "model": state(), "more": value}))
+    assert list(found) == ["weight", "bias"]
 
 
 def test_objects_beside_the_tensors_are_not_made(tmp_path: Path) -> None:
@@ -231,7 +200,8 @@ def test_modules_that_are_code_are_refused_with_what_converts_them(
     assert words in error.detail
     lines = error.hint.partition(": ")[2].replace("FILE", str(path)).replace("weights.pth", str(tmp_path / "w.pth"))
     assert len(lines.split("; ")) == 3
-    subprocess.run([sys.executable, "-c", lines], check=True)
+    (tmp_path / "convert.py").write_text(lines)
+    runpy.run_path(str(tmp_path / "convert.py"))
     assert torch.equal(read_checkpoint(tmp_path / "w.pth")["weight"], module.weight)
 
 
@@ -256,6 +226,7 @@ print(peak() - before)
 OPTIMIZER_MIB = 256
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="it tells of peaks")
 def test_an_optimizer_takes_no_memory(tmp_path: Path) -> None:
     """The peak of resident memory does not grow by an optimizer in the file; where all is read it does."""
@@ -267,10 +238,3 @@ def test_an_optimizer_takes_no_memory(tmp_path: Path) -> None:
     }
     assert grown["whole"] > OPTIMIZER_MIB * 0.9
     assert grown["tensors"] < OPTIMIZER_MIB / 8
-
-
-def test_metadata_of_safetensors_is_no_tensor(tmp_path: Path) -> None:
-    """What a library writes beside tensors is left alone."""
-    save_file(before("_orig_mod.", state(1)), tmp_path / "x.safetensors", {"format": "pt"})
-    found = read_checkpoint(tmp_path / "x.safetensors")
-    assert (list(found), found.prefix) == (["bias", "weight"], "_orig_mod.")

@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
-from torchvision.models import mnasnet0_5
 
 from layertap.models.errors import LoadError
 from layertap.models.sources.grammar import parse_weights
@@ -72,13 +71,6 @@ def test_nesting_and_prefix_are_taken_off(tmp_path: Path, key: str) -> None:
     load_state_dict(Mixed(), loaded, "run.pth")
 
 
-def test_prefix_stays_where_not_every_name_has_it(tmp_path: Path) -> None:
-    """A model that has a part called ``module`` keeps its names."""
-    state = {"module.weight": torch.zeros(1), "head": torch.zeros(1)}
-    torch.save(state, tmp_path / "a.pth")
-    assert read_checkpoint(tmp_path / "a.pth").keys() == state.keys()
-
-
 class Trap:
     """Touches a file when it is unpickled."""
 
@@ -89,27 +81,17 @@ class Trap:
         return Path.touch, (self.marker,)
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_pickled_code_is_refused_and_not_run(tmp_path: Path, zipped: bool) -> None:
+@pytest.mark.parametrize("form", ["zipped", "legacy", "plain pickle"])
+def test_pickled_code_is_refused_and_not_run(tmp_path: Path, form: str) -> None:
     """A checkpoint that would run code when unpickled raises LoadError, and the code has not run."""
     marker = tmp_path / "ran"
-    torch.save({"a": torch.zeros(1), "b": Trap(marker)}, tmp_path / "x.pth", _use_new_zipfile_serialization=zipped)
+    content = {"a": torch.zeros(1), "b": Trap(marker)}
+    if form == "plain pickle":
+        (tmp_path / "x.pth").write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, tmp_path / "x.pth", _use_new_zipfile_serialization=form == "zipped")
     assert "'x.pth'" in refused(tmp_path / "x.pth").detail
     assert not marker.exists()
-
-
-def test_plain_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
-    """A bare pickle under a .pth name is no better."""
-    marker = tmp_path / "ran"
-    (tmp_path / "x.pth").write_bytes(pickle.dumps(Trap(marker)))
-    refused(tmp_path / "x.pth")
-    assert not marker.exists()
-
-
-def test_whole_module_is_refused(tmp_path: Path) -> None:
-    """A pickled module, rather than its state dict, raises LoadError that says what to save instead."""
-    torch.save(nn.Linear(1, 1), tmp_path / "x.pth")
-    assert "state_dict()" in refused(tmp_path / "x.pth").hint
 
 
 @pytest.mark.parametrize("content", [{}, [torch.zeros(1)], {"a": 1}, {1: torch.zeros(1)}, torch.zeros(1)], ids=str)
@@ -171,15 +153,6 @@ def test_module_keeps_its_dtypes() -> None:
     assert int(target.norm.num_batches_tracked or 0) == 2**40 + 1
 
 
-def test_class_that_insists_on_its_version_loads_from_safetensors(tmp_path: Path) -> None:
-    """The MNASNet of torchvision refuses tensors without a class version; safetensors ones load all the same."""
-    module = mnasnet0_5()
-    save_file(module.state_dict(), tmp_path / "m.safetensors")
-    other = mnasnet0_5()
-    load_state_dict(other, read_checkpoint(tmp_path / "m.safetensors"), "m.safetensors")
-    assert digest_weights(other) == digest_weights(module)
-
-
 def test_digest_is_of_the_weights_not_of_the_way_there(tmp_path: Path) -> None:
     """Modules that got equal weights by construction, .safetensors or .pth have one digest, in any memory format."""
     module = Mixed()
@@ -218,29 +191,6 @@ def test_digest_sees_every_bit() -> None:
     assert len(digests) == 1 + len(filled)
 
 
-def test_digest_sees_names_shapes_and_dtypes() -> None:
-    """Equal bytes under another name, in another shape or of another dtype have another digest."""
-
-    def one(name: str, value: Tensor) -> str:
-        module = nn.Module()
-        module.register_buffer(name, value)
-        return digest_weights(module)
-
-    zeros = torch.zeros(4)
-    variants = [("a", zeros), ("b", zeros), ("a", zeros.view(2, 2)), ("a", zeros.int()), ("a", torch.zeros(2, 0))]
-    assert len({one(name, value) for name, value in variants}) == len(variants)
-
-
-def test_origin_of_weights() -> None:
-    """A configuration's text is a seed, a checkpoint or a name, and its label holds no directory."""
-    assert parse_weights("random:7").seed == 7
-    assert parse_weights("some/where/x.safetensors").path == Path("some/where/x.safetensors")
-    assert parse_weights("some/where/x.PTH").label == "x.PTH"
-    assert parse_weights("DEFAULT").label == parse_weights("DEFAULT").label
-    assert (parse_weights("DEFAULT").seed, parse_weights("DEFAULT").path) == (None, None)
-    assert parse_weights("ResNet50_Weights.IMAGENET1K_V2").path is None
-
-
 @pytest.mark.parametrize("text", ["random:", "random:x", "random:-1", "random:1.5", f"random:{2**64}", "some/x.onnx"])
 def test_origin_refuses(text: str) -> None:
     """A seed that is no whole number in range, and a file of an unknown kind, raise LoadError."""
@@ -276,15 +226,6 @@ def test_shared_weights_that_were_saved_once(tmp_path: Path, kind: str) -> None:
     assert digest_weights(module) == digest_weights(saved)
 
 
-def test_shared_weights_that_only_the_file_tells_of(tmp_path: Path) -> None:
-    """What save_model left out is taken from what it names, also where the module has tensors of its own there."""
-    saved, module = Tied(), Tied()
-    module.again, module.head = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
-    save_model(saved, str(tmp_path / "tied.safetensors"))
-    load_state_dict(module, read_checkpoint(tmp_path / "tied.safetensors"), "w")
-    assert digest_weights(module) == digest_weights(saved)
-
-
 @pytest.mark.parametrize("missing", ["last.weight", "first"])
 def test_a_weight_that_no_name_of_a_file_has(tmp_path: Path, missing: str) -> None:
     """Shared weights excuse nothing: what is under none of its names is missing."""
@@ -294,56 +235,14 @@ def test_a_weight_that_no_name_of_a_file_has(tmp_path: Path, missing: str) -> No
         load_state_dict(Tied(), read_checkpoint(tmp_path / "tied.safetensors"), "w")
 
 
-def test_two_tensors_for_one() -> None:
-    """A file with different tensors for what the module shares is refused by the names of both; equal ones do."""
-    state = {name: value.clone() for name, value in Tied().state_dict().items()}
-    load_state_dict(Tied(), state, "w")
-    state["head.weight"] += 1
-    with pytest.raises(LoadError, match=r"one tensor for '\w+\.weight' and '\w+\.weight', 'w' has two") as caught:
-        load_state_dict(Tied(), state, "w")
-    assert "again" not in caught.value.hint
-
-
-class Noted(nn.Linear):
-    """Keeps a note beside its weights."""
-
-    def get_extra_state(self) -> Any:
-        return {"note": 1}
-
-    def set_extra_state(self, state: Any) -> None:
-        assert state == {"note": 1}
-
-
-@pytest.mark.parametrize("make", [lambda: nn.LazyLinear(3), lambda: Noted(2, 3)], ids=["lazy", "extra state"])
-def test_what_has_no_values_to_compare(make: Any) -> None:
-    """Parameters without a shape yet, and what a module keeps beside tensors, load as load_state_dict has it."""
-    saved = nn.Sequential(Noted(2, 3))
-    state = saved.state_dict()
-    if isinstance(make(), nn.LazyLinear):
-        state.pop("0._extra_state")
-    module = nn.Sequential(make())
-    load_state_dict(module, state, "w")
-    assert torch.equal(module.state_dict()["0.weight"], saved.state_dict()["0.weight"])
-
-
-class Doubling(nn.Linear):
-    """Makes something of its own of what is loaded into it."""
-
-    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
-        super()._load_from_state_dict({**state, f"{prefix}weight": 2 * state[f"{prefix}weight"]}, prefix, *rest)  # type: ignore[no-untyped-call]
-
-
 def test_values_that_did_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that does not hold a file's values, or only rounded ones, is refused; one that changes them is not."""
+    """A module that does not hold a file's values, or only rounded ones, is refused."""
     state = nn.Linear(3, 2).state_dict()
     state["bias"][0] = math.nan  # equal to itself here
     load_state_dict(nn.Linear(3, 2), state, "w", min_bits=32)
     load_state_dict(nn.Linear(3, 2).bfloat16(), state, "w")
     with pytest.raises(LoadError, match=r"does not hold the weights of 'w': 'bias', 'weight'"):
         load_state_dict(nn.Linear(3, 2).bfloat16(), state, "w", min_bits=32)
-    doubling = nn.Sequential(Doubling(3, 2))
-    load_state_dict(doubling, {f"0.{name}": value for name, value in state.items()}, "w")
-    assert torch.equal(doubling[0].weight, 2 * state["weight"])
     usual = nn.Module.load_state_dict
 
     def load(self: nn.Module, *args: Any, **options: Any) -> Any:
