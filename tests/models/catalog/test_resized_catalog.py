@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import Loader
 from tests.loading import load_model
-from tests.models.catalog.test_survey import close, leaves, seen
+from tests.models.catalog.test_survey import close, leaves
+from tests.models.extraction import see
 from tests.nets import batch
 
 
@@ -22,8 +22,8 @@ def test_sizes(load_fresh_net: Loader, name: str, shape: tuple[int, ...]) -> Non
     known = leaves(model.catalogs.survey((shape,)))
     specs = model.model_inputs.with_shapes((shape,))
     rows = batch(specs, 3, seed=4)
-    alone = [seen(model, {key: value[row : row + 1] for key, value in rows.items()}) for row in range(3)]
-    together = seen(model, rows)
+    alone = [see(model, {key: value[row : row + 1] for key, value in rows.items()}) for row in range(3)]
+    together = see(model, rows)
     assert {key: (info.shape, f"torch.{info.dtype}") for key, info in known.items()} == {
         key: (tuple(value.shape), str(value.dtype)) for key, value in alone[0].items()
     }
@@ -70,23 +70,3 @@ def test_another_course() -> None:
     assert not layers["narrow"].calls
     assert layers["wide"].calls[0].output.tensors[0].shape == (1, 3, 12)
     assert layers["wide"].calls[0].output.tensors[0].layout == "NCL"
-
-
-class WindowMajor(nn.Module):
-    """Cuts rows into windows of four, and puts the first windows of all rows before the second ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        windows = self.inner(x.unfold(-1, 4, 4).permute(2, 0, 1, 3).flatten(0, 1))
-        return torch.stack(windows.chunk(x.shape[-1] // 4)).movedim(0, 2).flatten(2)
-
-
-def test_an_order_that_one_entry_does_not_tell() -> None:
-    """Rows of one window each lie one after the other; of two they do not, and that is found out."""
-    model = load_model(own("WindowMajor"))
-    (one,) = model.catalog.layers["inner"].calls[0].output.tensors
-    (two,) = model.catalogs.survey(((2, 8),)).layers["inner"].calls[0].output.tensors
-    assert (one.crosses_rows, two.crosses_rows, two.shape) == (False, True, (2, 2, 4))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from pathlib import Path
 from urllib.parse import unquote
@@ -16,30 +15,23 @@ from layertap.models.errors import SelectorError, UnknownLayerError
 from layertap.models.hooks.sites import SITES
 from layertap.models.selection.hook_points import Selector, format_path
 from layertap.models.selection.matches import SelectorMatch, find_matches, matches_glob
-from layertap.models.selection.selectors import MAX_TEXT, parse_call, parse_path, parse_selector, parse_site
+from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 
 GOOD = {
     "layer4": ("layer4", None, None, "output"),
     ".": (".", None, None, "output"),
     ".:input": (".", None, None, "input"),
-    "layer3.*.bn2": ("layer3.*.bn2", None, None, "output"),
     "relu#0": ("relu", 0, None, "output"),
     "relu#-1": ("relu", -1, None, "output"),
     "relu#*": ("relu", "*", None, "output"),
-    "relu#007": ("relu", 7, None, "output"),
     "encoder[0]": ("encoder", None, ("0",), "output"),
     "encoder[out][0]:input": ("encoder", None, ("out", "0"), "input"),
     "a.b#2[logits]:output": ("a.b", 2, ("logits",), "output"),
     "x[a:b]": ("x", None, ("a:b",), "output"),
     "x[a:b]:input": ("x", None, ("a:b",), "input"),
-    "x[a#1]": ("x", None, ("a#1",), "output"),
-    "x[a.b c]": ("x", None, ("a.b c",), "output"),
     "a:attention": ("a", None, None, "attention"),
     "a[0]:attention_grad": ("a", None, ("0",), "attention_grad"),
     "größe": ("größe", None, None, "output"),
-    "*": ("*", None, None, "output"),
-    "a]": ("a]", None, None, "output"),
-    "{}": ("{}", None, None, "output"),
     "__class__": ("__class__", None, None, "output"),
     "(?!x)|.^$\\": ("(?!x)|.^$\\", None, None, "output"),
 }
@@ -56,34 +48,22 @@ BAD = {
     "": "1 to 512 characters",
     "x" * (MAX_TEXT + 1): "this one has 513",
     "#0": "names no layer",
-    "[0]": "names no layer",
     ":input": "names no layer",
-    "#*[0]:input": "names no layer",
     "a#": "is no call number",
     "a#x": "is no call number",
-    "a#1.0": "is no call number",
-    "a#+1": "is no call number",
-    "a#--1": "is no call number",
     "a#²": "is no call number",
-    "a#٣": "is no call number",
     "a#1#2": "is no call number",
-    "a# 1": "is no call number",
     "a#1234567": "is no call number",
     "a[": "is not closed",
     "a[0": "is not closed",
     "a[0]x": "is not closed",
-    "a[0]#1": "is not closed",
     "a[]": "is malformed",
     "a[0][]": "is malformed",
     "a[0]]": "is malformed",
-    "a[[0]": "is malformed",
     "a:": "is no site",
     "a:outputs": "is no site",
-    "a:input:input": None,
-    "a:attentions": "is no site",
     "a:function": "is no site",
     "a/b#": "is no call number",
-    "a/b#x": "is no call number",
     "a/b#0#1": "is no call number",
     "#0/b": "names no layer",
 }
@@ -113,36 +93,13 @@ def test_slashes(text: str) -> None:
     assert parse_selector(text).function is None
 
 
-@pytest.mark.parametrize("text", [text for text in BAD if BAD[text]])
+@pytest.mark.parametrize("text", BAD)
 def test_bad_texts(text: str) -> None:
     """What does not fit the grammar is refused with what is wrong and, cut and escaped, what was written."""
-    with pytest.raises(SelectorError, match=re.escape(BAD[text] or "")) as caught:
+    with pytest.raises(SelectorError, match=re.escape(BAD[text])) as caught:
         parse_selector(text)
     assert len(caught.value.detail) < 200
     assert caught.value.hint
-
-
-def test_only_the_last_colon_is_a_sites() -> None:
-    """A colon within a name stays with the name."""
-    assert parse_selector("a:input:input").pattern == "a:input"
-
-
-def test_messages_escape_what_they_quote() -> None:
-    """Control characters and lone surrogates of a request do not get into a message."""
-    with pytest.raises(SelectorError) as caught:
-        parse_selector("a\n\x1b[31m\ud800#x")
-    assert caught.value.detail.isascii()
-    assert caught.value.detail.isprintable()
-
-
-def test_parts_alone() -> None:
-    """Calls, paths and sites can be read apart, as the object form of a selector needs."""
-    assert [parse_call("0"), parse_call("-12"), parse_call("*")] == [0, -12, "*"]
-    assert parse_path("[a][0]") == ("a", "0")
-    assert parse_site("input") == "input"
-    for text in ("", "a", "a[0]", "[0]b", "[", "[]"):
-        with pytest.raises(SelectorError):
-            parse_path(text)
 
 
 names = st.text(st.characters(exclude_characters="#[]:*?/", exclude_categories=["Cs"]), min_size=1, max_size=20)
@@ -168,16 +125,6 @@ def test_any_text_is_read_or_refused(text: str) -> None:
     except SelectorError as error:
         read = error.detail
     assert read
-
-
-few = st.text("ab.*?[", max_size=12)
-
-
-@settings(max_examples=1000)
-@given(few, few)
-def test_globs_by_fnmatch(pattern: str, name: str) -> None:
-    """Globs agree with the standard library's, its brackets escaped."""
-    assert matches_glob(pattern, name) == fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
 @settings(max_examples=300)
@@ -238,59 +185,6 @@ def found(text: str, **fields: object) -> list[SelectorMatch]:
 
 
 @pytest.mark.parametrize(
-    ("text", "keys"),
-    [
-        ("conv1", ["conv1"]),
-        ("conv1#0", ["conv1#0"]),
-        ("conv1#-1:output", ["conv1#-1:output"]),
-        ("conv1:input", ["conv1:input"]),
-        ("block.relu", ["block.relu"]),
-        ("block.relu#*", ["block.relu#0", "block.relu#1", "block.relu#2"]),
-        ("block.relu#*:input", ["block.relu#0:input", "block.relu#1:input", "block.relu#2:input"]),
-        ("block", ["block[0]", "block[1]"]),
-        ("block#0", ["block#0[0]", "block#0[1]"]),
-        ("block[1]", ["block[1]"]),
-        (".", [".[out]", ".[aux][0]", ".[aux][1]"]),
-        (".[aux]", [".[aux][0]", ".[aux][1]"]),
-        (".[aux][1]", [".[aux][1]"]),
-        ("*conv*", ["conv1", "block.conv2"]),
-        ("conv?", ["conv1"]),
-        ("*.relu", ["block.relu#2"]),
-        ("*.relu#0", ["block.relu#0"]),
-        ("*relu#*", ["block.relu#0", "block.relu#1", "block.relu#2"]),
-        ("*relu#1:input", ["block.relu#1:input"]),
-        ("block*", ["block.conv2", "block.relu#2", "block[0]", "block[1]"]),
-        ("*[0]", ["block[0]"]),
-        ("*#1", ["block.relu#1"]),
-    ],
-)
-def test_keys(text: str, keys: list[str]) -> None:
-    """A literal keeps its spelling; a glob's matches have canonical names, and "." is none of them."""
-    assert [item.key for item in found(text)] == keys
-
-
-def test_types() -> None:
-    """A class name selects by itself or together with a glob or a name."""
-    assert [item.key for item in found("*", type="Conv2d")] == ["conv1", "block.conv2"]
-    assert [item.key for item in found("block.*", type="Conv2d")] == ["block.conv2"]
-    assert [item.key for item in found("conv1", type="Conv2d")] == ["conv1"]
-    with pytest.raises(UnknownLayerError, match="type 'conv2d' matches no layer") as caught:
-        found("*", type="conv2d")
-    assert "Conv2d" in caught.value.hint
-
-
-def test_calls_count_from_both_ends() -> None:
-    """Call -1 is the last and the default; a number beyond the calls is refused with those there are."""
-    assert [found(text)[0].point.call for text in ("block.relu", "block.relu#-1", "block.relu#-3")] == [2, 2, 0]
-    for text in ("block.relu#3", "block.relu#-4"):
-        with pytest.raises(UnknownLayerError, match="runs 3 times in a forward") as caught:
-            found(text)
-        assert "#0 to #2" in caught.value.hint
-    with pytest.raises(UnknownLayerError, match="runs once"):
-        found("conv1#1")
-
-
-@pytest.mark.parametrize(
     ("text", "detail", "hint"),
     [
         ("conv3", "there is no layer 'conv3'", "conv1"),
@@ -314,25 +208,6 @@ def test_what_is_not_there(text: str, detail: str, hint: str) -> None:
     assert hint in caught.value.hint
 
 
-def test_silent_layers_that_a_glob_passes_over() -> None:
-    """A glob leaves out layers that never run and says which."""
-    items, skipped = find_matches(parse_selector("*e*"), CATALOG)
-    assert [item.key for item in items] == ["block.relu#2"]
-    assert skipped == ["silent", "head.silent"]
-
-
-def test_alias() -> None:
-    """``as`` names a single result, stands for the name of one layer, and before the names of several."""
-    assert [item.key for item in found("conv1", alias="x")] == ["x"]
-    assert [item.key for item in found("*.conv2", alias="x")] == ["x"]
-    assert [item.key for item in found("block", alias="x")] == ["x[0]", "x[1]"]
-    assert [item.key for item in found("block.relu#*", alias="x")] == ["x#0", "x#1", "x#2"]
-    assert [item.key for item in found("block#*", alias="x")] == ["x[0]", "x[1]"]
-    several = [f"x.{item.key}" for item in found("*conv*:input")]
-    assert len(several) > 1
-    assert [item.key for item in found("*conv*:input", alias="x")] == several
-
-
 ROOT = Path(__file__).parents[3]
 EXAMPLES = [path for path in (ROOT / "examples").iterdir() if path.suffix in (".md", ".py", ".sh")]
 WRITTEN = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *EXAMPLES]
@@ -351,13 +226,6 @@ def test_documents() -> None:
     assert shown >= {".[attention_mask]:input", "head:input", "block2.relu#0", "transformer.h.*.attn:attention", "pool"}
     for text in shown:
         parse_selector(text)
-
-
-@pytest.mark.parametrize("name", ["attention", "input", "output"])
-def test_layer_called_as_a_site(name: str) -> None:
-    """A layer may have the name of a site, with a path too."""
-    selector = parse_selector(f"{name}[0]")
-    assert (selector.pattern, selector.path, selector.site) == (name, ("0",), "output")
 
 
 @pytest.mark.parametrize(
