@@ -5,21 +5,32 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from layertap.models.compiled.benchmark import (
+    BATCH_ROWS,
+    MAX_PAIRS,
+    PAIRS_S,
     PairedSeconds,
     PlanBenchmark,
     keep_benchmark,
-    locate_benchmark,
+    measure_plan,
     read_benchmark,
 )
+from layertap.models.compiled.compiled_plan import PlanGraphs
 from layertap.models.devices.costs import ForwardSeconds
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.planner import make_plan
+from layertap.models.selection.plan import Plan
+from layertap.models.selection.selectors import parse_selector
+from tests.conftest import net_spec
+from tests.loading import load_model
 
 QUICK = PlanBenchmark(PairedSeconds(0.5, 0.25, 2.0), PairedSeconds(4.0, 1.0, 4.0), ForwardSeconds(0.25, 0.125, 1.5))
 SLOW = replace(QUICK, one=PairedSeconds(0.25, 0.5, 0.5), several=None)
@@ -31,14 +42,6 @@ FIGURES = (0, -1, None, "x", [], float("nan"), float("inf"), 10**400)
 def path(tmp_path: Path) -> Path:
     """Where a benchmark is kept; the file is not there yet."""
     return tmp_path / "benchmark.json"
-
-
-def test_speedup() -> None:
-    """What is half as quick alone and twice as quick in a batch is neither."""
-    assert QUICK.speedup == pytest.approx(8**0.5)
-    assert SLOW.speedup == pytest.approx(0.5)
-    even = replace(QUICK, one=SLOW.one, several=PairedSeconds(1.0, 0.5, 2.0))
-    assert (QUICK.pays, SLOW.pays, even.pays) == (True, False, False)
 
 
 @pytest.mark.parametrize("benchmark", [QUICK, SLOW])
@@ -89,16 +92,71 @@ def test_folder_that_is_not_there(path: Path, caplog: pytest.LogCaptureFixture) 
     assert "the next start may decide otherwise" in caplog.text
 
 
-def test_location(tmp_path: Path) -> None:
-    """Other graphs, CUDA graphs or threads take other times; the order of sizes does not count."""
-    device = torch.device("cpu")
-    paths = [tmp_path / "one.pt2", tmp_path / "several.pt2"]
-    found = [
-        locate_benchmark(paths, (), 1, device),
-        locate_benchmark(paths[::-1], (), 1, device),
-        locate_benchmark(paths, (1, 8), 1, device),
-        locate_benchmark(paths, (), 2, device),
-    ]
-    assert len(set(found)) == len(found)
-    assert locate_benchmark(paths, (8, 1), 1, device) == found[2]
-    assert {each.parent for each in found} == {tmp_path}
+@dataclass
+class Clock:
+    """Moves on by what a forward takes; every seventh forward of any kind takes ``disturbance`` times as long."""
+
+    hooks: float
+    graph: float
+    disturbance: float = 1.0
+    now: float = 0.0
+    runs: list[str] = field(default_factory=list)
+    rows: set[int] = field(default_factory=set)  # of batches that graphs ran
+
+    def run(self, kind: str) -> None:
+        self.runs.append(kind)
+        seconds = {"hooks": self.hooks, "graph": self.graph}[kind]
+        self.now += seconds * (1.0 if len(self.runs) % 7 else self.disturbance)
+
+
+class Ticking:
+    """A graph that moves a clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def run(self, inputs: list[Tensor]) -> list[Tensor]:
+        self._clock.run("graph")
+        self._clock.rows.add(len(inputs[0]))
+        return [torch.zeros(len(inputs[0]), 5)]
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return load_model(net_spec("Chain"), 1, 1)
+
+
+@pytest.fixture
+def plan(model: LoadedModel) -> Plan:
+    return make_plan([parse_selector("head")], model.catalog)
+
+
+def measure(model: LoadedModel, plan: Plan, clock: Clock) -> PlanBenchmark:
+    """The benchmark, but for the graph's own costs, which are of real time."""
+    captures, names = tuple(plan.captures), tuple(spec.name for spec in model.inputs)
+    graphs = PlanGraphs(captures, names, Ticking(clock), Ticking(clock))
+    with model.module.register_forward_pre_hook(lambda *_: clock.run("hooks")):
+        return measure_plan(model, plan, graphs, lambda: clock.now)
+
+
+@pytest.mark.parametrize(("hooks", "graph"), [(0.25, 0.125), (0.125, 0.25), (2**-10, 2**-11)])
+@pytest.mark.parametrize("disturbance", [1.0, 16.0])
+def test_seconds(model: LoadedModel, plan: Plan, hooks: float, graph: float, disturbance: float) -> None:
+    """Forwards that something disturbs change nothing."""
+    benchmark = measure(model, plan, Clock(hooks, graph, disturbance))
+    assert list(benchmark.by_rows) == [1, BATCH_ROWS]
+    for pairs in benchmark.by_rows.values():
+        assert (pairs.hooks, pairs.graph, pairs.speedup) == (hooks, graph, hooks / graph)
+    assert benchmark.speedup == pytest.approx(hooks / graph)
+    assert benchmark.pays == (graph < hooks)
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.1, 0.5, 20.0])
+def test_bounded(model: LoadedModel, plan: Plan, seconds: float) -> None:
+    """A start does not wait for long: pairs end by number and by time, and a batch that would take long is left out."""
+    clock = Clock(seconds, seconds)
+    benchmark = measure(model, plan, clock)
+    assert clock.runs.count("hooks") <= 2 * (MAX_PAIRS + 1)
+    # Only hooks, for the graph is measured alone as well: half of the time of pairs.
+    assert clock.runs.count("hooks") * seconds <= 2 * (PAIRS_S / 2 + 2 * seconds)
+    assert (benchmark.several is None) == (seconds > 0.4)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.compiled.benchmark import check_against_hooks
@@ -21,10 +21,8 @@ from layertap.models.compiled.compiled_plan import PlanGraphs, WarmError
 from layertap.models.compiled.cuda_graphs import CudaGraph, CudaGraphs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
-from layertap.models.selection.hook_points import Reduction
 from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
-from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import net_spec
 from tests.loading import load_model
 from tests.nets import batch
@@ -113,14 +111,6 @@ def test_filled_up(model: LoadedModel, plan: Plan, graphs: PlanGraphs, rows: int
         torch.testing.assert_close(found[capture].values, expected)
 
 
-def test_fixed_rows_are_filled_up_too(model: LoadedModel, plan: Plan, graphs: PlanGraphs) -> None:
-    """What is filled up to a number already goes on to the next size."""
-    part = batch(model.inputs, 1, seed=1)
-    share = RequestSlice(0, 1, plan.captures)
-    model.run(model.replicas[0], [part], [share], 3, None, graphs)
-    assert ran(graphs) == [4]
-
-
 def test_results_last(model: LoadedModel, plan: Plan, graphs: PlanGraphs) -> None:
     """What one batch gave is not overwritten by the next of its size, nor is what was sent."""
     parts = [batch(model.inputs, 3, seed=seed) for seed in (1, 2)]
@@ -170,55 +160,3 @@ def test_compared_with_hooks(model: LoadedModel, plan: Plan, graphs: PlanGraphs,
         return
     with pytest.raises(WarmError, match="other numbers"):
         check_against_hooks(model, plan, changed, own, (1, 2, 5))
-
-
-class Votes(nn.Module):
-    """Returns scores, and the place of the largest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.linear(x)
-        return scores, scores.argmax(1)
-
-
-@pytest.mark.parametrize("wrong", [None, "scores", "scale", "place"])
-def test_integers_and_scales_are_compared(wrong: str | None) -> None:
-    """An integer that is off by one is another; numbers as int8 are those times their scales, but for one step."""
-    spec = ModelSpec("votes", f"python:{__name__}:Votes", weights="random:0", inputs=(InputSpec("x", (4,)),))
-    model = load_model(replace(spec, device="cpu"), 1, 1)
-    int8 = replace(parse_selector("linear"), reduction=Reduction(dtype="int8"))
-    plan = make_plan([int8, parse_selector(".")], model.catalog)
-    captures = tuple(result.capture for result in plan.results)
-
-    def run(rows: Tensor) -> list[Tensor]:
-        scores, place = model.module(rows)
-        scale = scores.abs().amax(1) / 127 * (2 if wrong == "scale" else 1)
-        whole = (scores / (scores.abs().amax(1, keepdim=True) / 127)).round() + (-2 if wrong == "scores" else 0)
-        plain = [scores, place + (wrong == "place")]
-        return [whole.to(torch.int8), scale, *plain]
-
-    graph = Counted(run)
-    graphs = PlanGraphs(captures, ("x",), graph, graph)
-    if wrong is None:
-        check_against_hooks(model, plan, graphs, model.replicas[0], (1, 4))
-        return
-    with pytest.raises(WarmError, match="other numbers"):
-        check_against_hooks(model, plan, graphs, model.replicas[0], (1, 4))
-
-
-def test_results_that_do_not_last_are_found(model: LoadedModel, plan: Plan, graphs: PlanGraphs) -> None:
-    """A graph whose outputs are overwritten by its next run is none that may answer."""
-
-    class Reused(CudaGraphs):
-        def run(self, inputs: Any) -> list[Tensor]:
-            known = self._graphs[len(inputs[0])]
-            super().run(inputs)
-            return list(known.outputs)
-
-    own = model.replicas[0]
-    known = Reused([kept(graphs.batch, model.shapes[0], 4)])
-    with pytest.raises(WarmError, match="other numbers"):
-        check_against_hooks(model, plan, replace(graphs, cuda_graphs={own: known}), own, (2, 4))

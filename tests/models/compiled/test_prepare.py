@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cache
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +16,23 @@ import torch
 from torch import Tensor
 
 from layertap.models.capture.batch_slices import RequestSlice
-from layertap.models.compiled.benchmark import PairedSeconds, PlanBenchmark, locate_benchmark, read_benchmark
-from layertap.models.compiled.compile import compute_key, export_graph, open_folder
-from layertap.models.compiled.compiled_plan import CompiledPlan, PlanGraphs, WarmError, find_compiled_plan
-from layertap.models.compiled.prepare import compile_warm_plans, make_warm_plan, prepare_warm_plans, wait_for_compiler
-from layertap.models.devices.costs import ForwardSeconds, make_costs
+from layertap.models.compiled.benchmark import PairedSeconds, PlanBenchmark, locate_benchmark
+from layertap.models.compiled.compile import compute_key, export_graph
+from layertap.models.compiled.compiled_plan import CompiledPlan, PlanGraphs, find_compiled_plan
+from layertap.models.compiled.prepare import make_warm_plan, prepare_warm_plans
+from layertap.models.devices.costs import ForwardSeconds
 from layertap.models.errors import LoadError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Objective, Reduction, Selector
 from layertap.models.selection.plan import Capture, Plan
 from layertap.models.selection.selectors import parse_selector
-from layertap.models.spec import Compile, WarmSpec
+from layertap.models.spec import WarmSpec
 from tests.conftest import WARM, net_spec
 from tests.loading import load_model
 from tests.marks import slow
 from tests.models.extraction import extract_plan
 from tests.nets import batch
-from tests.oracle import record
 
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
 
@@ -97,18 +93,12 @@ CASES = [
     slow("resnet", ["layer2", "layer4"], {"pool": "mean", "normalize": True}),
     slow("bottlenecks", ["layer1.0.relu#0", "layer1.0.relu#1", "layer1.0.relu#2", "layer1.0.bn3"], {"pool": "flatten"}),
     ("vit", ["encoder.layers.encoder_layer_0", "encoder.ln"], {"pool": "cls"}),
-    slow("vit", ["encoder.layers.encoder_layer_1"], {"pool": "mean", "dtype": "float16"}),
-    ("vit", ["encoder.ln"], {"pool": "mean_all"}),
     slow("swin", ["features.1.0", "features.3.1.attn", "norm"], {"pool": "max"}),
     ("Windows", ["inner"], {"pool": "gem"}),
     ("Structured", ["nested[pair][left]", "nested[list][0][0]", "."], {}),
-    ("Structured", ["nested[card][value]"], {"pool": "flatten", "dtype": "int8"}),
-    ("Keywords", ["gate#0", "gate#1", "gate#0[gate]:input"], {}),
     ("Tied", ["encode#0", "decode#1", "act"], {}),
     ("TimeFirst", ["norm", "attention[0]"], {"pool": "mean"}),
-    ("Chain", ["conv"], {"pool": "max"}),
     ("Chain", ["conv"], {"pool": "mean", "normalize": True}),
-    ("Tied", ["act"], {"dtype": "float16"}),
 ]
 
 
@@ -144,42 +134,6 @@ def test_cut_off_after_the_last(loaded: Callable[..., LoadedModel]) -> None:
 
 
 @pytest.mark.slow
-def test_compiled(warmed: LoadedModel) -> None:
-    """The compiled graph gives each layer as it left its module, in-place writes or not; alone and beside others."""
-    made = get_graphs(warmed)
-    plan = make_warm_plan(warmed, WARM)
-    for count in (1, 2, 7):
-        rows = batch(warmed.inputs, count, seed=9)
-        wanted = record(warmed.module, *rows.values())
-        share = RequestSlice(0, count, plan.captures)
-        taken = warmed.run(warmed.replicas[0], [rows], [share], None, None, made).select(share)
-        for capture in made.captures:
-            point = capture.point
-            expected = wanted[point.layer, point.call, point.path, point.site]
-            torch.testing.assert_close(taken[capture].values, expected, rtol=1e-4, atol=1e-5)
-    assert warmed.hooks == 0
-
-
-@pytest.mark.slow
-def test_rows_of_several_requests(warmed: LoadedModel) -> None:
-    """Each gets its own rows, and only what it asked for."""
-    made = get_graphs(warmed)
-    pieces = [batch(warmed.inputs, count, seed=count) for count in (1, 3, 2)]
-    plans = [plan_for(warmed, text) for text in ("conv", "head", "relu#0")]
-    shares, at = [], 0
-    for piece, plan in zip(pieces, plans, strict=True):
-        count = len(next(iter(piece.values())))
-        shares.append(RequestSlice(at, at + count, plan.captures))
-        at += count
-    taken = warmed.run(warmed.replicas[1], pieces, shares, 8, None, made)
-    for piece, plan, share in zip(pieces, plans, shares, strict=True):
-        found = taken.select(share)
-        assert set(found) == plan.captures
-        for capture, wanted in hooked(warmed, piece, plan).items():
-            torch.testing.assert_close(found[capture].values, wanted.values, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
 def test_second_start(warmed: LoadedModel, plans: Path) -> None:
     """What is on disk is not compiled again; it is found by what it is made of, in any process."""
     before = {path.name: path.stat().st_mtime_ns for path in plans.iterdir()}
@@ -187,16 +141,6 @@ def test_second_start(warmed: LoadedModel, plans: Path) -> None:
     assert get_graphs(again)
     assert {path.name: path.stat().st_mtime_ns for path in plans.iterdir()} == before
     assert sorted(Path(name).suffix for name in before if not name.startswith("runner")) == [".json", ".pt2", ".pt2"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="its operations are the ones looked for")
-def test_weights_are_folded_in(warmed: LoadedModel, plans: Path) -> None:
-    """A graph for several rows holds weights as the processor wants them."""
-    captures = get_plan(warmed).captures
-    with zipfile.ZipFile(plans / f"{compute_key(warmed, captures, 'several')}.pt2") as archive:
-        (code,) = [archive.read(name) for name in archive.namelist() if name.endswith(".wrapper.cpp")]
-    assert b"mkldnn__convolution_pointwise" in code
 
 
 def test_keys(loaded: Callable[..., LoadedModel]) -> None:
@@ -237,39 +181,6 @@ def test_hooks_that_are_quicker(loaded: Callable[..., LoadedModel], tmp_path: Pa
         assert (prepared.compiled, prepared.benchmarks) == ((None,), (SLOW,))
     assert lines == [{"model": "Chain", "reason": "its graph takes 1.41 times as long as hooks"}] * 2
     assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("benchmark", "compile_", "runs"), [(QUICK, True, True), (SLOW, "always", True), (SLOW, True, False)]
-)
-def test_choice_is_kept(
-    warmed: LoadedModel, plans: Path, tmp_path: Path, benchmark: PlanBenchmark, compile_: Compile, runs: bool
-) -> None:
-    """The same path answers after every start, as last bits depend on it, with the costs that were measured first."""
-    folder = shutil.copytree(plans, tmp_path / "plans")
-    model = load_model(replace(warmed.spec, warm=(replace(WARM, compile=compile_),)), 2, 1)
-    path = keep(model, folder, benchmark)
-    text = path.read_bytes()
-    for _ in range(2):
-        prepared = prepare_warm_plans(model, folder)
-        assert [graphs is not None for graphs in prepared.compiled] == [runs]
-        assert prepared.benchmarks == (benchmark,)
-        assert path.read_bytes() == text
-    if runs:
-        expected = make_costs([benchmark.costs], model.catalog.costs.row_bytes)
-        assert get_plan(prepared).costs == expected
-
-
-@pytest.mark.slow
-def test_damaged_benchmark(warmed: LoadedModel, plans: Path, tmp_path: Path) -> None:
-    """It is measured anew."""
-    folder = shutil.copytree(plans, tmp_path / "plans")
-    path = keep(warmed, folder, SLOW)
-    path.write_text("nothing")
-    (benchmark,) = prepare_warm_plans(warmed, folder).benchmarks
-    assert benchmark is not None
-    assert read_benchmark(path) == benchmark != SLOW
 
 
 @pytest.mark.slow
@@ -324,17 +235,6 @@ def test_runs_with_hooks(
 
 
 @pytest.mark.slow
-def test_cuda_graphs_without_a_gpu(plans: Path, warmed: LoadedModel, lines: list[Any]) -> None:
-    """A model that may be on a GPU and is not has its compiled graph, on disk by the same name; one line tells."""
-    files = {path.name for path in plans.glob("*.pt2")}
-    spec = replace(warmed.spec, warm=(replace(WARM, cuda_graphs=(1, 8)),))
-    made = get_graphs(prepare_warm_plans(replace(warmed, spec=spec), plans))
-    assert made.cuda_graphs == {}
-    assert lines == [{"model": "Chain", "reason": "there is no GPU"}]
-    assert {path.name for path in plans.glob("*.pt2")} == files
-
-
-@pytest.mark.slow
 def test_damaged_file(warmed: LoadedModel, plans: Path, tmp_path: Path, lines: list[Any]) -> None:
     """A graph that does not load, or is another's, is not run."""
     for path in plans.glob("*.pt2"):
@@ -342,47 +242,6 @@ def test_damaged_file(warmed: LoadedModel, plans: Path, tmp_path: Path, lines: l
     tmp_path.chmod(0o700)
     assert prepare_warm_plans(load_model(warmed.spec, 1, 1), tmp_path).compiled == (None,)
     assert "does not load" in lines[0]["reason"]
-
-
-def test_progress(caplog: pytest.LogCaptureFixture) -> None:
-    """While another process compiles, the log counts its graphs; what it says at last is the reason of a failure."""
-    caplog.set_level(logging.INFO, "layertap")
-    ours, theirs = Pipe(duplex=False)
-    for said in ((1, 4), (2, 4), "it can't be compiled"):
-        theirs.send(said)
-    assert wait_for_compiler(ours, "Chain") == "it can't be compiled"
-    fields = [vars(record)["fields"] for record in caplog.records]
-    assert {each["model"] for each in fields} == {"Chain"}
-    assert [(each["graph"], each["graphs"]) for each in fields if "graph" in each] == [(1, 4), (2, 4)]
-
-
-@pytest.mark.slow
-def test_not_exportable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What can't be compiled for one plan is not tried again for the next."""
-    caplog.set_level(logging.INFO, "layertap")
-    warm = (WarmSpec(("first",), compile=True), WarmSpec(("second",), compile=True))
-    found = prepare_warm_plans(load_model(net_spec("EarlyExit", warm=warm), 1, 1), tmp_path)
-    assert found.compiled == (None, None)
-    told = [record.getMessage() for record in caplog.records]
-    assert told.count("a warm plan runs with hooks") == 2
-    assert told.count("compiling warm plans, which may take minutes") == 2  # a process for each kind of graph
-
-
-def test_what_is_compiled(loaded: Callable[..., LoadedModel], tmp_path: Path) -> None:
-    """Each graph that is missing counts once; a plan that no graph can give is left out."""
-    plain = WarmSpec(("encoder.ln",), compile=True)
-    attention = WarmSpec(("encoder.layers.encoder_layer_0.self_attention:attention",), compile=True)
-    model = loaded("vit")
-    spec = replace(model.spec, warm=(plain, plain, attention))
-    told: list[tuple[int, int]] = []
-
-    def tell(number: int, count: int) -> None:
-        told.append((number, count))
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        compile_warm_plans(spec, model.catalog, tmp_path, 1, ("one", "several"), tell)
-    assert told == [(1, 2)]
 
 
 def test_without_a_compiler(tmp_path: Path, lines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,19 +258,6 @@ def test_unknown_layer(loaded: Callable[..., LoadedModel], tmp_path: Path) -> No
     model = loaded("Chain")
     with pytest.raises(LoadError, match="no layer 'cnv'"):
         prepare_warm_plans(replace(model, spec=replace(model.spec, warm=(WarmSpec(("cnv",)),))), tmp_path)
-
-
-def test_folder(tmp_path: Path) -> None:
-    """Files in it are run: only this user may write there, or the process's own group: Kubernetes' fsGroup."""
-    place = tmp_path / "new"
-    assert open_folder(place).stat().st_mode & 0o777 == 0o700
-    os.chown(place, -1, os.getegid())
-    for mode in (0o770, 0o2770, 0o775):
-        place.chmod(mode)
-        assert open_folder(place) == place
-    (tmp_path / "file").write_text("")
-    with pytest.raises(WarmError, match=f"{tmp_path}/file/below can't be used"):
-        open_folder(tmp_path / "file" / "below")
 
 
 @pytest.mark.parametrize(

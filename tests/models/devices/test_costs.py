@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from layertap.models.catalog.catalog import Costs
 from layertap.models.devices import costs, memory
-from layertap.models.devices.devices import count_cores, use_threads
-from layertap.models.errors import InputError
+from layertap.models.devices.costs import ForwardSeconds, add_reading, locate_history, make_costs
+from layertap.models.devices.devices import use_threads
 from layertap.models.hooks import attach
 from layertap.models.replica import call_module
-from layertap.models.spec import InputSpec
 from tests.conftest import Loader, net_spec
 from tests.loading import load_model
-from tests.nets import INPUTS, batch
+from tests.nets import batch
 
-LARGE = ("resnet", "bottlenecks", "vit", "swin")
 CPU = torch.device("cpu")
 FLOAT = 4  # bytes
 Rows = Mapping[str, Tensor]
@@ -64,50 +63,6 @@ class LetsGo(nn.Module):
         return x
 
 
-class Looks(nn.Module):
-    """Makes nothing but views, of its input and of a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.T[1:].expand(5, 3, 4)
-        return x.T[1:, :].unsqueeze(0).expand(7, 3, -1)
-
-
-class Peaks(nn.Module):
-    """Has something large for a moment, before the last thing is made."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        large = torch.zeros(1000)
-        small = x + large[0]
-        del large
-        return small * 2
-
-
-class Twice(nn.Module):
-    """Returns its input and the same new tensor under two names."""
-
-    def forward(self, x: Tensor) -> dict[str, object]:
-        y = x + 1
-        return {"x": x, "y": y, "list": [y, y.view(-1)]}
-
-
-class Narrow(nn.Module):
-    """A view of a large tensor keeps all of it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.zeros(500)[:4] + x
-
-
-class Small(nn.Module):
-    """Numbers of other sizes: eight bytes, two, one."""
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [x.double(), x.half(), x > 0]
-
-
 def linear(*widths: int, inplace: bool = False) -> nn.Sequential:
     parts: list[nn.Module] = []
     for wide, narrow in pairwise(widths):
@@ -125,8 +80,6 @@ BY_HAND: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
     "views": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Unflatten(1, (2, 4)), nn.Flatten()), 4, 8),
     "kept": (Keeps, 4, 5 * 4),
     "let go": (LetsGo, 4, 2 * 4),
-    "only views": (Looks, 4, 0),
-    "shared": (Twice, 4, 4),
     "nothing": (nn.Identity, 4, 0),
 }
 
@@ -137,77 +90,6 @@ def test_peak_by_hand(name: str, rows: int) -> None:
     """Inputs and whatever is alive at the worst moment, byte for byte; weights and views do not count."""
     make, given, alive = BY_HAND[name]
     assert peak(make().eval(), ones(rows, given)) == rows * (given + alive) * FLOAT
-
-
-def test_peak_of_a_moment() -> None:
-    """What lives for a moment counts while it lives, and no longer."""
-    assert peak(Peaks(), ones(1, 4)) == (4 + 1000 + 4) * FLOAT
-    assert peak(Peaks(), ones(1, 600)) == (600 + 1000 + 600) * FLOAT
-    assert peak(Peaks(), ones(1, 2000)) == (2000 + 2 * 2000) * FLOAT
-
-
-def test_peak_of_a_view() -> None:
-    """Of a view all of its memory counts."""
-    assert peak(Narrow(), ones(1, 4)) == (4 + 500 + 4) * FLOAT
-
-
-def test_peak_of_other_dtypes() -> None:
-    assert peak(Small(), ones(2, 5)) == 10 * (4 + 8 + 2 + 1)
-
-
-def test_peak_of_several_inputs() -> None:
-    """All inputs count."""
-    rows = {"a": torch.ones(3, 4), "b": torch.ones(3, dtype=torch.int64)}
-    with torch.no_grad():
-        found = memory.measure_peak_bytes(lambda given: given["a"] + given["b"][:, None], rows, nn.Identity(), CPU)
-    assert found == 3 * (4 * 4 + 8 + 4 * 4)
-
-
-class Cached(nn.Module):
-    """Keeps a table that its first forward made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.table is None:
-            self.table = torch.ones(100)
-        return x + self.table[0]
-
-
-def test_peak_of_what_stays() -> None:
-    """What a first forward leaves behind is no part of later ones."""
-    module = Cached()
-    assert peak(module, ones(1, 4)) == (4 + 100 + 4) * FLOAT
-    assert peak(module, ones(1, 4)) == (4 + 4) * FLOAT
-
-
-class Sparse(nn.Module):
-    """Multiplies by a sparse matrix that it makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.sparse.mm(torch.eye(4).to_sparse(), self.linear(x).T).T
-        return out
-
-
-class Opaque(Sparse):
-    """Takes a tensor to a format of a library's own and back."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x).to_mkldnn().to_dense()
-        return out
-
-
-@pytest.mark.parametrize("name", ["Sparse", "Opaque"])
-def test_tensors_without_plain_memory(name: str) -> None:
-    """A model that makes some loads, and whatever else it makes is counted."""
-    model = load_model(replace(net_spec("Tied", inputs=(InputSpec("x", (4,)),)), source=f"python:{__name__}:{name}"))
-    assert model.catalog.costs.row_bytes >= 2 * 4 * FLOAT
 
 
 # Nothing is left changed
@@ -265,10 +147,6 @@ def test_threads(count: int) -> None:
     assert torch.get_num_threads() == before
 
 
-def test_cores() -> None:
-    assert 1 <= count_cores() <= (os.cpu_count() or 1)
-
-
 # Figures
 
 
@@ -280,22 +158,6 @@ def forwards(module: nn.Module, seen: list[tuple[int, int]]) -> Callable[[Rows],
         return module(rows["x"])
 
     return run
-
-
-def test_measure_again() -> None:
-    """Where there are other loads' readings a few forwards do, also while it is not clear what all cores gain."""
-    seen = list[tuple[int, int]]()
-
-    def forward(rows: Rows) -> object:
-        seen.append((len(rows["x"]), torch.get_num_threads()))
-        end = time.thread_time() + 2 * costs.MIN_THREADED_S
-        while time.thread_time() < end:  # a quicker one is not tried on several threads
-            pass
-        return None
-
-    costs.measure_forward(forward, ones(1, 4), CPU, crosses_rows=True, max_threads=2, again=True)
-    assert costs.MIN_ROUNDS <= seen.count((1, 2)) <= costs.ROUNDS_AGAIN
-    assert costs.MIN_ROUNDS < seen.count((1, 1)) <= costs.ROUNDS_AGAIN + 1
 
 
 @pytest.mark.parametrize("crosses_rows", [True, False])
@@ -319,31 +181,7 @@ def test_measure(crosses_rows: bool) -> None:
         assert measured.base == 0
 
 
-@pytest.mark.parametrize("name", [name for name in INPUTS if name not in LARGE])
-def test_figures_of_every_net(load_fresh_net: Loader, name: str) -> None:
-    """Loading gives each model costs that are finite and positive."""
-    model = load_fresh_net(name)
-    figures = model.catalog.costs
-    own = sum(math.prod(spec.shape) * (8 if spec.dtype == "int64" else FLOAT) for spec in model.inputs)
-    assert figures.row_bytes > own
-    assert all(math.isfinite(figure) for figure in (figures.base, figures.per_row, figures.speedup))
-    assert figures.base >= 0 < figures.per_row
-    assert figures.speedup == 1.0 or figures.speedup >= costs.MIN_SPEEDUP
-
-
-def test_available() -> None:
-    """There is some memory, and no more than the machine has."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < memory.measure_available_bytes(CPU) <= machine
-
-
 # Costs in catalogues
-
-
-def test_costs_of_the_configured_shape_by_hand(load_fresh_net: Loader) -> None:
-    """A picture, what a convolution makes of it, means and scores."""
-    costs = load_fresh_net("Chain").catalog.costs
-    assert costs.row_bytes == (3 * 8 * 8 + 8 * 8 * 8 + 8 + 5) * FLOAT
 
 
 def test_costs_of_another_shape(load_fresh_net: Loader) -> None:
@@ -360,33 +198,72 @@ def test_costs_of_another_shape(load_fresh_net: Loader) -> None:
     assert model.catalog.costs is known
 
 
-def test_costs_in_half_precision(load_fresh_net: Loader) -> None:
-    """Half the bytes."""
-    full, half = (load_fresh_net("Chain", dtype=dtype).catalog.costs.row_bytes for dtype in ("float32", "bfloat16"))
-    assert full == 2 * half
+USUAL = ForwardSeconds(one=0.25, per_row=0.125, speedup=1.5)
+DISTURBED = ForwardSeconds(one=4.0, per_row=2.0, speedup=0.5)
+GOOD = {"one": 0.25, "per_row": 0.125, "speedup": 1.5}
+FIGURES = (0, -1, None, "x", [], float("nan"), float("inf"), 10**400)
 
 
-def test_a_shape_that_the_model_does_not_take(load_fresh_net: Loader) -> None:
-    """It has no costs, and nothing of trying them is left."""
-    model = load_fresh_net("Chain")
-    with pytest.raises(InputError):
-        model.catalogs.survey(((4, 8, 8),))
-    assert _get_current_dispatch_mode() is None
-    assert model.hooks == 0
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a history is kept; neither the file nor its folder is there yet."""
+    return tmp_path / "costs" / "model.json"
 
 
-def test_pairs() -> None:
-    """Whether all cores pay is tried several times in turn, more often than a forward of several rows."""
-    module, seen = linear(4, 8, 2).eval(), list[tuple[int, int]]()
-    run = forwards(module, seen)
+def test_noise_is_outvoted(path: Path) -> None:
+    """One disturbed load decides nothing, once there are others."""
+    assert add_reading(path, DISTURBED) == [DISTURBED]
+    add_reading(path, USUAL)
+    readings = add_reading(path, USUAL)
+    assert readings == [DISTURBED, USUAL, USUAL]
+    assert make_costs(readings, 1) == Costs(base=0.125, per_row=0.125, row_bytes=1, speedup=1.5)
 
-    def forward(rows: Rows) -> object:
-        end = time.thread_time() + costs.MIN_THREADED_S
-        while time.thread_time() < end:  # as long as something that threads could share
-            pass
-        return run(rows)
 
-    costs.measure_forward(forward, ones(1, 4), CPU, crosses_rows=False, max_threads=2)
-    kinds = Counter(seen)
-    assert kinds[1, 2] >= costs.MIN_PAIRS
-    assert kinds[1, 1] == kinds[1, 2] + 1  # the first, which tells whether it takes too long
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "\xff",
+        "{}",
+        "[1]",
+        "[{}]",
+        *(json.dumps([GOOD | {name: value}]) for name in GOOD for value in FIGURES),
+        json.dumps([GOOD | {"more": 1}]),
+        json.dumps([GOOD] * 10_000),
+        "[" * 100_000,
+    ],
+    ids=lambda text: text[:60],
+)
+def test_damaged_file(path: Path, text: str) -> None:
+    """What is no list of readings counts for nothing, and is put right."""
+    path.parent.mkdir()
+    path.write_text(text, encoding="latin-1")
+    assert add_reading(path, USUAL) == [USUAL]
+    assert add_reading(path, USUAL) == [USUAL] * 2
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_file_that_can_not_be_read(path: Path, make: Callable[[Path], None]) -> None:
+    """It is not replaced: who can read it has more readings."""
+    path.parent.mkdir()
+    make(path)
+    assert add_reading(path, USUAL) == [USUAL]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder has so many files, and no more; no half of one is left."""
+    monkeypatch.setattr(costs, "MAX_FILES", 3)
+    for number in range(5):
+        add_reading(locate_history(tmp_path, number), USUAL)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json"] * 3
+
+
+def test_models(tmp_path: Path) -> None:
+    """A model finds its own readings again, whatever its weights are; another one has others."""
+    spec = net_spec("Chain")
+    for each in (spec, replace(spec, weights="random:1"), net_spec("Tied")):
+        load_model(each, 1, 1, costs_folder=tmp_path)
+    assert sorted(len(json.loads(file.read_bytes())) for file in tmp_path.iterdir()) == [1, 2]
+    load_model(spec, 1, 2, costs_folder=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3

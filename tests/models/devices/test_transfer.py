@@ -22,15 +22,3 @@ def test_a_batch_is_the_forwards_own(count: int) -> None:
     same = transfer.to_device(sent, torch.float32, CPU)
     same.zero_()
     assert all(torch.equal(each, ROWS) for each in sent)
-
-
-def test_there_is_nothing_to_wait_for() -> None:
-    """What waits for a GPU, chooses its stream or releases its memory does nothing for another device."""
-    for function in (
-        transfer.use_own_stream,
-        transfer.synchronize,
-        transfer.synchronize_stream,
-        transfer.release_memory,
-    ):
-        function(CPU)
-    assert torch.equal(transfer.join_rows([ROWS, ROWS]), torch.cat([ROWS, ROWS]))

@@ -13,7 +13,6 @@ from io import BytesIO
 from threading import Barrier, Event
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -64,22 +63,6 @@ def test_near_to_pillow(mode: Interpolation, size: tuple[Any, Any]) -> None:
 
 
 PICTURES = [CHINA.crop((left, 7 * left, left + 90 + left, 7 * left + 70)) for left in range(24)]
-
-
-def test_each_gets_its_own() -> None:
-    """Pictures of many threads, of many sizes, gray and progressive ones among them, while others decode."""
-    decoder = DeviceDecoder(CPU, PLAIN)
-    kinds: tuple[dict[str, Any], ...] = ({}, {"progressive": True}, {"subsampling": 0})
-    files = [
-        jpeg(picture.convert("L") if place % 5 == 0 else picture, **kinds[place % 3])
-        for place, picture in enumerate(PICTURES)
-    ]
-    with ThreadPoolExecutor(8) as pool:
-        rows = list(pool.map(lambda place: decoder.decode_row(files[place], PICTURES[place].size), range(len(files))))
-    for row, file in zip(rows, files, strict=True):
-        assert row is not None
-        wanted = by_pillow(Image.open(BytesIO(file)).convert("RGB"), PLAIN)
-        assert (row - wanted).abs().mean() < 0.5 / 255
 
 
 class LateFile:
@@ -160,21 +143,3 @@ def test_the_cpu_decodes(lines: list[Any], how: PreprocessSpec, device: str, say
     assert create_device_decoder(spec, how, torch.device(device)) is None
     assert [told["model"] for told in lines] == ["net"]
     assert says in lines[0]["reason"]
-
-
-def test_nobody_asked(lines: list[Any]) -> None:
-    """Nothing is tried, and nothing told, where pictures are decoded otherwise, or there are none."""
-    for spec, how in ((ModelSpec("net", "python:a:b", decode="fast"), PLAIN), (replace(DEVICE), None)):
-        assert create_device_decoder(spec, how, torch.device("cuda")) is None
-    assert lines == []
-
-
-DEVICE = ModelSpec("net", "python:a:b", decode="device")
-
-
-def test_gray_is_gray() -> None:
-    """A gray JPEG has three channels that are the same."""
-    row = DeviceDecoder(CPU, PLAIN).decode_row(jpeg(CHINA.convert("L")), CHINA.size)
-    assert row is not None
-    assert np.array_equal(row[0], row[1])
-    assert np.array_equal(row[0], row[2])

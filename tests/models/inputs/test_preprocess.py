@@ -12,7 +12,6 @@ import torch
 from PIL import Image, ImageOps
 from sklearn.datasets import load_sample_image
 from timm.data import create_transform, resolve_data_config
-from torch.nn import functional
 from torchvision.models import get_model_weights, list_models
 from torchvision.transforms import functional as tvf
 
@@ -63,13 +62,6 @@ def test_equals_torchvision_bit_for_bit(spec: PreprocessSpec, image: Image.Image
     assert result.dtype == torch.float32
     assert result.is_contiguous()
     assert compute_output_size(spec) in (None, tuple(result.shape[1:]))
-
-
-def test_presets_differ_enough_to_prove_something() -> None:
-    """The presets tried hold several interpolations, crops of their own, and one without a crop."""
-    assert len(BY_SPEC) >= 25
-    assert {spec.interpolation for spec in BY_SPEC} == {"bilinear", "bicubic"}
-    assert {224, 299, 518, None} <= {spec.crop for spec in BY_SPEC}
 
 
 def test_every_image_preset_is_converted_and_no_other() -> None:
@@ -162,16 +154,6 @@ def test_steps_that_contradict_each_other(steps: dict[str, Any]) -> None:
         PreprocessSpec(**steps)
 
 
-@pytest.mark.parametrize(
-    "interpolation", ["nearest", "nearest-exact", "bilinear", "bicubic", "lanczos", "box", "hamming"]
-)
-def test_every_interpolation_is_pillows(interpolation: str) -> None:
-    """Each interpolation that a spec may name resizes as torchvision does on a PIL image."""
-    spec = PreprocessSpec(resize=(20, 30), mean=(0, 0, 0), std=(1, 1, 1), interpolation=interpolation)  # type: ignore[arg-type]
-    resized = tvf.resize(IMAGES["301x199"], [20, 30], tvf.InterpolationMode(interpolation))
-    assert torch.equal(preprocess(IMAGES["301x199"], spec), tvf.to_tensor(resized))
-
-
 SIZES = [
     *((640, 427), (427, 640), (97, 64), (64, 97), (224, 224), (225, 226)),
     *((33, 500), (500, 33), (40, 1), (1, 40), (9, 8)),
@@ -220,23 +202,6 @@ def test_fast(size: tuple[int, int], interpolation: Interpolation) -> None:
             assert apart.float().mean() < 0.08
 
 
-@pytest.mark.parametrize("more", [{"channels": "gray", "mean": (0.0,), "std": (1.0,)}, {"channels": "bgr"}])
-def test_fast_channels(more: dict[str, Any]) -> None:
-    """Gray levels and colours in another order are resized sooner too."""
-    spec = replace(PLAIN, resize=64, crop=56, **more)
-    apart = (fit_image(IMAGES["china"], spec, fast=True).int() - fit_image(IMAGES["china"], spec).int()).abs()
-    assert apart.shape == (spec.channel_count, 56, 56)
-    assert apart.max() == 1
-
-
-def test_fast_on_any_machine() -> None:
-    """Torch's kernel for four channels, which needs AVX2, makes the pixels of the one that every machine has."""
-    pixels = torch.from_numpy(np.array(IMAGES["china"])).permute(2, 0, 1).unsqueeze(0)
-    resized = functional.interpolate(torch.cat([pixels, pixels], 1), (256, 383), mode="bilinear", antialias=True)
-    wanted = resized[0, :3, 16:240, 80:304]
-    assert torch.equal(fit_image(IMAGES["china"], replace(PLAIN, resize=256, crop=224), fast=True), wanted)
-
-
 @pytest.mark.parametrize(
     ("size", "how"),
     [
@@ -257,23 +222,12 @@ def test_fast_is_exact(size: tuple[int, int], how: dict[str, Any]) -> None:
     assert torch.equal(fit_image(noise(*size), spec, fast=True), fit_image(noise(*size), spec))
 
 
-def test_no_steps_only_scale() -> None:
-    """Without resize and crop, with mean 0 and std 1, the result is the image on the 0…1 scale."""
-    spec = PreprocessSpec(mean=(0, 0, 0), std=(1, 1, 1))
-    assert torch.equal(preprocess(IMAGES["10x10"], spec), tvf.to_tensor(IMAGES["10x10"]))
-
-
 @pytest.mark.parametrize("resize", [None, 7, 24, 64, (9, 30)])
 @pytest.mark.parametrize("size", [(301, 199), (40, 300), (10, 10), (1, 500), (500, 3)])
 def test_resized_size_is_known_beforehand(resize: int | tuple[int, int] | None, size: tuple[int, int]) -> None:
     """The width and height said beforehand are those of the image the resize step makes."""
     spec = PreprocessSpec(resize=resize)
     assert compute_resized_size(spec, *size) == tuple(preprocess(noise(*size), spec).shape[:0:-1])
-
-
-def test_thin_image_is_known_to_grow() -> None:
-    """A 1 x 20000 image is known to become a thousand million pixels if its short side were resized."""
-    assert compute_resized_size(PreprocessSpec(resize=256), 1, 20_000) == (256, 256 * 20_000)
 
 
 @pytest.mark.parametrize("size", [(64, 48), (48, 64), (50, 50)])
