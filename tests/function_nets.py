@@ -114,20 +114,6 @@ class _Block(nn.Module):
         return y.clone() * 3
 
 
-class OnDevice(nn.Module):
-    """Calls its part within a mode of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.halves = Halves()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + torch.ones(4)
-        with torch.device("cpu"):
-            x = self.halves(x)
-        return x + torch.ones(4) * 2
-
-
 class Fails(nn.Module):
     """Catches what its part raises between two functions."""
 

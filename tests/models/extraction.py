@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor, nn
 
 from layertap.models.capture.batch_slices import JoinedRows, RequestSlice
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.capture.reduction import ReducedTensor
-from layertap.models.catalog.catalog import Catalog
+from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.devices.memory import Inputs
+from layertap.models.hooks.sites import Site
 from layertap.models.loaded_model import LoadedModel, check_rows_fit
+from layertap.models.selection.hook_points import HookPoint
 from layertap.models.selection.plan import Capture, Plan
+from tests.oracle import Key, record
+
+
+def list_tensors(catalog: Catalog, *sites: Site) -> list[tuple[HookPoint, TensorInfo]]:
+    """Every tensor of every call of every layer."""
+    return [
+        (HookPoint(layer.name, number, info.path, site), info)
+        for layer in catalog.layers.values()
+        for number, call in enumerate(layer.calls)
+        for site in sites
+        for info in call.get_boundary(site).tensors
+    ]
+
+
+def see(model: LoadedModel, rows: Mapping[str, Tensor]) -> dict[Key, Tensor]:
+    """What hooks with immediate copies see: one input goes in by position, several by name."""
+    return record(model.module, *rows.values()) if len(rows) == 1 else record(model.module, **rows)
 
 
 def extract_captures(
@@ -19,6 +40,13 @@ def extract_captures(
     """Each capture of a forward of so many rows, all of one request."""
     request_slice = RequestSlice(0, rows, frozenset(captures))
     return extractor.extract_slices(forward, [request_slice], rows).select(request_slice)
+
+
+def run_plan(module: nn.Module, x: Tensor, plan: Plan) -> dict[str, Tensor]:
+    """What a plan gives of one forward of a plain module, by key."""
+    share = RequestSlice(0, len(x), plan.captures, plan.resolved_interventions, plan.objective)
+    taken = FeatureExtractor(module).extract_slices(lambda: module(x.clone()), [share], len(x)).select(share)
+    return {result.key: taken[result.capture].values for result in plan.results}
 
 
 def extract_plan(

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from layertap.models.capture.extractor import FeatureExtractor
-from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import InputError, LayerNotReachedError
 from layertap.models.hooks.attach import count_hooks
-from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
-from layertap.models.selection.hook_points import HookPoint, Pool, Reduction, ReplyDType, Selector
+from layertap.models.selection.hook_points import HookPoint, Reduction, Selector
 from layertap.models.selection.plan import Capture, Plan
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
 from tests.marks import slow, slow_but
-from tests.models.extraction import extract_captures, extract_plan
-from tests.nets import INPUTS, EarlyExit, Pruned, Swallows, batch, surveyed
-from tests.oracle import Key, record
+from tests.models.extraction import extract_captures, extract_plan, list_tensors, see
+from tests.nets import INPUTS, EarlyExit, Pruned, batch, surveyed
+from tests.oracle import Key
 
-# Leaves of the oracle that no reply format carries.
-COMPLEX = ("complex",)
 ROWWISE = [
     name
     for name in INPUTS
@@ -35,22 +29,16 @@ ROWWISE = [
 
 def everything(catalog: Catalog, **how: object) -> Plan:
     """Every info of every call of every layer, the whole model's too, at both sites."""
+    wanted = [
+        point
+        for point, info in list_tensors(catalog, "input", "output")
+        if info.dtype != "complex64" and not any("*" in part or "?" in part for part in point.path)
+    ]
     captures = [
-        Selector(layer.name, layer.name, number, info.path, site, None, Reduction(**how), f"{count_}")  # type: ignore[arg-type]
-        for count_, (layer, number, info, site) in enumerate(
-            (layer, number, info, site)
-            for layer in catalog.layers.values()
-            for number, call in enumerate(layer.calls)
-            for site in ("input", "output")
-            for info in call.get_boundary(site).tensors
-            if info.dtype != "complex64" and not any("*" in part or "?" in part for part in info.path)
-        )
+        Selector(p.layer, p.layer, p.call, p.path, p.site, None, Reduction(**how), f"{number}")  # type: ignore[arg-type]
+        for number, p in enumerate(wanted)
     ]
     return make_plan(captures, catalog)
-
-
-def oracle(model: LoadedModel, rows: Mapping[str, Tensor]) -> dict[Key, Tensor]:
-    return record(model.module, *rows.values()) if len(rows) == 1 else record(model.module, **rows)
 
 
 def key(capture: Capture) -> Key:
@@ -76,7 +64,7 @@ def test_every_tensor_of_every_call(load_net: Loader, name: str, rows: int) -> N
     inputs = batch(model.inputs, rows, seed=7)
     kept = {key: value.clone() for key, value in inputs.items()}
     plan = everything(model.catalog)
-    truth = oracle(model, inputs)
+    truth = see(model, inputs)
     taken = extract_plan(model, inputs, plan, model.catalog, max_rows=8)
     assert {key(capture) for capture in taken} == {key for key in truth if "complex" not in key[2]}
     for capture, reduced in taken.items():
@@ -96,7 +84,7 @@ def test_every_tensor_alone(load_net: Loader, name: str) -> None:
     """Each capture by itself, with the forward stopped after it, is the same as with all the others."""
     model = load_net(name)
     inputs = batch(model.inputs, 2, seed=8)
-    truth = oracle(model, inputs)
+    truth = see(model, inputs)
     captures = sorted(everything(model.catalog).captures, key=lambda capture: str(capture.point))
     for capture in captures[:: max(len(captures) // 25, 1)]:
         selector = Selector("x", capture.point.layer, capture.point.call, capture.point.path, capture.point.site)
@@ -111,71 +99,11 @@ def test_half_precision(load_net: Loader, name: str, dtype: str) -> None:
     """A model in half precision gives its own values exactly, as float32."""
     model = load_net(name, dtype=dtype)
     inputs = batch(model.inputs, 2, seed=9)
-    truth = oracle(model, {name: value.to(model.dtype) for name, value in inputs.items()})
+    truth = see(model, {name: value.to(model.dtype) for name, value in inputs.items()})
     taken = extract_plan(model, inputs, everything(model.catalog), model.catalog, 8)
     for capture, reduced in taken.items():
         assert capture.info.dtype == dtype
         equal(reduced.values, truth[key(capture)], exact=True)
-
-
-@pytest.mark.parametrize("pool", ["none", "mean", "max", "flatten"])
-@pytest.mark.parametrize(
-    "name", [slow("resnet"), "vit", slow("swin"), "TimeFirst", "TimeOut", "Windows", "Tied", "Views", "Kinds"]
-)
-def test_chunks(load_net: Loader, name: str, pool: Pool) -> None:
-    """Rows in several forwards are joined along the right axis: the same as in one, but for rounding."""
-    model = load_net(name)
-    inputs = batch(model.inputs, 5, seed=10)
-    found = [
-        capture
-        for capture in everything(model.catalog).captures
-        if pool == "none" or (capture.info.layout and capture.info.row_axis is not None)
-    ]
-    dtypes: list[ReplyDType] = ["float32", "int8"]
-    captures = [
-        Capture(capture.point, capture.info, Reduction(pool=pool, dtype=dtype))
-        for capture in found
-        for dtype in dtypes
-        if dtype == "float32" or pool != "none" or capture.info.row_axis == 0
-    ]
-    plan = _plan(captures)
-    whole = extract_plan(model, inputs, plan, model.catalog, max_rows=5)
-    for size in (1, 2, 4):
-        parts = extract_plan(model, inputs, plan, model.catalog, max_rows=size)
-        assert parts.keys() == whole.keys()
-        for capture in captures:
-            assert parts[capture].values.shape == whole[capture].values.shape == capture.shape(5)
-            close(parts[capture], whole[capture])
-
-
-def _plan(captures: Iterable[Capture]) -> Plan:
-    from layertap.models.selection.plan import Result
-
-    results = tuple(Result(str(index), capture, "") for index, capture in enumerate(captures))
-    return Plan(results, results[-1].capture.point, 1.0, ())
-
-
-def close(left: ReducedTensor, right: ReducedTensor) -> None:
-    if left.scale is None or right.scale is None:
-        torch.testing.assert_close(left.values, right.values, rtol=1e-4, atol=1e-4)
-        return
-    torch.testing.assert_close(left.scale, right.scale, rtol=1e-4, atol=1e-6)
-    assert int((left.values.int() - right.values.int()).abs().max()) <= 1
-
-
-def test_tied_names_share_a_call(load_net: Loader) -> None:
-    """A tied module asked for under both names gives the same under both, each call apart."""
-    model = load_net("Tied")
-    inputs = batch(model.inputs, 2)
-    truth = oracle(model, inputs)
-    plan = make_plan([parse_selector("encode#*"), parse_selector("decode#*")], model.catalog)
-    taken = extract_plan(model, inputs, plan, model.catalog, 8)
-    values = {result.key: taken[result.capture].values for result in plan.results}
-    assert list(values) == ["encode#0", "encode#1", "decode#0", "decode#1"]
-    for name in ("encode", "decode"):
-        for call in (0, 1):
-            assert torch.equal(values[f"{name}#{call}"], truth["encode", call, (), "output"])
-    assert not torch.equal(values["encode#0"], values["encode#1"])
 
 
 def test_results_outlive_the_model(load_net: Loader) -> None:
@@ -191,16 +119,6 @@ def test_results_outlive_the_model(load_net: Loader) -> None:
     assert all(torch.equal(reduced.values, kept) for reduced, kept in zip(taken.values(), before, strict=True))
 
 
-def test_a_parameter_as_output(load_net: Loader) -> None:
-    """A module that returns its own parameter gives a copy of it, which asks for no gradient."""
-    model = load_net("Inner")
-    plan = make_plan([parse_selector("table")], model.catalog)
-    (reduced,) = extract_plan(model, batch(model.inputs, 3), plan, model.catalog, 8).values()
-    assert type(reduced.values) is Tensor
-    assert not reduced.values.requires_grad
-    assert torch.equal(reduced.values, model.module.get_parameter("table.values"))
-
-
 def capture(layer: str, shape: tuple[int, ...], call: int = 0, **more: object) -> Capture:
     return Capture(HookPoint(layer, call, (), "output"), TensorInfo((), shape, "float32", **more), Reduction())  # type: ignore[arg-type]
 
@@ -212,19 +130,6 @@ def test_a_point_that_is_not_reached() -> None:
     with pytest.raises(LayerNotReachedError, match="this input's forward never reached 'second#0:output'"):
         extract_captures(FeatureExtractor(module), lambda: module(torch.full((1, 4), 1e6)), plan.captures, 1)
     assert count_hooks(module) == 0
-
-
-def test_a_call_path_or_site_that_is_not_reached() -> None:
-    """A later call, a path that the value does not have, and an empty input count as not reached."""
-    module = nn.Sequential(nn.Tanh())
-    missing = [
-        capture("0", (1, 4), call=1),
-        Capture(HookPoint("0", 0, ("logits",), "output"), TensorInfo((), (1, 4), "float32"), Reduction()),
-    ]
-    for each in missing:
-        with pytest.raises(LayerNotReachedError):
-            extract_captures(FeatureExtractor(module), lambda: module(torch.ones(1, 4)), [each], 1)
-        assert count_hooks(module) == 0
 
 
 def test_a_shape_that_the_catalogue_does_not_know() -> None:
@@ -240,18 +145,6 @@ def test_a_shape_that_the_catalogue_does_not_know() -> None:
         assert count_hooks(module) == 0
     with pytest.raises(InputError, match="is float64"):
         extract_captures(FeatureExtractor(module.double()), lambda: module(far.double() / 10), plan.captures, 2)
-
-
-def test_a_model_that_swallows_errors() -> None:
-    """Neither the stop nor a refusal is an Exception that a model could catch and go on from."""
-    module = Swallows()
-    x = torch.ones(1, 4)
-    taken = extract_captures(FeatureExtractor(module), lambda: module(x), [capture("head", (1, 4))], 1)
-    assert module.tails == 0
-    assert torch.equal(next(iter(taken.values())).values, module.head(x))
-    with pytest.raises(InputError, match="head#0"):
-        extract_captures(FeatureExtractor(module), lambda: module(x), [capture("head", (1, 5))], 1)
-    assert module.tails == 0
 
 
 def test_the_forwards_own_exception() -> None:
@@ -288,21 +181,3 @@ def test_users_hooks_survive() -> None:
     assert (len(runs), count_hooks(module)) == (1, 2)
     module(torch.ones(1, 4))
     assert len(runs) == 2
-
-
-def test_nothing_asked_for() -> None:
-    """Without captures the forward runs, and nothing comes back."""
-    module = nn.Sequential(nn.Tanh())
-    assert extract_captures(FeatureExtractor(module), lambda: module(torch.ones(1)), [], 1) == {}
-
-
-def test_stops_after_the_last_call_that_is_wanted() -> None:
-    """No module that begins after the last capture runs at all."""
-    begun: list[str] = []
-    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
-    for name, part in module.named_children():
-        part.register_forward_pre_hook(lambda _, args, name=name: begun.append(name))
-    extract_captures(
-        FeatureExtractor(module), lambda: module(torch.ones(1, 2)), [capture("2", (1, 2)), capture("0", (1, 2))], 1
-    )
-    assert begun == ["0", "1", "2"]

@@ -11,22 +11,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from layertap.models.capture.batch_slices import RequestSlice, find_spans
-from layertap.models.capture.extractor import FeatureExtractor
+from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.capture.reduction import reduce
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor
-from layertap.models.errors import RequestError
 from layertap.models.hooks.sites import Site
 from layertap.models.planner import make_plan
-from layertap.models.selection.hook_points import HookPoint, Objective, Reduction, Selector, format_path
+from layertap.models.selection.hook_points import HookPoint, Reduction, Selector, format_path
 from layertap.models.selection.plan import Capture
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.selection.statistics import STATS, list_columns
 from tests.conftest import net_spec
 from tests.loading import load_model
-from tests.models.extraction import extract_plan
-from tests.nets import batch, surveyed
+from tests.models.extraction import extract_plan, list_tensors
+from tests.nets import batch
 from tests.oracle import record
 
 Array = NDArray[Any]
@@ -110,14 +108,6 @@ def test_layouts(name: str) -> None:
     assert found.scale is None
 
 
-def test_order_of_memory() -> None:
-    """The order of a tensor's memory has no bearing on a bit of its statistics."""
-    value = values(2, 8, 9, 7)
-    here = info((1, 8, 9, 7), "NCHW")
-    last = value.contiguous(memory_format=torch.channels_last)
-    assert torch.equal(reduce(RowTensor(last, here), ALL).values, reduce(RowTensor(value, here), ALL).values)
-
-
 @pytest.mark.parametrize(
     "stats", [("mean",), ("histogram",), ("max", "min"), ("nonfinite", "histogram", "mean"), STATS[::-1]]
 )
@@ -152,16 +142,7 @@ def test_dtypes(dtype: str) -> None:
     check(reduce(RowTensor(value, info((1, 3, 40, 40), "NCHW", dtype)), ALL).values, list(value.double().numpy()))
 
 
-def test_float64_stays() -> None:
-    """A deviation that float32 would lose beside the mean is there."""
-    value = torch.tensor([[1e8, 1e8 + 1e-3]], dtype=torch.float64)
-    found = reduce(RowTensor(value, info((1, 2), "NC", "float64")), Reduction(stats=("std", "histogram"))).values
-    assert float(found[0, 0]) == pytest.approx(5e-4, rel=1e-4)
-    assert found[0, 1:].tolist() == [1, *[0] * 14, 1]
-
-
 NAN, INF = float("nan"), float("inf")
-TINY = float(np.finfo(np.float32).smallest_subnormal)
 SPECIAL: dict[str, tuple[list[float], list[float], list[int]]] = {
     # values; mean, std, min, max, l2, zeros, nonfinite; the first and the last bin and what the others hold
     "NaN": ([1.0, NAN, 3.0, 0.0], [NAN, NAN, NAN, NAN, NAN, 0.25, 1], [1, 1, 1]),
@@ -193,25 +174,6 @@ def test_edges_of_bins() -> None:
     assert found[0].tolist() == [*[1] * 15, 2]
 
 
-def test_widest_range() -> None:
-    """Bins are right where the range is beyond the largest number."""
-    row = torch.tensor([[-3e38, 3e38, 0.0, 1e38]])
-    found = reduce(RowTensor(row, LEAVES["NC"]), Reduction(stats=("histogram",))).values[0].tolist()
-    assert [place for place, count in enumerate(found) if count] == [0, 8, 10, 15]
-
-
-def test_denormal_values() -> None:
-    """Of values too small to be halved each is counted once."""
-    row = torch.tensor([[0.0, TINY, TINY, 2 * TINY]])
-    assert float(reduce(RowTensor(row, LEAVES["NC"]), Reduction(stats=("histogram",))).values.sum()) == 4
-
-
-def test_one_value() -> None:
-    """A row of a single value has a deviation of zero and one count."""
-    found = reduce(RowTensor(torch.tensor([[2.5], [-1.0]]), info((1, 1), "NC")), ALL).values
-    check(found, [np.array([2.5]), np.array([-1.0])])
-
-
 def stats_of(text: str) -> Selector:
     parsed = parse_selector(text)
     return Selector(**{**vars(parsed), "reduction": ALL})
@@ -236,26 +198,10 @@ def test_models(name: str, site: Site) -> None:
 def everywhere(catalog: Catalog, site: Site = "output") -> list[Selector]:
     """One for each tensor of a model that has rows of its own."""
     return [
-        stats_of(f"{layer.name}#{number}{format_path(info.path)}:{site}")
-        for layer in catalog.layers.values()
-        for number, call in enumerate(layer.calls)
-        for info in call.get_boundary(site).tensors
+        stats_of(f"{point.layer}#{point.call}{format_path(point.path)}:{site}")
+        for point, info in list_tensors(catalog, site)
         if info.row_axis is not None and not info.crosses_rows and info.dtype != "complex64"
     ]
-
-
-@pytest.mark.parametrize("site", ["grad_output", "grad_input"])
-def test_gradients(site: Site) -> None:
-    """Of gradients as of values: those of a linear layer under a sum can be written down."""
-    torch.manual_seed(3)
-    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 5)).requires_grad_(False)
-    catalog = surveyed(module, 4)
-    plan = make_plan([stats_of(f"0:{site}")], catalog, objective=Objective("sum"))
-    share = RequestSlice(0, 2, plan.captures, plan.resolved_interventions, plan.objective)
-    taken = FeatureExtractor(module).extract_slices(lambda: module(values(2, 4)), [share], 2).select(share)
-    first, second = (np.asarray(part.weight.detach().double().numpy()) for part in module)  # type: ignore[operator,union-attr]
-    gradient = np.ones(5) @ second if site == "grad_output" else np.ones(5) @ second @ first
-    check(next(iter(taken.values())).values, [gradient, gradient])
 
 
 # Neighbours
@@ -279,67 +225,3 @@ def test_neighbours_change_no_bit(name: str) -> None:
         for capture, reduced in whole.select(share).items():
             assert torch.equal(reduced.values, alone[capture].values), capture.point
             assert len(reduced.values) == share.stop - share.start
-
-
-def test_spans() -> None:
-    """Neighbours that want the same statistics are reduced apart, though raw values are taken in one piece."""
-    point = HookPoint("layer", 0, (), "output")
-    for how, spans in ((Reduction(), ((0, 5),)), (ALL, ((0, 2), (2, 5)))):
-        capture = Capture(point, LEAVES["NCHW"], how)
-        shares = [RequestSlice(0, 2, frozenset([capture])), RequestSlice(2, 5, frozenset([capture]))]
-        assert find_spans(shares, 5) == {capture: spans}
-
-
-def test_rows_over_several_forwards() -> None:
-    """The rows of a request that runs in parts are joined in order."""
-    model = load_model(net_spec("TimeFirst"))
-    plan = make_plan([stats_of("norm:input")], model.catalog)
-    rows = batch(model.inputs, 5)
-    (found,) = extract_plan(model, rows, plan, model.catalog, 2).values()
-    seen = record(model.module, *rows.values())["norm", 0, (), "input"].numpy()
-    check(found.values, np.split(seen, 5, axis=1))
-
-
-# Refusals
-
-
-def refused(catalog: Catalog, text: str, how: Reduction) -> RequestError:
-    with pytest.raises(RequestError) as caught:
-        make_plan([Selector(**{**vars(parse_selector(text)), "reduction": how})], catalog)
-    assert caught.value.faults[0].hint
-    return caught.value
-
-
-@pytest.mark.parametrize("more", [{"pool": "mean"}, {"pool": "flatten", "normalize": True}, {"normalize": True}])
-def test_contradictions(more: dict[str, Any]) -> None:
-    """Nothing is done to statistics."""
-    catalog = load_model(net_spec("Chain")).catalog
-    assert "contradicts" in refused(catalog, "conv", Reduction(**more, stats=STATS)).detail
-
-
-@pytest.mark.parametrize("dtype", ["float16", "int8"])
-def test_reply_dtypes(dtype: Any) -> None:
-    """Counts do not fit narrow types."""
-    catalog = load_model(net_spec("Chain")).catalog
-    assert "'dtype'" in refused(catalog, "conv", Reduction(dtype=dtype, stats=STATS)).detail
-
-
-@pytest.mark.parametrize(("net", "layer"), [("Inner", "table"), ("WindowMajor", "inner")])
-def test_no_rows(net: str, layer: str) -> None:
-    """What is the same for all rows, or of which no part is one row's, has no statistics of each."""
-    assert "each input" in refused(load_model(net_spec(net)).catalog, layer, ALL).detail
-
-
-class Empty(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.none = torch.nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.none(x[:, :0])
-        return x
-
-
-def test_no_values() -> None:
-    """A tensor of no value has no least one: it is refused before any forward."""
-    assert "holds no value" in refused(surveyed(Empty(), 4), "none", ALL).detail

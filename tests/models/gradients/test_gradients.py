@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +23,10 @@ from layertap.models.selection.hook_points import Intervention, Objective, Opera
 from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
-from tests.nets import Chain, Pruned, Structured, Tied, bottlenecks, resnet, swin, vit
+from tests.models.extraction import run_plan
+from tests.nets import Pruned, bottlenecks, resnet, swin, vit
 
 CPU = torch.device("cpu")
-STEP = 1e-6
 NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet": (resnet, (3, 32, 32)),
     "bottlenecks": (bottlenecks, (3, 32, 32)),
@@ -50,10 +49,7 @@ def plan_for(catalog: Catalog, objective: Objective, *texts: str) -> Plan:
 
 def ours(module: nn.Module, catalog: Catalog, x: Tensor, objective: Objective, *texts: str) -> dict[str, Tensor]:
     """The project's gradients, by key; ``x`` is a batch."""
-    plan = plan_for(catalog, objective, *texts)
-    share = RequestSlice(0, len(x), plan.captures, plan.resolved_interventions, plan.objective)
-    taken = FeatureExtractor(module).extract_slices(lambda: module(x), [share], len(x)).select(share)
-    return {result.key: taken[result.capture].values for result in plan.results}
+    return run_plan(module, x, plan_for(catalog, objective, *texts))
 
 
 def score(out: Tensor, objective: Objective) -> Tensor:
@@ -91,65 +87,6 @@ def score(out: Tensor, objective: Objective) -> Tensor:
         "probability": lambda: probabilities[chosen],
         "cross_entropy": lambda: -probabilities[chosen].log(),
     }[objective.kind]()
-
-
-@contextmanager
-def pushed(module: nn.Module, call: int, side: str, path: tuple[str, ...], by: Tensor) -> Iterator[None]:
-    """Add to what enters or leaves one call of a module; calls are counted as they begin."""
-    begun, running = [-1], list[int]()
-
-    def add(value: Any) -> Any:
-        items = list(value)
-        items[int(path[0])] = items[int(path[0])] + by
-        return tuple(items)
-
-    def before(_: nn.Module, args: Any) -> Any:
-        begun[0] += 1
-        running.append(begun[0])
-        if side != "input" or begun[0] != call:
-            return None
-        return add(args) if path else (args[0] + by, *args[1:])
-
-    def after(_: nn.Module, args: Any, out: Any) -> Any:
-        if running.pop() != call or side != "output":
-            return None
-        return add(out) if path else out + by
-
-    handles = [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@pytest.mark.parametrize("site", ["grad_output", "grad_input"])
-@pytest.mark.parametrize("name", NETS)
-def test_finite_differences(name: str, site: str) -> None:
-    """Along random directions the objective grows as the gradient says: every module, every call."""
-    factory, shape = NETS[name]
-    net: Any = factory()
-    if hasattr(net, "maxpool"):  # of many zeros the largest is not a matter of calculus
-        net.maxpool = nn.AvgPool2d(3, 2, 1)
-    module, catalog = exact(net, *shape)
-    x = torch.randn(2, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    objective = Objective("cross_entropy", 3)
-    found = ours(module, catalog, x, objective, f"*#*:{site}", f".:{site}")
-    assert len(found) > 20
-    side = site.removeprefix("grad_")
-    plan = plan_for(catalog, objective, f"*#*:{site}", f".:{site}")
-    for number, result in enumerate(plan.results):
-        point = result.capture.point
-        gradient = found[result.key].double()
-        direction = torch.randn(gradient.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
-        values = []
-        for sign in (1, -1):
-            part = module.get_submodule("" if point.layer == "." else point.layer)
-            with torch.no_grad(), pushed(part, point.call, side, point.path, sign * STEP * direction):
-                values.append(score(module(x), objective).sum())
-        slope = (values[0] - values[1]) / (2 * STEP)
-        expected = (gradient * direction).sum()
-        assert torch.isclose(slope, expected, rtol=1e-4, atol=1e-6), (result.key, float(slope), float(expected))
 
 
 def split(net: Any) -> list[Callable[[Tensor], Tensor]]:
@@ -207,28 +144,6 @@ def test_split_by_hand(objective: Objective) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()) + 1e-9, msg=key)
 
 
-def test_rows_are_their_own() -> None:
-    """A row's gradient is what it is alone, whatever shares the batch, and whatever the others differentiate."""
-    module, catalog = exact(bottlenecks(), 3, 32, 32)
-    x = torch.randn(4, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    wishes = [
-        (slice(0, 1), Objective("logit", 5), "layer2.0.conv2:grad_output"),
-        (slice(1, 3), Objective("kl_div", "top"), "layer2.0.conv2:grad_output"),
-        (slice(3, 4), Objective("layer", selector=parse_selector("layer3"), channel=7), "layer1:grad_input"),
-    ]
-    plans = [plan_for(catalog, objective, text) for _, objective, text in wishes]
-    shares = [
-        RequestSlice(where.start, where.stop, plan.captures, (), plan.objective)
-        for (where, _, _), plan in zip(wishes, plans, strict=True)
-    ]
-    taken = FeatureExtractor(module).extract_slices(lambda: module(x), shares, 4)
-    for (where, objective, text), plan, share in zip(wishes, plans, shares, strict=True):
-        alone = ours(module, catalog, x[where], objective, text)[text]
-        got = taken.select(share)[plan.results[0].capture].values
-        assert alone.abs().max() > 0
-        torch.testing.assert_close(got, alone, rtol=1e-6, atol=1e-15)
-
-
 @pytest.mark.parametrize(
     ("objective", "compute"),
     [
@@ -270,63 +185,6 @@ def test_nothing_is_left() -> None:
     second = ours(module.requires_grad_(False), catalog, x, Objective("logit", 0), "layer?:grad_input")
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert not [value for value in first.values() if value.requires_grad or value.is_inference()]
-
-
-def test_tied_modules_and_calls() -> None:
-    """Each call of a module has a gradient of its own; together they are that of the module used everywhere."""
-    module, catalog = exact(Tied(), 5)
-    x = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-    found = ours(module, catalog, x, Objective("sum"), "*#*:grad_output", ".:grad_input")
-    start = x.clone().requires_grad_()
-    wanted = torch.autograd.grad(module(start.clone()).sum(), start)[0]
-    torch.testing.assert_close(found[".:grad_input"].double(), wanted, rtol=1e-6, atol=1e-12)
-    assert all(value.shape[0] == 2 for value in found.values())
-
-
-def test_zero_where_nothing_flows() -> None:
-    """A layer before the objective that it does not depend on has the gradient zero."""
-
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = nn.Linear(3, 2), nn.Linear(3, 2)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.one(x), self.other(x)
-
-    module, catalog = exact(Branches(), 3)
-    x = torch.randn(2, 3, dtype=torch.float64)
-    found = ours(module, catalog, x, Objective("sum"), "one:grad_output", "other:grad_output")
-    assert torch.equal(found["one:grad_output"], torch.ones(2, 2))
-    assert torch.equal(found["other:grad_output"], torch.zeros(2, 2))
-
-
-def test_structured() -> None:
-    """Leaves of dictionaries and named tuples have gradients of their own; of several outputs the first is summed."""
-    module, catalog = exact(Structured(), 4)
-    x = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
-    found = ours(module, catalog, x, Objective("sum"), "nested:grad_output", "linear:grad_output")
-    # What is summed is the first output, x + 1.
-    assert {key: float(value.abs().sum()) for key, value in found.items()} == {
-        **dict.fromkeys((key for key in found if key.startswith("nested")), 0.0),
-        "nested[pair][left]:grad_output": 12.0,
-        "linear:grad_output": 12.0,
-    }
-    assert len(found) > 6
-
-
-def test_in_place_and_called_twice() -> None:
-    """Values that are overwritten later have the gradient that they had when they left."""
-    module, catalog = exact(Chain(), 3, 8, 8)
-    net: Any = module
-    x = torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
-    found = ours(module, catalog, x, Objective("sum"), "conv:grad_output", "relu#0:grad_output", "relu#1:grad_input")
-    conv = net.conv(x).requires_grad_()
-    first = functional.relu(conv)
-    second = first - 0.3
-    values = torch.autograd.grad(net.head(functional.relu(second).mean((2, 3))).sum(), (conv, first, second))
-    for got, wanted in zip(found.values(), values, strict=True):
-        torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-12)
 
 
 class Partly(nn.Module):
@@ -390,59 +248,3 @@ def graphs() -> int:
     """How many tensors there are that a graph depends on."""
     gc.collect()
     return sum(type(value) is Tensor and value.requires_grad for value in gc.get_objects())
-
-
-class Scratch(nn.Module):
-    """Computes in a buffer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-        self.register_buffer("space", torch.zeros(8, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        space: Any = self.space
-        space[: len(x)] = self.linear(x)
-        out: Tensor = self.head(space[: len(x)] ** 2)
-        return out
-
-
-def test_buffers_keep_no_graph() -> None:
-    """What a model writes to its buffers is there after the forward, and no graph depends on it."""
-    module, catalog = exact(Scratch(), 4)
-    x = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10))
-    first, second = (ours(module, catalog, x, Objective("sum"), "linear:grad_output") for _ in range(2))
-    net: Any = module
-    assert not net.space.requires_grad
-    assert torch.equal(net.space[:2], net.linear(x))
-    wanted = 2 * net.linear(x) * net.head.weight.sum(0)
-    for found in (first, second):
-        torch.testing.assert_close(found["linear:grad_output"].double(), wanted, rtol=1e-6, atol=1e-12)
-
-
-class Table(nn.Module):
-    """Makes a table for the number of tokens when it first meets it, and keeps the latest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-        self.table: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.table is None or len(self.table) != x.shape[1]:
-            self.table = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
-        out: Tensor = self.head(self.linear(x) * self.table).mean(1)
-        return out
-
-
-def test_tables_made_in_a_plain_forward() -> None:
-    """What a model keeps of a forward without gradients is fit for one with them."""
-    module, catalog = exact(Table(), 5, 4)
-    net: Any = module
-    net.table = None
-    x = torch.randn(2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(11))
-    plain = make_plan([parse_selector("head")], catalog)
-    FeatureExtractor(module).extract_slices(lambda: module(x), [RequestSlice(0, 2, plain.captures)], 2)
-    found = ours(module, catalog, x, Objective("sum"), "linear:grad_output")["linear:grad_output"]
-    wanted = (torch.arange(5.0)[:, None].double() * net.head.weight.sum(0) / 5).expand(2, 5, 4)
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-12)

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.errors import RequestError
-from layertap.models.explanations.map_layers import make_trial_objective
 from layertap.models.selection.hook_points import Objective
 from layertap.models.selection.selectors import parse_selector
 from tests.models.gradients.test_gradients import exact, ours, plan_for
-from tests.nets import resnet, swin, vit
 
 
 class Segmenter(nn.Module):
@@ -59,41 +57,6 @@ def test_a_pixel_of_scores(name: str) -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-12)
 
 
-PLACES: dict[str, tuple[Callable[[], nn.Module], str, str, tuple[int, ...], Callable[[Tensor], Tensor]]] = {
-    "a token": (vit, "encoder.layers.encoder_layer_0", "encoder.layers.encoder_layer_1", (-1,), lambda v: v[:, -1, 3]),
-    "channels last": (swin, "features.0", "features.1", (1, -1), lambda v: v[:, 1, -1, 3]),
-    "a map": (resnet, "layer1", "layer2", (0, 2), lambda v: v[:, 3, 0, 2]),
-}
-
-
-@pytest.mark.parametrize("name", PLACES)
-def test_a_neuron_of_a_layer(name: str) -> None:
-    """A channel at a position of a layer's output, whatever order its axes have."""
-    make, before, layer, position, take = PLACES[name]
-    module, catalog = exact(make(), 3, 32, 32)
-    x = drawn(2, 3, 32, 32)
-    objective = Objective("layer", selector=parse_selector(layer), channel=3, position=position)
-    found = ours(module, catalog, x, objective, f"{before}:grad_output")[f"{before}:grad_output"]
-    kept: dict[str, Tensor] = {}
-
-    def cut(part: Any, args: Any, output: Tensor) -> Tensor:
-        kept["start"] = output.detach().requires_grad_()
-        return kept["start"].clone()
-
-    def keep(part: Any, args: Any, output: Tensor) -> None:
-        kept["end"] = output.clone()
-
-    with (
-        torch.enable_grad(),
-        module.get_submodule(before).register_forward_hook(cut),
-        module.get_submodule(layer).register_forward_hook(keep),
-    ):
-        module(x)
-    (wanted,) = torch.autograd.grad(take(kept["end"]).sum(), kept["start"])
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-12)
-    assert wanted.abs().max() > 0
-
-
 REFUSED = {
     "beyond the rows": (Objective("logit", 0, position=(8, 0)), "between -8 and 7 and between -9 and 8"),
     "before the columns": (Objective("logit", 0, position=(0, -10)), "between -8 and 7 and between -9 and 8"),
@@ -112,11 +75,3 @@ def test_refused(name: str) -> None:
         plan_for(catalog, objective, "early:grad_output")
     fault = caught.value.faults[0]
     assert said in f"{fault.detail} {fault.hint}"
-
-
-def test_trial_keeps_its_place() -> None:
-    """What is tried in place of an objective looks where that does."""
-    _, catalog = exact(Segmenter(), 3, 8, 9)
-    objective = plan_for(catalog, OBJECTIVES["class"][0], "early:grad_output").objective
-    assert objective is not None
-    assert make_trial_objective(objective).objective == Objective(position=(1, 6))

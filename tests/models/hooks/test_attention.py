@@ -27,7 +27,8 @@ from layertap.models.selection.hook_points import Intervention, Objective, Opera
 from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
-from tests.nets import Chain, Encoder, SinkAttention, swin, vit
+from tests.models.extraction import run_plan
+from tests.nets import Encoder, SinkAttention, swin, vit
 from tests.oracle import record, seeded
 
 ROWS = 3
@@ -184,25 +185,6 @@ def sinking(module: SinkAttention, x: Tensor, change: Change = unchanged) -> tup
     return weights, (weights @ value).transpose(1, 2).flatten(2)
 
 
-class BlockAttention(FoldedAttention):
-    """Some queries look at all keys, all others at their block's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (heads_of(part, 2) for part in self.qkv(x).chunk(3, -1))
-        blocks = [part[:, :, 1:].unflatten(2, (3, 2)) for part in (query, key, value)]
-        first = self.soft(query[:, :, :1] @ key.transpose(2, 3)) @ value
-        others = self.soft(blocks[0] @ blocks[1].transpose(3, 4)) @ blocks[2]
-        return torch.cat([first, others.flatten(2, 3)], 2).transpose(1, 2).flatten(2)
-
-
-class Blocks(Folded):
-    """Holds attention in blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = BlockAttention()
-
-
 class Careless(nn.Module):
     """A kernel that leaves weights out at random, evaluated or not."""
 
@@ -279,9 +261,7 @@ def plan_for(catalog: Catalog, *texts: str, objective: Objective | None = None) 
 
 def run(module: nn.Module, plan: Plan, x: Tensor) -> dict[str, Tensor]:
     """The project's results, by key."""
-    share = RequestSlice(0, len(x), plan.captures, plan.resolved_interventions, plan.objective)
-    taken = FeatureExtractor(module).extract_slices(lambda: module(x), [share], len(x)).select(share)
-    return {result.key: taken[result.capture].values for result in plan.results}
+    return run_plan(module, x, plan)
 
 
 def entered(module: nn.Module, layer: str, x: Tensor) -> Tensor:
@@ -356,24 +336,6 @@ def test_gradients(name: str) -> None:
     torch.testing.assert_close(found["."], out.detach().float())
 
 
-def test_finite_differences() -> None:
-    """Along random directions of the weights the objective grows as the gradient says."""
-    case = CASES["timm"]
-    module, catalog, x = prepared(case, torch.float64)
-    found = run(module, plan_for(catalog, "*:attention_grad", objective=Objective("logit", 2)), x)
-    for number, layer in enumerate(case.layers):
-        gradient = found[f"{layer}:attention_grad"].double()
-        direction = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(number)).double()
-        dropout = module.get_submodule(layer).attn_drop  # the softmax's result passes it
-        scores = []
-        for step in (1e-5, -1e-5):
-            handle = dropout.register_forward_hook(lambda part, args, out, by=step * direction: out + by)
-            scores.append(module(x)[:, 2].sum())
-            handle.remove()
-        slope = float(scores[0] - scores[1]) / 2e-5
-        assert slope == pytest.approx(float((gradient * direction).sum()), rel=1e-4)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_forward_is_untouched(name: str) -> None:
     """Who asks for attention gets everything else bit for bit as who does not, and leaves the model as it was."""
@@ -388,67 +350,6 @@ def test_forward_is_untouched(name: str) -> None:
     if name != "encoder":  # any hook at all takes PyTorch's encoder off its fused path
         with torch.inference_mode():
             assert torch.equal(having["."], module(x))
-
-
-@pytest.mark.parametrize("name", ["vit", "timm fused", "swin"])
-def test_graph_is_untouched(name: str) -> None:
-    """So it is in a forward that is differentiated elsewhere."""
-    case = CASES[name]
-    module, catalog, x = prepared(case)
-    texts = [".", f"{case.layers[0]}:grad_input"]
-    objective = Objective("logit", "top")
-    without = run(module, plan_for(catalog, *texts, objective=objective), x)
-    having = run(module, plan_for(catalog, *texts, "*:attention", objective=objective), x)
-    assert all(torch.equal(having[key], value) for key, value in without.items())
-    weights, _ = case.hand(module.get_submodule(case.layers[1]), entered(module, case.layers[1], x))
-    torch.testing.assert_close(having[f"{case.layers[1]}:attention"], weights)
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("site", ["attention", "attention_grad"])
-def test_rows_are_their_own(name: str, site: str) -> None:
-    """Rows of several requests in one forward each get what they get alone."""
-    case = CASES[name]
-    module, catalog, x = prepared(case)
-    objective = Objective("sum") if site == "attention_grad" else None
-    plans = [
-        plan_for(catalog, f"{case.layers[row % len(case.layers)]}:{site}", objective=objective) for row in range(ROWS)
-    ]
-    shares = [RequestSlice(row, row + 1, plan.captures, (), plan.objective) for row, plan in enumerate(plans)]
-    taken = FeatureExtractor(module).extract_slices(lambda: module(x), shares, ROWS)
-    for row, (plan, share) in enumerate(zip(plans, shares, strict=True)):
-        (alone,) = run(module, plan, x[row : row + 1]).values()
-        (together,) = taken.select(share).values()
-        torch.testing.assert_close(together.values, alone, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("site", ["attention", "attention_grad"])
-def test_parts_are_of_each_request(site: str) -> None:
-    """Requests for different heads, queries and keys in one forward: each its own, bit for bit."""
-    case = CASES["swin"]
-    module, catalog, x = prepared(case)
-    selector = parse_selector(f"{case.layers[1]}:{site}")
-    objective = Objective("sum") if site == "attention_grad" else None
-    parts: list[dict[str, tuple[int, ...]]] = [
-        {"heads": (1,), "queries": (-1, 0)},
-        {"heads": (0,), "keys": (2,)},
-        {"queries": (3,)},
-    ]
-    plans = [make_plan([_reduced(selector, **part)], catalog, objective=objective) for part in parts]
-    whole = make_plan([selector], catalog, objective=objective)
-    shares = [
-        RequestSlice(row, row + 1, plan.captures | whole.captures, (), plan.objective) for row, plan in enumerate(plans)
-    ]
-    taken = FeatureExtractor(module).extract_slices(lambda: module(x), shares, ROWS)
-    for plan, share, part in zip(plans, shares, parts, strict=True):
-        results = taken.select(share)
-        (capture,), (everything,) = plan.captures, whole.captures
-        expected = results[everything].values
-        for axis, name in enumerate(("heads", "queries", "keys"), 1):
-            indices = part.get(name, range(expected.shape[axis]))
-            expected = torch.stack([expected.select(axis, index) for index in indices], axis)
-        assert torch.equal(results[capture].values, expected)
-        assert results[capture].values.shape == capture.shape(1)
 
 
 def test_functions_in_a_block() -> None:
@@ -469,35 +370,6 @@ def test_functions_in_a_block() -> None:
     torch.testing.assert_close(found[".[1]:attention"], masked.detach())
 
 
-def test_functional_gradients() -> None:
-    """The gradients of two attentions of one call, by finite differences of what the weights do after them."""
-    module = seeded(Functional(), 8).double().eval().requires_grad_(False)
-    catalog = surveyed(module, 5, 8, dtype=torch.float64)
-    x = torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(1)).double()
-    found = run(module, plan_for(catalog, ".:attention_grad", objective=Objective("sum")), x)
-    value = heads_of((x @ module.qkv.weight.T + module.qkv.bias)[..., 16:], 4)
-    # The objective is linear in the weights: a weight counts by how its value reaches the head.
-    reach = heads_of(module.head.weight.sum(0).view(1, 1, 8) / 5, 4)
-    torch.testing.assert_close(
-        found[".[0]:attention_grad"], (reach @ value.transpose(2, 3)).expand(ROWS, 4, 5, 5).float()
-    )
-    truth = (reach @ value[:, [0, 0, 1, 1]].transpose(2, 3)).expand(ROWS, 4, 5, 5).float()
-    torch.testing.assert_close(found[".[1]:attention_grad"], truth)
-
-
-@pytest.mark.parametrize("pool", ["none", "flatten"])
-def test_pools(pool: str) -> None:
-    """As it is, or a row's in one line, windows and all."""
-    module, catalog, x = prepared(CASES["swin"])
-    layer = CASES["swin"].layers[1]
-    selector = parse_selector(f"{layer}:attention")
-    plan = make_plan([_reduced(selector, pool=pool)], catalog)
-    (found,) = run(module, plan, x).values()
-    weights, _ = windowed(module.get_submodule(layer), entered(module, layer, x))
-    torch.testing.assert_close(found, weights if pool == "none" else weights.view(ROWS, -1))
-    assert found.shape == plan.results[0].capture.shape(ROWS)
-
-
 @pytest.mark.parametrize("options", [{"pool": "mean"}, {"pool": "cls"}, {"channels": (0,)}, {"tokens": (0,)}])
 def test_other_reductions_are_refused(options: dict[str, Any]) -> None:
     """What is averaged over axes that nobody named means nothing."""
@@ -514,11 +386,8 @@ def _reduced(selector: Any, **options: Any) -> Any:
     ("name", "text", "says", "hint"),
     [
         ("vit", "conv_proj:attention", "computes no attention", SELF.format(0)),
-        ("vit", "conv_*:attention", "computes no attention", SELF.format(1)),
         ("vit", f"{SELF.format(0)}.out_proj:attention", "never runs", SELF.format(0)),
         ("vit", f"{SELF.format(0)}[1]:attention", "single tensor", "path"),
-        ("vit", f"{SELF.format(0)}:attention_grad", "objective", "logit"),
-        ("timm", "blocks.0.attn.qkv:attention_grad", "computes no attention", "blocks.1.attn"),
         ("timm", "blocks.0.attn:attention_sink", "the attention sink of layer 'blocks.0.attn' holds no tensor", ""),
     ],
 )
@@ -544,31 +413,6 @@ def test_sinks() -> None:
     found = run(module, plan, x)
     assert not found["attention:attention"].any()
     torch.testing.assert_close(found["attention:attention_sink"], 1 - weights.sum(-1, keepdim=True))
-
-
-def test_parts_of_attention_are_refused() -> None:
-    """Where some weights of a call are no (heads, queries, keys) the others alone are not its attention."""
-    catalog = surveyed(seeded(Blocks(), 7).eval(), 7, 8)
-    with pytest.raises(RequestError, match="or none of \\(heads, queries, keys\\)") as caught:
-        plan_for(catalog, "attention:attention")
-    assert caught.value.hint == "no layer of this model does"
-
-
-def test_models_without_attention() -> None:
-    """A convolution has none, nor has a model of them."""
-    catalog = surveyed(seeded(Chain(), 1).eval(), 3, 8, 8)
-    with pytest.raises(RequestError, match="attention") as caught:
-        plan_for(catalog, "conv:attention")
-    assert caught.value.hint == "no layer of this model does"
-
-
-def test_gradients_of_attention_are_not_changed() -> None:
-    """They are looked at, not intervened on."""
-    _, catalog, _ = prepared(CASES["timm"])
-    change = Intervention(parse_selector("blocks.0.attn:attention_grad"), Operation("zero"))
-    with pytest.raises(RequestError, match="not possible") as caught:
-        make_plan([parse_selector(".")], catalog, [change])
-    assert "'attention'" in caught.value.hint
 
 
 def test_unexplained_outputs_are_refused() -> None:

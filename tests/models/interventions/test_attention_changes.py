@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import Catalog
-from layertap.models.errors import InputError, RequestError
+from layertap.models.errors import RequestError
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Intervention, Objective, Operation, TensorData
 from layertap.models.selection.plan import Plan
@@ -22,16 +22,11 @@ from tests.models.hooks.test_attention import (
     CASES,
     ROWS,
     Change,
-    Functional,
     by_hand,
-    heads_of,
     prepared,
     run,
     same_state,
-    softmax,
-    surveyed,
 )
-from tests.oracle import seeded
 
 REPLACEMENT = torch.rand(1, 2, 3, generator=torch.Generator().manual_seed(4))  # heads, queries, keys
 
@@ -156,63 +151,6 @@ def test_rows_of_others(name: str) -> None:
             torch.testing.assert_close(values, alone[result.key], rtol=1e-4, atol=1e-5)
     assert plain.may_share
     assert not plan.may_share
-
-
-def test_one_of_two_in_a_call() -> None:
-    """Of two attentions of one call that is changed which is named, though another mask and other heads are there."""
-    module = seeded(Functional(), 8).eval()
-    catalog = surveyed(module, 5, 8)
-    x = torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(1))
-    query, key, value = (heads_of(part, 4) for part in (x @ module.qkv.weight.T + module.qkv.bias).chunk(3, -1))
-    causal = softmax((query @ key.transpose(2, 3) * 0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf))
-    masked = query @ key[:, [0, 0, 1, 1]].transpose(2, 3) / 2**0.5
-    masked[:, :, 2, 1] = -torch.inf
-    masked = softmax(masked)
-    masked[:, :, 0] = 0.0
-    masked[:, 2] = 0.25
-    joined = causal @ value + masked @ value[:, [0, 0, 1, 1]]
-    expected = joined.transpose(1, 2).flatten(2).mean(1) @ module.head.weight.T + module.head.bias
-    change = Intervention(parse_selector(".[1]:attention"), Operation("replace", value=0.25, heads=(2,)))
-    plan = make_plan([parse_selector(text) for text in (".", ".:attention")], catalog, [change])
-    found = run(module, plan, x)
-    torch.testing.assert_close(found["."], expected.detach())
-    torch.testing.assert_close(found[".[0]:attention"], causal.detach())
-    torch.testing.assert_close(found[".[1]:attention"], masked.detach())
-
-
-class HiddenAttention(nn.Module):
-    """Attention whose softmax is the kernel itself, by no function of torch's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.proj = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = heads_of(self.linear(x), 2)
-        out: Tensor = self.proj(
-            (torch.ops.aten._softmax(y @ y.transpose(2, 3), -1, False) @ y).transpose(1, 2).flatten(2)
-        )
-        return out
-
-
-@pytest.mark.parametrize("texts", [(".",), ("proj",), (".:attention",), ("linear",)])
-def test_out_of_reach(texts: tuple[str, ...]) -> None:
-    """Weights that can be seen and not replaced are not changed: that is said, wherever the forward ends.
-
-    A forward that ends before them has nothing to do with it.
-    """
-    module = seeded(HiddenAttention(), 1).eval()
-    catalog = surveyed(module, 5, 8)
-    x, before = torch.randn(ROWS, 5, 8), same_state(module)
-    (plain,) = run(module, make_plan([parse_selector(texts[0])], catalog), x).values()
-    plan = planned(catalog, ".", Operation("zero", heads=(0,)), *texts)
-    if texts == ("linear",):
-        assert torch.equal(run(module, plan, x)["linear"], plain)
-    else:
-        with pytest.raises(InputError, match="this 'HiddenAttention' is computed where its weights can't be reached"):
-            run(module, plan, x)
-    assert same_state(module) == before
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layertap.models import fingerprint
 from layertap.models.capture.batch_slices import RequestSlice
-from layertap.models.errors import InputError, OutOfMemoryError, RequestError, SelectorError
+from layertap.models.errors import InputError, RequestError, SelectorError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
 from layertap.models.replica import call_module
@@ -25,10 +23,10 @@ from layertap.models.selection.hook_points import Objective, Selector
 from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.service.http.model_descriptions import describe_layers
 from tests.conftest import net_spec
 from tests.loading import load_model
-from tests.nets import SinkAttention, batch
+from tests.models.extraction import see
+from tests.nets import batch
 from tests.oracle import Key, record
 
 ROWS = 2
@@ -84,7 +82,7 @@ def offline(model: LoadedModel, layer: str, call: int, value: Tensor, seed: int)
     """All tensors of a whole forward of some rows, with another value put in place of what leaves a call."""
     rows = batch(model.inputs, len(value), seed)
     with put(model.module, layer, call, value):
-        return record(model.module, *rows.values()) if len(rows) == 1 else record(model.module, **rows)
+        return see(model, rows)
 
 
 CASES = [
@@ -166,17 +164,6 @@ def test_only_the_rest_runs(loaded: Callable[[str], LoadedModel], net: str, laye
     assert nothing.found == 0
 
 
-def test_costs(loaded: Callable[[str], LoadedModel]) -> None:
-    """What is left costs less than a whole forward; a share of its cost is one of what is left."""
-    model = loaded("bottlenecks")
-    known = resumed(model, "layer3")
-    whole, rest = (each.layers["."].calls[0].output.cost for each in (model.catalog, known.catalog))
-    assert (whole, rest) == (pytest.approx(1, abs=0.01), pytest.approx(1, abs=0.01))
-    assert known.catalog.seconds < model.catalog.seconds
-    assert known.catalog.layers["layer3"].calls[0].output.cost == 0
-    assert known.catalog.costs.estimate_seconds(1) < model.catalog.costs.estimate_seconds(1)
-
-
 def test_nothing_stays(loaded: Callable[[str], LoadedModel]) -> None:
     """No forward of a part is replaced for longer than a forward takes, whether it ends, raises or stops early."""
     model = loaded("resnet")
@@ -207,22 +194,9 @@ def test_gradients(loaded: Callable[[str], LoadedModel]) -> None:
     assert float(wanted.abs().max()) > 1e-3
 
 
-def test_every_replica(loaded: Callable[[str], LoadedModel]) -> None:
-    """What was tried on one replica holds for all."""
-    model = loaded("resnet")
-    assert len(model.replicas) == 2
-    known = resumed(model, "layer1")
-    given = torch.randn(2, *known.takes.shape)
-    one, other = (ours(model, known, given, plan_of(known, "layer4", "."), replica) for replica in (0, 1))
-    assert all(torch.equal(one[key], other[key]) for key in one)
-
-
 @pytest.mark.parametrize(
     ("net", "layer", "says"),
     [
-        ("resnet", ".", "nothing runs after"),
-        ("resnet", "layer1:input", "does not name the output"),
-        ("resnet", "layer*", "does not name the output"),
         ("Windows", "inner", "one entry for each input"),
         ("Structured", "nested", "does not name the output"),
         ("Kinds", "kinds[complex]", "can't be sent"),
@@ -266,56 +240,6 @@ class Counts(nn.Module):
         return out
 
 
-class Sinks(nn.Module):
-    """Attention with learned sinks after a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.attention = nn.Linear(8, 8), SinkAttention()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.attention(self.first(x))
-        return out
-
-
-class Peeks(nn.Module):
-    """Hands on numbers that no tensor holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.look, self.first, self.second = Look(), nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        size = self.look(x)
-        x = self.first(x)
-        out: Tensor = self.second(x) * size["of"]
-        return out
-
-
-class Look(nn.Module):
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"of": float(x.abs().sum()), "rows": len(x)}
-
-
-def test_numbers_outside_of_tensors() -> None:
-    """What a standing module returned beside tensors is of another input: what depends on it is not offered."""
-    known = resumed(load_model(own("Peeks")), "first")
-    assert {layer for layer, *_ in points(known)} == {"first", "second"}
-
-
-def test_sinks_are_listed_and_offered() -> None:
-    """What sinks take follows from a layer before them as the weights do; both are listed where layers are."""
-    model = load_model(own("Sinks", InputSpec("x", (5, 8))))
-    (listed,) = describe_layers(model, [model.catalog.layers["attention"]])["layers"]
-    assert [entry["shape"] for entry in listed["attention_sink"]] == [(1, 2, 5, 1)]
-    known = resumed(model, "first")
-    given = torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(5))
-    found = ours(model, known, given, plan_of(known, "attention:attention", "attention:attention_sink"))
-    taken = 1 - found["attention:attention"].sum(-1, keepdim=True)
-    assert taken.min() > 0.01
-    torch.testing.assert_close(found["attention:attention_sink"], taken)
-
-
 def test_buffers_are_left_alone() -> None:
     """What a model writes to its buffers as it runs is put back: no trial leaves there what is no number."""
     model = load_model(own("Counts"))
@@ -323,27 +247,6 @@ def test_buffers_are_left_alone() -> None:
     resumed(model, "first")
     assert not before.any()
     assert torch.equal(model.module.get_buffer("seen"), before)
-
-
-class Aside(nn.Module):
-    """Two parts beside each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.side, self.main = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.first(x)
-        return self.side(x), self.main(x)
-
-
-def test_zero_where_nothing_flows() -> None:
-    """A gradient that is zero is so in a forward that goes on from a layer too."""
-    model = load_model(own("Aside"))
-    known = resumed(model, "first")
-    objective = Objective("layer", selector=parse_selector("main"))
-    found = ours(model, known, torch.ones(2, 4), plan_of(known, "side:grad_output", objective=objective))
-    assert torch.equal(found["side:grad_output"], torch.zeros(2, 4))
 
 
 class Large(nn.Module):
@@ -389,93 +292,6 @@ def test_masks_and_whole_numbers_are_no_answer() -> None:
     assert offered == {"first", "plain"}
 
 
-class EndOfText(nn.Module):
-    """Takes a text's last hidden state, where a token says so that a trial may never have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.first, self.head = nn.Embedding(50_000, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.first(self.embed(ids))
-        ends = (ids == 49_407).int().argmax(-1)
-        out: Tensor = self.head(hidden[torch.arange(len(ids)), ends])
-        return out
-
-
-def test_tokens_are_no_answer() -> None:
-    """The model's inputs are hollow too: what is looked up by them is not offered."""
-    known = resumed(load_model(own("EndOfText", InputSpec("ids", (6,), "int64", (0, 50_000)))), "first")
-    assert {layer for layer, *_ in points(known)} == {"first"}
-
-
-class Long(nn.Module):
-    """Layers whose names are the same up to far beyond what is shown of one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict({f"{'part' * 30}{place}": nn.Linear(4, 4) for place in range(2)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts.values():
-            x = part(x)
-        return x
-
-
-def test_starts_differ_however_long_their_names() -> None:
-    """Fingerprints depend on where a forward began: on the whole name, not on what of it is shown."""
-    model = load_model(own("Long"))
-    one, other = (
-        fingerprint.digest_changes((), resumed(model, name).catalog.start) for name in sorted(model.catalog.layers)[-2:]
-    )
-    assert one is not None
-    assert one != other
-
-
-class Fussy(nn.Module):
-    """Does not run where there is a NaN, for a reason that may be the device's."""
-
-    ran = 0
-    error: type[Exception] = ValueError
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        type(self).ran += 1  # on the class: what stands on the model is put back
-        if x.isnan().any():
-            raise self.error
-        out: Tensor = self.second(self.first(x))
-        return out
-
-
-class Crowded(Fussy):
-    error = torch.OutOfMemoryError
-
-
-def test_tried_once() -> None:
-    """A layer that can't be resumed from is not tried again and again."""
-    model = load_model(own("Fussy"))
-    with pytest.raises(SelectorError, match="can't be resumed from 'first'"):
-        resumed(model, "first")
-    ran = model.module.ran
-    with pytest.raises(SelectorError, match="can't be resumed from 'first'"):
-        resumed(model, "first")
-    assert model.module.ran == ran
-
-
-def test_want_of_memory_is_no_refusal() -> None:
-    """It says nothing of the layer, so it is tried again."""
-    model = load_model(own("Crowded"))
-    with pytest.raises(OutOfMemoryError):
-        resumed(model, "first")
-    ran = model.module.ran
-    with pytest.raises(OutOfMemoryError):
-        resumed(model, "first")
-    assert model.module.ran != ran
-
-
 class Keeps(nn.Module):
     """Keeps what it returned last."""
 
@@ -502,35 +318,10 @@ class Remembers(nn.Module):
         return x, x + self.early.kept, x + self.first.kept
 
 
-class Compares(nn.Module):
-    """Goes on with what it finds in its inputs, and in what a part finds there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.large, self.first, self.second = Larger(), nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        absent, low, large = x == 0, x < -50, self.large(x)
-        x = self.second(self.first(x))
-        return x, x.masked_fill(absent, 7), x.masked_fill(low, 7), torch.where(large, 7, x)
-
-
-class Larger(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x > 50
-
-
 def test_what_parts_keep() -> None:
     """A model that goes on with what its parts kept of a forward is not resumed: that is of other rows."""
     with pytest.raises(SelectorError, match="can't be resumed"):
         resumed(load_model(own("Remembers")), "first")
-
-
-def test_what_hides_in_a_forward() -> None:
-    """What depends on a comparison that was false of other rows is not offered."""
-    known = resumed(load_model(own("Compares")), "first")
-    assert {path for layer, _, path, _ in points(known) if layer == "."} == {("0",)}
-    assert {layer for layer, *_ in points(known)} == {".", "first", "second"}
 
 
 class MakesConstants(nn.Module):
@@ -557,59 +348,3 @@ def test_reused_memory_is_no_dependence() -> None:
         kept.append(torch.zeros(trial % 13 * 64 + 1))
         known = verify_resumable(model.module, start, model.catalog, model.inputs, call_module, rows, model.dtype)
         assert {layer for layer, *_ in points(known)} == {".", "first", "second"}
-
-
-class Replaces(nn.Module):
-    """Puts another tensor in place of a buffer in every forward, and another buffer for each number of rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
-        self.register_buffer("last", torch.zeros(1, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.last = self.first(x)
-        self.register_buffer(f"rows{len(x)}", torch.zeros(1))
-        out: Tensor = self.second(self.last)
-        return out
-
-
-def test_buffers_are_put_back() -> None:
-    """Also where they are other tensors, of other shapes, or others than before."""
-    model = load_model(own("Replaces"))
-    before = dict(model.module.named_buffers())
-    copies = {name: buffer.clone() for name, buffer in before.items()}
-    with pytest.raises(SelectorError, match="can't be resumed"):
-        resumed(model, "first")
-    after = dict(model.module.named_buffers())
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], copy) for name, copy in copies.items())
-
-
-class Finer(nn.Module):
-    """Has a layer that is finer than the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.first, self.second = nn.Linear(4, 4), Fine(), nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(self.linear(x)))
-        return out
-
-
-class Fine(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.float() * 1.001
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_layer_finer_than_the_model(dtype: Any) -> None:
-    """What is sent is not rounded to the model's dtype."""
-    model = load_model(replace(own("Finer"), dtype=dtype))
-    known = resumed(model, "first")
-    given = torch.tensor([[1.0009, -0.30003, 1e6, 3e-9]])
-    found = ours(model, known, given, plan_of(known, "first", "second"))
-    assert all(torch.equal(value, given) for value in found.values())
-    takes = model.model_inputs.replace_by_output(known.takes)
-    assert takes.dtype is torch.float32
