@@ -180,6 +180,7 @@ REDUCTIONS: dict[str, Any] = {
     "by": "channel",
     "over": "inputs",
     "edges": (0.0, 1.0),
+    "metric": Objective("sum"),
     "pool": "mean",
     "normalize": True,
     "dtype": "float16",

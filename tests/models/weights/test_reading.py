@@ -180,7 +180,7 @@ def scripted(folder: Path, module: nn.Module) -> Path:
     return folder / "x.pt"
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
 @pytest.mark.parametrize(
     ("save", "words"),
     [
