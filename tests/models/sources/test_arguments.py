@@ -83,6 +83,16 @@ def test_fine_tuned_checkpoint(source: str, tmp_path: Path) -> None:
     assert torch.equal(compute(model.module, shape), compute(module, shape))
 
 
+def test_heads_are_not_all_that_differs(tmp_path: Path) -> None:
+    """No number of classes is suggested where another tensor is missing, or of another shape."""
+    module = get_model("resnet18", num_classes=CLASSES)
+    state = module.state_dict()
+    save_file({name: value for name, value in state.items() if name != "conv1.weight"}, tmp_path / "a.safetensors")
+    assert "num_classes" not in refused("torchvision:resnet18", tmp_path / "a.safetensors")
+    save_file({**state, "conv1.weight": torch.zeros(64, 1, 7, 7)}, tmp_path / "b.safetensors")
+    assert "num_classes" not in refused("torchvision:resnet18", tmp_path / "b.safetensors")
+
+
 @pytest.mark.parametrize(
     ("source", "args", "words"),
     [
