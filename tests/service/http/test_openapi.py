@@ -58,6 +58,7 @@ def test_routes(document: Json) -> None:
         *(
             "post /extract",
             "post /explain",
+            "post /sweep",
             "get /models",
             "get /models/{name}",
             "get /models/{name}/labels",
@@ -121,6 +122,7 @@ def test_names_of_operations(document: Json) -> None:
         *(
             "extract",
             "explain",
+            "sweep",
             "list_models",
             "show_model",
             "list_layers",

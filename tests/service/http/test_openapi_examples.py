@@ -174,7 +174,7 @@ RARE = {
     "Receipt": {"forward", "entries_per_row", "row_order", "truncated"},
     "Checkpoint": {"adapter"},  # of a folder of peft
     "TextInputs": {"cuts", "prompts", "default_prompt"},  # of a sentence-transformers folder
-    "Model": {"replacement"},  # while another version loads
+    "Model": {"replacement", "outputs"},  # while another version loads; where scores are not logits
     "Replacement": {"state", "reason"},
     "LibraryPreprocessing": {"processor", "settings", "background", "decode"},  # of a folder of transformers
     "ReloadReply": {"added", "removed", "changed", "aliases", "default"},  # of a server with a file
@@ -238,6 +238,7 @@ def ask_everything(live: Live) -> Iterator[httpx.Response]:
         {"layers": [{"layer": "block1", "pool": "mean", "channels": [0, 3], "dtype": "int8"}], "inputs": [PICTURE]},
         {"layers": [{"layer": "block1", "stats": True, "by": "channel"}], "inputs": [PICTURE]},
         {"layers": [{"layer": "block1", "stats": ["mean"], "over": "inputs"}], "inputs": [PICTURE]},
+        {"layers": [{"layer": "block1", "stats": ["histogram"], "edges": [0, 1]}], "inputs": [PICTURE]},
         {
             "layers": ["head"],
             "pool": "mean",
