@@ -286,6 +286,11 @@ class Sweep:
     values: tuple[float, ...] = ()
     top: int = 0
 
+    @property
+    def tried(self) -> tuple[float | None, ...]:
+        """What takes the place of the operation's number, one after the other; None: nothing does."""
+        return self.values or (None,)
+
 
 @dataclass(frozen=True)
 class InputBaseline:

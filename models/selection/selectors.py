@@ -10,7 +10,7 @@ from typing import Literal
 
 from layertap.models.errors import SelectorError, escape
 from layertap.models.hooks.sites import SITES, Site
-from layertap.models.selection.hook_points import FunctionCall, Selector, format_path
+from layertap.models.selection.hook_points import FunctionCall, HookPoint, Selector, format_path
 
 MAX_TEXT = 512
 *_SITES, _LAST_SITE = map(repr, SITES)
@@ -33,6 +33,13 @@ def parse_selector(text: str) -> Selector:
     if not pattern:
         raise SelectorError(f"{escape(text)} names no layer", hint=EXAMPLE)
     return Selector(text=text, pattern=pattern, call=call, path=path, site=site, function=function)
+
+
+def make_selector(point: HookPoint, alias: str) -> Selector:
+    """A selector that names a point and nothing else."""
+    name, _, number = point.function.rpartition("#")
+    function = FunctionCall(name, int(number)) if name else None
+    return Selector(point.text, point.layer, point.call, point.path, point.site, alias=alias, function=function)
 
 
 def parse_path(text: str) -> tuple[str, ...]:

@@ -100,6 +100,7 @@ class ExtractRequest:
         """What it names in a forward: to return, to change and to take for that, to differentiate."""
         options = (InputOptions(self.objective, self.interventions), *self.input_options.values())
         changes = [change for each in options for change in each.interventions]
+        changes += self.sweep.places if self.sweep is not None else ()
         named = [each.objective.selector for each in options if each.objective is not None]
         named += [change.operation.source.selector for change in changes if change.operation.source is not None]
         return [*self.selectors, *(change.selector for change in changes), *filter(None, named)]

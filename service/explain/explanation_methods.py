@@ -24,7 +24,6 @@ from layertap.models.hooks.sites import GRADIENTS, Site
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import (
     Explanation,
-    FunctionCall,
     HookPoint,
     Intervention,
     Method,
@@ -83,13 +82,6 @@ class MethodSpec:
     def takes_layer(self) -> bool:
         """Whether it looks at one layer, which may be named."""
         return "selector" in self.options
-
-
-def make_selector(point: HookPoint, alias: str) -> Selector:
-    """A selector that names a point and nothing else."""
-    name, _, number = point.function.rpartition("#")
-    function = FunctionCall(name, int(number)) if name else None
-    return Selector(point.text, point.layer, point.call, point.path, point.site, alias=alias, function=function)
 
 
 def guide_gradients(catalog: Catalog, objective: ResolvedObjective) -> tuple[Intervention, ...]:

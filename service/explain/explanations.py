@@ -18,6 +18,7 @@ from layertap.models.labels import Labels, Outputs
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
 from layertap.models.selection.plan import ResolvedObjective, Tap
+from layertap.models.selection.selectors import make_selector
 from layertap.service.engine.admit.admission import Ticket, check_sizes
 from layertap.service.engine.admit.planned_work import PlannedWork, WorkPlan
 from layertap.service.engine.collect.joined_inputs import join_inputs
@@ -33,7 +34,6 @@ from layertap.service.explain.explanation_methods import (
     MethodSpec,
     find_unguided,
     guide_gradients,
-    make_selector,
 )
 from layertap.service.explain.map_requests import MapRequest, list_maps
 from layertap.service.explain.perturbing import PerturbedMethod, find_reference, perturb

@@ -30,12 +30,13 @@ from layertap.models.selection.hook_points import (
     Selector,
 )
 from layertap.models.selection.plan import ResolvedObjective, Tap
+from layertap.models.selection.selectors import make_selector
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.admit.planned_work import CHUNK_ROWS, PlannedWork, check_changed_inputs
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
-from layertap.service.explain.explanation_methods import GRADIENT_VALUES, VALUES, make_selector
+from layertap.service.explain.explanation_methods import GRADIENT_VALUES, VALUES
 from layertap.service.explain.map_requests import SMALLER, MapRequest
 from layertap.service.features import Array, Features, Receipt
 from layertap.service.inputs.items import ArraysItem

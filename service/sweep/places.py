@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
+from layertap.models import fingerprint
 from layertap.models.catalog.text_lengths import TextLengths, measure_lengths
 from layertap.models.errors import Fault, RequestError, SelectorError, escape
 from layertap.models.gradients.objectives import OBJECTIVES
@@ -30,14 +32,23 @@ class Place:
     changes: tuple[ResolvedIntervention, ...]
     sizes: tuple[int, ...]
 
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """The part of a fingerprint for the changes."""
+        return fingerprint.digest_changes(self.changes)
+
 
 @dataclass(frozen=True)
 class SweptInput:
-    """An input's unedited job, what is measured of it, and the places where it is edited; none: it is a source."""
+    """An input's unedited job, what is measured of it, and the places where it is edited; none: it is a source.
+
+    ``fingerprint`` is that of the metric with what edits take of sources; only ``sweeping.prepare`` knows it.
+    """
 
     job: Job
     objective: ResolvedObjective
     places: tuple[Place, ...]
+    fingerprint: str = ""
 
     @property
     def metric(self) -> Result:
@@ -56,9 +67,9 @@ class SweptInput:
         reduction = Reduction(tokens=position if len(position) == 1 else None)
         return Capture(self.objective.point, self.objective.info, reduction)
 
-    def count(self, values: int) -> int:
-        """How many edits are tried, with so many values at each entry."""
-        return values * sum(prod(place.sizes) for place in self.places)
+    def count(self, sweep: Sweep) -> int:
+        """How many edits are tried."""
+        return len(sweep.tried) * sum(prod(place.sizes) for place in self.places)
 
 
 class PlaceFinder:

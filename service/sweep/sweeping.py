@@ -1,8 +1,8 @@
-"""A sweep's road: the unedited rows first, then rows that are edited otherwise each, a few at a time."""
+"""A sweep's road: the unedited rows, then the edited rows, one edit per row, a few at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -17,8 +17,10 @@ from layertap.models.errors import RequestError
 from layertap.models.gradients.objectives import make_target
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.labels import name_classes
-from layertap.models.selection.hook_points import InputOptions, Objective, Reduction, Selector, Sweep
+from layertap.models.model_info import ModelInfo
+from layertap.models.selection.hook_points import InputOptions, Objective, Reduction, Sweep
 from layertap.models.selection.plan import Capture, Result
+from layertap.models.selection.selectors import make_selector
 from layertap.service.engine.admit.admission import Ticket, check_results, check_sizes
 from layertap.service.engine.admit.planned_work import CHUNK_ROWS, PlannedWork, WorkPlan, check_changed_inputs
 from layertap.service.engine.batch import ForwardSpec, Job, Results
@@ -26,6 +28,7 @@ from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.collect.results import collect_features, make_receipt
 from layertap.service.engine.engine import Answer, Engine
 from layertap.service.engine.models.model_handle import ModelHandle
+from layertap.service.engine.plan.planner import needs_functions
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.engine.rows.predicted_rows import predict_rows
 from layertap.service.engine.rows.sources import count_taken_bytes, fill_tensors, prepare_sources
@@ -43,18 +46,13 @@ OnProgress = Callable[[int, int], None]  # edits that are done, and all
 
 @dataclass(frozen=True)
 class PreparedSweep:
-    """A sweep whose rows are decoded and whose places are found: nothing of it is refused any more."""
+    """A sweep whose rows are decoded and whose places are found; none of its forwards has run."""
 
     request: ExtractRequest
     sweep: Sweep
     handle: ModelHandle
     inputs: Sequence[SweptInput]
     work: PlannedWork
-
-    @property
-    def values(self) -> Sequence[float | None]:
-        """What is tried at each entry, one after the other."""
-        return self.sweep.values or (None,)
 
 
 async def prepare(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticket: Ticket) -> PreparedSweep:
@@ -69,19 +67,20 @@ async def prepare(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticke
         raise NotAcceptableError("a sweep is not drawn", hint="ask for JSON, npz or safetensors")
     handle = await engine.get_handle(request.model, ticket)
     request = await engine.fetch(request, ticket)
+    if needs_functions(request):
+        await engine.planner.survey(handle, _get_model(handle, request).shapes, ticket.deadline, functions=True)
     asked = await engine.run_in_thread(partial(_make_unedited, request, handle), ticket.deadline)
     jobs = await engine.dry_run(asked, ticket, tuple)
     request.timings.facts.rows = 0  # they are counted when they are answered
     find = partial(_describe_inputs, request, sweep, jobs, handle, engine.settings)
     inputs = await engine.run_in_thread(find, ticket.deadline)
-    ticket.reserve_bytes(sum(count_taken_bytes(_make_edited(each)) for each in inputs))
-    count = sum(each.count(len(sweep.values or (None,))) for each in inputs)
-    rows = sum(bool(each.places) for each in inputs)
-    check_changed_inputs(count, rows, engine.settings, f"try {SMALLER}")
-    check_sizes([count + len(inputs)], [4 * (count + len(inputs))], len(inputs), request.reply)
-    seconds = sum(each.count(len(sweep.values or (None,))) * _estimate_seconds(each.job) for each in inputs)
-    work = PlannedWork(plan, handle, count, seconds, SMALLER)
+    counts = [each.count(sweep) for each in inputs]
+    seconds = sum(count * _estimate_seconds(each.job) for count, each in zip(counts, inputs, strict=True))
+    work = PlannedWork(plan, handle, sum(counts), seconds, SMALLER)
     work.check(ticket.deadline)
+    edited = await engine.run_in_thread(partial(_list_edited, inputs), ticket.deadline)
+    ticket.reserve_bytes(sum(map(count_taken_bytes, edited)))
+    inputs = await engine.run_in_thread(partial(_prepare_sources, inputs, edited), ticket.deadline)
     return PreparedSweep(request, sweep, handle, inputs, work)
 
 
@@ -115,23 +114,22 @@ async def _run(engine: Engine, prepared: PreparedSweep, ticket: Ticket, on_progr
 
 
 @dataclass(frozen=True)
-class _Row:
+class SweptRow:
     """An input whose unedited answer is there: its job, with what its changes take of others, and room for metrics."""
 
     swept: SweptInput
     job: Job
     results: Results
     places: tuple[Place, ...]
-    values: Sequence[float | None]
-    number: str
+    sweep: Sweep
     arrays: tuple[Array, ...]
 
 
 @dataclass(frozen=True)
-class _Edit:
+class Edit:
     """Some entries of one place, ``start`` and those after it, edited with one value, a row each."""
 
-    row: _Row
+    row: SweptRow
     place: int
     value: int
     start: int
@@ -139,10 +137,10 @@ class _Edit:
 
     def make_job(self) -> Job:
         """The job of these rows."""
-        row, job, value = self.row, self.row.job, self.row.values[self.value]
+        row, job, value = self.row, self.row.job, self.row.sweep.tried[self.value]
         changes = row.places[self.place].changes
         if value is not None:
-            number: dict[str, Any] = {row.number: value}
+            number: dict[str, Any] = {row.sweep.number: value}
             changes = tuple(replace(each, operation=replace(each.operation, **number)) for each in changes)
         fixed = freeze_noise(job.spec.plan.resolved_interventions, job.first_row)
         changes = freeze_noise(changes, job.first_row)
@@ -166,22 +164,18 @@ class _Edit:
         array[self.start : self.start + self.count, self.value] = measured
 
 
-def _make_jobs(chunk: Sequence[_Edit]) -> list[Job]:
+def _make_jobs(chunk: Sequence[Edit]) -> list[Job]:
     return [edit.make_job() for edit in chunk]
 
 
 def _make_unedited(request: ExtractRequest, handle: ModelHandle) -> ExtractRequest:
     """A request for the unedited metric, each input by itself; RequestError where the model has no such objective."""
-    model = handle.model.for_tower(predict_rows([item for _, item in request.items], handle.model.model_inputs).tower)
     objective = request.for_input(request.items[0][0]).objective or Objective()
     try:
-        resolved = resolve_objective(objective, model.catalog)
+        resolved = resolve_objective(objective, _get_model(handle, request).catalog)
     except RequestError as error:
         raise RequestError.from_faults([error.to_fault("/objective")]) from None
-    point = resolved.point
-    metric = Selector(
-        point.text, point.layer, point.call, point.path, point.site, None, Reduction(metric=resolved.objective), METRIC
-    )
+    metric = replace(make_selector(resolved.point, METRIC), reduction=Reduction(metric=resolved.objective))
     options = {
         index: replace(request.input_options.get(index, InputOptions()), objective=None) for index, _ in request.items
     }
@@ -189,10 +183,14 @@ def _make_unedited(request: ExtractRequest, handle: ModelHandle) -> ExtractReque
         request,
         selectors=(metric,),
         objective=None,
-        sweep=None,
         input_options=options,
         reply=ReplyOptions(max_bytes=None),
     )
+
+
+def _get_model(handle: ModelHandle, request: ExtractRequest) -> ModelInfo:
+    items = [item for _, item in request.items]
+    return handle.model.for_tower(predict_rows(items, handle.model.model_inputs).tower)
 
 
 def _describe_inputs(
@@ -202,10 +200,18 @@ def _describe_inputs(
     finder = PlaceFinder(sweep, handle.model.text)
     inputs = [finder.describe(job, request.for_input(job.input_index or 0).objective or Objective()) for job in jobs]
     check_results(1 + max(len(each.places) for each in inputs), settings.max_results)
-    prepared = prepare_sources([_make_edited(each) for each in inputs])
+    count, rows = sum(each.count(sweep) for each in inputs), sum(bool(each.places) for each in inputs)
+    check_changed_inputs(count, rows, settings, f"try {SMALLER}")
+    check_sizes([count + len(inputs)], [4 * (count + len(inputs))], len(inputs), request.reply)
+    return inputs
+
+
+def _prepare_sources(inputs: Sequence[SweptInput], edited: Sequence[Job]) -> list[SweptInput]:
+    """The inputs with captures of what edits take of them, and with fingerprints that tell how that was made."""
+    prepared = prepare_sources(edited)
     return [
-        replace(each, job=replace(each.job, spec=_add_extra(each.job, edited)))
-        for each, edited in zip(inputs, prepared, strict=True)
+        replace(each, job=replace(each.job, spec=_add_extra(each.job, job)), fingerprint=job.fingerprints[METRIC])
+        for each, job in zip(inputs, prepared, strict=True)
     ]
 
 
@@ -214,8 +220,12 @@ def _add_extra(job: Job, edited: Job) -> ForwardSpec:
     return replace(job.spec, plan=replace(job.spec.plan, extra=edited.spec.plan.extra))
 
 
+def _list_edited(inputs: Sequence[SweptInput]) -> list[Job]:
+    """Each input's job with all edits of the sweep at once: never run, but looked at for what they take of others."""
+    return [_make_edited(each) for each in inputs]
+
+
 def _make_edited(swept: SweptInput) -> Job:
-    """An input's job with all edits of the sweep at once: never run, but looked at for what they take of others."""
     plan = swept.job.spec.plan
     interventions = (*plan.interventions, *(place.changes for place in swept.places))
     return replace(swept.job, spec=replace(swept.job.spec, plan=replace(plan, interventions=interventions)))
@@ -229,14 +239,13 @@ def _make_base(swept: SweptInput, work_rows: int) -> Job:
     return replace(swept.job, spec=replace(swept.job.spec, plan=plan), work_rows=work_rows)
 
 
-def _begin(prepared: PreparedSweep, answers: Sequence[Answer]) -> list[_Row]:
+def _begin(prepared: PreparedSweep, answers: Sequence[Answer]) -> list[SweptRow]:
     """Each input with its unedited answer, and what its edits take of others'."""
     rows = []
     for swept, (job, results) in zip(prepared.inputs, answers, strict=True):
         places = tuple(_fill(place, job, answers) for place in swept.places)
-        arrays = tuple(np.empty((prod(place.sizes), len(prepared.values)), np.float32) for place in places)
-        settled = _settle(swept, results)
-        rows.append(_Row(settled, job, results, places, prepared.values, prepared.sweep.number, arrays))
+        arrays = tuple(np.empty((prod(place.sizes), len(prepared.sweep.tried)), np.float32) for place in places)
+        rows.append(SweptRow(_settle(swept, results), job, results, places, prepared.sweep, arrays))
     return rows
 
 
@@ -248,7 +257,7 @@ def _fill(place: Place, job: Job, answers: Sequence[Answer]) -> Place:
 
 
 def _settle(swept: SweptInput, results: Results) -> SweptInput:
-    """An input whose objective has the class, or the target, that its unedited scores decide."""
+    """Fix the objective's class or target from the unedited scores."""
     objective, scores = swept.objective.objective, swept.scores
     if scores is None:
         return swept
@@ -271,14 +280,14 @@ def _estimate_seconds(job: Job) -> float:
 def _count_chunk_rows(prepared: PreparedSweep, settings: Settings) -> int:
     """How many rows are queued at a time: more of a quick model, and never more than leave room for other requests."""
     job, room = prepared.inputs[0].job, settings.max_queue_rows // 2
-    rows = max(CHUNK_ROWS, int(CHUNK_S / _estimate_seconds(job)))
+    rows = max(CHUNK_ROWS, int(CHUNK_S / max(_estimate_seconds(job), 1e-9)))  # a metric may cost nothing
     of_row = sum(each[:1].nbytes for each in job.inputs.values())
     return max(min(rows, room, CHUNK_BYTES // max(of_row, 1)), 1)
 
 
-def _cut(rows: Sequence[_Row], size: int) -> Iterator[list[_Edit]]:
+def _cut(rows: Sequence[SweptRow], size: int) -> Iterator[list[Edit]]:
     """All edits, so many rows at a time, or a few more jobs than that has room for."""
-    chunk: list[_Edit] = []
+    chunk: list[Edit] = []
     for edit in _list_edits(rows, size):
         if chunk and (sum(each.count for each in chunk) + edit.count > size or len(chunk) == CHUNK_JOBS):
             yield chunk
@@ -288,39 +297,50 @@ def _cut(rows: Sequence[_Row], size: int) -> Iterator[list[_Edit]]:
         yield chunk
 
 
-def _list_edits(rows: Sequence[_Row], size: int) -> Iterator[_Edit]:
+def _list_edits(rows: Sequence[SweptRow], size: int) -> Iterator[Edit]:
     for row in rows:
         for number, place in enumerate(row.places):
             total = prod(place.sizes)
-            for value in range(len(row.values)):
+            for value in range(len(row.sweep.tried)):
                 for start in range(0, total, size):
-                    yield _Edit(row, number, value, start, min(size, total - start))
+                    yield Edit(row, number, value, start, min(size, total - start))
 
 
-def _collect(prepared: PreparedSweep, rows: Sequence[_Row]) -> Features:
+def _collect(prepared: PreparedSweep, rows: Sequence[SweptRow]) -> Features:
     """The features of all inputs; those that others take of have their unedited metric everywhere."""
     edited = next(row for row in rows if row.places)
     parts = [_collect_row(prepared, row, edited, swept) for row, swept in zip(rows, prepared.inputs, strict=True)]
-    effects = tuple(_find_effects(part, prepared.sweep.top) for part in parts) if prepared.sweep.top else ()
-    return replace(join_inputs(parts), top_effects=effects)
+    features = join_inputs(parts)
+    if not prepared.sweep.top:
+        return features
+    effects = [_compute_effects(part) for part in parts]
+    left_out = sum(int((~np.isfinite(each)).sum()) for part in effects for each in part.values())
+    warning = f"top_effects leaves out {left_out} edits whose metric is not finite"
+    return replace(
+        features,
+        top_effects=tuple(_find_effects(part, prepared.sweep.top) for part in effects),
+        warnings=(*features.warnings, *([warning] if left_out else [])),
+    )
 
 
-def _collect_row(prepared: PreparedSweep, row: _Row, edited: _Row, swept: SweptInput) -> Features:
+def _collect_row(prepared: PreparedSweep, row: SweptRow, edited: SweptRow, swept: SweptInput) -> Features:
     sweep, kind = prepared.sweep, row.swept.objective.objective.kind
     features = collect_features(row.job, row.results)
     metric = features.arrays[METRIC]
     places = row.places or edited.places
-    arrays = row.arrays or [np.full((prod(place.sizes), len(prepared.values)), metric) for place in places]
+    arrays = row.arrays or [np.full((prod(place.sizes), len(sweep.tried)), metric) for place in places]
     klass = row.swept.objective.objective.klass
     classes = (klass,) if isinstance(klass, int) else None
     labels = name_classes(row.job.labels, classes) if classes is not None else None
     shared: dict[str, Any] = {"layout": None, "metric": kind, "classes": classes, "labels": labels}
-    digest = _digest("metric", row.job.fingerprints[METRIC], fingerprint.digest_changes([swept.objective]))
+    objective = fingerprint.digest_changes([swept.objective])
+    digest = _digest("metric", row.job.fingerprints[METRIC], objective)
+    edited_from = _digest("metric", swept.fingerprint, objective)
     receipts = {METRIC: replace(features.receipts[METRIC], **shared, axes=(), fingerprint=digest)}
     made_by = f"sweep {list(sweep.axes)} {list(sweep.values)}"
     axes = (*sweep.axes, *(["value"] if sweep.values else []))
     for place in swept.places or places:
-        made = _digest(made_by, digest, fingerprint.digest_changes(place.changes))
+        made = _digest(made_by, edited_from, place.fingerprint)
         receipts[place.key] = replace(_make_receipt(row.job, place, made), **shared, axes=axes)
     shapes = [(1, *place.sizes, *([len(sweep.values)] if sweep.values else [])) for place in places]
     return replace(
@@ -344,18 +364,21 @@ def _digest(made_by: str, result: str, changes: str | None) -> str:
     return fingerprint.digest_explanation(made_by, [result, changes or ""])
 
 
-def _find_effects(features: Features, count: int) -> tuple[TopEffect, ...]:
-    """An input's largest effects in either direction, the largest first; what is not finite is none."""
-    (metric,) = features.arrays[METRIC]
-    keys = [key for key in features.arrays if key != METRIC]
-    effects = [features.arrays[key].ravel().astype(np.float64) - metric for key in keys]
-    sizes = [len(each) for each in effects]
-    flat = np.nan_to_num(np.concatenate(effects), nan=0.0, posinf=0.0, neginf=0.0)
-    best = np.argsort(-np.abs(flat), kind="stable")[:count]
-    starts = np.cumsum([0, *sizes[:-1]])
+def _compute_effects(features: Features) -> dict[str, Array]:
+    """The effects of an input's edits by the place's key, float64 (*axes)."""
+    (metric,) = features.arrays[METRIC].astype(np.float64)
+    return {key: array[0] - metric for key, array in features.arrays.items() if key != METRIC}
+
+
+def _find_effects(effects: Mapping[str, Array], count: int) -> tuple[TopEffect, ...]:
+    """The largest finite effects in either direction, the largest first."""
+    keys, starts = list(effects), np.cumsum([0, *(each.size for each in effects.values())])
+    flat = np.concatenate([each.ravel() for each in effects.values()])
+    (finite,) = np.isfinite(flat).nonzero()
+    best = finite[np.argsort(-np.abs(flat[finite]), kind="stable")[:count]]
     found = []
     for position in best.tolist():
         place = int(np.searchsorted(starts, position, "right")) - 1
-        index = np.unravel_index(position - int(starts[place]), features.arrays[keys[place]].shape[1:])
+        index = np.unravel_index(position - int(starts[place]), effects[keys[place]].shape)
         found.append(TopEffect(keys[place], tuple(map(int, index)), float(flat[position])))
     return tuple(found)

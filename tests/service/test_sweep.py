@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import GPT2LMHeadModel
 
-from layertap.models.spec import ModelSpec
+from layertap.models.spec import InputSpec, ModelSpec
 from layertap_client import Client
 from tests.server import Live
 from tests.service.conftest import Serve
@@ -26,10 +26,12 @@ from tests.transformers_nets import VOCABULARY, saved
 
 IMAGES = random_images(2, seed=3)
 INPUTS = [tensor(image) for image in IMAGES]
-TEN = 10
 CLEAN = torch.randint(4, VOCABULARY, (5,), generator=torch.Generator().manual_seed(1)).tolist()
 CORRUPT = [*CLEAN[:2], (CLEAN[2] + 1) % VOCABULARY, *CLEAN[3:]]
 BLOCKS = [f"transformer.h.{number}" for number in range(2)]
+OUTER = ModelSpec(
+    "outer", "python:tests.function_nets:Outer", weights="random:0", device="cpu", inputs=(InputSpec("x", (4,)),)
+)
 Edit = Callable[[Tensor], None]  # in place, of a layer's output (1, …)
 Measure = Callable[[Tensor, Tensor], Tensor]  # of edited and unedited scores
 
@@ -338,3 +340,55 @@ def test_limits(serve: Serve) -> None:
         found = problem(live.client.post("/sweep", json=many, headers={"x-request-timeout": "0.05"}), 429, seconds=True)
         assert "changed inputs" in found["detail"]
         assert problem(live.client.post("/sweep?format=png", json=body), 406)["hint"]
+
+
+def test_functions(serve: Serve) -> None:
+    """What functions return, edited and measured, on a server that was never asked for functions."""
+    objective, means = {"kind": "mean", "layer": "block3/add#0"}, list[float]()
+    with serve() as live:
+        module = copy_digits(live)
+        found = sweep(
+            live, layers=["*/add#0"], op="add", value=1, each="channel", objective=objective, inputs=INPUTS[:1]
+        )
+    module.block3.relu.register_forward_pre_hook(lambda part, args: means.append(float(args[0].mean())))
+    for layer, channels in (("block2.bn2", 32), ("block3.bn2", 64)):  # one of the two that are added
+        for channel in range(channels):
+            run(module, torch.from_numpy(IMAGES[:1]), layer, set_at((0, channel), lambda part: part + 1))
+    assert list(found) == ["metric", "block2/add#0", "block3/add#0"]
+    edited = np.concatenate([found["block2/add#0"][0], found["block3/add#0"][0]])
+    np.testing.assert_allclose(edited, means[1::2], rtol=1e-4, atol=1e-5)
+
+
+def test_fingerprints_of_sources(nets: Nets) -> None:
+    """What changes a source is in the fingerprints of what takes values of it."""
+
+    def ask(source: Json) -> tuple[list[Any], list[str]]:
+        body = {"layers": ["block3"], "op": "replace", "from": {"input": 0}, "inputs": [source, INPUTS[1]]}
+        reply = nets.live.client.post("/sweep", json={**body, "encoding": "base64"})
+        receipt = reply.json()["receipts"]["block3"]
+        return arrays_of(reply)["block3"][1].tolist(), (receipt.get("fingerprints") or [receipt["fingerprint"]])[-1]
+
+    (clean, of_clean), (changed, of_changed) = (
+        ask({**INPUTS[0], "interventions": interventions})
+        for interventions in ([], [{"layer": "block1", "op": "zero"}])
+    )
+    assert clean != changed
+    assert of_clean != of_changed
+
+
+def test_metric_that_costs_nothing(serve: Serve) -> None:
+    """A metric of what comes before all layers, whose share of a forward's time is 0."""
+    row = np.arange(4, dtype=np.float32)
+    body = {"op": "scale", "values": [2, 3], "objective": {"kind": "mean", "layer": "./sub#0"}, "inputs": [tensor(row)]}
+    with serve(configured(OUTER)) as live:
+        found = sweep(live, model="outer", layers=["./sub#0"], **body)
+    np.testing.assert_allclose(found["./sub#0"], [[2 * (row - 1).mean(), 3 * (row - 1).mean()]])
+
+
+def test_effects_that_are_no_numbers(nets: Nets) -> None:
+    """An edit that makes the metric NaN or infinite is no effect of 0: it is left out, and a warning counts it."""
+    body = {"layers": ["block1"], "op": "scale", "values": [2, 3e38], "top": 4, "inputs": INPUTS}
+    reply = nets.live.client.post("/sweep", json={**body, "encoding": "base64"})
+    assert not np.isfinite(arrays_of(reply)["block1"][:, 1]).any()
+    assert [[each["index"] for each in row] for row in reply.json()["top_effects"]] == [[[0]], [[0]]]
+    assert any("top_effects leaves out 2 edits" in each for each in reply.json()["warnings"])

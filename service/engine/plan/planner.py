@@ -154,7 +154,7 @@ class Planner:
                 if lengths is not None:
                     likely, _ = await self._get_plan(planned, lengths, deadline)
                 check_reply_size(await self._scale(likely, shapes, tower, deadline), count, request.reply)
-            functions = request.resume is None and _needs_functions(request)
+            functions = request.resume is None and needs_functions(request)
             catalog = await self.survey(handle, model_shapes, deadline, functions=functions)
             resumption = planned.resumption
             if request.resume is not None:
@@ -228,7 +228,7 @@ class Planner:
             catalog, shapes = (known, rows.shapes) if known else (model.catalogs.get_unsized(tower.shapes), None)
             if shapes is None and rows.uniform and _names_unseen_calls(request, catalog):
                 catalog, shapes = await self.survey(handle, rows.shapes, deadline), rows.shapes
-        if _needs_functions(request):
+        if needs_functions(request):
             catalog = await self.survey(handle, shapes or tower.shapes, deadline, functions=True)
             catalog = catalog if shapes else model.catalogs.get_unsized(tower.shapes)
         return catalog, shapes
@@ -315,7 +315,7 @@ def find_tower(model: ModelInfo, selectors: Iterable[Selector]) -> ModelInputs:
     return next((tower for tower in reversed(towers) if tower.tower and runs_all(tower)), model.model_inputs)
 
 
-def _needs_functions(request: ExtractRequest) -> bool:
+def needs_functions(request: ExtractRequest) -> bool:
     """Whether a request names what functions take or return, or changes what they may read too: a survey shows it."""
     changes = [*request.interventions, *(each for own in request.input_options.values() for each in own.interventions)]
     return any(selector.function is not None for selector in request.list_selectors()) or any(
