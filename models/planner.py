@@ -87,7 +87,7 @@ def make_plan(
 
 
 def _find_shared_inputs(changes: Iterable[ResolvedIntervention], catalog: Catalog) -> Iterator[str]:
-    """What is to be known of changes at inputs that others read too, as far as the catalogue has functions."""
+    """Warnings: inputs that are changed here, but read elsewhere unchanged, as far as the catalogue has functions."""
 
     def format_selector(point: HookPoint) -> str:
         call = f"#{point.call}" if len(catalog.layers[point.layer].calls) > 1 else ""
@@ -200,7 +200,7 @@ def _check_reduction(
     """SelectorError where a tensor can't be reduced that way."""
     name, info = escape(tensor.point.format_name()), tensor.info
     if reduction.stats is not None:
-        _check_stats(name, info, reduction, catalog)
+        _check_stats(name, tensor, reduction, catalog)
     if reduction.normalize and reduction.pool == "none":
         raise SelectorError("'normalize' needs a pooled result", hint="add a pool: 'mean', 'flatten', …")
     _check_pool(name, tensor, reduction)
@@ -231,8 +231,8 @@ def _check_pool(name: str, tensor: SelectorMatch, reduction: Reduction) -> None:
         raise SelectorError(f"{name} has no tokens", hint="use pool 'mean'")
 
 
-def _check_stats(name: str, info: TensorInfo, reduction: Reduction, catalog: Catalog) -> None:
-    default = Reduction()
+def _check_stats(name: str, tensor: SelectorMatch, reduction: Reduction, catalog: Catalog) -> None:
+    info, default = tensor.info, Reduction()
     options = [
         option for option in ("pool", "normalize", "dtype") if getattr(reduction, option) != getattr(default, option)
     ]
@@ -245,7 +245,8 @@ def _check_stats(name: str, info: TensorInfo, reduction: Reduction, catalog: Cat
         raise SelectorError(f"{name}, shape {list(info.shape)}, holds no value", hint="leave 'stats' out")
     if reduction.by and not info.has_axis(BY_AXIS[reduction.by]):
         raise SelectorError(f"{name}, shape {list(info.shape)}, has no {reduction.by}s", hint="leave 'by' out")
-    if "entropy" in (reduction.stats or ()) and not info.has_axis("K"):
+    is_attention = tensor.point.site == "attention" and info.has_axis("K")
+    if "entropy" in (reduction.stats or ()) and not is_attention:
         raise SelectorError(f"{name} is no attention, which 'entropy' is of", hint="add the site 'attention'")
     if reduction.over == "inputs":
         _check_merged(name, info, reduction.stats or (), reduction.edges)

@@ -70,7 +70,8 @@ def apply_reduction(captured: RowTensor, reduction: Reduction) -> ReducedTensor:
     rows = replace(captured, value=value)
     if reduction.stats is not None:
         groups = rows.positions(along=BY_AXIS[reduction.by]) if reduction.by else rows.group().flatten(1)
-        return ReducedTensor(compute_statistics(to_floating(groups), reduction.stats, reduction.edges))
+        keys = value.shape[rows.info.axis("K")] if rows.info.has_axis("K") else None
+        return ReducedTensor(compute_statistics(to_floating(groups), reduction.stats, reduction.edges, keys))
     pool = POOLINGS[reduction.pool].compute
     if pool is not None:
         value = pool(rows, _count_skipped(rows.info, reduction))
@@ -83,10 +84,12 @@ def apply_reduction(captured: RowTensor, reduction: Reduction) -> ReducedTensor:
     return ReducedTensor(value.contiguous())
 
 
-def compute_statistics(values: Tensor, stats: Iterable[str], edges: Sequence[float] | None = None) -> Tensor:
+def compute_statistics(
+    values: Tensor, stats: Iterable[str], edges: Sequence[float] | None = None, keys: int | None = None
+) -> Tensor:
     """Statistics of floating (…, values of each group, at least one) as float32 (…, columns)."""
     groups = values.flatten(0, -2).contiguous()  # a sum along another axis than the innermost is rounded by the others
-    computed = [get_statistic(name, edges).compute(groups) for name in stats]
+    computed = [get_statistic(name, edges, keys).compute(groups) for name in stats]
     columns = [each.to(torch.float32).reshape(len(groups), -1) for each in computed]
     return torch.cat(columns, dim=1).reshape(*values.shape[:-1], -1)
 

@@ -8,7 +8,7 @@ and squares are made in the dtype that is given: of float32 values above 1e19 ``
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
@@ -37,8 +37,13 @@ class Statistic:
     in_all: bool = True
 
 
-def get_statistic(name: str, edges: Sequence[float] | None = None) -> Statistic:
-    """A statistic by its name; ``edges`` are those of the histogram's bins, which merge if they are given."""
+def get_statistic(name: str, edges: Sequence[float] | None = None, keys: int | None = None) -> Statistic:
+    """A statistic by its name; ``edges`` are those of the histogram's bins, which merge if they are given.
+
+    ``keys``: how many values in a row are the attention weights of one query; None: all.
+    """
+    if name == "entropy":
+        return replace(STATISTICS[name], compute=partial(_entropy, keys=keys))
     if name != "histogram" or edges is None:
         return STATISTICS[name]
     return Statistic(partial(_count_between, edges=edges), _merge_sum, bins=len(edges) - 1)
@@ -74,9 +79,15 @@ def _max(values: Tensor) -> Tensor:
     return values.amax(-1)
 
 
-def _entropy(values: Tensor) -> Tensor:
-    """Of attention, in nats: over the keys of each query, the mean of queries, whose weights each have the sum 1."""
-    return -torch.xlogy(values, values).sum(-1) / values.sum(-1)
+def _entropy(values: Tensor, keys: int | None = None) -> Tensor:
+    """Of attention, in nats: over the keys of each query, the mean of queries; NaN where one has no weight at all.
+
+    Each query's weights are scaled to the sum 1: sinks, chosen keys and changes leave another.
+    """
+    weights = values.unflatten(-1, (-1, keys or values.shape[-1]))
+    weights = weights / weights.sum(-1, keepdim=True)
+    entropy: Tensor = -torch.xlogy(weights, weights).sum(-1).mean(-1)
+    return entropy
 
 
 def _l2(values: Tensor) -> Tensor:

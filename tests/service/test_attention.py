@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.distributions import Categorical
 
 from tests.server import Live
 from tests.service.support import Json, arrays_of, npy, problem, raw, tensor
@@ -39,19 +41,26 @@ def test_weights(live: Live, form: str) -> None:
 
 
 def test_entropy(live: Live) -> None:
-    """Of each head, the mean over queries of the entropy over keys; over inputs too, and of nothing but attention."""
+    """Of each head, the mean entropy of queries over keys, however their weights add up, and of nothing else."""
     ((name, weights),) = arrays_of(live.client.post("/extract", **asked(LAYER, format="npz"))).items()
     expected = -(weights.astype(np.float64) * np.log(weights)).sum(-1).mean(-1)
 
-    def ask(**entry: object) -> Any:
+    def ask(changes: list[Json] | None = None, **entry: object) -> Any:
         body = {"model": "encoder", "inputs": [tensor(row) for row in ROWS], "encoding": "base64"}
-        return live.client.post("/extract", json={**body, "layers": [{"layer": LAYER, "stats": ["entropy"], **entry}]})
+        body |= {"interventions": changes or [], "layers": [{"layer": LAYER, "stats": ["entropy"], **entry}]}
+        return live.client.post("/extract", json=body)
 
     found = arrays_of(ask(by="head"))[name]
     assert found.shape == (*expected.shape, 1)
     np.testing.assert_allclose(found[..., 0], expected, rtol=1e-5)
     np.testing.assert_allclose(arrays_of(ask())[name][:, 0], expected.mean(1), rtol=1e-5)
     np.testing.assert_allclose(arrays_of(ask(heads=[1], by="head"))[name][:, 0, 0], expected[:, 1], rtol=1e-5)
+    some = Categorical(probs=torch.from_numpy(weights[..., [0, 3]])).entropy().mean(-1)
+    np.testing.assert_allclose(arrays_of(ask(keys=[0, 3], by="head"))[name][..., 0], some, rtol=1e-5)
+    halved = {"layer": LAYER, "op": "scale", "by": 0.5, "heads": [0]}
+    changed = arrays_of(ask([halved, {"layer": LAYER, "op": "zero", "heads": [1]}], by="head"))[name]
+    np.testing.assert_allclose(changed[:, 0, 0], expected[:, 0], rtol=1e-5)
+    assert np.isnan(changed[:, 1]).all()
     merged = ask(by="head", over="inputs")
     np.testing.assert_allclose(arrays_of(merged)[name][:, 0], expected.mean(0), rtol=1e-5)
     assert "no attention" in problem(ask(layer=LAYER.partition(":")[0]), 422)["detail"]

@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -400,12 +401,17 @@ def test_refusals(name: str, text: str, says: str, hint: str) -> None:
 
 
 def test_sinks() -> None:
-    """What a sink takes is what is missing in the weights; asked for alone, and beside a change of the weights."""
+    """A sink takes what the weights lack, of which their entropy is none; alone, and beside a change of the weights."""
     module, catalog, x = prepared(CASES["sinks"])
     weights, _ = sinking(module.attention, x)  # type: ignore[arg-type]
     for texts in (["*:attention_sink"], ["attention:attention", "attention:attention_sink"]):
         found = run(module, plan_for(catalog, *texts), x)
         torch.testing.assert_close(found["attention:attention_sink"], 1 - weights.sum(-1, keepdim=True))
+    entry = _reduced(parse_selector("attention:attention"), stats=("entropy",), by="head")
+    expected = Categorical(probs=weights).entropy().mean(-1, keepdim=True)
+    torch.testing.assert_close(run(module, make_plan([entry], catalog), x)["attention:attention"], expected)
+    with pytest.raises(RequestError, match="no attention"):
+        make_plan([_reduced(parse_selector("attention:attention_sink"), stats=("entropy",))], catalog)
     change = Intervention(parse_selector("attention:attention"), Operation("zero"))
     plan = make_plan(
         [parse_selector(f"attention:{site}") for site in ("attention", "attention_sink")], catalog, [change]
