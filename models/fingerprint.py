@@ -31,8 +31,8 @@ from layertap.models.spec import Decode, InputSpec, Preprocessed, Tower
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
 DECODE_RECIPES = {"fast": "fast 2"}  # of ways of decoding that made other pixels before
 SURVEYED = frozenset({"values", "longest", "long_axis", "example"})
-# Options of requests that earlier versions did not have: they go in where they are said.
-YOUNGER = frozenset({"reduction", "outputs", "edges", "each", "metric", "row"})
+# Options of requests that earlier versions did not have: None leaves their fingerprints as they were.
+OMITTED_IF_NONE = frozenset({"reduction", "outputs", "edges", "each", "metric", "row"})
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -176,7 +176,7 @@ def _describe_input(spec: InputSpec) -> dict[str, Any]:
 def _to_plain_data(value: Any) -> dict[str, Any]:
     """A dataclass as plain data."""
     entries = {field.name: getattr(value, field.name) for field in fields(value)}
-    entries = {name: entry for name, entry in entries.items() if entry is not None or name not in YOUNGER}
+    entries = {name: entry for name, entry in entries.items() if entry is not None or name not in OMITTED_IF_NONE}
     if isinstance(value, HookPoint):  # as it was written when functions were captured only
         function = entries.pop("function")
         if function and value.site in ("output", "input"):

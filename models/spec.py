@@ -30,7 +30,7 @@ ImageBackend = Literal["pil", "torchvision"]  # transformers' two kinds of image
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 SMOOTH = frozenset({"bilinear", "bicubic", "lanczos"})  # others pick pixels, or cut between them
-YOUNGER = frozenset({"channels", "letterbox", "background", "scale", "crop_rounding"})  # than fingerprints
+OMITTED_IF_NONE = frozenset({"channels", "letterbox", "background", "scale", "crop_rounding"})  # from digests
 FOR_TENSORS = frozenset({"bilinear", "bicubic"})  # others are for pictures only, or pick other pixels
 
 
@@ -86,7 +86,7 @@ class PreprocessSpec:
 
     def describe(self) -> dict[str, Any]:
         """The steps as plain data, without those that nobody uses: digests are as they were before these were known."""
-        return {name: value for name, value in asdict(self).items() if value is not None or name not in YOUNGER}
+        return {name: value for name, value in asdict(self).items() if value is not None or name not in OMITTED_IF_NONE}
 
     @property
     def channel_count(self) -> int:
@@ -194,7 +194,8 @@ class ModelSpec:
     ``idle_timeout_s``: seconds without a request after which a server unloads it; None: as its settings say.
     ``dimensions``: the shorter vectors that the model was trained for (Matryoshka): the first so many numbers.
     ``outputs``: what its numbers for classes are; None: what a forward shows at loading.
-    ``mode``: ``train`` is for those who study dropout and batch statistics; what forwards write is put back.
+    ``mode``: ``train`` is for those who study dropout and batch statistics; what forwards write is put back. Rows run
+    one by one unless a request is ``isolated``. LoadError where the model can't run one: batch norm over (1, C).
     """
 
     name: str
