@@ -84,7 +84,7 @@ def _entropy(values: Tensor, keys: int | None = None) -> Tensor:
 
     Each query's weights are scaled to the sum 1: sinks, chosen keys and changes leave another.
     """
-    weights = values.unflatten(-1, (-1, keys or values.shape[-1]))
+    weights = values.reshape(*values.shape[:-1], -1, keys or values.shape[-1])
     weights = weights / weights.sum(-1, keepdim=True)
     entropy: Tensor = -torch.xlogy(weights, weights).sum(-1).mean(-1)
     return entropy
