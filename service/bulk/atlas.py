@@ -33,12 +33,18 @@ def make_atlas(arrays: Mapping[str, Array], outline: Outline, source: Source, in
     Channels beyond that are left out of their layers, the last of each first. LayertapError.
     """
     strongest = {layer: arrays[f"{layer}.top_inputs"] for layer in outline.columns if f"{layer}.top_inputs" in arrays}
+    if not strongest:
+        raise LayertapError("no input has a result", hint="the column 'error' of part-….parquet has their reasons")
     shown = _count_channels(strongest)
     numbers = sorted({int(each) for layer, top in strongest.items() for each in top[:shown].flat})
     pictures = _read_pictures(numbers, source, max_bytes)
-    places = {number: place for place, number in enumerate(numbers)}
+    picture_indices = {number: index for index, number in enumerate(numbers)}
     layers = [
-        {"name": layer, "left": max(0, len(top) - shown), "channels": _list_channels(layer, arrays, shown, places)}
+        {
+            "name": layer,
+            "left": max(0, len(top) - shown),
+            "channels": _list_channels(layer, arrays, shown, picture_indices),
+        }
         for layer, top in strongest.items()
     ]
     facts = {"model": outline.model, "fingerprint": outline.fingerprint, "inputs": inputs}
@@ -48,14 +54,14 @@ def make_atlas(arrays: Mapping[str, Array], outline: Outline, source: Source, in
 
 def _count_channels(strongest: Mapping[str, Array]) -> int:
     """How many channels of each layer may be shown."""
-    shown = max((len(top) for top in strongest.values()), default=0)
+    shown = max(len(top) for top in strongest.values())
     while len({int(each) for top in strongest.values() for each in top[:shown].flat}) > MAX_SHOWN:
         shown //= 2
     return shown
 
 
 def _list_channels(
-    layer: str, arrays: Mapping[str, Array], shown: int, places: Mapping[int, int]
+    layer: str, arrays: Mapping[str, Array], shown: int, picture_indices: Mapping[int, int]
 ) -> list[dict[str, Any]]:
     values, numbers = arrays[f"{layer}.top"], arrays[f"{layer}.top_inputs"]
     figures = {name: arrays[f"{layer}.{name}"].tolist() for name in FIGURES if f"{layer}.{name}" in arrays}
@@ -65,7 +71,7 @@ def _list_channels(
             "number": channel,
             **{name: _get_finite(each[channel]) for name, each in figures.items()},
             "top": [
-                (places[int(number)], _get_finite(float(value)))
+                (picture_indices[int(number)], _get_finite(float(value)))
                 for number, value in zip(numbers[channel], values[channel], strict=True)
             ],
         }
@@ -81,12 +87,11 @@ def _read_pictures(numbers: Sequence[int], source: Source, max_bytes: int) -> li
     """The key and a small copy of some inputs of a source; no copy of one that is no longer a picture."""
     side = next((side for count, side in SIZES if len(numbers) <= count), SIZES[-1][1])
     wanted, pictures = frozenset(numbers), []
-    last = numbers[-1] if numbers else -1
-    for number, entry in enumerate(source.read(wanted, max_bytes) if numbers else ()):
+    for number, entry in enumerate(source.read(wanted, max_bytes)):
         if number in wanted:
             copy = _make_copy(entry.data, side) if entry.data is not None else {}
             pictures.append({"key": entry.key, **copy})
-        if number == last:
+        if number == numbers[-1]:
             break
     if len(pictures) < len(numbers):
         raise LayertapError("the source has fewer inputs than before", hint="add --restart to begin anew")
