@@ -43,12 +43,21 @@ class PartWriter:
         """Bytes of the results that are not written yet."""
         return sum(rows.nbytes for rows in self._rows)
 
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of what is reduced, which is written whole with each part."""
+        return self.reducer.nbytes if self.reducer is not None else 0
+
     def add(self, rows: Rows) -> None:
         """Add a batch."""
         if self.reducer is not None:
             start = self.first + sum(len(each.keys) for each in self._rows)
             good = [start + offset for offset, error in enumerate(rows.errors) if error is None]
-            self.reducer.add(rows.arrays, np.array(good, np.int64))
+            try:
+                self.reducer.add(rows.arrays, np.array(good, np.int64))
+            except BaseException:
+                self._rows.clear()  # states may be half changed: the last part's are the ones to go on from
+                raise
             rows = replace(rows, arrays={})
         self._rows.append(rows)
 
@@ -100,7 +109,7 @@ class PartWriter:
         """The reductions of all rows up to these; the part counts once its table is there."""
         if self.reducer is not None:
             with replace_file(self.folder / shard) as temporary:
-                temporary.write_bytes(self.reducer.encode())
+                self.reducer.save(temporary)
         return {}
 
     def _concat_arrays(self) -> dict[str, Array]:

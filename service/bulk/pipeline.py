@@ -15,7 +15,7 @@ from layertap.service.bulk.parts import PartWriter
 from layertap.service.bulk.sources import Entry
 
 PART_BYTES = 64 * 2**20
-PART_S = 30.0  # between two parts: what a kill loses
+PART_S = 30.0  # between two parts: what a kill loses; longer if a state of more than PART_BYTES is written with each
 
 OnRows = Callable[[Rows], None]
 
@@ -30,7 +30,8 @@ async def write_rows(answers: AsyncGenerator[Rows, None], writer: PartWriter, on
                 async for rows in answers:
                     await loop.run_in_executor(files, writer.add, rows)
                     now = time.monotonic()
-                    if writer.nbytes >= PART_BYTES or now - written >= PART_S:
+                    interval = PART_S * max(1, writer.state_nbytes / PART_BYTES)
+                    if writer.nbytes >= PART_BYTES or now - written >= interval:
                         await loop.run_in_executor(files, writer.flush)
                         written = now
                     on_rows(rows)

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save
+from safetensors.numpy import save_file
 
 from layertap.service.features import Array
 
 MAX_COVARIANCE = 10_000  # channels of all layers together: 800 MB
+BLOCK_ROWS = 256  # of a covariance that are added to at once
 ALL_LAYERS = ""  # in the place of a layer's name
+Numbers = NDArray[np.float64]
 State = dict[str, Any]  # arrays
 States = dict[str, State]
 _HALF_OCTAVES = 2.0 ** (np.arange(-20, 21) / 2)
@@ -41,7 +44,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Reduction:
-    """``stats`` it needs of each input; ``add`` gives the states after a batch, ``finish`` what is told in the end."""
+    """``stats`` it needs of each input; ``add`` gives the states after a batch, ``finish`` what is told in the end.
+
+    ``add`` may change the arrays of the states that it is given: if it fails, they are lost.
+    """
 
     stats: tuple[str, ...]
     add: Callable[[States, Batch], States]
@@ -123,12 +129,19 @@ def _add_covariance(states: States, batch: Batch) -> States:
         difference = means - np.concatenate([states[layer]["mean"] for layer in batch.layers])
         means = means - difference * (before / (before + rows))
         centred = np.concatenate([centred, difference[None] * np.sqrt(before * rows / (before + rows))])
-    products = centred.T @ centred
-    if states:
-        products += states[ALL_LAYERS]["products"]
+    products = states[ALL_LAYERS]["products"] if states else np.zeros((len(means), len(means)))
+    _add_products(products, centred)
     ends = np.cumsum([columns["mean"].shape[1] for columns in batch.layers.values()])[:-1]
     by_layer = {layer: {"mean": mean} for layer, mean in zip(batch.layers, np.split(means, ends), strict=True)}
     return {**by_layer, ALL_LAYERS: {"rows": before + rows, "products": products}}
+
+
+def _add_products(products: Numbers, centred: Numbers) -> None:
+    """Add ``centred.T @ centred`` in place: another matrix of that size would double the memory."""
+    block = np.empty((min(BLOCK_ROWS, len(products)), len(products)))
+    for start in range(0, len(products), BLOCK_ROWS):
+        rows = products[start : start + BLOCK_ROWS]
+        rows += np.matmul(centred[:, start : start + BLOCK_ROWS].T, centred, out=block[: len(rows)])
 
 
 def _finish_covariance(states: States) -> dict[str, Array]:
@@ -171,6 +184,12 @@ class Reducer:
     columns: Mapping[str, Sequence[str]]
     states: dict[str, States] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        states = (state for by_layer in self.states.values() for state in by_layer.values())
+        return sum(array.nbytes for state in states for array in state.values())
+
     def add(self, arrays: Mapping[str, Array], numbers: NDArray[np.int64]) -> None:
         """Fold the statistics of some inputs, (rows, channels, columns) of each layer, into all states."""
         if not len(numbers):
@@ -186,25 +205,25 @@ class Reducer:
             finished = [REDUCTIONS[name].finish(states) for name, states in self.states.items()]
         return {key: array for results in finished for key, array in results.items()}
 
-    def encode(self) -> bytes:
-        """The states as a safetensors file."""
+    def save(self, path: Path) -> None:
+        """Write the states as a safetensors file."""
         arrays = {
             f"{name}|{key}|{layer}": np.ascontiguousarray(array)
             for name, states in self.states.items()
             for layer, state in states.items()
             for key, array in state.items()
         }
-        return save(arrays)
+        save_file(arrays, path)
 
     def load(self, arrays: Mapping[str, Array]) -> None:
-        """Go on from states as ``encode`` has them."""
+        """Go on from states as ``save`` has them."""
         self.states = {}
-        for text in sorted(arrays, key=self._find_place):
+        for text in sorted(arrays, key=self._find_layer_index):
             name, key, layer = text.split("|", 2)
             self.states.setdefault(name, {}).setdefault(layer, {})[key] = arrays[text]
 
-    def _find_place(self, text: str) -> int:
-        """Where a state's layer stands among all."""
+    def _find_layer_index(self, text: str) -> int:
+        """The index of a state's layer among all."""
         return [*self.columns, ALL_LAYERS].index(text.split("|", 2)[2])
 
 
