@@ -12,6 +12,7 @@ Side = Literal["output", "input", "attention", "sink", "unfused", "function"]
 CallKey = int | tuple[int, str, Side]
 # The options that take indices along an axis, and the letter of that axis in a layout.
 AXES = {"channels": "C", "tokens": "T", "heads": "A", "queries": "Q", "keys": "K"}
+EACH = {"channel": "channels", "head": "heads", "query": "queries", "key": "keys", "token": "tokens"}  # by one entry
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from layertap.models.catalog.text_lengths import TextLengths, check_indices, che
 from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import SelectorError, escape
 from layertap.models.gradients.resolve_objective import check_gradient
-from layertap.models.hooks.sites import AXES, EDITABLE, GRADIENTS
+from layertap.models.hooks.sites import AXES, EACH, EDITABLE, GRADIENTS
 from layertap.models.interventions.operations import OPERATIONS, compute_part_shape
 from layertap.models.interventions.sources import find_source
 from layertap.models.selection.hook_points import Intervention, Operation
@@ -135,12 +135,10 @@ def _check_part(
                 f"{name} has not one entry for each input", hint="leave 'each' out, or name another layer"
             )
         if not info.has_axis(AXES[option]):
-            known = [each for each, letter in AXES.items() if info.has_axis(letter)]
+            known = [each for each, indices in EACH.items() if info.has_axis(AXES[indices])]
             raise SelectorError(
                 f"{name}, layout {info.layout or 'unknown'}, has no {option}",
-                hint=f"try {' or '.join(repr(each.removesuffix('s')) for each in known)}"
-                if known
-                else "leave 'each' out",
+                hint=f"try {' or '.join(repr(each) for each in known)}" if known else "leave 'each' out",
             )
     for option, indices in operation.indices.items():
         check_indices(name, with_common_length(info, lengths), option, indices, catalog.sizes_known)

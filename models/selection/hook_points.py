@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from layertap.models.errors import escape
-from layertap.models.hooks.sites import AXES, SITES, CallKey, Side, Site
+from layertap.models.hooks.sites import AXES, EACH, SITES, CallKey, Side, Site
 from layertap.models.labels import Outputs
 
 ReplyDType = Literal["float32", "float16", "int8"]
@@ -275,16 +275,20 @@ class InputOptions:
 class Sweep:
     """Edits that are tried one by one: at each of ``places`` (whose operations name what is tried ``each`` by itself).
 
-    ``axes`` are the names of what is tried one by one.
     ``values`` are tried in place of the operation's own number, ``number``. ``top``: how many of an input's largest
     effects are named.
     """
 
     places: tuple[Intervention, ...]
-    axes: tuple[str, ...] = ()
     number: str = ""
     values: tuple[float, ...] = ()
     top: int = 0
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of what is tried one by one."""
+        names = {indices: name for name, indices in EACH.items()}
+        return tuple(names[indices] for indices in self.places[0].operation.each or ())
 
     @property
     def tried(self) -> tuple[float | None, ...]:

@@ -78,7 +78,8 @@ async def _explain(engine: Engine, plan: WorkPlan, request: ExtractRequest, tick
         request = replace(request, reply=replace(request.reply, format=FORMATS["npz"]))
     work = await engine.run_in_thread(partial(_plan_work, plan, request, explanation, handle), ticket.deadline)
     made: Features | None = None
-    with work.count(ticket.deadline):
+    work.check(ticket.deadline)
+    with work.count():
         for asked in list_maps(request, explanation):
             with ticket.return_bytes():
                 count = explanation.top_classes if made is None else 0

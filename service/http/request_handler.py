@@ -64,14 +64,15 @@ async def receive(
     ``get_timeout`` tells how many seconds a body itself allows.
 
     The block is cancelled where the client goes away (ClientGoneError); what it raises for want of time says how much
-    there was. The place is given back once the reply is sent. Any error of the tree.
+    there was, by ``timeout`` of the request's state. The place is given back once the reply is sent. Any error of the
+    tree.
     """
     state = request.scope["state"]
     query = Query.parse(request.scope["query_string"])
     types = {name: each.media_type for name, each in formats.items()}
     reply_format = formats[negotiate(request.headers.get("accept"), query.get_one("format"), types)]
     packed = is_packed(request.headers)
-    timeout = Timeout(request.headers, engine.settings)
+    timeout = state["timeout"] = Timeout(request.headers, engine.settings)
     timings: Timings = state["timings"]
     ticket = state["until_sent"].enter_context(engine.admission.admit(timeout.deadline, timings))
     data = await read_body(request, engine.settings, ticket.reserve_bytes)
@@ -93,13 +94,17 @@ async def receive(
             timeout.shorten(get_timeout(parsed))
             ticket.deadline = timeout.deadline
             yield parsed, ticket
-        except QueueTooLongError as error:
-            timeout.explain(error)
+        except (DeadlineError, QueueTooLongError) as error:
+            explain_lateness(error, timeout, engine, model)
             raise
-        except DeadlineError as error:
-            timeout.explain(error)
-            error.retry_after = engine.estimate_wait(model)
-            raise
+
+
+def explain_lateness(error: Exception, timeout: Timeout, engine: Engine, model: str | None) -> None:
+    """Have an error for want of time say how much there was, and when to come again; others stay as they are."""
+    if isinstance(error, DeadlineError | QueueTooLongError):
+        timeout.explain(error)
+    if isinstance(error, DeadlineError):
+        error.retry_after = engine.estimate_wait(model)
 
 
 async def encode_response(features: Features, request: ExtractRequest, engine: Engine, ticket: Ticket) -> Response:

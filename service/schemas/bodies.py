@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, JsonValue
 
 from layertap.models.errors import Fault, RequestError, SelectorError
+from layertap.models.hooks.sites import EACH
 from layertap.models.selection.hook_points import (
     Embedding,
     Explanation,
@@ -210,7 +211,6 @@ class ExplainBody(RequestBody):
 MAX_VALUES = 256
 MAX_EFFECTS = 1000
 Axis = Literal["channel", "head", "query", "key", "token"]
-AXIS_OPTIONS = dict(zip(get_args(Axis), ("channels", "heads", "queries", "keys", "tokens"), strict=True))
 NUMBERS = {"scale": "by", "add": "value", "replace": "value", "noise": "std"}  # what 'values' are in place of, by op
 SomeAxes = Annotated[tuple[Axis, ...], Field(json_schema_extra=ONCE), AfterValidator(_check_once)]
 Axes = Annotated[
@@ -249,12 +249,12 @@ class SweepBody(RequestBody, OperationBody):
         def read_place(body: SweepPlaceBody) -> Intervention:
             operation = self.to_operation(body)
             changes: dict[str, Any] = {number: max(self.values, key=abs)} if number else {}
-            each = tuple(AXIS_OPTIONS[axis] for axis in self.each)
+            each = tuple(EACH[axis] for axis in self.each)
             return Intervention(body.parse_place(), replace(operation, each=each or None, **changes))
 
         places = read_entries(self.layers, "layers", read_place)
         return {
-            "sweep": Sweep(places, self.each, number, self.values, self.top),
+            "sweep": Sweep(places, number, self.values, self.top),
             "interventions": read_entries(self.interventions, "interventions", _read_shared),
             "prompt": self.prompt,
             "truncate": self.truncate,

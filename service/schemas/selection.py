@@ -137,7 +137,16 @@ def _choose_one(field: str, in_layer: Any, by_itself: Any) -> Any:
     return in_layer if by_itself is None else by_itself
 
 
-class LayerBody(PlaceBody):
+class EntryBody(PlaceBody):
+    """A place that may be a selector's text."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_text(cls, value: Any) -> Any:
+        return {"layer": value} if isinstance(value, str) else value
+
+
+class LayerBody(EntryBody):
     """One entry of ``layers`` in its object form; what is None is taken from the request."""
 
     pool: Pool | None = None
@@ -148,11 +157,6 @@ class LayerBody(PlaceBody):
     over: Literal["inputs"] | None = None
     edges: Edges = None
     alias: str | None = Field(None, alias="as", pattern=r"^[A-Za-z0-9_.\-]{1,128}$")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand_text(cls, value: Any) -> Any:
-        return {"layer": value} if isinstance(value, str) else value
 
     def to_selector(self, pool: Pool, normalize: bool, dtype: ReplyDType) -> Selector:
         """The selector with the request's own choices filled in; SelectorError where it makes no sense."""
@@ -278,13 +282,8 @@ class InterventionBody(OperationBody, PlaceBody):
         return Intervention(self.parse_place(), self.to_operation(self))
 
 
-class SweepPlaceBody(PlaceBody):
+class SweepPlaceBody(EntryBody):
     """One entry of a sweep's ``layers``: where edits are tried, and which indices there."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand_text(cls, value: Any) -> Any:
-        return {"layer": value} if isinstance(value, str) else value
 
 
 SweepPlace = Annotated[SweepPlaceBody, _OrText()]

@@ -141,7 +141,9 @@ def _find_places(place: Intervention, job: Job, metric: HookPoint, lengths: Text
         call = "" if selector.call is None else f"#{change.point.call}"
         name = change.point.format_name(call) + ("" if site == "output" else f":{site}")
         groups.setdefault(name, []).append(change)
-    if not selector.is_glob and len(groups) == 1 and selector.site in ("output", selector.text.rpartition(":")[2]):
+    names_one = not selector.is_glob and len(groups) == 1
+    says_site = selector.site in ("output", selector.text.rpartition(":")[2])
+    if names_one and says_site:  # the key is spelled as in the request, like an extract's
         groups = {selector.text: ends}
     return [_make_place(key, tuple(each), job) for key, each in groups.items()]
 

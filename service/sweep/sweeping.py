@@ -96,7 +96,7 @@ async def run(
 
 async def _run(engine: Engine, prepared: PreparedSweep, ticket: Ticket, on_progress: OnProgress) -> Features:
     work, handle = prepared.work, prepared.handle
-    with work.count(ticket.deadline):
+    with work.count():
         answers = await engine.run_jobs([_make_base(each, work.rows) for each in prepared.inputs], handle, ticket)
         begin = partial(_begin, prepared, answers)
         rows = await engine.run_in_thread(begin, ticket.deadline)

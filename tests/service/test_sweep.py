@@ -21,7 +21,8 @@ from layertap_client import Client
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.digits_reference import copy_digits, random_images
-from tests.service.support import Array, Json, arrays_of, configured, problem, tensor
+from tests.service.queue_harness import hold_queue
+from tests.service.support import ROW, Array, Json, arrays_of, configured, problem, tensor
 from tests.transformers_nets import VOCABULARY, saved
 
 IMAGES = random_images(2, seed=3)
@@ -32,6 +33,7 @@ BLOCKS = [f"transformer.h.{number}" for number in range(2)]
 OUTER = ModelSpec(
     "outer", "python:tests.function_nets:Outer", weights="random:0", device="cpu", inputs=(InputSpec("x", (4,)),)
 )
+GATED = ModelSpec("held", "python:tests.service.nets_http:Gated", weights="random:0", device="cpu", inputs=(ROW,))
 Edit = Callable[[Tensor], None]  # in place, of a layer's output (1, …)
 Measure = Callable[[Tensor, Tensor], Tensor]  # of edited and unedited scores
 
@@ -392,3 +394,16 @@ def test_effects_that_are_no_numbers(nets: Nets) -> None:
     assert not np.isfinite(arrays_of(reply)["block1"][:, 1]).any()
     assert [[each["index"] for each in row] for row in reply.json()["top_effects"]] == [[[0]], [[0]]]
     assert any("top_effects leaves out 2 edits" in each for each in reply.json()["warnings"])
+
+
+def test_event_of_a_deadline(serve: Serve) -> None:
+    """A deadline that passes while edits run ends in an event with the hint of a plain reply."""
+    body = {"model": "held", "layers": ["linear"], "op": "zero", "inputs": [tensor(np.zeros(4, np.float32))]}
+    headers = {"accept": "text/event-stream", "x-request-timeout": "1.5"}
+    with serve(configured(GATED)) as live, hold_queue(live, "held"):
+        reply = live.client.post("/sweep", json=body, headers=headers)
+    name, data = reply.text.strip().split("\n")[-2:]
+    assert name == "event: error"
+    found = json.loads(data.removeprefix("data: "))
+    assert "X-Request-Timeout of 1.5 s" in found["detail"]
+    assert "allow more time" in found["hint"]

@@ -55,13 +55,8 @@ class PlannedWork:
         return max(1 - self.done / max(self.rows, 1), 0.0) * self.handle.pace.estimate_seconds(self.seconds)
 
     @contextmanager
-    def count(self, deadline: float) -> Iterator[None]:
-        """Have it count for others until the block ends; QueueTooLongError where it can't be done in time.
-
-        What else is planned for its device gets as much time, if it wants it. With nothing planned it is refused only
-        where there is no hope: what was measured may be slower than what will be.
-        """
-        self.check(deadline)
+    def count(self) -> Iterator[None]:
+        """Have it count for others until the block ends."""
         self.plan.works.append(self)
         try:
             yield
@@ -82,7 +77,11 @@ class PlannedWork:
             await wait_until(deadline, self.changed.wait())
 
     def check(self, deadline: float) -> None:
-        """QueueTooLongError where it can't be done in time, as ``count`` raises it."""
+        """QueueTooLongError where it can't be done in time.
+
+        What else is planned for its device gets as much time, if it wants it. With nothing planned it is refused only
+        where there is no hope: what was measured may be slower than what will be.
+        """
         left, seconds = max(deadline - time.monotonic(), 0.0), self.seconds_left
         wait = sum(min(seconds, other.seconds_left) for other in self._list_others())
         if wait:

@@ -23,7 +23,7 @@ from layertap.service.http.compression import EVENTS
 from layertap.service.http.openapi import COMPUTED, describe_inputs
 from layertap.service.http.parsing import parse_request
 from layertap.service.http.problems import describe_error, encode_problem
-from layertap.service.http.request_handler import cancel_on_disconnect, encode_response, receive
+from layertap.service.http.request_handler import cancel_on_disconnect, encode_response, explain_lateness, receive
 from layertap.service.http.timeout import EngineDependency
 from layertap.service.schemas.bodies import SweepBody
 from layertap.service.schemas.examples import SWEEP
@@ -106,6 +106,7 @@ class EventsResponse(Response):
                     yield "progress", [orjson.dumps(dict(zip(("done", "total"), newest, strict=True)))]
             yield "result", computing.result()
         except Exception as error:
+            explain_lateness(error, self._request.state.timeout, self._engine, self._asked.model)
             yield "error", [encode_problem(describe_error(error, self._request.state.request_id)).body]
             if not isinstance(error, LayertapError):  # for the log
                 raise
