@@ -31,6 +31,7 @@ from layertap.models.spec import Decode, InputSpec, Preprocessed, Tower
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
 DECODE_RECIPES = {"fast": "fast 2"}  # of ways of decoding that made other pixels before
 SURVEYED = frozenset({"values", "longest", "long_axis", "example"})
+KNOWN_HERE = ("info", "source", "is_view")  # of a change, what a catalogue or another input tells
 # Options of requests that earlier versions did not have: None leaves their fingerprints as they were.
 OMITTED_IF_NONE = frozenset({"reduction", "outputs", "edges", "each", "metric", "row"})
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
@@ -156,7 +157,7 @@ def make_unrepeatable() -> str:
 
 def _describe_change(change: ResolvedIntervention | ResolvedObjective) -> dict[str, Any]:
     """A change without what is only here or now: what a catalogue knows of it, which input a tensor is taken of."""
-    described = {name: value for name, value in _to_plain_data(change).items() if name not in ("info", "source")}
+    described = {name: value for name, value in _to_plain_data(change).items() if name not in KNOWN_HERE}
     if isinstance(change, ResolvedIntervention) and change.source is not None:
         operation = {name: value for name, value in described["operation"].items() if name != "source"}
         described |= {"operation": operation, "source": _to_plain_data(change.source.point)}

@@ -83,6 +83,7 @@ def make_plan(
         resolved,
         left_out=tuple(left_out),
         shared=tuple(dict.fromkeys(shared)),
+        anchors_views=any(get_call(point, catalog).is_view for point in points if point.site in GRADIENTS),
     )
 
 

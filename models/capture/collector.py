@@ -61,26 +61,30 @@ def group_actions(
 ) -> Mapping[tuple[nn.Module, Side], Mapping[CallKey, CallActions]]:
     """The actions by module and side, then by call."""
     groups: dict[tuple[nn.Module, Side], dict[CallKey, CallActions]] = defaultdict(lambda: defaultdict(CallActions))
+    captures = tuple(captures)
     changes = [change for request_slice in slices for change in request_slice.interventions]
     # Weights that are changed are seen where that is done, and nowhere else.
     unfused = {modules[change.point.layer] for change in changes if change.point.site in ATTENTION}
+    gradients = [capture for capture in captures if capture.point.site in GRADIENTS]
+    changed = {modules[tap.point.layer] for tap in (*changes, *gradients) if tap.point.function}
 
     def get_actions(point: HookPoint) -> CallActions:
-        module = modules[point.layer]
-        side: Side = "unfused" if point.side == "attention" and module in unfused else point.side
+        module, side = modules[point.layer], point.side
+        if side == "attention" and module in unfused:
+            side = "unfused"
+        elif side == "function" and module in changed:
+            side = "changed_function"
         return groups[module, side][point.call_key]
 
     def get_anchor(tap: Tap) -> GradientAnchor:
         return get_actions(tap.point).anchors.setdefault(tap.point.path, GradientAnchor(tap))
 
-    captures = tuple(captures)
     for request_slice in slices:
         for change in request_slice.interventions:
             target = get_anchor(change) if change.point.site in GRADIENTS else get_actions(change.point)
             target.interventions.append((request_slice, change))
-    for capture in captures:
-        if capture.point.site in GRADIENTS:
-            get_anchor(capture)
+    for capture in gradients:
+        get_anchor(capture)
     for capture in captures:
         if capture.point.site not in GRADIENTS:
             get_actions(capture.point).captures.append(capture)

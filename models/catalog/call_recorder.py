@@ -48,6 +48,7 @@ class CallRecorder:
         self._alone = alone
         self._order = 0
         self._functions_since = 0  # how often a function began or ended since then
+        self._taken: dict[int, int] = {}  # the memory that the last function took, with its version then
         self._running: list[tuple[nn.Module, int]] = []
         self._histories: dict[int, TensorHistory] = {}
         self._values: dict[int, Value] = {}
@@ -57,6 +58,16 @@ class CallRecorder:
     def describe_calls(self) -> dict[nn.Module, list[tuple[set[Path], set[Path], int]]]:
         """Which modules were called, how often, and with and for what kind of value; how often they attended."""
         return {module: [call.describe_tensors() for call in calls] for module, calls in self.calls.items()}
+
+    def release(self) -> None:
+        """Forget which values calls share: calls that refer to one another would keep the module until a collection."""
+        for value in self._values.values():
+            value.maker = None
+            value.readers.clear()
+        for calls in self.calls.values():
+            for call in calls:
+                for each in (call, *call.functions.values()):
+                    each.values.clear()
 
     def watch(self, run: Forward, inputs: Inputs) -> None:
         """Run one forward."""
@@ -113,6 +124,11 @@ class CallRecorder:
         order = self._order + 1 - 1 / (1 + self._functions_since)
         call = self.calls[module][number].functions.setdefault(name, CallObservation((module, number, name), order))
         call.end = order
+        memory = {_get_address(tensor): get_version(tensor) for _, tensor in iterate_tensors(value)}
+        if side == "input":
+            self._taken = memory
+        else:
+            call.is_view = any(address and self._taken.get(address) == memory[address] for address in memory)
         alone = self._get_call_alone(module, number)
         self._record(
             call,
@@ -231,6 +247,11 @@ class CallRecorder:
         self._order += 1
         self._functions_since = 0
         return self._order
+
+
+def _get_address(tensor: Tensor) -> int:
+    """Where the memory lies that a tensor is a view of; 0 for none."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _record_weights(call: CallObservation) -> None:

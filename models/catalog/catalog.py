@@ -130,7 +130,8 @@ class Call:
 
     ``sinks`` has what softmax gives to learned sinks, in place of keys, where there are any.
     ``functions`` has the calls of functions that it makes itself, by name and number, in their order. ``origins`` tells
-    of inputs that others read too, by path, where they come from.
+    of inputs that others read too, by path, where they come from. ``is_view``: of a function which returns memory that
+    it takes; what is put in its place has memory of its own, for all rows.
     """
 
     input: CallBoundary
@@ -139,6 +140,7 @@ class Call:
     functions: Mapping[str, Call] = field(default_factory=dict)
     sinks: CallBoundary | None = None
     origins: Mapping[tuple[str, ...], Origin] = field(default_factory=dict)
+    is_view: bool = False
 
     def get_boundary(self, site: Site) -> CallBoundary:
         """The side that a site looks at; one of no tensor where the call computes no attention."""

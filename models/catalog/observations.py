@@ -59,7 +59,8 @@ class CallObservation:
     ``refused`` has the tensors without plain memory, by path and kind. ``attention`` is written down when the call
     ends; it is partial where some of its weights do not stand as (heads, queries, keys). ``functions`` has the calls of
     functions by name and number. ``address`` are the module, the number of its call and the function, if it is of one.
-    ``values`` are what it took, and what it returned.
+    ``values`` are what it took, and what it returned; ``is_view``: some of the latter lies in the memory of the former,
+    which it does not write to.
     """
 
     address: tuple[nn.Module, int, str]
@@ -71,6 +72,7 @@ class CallObservation:
     has_partial_attention: bool = False
     functions: dict[str, CallObservation] = field(default_factory=dict)
     values: dict[Boundary, dict[Path, Value]] = field(default_factory=lambda: defaultdict(dict))
+    is_view: bool = False
 
     def contains(self, other: CallObservation) -> bool:
         """Whether the other call is a part of this one."""

@@ -71,7 +71,10 @@ def survey(
         lengths = _probe_length(other_length, inputs, run, device, dtype)
     if several.describe_calls() != alone.describe_calls():
         several = alone
-    return CatalogBuilder(module, alone, several, timer, prefix, other_length, lengths).build()
+    catalog = CatalogBuilder(module, alone, several, timer, prefix, other_length, lengths).build()
+    for recorder in (alone, several, other_length):
+        recorder.release()
+    return catalog
 
 
 def _time_calls(module: nn.Module, run: Forward, row: Mapping[str, Tensor], device: torch.device) -> CallTimer:
@@ -205,7 +208,12 @@ class CatalogBuilder:
                     of_longer = longer.functions.get(name) if longer is not None else None
                     cost = self._get_cost_before(call.start)
                     build_side = partial(self._build_boundary, call, several.functions[name], of_longer, cost=cost)
-                    functions[name] = Call(build_side("input"), build_side("output"), origins=self._find_origins(call))
+                    functions[name] = Call(
+                        build_side("input"),
+                        build_side("output"),
+                        origins=self._find_origins(call),
+                        is_view=call.is_view or several.functions[name].is_view,
+                    )
         return Call(
             build("input", start),
             build("output", end),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from layertap.models.errors import InputError, escape
 from layertap.models.hooks import attention
-from layertap.models.hooks.functions import FunctionsCall, list_parts, run_unseen
+from layertap.models.hooks.functions import ChangedFunctionsCall, FunctionsCall, list_parts, run_unseen
 from layertap.models.hooks.running_calls import Arguments, Changes, OnCall, RunningCall, attach_calls, get_version
 from layertap.models.hooks.sites import CallKey, Side
 from layertap.models.hooks.tensor_tree import (
@@ -185,8 +185,8 @@ def attach_at(
 
 def attach_all(stack: ExitStack, callbacks: Iterable[tuple[nn.Module, Side, OnCall]]) -> None:
     """Until the stack ends, call back at each module and side; of all hooks those of functions come last."""
-    in_order = sorted(callbacks, key=lambda each: each[1] == "function")
-    has_functions = any(side == "function" for _, side, _ in in_order)
+    in_order = sorted(callbacks, key=lambda each: each[1] in OF_FUNCTIONS)
+    has_functions = any(side in OF_FUNCTIONS for _, side, _ in in_order)
     for module, side, on_call in in_order:
         ATTACH[side](stack, module, partial(run_unseen, on_call) if has_functions else on_call)
 
@@ -223,12 +223,15 @@ def count_hooks(module: nn.Module) -> int:
 
 
 COLLECTORS = "transformers.utils.output_capturing"
+OF_FUNCTIONS: tuple[Side, ...] = ("function", "changed_function")
 _of_attention = partial(attach_calls, find_parts=attention.find_nested_attention)
+_of_functions = partial(attach_calls, find_parts=list_parts, ends_first=lambda module: True)
 ATTACH: Mapping[Side, Attach] = {
     "output": partial(attach_calls, kind=_OutputCall, ends_first=_has_collector),
     "input": partial(attach_calls, kind=_InputCall),
     "attention": partial(_of_attention, kind=_AttentionCall),
     "sink": partial(_of_attention, kind=_SinkCall),
     "unfused": partial(_of_attention, kind=_UnfusedCall),
-    "function": partial(attach_calls, kind=FunctionsCall, find_parts=list_parts, ends_first=lambda module: True),
+    "function": partial(_of_functions, kind=FunctionsCall),
+    "changed_function": partial(_of_functions, kind=ChangedFunctionsCall),
 }

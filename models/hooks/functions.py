@@ -65,6 +65,8 @@ class FunctionsCall(RunningCall):
     which have their own. To be attached after all other hooks: these would be taken for what the module does.
     """
 
+    may_change = False
+
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Enter the mode."""
         self._mode = _FunctionMode(self)
@@ -98,6 +100,12 @@ class FunctionsCall(RunningCall):
             self._is_entered = False
 
 
+class ChangedFunctionsCall(FunctionsCall):
+    """The same where what comes back may be put in."""
+
+    may_change = True
+
+
 class _FunctionMode(TorchFunctionMode):
     """Hands on what each function takes, then what it returns, and puts in what comes back for that."""
 
@@ -121,7 +129,7 @@ class _FunctionMode(TorchFunctionMode):
             args, options = replace_arguments(tuple(args), options, changes)
         given = [(tensor, changes.get(path, tensor)) for path, tensor in held.items()]
         versions = [get_version(tensor) for _, tensor in given]
-        with _keep_saved(func, args, options):
+        with _keep_saved(func, args, options) if self._call.may_change else nullcontext():
             out = func(*args, **options)
         changes = self._hand_on(function, "output", out)
         written = [pair for pair, version in zip(given, versions, strict=True) if get_version(pair[1]) != version]
@@ -153,7 +161,10 @@ def _put_in(out: object, changes: Changes, written: Sequence[tuple[Tensor, Tenso
 
 
 def _keep_saved(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> AbstractContextManager[object]:
-    """Of a function that may write to its arguments: what it saves for a backward, kept from changes to its result."""
+    """Of a function that may write to its arguments: what it saves for a backward, kept from changes to its result.
+
+    Only where there may be such changes: hooks of a model that checkpoints do not see what is saved under these.
+    """
     may_write = func.__name__.endswith("_") or any(each is True for each in (*args, *options.values()))
     if not (may_write and torch.is_grad_enabled()):
         return nullcontext()

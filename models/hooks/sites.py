@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Site = Literal["output", "input", "grad_output", "grad_input", "attention", "attention_sink", "attention_grad"]
-# Kinds of hook: ``attach.py`` has a row for each. That of functions sees both sides of every function of a call.
-Side = Literal["output", "input", "attention", "sink", "unfused", "function"]
+# Kinds of hook: ``attach.py`` has a row for each. Those of functions see both sides of every function of a call.
+Side = Literal["output", "input", "attention", "sink", "unfused", "function", "changed_function"]
 # Which call of a module, or of a function in such a call: with its name and number, ``add#0``, and its side.
 CallKey = int | tuple[int, str, Side]
 # The options that take indices along an axis, and the letter of that axis in a layout.

@@ -17,7 +17,7 @@ from layertap.models.interventions.operations import OPERATIONS, compute_part_sh
 from layertap.models.interventions.sources import find_source
 from layertap.models.selection.hook_points import Intervention, Operation
 from layertap.models.selection.matches import SelectorMatch, check_matches, find_matches
-from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
+from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective, get_call
 
 PARAMETERS = ("by", "value", "min", "max", "std", "seed", "tensor")
 NUMBERS = ("by", "value", "min", "max", "std")
@@ -59,7 +59,13 @@ def resolve_intervention(
     for match in floating if selector.site in GRADIENTS else ():
         check_gradient(match, objective, catalog)
     return [
-        ResolvedIntervention(match.point, match.info, operation, find_source(match, operation, catalog))
+        ResolvedIntervention(
+            match.point,
+            match.info,
+            operation,
+            find_source(match, operation, catalog),
+            get_call(match.point, catalog).is_view,
+        )
         for match in floating
     ]
 

@@ -108,10 +108,14 @@ class Capture(Tap):
 
 @dataclass(frozen=True)
 class ResolvedIntervention(Tap):
-    """One tensor to change on its way, and how; ``source`` is where another input has the tensor that it takes."""
+    """One tensor to change on its way, and how; ``source`` is where another input has the tensor that it takes.
+
+    ``is_view``: its function returns memory that it takes.
+    """
 
     operation: Operation
     source: Capture | None = None
+    is_view: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,7 @@ class Plan:
     ``results`` are in the order asked for; ``stops_at`` names the point after which nothing is pending, ``cost`` is
     the share of a whole forward's time spent by then; ``skipped`` are layers that globs matched but that never run.
     ``interventions`` has the changes that each one makes; ``objective`` is there where a gradient is asked for.
+    ``anchors_views``: it has gradients at functions that return memory that they take.
     ``extra`` captures are for changes of other inputs; ``left_out`` says of each tensor that globs matched, but that
     can't be given, why; ``shared`` of each changed input that others read too, where it comes from.
     """
@@ -150,6 +155,7 @@ class Plan:
     extra: frozenset[Capture] = frozenset()
     left_out: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
+    anchors_views: bool = False
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -213,12 +219,14 @@ class Plan:
     def may_share(self) -> bool:
         """Whether its rows may run beside others': nothing that it changes belongs to more rows than its own.
 
-        Attention that runs unfused is rounded otherwise for every row.
+        Attention that runs unfused is rounded otherwise for every row. Where a function returns a view, what is put in
+        its place is no view for any row: a later write in place would miss what it is a view of.
         """
         return (
             self.may_split
             and not self.unfused_layers
-            and all(change.info.row_axis is not None for change in self.resolved_interventions)
+            and not self.anchors_views
+            and all(each.info.row_axis is not None and not each.is_view for each in self.resolved_interventions)
         )
 
     def count_numbers(self, rows: int) -> int:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torchvision.models import resnet18
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -263,6 +264,51 @@ def test_a_residual_block_in_place() -> None:
     torch.testing.assert_close(output, wanted)
     assert {"layer2.1", "layer3.0.conv1", "fc"} <= list_outputs(known)
     assert not {"layer1.1", "layer2.1.conv2"} & list_outputs(known)
+
+
+class Views(nn.Module):
+    """Writes to a tensor through a view of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1
+        y.view(-1, 4).add_(1)
+        return y
+
+
+@pytest.mark.parametrize("at", ["view#0", "view#0:input", "view#0:grad_output", "mul#0"])
+def test_views(at: str) -> None:
+    """Where a function returns a view, whoever changes or differentiates it cuts all rows off it: it runs alone."""
+    catalog = survey_functions(Views())
+    if "grad" in at:
+        wanted = plan(catalog, [f"./{at}"], objective=Objective("sum"))
+    else:
+        wanted = plan(catalog, ["."], [(f"./{at}", Operation("zero"))])
+    assert wanted.may_share == (at == "mul#0")
+
+
+class Checkpointed(nn.Module):
+    """Computes a block again for the backward, which saves what functions in place return."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.compute, x, use_reentrant=False)
+        return out
+
+    def compute(self, x: Tensor) -> Tensor:
+        y = x + 0
+        torch.sigmoid_(y)
+        return torch.tanh(torch.sin(y))
+
+
+@pytest.mark.parametrize("layers", [["./sin#0"], ["./sigmoid#0"]])
+def test_captures_leave_gradients_of_checkpoints(layers: list[str]) -> None:
+    """Captures of one request change nothing of another's gradients."""
+    module = Checkpointed()
+    catalog, x = survey_functions(module), rows()
+    gradients = plan(catalog, [".:grad_input"], objective=Objective("sum"))
+    _, found = extract(module, {"x": x}, plan(catalog, layers), gradients)
+    given = x[2:].clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(module.compute(given).sum(), given)
+    torch.testing.assert_close(found[".:grad_input"], wanted)
 
 
 def resume(module: nn.Module, catalog: Catalog, text: str, specs: tuple[InputSpec, ...]) -> Resumption:
