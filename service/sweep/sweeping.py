@@ -74,9 +74,7 @@ async def prepare(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticke
     request.timings.facts.rows = 0  # they are counted when they are answered
     find = partial(_describe_inputs, request, sweep, jobs, handle, engine.settings)
     inputs = await engine.run_in_thread(find, ticket.deadline)
-    counts = [each.count(sweep) for each in inputs]
-    seconds = sum(count * _estimate_seconds(each.job) for count, each in zip(counts, inputs, strict=True))
-    work = PlannedWork(plan, handle, sum(counts), seconds, SMALLER)
+    work = _plan_work(plan, request, sweep, handle, inputs)
     work.check(ticket.deadline)
     edited = await engine.run_in_thread(partial(_list_edited, inputs), ticket.deadline)
     ticket.reserve_bytes(sum(map(count_taken_bytes, edited)))
@@ -200,10 +198,19 @@ def _describe_inputs(
     finder = PlaceFinder(sweep, handle.model.text)
     inputs = [finder.describe(job, request.for_input(job.input_index or 0).objective or Objective()) for job in jobs]
     check_results(1 + max(len(each.places) for each in inputs), settings.max_results)
-    count, rows = sum(each.count(sweep) for each in inputs), sum(bool(each.places) for each in inputs)
-    check_changed_inputs(count, rows, settings, f"try {SMALLER}")
-    check_sizes([count + len(inputs)], [4 * (count + len(inputs))], len(inputs), request.reply)
     return inputs
+
+
+def _plan_work(
+    plan: WorkPlan, request: ExtractRequest, sweep: Sweep, handle: ModelHandle, inputs: Sequence[SweptInput]
+) -> PlannedWork:
+    """What is to be run; TooLargeError where that, or the reply, would be over a limit."""
+    counts = [each.count(sweep) for each in inputs]
+    count, numbers = sum(counts), sum(counts) + len(inputs)
+    check_changed_inputs(count, sum(map(bool, counts)), plan.settings, f"try {SMALLER}")
+    check_sizes([numbers], [4 * numbers], len(inputs), request.reply)
+    seconds = sum(each * _estimate_seconds(swept.job) for each, swept in zip(counts, inputs, strict=True))
+    return PlannedWork(plan, handle, count, seconds, SMALLER)
 
 
 def _prepare_sources(inputs: Sequence[SweptInput], edited: Sequence[Job]) -> list[SweptInput]:

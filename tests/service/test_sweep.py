@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import GPT2LMHeadModel
 
+from layertap.models.catalog.catalog import Costs
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap_client import Client
 from tests.server import Live
@@ -339,7 +340,10 @@ def test_limits(serve: Serve) -> None:
         assert "'channels'" in found["hint"]
     with serve() as live:
         many = {**body, "op": "scale", "values": list(range(256))}
-        found = problem(live.client.post("/sweep", json=many, headers={"x-request-timeout": "0.05"}), 429, seconds=True)
+        model = live.engine.manager.registry.get_entry("digits").model
+        assert model is not None
+        model.catalogs.configured = replace(model.catalog, costs=Costs(base=0.0, per_row=1.0))
+        found = problem(live.client.post("/sweep", json=many), 429, seconds=True)
         assert "changed inputs" in found["detail"]
         assert problem(live.client.post("/sweep?format=png", json=body), 406)["hint"]
 

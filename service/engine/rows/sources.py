@@ -50,9 +50,10 @@ def prepare_sources(jobs: Sequence[Job]) -> list[Job]:
     prepared: dict[int | None, Job] = {}
     for job in in_order:
         of_sources = [digest for index in _list_sources(job) if (digest := changes[index]) is not None]
-        own = fingerprint.digest_changes(job.spec.plan.resolved_interventions)
-        changes[job.input_index] = fingerprint.digest_sources(own or "", of_sources) if of_sources else own
         taken = extra[job.input_index]
+        if taken:  # a tensor takes long to digest
+            own = fingerprint.digest_changes(job.spec.plan.resolved_interventions)
+            changes[job.input_index] = fingerprint.digest_sources(own or "", of_sources) if of_sources else own
         plan = replace(job.spec.plan, extra=frozenset(taken)) if taken else job.spec.plan
         digests = job.fingerprints
         if of_sources:
