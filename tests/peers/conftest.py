@@ -35,6 +35,10 @@ class Served:
         """Maps."""
         return self._post("/explain", model, inputs, **fields)
 
+    def sweep(self, model: str, inputs: list[Json], **fields: Any) -> dict[str, Array]:
+        """The metric of each edit."""
+        return self._post("/sweep", model, inputs, **fields)
+
     def module(self, name: str) -> Any:
         """The model that is served; not to be changed."""
         model = self.live.engine.manager.registry.get_entry(name).model

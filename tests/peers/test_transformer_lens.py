@@ -112,24 +112,30 @@ def test_edits(served: Served, hooked: Any, name: str, hook: Hook, change: Json)
 
 
 def test_patching(served: Served, hooked: Any) -> None:
-    """Activation patching of the residual stream, layer by position, in one request."""
+    """Activation patching of the residual stream, layer by position, by a logit difference: one sweep."""
     clean, corrupt = TOKENS[:1], TOKENS[1:2]
     _, cache = hooked.run_with_cache(clean)
-    tried = [(layer, position) for layer in range(2) for position in range(clean.shape[1])]
-    inputs: list[Json] = texts()[:2]
-    for layer, position in tried:
-        taken = {"layer": f"transformer.h.{layer}:input", "op": "replace", "tokens": [position], "from": {"input": 0}}
-        inputs.append({"input": 1, "interventions": [taken]})
-    found = logits(served, inputs)[2:]
-    for row, (layer, position) in zip(found, tried, strict=True):
+    found = served.sweep(
+        "gpt2",
+        texts()[:2],
+        layers=["transformer.h.*[0]:input"],
+        op="replace",
+        each="token",
+        **{"from": {"input": 0}},
+        objective={"kind": "logit", "terms": [[1, 7], [-1, 3]], "position": -1},
+    )
+    for layer in range(2):
         key = f"blocks.{layer}.hook_resid_pre"
+        for position in range(clean.shape[1]):
 
-        def patch(stream: Tensor, hook: Any, key: str = key, position: int = position) -> Tensor:
-            stream[:, position] = cache[key][:, position]
-            return stream
+            def patch(stream: Tensor, hook: Any, key: str = key, position: int = position) -> Tensor:
+                stream[:, position] = cache[key][:, position]
+                return stream
 
-        wanted = hooked.run_with_hooks(corrupt, fwd_hooks=[(key, patch)])[0].detach().numpy()
-        np.testing.assert_allclose(row, wanted, rtol=1e-4, atol=2e-5)
+            last = hooked.run_with_hooks(corrupt, fwd_hooks=[(key, patch)])[0, -1]
+            wanted = float(last[7] - last[3])
+            value = found[f"transformer.h.{layer}[0]:input"][-1, position]
+            np.testing.assert_allclose(value, wanted, rtol=1e-3, atol=1e-5)
 
 
 def test_gradients(served: Served, hooked: Any) -> None:
