@@ -44,7 +44,7 @@ def _get_message(error: ErrorDetails) -> str:
         return f"there is no field {escape(str(error['loc'][-1]))}"
     if error["type"] == "model_type":
         return "Input should be an object"
-    return str(error["msg"])[:200].replace("Tuple", "List").replace("valid tuple", "valid list")  # as JSON has it
+    return str(error["msg"])[:400].replace("Tuple", "List").replace("valid tuple", "valid list")  # as JSON has it
 
 
 def _get_hint(error: ErrorDetails) -> str:
