@@ -125,7 +125,7 @@ def differentiate(live: Live, name: str, compute: Callable[[Tensor], Tensor]) ->
 
 
 @pytest.mark.parametrize("name", PROBABILITIES)
-@pytest.mark.parametrize(("objective", "compute"), OBJECTIVES, ids=str)
+@pytest.mark.parametrize(("objective", "compute"), OBJECTIVES, ids=[str(each) for each, _ in OBJECTIVES])
 def test_gradients(ending: Live, name: str, objective: Json, compute: Callable[[Tensor], Tensor]) -> None:
     outputs, convert = PROBABILITIES[name]
     shown = ending.client.get(f"/models/{name.lower()}").json()

@@ -90,7 +90,7 @@ OBJECTIVES: list[tuple[Json, Callable[[Tensor], Tensor]]] = [
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kind", [Squeezed, Flat])
-@pytest.mark.parametrize(("objective", "compute"), OBJECTIVES, ids=str)
+@pytest.mark.parametrize(("objective", "compute"), OBJECTIVES, ids=[str(each) for each, _ in OBJECTIVES])
 def test_gradients(
     squeezing: Live, kind: type[Squeezed], objective: Json, compute: Callable[[Tensor], Tensor], rows: int
 ) -> None:
