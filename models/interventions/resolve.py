@@ -98,13 +98,15 @@ def _check_parameters(operation: Operation) -> None:
     if operation.source is not None:
         parameters.add("tensor")
     for name in sorted(parameters - spec.allowed):
+        written = "from" if name == "tensor" and operation.tensor is None else name
         raise SelectorError(
-            f"op {op} takes no {escape(name)}",
+            f"op {op} takes no {escape(written)}",
             hint=f"it takes {_join_names(sorted(spec.allowed))}" if spec.allowed else "leave it out",
         )
     for group in spec.needs:
         if not parameters & set(group):
-            raise SelectorError(f"op {op} needs {_join_names(group)}", hint=f'add "{group[0]}"')
+            named = (*group, "from") if "tensor" in group else group
+            raise SelectorError(f"op {op} needs {_join_names(named)}", hint=f'add "{group[0]}"')
     if "tensor" in parameters and (others := parameters & {"by", "value"}):
         raise SelectorError(f"op {op} takes {_join_names(sorted(others))} or a tensor, not both")
     if operation.std is not None and operation.std < 0:

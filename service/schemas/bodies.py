@@ -243,7 +243,7 @@ class SweepBody(RequestBody, OperationBody):
     def _read_request(self) -> dict[str, Any]:
         number = read_field("/values", self._find_number)
         if self.source is not None and not (len(self.inputs) > 1 and self.source.input < len(self.inputs)):
-            hint = "send the input whose values are put in beside those that get them, and name it, from 0 on"
+            hint = "name one of the inputs, counted from 0, and send those that are edited beside it"
             raise RequestError.from_faults([Fault(f"'from' names input {self.source.input}", hint, "/from/input")])
 
         def read_place(body: SweepPlaceBody) -> Intervention:
@@ -266,8 +266,13 @@ class SweepBody(RequestBody, OperationBody):
         number = NUMBERS.get(self.op, "")
         if not self.values:
             return ""
-        if not number or self.tensor is not None or self.source is not None:
-            raise SelectorError(f"'values' are numbers of {', '.join(NUMBERS)}", hint="leave them out, or the tensor")
+        if not number:
+            raise SelectorError(
+                f"op {self.op!r} takes no 'values'", hint=f"use {', '.join(NUMBERS)}, or leave them out"
+            )
+        if self.tensor is not None or self.source is not None:
+            given = "tensor" if self.tensor is not None else "from"
+            raise SelectorError(f"'values' are in place of '{given}'", hint="give one of them")
         if getattr(self, number) is not None:
             raise SelectorError(f"'values' are in place of '{number}'", hint="give one of them")
         if number == "std" and min(self.values) < 0:

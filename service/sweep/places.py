@@ -82,8 +82,10 @@ class PlaceFinder:
 
     def describe(self, job: Job, objective: Objective) -> SweptInput:
         """What is tried on a job's row; RequestError with the pointers of a sweep's body."""
+        text = self._text if self._text is not None and self._text.ids in job.inputs else None
+        lengths = measure_lengths(job.inputs, text) if text is not None else None
         try:
-            resolved = resolve_objective(objective, job.catalog)
+            resolved = resolve_objective(objective, job.catalog, lengths)
         except RequestError as error:
             raise RequestError.from_faults([error.to_fault("/objective", job.input_index)]) from None
         if resolved.info.row_axis != 0 or resolved.info.crosses_rows or resolved.info.entries_per_row != 1:
@@ -93,11 +95,9 @@ class PlaceFinder:
             detail = "the metric is of scores for each token"
             raise RequestError.from_faults([Fault(detail, 'add "position": -1, a token', "/objective")])
         is_source = any(_find_source(place) == job.input_index for place in self._sweep.places)
-        return SweptInput(job, resolved, () if is_source else self._find(job, resolved.point))
+        return SweptInput(job, resolved, () if is_source else self._find(job, resolved.point, lengths))
 
-    def _find(self, job: Job, metric: HookPoint) -> tuple[Place, ...]:
-        text = self._text if self._text is not None and self._text.ids in job.inputs else None
-        lengths = measure_lengths(job.inputs, text) if text is not None else None
+    def _find(self, job: Job, metric: HookPoint, lengths: TextLengths | None) -> tuple[Place, ...]:
         key = id(job.catalog), lengths, metric
         if key not in self._found:
             self._found[key] = tuple(self._find_all(job, metric, lengths))

@@ -311,6 +311,8 @@ REFUSED: dict[str, tuple[Json, str, str]] = {
     "values and a number": ({"op": "scale", "by": 1, "values": [1]}, "/values", "'by'"),
     "no number": ({"op": "scale"}, "/layers/0", "by"),
     "no other input": ({"op": "replace", "from": {"input": 0}}, "/from/input", "beside"),
+    "values from another input": ({**PATCHING, "values": [1]}, "/values", "'from'"),
+    "no such token": ({**PATCHING, "objective": {"class": 5, "position": 7}}, "/objective", "between -5 and 4"),
     "no such class": ({"objective": {"kind": "logit", "class": 99}}, "/objective", "0 to 9"),
     "unedited for an input": ({"inputs": [{**INPUTS[0], "objective": {"target": "unedited"}}]}, "", ""),
     "a layer twice, edited otherwise": (

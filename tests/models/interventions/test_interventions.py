@@ -223,7 +223,7 @@ REFUSED: dict[str, tuple[str, Operation, str]] = {
     "channel": ("layer1", Operation("zero", channels=(64,)), "between -64 and 63"),
     "tokens": ("layer1", Operation("zero", tokens=(0,)), "no axis"),
     "region": ("layer1", Operation("zero", region=(0, 0, 9, 8)), "within 8 by 8"),
-    "by is missing": ("layer1", Operation("scale"), "needs 'by' or 'tensor'"),
+    "by is missing": ("layer1", Operation("scale"), "needs 'by' or 'tensor' or 'from'"),
     "nothing to clamp": ("layer1", Operation("clamp"), "needs 'min' or 'max'"),
     "shape": ("layer1", Operation("replace", tensor=values(np.zeros((64, 8, 7)))), "has shape"),
     "both": ("layer1", Operation("add", value=1.0, tensor=values(np.zeros((64, 8, 8)))), "not both"),
