@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 def warm_cache(plans: Path) -> Path:
     """The cache folder with graphs on disk, as on every start but the first; one row is said to gain by all cores."""
     model = prepare_warm_plans(load_model(WARM_SPEC, 1, THREADS), plans)
-    graphs, _ = model.graphs
+    (graphs,) = model.graphs
     assert graphs is not None
     paths = [plans / f"{compute_key(model, graphs.captures, kind)}.pt2" for kind in ("one", "several")]
     path = locate_benchmark(paths, (), THREADS, model.device)
