@@ -35,8 +35,8 @@ def _copied(value: Any) -> Any:
 
 def test_a_hook_for_each_site() -> None:
     """Every site that a selector can name has its kind of hook, that of its side; functions have one of their own."""
-    assert tuple(ATTACH) == (*KINDS, "attention", "sink", "unfused", "function")
-    assert {"function"} | {site.side for site in SITES.values()} == set(ATTACH)
+    assert tuple(ATTACH) == (*KINDS, "attention", "sink", "unfused", "function", "changed_function")
+    assert {"function", "changed_function"} | {site.side for site in SITES.values()} == set(ATTACH)
 
 
 def put(module: nn.Module, site: Side, changes: dict[tuple[str, ...], Tensor], *args: Any, **kwargs: Any) -> Any:
