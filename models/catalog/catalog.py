@@ -130,8 +130,8 @@ class Call:
 
     ``sinks`` has what softmax gives to learned sinks, in place of keys, where there are any.
     ``functions`` has the calls of functions that it makes itself, by name and number, in their order. ``origins`` tells
-    of inputs that others read too, by path, where they come from. ``is_view``: of a function which returns memory that
-    it takes; what is put in its place has memory of its own, for all rows.
+    of inputs that others read too, by path, where they come from. ``is_view``: the function returns a
+    view of its input; what replaces that view no longer shares the input's memory, for any row of the batch.
     """
 
     input: CallBoundary

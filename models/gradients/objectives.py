@@ -27,7 +27,7 @@ class ObjectiveSpec:
     layer in place of the model's output. ``target``: what may be given in place of a class. ``takes_terms``: so may
     several classes or channels with weights. ``compares``: it is by softmax, which is 1 for a lone class.
     ``of_probabilities``: it is of probabilities, so it matters whether the model's output is some already.
-    ``reductions``: what a loss may be over the classes of a row, the default first; a row is a batch of its own.
+    ``reductions``: how a row's loss may be reduced over its classes, the default first; each row counts as a batch.
     """
 
     compute: Callable[[RowTensor, Objective], Tensor]
