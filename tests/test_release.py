@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tomllib
@@ -10,15 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.recorded.server import Checkout, serve
-
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 PICTURE = ROOT / "examples" / "digit.png"
 ASK = """
 import sys
-from layertap_client import Client
-with Client(sys.argv[1], model="digits") as client:
+from layertap_client import Client, RetryPolicy
+with Client(sys.argv[1], model="digits", retries=RetryPolicy(patience_s=120)) as client:  # the server may start yet
     result = client.extract([sys.argv[2]], ["pool"])
     print("torch" in sys.modules, result["pool"].shape, result.fingerprint)
 """
@@ -28,10 +27,12 @@ pytestmark = [
 ]
 
 
-def run(*words: str | Path, **variables: str) -> str:
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LAYERTAP_"))}
+
+
+def run(*words: str | Path) -> str:
     """What a command prints; nothing of this environment is on its path."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LAYERTAP_"))}
-    done = subprocess.run(words, env=environment | variables, cwd=os.sep, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(words, env=ENVIRONMENT, cwd=os.sep, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -70,7 +71,13 @@ def test_bare_environment(wheels: dict[str, Path], tmp_path: Path) -> None:
     client = install(tmp_path / "client", wheels["layertap_client"])
     version = wheels["layertap"].name.split("-")[1]
     assert run(server / "layertap", "--version").split()[-1] == version
-    with serve(Checkout(tmp_path, server / "python"), None, {}) as port:
-        told = run(client / "python", "-c", ASK, f"http://127.0.0.1:{port}", PICTURE).split(maxsplit=1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    words = [server / "layertap", "serve", "--port", port]
+    with subprocess.Popen(words, env=ENVIRONMENT | {"LAYERTAP_CACHE_DIR": str(tmp_path)}, cwd=tmp_path) as running:
+        try:
+            told = run(client / "python", "-c", ASK, f"http://127.0.0.1:{port}", PICTURE).split(maxsplit=1)
+        finally:
+            running.kill()
     assert told[0] == "False"
     assert told[1].startswith("(1, 64")

@@ -11,14 +11,16 @@ import httpx
 import numpy as np
 import pytest
 import torch
+import transformers
 from jsonschema import Draft202012Validator
 
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from tests.recorded.text_model import write_text_model
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.nets_http import Same
 from tests.service.support import Json, configured, image, net, picture, rows, tensor
+from tests.transformers_nets import TEXT as BERT
+from tests.transformers_nets import tokenizer
 
 PREFIX = "#/components/schemas/"
 VOCABULARY = 30_522  # ids of the examples' tokens are those of BERT
@@ -30,9 +32,11 @@ TEXT = {"text": "a cat sat on the mat"}
 def live(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A server with models of all kinds: of texts, attention, structured outputs; one that can't be loaded."""
     folder = tmp_path_factory.mktemp("models") / "bert"
-    write_text_model(folder)
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": VOCABULARY}))
+    config = transformers.BertConfig(
+        **BERT | {"vocab_size": VOCABULARY}, num_labels=3, architectures=["BertForSequenceClassification"]
+    )
+    config.save_pretrained(folder)
+    tokenizer(folder)
     module = Same()
     state = {f"module.{name}": value for name, value in module.state_dict().items()}
     del state["module.conv.bias"]

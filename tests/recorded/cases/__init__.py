@@ -1,1 +1,0 @@
-"""Requests by kind: each module has ``requests()``."""
