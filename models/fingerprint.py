@@ -1,7 +1,7 @@
 """What makes two vectors comparable, as one digest.
 
 Equal fingerprints mean: the same weights, architecture (of a library its name and arguments, of own code all that can
-be seen of it), model dtype, preprocessing, layer, call, path, site,
+be seen of it), model dtype, preprocessing, layer, call, path, site, projection,
 narrowing, statistics, pooling, normalisation and reply dtype. Rows that came as tensors were preprocessed by the
 caller: that goes in, and their shape where it is not the configured one. Nothing of the machine, the device, the time
 or the model's configured name goes in, nor what only chooses between kernels of one precision, a memory format.
@@ -23,7 +23,7 @@ from torch import nn
 
 from layertap.models.errors import UNREPEATABLE
 from layertap.models.inputs.preprocess import Preprocessing
-from layertap.models.selection.hook_points import HookPoint, Reduction
+from layertap.models.selection.hook_points import HookPoint, Reduction, TensorData
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.spec import Decode, InputSpec, Preprocessed, Tower
@@ -33,7 +33,7 @@ DECODE_RECIPES = {"fast": "fast 2"}  # of ways of decoding that made other pixel
 SURVEYED = frozenset({"values", "longest", "long_axis", "example"})
 KNOWN_HERE = ("info", "source", "is_view")  # of a change, what a catalogue or another input tells
 # Options of requests that earlier versions did not have: None leaves their fingerprints as they were.
-OMITTED_IF_NONE = frozenset({"reduction", "outputs", "edges", "each", "metric", "row"})
+OMITTED_IF_NONE = frozenset({"reduction", "outputs", "edges", "each", "metric", "row", "project"})
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -184,7 +184,15 @@ def _to_plain_data(value: Any) -> dict[str, Any]:
             entries |= {"path": (*function.rsplit("#", 1), value.site, *value.path), "site": "function"}
         elif function:
             entries |= {"path": (*function.rsplit("#", 1), *value.path), "site": f"function:{value.site}"}
-    return {name: _to_plain_data(entry) if is_dataclass(entry) else entry for name, entry in entries.items()}
+    return {name: _to_plain_entry(entry) for name, entry in entries.items()}
+
+
+def _to_plain_entry(entry: Any) -> Any:
+    if isinstance(entry, TensorData):
+        return {"shape": entry.shape, "data": entry.digest}
+    if isinstance(entry, tuple):
+        return [_to_plain_entry(each) for each in entry]
+    return _to_plain_data(entry) if is_dataclass(entry) else entry
 
 
 def _list_settings(part: nn.Module) -> dict[str, object]:
@@ -203,13 +211,6 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float))
 
 
-def _hash_bytes(data: object) -> str:
-    """A tensor from outside, by its bytes."""
-    if not isinstance(data, bytes):
-        raise TypeError(type(data).__name__)
-    return hashlib.sha256(data).hexdigest()
-
-
 def _digest(value: object) -> str:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_hash_bytes)
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]

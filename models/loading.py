@@ -37,6 +37,7 @@ from layertap.models.model_catalogs import CatalogCache, ModelCatalogs, survey_c
 from layertap.models.module_state import StateKey, keep_state
 from layertap.models.replica import Replica, call_module, copy_module, create_replica, has_same_calls
 from layertap.models.selection.embedding import EmbeddingChoice, ModelEmbedding, choose_embedding, find_choice
+from layertap.models.selection.projections import read_projection
 from layertap.models.sources import build
 from layertap.models.sources.embeddings import KnownEmbedding, find_known_embedding
 from layertap.models.spec import EmbeddingSpec, ModelSpec
@@ -74,6 +75,7 @@ def load_model(
     device = devices.resolve_device(spec.device)
     if device.type == "cuda" and spec.dtype == "float32":
         devices.allow_tf32(spec.tf32)
+    projections = {name: read_projection(name, path) for name, path in spec.projections.items()}
     with build_beside():
         built = build.build_model(spec)
         digest, identity = identify_model(built, spec)
@@ -139,6 +141,7 @@ def load_model(
         report=built.report,
         labels=labels,
         memory_bytes=memory.count_module_bytes(module),
+        projections=projections,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -14,6 +14,7 @@ from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.labels import Labels
 from layertap.models.model_catalogs import CatalogCache
 from layertap.models.selection.embedding import JOINT, ModelEmbedding, choose_embedding
+from layertap.models.selection.projections import Projections
 from layertap.models.spec import InputSpec, ModelSpec, Shapes
 from layertap.models.weights.state_dict import LoadReport
 
@@ -30,7 +31,7 @@ class ModelInfo:
     with hooks; ``benchmarks`` what was measured of each, None where there are no graphs. ``report`` tells what was
     taken of a checkpoint, None where there is none. ``labels`` has a name for each class of the model's scores, None
     where nobody has named them. ``memory_bytes`` is what its weights and buffers take; ``process_bytes`` all
-    that its own process shares with no other, 0 where it has none.
+    that its own process shares with no other, 0 where it has none. ``projections`` are the configured ones by name.
     """
 
     spec: ModelSpec
@@ -49,6 +50,7 @@ class ModelInfo:
     labels: Labels | None = None
     memory_bytes: int = 0
     process_bytes: int = 0
+    projections: Projections = field(default_factory=dict)
 
     @property
     def inputs(self) -> tuple[InputSpec, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
@@ -26,6 +26,13 @@ from layertap.models.selection.plan import (
     get_call,
 )
 from layertap.models.selection.poolings import POOLINGS
+from layertap.models.selection.projections import (
+    NO_PROJECTIONS,
+    Projections,
+    check_projection,
+    describe_projection,
+    find_projection,
+)
 from layertap.models.selection.statistics import get_statistic
 
 MAX_FAULTS = 16  # near matches take time to find
@@ -37,8 +44,11 @@ def make_plan(
     interventions: Sequence[Intervention] = (),
     objective: Objective | None = None,
     lengths: TextLengths | None = None,
+    projections: Projections = NO_PROJECTIONS,
 ) -> Plan:
     """The plan for a request's selectors, and for what it changes and differentiates; ``lengths`` are of its texts.
+
+    ``projections`` are the model's own, by name.
 
     RequestError with a fault for each selector that can't be met, the first few of many (a fault's pointer is
     ``/layers/INDEX`` or ``/interventions/INDEX``), SelectorError where two results claim one key. Sizes are the
@@ -56,10 +66,11 @@ def make_plan(
         faults.raise_any()
     for index, selector in enumerate(selectors):
         with faults.collect(f"/layers/{index}"):
-            matches.append(_match_selector(selector, resolved, catalog, lengths))
+            found = replace(selector, reduction=find_projection(selector.reduction, projections))
+            matches.append(_match_selector(found, resolved, catalog, lengths))
     for index, intervention in enumerate(interventions):
         with faults.collect(f"/interventions/{index}"):
-            changes.append(tuple(resolve_intervention(intervention, resolved, catalog, lengths)))
+            changes.append(tuple(resolve_intervention(intervention, resolved, catalog, lengths, projections)))
     faults.raise_any()
     results = tuple(_collect_results(matches))
     points = [result.capture.point for result in results]
@@ -199,7 +210,11 @@ def _check_reduction(
     tensor: SelectorMatch, reduction: Reduction, catalog: Catalog, lengths: TextLengths | None
 ) -> None:
     """SelectorError where a tensor can't be reduced that way."""
-    name, info = escape(tensor.point.format_name()), tensor.info
+    name = escape(tensor.point.format_name())
+    if reduction.project is not None:
+        check_projection(name, tensor.info, reduction.project, catalog.sizes_known)
+        tensor = replace(tensor, info=describe_projection(tensor.info, reduction.project))
+    info = tensor.info
     if reduction.stats is not None:
         _check_stats(name, tensor, reduction, catalog)
     if reduction.normalize and reduction.pool == "none":

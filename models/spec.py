@@ -196,6 +196,7 @@ class ModelSpec:
     ``outputs``: what its numbers for classes are; None: what a forward shows at loading.
     ``mode``: ``train`` is for those who study dropout and batch statistics; what forwards write is put back. Rows run
     one by one unless a request is ``isolated``. LoadError where the model can't run one: batch norm over (1, C).
+    ``projections`` are paths of linear layers' checkpoints, by the names that requests give them.
     """
 
     name: str
@@ -224,6 +225,7 @@ class ModelSpec:
     dimensions: tuple[int, ...] = ()
     outputs: Outputs | None = None
     mode: Mode = "eval"
+    projections: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """ValueError where an argument is nothing that JSON has, a time is none, or an input is a dictionary too."""

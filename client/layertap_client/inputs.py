@@ -17,6 +17,7 @@ from layertap_client.arrays import Array, to_array, write_npy
 from layertap_client.errors import InputError
 
 Kind = Literal["images", "texts", "tensors", "entries"]
+TENSORS = frozenset({"tensor", "weight", "bias"})  # fields of options that are tensors
 REMOTE = ("http://", "https://", "data:")
 PNG_MODES = frozenset({"1", "L", "LA", "I;16", "P", "RGB", "RGBA"})
 
@@ -139,7 +140,7 @@ def encode_base64(data: Any) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """Options as JSON has them: arrays under ``tensor`` as tensors, other arrays as lists, bytes as base64."""
+    """Options as JSON has them: arrays under a name of ``TENSORS`` as tensors, others as lists, bytes as base64."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
@@ -154,7 +155,7 @@ def to_plain(value: Any) -> Any:
 
 
 def _plain_field(key: str, value: Any) -> Any:
-    return describe_tensor(to_array(value)) if key == "tensor" and is_array(value) else to_plain(value)
+    return describe_tensor(to_array(value)) if key in TENSORS and is_array(value) else to_plain(value)
 
 
 def _read_text(value: str) -> Item:

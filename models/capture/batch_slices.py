@@ -98,7 +98,8 @@ def _is_exact(capture: Capture) -> bool:
     """Whether a result's numbers are the captured ones, and none is made of several."""
     reduction = capture.reduction
     # Not max: which of two zeros or NaNs it gives depends on their places.
-    combines = reduction.normalize or reduction.stats is not None or reduction.metric is not None
+    makes = reduction.project, reduction.stats, reduction.metric
+    combines = reduction.normalize or any(each is not None for each in makes)
     return not combines and not POOLINGS[reduction.pool].combines
 
 

@@ -20,6 +20,7 @@ from layertap.models.gradients.anchors import compute_objectives
 from layertap.models.hooks.tensor_tree import to_plain
 from layertap.models.selection.hook_points import BY_AXIS, Reduction
 from layertap.models.selection.poolings import POOLINGS
+from layertap.models.selection.projections import project
 from layertap.models.selection.statistics import get_statistic
 
 
@@ -51,6 +52,9 @@ def reduce(captured: RowTensor, reduction: Reduction, length: int | None = None)
     Pooling and statistics ignore padding; per-token results are cut to ``length`` and zero-filled. Indices of tokens
     count from the row's first own token, negative ones from its last. InputError where it has no such token.
     """
+    if reduction.project is not None:
+        plain = replace(captured, value=to_plain(captured.value))
+        return reduce(project(plain, reduction.project), replace(reduction, project=None), length)
     part = captured
     if captured.token_mask is not None and captured.info.token_axes and reduction.metric is None:
         if _is_of_whole_rows(captured.info, reduction):

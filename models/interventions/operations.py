@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.hooks.sites import AXES
 from layertap.models.selection.hook_points import Op, Operation, TensorData
+from layertap.models.selection.projections import project, to_tensor
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ def _noise(value: Tensor, operation: Operation, operand: Tensor | None) -> Tenso
 OPERATIONS: Mapping[Op, OperationSpec] = {
     "zero": OperationSpec(_zero),
     "scale": OperationSpec(_scale, needs=(("by", "tensor"),)),
-    "add": OperationSpec(_add, needs=(("value", "tensor"),)),
+    "add": OperationSpec(_add, needs=(("value", "tensor", "project"),)),
     "clamp": OperationSpec(_clamp, needs=(("min", "max"),)),
     "relu": OperationSpec(lambda value, operation, operand: value.relu()),
     "square": OperationSpec(lambda value, operation, operand: value.square()),
     "tanh": OperationSpec(lambda value, operation, operand: value.tanh()),
-    "replace": OperationSpec(_replace, needs=(("value", "tensor"),)),
+    "replace": OperationSpec(_replace, needs=(("value", "tensor", "project"),)),
     "noise": OperationSpec(_noise, needs=(("std",),), optional=("seed",), by_row=True),
 }
 
@@ -123,6 +123,8 @@ def _change_rows(part: RowTensor, operation: Operation, row_offset: int) -> Tens
     operand: Tensor | None = None
     if operation.tensor is not None:
         operand = _repeat(part, operation.tensor)
+    elif operation.project is not None:
+        operand = project(part, operation.project).value.to(part.value.dtype)
     elif OPERATIONS[operation.op].by_row and part.select((0, 1)).value.numel():
         shape = part.select((0, 1)).value.shape
         numbers = range(row_offset, row_offset + part.rows) if operation.row is None else (operation.row,)
@@ -172,8 +174,7 @@ def _repeat(part: RowTensor, data: TensorData) -> Tensor:
 
 def _read_row(part: RowTensor, data: TensorData) -> Tensor:
     """A tensor from outside, which is one row's or broadcasts to that, without an axis of single rows."""
-    numbers = np.frombuffer(data.data, "<f4").reshape(data.shape).astype(np.float32, copy=True)
-    row, axis = torch.from_numpy(numbers).to(part.value), part.info.row_axis
+    row, axis = to_tensor(data, part.value), part.info.row_axis
     if axis is None or part.info.entries_per_row > 1:
         return row.broadcast_to(part.select((0, 1)).value.shape)
     return row.broadcast_to(part.value.shape[:axis] + part.value.shape[axis + 1 :])

@@ -18,8 +18,9 @@ from layertap.models.interventions.sources import find_source
 from layertap.models.selection.hook_points import Intervention, Operation
 from layertap.models.selection.matches import SelectorMatch, check_matches, find_matches
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective, get_call
+from layertap.models.selection.projections import NO_PROJECTIONS, Projections, check_projection, find_projection
 
-PARAMETERS = ("by", "value", "min", "max", "std", "seed", "tensor")
+PARAMETERS = ("by", "value", "min", "max", "std", "seed", "tensor", "project")
 NUMBERS = ("by", "value", "min", "max", "std")
 
 
@@ -28,6 +29,7 @@ def resolve_intervention(
     objective: ResolvedObjective | None,
     catalog: Catalog,
     lengths: TextLengths | None = None,
+    projections: Projections = NO_PROJECTIONS,
 ) -> list[ResolvedIntervention]:
     """The changes that an intervention makes, one for each tensor that its selector names, at every call of a module.
 
@@ -35,7 +37,7 @@ def resolve_intervention(
     SelectorError where that can't be: a site that is not changed, parameters that the operation does not take, a part
     that a tensor does not have.
     """
-    operation, selector = intervention.operation, intervention.selector
+    operation, selector = find_projection(intervention.operation, projections), intervention.selector
     if selector.site not in EDITABLE:
         raise SelectorError(
             f"an intervention at {escape(selector.site)} is not possible", hint=f"use {_join_names(sorted(EDITABLE))}"
@@ -107,8 +109,9 @@ def _check_parameters(operation: Operation) -> None:
         if not parameters & set(group):
             named = (*group, "from") if "tensor" in group else group
             raise SelectorError(f"op {op} needs {_join_names(named)}", hint=f'add "{group[0]}"')
-    if "tensor" in parameters and (others := parameters & {"by", "value"}):
-        raise SelectorError(f"op {op} takes {_join_names(sorted(others))} or a tensor, not both")
+    for name, what in (("tensor", "a tensor"), ("project", "a projection")):
+        if name in parameters and (others := parameters & {"by", "value", "tensor"} - {name}):
+            raise SelectorError(f"op {op} takes {_join_names(sorted(others))} or {what}, not both")
     if operation.std is not None and operation.std < 0:
         raise SelectorError("'std' is 0 or more")
 
@@ -172,6 +175,9 @@ def _check_part(
             operation.tensor.shape,
             broadcasts=True,
         )
+    if operation.project is not None:
+        part = info.index_select(operation.indices_by_axis)
+        check_projection(name, part, operation.project, catalog.sizes_known, returns=True)
 
 
 def _differ_in_length(info: TensorInfo, letter: str, lengths: TextLengths | None) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
 from typing import Literal, TypeVar
 
 from layertap.models.errors import escape
@@ -13,6 +15,7 @@ from layertap.models.labels import Outputs
 ReplyDType = Literal["float32", "float16", "int8"]
 Pool = Literal["none", "mean", "mean_all", "max", "gem", "cls", "last", "flatten"]
 Op = Literal["zero", "scale", "add", "clamp", "relu", "square", "tanh", "replace", "noise"]
+Activation = Literal["relu", "sigmoid", "softmax"]
 ObjectiveKind = Literal[
     "logit", "probability", "binary", "cross_entropy", "kl_div", "mse", "sum", "mean", "norm", "layer"
 ]
@@ -85,9 +88,39 @@ class HookPoint:
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """What happens to a captured tensor on its device: narrow, pool, normalise, cast.
+class TensorData:
+    """A tensor from outside: float32, little-endian ``data`` in C order."""
 
+    shape: tuple[int, ...]
+    data: bytes
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 of ``data``."""
+        return sha256(self.data).hexdigest()
+
+
+@dataclass(frozen=True)
+class LinearStep:
+    """A linear map of channels as torch.nn.Linear has it, ``weight`` (K, C) and ``bias`` (K,), then an activation.
+
+    Each may be None. ``name``: that of one of the model's own projections, until it is looked up; else "".
+    """
+
+    weight: TensorData | None = None
+    bias: TensorData | None = None
+    activation: Activation | None = None
+    name: str = ""
+
+
+Projection = tuple[LinearStep, ...]  # steps in order
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What happens to a captured tensor on its device: project, narrow, pool, normalise, cast.
+
+    ``project`` maps its channels to others; all that follows is of these.
     ``channels`` to ``keys`` keep those indices along their axis, in the order given, negative ones counted from the
     end; the last three are of attention. The order of steps is the order of fields. ``normalize`` is L2 over the last
     axis of a pooled result. ``stats`` are columns in the order given, in place of pooling and all that follows it: of
@@ -95,6 +128,7 @@ class Reduction:
     the histogram's bins. ``metric`` is the number of each row that an objective gives, in place of all else.
     """
 
+    project: Projection | None = None
     channels: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
@@ -174,14 +208,6 @@ class Embedding:
 
 
 @dataclass(frozen=True)
-class TensorData:
-    """A tensor from outside: float32, little-endian ``data`` in C order."""
-
-    shape: tuple[int, ...]
-    data: bytes
-
-
-@dataclass(frozen=True)
 class TensorSource:
     """A tensor of another input of the request, ``input`` being its place; without a selector at the same point."""
 
@@ -196,7 +222,7 @@ class Operation:
     ``channels`` to ``keys`` are indices along their axis, the last three of attention; ``region`` is top, left, bottom,
     right in the layer's own pixels, the last two not included. Each is everything where None. ``source`` says of which
     input a tensor is taken. ``each`` names options whose indices are changed one by one, row by row; ``row``: all rows
-    get the noise of that one.
+    get the noise of that one. ``project``: what the value is replaced by, or what is added, is the value projected.
     """
 
     op: Op
@@ -216,6 +242,7 @@ class Operation:
     source: TensorSource | None = None
     each: tuple[str, ...] | None = None
     row: int | None = None
+    project: Projection | None = None
 
     @property
     def indices(self) -> dict[str, tuple[int, ...]]:

@@ -11,6 +11,7 @@ from layertap.models.devices.devices import TORCH_DTYPES
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS
 from layertap.models.selection.hook_points import BY_AXIS, HookPoint, Objective, Operation, Reduction
 from layertap.models.selection.poolings import POOLINGS
+from layertap.models.selection.projections import describe_projection
 from layertap.models.selection.statistics import list_columns
 
 MAX_SHOWN = 10  # names in a warning
@@ -56,7 +57,8 @@ class Capture(Tap):
 
         Integers and booleans keep their dtype, unless averages or statistics are made of them.
         """
-        info, reduction, pooling = self.unpadded, self.reduction, POOLINGS[self.reduction.pool]
+        reduction, pooling = self.reduction, POOLINGS[self.reduction.pool]
+        info = describe_projection(self.unpadded, reduction.project)
         shape = info.index_select(reduction.indices_by_axis).shape
         channels = shape[info.axis("C")] if info.has_axis("C") else 1
         if reduction.metric is not None:

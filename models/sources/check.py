@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,6 +68,8 @@ def _list_checks(
         yield ("labels",), partial(read_labels, spec.labels)
     if spec.embedding_layer is not None:
         yield ("embedding",), partial(parse_selector, spec.embedding_layer)
+    for name, path in spec.projections.items():
+        yield ("projections", name), partial(_check_weights, replace(spec, weights=path))
     for number, warm in enumerate(spec.warm):
         for at, text in enumerate(warm.layers):
             yield ("warm", number, "layers", at), partial(parse_selector, text)

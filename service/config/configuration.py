@@ -86,14 +86,16 @@ def _parse(data: object, folder: Path) -> tuple[Configuration | None, list[Mista
 
 
 def _resolve_paths(spec: ModelSpec, folder: Path) -> ModelSpec:
-    """The spec with relative paths of its source, weights, adapter, labels and examples made absolute."""
+    """The spec with relative paths of its source, weights, adapter, labels, projections and examples made absolute."""
     labels = _resolve(spec.labels, folder) if isinstance(spec.labels, str) else spec.labels
     source, weights = _resolve_source(spec.source, folder), _resolve_weights(spec.weights, folder)
     adapter = _resolve(spec.adapter, folder) if spec.adapter else ""
     inputs = spec.inputs and tuple(
         replace(each, example=_resolve(each.example, folder)) if each.example else each for each in spec.inputs
     )
-    return replace(spec, source=source, weights=weights, adapter=adapter, labels=labels, inputs=inputs)
+    projections = {name: _resolve(path, folder) for name, path in spec.projections.items()}
+    spec = replace(spec, source=source, weights=weights, adapter=adapter, labels=labels)
+    return replace(spec, inputs=inputs, projections=projections)
 
 
 def _resolve_source(source: str, folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -22,20 +23,24 @@ from layertap.models.catalog.row_tensor import POSITION_AXES
 from layertap.models.errors import SelectorError
 from layertap.models.labels import Outputs
 from layertap.models.selection.hook_points import (
+    Activation,
     By,
     Intervention,
+    LinearStep,
     LossReduction,
     Objective,
     ObjectiveKind,
     Op,
     Operation,
     Pool,
+    Projection,
     Reduction,
     ReplyDType,
     Selector,
     TensorData,
     TensorSource,
 )
+from layertap.models.selection.projections import make_step
 from layertap.models.selection.selectors import MAX_TEXT, parse_path, parse_selector, parse_site
 from layertap.models.selection.statistics import MAX_EDGES, STATISTICS, STATS
 from layertap.service.inputs.arrays import require_finite
@@ -53,6 +58,7 @@ from layertap.service.schemas.base import (
 
 MAX_INTERVENTIONS = 256
 MAX_TERMS = 1000
+MAX_STEPS = 16  # of a projection
 INDICES = ("channels", "tokens", "heads", "queries", "keys")
 OF_OPERATION = ("op", "by", "value", "min", "max", "std", "seed", "region")
 Call = Annotated[StrictInt | Literal["*"], OneError("Input should be a whole number or '*'")]
@@ -146,12 +152,47 @@ class EntryBody(PlaceBody):
         return {"layer": value} if isinstance(value, str) else value
 
 
+class _OrText:
+    """What the document says of an entry that may be text: a layer's selector, or a projection's name."""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [{"type": "string", "maxLength": MAX_TEXT}, handler(schema)]}
+
+
+class StepBody(StrictBody):
+    """A step of ``project``: a linear map, sent or the model's own by its name, then an activation."""
+
+    weight: TensorBody | None = None
+    bias: TensorBody | None = None
+    name: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
+    activation: Activation | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_text(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    def to_step(self) -> LinearStep:
+        """What it means; SelectorError, InputError where it makes no sense."""
+        weight, bias = (_read_finite(each) if each is not None else None for each in (self.weight, self.bias))
+        given = (self.name is not None) + (weight is not None or bias is not None)
+        if given > 1 or not (given or self.activation):
+            raise SelectorError("a step has a 'name', or a 'weight' or 'bias' of its own", hint="give one of them")
+        return replace(make_step(weight, bias, self.activation), name=self.name or "")
+
+
+Step = Annotated[StepBody, _OrText()]
+Steps = Annotated[tuple[Step, ...], Field(min_length=1, max_length=MAX_STEPS)]
+Project = Annotated[Steps | None, BeforeValidator(make_list, json_schema_input_type=Step | Steps | None)]
+
+
 class LayerBody(EntryBody):
     """One entry of ``layers`` in its object form; what is None is taken from the request."""
 
     pool: Pool | None = None
     normalize: bool | None = None
     dtype: ReplyDType | None = None
+    project: Project = None
     stats: Stats = None
     by: By | None = None
     over: Literal["inputs"] | None = None
@@ -168,6 +209,7 @@ class LayerBody(EntryBody):
         default = Reduction(pool=pool, normalize=normalize, dtype=dtype) if self.stats is None else Reduction()
         reduction = Reduction(
             **{name: getattr(self, name) for name in INDICES},
+            project=_read_projection(self.project),
             stats=self.stats,
             by=self.by,
             over=self.over,
@@ -177,13 +219,6 @@ class LayerBody(EntryBody):
             dtype=self.dtype or default.dtype,
         )
         return replace(self.parse_place(), reduction=reduction, alias=self.alias)
-
-
-class _OrText:
-    """What the document says of an entry of ``layers``: a selector's text is the object with that ``layer``."""
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"anyOf": [{"type": "string", "maxLength": MAX_TEXT}, handler(schema)]}
 
 
 LayerEntry = Annotated[LayerBody, _OrText()]
@@ -277,9 +312,12 @@ class OperationBody(StrictBody):
 class InterventionBody(OperationBody, PlaceBody):
     """One entry of ``interventions``: where, and how the value there is changed."""
 
+    project: Project = None
+
     def to_intervention(self) -> Intervention:
         """What it means; SelectorError, InputError where it makes no sense."""
-        return Intervention(self.parse_place(), self.to_operation(self))
+        operation = replace(self.to_operation(self), project=_read_projection(self.project))
+        return Intervention(self.parse_place(), operation)
 
 
 class SweepPlaceBody(EntryBody):
@@ -293,6 +331,10 @@ class MetricBody(ObjectiveBody):
     """What a sweep measures: an objective, or with the target "unedited" the distance to the unedited output."""
 
     target: Literal["unedited"] | Target = None  # type: ignore[assignment]  # what is read of it takes both
+
+
+def _read_projection(steps: Sequence[StepBody] | None) -> Projection | None:
+    return tuple(step.to_step() for step in steps) if steps is not None else None
 
 
 def _read_finite(body: TensorBody) -> TensorData:

@@ -179,7 +179,7 @@ class Planner:
         key = id(catalog), identity, request.selectors, lengths.kept if lengths is not None else None
         if is_small and (kept := plans.get(key)) is not None:
             return kept[1:]
-        make = partial(_make_plan, request, catalog, identity, lengths, self._settings.max_results)
+        make = partial(_make_plan, request, planned, lengths, self._settings.max_results)
         try:
             plan, fingerprints = await self._run_in_thread(make, deadline)
         except RequestError as error:
@@ -261,18 +261,19 @@ class Planner:
 
 
 def _make_plan(
-    request: ExtractRequest, catalog: Catalog, identity: str, lengths: TextLengths | None, max_results: int
+    request: ExtractRequest, planned: PlannedRequest, lengths: TextLengths | None, max_results: int
 ) -> tuple[Plan, Fingerprints]:
-    """The plan of a request to a model of that identity; belongs in a thread.
+    """The plan of a request, by what is known of its rows; belongs in a thread.
 
     RequestError, whose pointers count the selectors as they were sent; TooLargeError for more results than allowed.
     """
+    catalog, projections = planned.catalog, planned.handle.model.projections
     indexes: dict[Selector, int] = {}
     for index, selector in enumerate(request.selectors):
         indexes.setdefault(selector, index)
     check_results(len(indexes), max_results)  # each valid selector gives at least one result
     try:
-        plan = make_plan(tuple(indexes), catalog, request.interventions, request.objective, lengths)
+        plan = make_plan(tuple(indexes), catalog, request.interventions, request.objective, lengths, projections)
     except RequestError as error:
         pointers = {f"/layers/{distinct}": f"/layers/{index}" for distinct, index in enumerate(indexes.values())}
         error.faults = tuple(
@@ -280,7 +281,7 @@ def _make_plan(
         )
         raise
     check_results(len(plan.results), max_results)
-    return plan, _digest_results(plan, catalog, identity)
+    return plan, _digest_results(plan, catalog, planned.identity)
 
 
 def _digest_results(plan: Plan, catalog: Catalog, identity: str) -> Fingerprints:
@@ -298,7 +299,7 @@ def _digest_results(plan: Plan, catalog: Catalog, identity: str) -> Fingerprints
 
 
 def _is_small(request: ExtractRequest) -> bool:
-    narrowed = any(selector.reduction.indices for selector in request.selectors)
+    narrowed = any(each.reduction.indices or each.reduction.project for each in request.selectors)
     plain = not narrowed and not request.interventions and not request.objective
     return plain and len(request.selectors) <= MAX_LAYERS
 

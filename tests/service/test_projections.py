@@ -1,0 +1,292 @@
+"""Probes and sparse autoencoders by ``project``, captured or put in, against plain torch hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from layertap.models.digits import spec
+from layertap.models.errors import LoadError
+from layertap.models.loading import load_model
+from layertap.models.spec import ModelSpec
+from layertap.service.config.configuration import Configuration, read_configuration
+from layertap.service.config.file import ConfigError
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.digits_reference import copy_digits, forward, random_images
+from tests.service.queue_harness import hold_queue, hook_outputs, random_rows, serving_nets
+from tests.service.support import Array, Json, arrays_of, problem, tensor
+from tests.transformers_nets import VOCABULARY, saved
+
+IMAGES = random_images(3, seed=5)
+WIDTH, FEATURES = 32, 96  # of the layers of GPT-2, and of the autoencoder
+BLOCK = "transformer.h.0"
+TEXTS = [torch.randint(4, VOCABULARY, (size,)).tolist() for size in (3, 7, 5)]
+
+
+def sent(value: Tensor) -> Json:
+    """A tensor as a request has it."""
+    found: Json = tensor(value.detach().numpy())["tensor"]
+    return found
+
+
+def step(linear: nn.Linear, **more: Any) -> Json:
+    """A step of ``project``."""
+    return {"weight": sent(linear.weight), "bias": sent(linear.bias), **more}
+
+
+def made(inputs: int, outputs: int, seed: int) -> nn.Linear:
+    """A linear layer with the weights of a seed."""
+    torch.manual_seed(seed)
+    return nn.Linear(inputs, outputs)
+
+
+ENCODER, DECODER, BEFORE = made(WIDTH, FEATURES, 1), made(FEATURES, WIDTH, 2), torch.linspace(-1, 1, WIDTH)
+ENCODE = [{"bias": sent(-BEFORE)}, step(ENCODER, activation="relu")]
+PROBE = made(64, 5, 3)
+
+
+def encode(x: Tensor) -> Tensor:
+    """The autoencoder's features."""
+    found: Tensor = ENCODER(x - BEFORE).relu()
+    return found
+
+
+def decode(x: Tensor) -> Tensor:
+    """What the autoencoder makes of a value."""
+    found: Tensor = DECODER(encode(x))
+    return found
+
+
+@dataclass(frozen=True)
+class Nets:
+    live: Live
+    digits: Any
+    gpt2: Any
+
+    def ask(self, layers: list[Any], model: str = "digits", **more: Any) -> dict[str, Array]:
+        inputs = [tensor(row) for row in IMAGES] if model == "digits" else [{"tokens": each} for each in TEXTS]
+        body = {"model": model, "layers": layers, "inputs": inputs, "encoding": "base64", **more}
+        return arrays_of(self.live.client.post("/extract", json=body))
+
+    def refuse(self, layers: list[Any], **more: Any) -> str:
+        body = {"layers": layers, "inputs": [tensor(IMAGES[0])], **more}
+        (fault,) = problem(self.live.client.post("/extract", json=body), 422)["errors"]
+        return f"{fault['pointer']}: {fault['detail']}; {fault.get('hint')}"
+
+    def digest(self, layer: Json, **more: Any) -> str:
+        body = {"layers": [layer], "inputs": [tensor(IMAGES[0])], **more}
+        fingerprint: str = self.live.client.post("/extract", json=body).headers["x-layertap-fingerprint"]
+        return fingerprint
+
+    def run(self, tokens: list[int], change: Callable[[Tensor], Tensor] = lambda x: x) -> tuple[Tensor, Tensor]:
+        """What leaves the block, changed, and the scores after that."""
+        seen: list[Tensor] = []
+
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            first, *rest = output if isinstance(output, tuple) else (output,)
+            seen.append(change(first))
+            return (seen[0], *rest) if isinstance(output, tuple) else seen[0]
+
+        handle = self.gpt2.get_submodule(BLOCK).register_forward_hook(hook)
+        scores = self.gpt2(torch.tensor([tokens])).logits
+        handle.remove()
+        return seen[0][0], scores[0]
+
+
+@pytest.fixture(scope="module")
+def nets(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nets]:
+    folder = tmp_path_factory.mktemp("models")
+    gpt2 = saved("gpt2", folder / "gpt2")
+    for name, linear in {"probe": PROBE, "encoder": ENCODER, "decoder": DECODER}.items():
+        safetensors.torch.save_file(linear.state_dict(), folder / f"{name}.safetensors")
+    files = {name: f"{folder / name}.safetensors" for name in ("encoder", "decoder")}
+    specs = (
+        replace(spec(), projections={"probe": str(folder / "probe.safetensors")}),
+        ModelSpec("gpt2", f"transformers:{folder / 'gpt2'}", device="cpu", projections=files),
+    )
+    with serve(Configuration(specs, "digits")) as live, torch.no_grad():
+        yield Nets(live, copy_digits(live), gpt2)
+
+
+@pytest.mark.parametrize("project", [step(PROBE), "probe", [{"name": "probe"}]], ids=["sent", "named", "listed"])
+def test_probe(nets: Nets, project: Any) -> None:
+    """A linear probe maps each place of a map; pools, channels and statistics are of what it gives."""
+    maps = PROBE(forward(nets.digits, torch.from_numpy(IMAGES), "block3").movedim(1, -1)).movedim(-1, 1)
+    wanted = {
+        "maps": maps,
+        "max": maps.amax((2, 3)),
+        "mean": torch.nn.functional.normalize(maps.mean((2, 3))),
+        "channels": maps[:, [4, -5]],
+        "stats": torch.stack([maps.amin((2, 3)), maps.amax((2, 3))], -1),
+    }
+    options: dict[str, Json] = {
+        "maps": {},
+        "max": {"pool": "max"},
+        "mean": {"pool": "mean", "normalize": True},
+        "channels": {"channels": [4, -5]},
+        "stats": {"stats": ["min", "max"], "by": "channel"},
+    }
+    found = nets.ask([{"layer": "block3", "project": project, "as": name, **each} for name, each in options.items()])
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_features_of_texts(nets: Nets) -> None:
+    """Features of a sparse autoencoder, of texts of several lengths: padding is 0, and counts nowhere."""
+    project = ["encoder", {"activation": "sigmoid"}]  # 0 becomes another number
+    options: dict[str, Json] = {"all": {}, "last": {"pool": "last"}, "mean": {"pool": "mean"}, "end": {"tokens": [-1]}}
+    layers = [{"layer": BLOCK, "as": name, "project": project, **each} for name, each in options.items()]
+    layers += [{"layer": BLOCK, "project": ENCODE, "as": "features"}]
+    found = nets.ask(layers, model="gpt2")
+    assert found["all"].shape == (3, 7, FEATURES)
+    for row, tokens in enumerate(TEXTS):
+        value, _ = nets.run(tokens)
+        wanted = ENCODER(value).sigmoid()
+        features = encode(value)
+        assert 0.05 < float((features > 0).float().mean()) < 0.95
+        for got, own in ((found["all"], wanted), (found["features"], features)):
+            np.testing.assert_allclose(got[row, : len(tokens)], own, rtol=1e-4, atol=1e-5)
+            assert not got[row, len(tokens) :].any()
+        for name, own in {"last": wanted[-1], "mean": wanted.mean(0), "end": wanted[-1:]}.items():
+            np.testing.assert_allclose(found[name][row], own, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_reconstruction_put_in(nets: Nets) -> None:
+    """A value replaced by its reconstruction, all of it or one token's, or added to it, as hooks do."""
+    sae = [*ENCODE, step(DECODER)]
+    named = [{"bias": sent(-BEFORE)}, {"name": "encoder", "activation": "relu"}, "decoder"]
+
+    def last(x: Tensor) -> Tensor:
+        return torch.cat([x[:, :-1], decode(x[:, -1:])], 1)
+
+    cases: dict[str, tuple[Json, Callable[[Tensor], Tensor]]] = {
+        "sent": ({"op": "replace", "project": sae}, decode),
+        "named": ({"op": "replace", "project": named}, decode),
+        "last": ({"op": "replace", "project": sae, "tokens": [-1]}, last),
+        "added": ({"op": "add", "project": sae}, lambda x: x + decode(x)),
+    }
+    for name, (change, plain) in cases.items():
+        changes = [{"layer": BLOCK, **change}]
+        (found,) = nets.ask([".[logits]"], model="gpt2", interventions=changes).values()
+        for row, tokens in enumerate(TEXTS):
+            wanted = nets.run(tokens, plain)[1]
+            assert not torch.allclose(wanted, nets.run(tokens)[1], rtol=1e-2)
+            np.testing.assert_allclose(found[row, : len(tokens)], wanted, rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+def test_gradient_through_a_projection(nets: Nets) -> None:
+    """Maps are changed on their channels, and a gradient flows through what is put in."""
+    linear, x = made(32, 32, 4), torch.from_numpy(IMAGES).requires_grad_()
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        found: Tensor = linear(output.movedim(1, -1)).movedim(-1, 1)
+        return found
+
+    handle = nets.digits.block2.register_forward_hook(hook)
+    with torch.enable_grad():
+        nets.digits(x)[:, 3].sum().backward()
+    handle.remove()
+    changes = [{"layer": "block2", "op": "replace", "project": step(linear)}]
+    (found,) = nets.ask([".:grad_input"], objective={"class": 3}, interventions=changes).values()
+    assert x.grad is not None
+    np.testing.assert_allclose(found, x.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_several_in_one_forward(serve: Serve) -> None:
+    """Requests that share a forward get their own projections, and nobody else's changes."""
+    batch, probes = random_rows(2), [made(24, 3, seed) for seed in (1, 2)]
+    square = made(24, 24, 3)
+    rows = [tensor(row) for row in batch]
+    bodies: list[Json] = [
+        {"layers": [{"layer": "conv", "project": step(probe), "pool": "mean"}], "inputs": rows} for probe in probes
+    ]
+    changes = [{"layer": "conv", "op": "replace", "project": step(square)}]
+    bodies += [{"layers": ["conv"], "interventions": changes, "inputs": rows}]
+    with serving_nets(serve, "tower") as live:
+        with hold_queue(live, "tower") as pile:
+            replies = [pile.enqueue({"json": {"model": "tower", "encoding": "base64", **each}}, 2) for each in bodies]
+        assert pile.module.forwards == [6]
+        maps = torch.from_numpy(hook_outputs(live, "tower", batch)["conv", 0, (), "output"]).movedim(1, -1)
+    wanted = [*(probe(maps).mean((1, 2)) for probe in probes), square(maps).movedim(-1, 1)]
+    for reply, value in zip(replies, wanted, strict=True):
+        np.testing.assert_allclose(arrays_of(reply.result())["conv"], value.detach(), rtol=1e-4, atol=1e-5)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "channels": (
+        [{"weight": sent(torch.ones(4, 32))}],
+        "step 0 of 'project' takes 32 channels, and 'block3' has 64; a ",
+    ),
+    "chain": ([step(PROBE), step(made(6, 2, 0))], "step 1 of 'project' takes 6 channels, and step 0 gives 5; a weight"),
+    "name": ("prob", "the model has no projection 'prob'; did you mean 'probe'?"),
+    "path": ("/etc/passwd", "the model has no projection '/etc/passwd'; did you mean 'probe'?"),
+    "bias": ({"weight": sent(PROBE.weight), "bias": sent(torch.ones(4))}, "a linear map has no weight and bias of"),
+    "both": ({"name": "probe", "bias": sent(torch.ones(5))}, "a step has a 'name', or a 'weight' or 'bias' of its own"),
+    "none": ({}, "a step has a 'name', or a 'weight' or 'bias' of its own; give one"),
+    "nan": ({"bias": sent(torch.full((64,), torch.nan))}, "the input holds NaN or infinite values; "),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_projections(nets: Nets, case: str) -> None:
+    """Before any forward, at the layer's place in the request."""
+    project, said = REFUSED[case]
+    assert nets.refuse([{"layer": "block3", "project": project}]).startswith(f"/layers/0: {said}")
+
+
+def test_other_refusals(nets: Nets) -> None:
+    """What is put in has to have the value's channels; a reply is limited by what a projection gives."""
+    change = {"layer": "block3", "op": "replace", "project": "probe"}
+    said = "/interventions/0: 'project' gives 5 channels, and 'block3' has 64; "
+    assert nets.refuse(["head"], interventions=[change]).startswith(said)
+    change = {"layer": "block3", "op": "replace", "project": "probe", "value": 1}
+    assert "op 'replace' takes 'value' or a projection, not both" in nets.refuse(["head"], interventions=[change])
+    change = {"layer": "block3", "op": "relu", "project": "probe"}
+    assert "op 'relu' takes no 'project'" in nets.refuse(["head"], interventions=[change])
+    wide = {"layer": "block1", "project": {"weight": sent(torch.ones(60_000, 16))}}
+    reply = nets.live.client.post("/extract", json={"layers": [wide], "inputs": [tensor(IMAGES[0])]})
+    assert "the reply would have about" in problem(reply, 413)["detail"]
+
+
+def test_fingerprints(nets: Nets) -> None:
+    """A projection counts by its numbers, weight, bias and activation, not by its name."""
+    other = made(64, 5, 4)
+    projects: list[Any] = [
+        "probe",
+        {"weight": sent(PROBE.weight)},
+        {"weight": sent(PROBE.weight), "bias": sent(other.bias)},
+        step(other),
+        {"name": "probe", "activation": "relu"},
+    ]
+    found = [nets.digest({"layer": "block3", "project": each}) for each in projects]
+    found.append(nets.digest({"layer": "block3"}))
+    assert len(set(found)) == len(found)
+    assert nets.digest({"layer": "block3", "project": step(PROBE)}) == found[0]
+    squares = [step(made(64, 64, seed)) for seed in (1, 2)]
+    changes = [[{"layer": "block3", "op": "replace", "project": each}] for each in squares]
+    changed = [nets.digest({"layer": "head"}, interventions=each) for each in changes]
+    assert len({*changed, nets.digest({"layer": "head"})}) == 3
+
+
+def test_files_that_are_no_projection(tmp_path: Path) -> None:
+    """Paths begin at the configuration's folder; a file is a linear layer's, or the model does not load."""
+    path = tmp_path / "two.safetensors"
+    config = tmp_path / "layertap.yaml"
+    entry = "models: [{name: digits, source: 'python:layertap.models.digits:digits', inputs: [{name: x, shape: [4]}], "
+    config.write_text(entry + "weights: 'random:0', projections: {probe: two.safetensors}}]")
+    with pytest.raises(ConfigError, match="models.0.projections.probe: there is no file .*two.safetensors"):
+        read_configuration(config, before_loading=True)
+    safetensors.torch.save_file({"weight": torch.ones(2, 64), "scale": torch.ones(2)}, path)
+    (model,) = read_configuration(config, before_loading=True).models
+    with pytest.raises(LoadError, match="projection 'probe': it has other tensors than 'weight' and 'bias'"):
+        load_model(model)
