@@ -190,7 +190,7 @@ def _to_plain_data(value: Any) -> dict[str, Any]:
 def _to_plain_entry(entry: Any) -> Any:
     if isinstance(entry, TensorData):
         return {"shape": entry.shape, "data": entry.digest}
-    if isinstance(entry, tuple):
+    if isinstance(entry, tuple) and is_dataclass(next(iter(entry), None)):
         return [_to_plain_entry(each) for each in entry]
     return _to_plain_data(entry) if is_dataclass(entry) else entry
 

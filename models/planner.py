@@ -26,13 +26,7 @@ from layertap.models.selection.plan import (
     get_call,
 )
 from layertap.models.selection.poolings import POOLINGS
-from layertap.models.selection.projections import (
-    NO_PROJECTIONS,
-    Projections,
-    check_projection,
-    describe_projection,
-    find_projection,
-)
+from layertap.models.selection.projections import NO_PROJECTIONS, Projections, check_projection, find_projection
 from layertap.models.selection.statistics import get_statistic
 
 MAX_FAULTS = 16  # near matches take time to find
@@ -46,9 +40,9 @@ def make_plan(
     lengths: TextLengths | None = None,
     projections: Projections = NO_PROJECTIONS,
 ) -> Plan:
-    """The plan for a request's selectors, and for what it changes and differentiates; ``lengths`` are of its texts.
+    """The plan for a request's selectors, and for what it changes and differentiates.
 
-    ``projections`` are the model's own, by name.
+    ``lengths`` are of its texts, ``projections`` the model's own by name.
 
     RequestError with a fault for each selector that can't be met, the first few of many (a fault's pointer is
     ``/layers/INDEX`` or ``/interventions/INDEX``), SelectorError where two results claim one key. Sizes are the
@@ -210,11 +204,10 @@ def _check_reduction(
     tensor: SelectorMatch, reduction: Reduction, catalog: Catalog, lengths: TextLengths | None
 ) -> None:
     """SelectorError where a tensor can't be reduced that way."""
-    name = escape(tensor.point.format_name())
+    name, info = escape(tensor.point.format_name()), tensor.info
     if reduction.project is not None:
-        check_projection(name, tensor.info, reduction.project, catalog.sizes_known)
-        tensor = replace(tensor, info=describe_projection(tensor.info, reduction.project))
-    info = tensor.info
+        info = check_projection(name, info, reduction.project, catalog.sizes_known)
+        tensor = replace(tensor, info=info)
     if reduction.stats is not None:
         _check_stats(name, tensor, reduction, catalog)
     if reduction.normalize and reduction.pool == "none":

@@ -17,7 +17,6 @@ from layertap_client.arrays import Array, to_array, write_npy
 from layertap_client.errors import InputError
 
 Kind = Literal["images", "texts", "tensors", "entries"]
-TENSORS = frozenset({"tensor", "weight", "bias"})  # fields of options that are tensors
 REMOTE = ("http://", "https://", "data:")
 PNG_MODES = frozenset({"1", "L", "LA", "I;16", "P", "RGB", "RGBA"})
 
@@ -140,7 +139,7 @@ def encode_base64(data: Any) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """Options as JSON has them: arrays under a name of ``TENSORS`` as tensors, others as lists, bytes as base64."""
+    """Options as JSON has them: arrays of fields that are tensors as those, others as lists, bytes as base64."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
@@ -155,7 +154,8 @@ def to_plain(value: Any) -> Any:
 
 
 def _plain_field(key: str, value: Any) -> Any:
-    return describe_tensor(to_array(value)) if key in TENSORS and is_array(value) else to_plain(value)
+    is_tensor = key in ("tensor", "weight", "bias") and is_array(value)
+    return describe_tensor(to_array(value)) if is_tensor else to_plain(value)
 
 
 def _read_text(value: str) -> Item:

@@ -177,7 +177,10 @@ def _check_part(
         )
     if operation.project is not None:
         part = info.index_select(operation.indices_by_axis)
-        check_projection(name, part, operation.project, catalog.sizes_known, returns=True)
+        takes, gives = part.size("C"), check_projection(name, part, operation.project, catalog.sizes_known).size("C")
+        if takes != gives and catalog.sizes_known:
+            detail = f"'project' gives {gives} channels, and {name} has {takes}"
+            raise SelectorError(detail, hint="add a step that leads back")
 
 
 def _differ_in_length(info: TensorInfo, letter: str, lengths: TextLengths | None) -> bool:

@@ -15,7 +15,6 @@ from layertap.models.labels import Outputs
 ReplyDType = Literal["float32", "float16", "int8"]
 Pool = Literal["none", "mean", "mean_all", "max", "gem", "cls", "last", "flatten"]
 Op = Literal["zero", "scale", "add", "clamp", "relu", "square", "tanh", "replace", "noise"]
-Activation = Literal["relu", "sigmoid", "softmax"]
 ObjectiveKind = Literal[
     "logit", "probability", "binary", "cross_entropy", "kl_div", "mse", "sum", "mean", "norm", "layer"
 ]
@@ -102,15 +101,21 @@ class TensorData:
 
 @dataclass(frozen=True)
 class LinearStep:
-    """A linear map of channels as torch.nn.Linear has it, ``weight`` (K, C) and ``bias`` (K,), then an activation.
+    """A linear map of channels as torch.nn.Linear has it, ``weight`` (K, C) and ``bias`` (K,), or one of the two.
 
-    Each may be None. ``name``: that of one of the model's own projections, until it is looked up; else "".
+    ``name``: that of one of the model's own projections in place of both, until it is looked up.
     """
 
     weight: TensorData | None = None
     bias: TensorData | None = None
-    activation: Activation | None = None
+    relu: bool = False
     name: str = ""
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """How many it takes, and how many it gives."""
+        tensor = self.weight or self.bias
+        return (tensor.shape[-1], tensor.shape[0]) if tensor is not None else (0, 0)
 
 
 Projection = tuple[LinearStep, ...]  # steps in order

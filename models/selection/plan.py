@@ -11,7 +11,7 @@ from layertap.models.devices.devices import TORCH_DTYPES
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS
 from layertap.models.selection.hook_points import BY_AXIS, HookPoint, Objective, Operation, Reduction
 from layertap.models.selection.poolings import POOLINGS
-from layertap.models.selection.projections import describe_projection
+from layertap.models.selection.projections import count_projected_bytes, describe_projection
 from layertap.models.selection.statistics import list_columns
 
 MAX_SHOWN = 10  # names in a warning
@@ -192,6 +192,13 @@ class Plan:
         """Each distinct capture once."""
         scores = [] if self.scores is None else [self.scores]
         return frozenset([*(result.capture for result in self.results), *scores, *self.extra])
+
+    @property
+    def projected_bytes(self) -> int:
+        """Bytes that projections of one row take for a while, beside what is kept."""
+        steps = [(each.unpadded, each.reduction.project) for each in self.captures]
+        steps += [(each.info, each.operation.project) for each in self.resolved_interventions]
+        return sum(count_projected_bytes(info, projection) for info, projection in steps)
 
     @cached_property
     def may_split(self) -> bool:

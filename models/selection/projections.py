@@ -1,10 +1,10 @@
-"""Linear maps of a tensor's channels, with activations between them: probes, PCA, sparse autoencoders."""
+"""Linear maps of a tensor's channels, with ReLUs between them: probes, PCA, sparse autoencoders."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from math import prod
 from typing import TypeVar
 
 import numpy as np
@@ -15,40 +15,39 @@ from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.catalog.text_lengths import get_size
 from layertap.models.errors import LoadError, SelectorError, escape, find_nearest, suggest
-from layertap.models.selection.hook_points import Activation, LinearStep, Operation, Projection, Reduction, TensorData
+from layertap.models.selection.hook_points import LinearStep, Operation, Projection, Reduction, TensorData
 from layertap.models.weights.checkpoints import read_checkpoint
 
 Projections = Mapping[str, LinearStep]  # a model's own, by name
 NO_PROJECTIONS: Projections = {}
 T = TypeVar("T", Reduction, Operation)
-ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu,
-    "sigmoid": torch.sigmoid,
-    "softmax": partial(torch.softmax, dim=-1),
-}
+MAX_BYTES = 2**30  # of one row after any step
 
 
-def make_step(weight: TensorData | None, bias: TensorData | None, activation: Activation | None = None) -> LinearStep:
-    """A step of ``project``; SelectorError where weight and bias do not fit each other."""
-    shapes = [(tensor.shape, axes) for tensor, axes in ((weight, 2), (bias, 1)) if tensor is not None]
+def check_step(step: LinearStep) -> LinearStep:
+    """The same; SelectorError where its weight and bias do not fit each other."""
+    shapes = [(tensor.shape, axes) for tensor, axes in ((step.weight, 2), (step.bias, 1)) if tensor is not None]
     fits = all(all(shape) and len(shape) == axes for shape, axes in shapes)
     if not fits or len({shape[0] for shape, _ in shapes}) > 1:
         sizes = " and ".join(str(list(shape)) for shape, _ in shapes)
         hint = "send 'weight' [K, C] and 'bias' [K], as torch.nn.Linear has them"
         raise SelectorError(f"a linear map has no weight and bias of shape {sizes}", hint=hint)
-    return LinearStep(weight, bias, activation)
+    return step
 
 
 def read_projection(name: str, path: str) -> LinearStep:
     """The ``weight`` and the ``bias``, if there is one, of a checkpoint of a linear layer; LoadError."""
     try:
         tensors = read_checkpoint(path)
-        if not {"weight"} <= tensors.keys() <= {"weight", "bias"}:
-            raise LoadError("it has other tensors than 'weight' and 'bias'")
-        return make_step(_take_data(tensors["weight"]), _take_data(tensors["bias"]) if "bias" in tensors else None)
+        finite = all(value.is_floating_point() and bool(value.isfinite().all()) for value in tensors.values())
+        if not finite or not {"weight"} <= tensors.keys() <= {"weight", "bias"}:
+            raise LoadError("it has other tensors than a finite 'weight' and 'bias'")
+        arrays = {each: value.float().numpy().astype("<f4") for each, value in tensors.items()}
+        found = {each: TensorData(array.shape, array.tobytes()) for each, array in arrays.items()}
+        return check_step(LinearStep(found["weight"], found.get("bias")))
     except (LoadError, SelectorError) as error:
-        hint = "save the state_dict of a torch.nn.Linear"
-        raise LoadError(f"projection {escape(name)}: {error.detail}", hint=hint) from error
+        detail = f"projection {escape(name)}: {error.detail}"
+        raise LoadError(detail, hint="save the state_dict of a torch.nn.Linear") from error
 
 
 def find_projection(owner: T, known: Projections) -> T:
@@ -57,44 +56,40 @@ def find_projection(owner: T, known: Projections) -> T:
     for name in (step.name for step in steps if step.name and step.name not in known):
         hint = suggest(find_nearest(name, known, 3, cutoff=0.0)) or "send its 'weight' and 'bias'"
         raise SelectorError(f"the model has no projection {escape(name)}", hint=hint)
-    found = tuple(replace(known[step.name], activation=step.activation) if step.name else step for step in steps)
+    found = tuple(replace(known[step.name], relu=step.relu) if step.name else step for step in steps)
     return replace(owner, project=found) if found else owner
 
 
-def check_projection(
-    name: str, info: TensorInfo, projection: Projection, sizes_known: bool, *, returns: bool = False
-) -> None:
-    """SelectorError where steps do not fit a tensor's channels or each other.
-
-    ``returns``: the last has to give as many channels as the first takes.
-    """
-    size: int | None = get_size(name, info, "project", "C")
+def check_projection(name: str, info: TensorInfo, projection: Projection, sizes_known: bool) -> TensorInfo:
+    """The projected tensor; SelectorError where steps do not fit its channels or each other, or make too much of it."""
+    size = get_size(name, info, "project", "C")
     if not info.is_floating or info.axis("C") in (info.row_axis, *info.token_axes):
         raise SelectorError(f"{name} has no floating channels to project", hint="leave 'project' out")
-    what, size, first = f"{name} has", size if sizes_known else None, size if sizes_known else None
-    for number, step in enumerate(projection):
-        takes, gives = _count_channels(step)
-        if takes is None:
-            continue
-        if size not in (None, takes):
+    what, size = f"{name} has", size if sizes_known else projection[0].channels[0]
+    for number, (takes, gives) in enumerate(step.channels for step in projection):
+        if size != takes:
             raise SelectorError(
                 f"step {number} of 'project' takes {takes} channels, and {what} {size}",
                 hint="a weight is [K, C], as torch.nn.Linear has it: it takes C channels and gives K",
             )
-        what, size, first = f"step {number} gives", gives, takes if first is None else first
-    if returns and size != first:
-        raise SelectorError(
-            f"'project' gives {size} channels, and {name} has {first}", hint="add a step that leads back"
-        )
+        what, size = f"step {number} gives", gives
+    if (nbytes := count_projected_bytes(info, projection)) > MAX_BYTES:
+        detail = f"'project' makes {nbytes} bytes of {name} for each input, the limit is {MAX_BYTES}"
+        raise SelectorError(detail, hint="give fewer channels, or name another layer")
+    return describe_projection(info, projection)
 
 
 def describe_projection(info: TensorInfo, projection: Projection | None) -> TensorInfo:
     """A projected tensor as a catalogue would describe it."""
-    gives = [size for _, size in map(_count_channels, projection or ()) if size is not None]
-    if not gives:
+    if projection is None:
         return info
-    axis = info.axis("C")
-    return replace(info, shape=(*info.shape[:axis], gives[-1], *info.shape[axis + 1 :]))
+    return info.index_select({"C": range(projection[-1].channels[1])})
+
+
+def count_projected_bytes(info: TensorInfo, projection: Projection | None) -> int:
+    """Bytes of one row after the step that gives the most channels."""
+    widest = max((step.channels[1] for step in projection or ()), default=0)
+    return 4 * prod(info.shape) // info.size("C") * widest if widest else 0
 
 
 def project(rows: RowTensor, projection: Projection) -> RowTensor:
@@ -106,8 +101,8 @@ def project(rows: RowTensor, projection: Projection) -> RowTensor:
             value = value @ to_tensor(step.weight, value).T
         if step.bias is not None:
             value = value + to_tensor(step.bias, value)
-        if step.activation is not None:
-            value = ACTIVATIONS[step.activation](value)
+        if step.relu:
+            value = value.relu()
     return replace(rows, value=value.movedim(-1, axis).contiguous(), info=describe_projection(rows.info, projection))
 
 
@@ -115,15 +110,3 @@ def to_tensor(data: TensorData, like: Tensor) -> Tensor:
     """What came from outside, on the device and of the dtype of another tensor."""
     numbers = np.frombuffer(data.data, "<f4").reshape(data.shape).astype(np.float32, copy=True)
     return torch.from_numpy(numbers).to(like)
-
-
-def _take_data(value: Tensor) -> TensorData:
-    if not (value.is_floating_point() and bool(value.isfinite().all())):
-        raise LoadError("its numbers are not floating and finite")
-    return TensorData(tuple(value.shape), value.float().contiguous().numpy().astype("<f4").tobytes())
-
-
-def _count_channels(step: LinearStep) -> tuple[int | None, int | None]:
-    """How many channels a step takes and gives; None where any number."""
-    tensor = step.weight if step.weight is not None else step.bias
-    return (None, None) if tensor is None else (tensor.shape[-1], tensor.shape[0])

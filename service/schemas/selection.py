@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -23,7 +22,6 @@ from layertap.models.catalog.row_tensor import POSITION_AXES
 from layertap.models.errors import SelectorError
 from layertap.models.labels import Outputs
 from layertap.models.selection.hook_points import (
-    Activation,
     By,
     Intervention,
     LinearStep,
@@ -40,7 +38,7 @@ from layertap.models.selection.hook_points import (
     TensorData,
     TensorSource,
 )
-from layertap.models.selection.projections import make_step
+from layertap.models.selection.projections import check_step
 from layertap.models.selection.selectors import MAX_TEXT, parse_path, parse_selector, parse_site
 from layertap.models.selection.statistics import MAX_EDGES, STATISTICS, STATS
 from layertap.service.inputs.arrays import require_finite
@@ -58,7 +56,6 @@ from layertap.service.schemas.base import (
 
 MAX_INTERVENTIONS = 256
 MAX_TERMS = 1000
-MAX_STEPS = 16  # of a projection
 INDICES = ("channels", "tokens", "heads", "queries", "keys")
 OF_OPERATION = ("op", "by", "value", "min", "max", "std", "seed", "region")
 Call = Annotated[StrictInt | Literal["*"], OneError("Input should be a whole number or '*'")]
@@ -160,12 +157,12 @@ class _OrText:
 
 
 class StepBody(StrictBody):
-    """A step of ``project``: a linear map, sent or the model's own by its name, then an activation."""
+    """A step of ``project``: a linear map, sent or the model's own by its name, then perhaps a ReLU."""
 
     weight: TensorBody | None = None
     bias: TensorBody | None = None
     name: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
-    activation: Activation | None = None
+    relu: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -175,14 +172,14 @@ class StepBody(StrictBody):
     def to_step(self) -> LinearStep:
         """What it means; SelectorError, InputError where it makes no sense."""
         weight, bias = (_read_finite(each) if each is not None else None for each in (self.weight, self.bias))
-        given = (self.name is not None) + (weight is not None or bias is not None)
-        if given > 1 or not (given or self.activation):
+        if (self.name is None) == (weight is None and bias is None):
             raise SelectorError("a step has a 'name', or a 'weight' or 'bias' of its own", hint="give one of them")
-        return replace(make_step(weight, bias, self.activation), name=self.name or "")
+        step = LinearStep(weight, bias, self.relu, self.name or "")
+        return step if step.name else check_step(step)
 
 
 Step = Annotated[StepBody, _OrText()]
-Steps = Annotated[tuple[Step, ...], Field(min_length=1, max_length=MAX_STEPS)]
+Steps = Annotated[tuple[Step, ...], Field(min_length=1, max_length=16)]
 Project = Annotated[Steps | None, BeforeValidator(make_list, json_schema_input_type=Step | Steps | None)]
 
 
@@ -333,7 +330,7 @@ class MetricBody(ObjectiveBody):
     target: Literal["unedited"] | Target = None  # type: ignore[assignment]  # what is read of it takes both
 
 
-def _read_projection(steps: Sequence[StepBody] | None) -> Projection | None:
+def _read_projection(steps: tuple[StepBody, ...] | None) -> Projection | None:
     return tuple(step.to_step() for step in steps) if steps is not None else None
 
 

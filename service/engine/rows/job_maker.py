@@ -296,12 +296,12 @@ def make_job(
 
 
 def _count_row_bytes(planned: PlannedRequest, compiled: CompiledPlan | None) -> int:
-    """Bytes that are kept of each row."""
+    """Bytes that are kept of each row, or that projections make of it."""
     plan = planned.plan
     if compiled:  # a graph gives all its captures, whoever wants which
         return sum(capture.nbytes(1) for capture in compiled.captures)
     extra = verification.list_extra_captures(plan, planned.catalog) if planned.request.verify else ()
-    return plan.nbytes(1) + 2 * sum(capture.nbytes(1) for capture in extra)
+    return plan.nbytes(1) + plan.projected_bytes + 2 * sum(capture.nbytes(1) for capture in extra)
 
 
 def _count_tokens(inputs: Mapping[str, Tensor], text: TextSpec | None) -> int:
