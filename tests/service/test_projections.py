@@ -19,6 +19,7 @@ from layertap.models.loading import load_model
 from layertap.models.spec import ModelSpec
 from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.config.file import ConfigError
+from layertap_client import Client
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.digits_reference import copy_digits, forward, random_images
@@ -141,6 +142,18 @@ def test_probe(nets: Nets, project: Any) -> None:
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+def test_client(nets: Nets) -> None:
+    """The Python client takes the parameters of a layer, as of an intervention's tensors."""
+    square = made(64, 64, 6)
+    layers = [{"layer": "block3", "project": {"weight": PROBE.weight, "bias": PROBE.bias}}]
+    changes = [{"layer": "block3", "op": "replace", "project": [{"weight": square.weight}]}]
+    with Client(nets.live.url) as client:
+        found = client.extract(list(IMAGES), layers=layers, interventions=changes)["block3"]
+    maps = forward(nets.digits, torch.from_numpy(IMAGES), "block3").movedim(1, -1)
+    wanted = PROBE(maps @ square.weight.T).movedim(-1, 1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_features_of_texts(nets: Nets) -> None:
     """Features of a sparse autoencoder, of texts of several lengths: padding is 0, and counts nowhere."""
     options: dict[str, Json] = {"all": {}, "last": {"pool": "last"}, "mean": {"pool": "mean"}, "end": {"tokens": [-1]}}
@@ -255,6 +268,12 @@ def test_other_refusals(nets: Nets) -> None:
     wide = {"layer": "block1", "project": {"weight": sent(torch.ones(60_000, 16))}}
     reply = nets.live.client.post("/extract", json={"layers": [wide], "inputs": [tensor(IMAGES[0])]})
     assert "the reply would have about" in problem(reply, 413)["detail"]
+    flat = {"weight": tensor(np.ones((270_000, 16), np.uint8))["tensor"]}
+    said = "/layers/0: 'project' makes 1105920000 bytes of 'block1' for each input, the limit is 1073741824"
+    assert nets.refuse([{"layer": "block1", "project": flat, "pool": "mean"}]).startswith(said)
+    attention = [{"layer": f"{BLOCK}.attn:attention", "project": "encoder"}]
+    said = nets.refuse(attention, model="gpt2", inputs=[{"tokens": [4, 5]}])
+    assert said == f"/layers/0: '{BLOCK}.attn' has no axis for 'project'; leave 'project' out"
 
 
 def test_fingerprints(nets: Nets) -> None:
