@@ -23,7 +23,15 @@ from layertap.models.fingerprint import (
     digest_rows,
 )
 from layertap.models.loading import identify_model
-from layertap.models.selection.hook_points import HookPoint, Objective, Operation, Reduction, Selector
+from layertap.models.selection.hook_points import (
+    HookPoint,
+    LinearStep,
+    Objective,
+    Operation,
+    Reduction,
+    Selector,
+    TensorData,
+)
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
 from layertap.models.sources.build import build_model
 from layertap.models.spec import InputSpec, PreprocessSpec
@@ -171,6 +179,7 @@ def test_arguments(source: str, args: dict[str, Any]) -> None:
 
 POINTS: dict[str, Any] = {"layer": "layer2", "call": 1, "path": ("0",), "site": "input", "function": "add#0"}
 REDUCTIONS: dict[str, Any] = {
+    "project": (LinearStep(bias=TensorData((1,), b"\0" * 4)),),
     "channels": (0, 1),
     "tokens": (0, 1),
     "heads": (0, 1),
