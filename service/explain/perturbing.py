@@ -157,16 +157,11 @@ class _Row:
 
     def make_chunk(self, rows: Array, numbers: range) -> ExtractRequest:
         """The request for some changed rows: of each its channel is 0 in the layer that is changed, if one is."""
-        request, layer = self.make_request(), self.method.layer
-        if layer is None:
-            return replace(request, items=((0, ArraysItem({None: rows}, may_batch=True)),))
-        selector = make_selector(layer.point, "")
-        changes = [Intervention(selector, Operation("zero", channels=(channel,))) for channel in numbers]
-        return replace(
-            request,
-            items=tuple((index, ArraysItem({None: row})) for index, row in enumerate(rows)),
-            input_options={index: InputOptions(interventions=(change,)) for index, change in enumerate(changes)},
-        )
+        items, changes = ((0, ArraysItem({None: rows}, may_batch=True)),), ()
+        if self.method.layer is not None:
+            zero = Operation("zero", channels=tuple(numbers), each=("channels",))
+            changes = (Intervention(make_selector(self.method.layer.point, ""), zero),)
+        return replace(self.make_request(), items=items, interventions=changes)
 
     def make_request(self) -> ExtractRequest:
         """A request for what is measured of changed rows, without any."""
