@@ -35,11 +35,11 @@ TRIES, TRY_S = 300, 0.1
 Calls = Callable[[str, int], list[float]]  # so many calls for a layer, one after another, and the seconds of each
 
 
-def start_server() -> tuple[subprocess.Popen[bytes], str]:
-    """A server process that is ready, and its address."""
+def start_server(*options: str) -> tuple[subprocess.Popen[bytes], str]:
+    """A server process that is ready, and its address; ``options`` are those of ``layertap serve``."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "layertap", "serve", "--port", str(port)]
+    command = [sys.executable, "-m", "layertap", "serve", "--port", str(port), *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     for _ in range(TRIES):

@@ -242,9 +242,6 @@ class SweepBody(RequestBody, OperationBody):
 
     def _read_request(self) -> dict[str, Any]:
         number = read_field("/values", self._find_number)
-        if self.source is not None and not (len(self.inputs) > 1 and self.source.input < len(self.inputs)):
-            hint = "name one of the inputs, counted from 0, and send those that are edited beside it"
-            raise RequestError.from_faults([Fault(f"'from' names input {self.source.input}", hint, "/from/input")])
 
         def read_place(body: SweepPlaceBody) -> Intervention:
             operation = self.to_operation(body)

@@ -13,9 +13,10 @@ import numpy as np
 from layertap.models import fingerprint
 from layertap.models.capture.batch_slices import JoinedRows
 from layertap.models.catalog.row_tensor import RowTensor
-from layertap.models.errors import RequestError
+from layertap.models.errors import Fault, RequestError
 from layertap.models.gradients.objectives import make_target
 from layertap.models.gradients.resolve_objective import resolve_objective
+from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.labels import name_classes
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import InputOptions, Objective, Reduction, Sweep
@@ -34,6 +35,7 @@ from layertap.service.engine.rows.predicted_rows import predict_rows
 from layertap.service.engine.rows.sources import count_taken_bytes, fill_tensors, prepare_sources
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Array, Features, Receipt, TopEffect
+from layertap.service.inputs.items import ArraysItem, InputItem
 from layertap.service.settings import Settings
 from layertap.service.sweep.places import METRIC, Place, PlaceFinder, SweptInput, freeze_noise
 
@@ -66,7 +68,8 @@ async def prepare(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticke
     if request.reply.format.is_picture:
         raise NotAcceptableError("a sweep is not drawn", hint="ask for JSON, npz or safetensors")
     handle = await engine.get_handle(request.model, ticket)
-    request = await engine.fetch(request, ticket)
+    request = _split_batches(await engine.fetch(request, ticket), handle.model.model_inputs)
+    _check_source(request, sweep)
     if needs_functions(request):
         await engine.planner.survey(handle, _get_model(handle, request).shapes, ticket.deadline, functions=True)
     asked = await engine.run_in_thread(partial(_make_unedited, request, handle), ticket.deadline)
@@ -164,6 +167,28 @@ class Edit:
 
 def _make_jobs(chunk: Sequence[Edit]) -> list[Job]:
     return [edit.make_job() for edit in chunk]
+
+
+def _split_batches(request: ExtractRequest, inputs: ModelInputs) -> ExtractRequest:
+    """The same with an item for each row of a batch."""
+    items: list[InputItem] = []
+    for _, item in request.items:
+        rows = predict_rows([item], inputs).count
+        if isinstance(item, ArraysItem) and rows > 1:
+            rows_of = ({name: array[row] for name, array in item.arrays.items()} for row in range(rows))
+            items += [replace(item, arrays=arrays, may_batch=False) for arrays in rows_of]
+        else:
+            items.append(item)
+    return replace(request, items=tuple(enumerate(items))) if len(items) > len(request.items) else request
+
+
+def _check_source(request: ExtractRequest, sweep: Sweep) -> None:
+    """RequestError where what is put in comes from no input, or none is left to edit."""
+    inputs = [index for index, _ in request.items]
+    source = sweep.places[0].operation.source
+    if source is not None and (source.input not in inputs or len(inputs) == 1):
+        hint = "name one of the inputs, counted from 0, and send those that are edited beside it"
+        raise RequestError.from_faults([Fault(f"'from' names input {source.input}", hint, "/from/input")])
 
 
 def _make_unedited(request: ExtractRequest, handle: ModelHandle) -> ExtractRequest:

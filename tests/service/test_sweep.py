@@ -276,8 +276,19 @@ def test_top_effects(nets: Nets) -> None:
     assert (receipt["metric"], receipt["axes"]) == ("logit", ["channel", "value"])
     with Client(nets.live.url) as client:
         result = client.sweep([*IMAGES], ["block?"], op="scale", values=[0, 2], each="channel", top=4)
-    np.testing.assert_array_equal(result["block2"], found["block2"])
+    np.testing.assert_allclose(result["block2"], found["block2"], rtol=1e-5)
     assert [[each["key"] for each in row] for row in result.top_effects] == [[e["key"] for e in row] for row in named]
+
+
+@pytest.mark.parametrize("options", [{"op": "zero"}, {"op": "replace", "source": 1}], ids=["zero", "from a row"])
+def test_batches(nets: Nets, options: Json) -> None:
+    """The rows of one array are inputs, as arrays in a list are; another row's values can be put in."""
+    with Client(nets.live.url, model="digits") as client:
+        found, expected = (client.sweep(each, "block3", each="channel", **options) for each in (IMAGES, [*IMAGES]))
+    assert found["block3"].shape == (2, 64)
+    assert np.ptp(found["block3"][0]) > 0
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)
 
 
 def test_events(nets: Nets) -> None:
