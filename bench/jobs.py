@@ -27,6 +27,7 @@ import yaml
 from numpy.typing import NDArray
 from PIL import Image
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
@@ -317,7 +318,7 @@ def measure(url: str, folder: Path, models: dict[str, Any], rounds: int) -> dict
     measured: dict[str, Any] = {}
     with Client(url, timeout=600) as client:
         lab = Lab(client, models["resnet18"], models["other"], models["gpt2"], folder, batch, texts, sae)
-        for job, (request, script) in JOBS.items():
+        for job, (request, script) in track(JOBS.items(), console=Console(stderr=True)):
             row: dict[str, Any] = {"lines": count_lines(request), "script_lines": count_lines(script)}
             row |= {"difference": compare(request(lab), script(lab)), "seconds": [], "script_seconds": []}
             for _ in range(rounds):
@@ -326,6 +327,7 @@ def measure(url: str, folder: Path, models: dict[str, Any], rounds: int) -> dict
                     run(lab)
                     row[key].append(time.perf_counter() - begun)
             measured[job] = row
+            sys.stderr.write(f"{job}: {row}\n")
     return measured
 
 

@@ -350,7 +350,10 @@ def _collect(prepared: PreparedSweep, rows: Sequence[SweptRow]) -> Features:
     warning = f"top_effects leaves out {left_out} edits whose metric is not finite"
     return replace(
         features,
-        top_effects=tuple(_find_effects(part, prepared.sweep.top) for part in effects),
+        top_effects=tuple(
+            _find_effects(part, prepared.sweep.top) if row.places else ()
+            for row, part in zip(rows, effects, strict=True)
+        ),
         warnings=(*features.warnings, *([warning] if left_out else [])),
     )
 

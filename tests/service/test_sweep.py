@@ -284,9 +284,12 @@ def test_top_effects(nets: Nets) -> None:
 def test_batches(nets: Nets, options: Json) -> None:
     """The rows of one array are inputs, as arrays in a list are; another row's values can be put in."""
     with Client(nets.live.url, model="digits") as client:
-        found, expected = (client.sweep(each, "block3", each="channel", **options) for each in (IMAGES, [*IMAGES]))
+        found, expected = (
+            client.sweep(each, "block3", each="channel", top=1, **options) for each in (IMAGES, [*IMAGES])
+        )
     assert found["block3"].shape == (2, 64)
     assert np.ptp(found["block3"][0]) > 0
+    assert [len(each) for each in found.top_effects] == [1, 0 if "source" in options else 1]
     for name in expected:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)
 
