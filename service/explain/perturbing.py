@@ -157,7 +157,8 @@ class _Row:
 
     def make_chunk(self, rows: Array, numbers: range) -> ExtractRequest:
         """The request for some changed rows: of each its channel is 0 in the layer that is changed, if one is."""
-        items, changes = ((0, ArraysItem({None: rows}, may_batch=True)),), ()
+        items = ((0, ArraysItem({None: rows}, may_batch=True)),)
+        changes: tuple[Intervention, ...] = ()
         if self.method.layer is not None:
             zero = Operation("zero", channels=tuple(numbers), each=("channels",))
             changes = (Intervention(make_selector(self.method.layer.point, ""), zero),)
