@@ -42,7 +42,7 @@ from layertap_client import Client
 Arrays = dict[str, NDArray[Any]]
 FIVE = ["conv1", "layer1", "layer2", "layer3", "layer4"]
 BLOCKS = [f"transformer.h.{number}" for number in range(6)]
-VOCABULARY, WIDTH, FEATURES, CHUNK = 5000, 768, 4096, 64
+VOCABULARY, WIDTH, FEATURES, CHUNK = 5000, 768, 2048, 64
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Lab:
     folder: Path  # of pictures
     batch: NDArray[Any]
     texts: list[list[int]]
-    sae: dict[str, Tensor]
+    sae: dict[str, Tensor]  # and a vector to steer by
 
 
 def probe_by_request(lab: Lab) -> Arrays:
@@ -94,13 +94,13 @@ def atlas_by_script(lab: Lab) -> Arrays:
 
 
 def ablation_by_request(lab: Lab) -> Arrays:
-    found = lab.client.sweep(lab.batch[:2], "layer3", "zero", each="channel", objective={"class": 3}, model="resnet18")
+    found = lab.client.sweep(lab.batch[:1], "layer3", "zero", each="channel", objective={"class": 3}, model="resnet18")
     return {"layer3": found["layer3"]}
 
 
 def ablation_by_script(lab: Lab) -> Arrays:
-    found = np.empty((2, 256), np.float32)
-    for row, picture in enumerate(torch.from_numpy(lab.batch[:2])):
+    found = np.empty((1, 256), np.float32)
+    for row, picture in enumerate(torch.from_numpy(lab.batch[:1])):
         for start in range(0, 256, CHUNK):
             kept = torch.ones(CHUNK, 256, 1, 1)
             kept[range(CHUNK), range(start, start + CHUNK)] = 0
@@ -213,6 +213,26 @@ def patching_by_script(lab: Lab) -> Arrays:
     return {"effects": found}
 
 
+def sae_by_request(lab: Lab) -> Arrays:
+    encode = {"weight": lab.sae["encode"].numpy(), "bias": lab.sae["bias"].numpy(), "relu": True}
+    steps = [encode, {"weight": lab.sae["decode"].numpy()}]
+    change = {"layer": BLOCKS[3], "op": "replace", "project": steps}
+    found = lab.client.extract({"tokens": lab.texts[0]}, "lm_head", model="gpt2", interventions=[change])
+    return {"logits": found["lm_head"][0]}
+
+
+def sae_by_script(lab: Lab) -> Arrays:
+    def reconstruct(module: Any, args: Any, output: Tensor) -> Tensor:
+        features = (output @ lab.sae["encode"].T + lab.sae["bias"]).relu()
+        return features @ lab.sae["decode"].T
+
+    handle = lab.gpt2.transformer.h[3].register_forward_hook(reconstruct)
+    with torch.no_grad():
+        logits = lab.gpt2(torch.tensor([lab.texts[0]])).logits[0]
+    handle.remove()
+    return {"logits": logits.numpy()}
+
+
 def difference_by_request(lab: Lab) -> Arrays:
     metric = {"terms": [[1, 11], [-1, 13]], "position": -1}
     layers = [f"{name}:grad_output" for name in BLOCKS]
@@ -237,12 +257,13 @@ Run = Callable[[Lab], Arrays]
 JOBS: dict[str, tuple[Run, Run]] = {
     "five layers' features for a linear probe, 48 pictures": (probe_by_request, probe_by_script),
     "each channel's mean, maximum and nine strongest pictures, 500 files": (atlas_by_request, atlas_by_script),
-    "each of 256 channels ablated, 2 pictures": (ablation_by_request, ablation_by_script),
+    "each of 256 channels ablated": (ablation_by_request, ablation_by_script),
     "texts of several lengths steered by a vector": (steering_by_request, steering_by_script),
     "a neuron's gradient and receptive field, 8 pictures": (neuron_by_request, neuron_by_script),
     "CKA between five layers of two models, 48 pictures": (cka_by_request, cka_by_script),
     "attention's entropy by head": (entropy_by_request, entropy_by_script),
     "patching, 6 layers by 12 tokens": (patching_by_request, patching_by_script),
+    "an autoencoder's reconstruction put in, 2048 features": (sae_by_request, sae_by_script),
     "the gradient of a difference of logits": (difference_by_request, difference_by_script),
 }
 
@@ -269,8 +290,9 @@ def make_models(folder: Path) -> dict[str, Any]:
     config = GPT2Config(
         vocab_size=VOCABULARY, n_layer=6, n_embd=WIDTH, n_positions=128, bos_token_id=None, eos_token_id=None
     )
-    models["gpt2"] = GPT2LMHeadModel._from_config(config, attn_implementation="eager").eval().requires_grad_(False)
-    models["gpt2"].save_pretrained(folder / "gpt2")
+    gpt2: Any = GPT2LMHeadModel(config)
+    models["gpt2"] = gpt2.eval().requires_grad_(False)
+    gpt2.save_pretrained(folder / "gpt2")
     entries.append({"name": "gpt2", "source": f"transformers:{folder / 'gpt2'}"})
     (folder / "models.yaml").write_text(yaml.safe_dump({"models": entries}))
     return models
@@ -314,7 +336,9 @@ def measure(url: str, folder: Path, models: dict[str, Any], rounds: int) -> dict
     generator = torch.Generator().manual_seed(2)
     texts = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in (12, 7, 20)]
     batch = torch.randn(48, 3, 224, 224, generator=generator).numpy()
-    sae = {"vector": torch.randn(WIDTH, generator=generator)}
+    sae = {"vector": torch.randn(WIDTH, generator=generator), "bias": torch.randn(FEATURES, generator=generator)}
+    sae["encode"] = torch.randn(FEATURES, WIDTH, generator=generator) / WIDTH**0.5
+    sae["decode"] = torch.randn(WIDTH, FEATURES, generator=generator) / FEATURES**0.5
     measured: dict[str, Any] = {}
     with Client(url, timeout=600) as client:
         lab = Lab(client, models["resnet18"], models["other"], models["gpt2"], folder, batch, texts, sae)
