@@ -38,15 +38,6 @@ def test_short_while_interactive_requests_come() -> None:
         harness.batcher.remove(batch.slices[0].job)
 
 
-def test_nobody_else_is_about() -> None:
-    """Bulk alone, beside other bulk, or beside interactive requests of another device: as many rows as pay."""
-    harness = make_harness()
-    run_interactive(harness, "gpu")
-    first = start_bulk(harness)
-    assert first.rows == 20
-    harness.finish(first)
-
-
 @pytest.mark.parametrize(("seconds", "rows"), [(0.0, 7), (1.0, 5), (4.0, 3)])
 def test_decoding_counts(seconds: float, rows: int) -> None:
     """What batches decode themselves makes them longer, as measured: 3, 4 and 7 seconds alone; 9, 12 and 21 of all."""
@@ -84,10 +75,3 @@ def test_alone(flag: str) -> None:
     run_interactive(harness)
     harness.add(make_key("cpu", COSTS, max_rows=64), 32, priority="bulk", **{flag: True})
     assert harness.start_batch().rows == 32
-
-
-def test_padded() -> None:
-    """Fewer rows would take as long where each forward has a fixed number of them."""
-    harness = make_harness()
-    run_interactive(harness)
-    assert start_bulk(harness, rows=90, pads=True).rows == 64

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from layertap.models.catalog.catalog import Costs
 from layertap.service.engine.batch import Batch
 from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from layertap.service.engine.schedule.waiting import DecodeTask
@@ -40,19 +39,6 @@ def test_decoding_first_until_rows_waited_long_enough() -> None:
     assert isinstance(harness.start(), DecodeTask)
 
 
-def test_decoding_fills_what_forwards_cannot_use() -> None:
-    """While a row waits for all slots, pictures are decoded, unless the slots are kept for it."""
-    harness, key = BatcherHarness(), make_key("cpu", Costs(per_row=1.0, speedup=3.0), max_rows=1)
-    harness.add_decode()
-    assert isinstance(harness.start(), DecodeTask)
-    harness.add(key, 1)
-    harness.add_decode()
-    assert isinstance(harness.start(), DecodeTask)
-    harness.now = 1.1
-    harness.add_decode()
-    assert harness.start() is None
-
-
 def test_one_picture_beside_forwards() -> None:
     """Where forwards have all slots one picture is decoded at a time, so that a bad one is refused before they end."""
     harness, key = BatcherHarness(), make_key("cpu")
@@ -77,46 +63,6 @@ def test_removed_picture_is_not_decoded() -> None:
     assert (harness.start(), harness.start()) == (task, None)
     harness.batcher.remove_decode(task)
     harness.finish(task)
-
-
-def test_no_processor_among_the_devices() -> None:
-    harness = BatcherHarness(gpu=DeviceSlots(2, parallel=False))
-    assert harness.start() is None
-    harness.add_decode()
-    harness.add(make_key())
-    assert harness.start_batch().rows == 1
-    assert harness.start() is None
-
-
-# Priorities
-
-
-def test_decoding_by_priority() -> None:
-    """Interactive pictures first, bulk ones in their turn after their delay."""
-    harness = BatcherHarness(cpu=DeviceSlots(1))
-    bulk_task, order = harness.add_decode("bulk"), []
-    for _ in range(10):
-        harness.add_decode()
-        task = harness.start()
-        assert isinstance(task, DecodeTask)
-        order.append(task is bulk_task)
-        harness.now += 1.0
-        harness.finish(task)
-    assert order.index(True) == 6
-
-
-def test_interactive_picture_before_bulk_rows() -> None:
-    """And bulk pictures after interactive rows, however few."""
-    harness = BatcherHarness(cpu=DeviceSlots(1))
-    harness.add(make_key("cpu"), 100, priority="bulk")
-    harness.add_decode("bulk")
-    harness.add_decode()
-    first = harness.start()
-    assert isinstance(first, DecodeTask)
-    assert first.priority == "interactive"
-    harness.finish(first)
-    harness.add(make_key("cpu"))
-    assert harness.start_batch().slices[0].job.priority == "interactive"
 
 
 @pytest.mark.parametrize("priority", ["interactive", "bulk"])

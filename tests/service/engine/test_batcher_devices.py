@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from layertap.service.engine.batch import Batch
 from layertap.service.engine.schedule.batch_formation import DeviceSlots
-from layertap.service.engine.schedule.waiting import DecodeTask
 from tests.service.engine.batcher_harness import (
     CORES,
     CPU_LIKE,
@@ -15,17 +13,6 @@ from tests.service.engine.batcher_harness import (
 )
 
 
-def test_slots_of_a_batch() -> None:
-    """A batch of several rows may need several slots, never more than there are."""
-    harness = BatcherHarness()
-    harness.add(make_key("cpu", slots=2), 16)
-    batches = harness.start_batches()
-    assert [(batch.rows, batch.slots, batch.seconds) for batch in batches] == [(4, 2, 4.0)] * 2
-    harness = BatcherHarness()
-    harness.add(make_key("cpu", slots=CORES + 1))
-    assert harness.start_batch().slots == CORES
-
-
 def test_parallel_batches_are_counted() -> None:
     """As many as slots allow, one where batches only overlap; a device that is known stays as it is."""
     harness = BatcherHarness(cpu=DeviceSlots(CORES), gpu=DeviceSlots(2, parallel=False))
@@ -34,26 +21,6 @@ def test_parallel_batches_are_counted() -> None:
     counts = [harness.batcher.count_parallel_batches((device,), 1) for device in ("cpu", "gpu", "gpu:1")]
     assert (counts, harness.batcher.count_parallel_batches(("cpu",), 3)) == ([CORES, 1, 3], 1)
     assert harness.batcher.count_parallel_batches(("gpu", "gpu:1"), 1) == 4
-
-
-def test_slots_are_free_again() -> None:
-    """After batches, failed ones and decoded pictures, whatever was removed or expired meanwhile."""
-    harness, key = BatcherHarness(), make_key("cpu", max_rows=8)
-    removed = harness.add(key, 20)
-    harness.add(key, 20, deadline=1.0)
-    harness.add_decode()
-    tasks = [harness.start() for _ in range(CORES)]
-    assert [isinstance(task, Batch) for task in tasks] == [True, True, True, True]
-    harness.finish(harness.running[0])
-    harness.batcher.remove(removed)
-    harness.now = 2.0
-    harness.batcher.reduce_max_rows(key, 8)
-    assert isinstance(harness.start(), DecodeTask)
-    assert harness.start() is None
-    for task in list(harness.running):
-        harness.finish(task)
-    harness.add(make_key("cpu", FASTER_ON_ALL_CORES))
-    assert harness.start_batch().slots == CORES
 
 
 # Where batches only overlap
@@ -72,18 +39,6 @@ def test_beside_another_only_where_more_rows_gain_nothing() -> None:
     harness.finish(first)
     assert harness.start() is None  # the last row waits beside the four
     harness.finish(harness.running[0])
-    assert harness.start_batch().rows == 1
-
-
-def test_beside_another_after_long() -> None:
-    """Nor do few rows wait for ever: no longer than two efficient batches take."""
-    harness, key = BatcherHarness(gpu=DeviceSlots(2, parallel=False)), make_key(costs=CPU_LIKE, max_rows=64)
-    harness.add(key, 1)
-    harness.start_batch()
-    harness.add(key, 1)
-    harness.now = 7.9
-    assert harness.start() is None
-    harness.now = 8.0
     assert harness.start_batch().rows == 1
 
 
@@ -106,16 +61,6 @@ def test_rows_are_shared_by_idle_devices() -> None:
         harness = BatcherHarness(one=DeviceSlots(1, parallel=False), two=DeviceSlots(1, parallel=False))
         harness.add(make_key("one two", costs, max_rows=64), 8)
         assert [batch.rows for batch in harness.start_batches()] == rows
-
-
-def test_busy_replica_is_no_place() -> None:
-    """A device whose replica is busy takes no batch, however many slots are free on it."""
-    harness = BatcherHarness(one=DeviceSlots(1, parallel=False), two=DeviceSlots(2, parallel=False))
-    harness.add(make_key("one two"), 8)
-    batch = harness.batcher.start_next({"a": {"one": 1, "two": 0}})
-    assert isinstance(batch, Batch)
-    assert batch.device == "one"
-    assert harness.batcher.start_next({"a": {"one": 0, "two": 0}}) is None
 
 
 def test_neighbour_of_one_device() -> None:
@@ -144,20 +89,6 @@ def test_single_rows_on_all_cores() -> None:
     assert (first.rows, first.slots, first.seconds, harness.start()) == (1, CORES, 1 / 3, None)
     harness.finish(first)
     assert (harness.start_batch().slots, harness.batcher.count_waiting_rows("a")) == (CORES, 0)
-
-
-def test_many_rows_side_by_side() -> None:
-    """Many rows of that model run in several slots, never a single row in one of them."""
-    harness = BatcherHarness()
-    harness.add(make_key("cpu", FASTER_ON_ALL_CORES), 8)
-    assert [(batch.rows, batch.slots) for batch in harness.start_batches()] == [(2, 1)] * 4
-
-
-def test_padded_rows_never_take_all_cores() -> None:
-    """A forward padded to several rows is none of a single row, nor is it made for one where more wait."""
-    harness = BatcherHarness(cpu=DeviceSlots(2))
-    harness.add(make_key("cpu", FASTER_ON_ALL_CORES, pads=True), 6)
-    assert [(batch.rows, batch.slots) for batch in harness.start_batches()] == [(3, 1), (3, 1)]
 
 
 def test_overdue_row_gets_all_cores() -> None:

@@ -11,7 +11,6 @@ from layertap.service.engine.batch import Batch
 from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from tests.service.engine.batcher_harness import (
     CORES,
-    FASTER_ON_ALL_CORES,
     BatcherHarness,
     make_key,
     sum_slot_seconds,
@@ -39,47 +38,6 @@ def test_models_share_fairly(device: str, factor: float) -> None:
         }
         assert abs(expected_seconds["a"] - expected_seconds["b"]) <= slots * longest_batch
     assert min(used_seconds.values()) > 50
-
-
-def test_two_models_within_one_batch() -> None:
-    """On one slot they never differ by more than a batch of either, whatever the sizes of their batches."""
-    harness = BatcherHarness()
-    harness.add(make_key(max_rows=1), 10_000)
-    harness.add(make_key(costs=Costs(per_row=3.0), model="b"), 10_000)
-    batches: list[Batch] = []
-    for batch in islice(harness.run_in_turn(), 200):
-        batches.append(batch)
-        used_seconds = sum_slot_seconds(batches)
-        assert abs(used_seconds.get("a", 0.0) - used_seconds.get("b", 0.0)) <= 12.0
-    assert min(sum_slot_seconds(batches).values()) > 100
-
-
-def test_small_backlog_is_served_as_fairly() -> None:
-    """A model of which one row waits at all times has its half beside one with enough rows for large batches."""
-    harness = BatcherHarness(cpu=DeviceSlots(1))
-    small_key, large_key = make_key("cpu", Costs(per_row=4.0)), make_key("cpu", model="b")
-    harness.add(large_key, 10_000)
-    harness.add(small_key, 1)
-    batches = []
-    for batch in islice(harness.run_in_turn(), 200):
-        batches.append(batch)
-        if batch.key is small_key:
-            harness.add(small_key, 1)
-    used_seconds = sum_slot_seconds(batches)
-    assert abs(used_seconds["a"] - used_seconds["b"]) <= 8.0
-
-
-def test_rows_on_all_cores_are_charged_for_all_of_them() -> None:
-    """And for what they took, not for what was expected."""
-    harness, used_seconds = BatcherHarness(), {"a": 0.0, "b": 0.0}
-    harness.add(make_key("cpu", FASTER_ON_ALL_CORES, max_rows=1), 1000)
-    harness.add(make_key("cpu", FASTER_ON_ALL_CORES, max_rows=1, model="b"), 1000)
-    for _ in range(200):
-        batch = harness.start_batch()
-        seconds = batch.seconds * (6 if batch.key.model == "a" else 1)
-        harness.finish(batch, seconds)
-        used_seconds[batch.key.model] += seconds * batch.slots
-        assert abs(used_seconds["a"] - used_seconds["b"]) <= CORES * 2.1
 
 
 @pytest.mark.parametrize("pause", [0.0, 100.0])

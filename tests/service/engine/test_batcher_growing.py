@@ -12,22 +12,6 @@ from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from tests.service.engine.batcher_harness import CPU_LIKE, FASTER_ON_ALL_CORES, BatcherHarness, make_key
 
 
-def test_what_came_meanwhile() -> None:
-    """Rows that come after a batch has begun join it, each once; nothing that is left starts twice."""
-    harness, key = BatcherHarness(cpu=DeviceSlots(1)), make_key("cpu", max_rows=8)
-    harness.add(key, name="first")
-    batch = harness.start_batch()
-    assert not harness.batcher.extend(batch)
-    for name in ("second", "third"):
-        harness.add(key, name=name)
-    harness.batcher.extend(batch)
-    assert harness.describe(batch) == [("first", 0, 1), ("second", 0, 1), ("third", 0, 1)]
-    assert batch.seconds == pytest.approx(key.estimate_seconds(3))
-    assert harness.batcher.count_waiting_rows("a") == 0
-    harness.finish(batch)
-    assert harness.start() is None
-
-
 def test_no_more_than_memory_holds() -> None:
     """A batch grows as far as its rows and bytes may; the rest of a request waits for the next one."""
     harness = BatcherHarness(cpu=DeviceSlots(1))
@@ -62,16 +46,6 @@ def test_what_waits_all_the_same(fields: dict[str, object]) -> None:
     harness.add(key, **({"depth": 0.5} | fields))
     assert not harness.batcher.extend(batch)
     assert harness.batcher.count_waiting_rows("a") == 1
-
-
-def test_alone_is_left_alone() -> None:
-    """Nothing joins who shares no forward, nor a batch of another key."""
-    harness, key, other = BatcherHarness(cpu=DeviceSlots(1)), make_key("cpu", max_rows=8), make_key("cpu")
-    harness.add(key, isolated=True)
-    batch = harness.start_batch()
-    harness.add(key)
-    harness.add(other)
-    assert not harness.batcher.extend(batch)
 
 
 def test_shares() -> None:

@@ -10,13 +10,6 @@ from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from tests.service.engine.batcher_harness import GPU_LIKE, BatcherHarness, make_key
 
 
-def test_large_request_is_split() -> None:
-    harness = BatcherHarness()
-    harness.add(make_key(), 10, "x")
-    slices = [harness.describe(batch) for batch in harness.run_in_turn()]
-    assert slices == [[("x", 0, 4)], [("x", 4, 8)], [("x", 8, 10)]]
-
-
 def test_no_larger_than_pays() -> None:
     """Where the fixed part is a tenth of a row's time for each row, more rows gain nothing; a few always do."""
     for base, rows in ((0.0, 4), (1.0, 10), (2.5, 25), (100.0, 64)):
@@ -97,17 +90,6 @@ def test_batch_keeps_what_it_is_padded_to() -> None:
     assert (batch.rows, batch.padded_rows) == (4, 4)
 
 
-def test_max_bytes() -> None:
-    """A forward's values and what is kept of each row fit into the key's memory, or it is one of a single row."""
-    costs = Costs(base=1.0, per_row=1.0, row_bytes=10)
-    harness, key = BatcherHarness(), make_key(costs=costs, max_rows=9, max_bytes=70)
-    harness.add(key, 3, "x")
-    harness.add(key, 3, "y", row_bytes=10)
-    harness.add(key, 2, "z", row_bytes=90)
-    slices = [harness.describe(batch) for batch in harness.run_in_turn()]
-    assert slices == [[("x", 0, 3), ("y", 0, 2)], [("y", 2, 3)], [("z", 0, 1)], [("z", 1, 2)]]
-
-
 def test_max_bytes_let_nobody_pass() -> None:
     """Smaller rows that would just fit beside the first of a request wait until all of its rows are given."""
     harness, key = BatcherHarness(), make_key(max_bytes=4)
@@ -118,14 +100,6 @@ def test_max_bytes_let_nobody_pass() -> None:
         [("x", 1, 2), ("y", 0, 1)],
         [("y", 1, 2)],
     ]
-
-
-def test_isolated_is_split_and_unsplittable_is_not() -> None:
-    harness, key = BatcherHarness(), make_key(max_bytes=3)
-    harness.add(key, 6, "x", isolated=True)
-    harness.add(key, 6, "y", unsplittable=True)
-    slices = [harness.describe(batch) for batch in harness.run_in_turn()]
-    assert slices == [[("x", 0, 3)], [("y", 0, 6)], [("x", 3, 6)]]
 
 
 # Split over slots
@@ -179,9 +153,3 @@ def test_full_forwards_beside_others() -> None:
     for _ in range(2):
         harness.add(key, 32)
     assert [batch.rows for batch in harness.start_batches()] == [12, 12]
-
-
-def test_not_split_where_slots_take_turns() -> None:
-    harness = BatcherHarness(gpu=DeviceSlots(2, parallel=False))
-    harness.add(make_key(costs=GPU_LIKE, max_rows=64), 18)
-    assert [batch.rows for batch in harness.start_batches()] == [18]

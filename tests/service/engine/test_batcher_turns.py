@@ -7,7 +7,7 @@ import pytest
 from layertap.models.catalog.catalog import Costs
 from layertap.service.engine.batch import Batch, Job
 from layertap.service.engine.schedule.batch_formation import DeviceSlots, estimate_seconds
-from tests.service.engine.batcher_harness import BULK_DELAY, CPU_LIKE, FASTER_ON_ALL_CORES, BatcherHarness, make_key
+from tests.service.engine.batcher_harness import BULK_DELAY, CPU_LIKE, BatcherHarness, make_key
 
 SECOND_OF_COPYING = 10**9  # bytes
 
@@ -55,15 +55,6 @@ def test_measured_cost_counts() -> None:
     assert harness.describe(run_batch(harness)) == [("second", 0, 1)]
 
 
-def test_requests_of_one_forward_keep_their_order() -> None:
-    """The row that a batch had no room for is first in the next one: only a large request gives way."""
-    harness, key = make_harness(), make_key("cpu")
-    for name in ("x", "y", "z"):
-        harness.add(key, 3, name)
-        harness.now += 0.1
-    assert [harness.describe(batch)[0][0] for batch in harness.run_in_turn()] == ["x", "y", "z"]
-
-
 @pytest.mark.parametrize("head_start", [0.0, 40.0])
 def test_large_request_is_not_held_up(head_start: float) -> None:
     """It has a fifth of a device that small ones fill, at once, though it had all of it before they came."""
@@ -85,19 +76,6 @@ def test_large_requests_take_turns_by_cost() -> None:
     costly = harness.add(key, 200, "costly", row_bytes=SECOND_OF_COPYING)
     batches = [run_batch(harness) for _ in range(40)]
     assert 1.0 <= sum_seconds(batches, plain) / sum_seconds(batches, costly) < 2.0
-
-
-def test_several_large_requests_keep_no_small_one_waiting() -> None:
-    """It is in the next batch or the one after that, however many of theirs have run."""
-    harness, key = make_harness(), make_key("cpu")
-    for _ in range(3):
-        harness.add(key, 200, "large")
-    for _ in range(30):
-        run_batch(harness)
-    for _ in range(20):
-        harness.add(key, 1, "small")
-        names = [name for _ in range(2) for name, _, _ in harness.describe(run_batch(harness))]
-        assert "small" in names
 
 
 # The size of its parts
@@ -125,17 +103,6 @@ def test_parts_are_as_short_as_a_plain_batch(fields: dict[str, object], rows: in
         assert harness.start_batch().rows == expected
 
 
-def test_what_is_captured_counts_in_a_batch() -> None:
-    """In its expected seconds, and in those of a batch that has taken it in."""
-    harness, key = make_harness(), make_key("cpu")
-    harness.add(key)
-    batch = harness.start_batch()
-    harness.add(key, row_bytes=SECOND_OF_COPYING)
-    assert batch.seconds == 1.0
-    harness.batcher.extend(batch)
-    assert batch.seconds == 3.0
-
-
 def test_joins_a_small_one_as_far_as_that_stays_short() -> None:
     """In the batch of a small request there is room for few costly rows of a large one, from its start or later."""
     harness, key = make_harness(), make_key("cpu", Costs(base=1.0, per_row=1.0), 40)
@@ -144,15 +111,6 @@ def test_joins_a_small_one_as_far_as_that_stays_short() -> None:
     batch = harness.start_batch()
     assert harness.describe(batch) == [("small", 0, 1), ("large", 0, 4)]
     assert not harness.batcher.extend(batch)
-
-
-def test_never_a_single_row_on_all_cores() -> None:
-    """A small request that would need all cores for itself takes one row of a large one along, and one core."""
-    harness, key = make_harness(slots=2), make_key("cpu", FASTER_ON_ALL_CORES, 40)
-    harness.add(key, name="small")
-    harness.add(key, 80, "large", row_bytes=100 * SECOND_OF_COPYING)
-    batch = harness.start_batch()
-    assert (harness.describe(batch), batch.slots) == ([("small", 0, 1), ("large", 0, 1)], 1)
 
 
 @pytest.mark.parametrize("pause", [BULK_DELAY - 0.1, BULK_DELAY])
