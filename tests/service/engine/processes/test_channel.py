@@ -101,13 +101,6 @@ def test_views(shape: list[int], dtype: torch.dtype, views: list[Callable[[torch
     assert received.tolist() == sent.tolist()
 
 
-def test_many_tensors() -> None:
-    """Many buffers, of which not one ends where the next may begin."""
-    sent = [torch.full((513,), float(number)) for number in range(1027)]
-    received = send_and_receive(sent)
-    assert all(torch.equal(*pair) for pair in zip(sent, received, strict=True))
-
-
 def test_errors() -> None:
     """An error of the tree keeps what it says; of another's cause only the text is left."""
     refusal = InputError("no", hint="yes", faults=(Fault("no", "yes", "/inputs/0", 0),))
@@ -216,23 +209,6 @@ def test_no_descriptors_for_progress() -> None:
     with leave_descriptors(1), pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
         create_progress()
     assert list_descriptors() == before
-
-
-def test_messages_one_after_another() -> None:
-    channel, connection = connect()
-    other = Channel(connection)
-    read, write = os.pipe()
-    channel.send("first")
-    channel.send("second", [write])
-    assert other.receive() == "first"
-    message, (received,) = other.receive_with_descriptors()
-    assert message == "second"
-    os.write(received, b"x")
-    assert os.read(read, 1) == b"x"
-    for each in (read, write, received):
-        os.close(each)
-    channel.close()
-    other.close()
 
 
 class Numbers(References):

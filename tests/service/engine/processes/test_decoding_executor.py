@@ -142,11 +142,6 @@ def _fork_server(model: LoadedModel) -> None:
         pass
 
 
-@pytest.fixture(scope="module")
-def fatal_model() -> LoadedModel:
-    return load_model(FATAL)
-
-
 def limits(size: tuple[int, int]) -> dict[str, Any]:
     """Settings under which that picture is refused."""
     return {"decode_timeout_s": SHORT_S} if size == HANGS else {}
@@ -185,24 +180,6 @@ def test_same_rows(model: LoadedModel, decode: Any) -> None:
         torch.uint8
     }
     assert not workers.restarts
-
-
-@pytest.mark.parametrize("size", REFUSALS, ids=["crash", "hang", "bomb"])
-def test_fatal(fatal_model: LoadedModel, size: tuple[int, int]) -> None:
-    """A picture that its decoder can't stand is refused, and beside it all others are decoded."""
-    kind, detail, reasons = REFUSALS[size]
-    with decoding(fatal_model, **limits(size)) as workers:
-        items = [png((9, 7), value) for value in range(EACH)]
-        wanted = [workers.decode_here(item) for item in items] * CLIENTS
-        with ThreadPoolExecutor(CLIENTS + 1) as pool:
-            bad = pool.submit(workers.decode, png(size))
-            found = list(pool.map(workers.decode, items * CLIENTS))
-            refusal = bad.result()
-        for each in zip(found, wanted, strict=True):
-            check_same(*each)
-        assert isinstance(refusal, kind)
-        assert detail in refusal.detail
-        wait_until(lambda: workers.restarts == reasons)
 
 
 @pytest.mark.parametrize("decode", ["exact", "fast"])

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from layertap.models.spec import ModelSpec
 from layertap.models.turns import take_turn
@@ -21,7 +20,6 @@ from layertap.service.engine.execute.processes import model_host
 from layertap.service.engine.execute.processes.executors import load_in_host
 from layertap.service.settings import Settings
 from tests.conftest import WARM, net_spec
-from tests.nets import Chain
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.engine.processes.test_decoding_executor import has_ended
@@ -100,18 +98,3 @@ def test_graphs_are_opened(serve: Serve, tmp_path: Path, compiled: tuple[Path, l
         kill_host(live)
         check_refused(extract(live))
         assert sorted((tmp_path / "cache" / "plans").glob("*.pt2")) == graphs[1:]
-
-
-def test_weights_changed(serve: Serve, tmp_path: Path) -> None:
-    """A host that is started anew with other weights is refused until the model is unloaded."""
-    path = tmp_path / "weights.safetensors"
-    state = Chain().state_dict()
-    save_file(state, path)
-    with serve(configure(net_spec("Chain", weights=str(path), load="lazy")), workers=2) as live:
-        good = extract(live).json()["features"]
-        save_file({name: value + 1 for name, value in state.items()}, path)
-        kill_host(live)
-        check_refused(extract(live))
-        check_refused(extract(live))
-        assert live.client.post(f"/models/{SPEC.name}/unload").status_code == 200
-        assert extract(live).json()["features"] != good

@@ -10,6 +10,7 @@ import pytest
 START_S = 120
 
 # A copy of a process has a fork server of its own, and leaves that of the other one alone, also when it ends.
+# A worker that was started when the server began to end has nobody who asks it: it ends, and is waited for.
 COPIES = """
 import os, sys
 from pathlib import Path
@@ -30,44 +31,34 @@ if os.fork() == 0:
     sys.exit()
 _, status = os.wait()
 assert status == 0, status
-load_in_host(spec(), Settings(workers=2), None, print).host.close()
+host = load_in_host(spec(), Settings(workers=1), None, print).host
+worker = host.start_worker()
+assert list(host.workers) == [worker.pid]
+host.close()
+assert worker.connection.fileno() == -1
+assert not Path(f"/proc/{worker.pid}").exists()
+assert not host.workers
 children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 assert len(children) == 1, children
 """
 
-# A fork server that is stopped, as by a debugger, does not keep its process from ending.
-STOPPED = """
-import os, signal
-from pathlib import Path
-from layertap.service.engine.execute.processes.fork_server import fork_this_process
-
-fork_this_process()
-(child,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-os.kill(int(child), signal.SIGSTOP)
-"""
-
-# What a first model needs is imported before anybody asks for its host, and by the fork server alone.
+# No process is started before a model is loaded that runs in one. What a first model needs is imported before anybody
+# asks for its host, and by the fork server alone. One that is stopped, as by a debugger, keeps no process from ending.
 EAGER = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
+from layertap.service.app import create_app
 from layertap.service.engine.execute.processes.fork_server import fork_this_process
+from layertap.service.settings import Settings
 
+create_app(Settings(workers=2))
+assert not Path(f"/proc/self/task/{os.getpid()}/children").read_text()
 fork_this_process("torchvision:resnet18")
 (child,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 while "/torchvision/" not in Path(f"/proc/{child}/maps").read_text():
     time.sleep(0.01)
 assert "torchvision" not in sys.modules
-"""
-
-# No process is started before a model is loaded that runs in one.
-LAZY = """
-import os
-from pathlib import Path
-from layertap.service.app import create_app
-from layertap.service.settings import Settings
-
-create_app(Settings(workers=2))
-assert not Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+os.kill(int(child), signal.SIGSTOP)
 """
 
 # A host that the system allows no more processes says so, and goes on. For root there is no such limit.
@@ -136,22 +127,6 @@ assert errors == ["model digits is unloaded"], errors
 assert not list_children(server)
 """
 
-# A worker that was started when the server began to end has nobody who asks it: it ends, and is waited for.
-UNASKED = """
-from pathlib import Path
-from layertap.models.digits import spec
-from layertap.service.settings import Settings
-from layertap.service.engine.execute.processes.executors import load_in_host
-
-host = load_in_host(spec(), Settings(workers=1), None, print).host
-worker = host.start_worker()
-assert list(host.workers) == [worker.pid]
-host.close()
-assert worker.connection.fileno() == -1
-assert not Path(f"/proc/{worker.pid}").exists()
-assert not host.workers
-"""
-
 # A fork server that is killed again and again: what failed may pass, and no hint sends anybody to a traceback.
 KILLED = """
 import os, signal, threading
@@ -184,12 +159,9 @@ finally:
 
 SCRIPTS = {
     "copies": COPIES,
-    "stopped": STOPPED,
     "eager": EAGER,
-    "lazy": LAZY,
     "no processes": NO_PROCESSES,
     "closed": CLOSED,
-    "unasked": UNASKED,
     "killed": KILLED,
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from layertap.service.inputs.items import ImageItem
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.support import Array, arrays_of, picture, problem, raw
@@ -48,14 +49,6 @@ def test_in_order(either: Live, alone: Array, count: int) -> None:
     np.testing.assert_allclose(found, alone[:count], rtol=1e-4, atol=1e-5)
 
 
-def test_isolated(either: Live, alone: Array) -> None:
-    """One forward that is shared with nobody has them all."""
-    body = {"request": ("", '{"layers": ["block3"], "pool": "flatten", "isolated": true}', "application/json")}
-    files = [*body.items(), *[("images", each) for each in PICTURES[:12]]]
-    reply = either.client.post("/extract", files=files, params={"format": "npz"})
-    np.testing.assert_allclose(arrays_of(reply)["block3"], alone[:12], rtol=1e-4, atol=1e-5)
-
-
 def test_all_are_told(either: Live) -> None:
     """Every picture that can't be decoded has its error, wherever it is."""
     bad = replace({0: b"no picture", 17: PICTURES[17][:300], 39: b"GIF89a"})
@@ -70,38 +63,30 @@ def test_skipped(either: Live, alone: Array) -> None:
     np.testing.assert_allclose(arrays_of(reply)["block3"], np.delete(alone, [3, 38], 0), rtol=1e-4, atol=1e-5)
 
 
-def test_times(either: Live) -> None:
-    """How long decoding took is told, be it part of a batch or not."""
-    timing = send(either, PICTURES).headers["server-timing"]
-    decode = next(part for part in timing.split(", ") if part.startswith("decode;dur="))
-    assert float(decode.partition("=")[2]) > 0
+DECODED: list[tuple[list[bytes], bool, list[bytes]]] = [  # what is sent, whether isolated, what is decoded first
+    (PICTURES[:1], False, []),
+    (PICTURES, False, []),
+    (PICTURES, True, PICTURES),
+    ([*PICTURES[:9], b"bad", *PICTURES[9:]], False, PICTURES),
+]
 
 
-@pytest.mark.parametrize(
-    ("pictures", "isolated", "decoded"),
-    [
-        pytest.param(PICTURES[:1], False, [], id="one"),
-        pytest.param(PICTURES, False, [], id="many"),
-        pytest.param(PICTURES, True, PICTURES, id="isolated"),
-        pytest.param([*PICTURES[:9], b"bad", *PICTURES[9:]], False, PICTURES, id="a bad one"),
-    ],
-)
-def test_who_decodes(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, pictures: list[bytes], isolated: bool, decoded: list[bytes]
-) -> None:
+def test_who_decodes(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures go to their batches as they are; those of a batch shared with nobody are decoded side by side.
 
     So are the others of one that its batch could not decode: that one is not tried again.
     """
-    body = {"layers": ["pool"], "isolated": isolated, "on_error": "skip"}
-    files = [("request", ("", json.dumps(body), "application/json")), *[("images", each) for each in pictures]]
-    items = []
+    items: list[ImageItem] = []
     with serve(workers=2) as live:
         executor = live.engine.manager.handles["digits"].executor
         decode = executor.decode
         monkeypatch.setattr(executor, "decode", lambda group, inputs: (items.extend(group), decode(group, inputs))[1])
-        assert live.client.post("/extract", files=files).status_code == 200
-    assert sorted(item.data for item in items) == sorted(decoded)
+        for pictures, isolated, decoded in DECODED:
+            body = {"layers": ["pool"], "isolated": isolated, "on_error": "skip"}
+            files = [("request", ("", json.dumps(body), "application/json")), *[("images", each) for each in pictures]]
+            assert live.client.post("/extract", files=files).status_code == 200
+            assert sorted(item.data for item in items) == sorted(decoded)
+            items.clear()
 
 
 def test_decoding_is_counted(either: Live) -> None:

@@ -85,14 +85,6 @@ def test_joining() -> None:
     check_captures(table, worker, first)
 
 
-def test_captures() -> None:
-    """What a worker calls a capture of a spec is that capture for the server."""
-    table, worker, (spec,) = ServerReferences(), WorkerReferences(), make_specs(1)
-    send(table, worker, [spec])
-    for capture in spec.plan.captures:
-        assert table.get(worker.find(capture)) is capture
-
-
 def test_begun_again() -> None:
     """A worker forgets its specs where the server begins another table: each capture has a number that both know."""
     worker, specs = WorkerReferences(), [*make_specs(1, "head"), *make_specs(1)]
