@@ -152,14 +152,6 @@ def test_what_is_asked(fetching: Live, hostile: HostileServer, names: Names, url
     assert set(headers) == {"user-agent", "accept", "accept-encoding", "connection"}
 
 
-def test_no_cookies(fetching: Live, hostile: HostileServer) -> None:
-    """A cookie that a host sets never comes back to it, and every fetch has a connection of its own."""
-    for _ in range(2):
-        assert fetching.client.post("/extract", **body(f"http://images.test:{hostile.port}/cookie")).status_code == 200
-    assert hostile.hits == 2
-    assert not any(b"cookie:" in head.lower() for head in hostile.heads)
-
-
 def test_no_proxies(
     fetching: Live, hostile: HostileServer, other: HostileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,13 +184,6 @@ def test_once_for_all_that_name_it(fetching: Live, hostile: HostileServer) -> No
     assert hostile.hits == 1
 
 
-def test_explain(fetching: Live, hostile: HostileServer) -> None:
-    """An explanation is made of a picture at a URL as well."""
-    asked: Json = {"method": "saliency", "inputs": [{"url": f"http://images.test:{hostile.port}/good.png"}]}
-    found = arrays_of(fetching.client.post("/explain", json=asked))
-    assert same(found, arrays_of(fetching.client.post("/explain", json=asked | {"inputs": [image(PNG)]})))
-
-
 @pytest.mark.parametrize("path", ["/explain", "/extract"])
 def test_pictures_of_pictures(fetching: Live, hostile: HostileServer, path: str) -> None:
     """Of a picture at a URL the same is drawn as of one that was sent; it is fetched once, where it is not refused."""
@@ -218,20 +203,6 @@ def test_pictures_of_pictures(fetching: Live, hostile: HostileServer, path: str)
     assert hostile.hits == before
 
 
-def test_explain_in_several_ways(fetching: Live, hostile: HostileServer) -> None:
-    """Each picture is fetched once for all maps; with ``skip`` those that can't be had are left out of each."""
-    base = f"http://images.test:{hostile.port}"
-    inputs = [{"url": f"{base}/missing"}, {"url": f"{base}/good.png"}]
-    asked: Json = {"method": ["saliency", "occlusion"], "classes": [1, 2], "window": 16, "on_error": "skip"}
-    before = hostile.hits
-    reply = fetching.client.post("/explain", json=asked | {"inputs": inputs})
-    assert hostile.hits - before == 2
-    assert [error["input"] for error in reply.json()["errors"]] == [0]
-    assert same(arrays_of(reply), arrays_of(fetching.client.post("/explain", json=asked | {"inputs": [image(PNG)]})))
-    problem(fetching.client.post("/explain", json=asked | {"inputs": inputs, "on_error": "fail"}), 422)
-    problem(fetching.client.post("/explain", json=asked | {"inputs": inputs[:1]}), 422)
-
-
 def test_system_resolver(serve: Serve, hostile: HostileServer) -> None:
     """Names are looked up by the system where nothing else is said."""
     host = f"localhost:{hostile.port}"
@@ -249,11 +220,6 @@ def test_forms(fetching: Live, hostile: HostileServer, names: Names, form: str) 
     """However another host is written, or an allowed one is written oddly, nobody is asked and nobody dialled."""
     refused(fetching, re.sub(r":1(?=[/\\#])", f":{hostile.port}", form))
     assert (names.asked, hostile.hits) == ([], 0)
-
-
-def test_forms_are_many() -> None:
-    """At least sixty, each once."""
-    assert len(set(FORMS)) == len(FORMS) >= 60
 
 
 def test_controlafter_forms(fetching: Live, hostile: HostileServer, control: Control) -> None:

@@ -12,7 +12,7 @@ from layertap.service.settings import Settings
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.sockets import END, exchanged
-from tests.service.support import Control, Json, configured, image, net, picture, problem
+from tests.service.support import Json, configured, image, net, picture, problem
 
 USER, ADMIN = {"x-api-key": "user-key"}, {"x-api-key": "admin-key"}
 BODY: Json = {"layers": ["pool"], "pool": "mean", "inputs": [image(picture(1))]}
@@ -139,25 +139,6 @@ def test_admin(guarded: Live) -> None:
     assert guarded.client.post("/models/lazy/load", headers=ADMIN).json()["state"] == "ready"
     assert guarded.client.post("/models/lazy/unload", headers=ADMIN).json()["state"] == "available"
     problem(guarded.client.post("/models/nowhere/load", headers=USER), 403)
-
-
-def test_bad_request_with_a_key(guarded: Live) -> None:
-    """With a good key errors are as ever."""
-    problem(guarded.client.post("/extract", json={}, headers=USER), 422)
-    problem(guarded.client.get("/nowhere", headers=USER), 404)
-
-
-def test_refused_before_its_body_is_read(guarded: Live) -> None:
-    """Whoever has no key is not listened to."""
-    reply = guarded.client.post("/extract", content=(b"x" * 10_000 for _ in range(10)))
-    problem(reply, 401)
-
-
-def test_without_keys(live: Live, control: Control) -> None:
-    """Without any configured key, whoever reaches the server may do everything, whatever key is sent."""
-    reply = live.client.post("/models/two/load", headers={"x-api-key": "any"})
-    assert reply.status_code == 200
-    control.check()
 
 
 def test_admin_keys_alone(serve: Serve) -> None:

@@ -15,11 +15,10 @@ from starlette.types import Message
 
 from layertap.service.formats.buffers import view_bytes
 from layertap.service.http.buffers_response import LARGE, PIECE, make_response
-from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import connect, encode_request, wait_until
 from tests.service.queue_harness import gauges
-from tests.service.support import arrays_of, npy, raw
+from tests.service.support import npy, raw
 
 SIZES = st.sampled_from([0, 1, 5, 1000, LARGE - 1, LARGE, LARGE + 1, PIECE, PIECE + 1, 2 * PIECE + 7])
 MIB = 2**20
@@ -58,12 +57,6 @@ def test_whole(sizes: list[int], views: bool) -> None:
     assert len(bodies) <= 2 + 2 * len(sizes) + len(expected) // PIECE
 
 
-def test_many_small_buffers() -> None:
-    """Very many small buffers are few messages."""
-    messages = send_all([b"x" * 100] * 10_000)
-    assert len(messages) <= 2 + 10_000 * 100 // (LARGE - 100) + 1
-
-
 def test_released() -> None:
     """An array is let go once what comes after it is being sent."""
     arrays = [np.zeros(3 * PIECE, np.uint8), np.zeros(100, np.uint8), np.zeros(3 * PIECE, np.uint8)]
@@ -81,19 +74,6 @@ def test_released() -> None:
 
 
 FORMATS = {"npy": 1, "npz": 2, "safetensors": 2}
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_formats(live: Live, name: str) -> None:
-    """A reply of several pieces is what single requests get, its length announced."""
-    rows = np.random.default_rng(5).standard_normal((60, 3, 32, 32)).astype(np.float32)
-    query = {"layers": ["block1,block2"[: 6 * FORMATS[name] + FORMATS[name] - 1]], "format": name}
-    reply = live.client.post("/extract", **raw(npy(rows), "application/x-npy", **query))
-    assert int(reply.headers["content-length"]) == len(reply.content) > 3 * PIECE
-    first = live.client.post("/extract", **raw(npy(rows[:1]), "application/x-npy", **query))
-    for key, array in arrays_of(first).items():
-        np.testing.assert_allclose(arrays_of(reply)[key][:1], array, atol=1e-5)
-    assert len(arrays_of(reply)) == FORMATS[name]
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -44,18 +44,6 @@ def test_tree() -> None:
     assert format_tree(NET) == TEXT
 
 
-def test_some_of_them() -> None:
-    """Layers that were chosen are indented beneath those of them that they are a part of."""
-    chosen = [each for each in NET if each["name"] in ("blocks.0", "blocks.0.relu", "head")]
-    assert [line.split()[0] for line in format_tree(chosen).splitlines()[1:]] == ["blocks.0", "blocks.0.relu", "head"]
-    assert [len(line) - len(line.lstrip()) for line in format_tree(chosen).splitlines()[1:]] == [0, 2, 0]
-
-
-def test_none() -> None:
-    """Where no layer was chosen there are the names of columns."""
-    assert format_tree(()).split() == ["layer", "type", "output", "parameters", "cost"]
-
-
 def test_names_that_paint() -> None:
     """A name that would move the cursor of a terminal is escaped; one very deep harms nobody."""
     text = format_tree([layer("a\x1b[31m", "B\r\n", (1,)), layer("\u202ex", "X", (1,))])

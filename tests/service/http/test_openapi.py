@@ -73,16 +73,6 @@ def test_routes(document: Json) -> None:
     assert len({operation["operationId"] for operation in found.values()}) == len(found)
 
 
-def test_parameters_of_paths(document: Json) -> None:
-    """Whatever stands in braces in a path is declared as a parameter."""
-    for name, operation in operations(document).items():
-        declared = {each["name"] for each in operation.get("parameters", []) if each["in"] == "path"}
-        assert declared == ({"name"} if "{name}" in name else set())
-        assert len({(each["name"], each["in"]) for each in operation.get("parameters", [])}) == len(
-            operation.get("parameters", [])
-        )
-
-
 def test_extract(document: Json) -> None:
     """``POST /extract`` has every body, every format of reply, and every status of the table."""
     operation = document["paths"]["/extract"]["post"]
@@ -102,36 +92,6 @@ def test_extract(document: Json) -> None:
     assert "default" not in body["properties"]["layers"]
     layer = document["components"]["schemas"]["LayerBody"]["properties"]
     assert {"layer", "type", "call", "path", "site", "pool", "channels", "tokens", "as"} <= set(layer)
-
-
-def test_models(live: Live, document: Json) -> None:
-    """``GET /models`` has every limit that it tells, with its type."""
-    schema = document["components"]["schemas"]["ModelsReply"]
-    body = live.client.get("/models").json()
-    assert set(schema["properties"]) == set(schema["required"]) == set(body)
-    limits = document["components"]["schemas"]["Limits"]
-    assert set(limits["properties"]) == set(limits["required"]) == set(body["limits"])
-    assert {name for name, each in limits["properties"].items() if each["type"] == "integer"} == {
-        name for name in body["limits"] if not name.endswith("_s")
-    }
-
-
-def test_names_of_operations(document: Json) -> None:
-    """Generated clients have functions of these names."""
-    assert {each["operationId"] for each in operations(document).values()} == {
-        *(
-            "extract",
-            "explain",
-            "sweep",
-            "list_models",
-            "show_model",
-            "list_layers",
-            "list_labels",
-            "load_model",
-            "unload_model",
-        ),
-        *("exchange_model", "reload_models", "probe_layers", "livez", "readyz"),
-    }
 
 
 def test_errors(document: Json) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from io import BytesIO
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from layertap.models.inputs.preprocess import preprocess
 from layertap.service.inputs.images import decode_image
@@ -94,18 +92,6 @@ def test_truth(live: Live) -> None:
     assert not np.array_equal(found["block2.bn2"], seen["block2.relu", 1, (), "output"].numpy())
 
 
-def test_multipart_in_capitals(live: Live) -> None:
-    """A body that is short enough to be read at once is multipart however its content type is written."""
-    stream = BytesIO()
-    Image.new("RGB", (1, 1)).save(stream, "PNG")
-    sent = live.client.build_request("POST", "/extract", files=files(stream.getvalue()), params=QUERY)
-    kind = sent.headers["content-type"]
-    reply = live.client.post("/extract", **raw(sent.read(), kind, **QUERY))
-    assert reply.status_code == 200
-    again = live.client.post("/extract", **raw(sent.read(), kind.replace("multipart/form", "Multipart/FORM"), **QUERY))
-    assert again.content == reply.content
-
-
 @pytest.mark.parametrize("form", ["json", "request and images", "images and query", "npy", "safetensors"])
 def test_several_inputs(live: Live, form: str) -> None:
     """Rows come back in the order in which their inputs were sent, whatever form they were sent in."""
@@ -127,14 +113,6 @@ def test_several_inputs(live: Live, form: str) -> None:
         for key, array in found.items():
             np.testing.assert_allclose(array[at], alone[key][0], atol=1e-2)
     assert np.array_equal(found["pool"][0], found["pool"][3])
-
-
-def test_mixed_inputs(live: Live) -> None:
-    """Pictures and tensors may stand beside each other in one request."""
-    inputs = [tensor(prepared(live, JPEG)), image(PNG), tensor(prepared(live, PNG).astype(np.float64))]
-    pictures = [image(JPEG), image(PNG), image(PNG)]
-    mixed, plain = (live.client.post("/extract", json=BODY | {"inputs": each}) for each in (inputs, pictures))
-    assert same(arrays_of(mixed), arrays_of(plain))
 
 
 @pytest.mark.parametrize("name", [None, "p.png"])
@@ -166,13 +144,6 @@ def test_no_temporary_file(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reply.json()["rows"] == 2
 
 
-def test_another_shape(live: Live) -> None:
-    """A tensor of another height and width than configured is taken where the model takes it."""
-    array = np.zeros((3, 48, 40), np.float32)
-    reply = live.client.post("/extract", json={"layers": ["block1", "head"], "inputs": [tensor(array)]})
-    assert {key: array.shape for key, array in arrays_of(reply).items()} == {"block1": (1, 16, 48, 40), "head": (1, 10)}
-
-
 @pytest.mark.parametrize("count", [None, 3])
 def test_several_inputs_of_a_model(live: Live, count: int | None) -> None:
     """A safetensors body names the inputs of a model that has several, for one row or a batch."""
@@ -190,26 +161,9 @@ def test_several_inputs_of_a_model(live: Live, count: int | None) -> None:
     np.testing.assert_allclose(found[".[sum]"], expected["sum"].detach().numpy(), atol=1e-6)
 
 
-def test_json_needs_no_content_type_details(live: Live) -> None:
-    """A JSON body is one whatever parameters, and whatever capitals, its content type has."""
-    content = json.dumps(BODY | {"inputs": [image(PNG)]}).encode()
-    for label in ("application/json; charset=utf-8", "Application/JSON", "application/json ;x"):
-        reply = live.client.post("/extract", content=content, headers={"content-type": label})
-        assert reply.status_code == 200
-
-
 def test_body_in_chunks(live: Live) -> None:
     """A body may come in chunks, without its length."""
     content = json.dumps(BODY | {"inputs": [image(PNG)]}).encode()
     chunks = (content[at : at + 1000] for at in range(0, len(content), 1000))
     reply = live.client.post("/extract", content=chunks, headers={"content-type": "application/json"})
     assert same(arrays_of(reply), arrays_of(live.client.post("/extract", **raw(PNG, "image/png", **QUERY))))
-
-
-def test_default_model(live: Live) -> None:
-    """A request that names no model gets the default one."""
-    named, unnamed = (
-        live.client.post("/extract", **raw(PNG, "image/png", **QUERY, **m)) for m in ({"model": "digits"}, {})
-    )
-    assert named.content == unnamed.content
-    assert named.json()["model"] == "digits"

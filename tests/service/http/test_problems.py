@@ -17,10 +17,6 @@ from tests.server import Live
 from tests.service.bad_requests import BAD, GOOD, LONG, PNG, text
 from tests.service.support import Control, Json, npy, problem, raw
 
-PATHS = ("/%00", "/%ff%fe", "/%ed%a0%80", "/" + "a" * 5000, "/%0d%0aX-Evil:1", "/models/%0d%0a", "/..%2f..%2fetc")
-QUERIES = ("layers=%ed%a0%80", "layers=%00", "%ff=1", "layers=pool" + "&" * 5000, "=", "layers=pool&model=%0d%0a")
-
-
 FIELDS = (
     *("model", "inputs", "layers", "pool", "normalize", "dtype", "encoding", "on_error", "isolated", "image", "tensor"),
     *("layer", "type", "call", "path", "site", "channels", "tokens", "as", "shape", "data", "url", "__class__"),
@@ -31,7 +27,6 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4),
     max_leaves=8,
 )
-PART = b"--x\r\nContent-Disposition: form-data; name=images\r\n\r\n%b\r\n--x--"
 BODIES = {
     "image/png": PNG,
     "application/x-npy": npy(np.zeros((3, 32, 32), np.float32)),
@@ -84,13 +79,6 @@ def test_bad(limited: Live, limited_control: Control, name: str) -> None:
     assert case.input is None or first.get("input") == case.input
     assert case.says in f"{found['detail']} {first.get('hint', '')}"
     limited_control.check()
-
-
-def test_duplicate_keys(live: Live) -> None:
-    """Of a key that stands twice in a JSON object the last counts, as most parsers have it."""
-    content = json.dumps(GOOD)[:-1] + ', "layers": ["head"]}'
-    reply = live.client.post("/extract", **text(content))
-    assert list(reply.json()["features"]) == ["head"]
 
 
 def test_faults_are_counted() -> None:

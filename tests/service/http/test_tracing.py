@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -18,13 +17,9 @@ from pathlib import Path
 import httpx
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-from starlette.datastructures import Headers
 
 from layertap.models.digits import spec as digits
-from layertap.service.access_log import AccessRecord
-from layertap.service.http.tracing import RequestTracer
 from layertap.service.logs import JsonFormatter
-from layertap.service.timings import Timings
 from layertap.service.version import get_version
 from tests.server import Live
 from tests.service.conftest import Serve
@@ -110,28 +105,6 @@ def test_resource(traced: Live, collector: Collector) -> None:
     wait_for(collector, traced.client.get("/models"))
     resource = collector.resources[0]
     assert (resource["service.name"], resource["service.version"]) == ("layertap", get_version())
-
-
-@pytest.mark.parametrize(
-    ("variables", "name"),
-    [
-        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=pictures,service.version=7,team=x"}, "pictures"),
-        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=pictures,team=x", "OTEL_SERVICE_NAME": "search"}, "search"),
-        ({"OTEL_RESOURCE_ATTRIBUTES": "team=x", "OTEL_SERVICE_NAME": ""}, "layertap"),
-    ],
-)
-def test_resource_of_variables(variables: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What OpenTelemetry's variables say of who sends is what is told, name and version too."""
-    for variable, value in variables.items():
-        monkeypatch.setenv(variable, value)
-    with collecting() as collector:
-        tracer = RequestTracer(collector.url)
-        record = AccessRecord(request_id="1", method="GET", path="/", status=200, seconds=0.0, timings=Timings())
-        tracer.begin(Headers()).end(record, "/")
-        asyncio.run(tracer.close())
-    (resource,) = collector.resources
-    assert (resource["service.name"], resource["team"]) == (name, "x")
-    assert resource["service.version"] == ("7" if "version" in variables["OTEL_RESOURCE_ATTRIBUTES"] else get_version())
 
 
 def test_shared_batch(traced: Live, collector: Collector) -> None:
@@ -272,14 +245,3 @@ def test_extra_is_missing(tmp_path: Path) -> None:
     assert (done.returncode, len(said)) == (2, 1)
     assert 'pip install "layertap[otel]"' in said[0]
     assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
-
-
-@pytest.mark.slow
-def test_off() -> None:
-    """Without an endpoint nothing of OpenTelemetry's is imported that traces need."""
-    code = (
-        "import sys; from layertap.service.app import create_app; from layertap.service.settings import Settings\n"
-        "create_app(Settings(workers=0)); print([n for n in sys.modules if n.startswith('opentelemetry.sdk')])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

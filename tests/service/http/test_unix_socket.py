@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -20,7 +17,7 @@ import pytest
 from layertap.models.errors import LayertapError
 from layertap.service.http.sockets import bind_unix
 from tests.service.gated_server import encode_request, read_response, wait_until
-from tests.service.load_server import END_S, ROOT, Process, process
+from tests.service.load_server import END_S, Process, process
 from tests.service.support import Json, image, picture
 
 BODY: Json = {"layers": ["block3"], "pool": "mean", "inputs": [image(picture(1))]}
@@ -143,13 +140,3 @@ def test_no_place(tmp_path: Path, name: str) -> None:
     with pytest.raises(LayertapError, match="the Unix socket"):
         bind_unix(tmp_path / name)
     assert (tmp_path / "file").read_text() == "kept"
-
-
-def test_told(tmp_path: Path) -> None:
-    """A mistake ends ``serve`` with status 2 and one line."""
-    (tmp_path / "file").write_text("kept")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LAYERTAP_")}
-    words = [sys.executable, "-m", "layertap", "serve", "--uds", str(tmp_path / "file")]
-    done = subprocess.run(words, cwd=ROOT, env=kept, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "is taken (use --uds with another path)" in " ".join(done.stderr.split())

@@ -25,7 +25,7 @@ from tests.service.oip.support import (
     make_tensor,
     read_error,
 )
-from tests.service.support import Control, Json, configured, net, picture
+from tests.service.support import Json, configured, net, picture
 
 ROWS = np.ones((1, 4), np.float32)
 FOUR = b"\0\0\x80?" * 4
@@ -40,31 +40,22 @@ def element(data: bytes) -> bytes:
 # Bodies for the model ``gated``, which takes x, FP32 [4], and words that the error has.
 BAD: list[tuple[str, Json, str]] = [
     ("not JSON", {"content": b"{"}, "not JSON"),
-    ("nothing", {"content": b""}, "not JSON"),
-    ("a list", {"content": b"[]"}, "object"),
     ("NaN", {"content": b'{"inputs":[{"name":"x","shape":[1,1],"datatype":"FP32","data":[NaN]}]}'}, "NaN"),
     ("no inputs", body(), "inputs"),
     ("unknown field", body(make_tensor(), extra=1), "'extra'"),
     ("no shape", body({"name": "x", "datatype": "FP32", "data": [1]}), "inputs/0/shape"),
     ("negative shape", body(make_tensor((-1, 4))), "inputs/0/shape/0"),
-    ("shape of text", body(make_tensor(("1", "4"))), "inputs/0/shape/0"),
-    ("shape of fractions", body(make_tensor((1.0, 4.0))), "inputs/0/shape/0"),
     ("nine axes", body(make_tensor((1,) * 9, [1])), "inputs/0/shape"),
     ("huge shape", body(behind(4, (2**31 - 1,) * 8), data=FOUR[:4]), "makes no sense"),
     ("too few", body(make_tensor((1, 4), [1, 2])), "2 elements"),
     ("too many", body(make_tensor((1, 4), [1] * 5)), "5 elements"),
     ("nested otherwise", body(make_tensor((2, 4), [[1, 2]] * 4)), "[4, 2]"),
     ("nested unevenly", body(make_tensor((1, 4), [[1, 2], [3]])), "unevenly"),
-    ("half nested", body(make_tensor((1, 4), [[1, 2], 3])), "unevenly"),
-    ("half flat", body(make_tensor((1, 2), [1, [2, 3, 4]])), "numbers"),
     ("text among numbers", body(make_tensor((1, 4), [1, 2, 3, "4"])), "numbers"),
     ("booleans for numbers", body(make_tensor((1, 4), [True] * 4)), "numbers"),
-    ("null among numbers", body(make_tensor((1, 4), [1, 2, 3, None])), "numbers"),
-    ("data of text", body(make_tensor((1, 4), "1234")), "no list"),
     ("no data", body(make_tensor(data=None)), "no data"),
     ("fractions for integers", body(make_tensor((1, 4), [1.5] * 4, "INT32")), "whole numbers"),
     ("beyond INT8", body(make_tensor((1, 4), [128] * 4, "INT8")), "beyond INT8"),
-    ("below UINT8", body(make_tensor((1, 4), [-1] * 4, "UINT8")), "beyond UINT8"),
     ("beyond FP16", body(make_tensor((1, 4), [1e6] * 4, "FP16")), "infinite"),
     ("integers for floats", body(make_tensor((1, 4), [1] * 4, "INT32")), "float32"),
     ("unknown datatype", body(make_tensor(datatype="FP8")), "'FP8'"),
@@ -74,40 +65,26 @@ BAD: list[tuple[str, Json, str]] = [
     ("no rows", body(make_tensor((0, 4), [])), "no rows"),
     ("bytes that are not there", body(behind(16), data=FOUR[:8]), "16 bytes"),
     ("bytes without a header", {"content": json.dumps({"inputs": [behind(16)]}).encode()}, HEADER),
-    ("bytes of another size", body(behind(8), data=FOUR[:8]), "takes 16 bytes"),
     ("bytes of nothing", body(make_tensor(), data=b"12"), "2 bytes"),
     ("bytes twice", body(make_tensor(parameters={"binary_data_size": 16}), data=FOUR), "once"),
-    ("negative bytes", body(behind(-1), data=FOUR), "binary_data_size"),
-    ("bytes of text", body(behind("16"), data=FOUR), "binary_data_size"),
     ("very many bytes", body(behind(2**63), data=FOUR), "binary_data_size"),
     ("NaN behind", body(behind(16), data=b"\xff" * 16), "NaN"),
-    ("header beyond", {**body(make_tensor()), "headers": {HEADER: "10000"}}, HEADER),
-    ("negative header", {**body(make_tensor()), "headers": {HEADER: "-1"}}, HEADER),
     ("header of text", {**body(make_tensor()), "headers": {HEADER: "1e2"}}, HEADER),
     ("header of other digits", {**body(make_tensor()), "headers": {HEADER: "²".encode("latin-1")}}, HEADER),
-    ("endless header", {**body(make_tensor()), "headers": {HEADER: "9" * 5000}}, HEADER),
     ("two headers", {**body(make_tensor()), "headers": [(HEADER, "118"), (HEADER, "119")]}, "send it once"),
-    ("header too short", {**body(make_tensor()), "headers": {HEADER: "5"}}, "not JSON"),
     (
         "said to be a picture",
         {"content": body(make_tensor())["content"], "headers": {"content-type": "image/png"}},
         "JSON",
     ),
-    ("no JSON", {"content": b"12", "headers": {HEADER: "0"}}, "not JSON"),
     ("picture for numbers", body(PICTURE | {"parameters": {"binary_data_size": 7}}, data=element(b"abc")), "picture"),
     ("shared memory", body(make_tensor(parameters={"shared_memory_region": "r"})), "'shared_memory_region'"),
     ("sequence", body(make_tensor(), parameters={"sequence_id": 1}), "'sequence_id'"),
     ("packed otherwise", {**body(make_tensor()), "headers": {"content-encoding": "br"}}, "gzip"),
-    ("no gzip", {**body(make_tensor()), "headers": {"content-encoding": "gzip"}}, "gzip"),
     ("unknown parameter", body(make_tensor(), parameters={"poll": "mean"}), "'pool'"),
-    ("unknown pool", body(make_tensor(), parameters={"pool": "median"}), "parameters/pool"),
     ("timeout of text", body(make_tensor(), parameters={"timeout": "1"}), "parameters/timeout"),
-    ("negative priority", body(make_tensor(), parameters={"priority": -1}), "parameters/priority"),
     ("objective twice", body(make_tensor(), parameters={"objective": {"class": 1}, "class": 2}), "objective"),
-    ("objective of numbers", body(make_tensor(), parameters={"objective": 3}), "objective"),
     ("unknown layer", body(make_tensor(), outputs=[{"name": "linaer"}]), "'linear'"),
-    ("no layer", body(make_tensor(), outputs=[{"name": ""}]), "outputs/0"),
-    ("no selector", body(make_tensor(), outputs=[{"name": "linear[0"}]), "outputs/0"),
     ("an output's pool", body(make_tensor(), outputs=[{"name": "linear", "parameters": {"pool": "mean"}}]), "'pool'"),
     (
         "classification",
@@ -118,17 +95,12 @@ BAD: list[tuple[str, Json, str]] = [
 
 # Bodies for the model ``digits``, which takes pictures.
 BAD_PICTURES: list[tuple[str, Json, str]] = [
-    ("no picture", body(PICTURE | {"parameters": {"binary_data_size": 7}}, data=element(b"abc")), "row 0"),
     ("element cut off", body(PICTURE | {"parameters": {"binary_data_size": 7}}, data=b"\4\0\0\0abc"), "cut off"),
-    ("length cut off", body(PICTURE | {"parameters": {"binary_data_size": 3}}, data=b"\4\0\0"), "cut off"),
     ("huge length", body(PICTURE | {"parameters": {"binary_data_size": 4}}, data=b"\xff" * 4), "cut off"),
     ("too many elements", body(PICTURE | {"parameters": {"binary_data_size": 8}}, data=b"\0" * 8), "4 bytes are left"),
     ("another shape", body(PICTURE | {"shape": [1, 2], "data": ["a", "b"]}), "[N, 1]"),
-    ("no axis", body(PICTURE | {"shape": [], "data": ["a"]}), "[N, 1]"),
-    ("no elements", body(PICTURE | {"shape": [0], "data": []}), "[N, 1]"),
     ("numbers for strings", body(PICTURE | {"data": [1]}), "strings"),
     ("another name", body(PICTURE | {"name": "image", "data": ["a"]}), "'encoded_image'"),
-    ("beside another", body(PICTURE | {"data": ["a"]}, PICTURE | {"name": "text", "data": ["a"]}), "all that"),
     ("a text", body({"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a"]}), "takes no text"),
 ]
 
@@ -149,12 +121,6 @@ def test_bad_request(live: Live, sent: Json, words: str) -> None:
 def test_bad_elements(live: Live, sent: Json, words: str) -> None:
     """Elements that make no sense are 400 too."""
     assert words in read_error(live.client.post("/v2/models/digits/infer", **sent), 400)
-
-
-def test_no_timeout(live: Live) -> None:
-    """A timeout of 0 is none, and any priority is taken."""
-    sent = body(make_tensor(), parameters={"timeout": 0, "priority": 2})
-    assert live.client.post("/v2/models/gated/infer", **sent).status_code == 200
 
 
 def test_bad_rows_are_numbered(live: Live, client: Any) -> None:
@@ -191,11 +157,6 @@ def test_failed_model(live: Live) -> None:
     reply = live.client.post("/v2/models/never/infer", **body(make_tensor()))
     assert "never could not be loaded" in read_error(reply, 503)
     assert int(reply.headers["retry-after"]) > 0
-
-
-def test_other_methods(live: Live) -> None:
-    """A method that a route does not have is 405."""
-    assert read_error(live.client.get("/v2/models/gated/infer"), 405)
 
 
 def test_deadline(live: Live, client: Any) -> None:
@@ -290,16 +251,3 @@ def ask(live: Live, document: object, data: bytes, length: int | None) -> None:
 def test_random_bodies(live: Live, document: object, data: bytes, length: int | None) -> None:
     """Nothing that may be sent is a bug's."""
     ask(live, document, data, length)
-
-
-@pytest.mark.slow
-def test_random_bodies_at_length(live: Live, control: Control) -> None:
-    """The same, many times; the server is as well as before."""
-
-    @given(document=BODIES, data=st.binary(max_size=40), length=st.none() | st.integers(-5, 5) | st.just(0))
-    @settings(max_examples=1500)
-    def many(document: object, data: bytes, length: int | None) -> None:
-        ask(live, document, data, length)
-
-    many()
-    control.check()

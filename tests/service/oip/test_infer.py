@@ -9,7 +9,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import tritonclient.http as triton
 import tritonclient.http.aio as aio
 from tritonclient.utils import InferenceServerException
 
@@ -86,15 +85,6 @@ def test_layers(live: Live, client: Any, binary_input: bool, binary_output: bool
     assert (head["model_name"], head["model_version"], head["id"]) == ("digits", "1", "again 7")
     assert same(read_outputs(found), native(live, *LAYERS))
     assert all(("data" in each) != binary_output for each in head["outputs"])
-
-
-def test_outputs_of_both_forms(live: Live, client: Any) -> None:
-    """Outputs behind the JSON and in it stand in one reply; globs give canonical names."""
-    outputs = [*make_outputs("block?"), *make_outputs("head", binary=False)]
-    found = client.infer("digits", [make_input("image", PIXELS)], outputs=outputs)
-    forms = {each["name"]: "data" in each for each in found.get_response()["outputs"]}
-    assert forms == {"block1": False, "block2": False, "block3": False, "head": True}
-    assert same(read_outputs(found), native(live, "block?", "head"))
 
 
 def test_embedding(live: Live, client: Any) -> None:
@@ -221,14 +211,6 @@ def test_bfloat16(typed: Live) -> None:
     assert "BF16" in read_error(refused, 400)
 
 
-def test_nested_data(live: Live) -> None:
-    """Numbers of JSON may be nested as their shape says, or one after another."""
-    flat = live.client.post("/v2/models/gated/infer", **body(make_tensor((2, 4), list(range(8)))))
-    nested = live.client.post("/v2/models/gated/infer", **body(make_tensor((2, 4), [[0, 1, 2, 3], [4, 5, 6, 7]])))
-    assert flat.status_code == 200
-    assert flat.json()["outputs"] == nested.json()["outputs"]
-
-
 @pytest.mark.parametrize("asked", [None, "gzip", "deflate"])
 @pytest.mark.parametrize("packed", [None, "gzip"])
 def test_compression(live: Live, client: Any, packed: str | None, asked: str | None) -> None:
@@ -259,26 +241,6 @@ def test_packed_replies(live: Live, coding: str, binary: bool) -> None:
     assert packed.content == plain.content
     assert (packed.num_bytes_downloaded < plain.num_bytes_downloaded) == (not binary)
     assert packed.headers.get(HEADER) == plain.headers.get(HEADER)
-
-
-@pytest.mark.parametrize("binary", [True, False])
-def test_client_gets_packed_replies(live: Live, capsys: pytest.CaptureFixture[str], binary: bool) -> None:
-    """The client's own way to ask for packed replies, with a packed body, gets them; it reads the same numbers."""
-    found = []
-    with triton.InferenceServerClient(live.url.removeprefix("http://"), verbose=True) as client:
-        for coding in (None, "gzip"):
-            result = client.infer(
-                "digits",
-                [make_input("image", PIXELS[:1], binary=binary)],
-                outputs=make_outputs("block3", binary=binary),
-                request_compression_algorithm=coding,
-                response_compression_algorithm=coding,
-            )
-            is_packed = "'content-encoding': 'gzip'" in capsys.readouterr().out  # it shows the head that it got
-            assert is_packed == (coding is not None and not binary)
-            found.append(read_outputs(result))
-    assert same(*found)
-    assert same(found[0], native(live, "block3", rows=PIXELS[:1]))
 
 
 def test_not_finite(typed: Live) -> None:

@@ -13,8 +13,8 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 from layertap.models.spec import ModelSpec
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.oip.support import connect, make_bytes, make_input, make_outputs, read_error
-from tests.service.support import configured, net, picture
+from tests.service.oip.support import connect, make_input, make_outputs, read_error
+from tests.service.support import configured, net
 from tests.transformers_nets import saved, tokenizer
 
 
@@ -118,14 +118,3 @@ def test_model_ready(lazy: Live) -> None:
             client.get_model_metadata("never")
         reply = lazy.client.get("/v2/models/never/ready")
         assert "Never" in read_error(reply, 503)
-
-
-def test_not_in_the_document(live: Live) -> None:
-    """The protocol's routes stay out of our own document: theirs describes them."""
-    assert not [path for path in live.client.get("/openapi.json").json()["paths"] if path.startswith("/v2")]
-
-
-def test_counted_by_template(live: Live, client: Any) -> None:
-    """Figures are by the route, not by what callers write in it."""
-    client.infer("digits", [make_bytes("encoded_image", [picture()], (1, 1))])
-    assert 'route="/v2/models/{name}/infer"' in live.client.get("/metrics").text

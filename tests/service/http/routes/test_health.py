@@ -34,11 +34,6 @@ def test_head(live: Live, path: str) -> None:
     assert head.content == b""
 
 
-def test_head_of_what_cannot_be_got(live: Live) -> None:
-    """A route that takes no GET takes no HEAD."""
-    assert live.client.head("/extract").status_code == 405
-
-
 def test_not_ready_while_loading(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until every model wanted from the start is loaded the server is alive, not ready, and serves what it has."""
     gate = Event()
@@ -85,20 +80,6 @@ def test_not_ready_without_a_model(serve: Serve) -> None:
 
 
 SETTLED = {"ready", "failed", "available"}
-
-
-def test_ready_once_it_is_loaded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an administrator loads after all makes the server ready."""
-    factories = [nets_http.Never, Gated]
-    monkeypatch.setattr(nets_http, "moody", lambda: factories.pop(0)(), raising=False)
-    with serve(configured(net("moody", "moody")), wait=False) as live:
-        wait_until(lambda: live.client.get("/models/moody").json()["state"] == "failed")
-        wait_until(
-            lambda: "loading" not in live.client.get("/readyz").text
-        )  # a model is listed as failed a little earlier
-        assert "1 of the models" in problem(live.client.get("/readyz"), 503, seconds=True)["detail"]
-        assert live.client.post("/models/moody/load").status_code == 200
-        assert live.client.get("/readyz").status_code == 200
 
 
 @pytest.mark.parametrize("fields", [{"required": False}, {"load": "lazy"}])

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from layertap.models.digits import WEIGHTS
-from layertap.models.digits import spec as digits
 from layertap.models.weights.state_dict import digest_weights
-from layertap.service.config.configuration import Configuration
 from tests.server import Live, serving
 from tests.service.gated_server import post_rows
 from tests.service.support import Json, image, picture, problem
@@ -80,14 +77,6 @@ def test_shown(live: Live) -> None:
     weights = (*model.module.parameters(), *model.module.buffers())
     assert body["memory_bytes"] == sum(each.nbytes for each in weights)
     assert live.client.get("/models").json()["models"][0] == body
-
-
-def test_chosen() -> None:
-    """How it computes is told where that was chosen."""
-    spec = replace(digits(), name="fast", device="cpu", tf32=True, memory_format="channels_last")
-    with serving(Configuration((spec,), "fast")) as live:
-        body = live.client.get("/models/fast").json()
-    assert (body["dtype"], body["tf32"], body["memory_format"]) == ("float32", True, "channels_last")
 
 
 def test_failed(live: Live) -> None:
@@ -196,14 +185,6 @@ def test_text(live: Live) -> None:
         assert int(line["parameters"].replace(",", "")) == layer["parameters"]
     assert len({line.index(layer["type"]) for line, layer in zip(lines, expected, strict=True)}) == 1
     assert all(len(line) <= 100 and line.isprintable() for line in lines)
-
-
-def test_text_of_some(live: Live) -> None:
-    """Filters hold for it too, and ``format`` asks for it as well."""
-    _, *lines = text_of(live, type="Conv2d", match="block3*")
-    named = live.client.get("/models/digits/layers?type=Conv2d&match=block3*&format=text").text.splitlines()
-    assert named[1:] == lines
-    assert [line.split()[0] for line in lines] == ["block3.conv1", "block3.conv2", "block3.downsample"]
 
 
 @pytest.mark.parametrize(
