@@ -44,7 +44,7 @@ def soaked(server: Process, seconds: float) -> tuple[int, list[Sample], list[str
         with one_thread():
             faults += [each for each in map(wrong, requests, found) if each]
         count += AT_ONCE
-        samples.append((time.monotonic() - begun, server.usage().memory))
+        samples.append((time.monotonic() - begun, sum(server.usage().memory.values())))
         sys.stdout.write(f"{samples[-1][0]:7.0f} s  {count:8d} requests  {samples[-1][1] / MB:7.1f} MB\n")
         sys.stdout.flush()
     return count, samples, faults

@@ -22,7 +22,7 @@ from tests.oracle import seeded
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.support import Array, Json, arrays_of, configured, problem, tensor
-from tests.transformers_nets import VOCABULARY, EagerGPT2, saved
+from tests.transformers_nets import VOCABULARY, saved
 
 TEXTS = [
     torch.randint(4, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -31,8 +31,7 @@ TEXTS = [
 PICTURES = np.random.default_rng(2).normal(size=(4, 3, 32, 32)).astype(np.float32)
 SEQUENCES = np.random.default_rng(3).normal(size=(4, 5, 8)).astype(np.float32)
 
-IDS = np.random.default_rng(4).integers(4, VOCABULARY, (4, 7))
-ARRAYS = {"vit": PICTURES, "encoder": SEQUENCES, "eager": IDS}  # of models that take no texts
+ARRAYS = {"vit": PICTURES, "encoder": SEQUENCES}  # of models that take no texts
 
 
 def bert(module: Any, x: Tensor, change: Change) -> tuple[Tensor, Tensor]:
@@ -70,9 +69,6 @@ def texts() -> list[Json]:
 SELF = "encoder.layers.encoder_layer_{}.self_attention"
 CASES = {
     "gpt2": Case(("transformer.h.0.attn", "transformer.h.1.attn"), gpt2, ".[logits]", texts()),
-    "eager": Case(
-        ("inner.transformer.h.0.attn", "inner.transformer.h.1.attn"), gpt2, ".", [tensor(each) for each in IDS]
-    ),
     "bert": Case(
         ("encoder.layer.0.attention.self", "encoder.layer.1.attention.self"), bert, ".[last_hidden_state]", texts()
     ),
@@ -91,7 +87,6 @@ CHANGES: dict[str, tuple[Json, Change]] = {
         lambda w: w * torch.ones(w.shape[2]).index_fill(0, torch.tensor([0, 2]), 0.5)[:, None],
     ),
     "a key": ({"op": "zero", "keys": [0]}, lambda w: w * (torch.arange(w.shape[3]) != 0)),
-    "add": ({"op": "add", "value": 0.1}, lambda w: w + 0.1),
     "replace": (
         {"op": "replace", "heads": [0], "queries": [1], "keys": [0, 1], **tensor(np.array([[[0.9, 0.3]]], np.float32))},
         lambda w: put(w, 0, 1, torch.tensor([0.9, 0.3])),
@@ -159,12 +154,11 @@ class Server:
 def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("models")
     modules: dict[str, Any] = {name: saved(name, folder / name).requires_grad_() for name in ("gpt2", "bert")}
-    modules |= {"vit": vit(), "encoder": seeded(Encoder(), 6), "eager": seeded(EagerGPT2(), 7)}
+    modules |= {"vit": vit(), "encoder": seeded(Encoder(), 6)}
     specs = [ModelSpec(name, f"transformers:{folder / name}", device="cpu") for name in ("gpt2", "bert")]
     for name, source, spec in (
         ("vit", "tests.nets:vit", InputSpec("x", (3, 32, 32))),
         ("encoder", "tests.nets:Encoder", InputSpec("x", (5, 8))),
-        ("eager", "tests.transformers_nets:EagerGPT2", InputSpec("ids", (7,), "int64", (4, VOCABULARY))),
     ):
         save_model(modules[name].eval(), str(folder / f"{name}.safetensors"))
         weights = str(folder / f"{name}.safetensors")
@@ -184,8 +178,9 @@ def check(found: Array, expected: Tensor) -> None:
     assert not outside.any()
 
 
-@pytest.mark.parametrize("what", CHANGES)
-@pytest.mark.parametrize("model", CASES)
+@pytest.mark.parametrize(
+    ("model", "what"), [*(("gpt2", what) for what in CHANGES), *((model, "a key") for model in CASES)]
+)
 def test_changes(server: Server, model: str, what: str) -> None:
     """The model goes on with the changed weights, each row as if it were alone; a capture there shows them."""
     (how, change), case = CHANGES[what], CASES[model]
@@ -225,21 +220,6 @@ def test_gradients(server: Server, model: str) -> None:
             check(values[row], gradient[0])
 
 
-def test_noise(server: Server) -> None:
-    """Noise is drawn by the row's number in its request, over a text's own tokens."""
-    case = CASES["gpt2"]
-    change = {"layer": f"{case.layers[0]}:attention", "op": "noise", "std": 0.2, "seed": 7, "heads": [2]}
-    found = server.of("gpt2", case.output, interventions=[change])
-
-    def draw(weights: Tensor, row: int) -> Tensor:
-        noise = torch.randn((1, 1, *weights.shape[2:]), generator=torch.Generator().manual_seed(7 + row))
-        return torch.cat([weights[:, :2], weights[:, 2:3] + 0.2 * noise, weights[:, 3:]], 1)
-
-    for row in range(4):
-        with server.changed("gpt2", lambda weights, row=row: draw(weights, row)):
-            check(found[row], server.run("gpt2", row)[0])
-
-
 def test_beside_other_requests(server: Server) -> None:
     """Whoever asks at the same time for outputs, attention or another head's ablation gets what it gets alone."""
     case = CASES["bert"]
@@ -254,16 +234,6 @@ def test_beside_other_requests(server: Server) -> None:
         np.testing.assert_allclose(value, alone[place % len(asked)], rtol=1e-4, atol=1e-5)
 
 
-def test_fingerprints(server: Server) -> None:
-    """Each head's ablation has a fingerprint of its own."""
-    case, prints = CASES["vit"], set()
-    for change in ({"heads": [0]}, {"heads": [1]}, {"queries": [0]}, {"keys": [0]}, {}, None):
-        entry = {"layer": case.layers[0], "site": "attention", "op": "zero", **(change or {})}
-        body = {"interventions": [entry] if change is not None else []}
-        prints.add(server.post("vit", [case.output], [0], **body).json()["fingerprint"])
-    assert len(prints) == 6
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -271,7 +241,6 @@ def test_fingerprints(server: Server) -> None:
         ({"queries": [3]}, "'queries' of 'encoder.layer.0.attention.self'"),
         ({"tokens": [0]}, "has no axis for 'tokens'"),
         ({"layer": "encoder.layer.0.output", "heads": [0]}, "computes no attention weights of its own"),
-        ({"site": "output", "path": "[0]", "heads": [0]}, "has no axis for 'heads'"),
         ({"site": "attention_grad", "heads": [0]}, "is not possible"),
     ],
 )

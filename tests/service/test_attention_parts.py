@@ -25,7 +25,6 @@ LAYERS = {"bert": "encoder.layer.1.attention.self", "gpt2": "transformer.h.1.att
 OUTPUTS = {"bert": "last_hidden_state", "gpt2": "logits"}
 PARTS: dict[str, tuple[Json, tuple[Any, Any, Any]]] = {
     "heads": ({"heads": [0, -1]}, ([0, 3], slice(None), slice(None))),
-    "a query": ({"queries": [0]}, (slice(None), [0], slice(None))),
     "the last query": ({"heads": [2], "queries": [-1]}, ([2], [-1], slice(None))),
     "keys": ({"queries": [-1, 1], "keys": [0, -2]}, (slice(None), [-1, 1], [0, -2])),
 }
@@ -128,7 +127,6 @@ def test_what_a_reply_says(server: Server) -> None:
     ("asked", "says"),
     [
         ({"heads": [4]}, "'heads' of 'encoder.layer.1.attention.self' must be between -4 and 3"),
-        ({"queries": [3]}, "'queries' of 'encoder.layer.1.attention.self' must be between -3 and 2"),
         ({"tokens": [0]}, "has no axis for 'tokens'"),
         ({"heads": [0], "pool": "mean"}, "has no channels"),
         ({"stats": ["mean"], "by": "channel"}, "has no channels"),

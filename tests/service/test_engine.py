@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pytest
 
 from tests.server import Live
 from tests.service.bad_requests import BAD
@@ -29,7 +28,6 @@ from tests.service.support import (
     problem,
     raw,
     rows,
-    safetensors_of,
     same,
 )
 
@@ -62,15 +60,10 @@ def test_forward_that_raises(live: Live, control: Control) -> None:
     control.check()
 
 
-@pytest.mark.parametrize("form", ["json", "multipart"])
-def test_skip(live: Live, form: str) -> None:
+def test_skip(live: Live) -> None:
     """``on_error: skip`` leaves bad inputs out and names them; the good ones are as they are without the bad."""
     datas = [PICTURES[0], b"no picture", PICTURES[1], b"", PICTURES[2][:100], PICTURES[3]]
-    sent: dict[str, Json] = {
-        "json": {"json": SKIP | {"inputs": [image(data) for data in datas]}},
-        "multipart": {"files": [("images", data) for data in datas], "params": SKIP | {"layers": "block3,head"}},
-    }
-    reply = live.client.post("/extract", **sent[form])
+    reply = live.client.post("/extract", json=SKIP | {"inputs": [image(data) for data in datas]})
     assert reply.json()["rows"] == 3
     assert [error["input"] for error in reply.json()["errors"]] == [1, 3, 4]
     assert all(error["detail"] and error["hint"] for error in reply.json()["errors"])
@@ -81,24 +74,6 @@ def test_skip(live: Live, form: str) -> None:
         alone = arrays_of(live.client.post("/extract", json=SKIP | {"inputs": [image(PICTURES[at])]}))
         for key, array in arrays_of(reply).items():
             np.testing.assert_allclose(array[row], alone[key][0], atol=1e-5)
-
-
-@pytest.mark.parametrize("form", ["npy", "safetensors"])
-def test_skip_rows(live: Live, form: str) -> None:
-    """Of a batch in one array the rows that are not finite are left out, and named."""
-    batch = rows(5) * np.arange(5, dtype=np.float32)[:, None]
-    batch[1, 2], batch[4, 0] = np.nan, np.inf
-    body = npy(batch) if form == "npy" else safetensors_of(x=batch)
-    request = raw(body, f"application/x-{form}", model="gated", layers="linear", on_error="skip")
-    reply = live.client.post("/extract", **request)
-    assert reply.json()["rows"] == 3
-    assert [error["input"] for error in reply.json()["errors"]] == [1, 4]
-    good = raw(npy(batch[[0, 2, 3]]), "application/x-npy", model="gated", layers="linear")
-    assert same(arrays_of(reply), arrays_of(live.client.post("/extract", **good)))
-    found = problem(
-        live.client.post("/extract", **{**request, "params": request["params"] | {"on_error": "fail"}}), 422
-    )
-    assert [error["input"] for error in found["errors"]] == [1, 4]
 
 
 def test_crowd(live: Live, control: Control) -> None:

@@ -190,13 +190,6 @@ def state(live: Live) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_alone(transformer: Live, kind: Kind) -> None:
-    """Each kind by itself, first of all."""
-    sent, wanted = kind(fused(), torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)))
-    check(transformer.client.post("/extract", json=sent), wanted)
-
-
 def test_all_at_once(transformer: Live) -> None:
     """Nobody sees anybody; what they leave behind is nothing."""
     net, before = fused(), state(transformer)

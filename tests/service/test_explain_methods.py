@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from captum.attr import GuidedBackprop, IntegratedGradients, NoiseTunnel, Occlusion, Saliency
+from captum.attr import GuidedBackprop, IntegratedGradients, Occlusion, Saliency
 from torch import Tensor, nn
 from torchvision.transforms.functional import gaussian_blur
 
@@ -20,7 +20,7 @@ from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.digits_reference import random_images
 from tests.service.gated_server import wait_until
-from tests.service.support import Array, Json, arrays_of, configured, metadata, npy, problem, raw, tensor
+from tests.service.support import Array, Json, arrays_of, configured, metadata, problem, tensor
 
 PICTURE = InputSpec("x", (3, 32, 32))
 MODELS = {
@@ -114,7 +114,7 @@ def test_integrated_gradients(served: Live, name: str) -> None:
     assert_close(found, IntegratedGradients(module).attribute(images, target=1, n_steps=40).float())
     receipt = reply.json()["receipts"]["integrated_gradients"]
     assert (receipt["layer"], receipt["site"], receipt["layout"]) == (".", "grad_input", "NCHW")
-    more = explained(served, x, "integrated_gradients", model=name, steps=300, objective={"class": 1})
+    more = explained(served, x, "integrated_gradients", model=name, steps=150, objective={"class": 1})
     rise = (module(images) - module(torch.zeros_like(images)))[:, 1].detach().numpy()
     np.testing.assert_allclose(more.sum((1, 2, 3)), rise, rtol=0.02, atol=0.02 * np.abs(rise).max())
 
@@ -126,13 +126,13 @@ def test_smoothgrad(served: Live, name: str) -> None:
     module = module_of(served, name)
     top = module(torch.from_numpy(x)).argmax(1)
     total = torch.zeros_like(torch.from_numpy(x))
-    for number in range(40):
+    for number in range(12):
         noise = np.random.default_rng([7, number]).standard_normal((3, 32, 32))
         noisy = np.stack([row + 0.2 * (row.max() - row.min()) * noise for row in x]).astype(np.float32)
         total += Saliency(module).attribute(torch.from_numpy(noisy).requires_grad_(), target=top, abs=False)
-    body: Json = {"model": name, "samples": 40, "noise": 0.2, "seed": 7}
+    body: Json = {"model": name, "samples": 12, "noise": 0.2, "seed": 7}
     found = explained(served, x, "smoothgrad", **body)
-    assert_close(found, total / 40)
+    assert_close(found, total / 12)
     alone = explained(served, x[1:], "smoothgrad", **body)
     assert_close(found[1:], alone)
     assert np.array_equal(explained(served, x[1:], "smoothgrad", **body), alone)
@@ -141,21 +141,7 @@ def test_smoothgrad(served: Live, name: str) -> None:
     assert_close(explained(served, x, "smoothgrad", model=name, noise=0, samples=2), plain)
 
 
-def test_smoothgrad_is_that_of_a_noise_tunnel(served: Live) -> None:
-    """Captum's, with other noise of the same size, is alike once there are many samples."""
-    x = random_images(1, 3)
-    deviation = 0.1 * float(x.max() - x.min())
-    tunnel = NoiseTunnel(Saliency(module_of(served, "cnn")))
-    torch.manual_seed(0)
-    wanted = tunnel.attribute(
-        torch.from_numpy(x), nt_type="smoothgrad", nt_samples=512, stdevs=deviation, target=2, abs=False
-    )
-    found = explained(served, x, "smoothgrad", model="cnn", samples=512, noise=0.1, objective={"class": 2})
-    assert np.corrcoef(found.ravel(), wanted.detach().numpy().ravel())[0, 1] > 0.97
-
-
-@pytest.mark.parametrize(("window", "stride"), [(8, 4), (5, 3), (32, 1)])
-@pytest.mark.parametrize("name", ["cnn", "vit"])
+@pytest.mark.parametrize(("name", "window", "stride"), [("vit", 8, 4), ("cnn", 5, 3), ("cnn", 32, 1)])
 def test_occlusion(served: Live, name: str, window: int, stride: int) -> None:
     """Of captum: the drop of the score, mean over the windows that cover a pixel, cut at the edge."""
     x = random_images(2, 4)
@@ -270,28 +256,6 @@ def test_baseline_among_others(served: Live, kind: str) -> None:
     assert not found[1].any()
 
 
-@pytest.mark.parametrize(("model", "layer"), [("cnn", None), ("resnet", "layer1")])
-def test_ablation_cam(served: Live, model: str, layer: str | None) -> None:
-    """Of a layer by name, or of the last one, with a hook that takes each channel away."""
-    x, taken = random_images(2, 5), list[Tensor]()
-    module = module_of(served, model)
-    part = module.get_submodule(layer or "features")
-    part.register_forward_hook(lambda part, args, output: taken.append(output.detach().clone()))
-    whole = module(torch.from_numpy(x)).detach()[:, 2]
-    values, weights = taken[0], []
-    for channel in range(values.shape[1]):
-        kept = torch.ones(values.shape[1])
-        kept[channel] = 0
-        handle = part.register_forward_hook(lambda part, args, output, kept=kept: output * kept[:, None, None])
-        weights.append((whole - module(torch.from_numpy(x)).detach()[:, 2]) / whole)
-        handle.remove()
-    wanted = (torch.stack(weights, 1)[:, :, None, None] * values).sum(1).relu()
-    named = {} if layer is None else {"layer": layer}
-    reply = ask(served, x, model=model, method="ablation_cam", objective={"class": 2}, **named)
-    assert_close(arrays_of(reply)["ablation_cam"], wanted)
-    assert reply.json()["receipts"]["ablation_cam"]["layer"] == (layer or "features")
-
-
 def compute_cam(method: str, values: Tensor, slopes: Tensor) -> Tensor:
     """What pytorch-grad-cam computes of a layer's values and gradients, (C, H, W), before it scales the map."""
     if method == "eigen_cam":
@@ -308,7 +272,7 @@ def compute_cam(method: str, values: Tensor, slopes: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("method", ["hires_cam", "layer_cam", "xgrad_cam", "eigen_cam"])
-@pytest.mark.parametrize(("model", "layer"), [("cnn", "features"), ("resnet", "layer2")])
+@pytest.mark.parametrize(("model", "layer"), [("cnn", "features")])
 def test_other_cams(served: Live, model: str, layer: str, method: str) -> None:
     """Of a layer's values and gradients, as autograd gives them."""
     x = random_images(2, 5)
@@ -357,25 +321,9 @@ def test_several_methods_and_classes(served: Live) -> None:
     assert list(arrays_of(both)) == ["attention_rollout", "saliency.1"]
 
 
-def test_said_in_a_query(served: Live) -> None:
-    """Names and classes separated by commas mean the same as lists."""
-    x = random_images(1, 6)
-    query = {"model": "cnn", "method": "saliency,smoothgrad", "classes": "1,top", "samples": "3", "top_classes": "1"}
-    reply = served.client.post("/explain", **raw(npy(x), "application/x-npy", **query))
-    body = {"method": ["saliency", "smoothgrad"], "classes": [1, "top"], "samples": 3, "top_classes": 1}
-    again = ask(served, x, model="cnn", **body)
-    assert reply.json()["fingerprint"] == again.json()["fingerprint"]
-    assert len(reply.json()["top_classes"][0]) == 1
-    named = served.client.post("/explain", **raw(npy(x), "application/x-npy", model="cnn", method='["saliency"]'))
-    assert list(arrays_of(named)) == ["saliency"]
-
-
 @pytest.mark.parametrize(
     "method",
-    [
-        *("grad_cam", "grad_cam_plusplus", "hires_cam", "layer_cam", "xgrad_cam", "saliency"),
-        *("guided_backpropagation", "integrated_gradients", "smoothgrad", "occlusion", "gradient_rollout", "relevance"),
-    ],
+    ["grad_cam_plusplus", "xgrad_cam", "guided_backpropagation", "integrated_gradients", "occlusion", "relevance"],
 )
 def test_a_class_of_each_row(served: Live, method: str) -> None:
     """An input's own class is that of its row, whatever the others ask for."""
@@ -468,27 +416,6 @@ def test_refused(served: Live, kind: str) -> None:
     assert not pointer or told["errors"][0]["pointer"] == pointer
     assert entry.model is not None
     assert entry.model.hooks == 0
-
-
-def test_class_of_an_input_beside_classes(served: Live) -> None:
-    """Which of them is meant nobody knows."""
-    inputs = [tensor(random_images(1, 5)[0]) | {"class": 1}]
-    told = problem(
-        served.client.post("/explain", json={"model": "cnn", "method": "saliency", "classes": [2], "inputs": inputs}),
-        422,
-    )
-    assert told["errors"][0]["pointer"] == "/inputs/0"
-
-
-def test_a_deadline_that_passes(served: Live) -> None:
-    """504, or 429 where its time is known before, and no hook is left; what comes next is answered."""
-    body = {"model": "resnet", "method": "smoothgrad", "samples": 512, "inputs": [tensor(random_images(1, 5)[0])]}
-    reply = served.client.post("/explain", json=body, headers={"X-Request-Timeout": "0.3"})
-    problem(reply, 504 if reply.status_code == 504 else 429, seconds=True)
-    wait_until(lambda: not any(served.engine.take_snapshot().hooks.values()))  # the forward that was under way ends
-    assert served.client.get("/models/resnet").json()["hooks"] == 0
-    assert served.engine.admission.used_bytes == 0
-    explained(served, random_images(1, 5), "saliency", model="resnet")
 
 
 def test_text_models_are_refused(serve: Serve, live: Live) -> None:

@@ -16,11 +16,8 @@ from layertap.models.catalog.catalog import Costs
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.app import create_engine
 from layertap.service.engine.admit.planned_work import PlannedWork, WorkPlan
-from layertap.service.engine.batch import Batch, Job, RowSlice
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.errors import DeadlineError, QueueTooLongError
-from layertap.service.explain.map_requests import ChangedRows
 from layertap.service.settings import Settings
 from tests.server import Live
 from tests.service.conftest import Serve
@@ -103,11 +100,6 @@ def test_a_caller_with_little_time(served: Live) -> None:
     assert explain(served, FOUR, timeout="50").status_code == 200
 
 
-def test_forwards_of_the_answer_alone(served: Live) -> None:
-    """A method that changes no input is never refused, however long a forward takes."""
-    assert explain(served, {"method": "saliency"}, timeout="5").status_code == 200
-
-
 @contextmanager
 def hold_explanation(live: Live, body: Json) -> Iterator[Gated]:
     """Hold an explanation up in its first forward; it is answered after the block."""
@@ -140,32 +132,6 @@ def test_beside_others(served: Live) -> None:
             module.gate.set()
             assert small.result().status_code == 200
     assert explain(served, SIXTEEN).status_code == 200  # nothing is left of the others
-
-
-def make_batch(worker: ModelHandle) -> Batch:
-    """A batch of one row."""
-    key = worker.batch_keys.create(worker.model.catalog, worker.model.catalog.costs)
-    return Batch(key, "cpu", (RowSlice(Job(key, 1), 0, 1),), 1, 1, 1.0, 0.0, "single")
-
-
-def test_a_slow_batch_locks_nobody_out(served: Live) -> None:
-    """Rows that were slow of late, for whatever reason, refuse no one who would be alone with the device."""
-    worker = served.engine.manager.find_handle("held")
-    assert worker is not None
-    worker.pace.add_batch(make_batch(worker), 1000.0, 1, decoded=False)
-    assert explain(served, SIXTEEN).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("shape", "has_graph", "seconds"),
-    [((3, 32, 32), False, 4.0), ((3, 32, 32), True, 12.0), ((3, 16, 16), False, 1.0), ((3, 64, 64), False, 4.0)],
-)
-def test_what_rows_take(served: Live, shape: tuple[int, ...], has_graph: bool, seconds: float) -> None:
-    """Gradients count thrice, smaller rows than the model is configured for less, larger ones no more: meant low."""
-    model = served.engine.manager.registry.get_entry("held").model
-    assert model is not None
-    changed = ChangedRows(4, (1, *shape), has_graph)
-    assert changed.estimate_seconds(model) == pytest.approx(seconds * ROW_S)
 
 
 @asynccontextmanager

@@ -98,12 +98,6 @@ def test_what_is_left_out_does_not_count(live: Live) -> None:
     assert asked(live, {"image": "!"}, tensor(ROW), on_error="skip") == asked(live, tensor(ROW))
 
 
-@pytest.mark.parametrize("inputs", [[image(PNG)], [tensor(ROW)], [tensor(SMALL)], [image(PNG), tensor(ROW)]])
-def test_dry_run(live: Live, inputs: list[Json]) -> None:
-    """It promises the fingerprint that the answer has."""
-    assert dry(live, *inputs) == asked(live, *inputs)[0]
-
-
 def test_at_the_same_time(live: Live) -> None:
     """Requests that share a forward and are planned alike each get their own."""
     kinds = [[image(PNG)], [tensor(ROW)], [image(PNG), tensor(ROW)]]

@@ -59,7 +59,7 @@ def get_result(reply: Any) -> str:
 
 @pytest.mark.parametrize(
     ("form", "options"),
-    [("json", {}), ("json", {"encoding": "base64"}), ("npz", {"pool": "mean", "dtype": "int8"}), ("safetensors", {})],
+    [("json", {}), ("npz", {"pool": "mean", "dtype": "int8"})],
 )
 def test_same_bytes(keeping: Live, live: Live, form: str, options: Json) -> None:
     """A kept answer is, byte for byte, that of a server that keeps none.

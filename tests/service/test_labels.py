@@ -21,7 +21,7 @@ from layertap.service.config.file import ConfigError
 from tests.oracle import seeded
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Json, npy, picture, problem, raw
+from tests.service.support import Json, npy, picture, raw
 
 DIGITS = {
     "source": "python:layertap.models.digits:digits",
@@ -62,22 +62,6 @@ def test_configured(serve: Serve, tmp_path: Path, live: Live, origin: str) -> No
     assert "labels" not in other
     assert receipt["classes"] == other["classes"]
     assert explanation["labels"] == [WORDS[number] for number in explanation["classes"]]
-
-
-def test_all_of_a_model(serve: Serve, tmp_path: Path) -> None:
-    """The route names all classes in their order, whatever the model is called there, and loads it if need be."""
-    other = {"name": "plain", "device": "cpu", **DIGITS}
-    own = {"name": "own", "device": "cpu", **DIGITS, "labels": [*WORDS[:9], "<nine>"], "load": "lazy"}
-    (tmp_path / "models.json").write_text(json.dumps({"models": [other, own], "aliases": {"words": "own"}}))
-    with serve(read_configuration(tmp_path / "models.json", before_loading=True)) as live:
-        assert live.client.get("/models/own").json()["state"] == "available"
-        for name in ("words", "own"):
-            reply = live.client.get(f"/models/{name}/labels")
-            assert reply.json() == {"model": "own", "labels": [*WORDS[:9], "<nine>"]}
-        assert live.client.get("/models/plain/labels").json() == {"model": "plain", "labels": None}
-        told = problem(live.client.get("/models/own/labels?classes=3"), 422)
-        assert "'classes'" in told["detail"]
-        assert told["errors"][0]["hint"] == "leave it out"
 
 
 def from_torchvision(folder: Path) -> tuple[Json, list[str], str]:

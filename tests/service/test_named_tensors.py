@@ -84,15 +84,6 @@ def test_refused(two: Live, name: str) -> None:
     assert says in str(found["errors"])
 
 
-@pytest.mark.parametrize("name", ["missing", "not finite"])
-def test_left_out(two: Live, name: str) -> None:
-    """One bad item costs no other its answer."""
-    reply = post(two, ITEMS[0], BAD[name][0], ITEMS[2], on_error="skip")
-    wanted = arrays_of(post(two, ITEMS[0], ITEMS[2]))
-    assert close(arrays_of(reply), wanted)
-    assert reply.headers["x-layertap-skipped"] == "1"
-
-
 BAD_ARRAYS: dict[str, tuple[dict[str, Array], str]] = {
     "unknown": ({"pixel": PIXELS, "kind": KIND}, "did you mean 'pixels'"),
     "missing": ({"pixels": PIXELS}, "'kind'"),

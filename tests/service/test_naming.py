@@ -85,26 +85,6 @@ def test_paths(live: Live) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "options"),
-    [
-        ([{"layer": "block2.relu#0", "call": 1}], {}),
-        ([{"layer": "pool:output", "site": "input"}], {}),
-        ([{"layer": "pool[0]", "path": "[1]"}], {}),
-        (["pool", {"layer": "head", "as": "pool"}], {}),
-        ([{"layer": "pool", "pool": "max"}, {"layer": "pool", "pool": "mean"}], {}),
-        ([{"layer": "pool", "pool": "none", "normalize": True}], {}),
-        (["pool"], {"pool": "cls"}),
-        ([{"layer": "pool", "tokens": [0]}], {}),
-        ([{"layer": "pool", "channels": [64]}], {}),
-        ([{}], {}),
-    ],
-)
-def test_contradictions(live: Live, layers: list[Any], options: Json) -> None:
-    """Options that contradict each other, or the layer, are refused and say why."""
-    problem(extract(live, *layers, **options), 422)
-
-
-@pytest.mark.parametrize(
     "entry", [{"type": "Conv2d"}, {"layer": "block?"}, {"layer": "block2.relu#*"}, {"layer": "pool"}]
 )
 def test_two_reductions(live: Live, entry: Json) -> None:

@@ -89,9 +89,7 @@ PROBABILITIES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "Shares": ("logits", lambda out: out.softmax(1)),
 }
 OBJECTIVES: list[tuple[Json, Callable[[Tensor], Tensor]]] = [
-    ({"kind": "probability", "class": CLASS}, lambda p: p[:, CLASS]),
     ({"kind": "probability", "terms": [[1, 0], [-2, CLASS]]}, lambda p: p[:, 0] - 2 * p[:, CLASS]),
-    ({"kind": "cross_entropy", "class": CLASS}, lambda p: -p[:, CLASS].log()),
     ({"kind": "cross_entropy", "target": KIND.tolist()}, lambda p: -(KIND * p.log()).sum(1)),
     ({"kind": "kl_div", "target": KIND.tolist(), "reduction": "mean"}, lambda p: (KIND * (KIND / p).log()).mean(1)),
 ]

@@ -199,16 +199,6 @@ def test_chains(served: Served) -> None:
     assert other["fingerprints"][0] != receipt["fingerprints"][0]
 
 
-def test_fingerprints(served: Served) -> None:
-    """They tell how a vector was made: not of which inputs, and not at which place these stood."""
-    first = served.post([{"tokens": CLEAN}, {"tokens": CORRUPT, **patch(0, 1, 1)}]).json()["receipts"]
-    second = served.post([{"tokens": SHORT}, {"tokens": CLEAN}, {"tokens": CLEAN, **patch(1, 1, 1)}]).json()["receipts"]
-    third = served.post([{"tokens": CLEAN}, {"tokens": CORRUPT, **patch(0, 1, 2)}]).json()["receipts"]
-    (a,), (b,), (c,) = ([receipt["fingerprints"] for receipt in each.values()] for each in (first, second, third))
-    assert a[1] == b[2] != c[1]
-    assert a[0] == b[0] == b[1] == c[0] != a[1]
-
-
 def test_gradients(served: Served) -> None:
     """A gradient of a patched run is that of the run with the tensor sent."""
     objective = {"kind": "logit", "class": 5, "position": -1}
@@ -295,14 +285,6 @@ def test_bytes_that_are_taken_are_counted(serve: Serve) -> None:
         plain = {**body, "inputs": [row] * 64}
         assert live.client.post("/extract", json=plain).status_code == 200
         assert "bytes" in problem(live.client.post("/extract", json=body), 413)["detail"]
-
-
-def test_refused_for_all(served: Served) -> None:
-    """What all inputs have changed takes nothing of one of them."""
-    fields = patch(0, 0, 0)
-    (fault,) = problem(served.post([{"tokens": CLEAN}, {"tokens": CORRUPT}], **fields), 422)["errors"]
-    assert fault["pointer"] == "/interventions/0"
-    assert "that input's" in fault["hint"]
 
 
 def test_left_out(served: Served) -> None:

@@ -199,20 +199,6 @@ def test_an_alias_becomes_a_model(serve: Serve, versions: Versions, gate: thread
         assert ask(live.client, "prod").json()["model"] == "prod"
 
 
-def test_what_failed_is_tried_again(serve: Serve, versions: Versions) -> None:
-    """A file that is read again has models that failed loaded again, though nothing in it has changed."""
-    broken = versions.folder / "weights" / "broken.safetensors"
-    broken.write_bytes(b"nothing")
-    with serve(versions.write(entry("a", "one"), aliases={"prod": "one"}), config=versions.file) as live:
-        versions.write(entry("a", "one"), entry("broken", "two"), aliases={"prod": "two"})
-        reload(live)
-        assert states(live) == {"one": "ready", "two": "failed"}
-        broken.write_bytes((versions.folder / "weights" / "b.safetensors").read_bytes())
-        reload(live)
-        assert states(live) == {"one": "ready", "two": "ready"}
-        assert ask(live.client, "prod").json()["model"] == "two"
-
-
 def test_two_readings(serve: Serve, versions: Versions, gate: threading.Event) -> None:
     """While models of one reading load the next one waits, no longer than its deadline; then it is in effect, whole."""
     first = entry("a", "first")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.server import Live
@@ -42,13 +41,6 @@ class Flat(Squeezed):
         return self.head(self.inner(x).relu()).view(-1)
 
 
-class Lone(Squeezed):
-    """A number without any axis for one row."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)[..., 0].squeeze()
-
-
 class Mixed(Squeezed):
     """(1,), whatever there is."""
 
@@ -60,7 +52,7 @@ class Mixed(Squeezed):
 def squeezing(serve: Serve) -> Iterator[Live]:
     specs = [
         ModelSpec(kind.__name__, f"python:{__name__}:{kind.__name__}", weights="random:3", device="cpu", inputs=(ROW,))
-        for kind in (Squeezed, Flat, Lone, Mixed)
+        for kind in (Squeezed, Flat, Mixed)
     ]
     with serve(configured(*specs)) as live:
         yield live
@@ -83,7 +75,6 @@ def run_rows(compute: Callable[[Tensor], Tensor], rows: int) -> Tensor:
 
 OBJECTIVES: list[tuple[Json, Callable[[Tensor], Tensor]]] = [
     ({"class": 3}, lambda out: out[3]),
-    ({"kind": "cross_entropy", "class": 2}, lambda out: functional.cross_entropy(out, torch.tensor(2))),
     ({"kind": "mean"}, torch.mean),
 ]
 
@@ -120,15 +111,6 @@ def test_statistics_and_edits(squeezing: Live, rows: int) -> None:
     changed = arrays_of(ask(squeezing, Squeezed, rows, layers=["."], interventions=changes))["."]
     module.head.register_forward_pre_hook(lambda layer, args: (edit(layer, args, args[0]),))
     np.testing.assert_allclose(changed, run_rows(module, rows), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_lone_number(squeezing: Live, rows: int) -> None:
-    module = build(Lone)
-    found = arrays_of(ask(squeezing, Lone, rows, layers=[".", ".:grad_input"], objective={}))
-    np.testing.assert_allclose(found["."], run_rows(module, rows), rtol=1e-4, atol=1e-6)
-    wanted = run_rows(lambda x: torch.autograd.grad(module(x), x)[0][0], rows)
-    np.testing.assert_allclose(found[".:grad_input"], wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_of_all_rows(squeezing: Live) -> None:

@@ -243,22 +243,12 @@ def encode(pixels: Array) -> bytes:
     return stream.getvalue()
 
 
-def test_maps(local: Live, resnet: nn.Module) -> None:
-    """Explanations have a map for each input, in its own pixels."""
-    inputs = rows([(32, 40), (40, 32), (32, 40)])
-    body = {"model": "resnet", "method": "saliency", "inputs": list(map(tensor, inputs))}
-    arrays = arrays_of(local.client.post("/explain", json=body))
-    assert list(arrays) == [f"saliency.input{place}" for place in range(3)]
-    for place, row in enumerate(inputs):
-        close(arrays[f"saliency.input{place}"], differentiate(resnet, row)[0].abs().amax(1), 1e-3)
-
-
-@pytest.mark.parametrize("limit", ["max_results", "max_reply_bytes", "max_queue_bytes"])
+@pytest.mark.parametrize("limit", ["max_reply_bytes", "max_queue_bytes"])
 def test_limits(serve: Serve, limit: str) -> None:
     """Limits are of the whole request, and are kept before any forward."""
     sides = [(16, 16), (12, 20), (9, 7)]
     nbytes = sum(8 * high * wide * 4 for high, wide in sides)
-    limits = {"max_results": 3, "max_reply_bytes": nbytes, "max_queue_bytes": nbytes * 3}
+    limits = {"max_reply_bytes": nbytes, "max_queue_bytes": nbytes * 3}
     inputs = [tensor(row) for row in rows(sides)]
     with serve(configured(SPECS[0]), **{limit: limits[limit]}) as live:
         assert len(arrays_of(post(live, inputs, "conv", format="npz"))) == 3

@@ -10,7 +10,7 @@ import pytest
 from tests.server import Live
 from tests.service.support import Json, arrays_of, image, metadata, npy, picture, raw, safetensors_of
 
-FORMATS = ("json", "npy", "npz", "safetensors")
+FORMATS = ("json", "npy", "safetensors")
 HEADER = "x-layertap-skipped"
 GOOD = [image(picture(seed)) for seed in range(3)]
 INPUTS = [GOOD[0], image(b"no picture"), GOOD[1], GOOD[2], {"image": "!"}]  # places 1 and 4 can't be read

@@ -120,16 +120,15 @@ def test_asked_to_end_at_once(torchless: dict[str, str], tmp_path: Path, number:
         assert running.wait(END_S) == 0
 
 
-@pytest.mark.parametrize(("more", "status"), [((), 0), ((BROKEN,), 2)])
-def test_check(tmp_path: Path, more: tuple[Json, ...], status: int) -> None:
+def test_check(tmp_path: Path) -> None:
     """``check`` loads every model and says what became of each; what would be downloaded for a lazy one is left out."""
     lazy = {"name": "later", "source": "torchvision:resnet18", "load": "lazy"}
-    done = run("check", "--config", models(tmp_path, CHAIN, lazy, *more), env=environment())
-    assert (done.returncode, "Traceback" in done.stderr) == (status, False)
+    done = run("check", "--config", models(tmp_path, CHAIN, lazy, BROKEN), env=environment())
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     said = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     assert said.pop("chain").startswith("ready on cpu")
     assert said.pop("later").startswith("not loaded")
-    assert [(name, each.partition(":")[0]) for name, each in said.items()] == [("broken", "failed")] * len(more)
+    assert {name: each.partition(":")[0] for name, each in said.items()} == {"broken": "failed"}
 
 
 @dataclass

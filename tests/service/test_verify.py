@@ -22,11 +22,10 @@ def extract(live: Live, form: str, **body: Any) -> Any:
     return live.client.post("/extract", json={"layers": LAYERS, "inputs": INPUTS, **body}, params={"format": form})
 
 
-@pytest.mark.parametrize("pool", ["none", "mean"])
 @pytest.mark.parametrize("form", ["json", "npz", "safetensors"])
-def test_formats(live: Live, form: str, pool: str) -> None:
+def test_formats(live: Live, form: str) -> None:
     """The same bits and the same fingerprint; the header says it, and the formats that have a place for it."""
-    plain, found = (extract(live, form, pool=pool, isolated=True, verify=verify) for verify in (False, True))
+    plain, found = (extract(live, form, isolated=True, verify=verify) for verify in (False, True))
     assert same(arrays_of(found), arrays_of(plain))
     assert found.headers["x-layertap-fingerprint"] == plain.headers["x-layertap-fingerprint"]
     assert (found.headers.get(HEADER), plain.headers.get(HEADER)) == ("true", None)
