@@ -10,7 +10,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordLevel
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.oracle import seeded
 
@@ -120,18 +120,6 @@ def saved(name: str, folder: Path, seed: int = 0) -> Any:
     module = net(name, seed)
     module.save_pretrained(folder)
     return module
-
-
-class EagerGPT2(nn.Module):
-    """A GPT-2 whose attention is the library's plain formula, as a part of a model of one's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT, attn_implementation="eager"))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.inner(input_ids=ids).logits
-        return out
 
 
 def tokenizer(folder: Path, **options: Any) -> Any:

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import peft
 import timm
 import torch
-from huggingface_hub import save_torch_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -101,22 +99,6 @@ def lightning(state: State, **more: Any) -> dict[str, Any]:
     }
 
 
-def mmengine(state: State, **more: Any) -> dict[str, Any]:
-    """A checkpoint as MMPretrain's runner writes it."""
-    return {
-        "meta": {"epoch": 3, "mmengine_version": "0.10.4", "dataset_meta": {"classes": ("a", "b")}, "time": "now"},
-        "state_dict": OrderedDict(state),
-        "message_hub": {"log_scalars": {"loss": np.arange(3.0)}, "resumed_keys": OrderedDict()},
-        "optimizer": {"state": {}, "param_groups": []},
-        **more,
-    }
-
-
-def parted(state: State, head: str) -> dict[str, Tensor]:
-    """A classifier as MMPretrain names it: a backbone, and a head with its own layer."""
-    return {f"head.{name}" if name.startswith(head) else f"backbone.{name}": value for name, value in state.items()}
-
-
 def vit(seed: int = 0) -> nn.Module:
     """A small architecture of transformers with three classes."""
     module: nn.Module = transformers_nets.net("vit", seed)
@@ -157,14 +139,6 @@ def _lost_head(folder: Path, module: nn.Module) -> Mapping[str, Any]:
     return {"weights": f"{HERE}b.pth", "strict": False}
 
 
-def _left_over(module: nn.Module) -> object:
-    return {**module.state_dict(), "projector.weight": torch.ones(3)}
-
-
-def _not_strict(write: Write) -> Write:
-    return lambda folder, module: {**write(folder, module), "strict": False}
-
-
 NETS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, str]]] = {
     "torchvision": (squeezenet, SQUEEZENET, ("features.12", ".")),
     "timm": (small_resnet, TIMM, ("layer4", ".")),
@@ -173,37 +147,18 @@ NETS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, str]]]
 }
 KINDS: dict[str, tuple[str, Write]] = {
     "plain.safetensors": ("torchvision", _plain_safetensors),
-    "plain.pth": ("torchvision", _saved("plain.pth", nn.Module.state_dict)),
-    "state_dict, .pth.tar": (
-        "timm",
-        _saved("best.pth.tar", lambda module: {"state_dict": nn.DataParallel(module).state_dict(), "epoch": 1}),
-    ),
     "torchvision's references": ("torchvision", _saved("checkpoint.pth", _averaged)),
     "Lightning, model.": (
         "torchvision",
         _saved("last.ckpt", lambda module: lightning(Training(model=module, criterion=Criterion()).state_dict())),
     ),
-    "MMPretrain": ("timm", _saved("epoch_3.pth", lambda module: mmengine(parted(module.state_dict(), "fc.")))),
     "without a head, not strict": ("torchvision", _lost_head),
-    "with more, not strict": ("torchvision", _not_strict(_saved("more.pth", _left_over))),
 }
-
-
-def _sharded(folder: Path, module: nn.Module) -> Mapping[str, Any]:
-    """As accelerate's save_model and huggingface_hub lay out a large model."""
-    save_torch_model(module, folder, max_shard_size="200KB")
-    assert len(list(folder.glob("*.safetensors"))) > 1
-    return {"weights": f"{HERE}model.safetensors.index.json"}
 
 
 def _timm_folder(folder: Path, module: nn.Module) -> Mapping[str, Any]:
     timm.models.save_for_hf(module, str(folder), safe_serialization=True)
     return {"source": f"timm:{HERE}"}
-
-
-def _transformers_folder(folder: Path, module: Any) -> Mapping[str, Any]:
-    module.save_pretrained(folder, max_shard_size="20KB")
-    return {"source": f"transformers:{HERE}"}
 
 
 def _transformers_lightning(folder: Path, module: Any) -> Mapping[str, Any]:
@@ -215,9 +170,7 @@ def _transformers_lightning(folder: Path, module: Any) -> Mapping[str, Any]:
 
 
 FOLDERS: dict[str, tuple[str, Write]] = {
-    "sharded safetensors": ("timm", _sharded),
     "timm's save_for_hf": ("timm folder", _timm_folder),
-    "save_pretrained in shards": ("transformers", _transformers_folder),
     "Lightning around transformers": ("transformers", _transformers_lightning),
 }
 
@@ -239,17 +192,8 @@ def _adapter(folder: Path, module: nn.Module) -> Mapping[str, Any]:
     return {"weights": f"{HERE}base.pth", "adapter": f"{HERE}adapter"}
 
 
-def _training_with_adapter(folder: Path, module: nn.Module) -> Mapping[str, Any]:
-    """All that is trained and all that is not in one file; the adapter's own file is not looked at."""
-    state = _adapt(folder, module, "squeeze").state_dict()
-    torch.save(lightning(before("model.", state)), folder / "last.ckpt")
-    (folder / "adapter" / "adapter_model.safetensors").unlink()
-    return {"weights": f"{HERE}last.ckpt", "adapter": f"{HERE}adapter"}
-
-
 ADAPTERS: dict[str, tuple[str, Write]] = {
     "LoRA of PEFT": ("timm", _adapter),
-    "LoRA in a training": ("torchvision", _training_with_adapter),
 }
 KINDS |= FOLDERS | ADAPTERS
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from layertap.models.spec import EmbeddingSpec, InputSpec, ModelSpec, PreprocessSpec
 from tests.server import Live, serving
-from tests.service.support import Json, configured, image, npy, picture, raw, tensor
+from tests.service.support import Json, configured, image, npy, picture, raw
 
 pytestmark = pytest.mark.slow
 LONGEST_S = 0.05
 TRIES = 4  # a processor that others use, too, takes longer
 TICK_S = 0.002
-LAYERS, ROWS, SHAPED_ROWS = 1000, 256, 32
+LAYERS, ROWS = 1000, 256
 CHANCE = np.random.default_rng(5)
 
 
@@ -109,21 +109,6 @@ def long(rows: int, **query: Any) -> Json:
     return {"method": "POST", "url": "/extract", **raw(npy(body), "application/x-npy", **query)}
 
 
-def shaped(**query: Any) -> Json:
-    """A request for very many results of inputs of several shapes."""
-    inputs = [tensor(CHANCE.random((1, 2 + number % 2, 2), np.float32)) for number in range(SHAPED_ROWS)]
-    body = {"model": "deep", "layers": ["layers.*"], "pool": "mean", "inputs": inputs}
-    return {"method": "POST", "url": "/extract", "params": query, "json": body}
-
-
-def infer() -> Json:
-    """The same by the Open Inference Protocol."""
-    data = CHANCE.random(ROWS * 4).tolist()
-    sent = {"name": "x", "shape": [ROWS, 1, 2, 2], "datatype": "FP32", "data": data}
-    body = {"inputs": [sent], "outputs": [{"name": "layers.*"}]}
-    return {"method": "POST", "url": "/v2/models/deep/infer", "json": body}
-
-
 def embed() -> Json:
     """As many embeddings as a client of OpenAI's may ask for at once."""
     inputs = ["data:image/png;base64," + image(PNG)["image"]] * ROWS
@@ -137,14 +122,10 @@ MAPS: Json = {"method": ["grad_cam", "occlusion", "saliency"], "top_classes": 5,
 REQUESTS: dict[str, Json] = {
     **{f"many results as {name}": many(format=name) for name in ("json", "safetensors")},
     "many results with probes": many(1, probe="true"),
-    "many results, compressed": many() | {"headers": {"content-type": "application/x-npy", "accept-encoding": "gzip"}},
-    **{f"many numbers as {name}": long(ROWS, format=name) for name in ("npz", "safetensors")},
-    "many numbers as base64": long(ROWS, encoding="base64"),
-    "several shapes": shaped(),
+    **{f"many numbers as {name}": long(ROWS, format=name) for name in ("npz",)},
     "a dry run": many(dry_run="true"),
     "pictures": {"method": "POST", "url": "/extract", "json": {"layers": ["*"], "pool": "mean", "inputs": PICTURES}},
     "explanations": {"method": "POST", "url": "/explain", "json": MAPS},
-    "inference as JSON": infer(),
     "embeddings as lists": embed(),
 }
 REQUESTS |= {

@@ -379,30 +379,16 @@ def test_inputs_of_several_shapes(served: Live) -> None:
 
 BAD: dict[str, tuple[Json, int, str]] = {
     "too many steps": ({"method": "integrated_gradients", "steps": 513}, 422, "/steps"),
-    "too many samples": ({"method": "smoothgrad", "samples": 0}, 422, "/samples"),
     "too many windows": ({"method": "occlusion", "window": 1, "stride": 1, "inputs": 20}, 413, ""),
     "classes beside terms": ({"method": "saliency", "classes": [1], "objective": {"terms": [[1, 2]]}}, 422, "/classes"),
     "baseline of saliency": ({"method": "saliency", "baseline": 1}, 422, ""),
-    "baseline of no input": ({"method": "occlusion", "baseline": {"input": 1}}, 422, ""),
     "rule of another method": ({"method": ["grad_cam", "occlusion"], "rule": "vit-explain"}, 422, ""),
-    "objective of a rollout": ({"model": "vit", "method": "attention_rollout", "objective": {}}, 422, ""),
-    "baseline that is none": ({"method": "occlusion", "baseline": "grey"}, 422, "/baseline"),
     "steps of saliency": ({"method": "saliency", "steps": 5}, 422, ""),
-    "a method twice": ({"method": ["saliency", "saliency"]}, 422, "/method"),
-    "no method": ({"method": []}, 422, "/method"),
     "an unknown class": ({"method": ["saliency"], "classes": ["top", 5]}, 422, "/classes/1"),
-    "an unknown class of an input": ({"method": "smoothgrad", "objective": {"class": 5}}, 422, "/objective"),
-    "a flag as a class": ({"method": "saliency", "classes": [True]}, 422, "/classes"),
-    "a text as a class": ({"method": "saliency", "classes": ["4"]}, 422, "/classes"),
-    "a flag as the class": ({"method": "saliency", "objective": {"class": True}}, 422, "/objective/class"),
     "a class twice": ({"method": "saliency", "classes": [1, 1]}, 422, "/classes"),
-    "too many classes": ({"method": "saliency", "classes": list(range(17))}, 422, "/classes"),
-    "class and classes": ({"method": "saliency", "classes": [1], "objective": {"class": 2}}, 422, "/classes"),
     "classes of a rollout": ({"model": "vit", "method": "attention_rollout", "classes": [1]}, 422, ""),
     "no ReLU": ({"model": "vit", "method": "guided_backpropagation"}, 422, ""),
     "functional ReLU": ({"model": "functional", "method": "guided_backpropagation"}, 422, ""),
-    "a layer": ({"method": "occlusion", "layer": "features"}, 422, ""),
-    "too many best": ({"method": "saliency", "top_classes": 1001}, 422, "/top_classes"),
 }
 
 
@@ -416,13 +402,6 @@ def test_refused(served: Live, kind: str) -> None:
     assert not pointer or told["errors"][0]["pointer"] == pointer
     assert entry.model is not None
     assert entry.model.hooks == 0
-
-
-def test_text_models_are_refused(serve: Serve, live: Live) -> None:
-    """Pictures alone have maps."""
-    for method in ("integrated_gradients", "occlusion", "guided_backpropagation"):
-        body = {"model": "encoder", "method": method, "inputs": [tensor(np.zeros((5, 8), np.float32))]}
-        problem(live.client.post("/explain", json=body), 422)
 
 
 def test_a_client_that_goes_away(served: Live) -> None:

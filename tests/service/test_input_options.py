@@ -116,13 +116,6 @@ def test_an_input_again(served: Live) -> None:
         assert found["receipts"] == expected["receipts"]
 
 
-def test_a_bad_input_again(served: Live) -> None:
-    """What is wrong with an input is wrong with those that name it."""
-    inputs = [{"input": 1}, image(b"no picture"), tensor(ROWS[0])]
-    found = problem(served.client.post("/extract", json={**body((), [HEAD]), "inputs": inputs}), 422)
-    assert [fault["input"] for fault in found["errors"]] == [0, 1]
-
-
 @pytest.mark.parametrize("number", [1, 3])
 def test_no_such_input(served: Live, number: int) -> None:
     """What is named must be sent itself: not this one, no other that names one, none beyond the last."""
@@ -141,22 +134,8 @@ def test_skipped_inputs(served: Live, chain: Any) -> None:
     np.testing.assert_allclose(arrays_of(reply)[GRADIENT][0], gradient(chain, ROWS[1], 5)[0], rtol=1e-3, atol=1e-6)
 
 
-def test_explanations(served: Live) -> None:
-    """A map of each input's own class."""
-    inputs = [{**tensor(row), "class": klass} for row, klass in zip(ROWS, (1, 8), strict=False)]
-    sent = {"method": "grad_cam", "inputs": inputs, "encoding": "base64"}
-    reply = served.client.post("/explain", json=sent)
-    found = arrays_of(reply)["grad_cam"]
-    assert reply.json()["receipts"]["grad_cam"]["classes"] == [1, 8]
-    for row, klass in enumerate((1, 8)):
-        alone = {**sent, "inputs": [tensor(ROWS[row])], "objective": {"class": klass}}
-        expected = arrays_of(served.client.post("/explain", json=alone))["grad_cam"]
-        np.testing.assert_allclose(found[row : row + 1], expected, rtol=1e-3, atol=1e-6)
-
-
 CHANGE: Json = {"layer": LAYER, "op": "zero"}
 REFUSED: dict[str, tuple[str, Json, str, str]] = {
-    "class beyond": ("/extract", {"class": 10}, "/inputs/1/objective", "use 0 to 9"),
     "class twice": ("/extract", {"class": 1, "objective": {"class": 1}}, "/inputs/1", "give one"),
     "no such layer": (
         "/extract",
@@ -164,8 +143,6 @@ REFUSED: dict[str, tuple[str, Json, str, str]] = {
         "/inputs/1/interventions/1",
         "block9",
     ),
-    "no such op": ("/extract", {"interventions": [{**CHANGE, "op": "halve"}]}, "/inputs/1/interventions/0/op", ""),
-    "no such kind": ("/extract", {"objective": {"kind": "best"}}, "/inputs/1/objective/kind", ""),
     "changes of a map": ("/explain", {"interventions": [CHANGE]}, "/inputs/1/interventions", "leave them out"),
 }
 
@@ -188,9 +165,3 @@ def test_not_verified(served: Live) -> None:
     assert problem(reply, 422)["errors"][0]["input"] == 1
     plain = post(served, [{}, {"interventions": []}], [HEAD], verify=True)
     assert plain.headers["X-Layertap-Verified"] == "true"
-
-
-def test_no_probe(served: Live) -> None:
-    """What inputs want of their own no fixed input shows."""
-    reply = post(served, [{"interventions": [CHANGE]}, {}], [HEAD], probe=True)
-    assert "no probes" in problem(reply, 422)["detail"]

@@ -125,10 +125,8 @@ def test_wrong_number(serve: Serve, tmp_path: Path) -> None:
     ("labels", "content", "message"),
     [
         ("names.csv", "a,b", "of a kind that is not read"),
-        ("names.json", "{", "can't be read"),
         ("numbers.json", "[1, 2]", "can't be read"),
         ("empty.txt", "", "names no class"),
-        ([], None, "names no class"),
     ],
 )
 def test_mistakes(tmp_path: Path, labels: object, content: str | None, message: str) -> None:

@@ -89,15 +89,6 @@ def test_rows_are_the_processors(live: Live, folders: dict[str, Path], name: str
     check(live, name, process(folders[name], picture), content=png(picture), headers={"content-type": "image/png"})
 
 
-@pytest.mark.slow
-def test_rows_are_the_processors_in_a_worker(serve: Serve, folders: dict[str, Path]) -> None:
-    """So it is where worker processes decode."""
-    with serve(Configuration((spec(folders["levit"]),), "levit"), workers=1) as live:
-        picture = draw((35, 32))
-        rows = process(folders["levit"], picture)
-        check(live, "levit", rows, content=png(picture), headers={"content-type": "image/png"})
-
-
 def test_transparent_pictures_are_laid_onto_white(live: Live, folders: dict[str, Path]) -> None:
     """As a processor that converts to RGB does it; for one that takes no such pictures alpha is dropped."""
     picture = draw((35, 32))

@@ -28,16 +28,13 @@ def extract(live: Live, *layers: Any, **body: Any) -> Any:
 @pytest.mark.parametrize(
     ("layers", "keys"),
     [
-        (["pool"], ["pool"]),
         (["block2.relu#0", "block2.relu#1", "block2.relu#-1", "block2.relu"], None),
         (["."], ["."]),
-        (["block2.relu#*"], RELUS[:2]),
         (["block?.relu"], [RELUS[1], RELUS[3]]),
         (["*.relu#*"], RELUS),
         (["block*.bn1"], ["block2.bn1", "block3.bn1"]),
         ([{"type": "Conv2d"}], CONVOLUTIONS),
         ([{"layer": "block3.*", "type": "Conv2d"}], CONVOLUTIONS[-3:]),
-        ([{"layer": "block2.relu", "call": "*"}], RELUS[:2]),
         ([{"layer": "block2.relu", "call": 0, "site": "input", "as": "x.y-z_1"}], ["x.y-z_1"]),
     ],
 )
@@ -53,11 +50,9 @@ def test_keys(live: Live, layers: list[Any], keys: list[str] | None) -> None:
     [
         (["pool", "pool"], ["pool"]),
         (["block*.bn1", "block2.*1"], ["block2.bn1", "block3.bn1", "block2.conv1"]),
-        (["block*.bn1", "block3.bn1"], ["block2.bn1", "block3.bn1"]),
         (["block2.relu#*", "block2.relu#0"], ["block2.relu#0", "block2.relu#1"]),
         ([{"layer": "pool", "as": "a"}, {"layer": "pool", "as": "b"}], ["a", "b"]),
         ([{"layer": "block?", "as": "a"}], ["a.block1", "a.block2", "a.block3"]),
-        ([{"layer": "*.relu#*", "as": "a"}], [f"a.{name}" for name in RELUS]),
     ],
 )
 def test_once(live: Live, layers: list[Any], keys: list[str]) -> None:
@@ -84,9 +79,7 @@ def test_paths(live: Live) -> None:
     assert found["i"].dtype == np.int64
 
 
-@pytest.mark.parametrize(
-    "entry", [{"type": "Conv2d"}, {"layer": "block?"}, {"layer": "block2.relu#*"}, {"layer": "pool"}]
-)
+@pytest.mark.parametrize("entry", [{"layer": "block2.relu#*"}, {"layer": "pool"}])
 def test_two_reductions(live: Live, entry: Json) -> None:
     """The same layers reduced in two ways need two names; what the hint says to type makes them."""
     both = [{**entry, "pool": "mean"}, {**entry, "pool": "max"}]
@@ -105,12 +98,10 @@ def test_two_reductions(live: Live, entry: Json) -> None:
     ("layer", "hint"),
     [
         ("bloc1", "block1"),
-        ("Head", "head"),
         ("block2.relu#2", "#0 to #1"),
         ("pool[0]", "leave the path out"),
         ("pool:grad_output", '"objective"'),
         ("pool:outptu", "'attention_sink' or 'attention_grad'"),
-        ("pool[0", "[0]"),
         ("#0", "layer4"),
     ],
 )

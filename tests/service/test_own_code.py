@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
-import httpx
-import numpy as np
 import pytest
 
-from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.logs import JsonFormatter
 from tests.service.conftest import Serve
-from tests.service.load_server import ROOT, process
 from tests.service.support import Json, npy, problem, raw, rows
 
 NET = """
@@ -39,12 +34,10 @@ def build():
 """
 FORWARDS = {
     "name": ("y = undefined_name", "NameError"),
-    "value": ("raise ValueError('secret of the operator')", "ValueError"),
     "shape": ("self.linear(x[:, :3])", "RuntimeError"),
 }
 FACTORIES = {
     "value": ("raise ValueError('secret of the operator')", "ValueError"),
-    "arguments": ("Net(5)", "TypeError"),
 }
 
 
@@ -148,20 +141,3 @@ def test_forward_that_raises_for_some(serve: Serve, tmp_path: Path, caplog: pyte
     assert "secret" not in str(said)
     assert f'{file}", line' in caplog.text  # as it was when it was logged
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == ["a model's forward raised"]
-
-
-def test_packages_of_every_name(tmp_path: Path) -> None:
-    """One's own packages ``models`` and ``service`` are imported as they are, by a server and by its workers."""
-    written(tmp_path / "models", "net", built="from models.errors import NoNet; from service import WIDTH", width=7)
-    (tmp_path / "models" / "__init__.py").write_text("from models.errors import NoNet\n")
-    (tmp_path / "models" / "errors.py").write_text("class NoNet(Exception): ...\n")
-    (tmp_path / "service").mkdir()
-    (tmp_path / "service" / "__init__.py").write_text("WIDTH = 7\n")
-    spec = ModelSpec("own", "python:models.net:build", "random:0", device="cpu", inputs=(InputSpec("x", (4,)),))
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    with process([spec], tmp_path, PYTHONPATH=path, LAYERTAP_WORKERS="2") as server:
-        told = httpx.get(f"{server.url}/models/own").json()
-        assert (told["state"], told["source"]) == ("ready", "python:models.net:build")
-        request = raw(npy(np.ones(4, np.float32)), "application/x-npy", layers="linear")
-        reply = httpx.post(f"{server.url}/extract", **request)
-        assert reply.json()["features"]["linear"]["shape"] == [1, 7]

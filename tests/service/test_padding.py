@@ -135,21 +135,15 @@ def scores(output: Any) -> Tensor:
 
 
 OBJECTIVES: dict[str, tuple[str, Json, Callable[[Tensor], Tensor]]] = {
-    "sum": ("gpt2", {"kind": "sum"}, lambda out: out.sum()),
     "mean": ("gpt2", {"kind": "mean"}, lambda out: out.mean()),
-    "mean of folded tokens' model": ("mixing", {"kind": "mean"}, lambda out: out.mean()),
-    "mean of convolved tokens": ("convolving", {"kind": "mean"}, lambda out: out.mean()),
     "a token's class": ("gpt2", {"kind": "logit", "class": 7, "position": -1}, lambda out: out[0, -1, 7]),
-    "an early token's best": ("gpt2", {"kind": "probability", "position": 1}, lambda out: out[0, 1].softmax(0).max()),
     "entropy of the last but one": (
         "gpt2",
         {"kind": "cross_entropy", "class": 3, "position": -2},
         lambda out: functional.cross_entropy(out[0, -2:-1], torch.tensor([3])),
     ),
-    "classes": ("classifier", {"kind": "cross_entropy", "class": 1}, lambda out: -out.log_softmax(1)[0, 1]),
     "a position": ("answering", {"kind": "logit", "class": 2}, lambda out: out[0, 2]),
     "the best position": ("answering", {"kind": "logit", "class": "top"}, lambda out: out.max()),
-    "divergence of positions": ("answering", {"kind": "kl_div", "class": 0}, lambda out: -out.log_softmax(1)[0, 0]),
 }
 
 
@@ -173,12 +167,9 @@ def test_objectives(server: Server, name: str) -> None:
 
 
 CAPTURES: dict[str, tuple[str, Json, Change]] = {
-    "as it is": ("gpt2", {}, lambda value: value),
     "flat": ("bert", {"pool": "flatten"}, lambda value: value.flatten()),
-    "channels": ("gpt2", {"channels": [3, 1]}, lambda value: value[:, [3, 1]]),
     "tokens, pooled": ("gpt2", {"tokens": [2, 0], "pool": "mean"}, lambda value: value[[2, 0]].mean(0)),
     "mean": ("gpt2", {"pool": "mean"}, lambda value: value.mean(0)),
-    "max": ("convolving", {"pool": "max"}, lambda value: value.amax(0)),
     "gem": ("mixing", {"pool": "gem"}, lambda value: (value.clamp(min=1e-6) ** 3).mean(0) ** (1 / 3)),
     "statistics": (
         "gpt2",
@@ -213,16 +204,13 @@ def drawn(seed: int) -> Change:
     return lambda value: value + 0.5 * torch.randn(value.shape[1:], generator=torch.Generator().manual_seed(seed))
 
 
-VECTOR = np.random.default_rng(0).standard_normal(32).astype(np.float32)
 EDITS: dict[str, tuple[Json, Callable[[int], Change]]] = {
-    "zero": ({"op": "zero", "tokens": [1]}, lambda row: lambda value: value.index_fill(1, torch.tensor([1]), 0)),
     "zero from the end": (
         {"op": "zero", "tokens": [-2, -1]},
         lambda row: lambda value: torch.cat([value[:, :-2], torch.zeros_like(value[:, -2:])], 1),
     ),
     "replace": ({"op": "replace", "value": 0.3}, lambda row: lambda value: torch.full_like(value, 0.3)),
     "noise": ({"op": "noise", "std": 0.5, "seed": 7}, lambda row: drawn(7 + row)),
-    "steer": ({"op": "add", **tensor(VECTOR)}, lambda row: lambda value: value + torch.from_numpy(VECTOR)),
 }
 
 
@@ -316,30 +304,3 @@ def test_whole_tensors(server: Server, model: str, op: str) -> None:
     told = refused(server, model, [TEXTS[1]], [output], interventions=[edit])
     assert "send [3, 32]" in told
     assert "these have 3 to 13 tokens" in refused(server, model, TEXTS, [output], interventions=[edit])
-
-
-RESUMED = {
-    "gpt2": ("transformer.h.1", ".[logits]"),
-    "bert": ("encoder.layer.0", "encoder.layer.1.attention.self.query"),
-    "classifier": ("bert.encoder.layer.1", ".[logits]"),
-}
-
-
-@pytest.mark.parametrize(("model", "form"), [("gpt2", "npy"), ("bert", "safetensors"), ("classifier", "npy")])
-def test_resumed(server: Server, model: str, form: str) -> None:
-    """What was captured of a text, sent back as it is, gives what the whole forward gives."""
-    layer, output = RESUMED[model]
-    for tokens in TEXTS:
-        whole = server.post(model, [tokens], [output])
-        body = {"model": model, "inputs": [{"tokens": tokens}], "layers": [layer]}
-        first = server.live.client.post("/extract", json=body, params={"format": form})
-        again = server.live.client.post(
-            "/extract",
-            content=first.content,
-            headers={"content-type": first.headers["content-type"]},
-            params={"model": model, "resume": layer, "layers": output, "encoding": "base64"},
-        )
-        (found,) = arrays_of(again).values()
-        (wanted,) = arrays_of(whole).values()
-        close(found, torch.from_numpy(wanted))
-        assert again.json()["receipts"][output]["captured"] == whole.json()["receipts"][output]["captured"]

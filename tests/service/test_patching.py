@@ -217,24 +217,12 @@ def _encode(value: Tensor) -> str:
 
 
 REFUSED: dict[str, tuple[list[Json], str, str]] = {
-    "itself": ([{}, patch(1, 0, 0)], "/inputs/1/interventions/0", "another"),
     "no such input": ([{}, patch(2, 0, 0)], "/inputs/1/interventions/0", "another"),
     "each other": ([patch(1, 0, 0), patch(0, 0, 0)], "/inputs/0/interventions", "itself, in the end"),
-    "a negative input": ([{}, patch(-1, 0, 0)], "/inputs/1/interventions/0/from/input", ""),
     "another shape": (
         [{}, patch(0, 0, 0, **{"from": {"input": 0, "layer": "transformer.h.0.mlp.c_fc"}, "channels": None})],
         "/inputs/1/interventions/0",
         "128",
-    ),
-    "a gradient": (
-        [{}, patch(0, 0, 0, **{"from": {"input": 0, "layer": f"{place(0)}:grad_input"}})],
-        "/inputs/1/interventions/0",
-        "not gradients",
-    ),
-    "no such layer": (
-        [{}, patch(0, 0, 0, **{"from": {"input": 0, "layer": "transformer.h.9"}})],
-        "/inputs/1/interventions/0",
-        "transformer.h.9",
     ),
     "many layers": (
         [{}, patch(0, 0, 0, **{"from": {"input": 0, "layer": "transformer.h.*"}})],
@@ -242,7 +230,6 @@ REFUSED: dict[str, tuple[list[Json], str, str]] = {
         "name one",
     ),
     "with zero": ([{}, patch(0, 0, 0, op="zero")], "/inputs/1/interventions/0", "takes no"),
-    "with a value": ([{}, patch(0, 0, 0, value=1.0)], "/inputs/1/interventions/0", "not both"),
 }
 
 

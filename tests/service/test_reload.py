@@ -15,7 +15,7 @@ import pytest
 
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.exchanged_models import GATED_BYTES, WAITING, WIDE, WIDE_BYTES, Versions, entry
+from tests.service.exchanged_models import WAITING, Versions, entry
 from tests.service.gated_server import hold_model, post_rows, wait_until
 from tests.service.load_server import process
 from tests.service.server_process import fatal_model_spec
@@ -170,33 +170,6 @@ def test_names_of_a_model_that_fails(serve: Serve, versions: Versions) -> None:
         assert states(live) == {"two": "ready", "prod": "ready"}
         for name, model in ((None, "two"), ("prod", "prod"), ("other", "two")):
             assert ask(live.client, name).json()["model"] == model
-
-
-def test_an_alias_becomes_a_model(serve: Serve, versions: Versions, gate: threading.Event) -> None:
-    """Until all of the file has loaded an alias means what it did, and the model of that name is kept apart from it."""
-    first = entry("a", "first")
-    before = [first, entry("b", "one", load="lazy", idle_timeout_s=0.1)]
-    with serve(versions.write(*before, aliases={"prod": "one"}), config=versions.file) as live:
-        wide = entry("a", "prod", source=WIDE, weights="random:0")
-        versions.write(first, wide, entry("a", "slow", source=WAITING))
-        with ThreadPoolExecutor(1) as pool:
-            reply = pool.submit(live.client.post, "/models/reload")
-            try:
-                wait_until(lambda: states(live).get("prod") == "ready")
-                assert ask(live.client, "prod").json()["model"] == "one"
-                wait_until(
-                    lambda: (
-                        sorted(each.name for each in live.engine.manager.list_handles()) == ["first", "prod", "slow"]
-                    )
-                )  # the lazy one has gone
-                assert states(live) == {"first": "ready", "one": "available", "prod": "ready", "slow": "loading"}
-                assert live.engine.manager.used_bytes == GATED_BYTES + WIDE_BYTES
-                assert ask(live.client, "prod").json()["model"] == "one"
-            finally:
-                gate.set()
-            assert reply.result().status_code == 200
-        assert states(live) == {"first": "ready", "prod": "ready", "slow": "ready"}
-        assert ask(live.client, "prod").json()["model"] == "prod"
 
 
 def test_two_readings(serve: Serve, versions: Versions, gate: threading.Event) -> None:

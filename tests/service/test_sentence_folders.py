@@ -110,18 +110,6 @@ def test_prompts(folders: Folders) -> None:
     )
 
 
-def test_prompts_of_bulk_jobs(folders: Folders, command: Command, tmp_path: Path) -> None:
-    """A job's prompt is put in front of lines and is its own: another job is not gone on with."""
-    folders.prepare("prompts")
-    where = ("--url", folders.live.url, "--model", "prompts")
-    rows = embed_lines(command, tmp_path, *where, "--prompt", "document")
-    expected = folders.encode("prompts", prompt_name="document")
-    np.testing.assert_allclose(np.array(rows["sentence_embedding"]), expected, atol=1e-5)
-    words = ("bulk", tmp_path / "texts.jsonl", "--column", "text", "--out", tmp_path / "out.parquet", *where)
-    done = command(*words, "--prompt", "query")
-    assert (done.status, "was made with prompt document" in done.notes) == (2, True), done.notes
-
-
 def test_cut(folders: Folders) -> None:
     """A text that was cut is named in a warning, a shorter one is not; with ``truncate`` none it is refused."""
     folders.prepare("prompts")

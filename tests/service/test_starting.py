@@ -86,24 +86,6 @@ def test_taken_port(torchless: dict[str, str]) -> None:
     assert "--port" in line
 
 
-@pytest.mark.parametrize(
-    ("words", "variables", "says"),
-    [
-        (("--host", "nowhere.invalid"), {"LAYERTAP_API_KEYS": "k"}, "'nowhere.invalid' can't be resolved"),
-        (("--host", "192.0.2.1"), {"LAYERTAP_API_KEYS": "k"}, "192.0.2.1:8000 is no address of this machine"),
-        (("--config", "nowhere.yaml"), {}, "can't read nowhere.yaml"),
-        ((), {"LAYERTAP_DRAIN_DELAY_S": "-1"}, "LAYERTAP_DRAIN_DELAY_S"),
-        (("--root-path", "/models"), {}, "LAYERTAP_ROOT_PATH: /models is a path of the server's own"),
-    ],
-)
-def test_mistakes(torchless: dict[str, str], words: tuple[str, ...], variables: dict[str, str], says: str) -> None:
-    """A host that can't be had and a mistake in the settings or the configuration end with a line and status 2."""
-    done = run("serve", *words, env=torchless | variables)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert says in line
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_end_at_once(torchless: dict[str, str], tmp_path: Path, number: signal.Signals) -> None:
     """A server that is asked to end while it still reads its configuration does, with status 0 and without a word."""

@@ -68,8 +68,9 @@ def test_receipts(live: Live) -> None:
 MERGED = ["mean", "std", "min", "max", "l2", "zeros", "nonfinite"]
 
 
-def test_by_channel(live: Live, layer: str = "block2") -> None:
+def test_by_channel(live: Live) -> None:
     """Statistics of each channel are those of its values, as a small tensor for each row."""
+    layer = "block2"
     raw = arrays_of(extract(live, layer))[layer]
     reply = extract(live, {"layer": layer, "stats": True, "by": "channel"})
     found = arrays_of(reply)[layer]

@@ -186,14 +186,11 @@ def test_models_say_how_they_take_text(texts: Texts) -> None:
 
 REFUSED: dict[str, tuple[Json, str, str]] = {
     "too long": ({"text": "a " * POSITIONS}, "bert", f"{POSITIONS + 2} tokens, the limit is {POSITIONS}"),
-    "too many tokens": ({"tokens": [4] * 41}, "bert", "41 tokens, the limit is 40"),
     "no token": ({"text": ""}, "endless", "not empty"),
     "no tokenizer": ({"text": "a cat"}, "bare", '{"tokens": ['),
     "outside of the vocabulary": ({"tokens": [CLS, VOCABULARY]}, "bert", f"from 0 to {VOCABULARY - 1}"),
     "a picture": ({"image": "AAAA"}, "bert", '{"text": "a cat"}'),
-    "a picture for both": ({"image": "AAAA"}, "both", "send pixel_values"),
     "a tensor too long": (tensor(np.zeros(41, np.int64)), "bert", "from 1 to 40"),
-    "a tensor of floats": (tensor(np.zeros(8, np.float32)), "bert", "int64"),
 }
 
 
