@@ -26,14 +26,6 @@ CPUS = 4  # that Ray gives away, whatever there are
 STARTS, START_S = 5, 150  # Ray waits 15 seconds for its own processes, which can't be set: a busy machine takes longer
 TRY_S = 0.5
 READY_S = 240
-DELETE = """
-import sys
-import ray
-from ray import serve
-
-ray.init(sys.argv[1], log_to_driver=False)
-serve.delete("layertap")
-"""
 STARTED = "Ray runtime started"
 # A third of the time in which Ray is imported: an addition to jsonschema, which some tool of developers brings.
 SLOW_IMPORT = "rfc3987_syntax.py"
@@ -100,10 +92,6 @@ class Cluster:
         with suppress(httpx.TransportError):
             return httpx.get(f"{self.url}/readyz").status_code == 200
         return False
-
-    def delete(self) -> None:
-        """Have no replicas any more, by Ray's own function: its command needs the dashboard."""
-        self._run(sys.executable, "-c", DELETE, self.address)
 
     def _run(self, *words: str | Path) -> None:
         subprocess.run(words, env=self.environment, check=True, timeout=READY_S)

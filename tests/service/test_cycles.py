@@ -14,9 +14,9 @@ from tests.service.gated_server import wait_until
 from tests.service.load_server import END_S, Usage, process
 from tests.service.support import npy, raw
 
-FIRST, CYCLES = 10, 30  # until allocators and caches have what they need; after that
+FIRST, CYCLES = 6, 12  # until allocators and caches have what they need; after that
 OUTPUTS = 400_000
-SLACK_BYTES = 16 * 2**20  # a thirtieth of which is a fourteenth of the weights
+SLACK_BYTES = 12 * 2**20  # a twelfth of which is an eighth of the weights
 SPEC = ModelSpec(
     "linear",
     "python:torch.nn:Linear",

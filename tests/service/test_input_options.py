@@ -25,10 +25,10 @@ def chain(live: Live) -> Any:
     return copy_digits(live)
 
 
-@pytest.fixture(scope="module", params=[0, 2])
-def served(serve: Serve, request: Any) -> Iterator[Live]:
-    """The embedded model, in the server's process and in workers."""
-    with serve(workers=request.param) as live:
+@pytest.fixture(scope="module")
+def served(serve: Serve) -> Iterator[Live]:
+    """The embedded model."""
+    with serve() as live:
         yield live
 
 

@@ -83,6 +83,7 @@ def test_steady_body(serve: Serve) -> None:
     """A body that keeps coming takes as long as it takes: the deadline counts from its last byte."""
     with serve(body_timeout_s=1.0, deadline_s=1.5) as live:
         sent = raw(picture(size=(200, 200)), "image/png", layers="pool")
+        sent["headers"] |= {"connection": "close"}  # or the client would read until the server's patience ends
         request = live.client.build_request("POST", "/extract", **sent)
         data = encode_request(request)
         size = len(data) // 6 + 1

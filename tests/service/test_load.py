@@ -23,7 +23,7 @@ from tests.service.support import problem
 
 CONCURRENCY = 64
 AT_ONCE = 500  # requests whose replies are held until they are compared
-WARM_UP = 400
+WARM_UP = 250
 MAX_GROWTH = 50 * 2**20  # bytes of one process
 LATE_THREADS = 32  # a pool starts them when it first has so much to do at once, which the warm-up need not bring
 TIMEOUT_S = 120

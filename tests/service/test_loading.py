@@ -87,7 +87,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_impatient")
-@pytest.mark.parametrize("starts", [slow(3), pytest.param(50, marks=[pytest.mark.hard, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("starts", [slow(2), pytest.param(50, marks=[pytest.mark.hard, pytest.mark.timeout(1800)])])
 def test_a_mixture_of_models(serve: Serve, mixture: Mixture, starts: int) -> None:
     """Every model is ready with the weights of its file, every answer that is given meanwhile is exactly right."""
     wrong: list[object] = []

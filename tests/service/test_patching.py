@@ -45,8 +45,8 @@ class Served:
         return found[:, 0]
 
 
-@pytest.fixture(scope="module", params=[0, 2])
-def served(serve: Serve, tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[Served]:
+@pytest.fixture(scope="module")
+def served(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("models")
     module = type(saved("gpt2", folder / "gpt2")).from_pretrained(folder / "gpt2").eval()
     tokenizer(folder / "gpt2", cls_token=None, sep_token=None, pad_token=None)
@@ -54,7 +54,7 @@ def served(serve: Serve, tmp_path_factory: pytest.TempPathFactory, request: Any)
     plain.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     plain.save(str(folder / "gpt2" / "tokenizer.json"))
     spec = ModelSpec("gpt2", f"transformers:{folder / 'gpt2'}", device="cpu")
-    with serve(configured(spec), workers=request.param) as live:
+    with serve(configured(spec), workers=2) as live:
         yield Served(live, module)
 
 

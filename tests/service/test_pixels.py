@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,15 +31,15 @@ def module() -> nn.Module:
     return seeded(get_model("squeezenet1_1"), 0)
 
 
-@pytest.fixture(scope="module", params=[0, 1])
-def own(serve: Serve, module: nn.Module, tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[Live]:
-    """A server of it with torchvision's preset, in its own process and in workers."""
+@pytest.fixture(scope="module")
+def own(serve: Serve, module: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server of it with torchvision's preset, in workers."""
     folder: Path = tmp_path_factory.mktemp("pixels")
     torch.save(module.state_dict(), folder / "own.pth")
     entry = {"name": "own", "source": "torchvision:squeezenet1_1", "weights": "own.pth", "device": "cpu"}
     fast = {**entry, "name": "fast", "decode": "fast"}
     (folder / "models.json").write_text(json.dumps({"models": [entry, fast]}))
-    with serve(read_configuration(folder / "models.json", before_loading=True), workers=request.param) as live:
+    with serve(read_configuration(folder / "models.json", before_loading=True), workers=1) as live:
         yield live
 
 

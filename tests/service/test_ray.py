@@ -105,7 +105,7 @@ def test_a_killed_replica(cluster: Cluster) -> None:
 
 
 def test_worker_processes(cluster: Cluster) -> None:
-    """A replica of two CPUs has worker processes; they end with it when it is killed, and when the cluster ends it."""
+    """A replica of two CPUs has worker processes, which end with it when it is killed."""
     cluster.deploy(1, num_cpus=2)
     (replica,) = cluster.list_replicas()
     workers = descendants(replica)
@@ -116,12 +116,6 @@ def test_worker_processes(cluster: Cluster) -> None:
         np.testing.assert_allclose(array, expected[name], rtol=1e-4, atol=1e-5)
     os.kill(replica, signal.SIGKILL)
     wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
-    wait(lambda: len(cluster.list_replicas()) == 1 and cluster.is_ready())
-    workers = descendants(cluster.list_replicas()[0])
-    assert len(workers) >= 3
-    cluster.delete()
-    wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
-    assert not cluster.list_replicas()
 
 
 def start_bulk(cluster: Cluster, *words: str | Path) -> subprocess.Popen[bytes]:
@@ -147,12 +141,10 @@ def wait_for_parts(out: Path, process: subprocess.Popen[bytes], more_than: int) 
 
 def test_bulk(cluster: Cluster, tmp_path: Path) -> None:
     """By actors, killed and gone on with, actors killed too, one as it starts: the bytes that one process writes."""
-    write_pictures(tmp_path / "source", 4000)
+    write_pictures(tmp_path / "source", 2500)
     (tmp_path / "source" / "00100.png").write_bytes(b"no picture")
     whole, out = tmp_path / "whole.parquet", tmp_path / "out.parquet"
     plain = start_bulk(cluster, tmp_path / "source", *WORDS, "--out", whole)
-    output, _ = plain.communicate(timeout=240)
-    assert plain.returncode == 0, output.decode()
     words = (tmp_path / "source", *WORDS, "--out", out, "--ray", "--ray-address", cluster.address)
     killed = start_bulk(cluster, *words)
     wait(lambda: bool(cluster.list_processes(ACTOR)), 0.01)
@@ -168,4 +160,6 @@ def test_bulk(cluster: Cluster, tmp_path: Path) -> None:
     assert process.returncode == 0, output.decode()
     assert "rows are there already" in output.decode()
     assert "00100.png: " in (told + output).decode()
+    output, _ = plain.communicate(timeout=240)  # beside the others: its start takes longest
+    assert plain.returncode == 0, output.decode()
     assert out.read_bytes() == whole.read_bytes()
