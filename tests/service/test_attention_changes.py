@@ -1,4 +1,4 @@
-"""Interventions at attention over HTTP, against the same models with attention written by hand and changed."""
+"""Parts of attention and interventions there over HTTP, against models with attention written by hand."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.models.hooks.test_attention import Change, heads_of, multi_head, softmax, unchanged
-from tests.nets import Encoder, vit
-from tests.oracle import seeded
+from tests.nets import vit
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.support import Array, Json, arrays_of, configured, problem, tensor
@@ -29,9 +28,8 @@ TEXTS = [
     for length in (5, 3, 8, 13)  # in buckets of 8, 8, 8 and 16 tokens
 ]
 PICTURES = np.random.default_rng(2).normal(size=(4, 3, 32, 32)).astype(np.float32)
-SEQUENCES = np.random.default_rng(3).normal(size=(4, 5, 8)).astype(np.float32)
 
-ARRAYS = {"vit": PICTURES, "encoder": SEQUENCES}  # of models that take no texts
+ARRAYS = {"vit": PICTURES}  # of models that take no texts
 
 
 def bert(module: Any, x: Tensor, change: Change) -> tuple[Tensor, Tensor]:
@@ -73,12 +71,6 @@ CASES = {
         ("encoder.layer.0.attention.self", "encoder.layer.1.attention.self"), bert, ".[last_hidden_state]", texts()
     ),
     "vit": Case((SELF.format(0), SELF.format(1)), multi_head, ".", [tensor(each) for each in PICTURES]),
-    "encoder": Case(
-        ("layers.layers.0.self_attn", "layers.layers.1.self_attn"),
-        multi_head,
-        ".",
-        [tensor(each) for each in SEQUENCES],
-    ),
 }
 CHANGES: dict[str, tuple[Json, Change]] = {
     "zero": ({"op": "zero", "heads": [1]}, lambda w: w * (torch.arange(w.shape[1]) != 1)[:, None, None]),
@@ -154,12 +146,9 @@ class Server:
 def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("models")
     modules: dict[str, Any] = {name: saved(name, folder / name).requires_grad_() for name in ("gpt2", "bert")}
-    modules |= {"vit": vit(), "encoder": seeded(Encoder(), 6)}
+    modules |= {"vit": vit()}
     specs = [ModelSpec(name, f"transformers:{folder / name}", device="cpu") for name in ("gpt2", "bert")]
-    for name, source, spec in (
-        ("vit", "tests.nets:vit", InputSpec("x", (3, 32, 32))),
-        ("encoder", "tests.nets:Encoder", InputSpec("x", (5, 8))),
-    ):
+    for name, source, spec in (("vit", "tests.nets:vit", InputSpec("x", (3, 32, 32))),):
         save_model(modules[name].eval(), str(folder / f"{name}.safetensors"))
         weights = str(folder / f"{name}.safetensors")
         specs.append(ModelSpec(name, f"python:{source}", device="cpu", weights=weights, inputs=(spec,)))
@@ -218,6 +207,63 @@ def test_gradients(server: Server, model: str) -> None:
         for values, gradient in zip(found, torch.autograd.grad(score, kept), strict=True):
             assert gradient.abs().max() > 1e-6
             check(values[row], gradient[0])
+
+
+PARTS: dict[str, tuple[Json, tuple[Any, Any, Any]]] = {
+    "heads": ({"heads": [0, -1]}, ([0, 3], slice(None), slice(None))),
+    "the last query": ({"heads": [2], "queries": [-1]}, ([2], [-1], slice(None))),
+    "keys": ({"queries": [-1, 1], "keys": [0, -2]}, (slice(None), [-1, 1], [0, -2])),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("model", ["bert", "gpt2"])
+def test_parts(server: Server, model: str, name: str) -> None:
+    """Of each text its own heads, queries and keys, alone and beside longer ones; of gradients too."""
+    asked, (heads, queries, keys) = PARTS[name]
+    layer = {"layer": CASES[model].layers[1], "site": "attention", **asked}
+    grad = {**layer, "site": "attention_grad"}
+    beside, grads = server.of(model, layer), server.of(model, grad, objective={"kind": "sum"})
+    for row in range(4):
+        with server.changed(model, unchanged) as kept:
+            (gradient,) = torch.autograd.grad(server.run(model, row).sum(), kept[1])
+        weights, slopes = (each[0, heads][:, queries][:, :, keys] for each in (kept[1], gradient))
+        assert weights.std() > 1e-3
+        alone = server.of(model, layer, [row])[0]
+        assert alone.shape == weights.shape
+        check(alone, weights)
+        check(beside[row], weights)
+        check(grads[row], slopes)
+
+
+def test_what_a_reply_says_of_parts(server: Server) -> None:
+    """The receipt has the indices, the fingerprint depends on them, and only what is asked for counts as bytes."""
+    layer = {"layer": CASES["bert"].layers[1], "site": "attention"}
+    prints = set()
+    for asked in ({}, {"heads": [0]}, {"heads": [0, -1]}, {"queries": [0]}, {"keys": [0]}):
+        reply = server.post("bert", [layer | asked], [0]).json()
+        (receipt,) = reply["receipts"].values()
+        assert {name: receipt[name] for name in ("heads", "queries", "keys") if name in receipt} == asked
+        prints.add(reply["fingerprint"])
+    assert len(prints) == 5
+    body = {"model": "bert", "inputs": CASES["bert"].inputs[:1]}
+    body["layers"] = [{**layer, "heads": [1], "queries": [0], "dtype": "float16"}]
+    (promised,) = server.live.client.post("/extract?dry_run=true", json=body).json()["features"].values()
+    assert (promised["shape"], promised["bytes"]) == ([1, 1, 1, 5], 10)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"heads": [4]}, "'heads' of 'encoder.layer.1.attention.self' must be between -4 and 3"),
+        ({"tokens": [0]}, "has no axis for 'tokens'"),
+        ({"heads": [0], "pool": "mean"}, "has no channels"),
+    ],
+)
+def test_refused_parts(server: Server, asked: Json, says: str) -> None:
+    """What the shortest text does not have, or what is no part of attention, is refused before any forward."""
+    layer = {"layer": CASES["bert"].layers[1], "site": "attention", **asked}
+    assert says in problem(server.post("bert", [layer]), 422)["detail"]
 
 
 def test_beside_other_requests(server: Server) -> None:

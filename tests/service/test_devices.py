@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -16,13 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layertap.models.digits import spec as digits
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
 from tests.oracle import seeded
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, arrays_of, npy, picture, problem, raw
+from tests.service.support import Array, arrays_of, npy, problem, raw
 
 DEVICES = ("cpu:0", "cpu:1", "cpu:2")
 ROW = InputSpec("x", (4,))
@@ -137,18 +135,3 @@ def test_weights_must_be_the_same(serve: Serve) -> None:
         assert (told["state"], "other weights each time" in told["reason"]) == ("failed", True)
         sent = raw(npy(np.ones((1, 4), np.float32)), "application/x-npy", model="other")
         problem(live.client.post("/extract", **sent), 503, seconds=True)
-
-
-def test_pictures_are_decoded_by_workers(serve: Serve) -> None:
-    """Worker processes decode pictures for all devices; the vectors are those of the model in one process."""
-    plain = digits()
-    several = replace(plain, name="several", device="auto", devices=("cpu:0", "cpu:1"))
-    with serve(Configuration((plain, several), plain.name), workers=1) as live:
-        for seed in range(4):
-            data = raw(picture(seed), "image/png", layers="pool", format="npy")
-            answers = []
-            for model in (plain.name, "several"):
-                reply = live.client.post("/extract", **{**data, "params": {**data["params"], "model": model}})
-                answers.append(arrays_of(reply))
-            (one,), (other,) = (answer.values() for answer in answers)
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

@@ -74,8 +74,8 @@ def post(live: Live, model: str, arrays: dict[str, Array], layers: str) -> dict[
     )
 
 
-@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.slow)], ids=["here", "in a worker"])
-def live(serve: Serve, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Live]:
+@pytest.fixture(scope="module")
+def live(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     example = tmp_path_factory.mktemp("examples") / "ids.json"
     example.write_text(json.dumps({"batch.ids": ROWS["batch.ids"][0].tolist()}))
     entries = (
@@ -85,7 +85,7 @@ def live(serve: Serve, tmp_path_factory: pytest.TempPathFactory, request: pytest
     )
     pair = (InputSpec("a", (4,)), InputSpec("b", (4,)))
     nets = (net("entries", "Entries", *entries), net("siamese", "Siamese", *pair), net("stacked", "Stacked", *pair))
-    with serve(configured(*nets), workers=request.param) as live:
+    with serve(configured(*nets), workers=0) as live:
         yield live
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +28,7 @@ from tests.service.support import (
     raw,
     tensor,
 )
+from tests.service.test_explain_methods import module_of
 
 
 def cam(live: Live, x: Array, layer: str, klass: int | None) -> Array:
@@ -155,13 +155,6 @@ def attended(module: Any, x: Array) -> tuple[Tensor, list[Tensor], list[Tensor]]
         tokens = tokens + part.out_proj(joined)
         tokens = tokens + block.mlp(block.ln_2(tokens))
     return module.heads(module.encoder.ln(tokens)[:, 0]), norms, weights
-
-
-def module_of(live: Live, name: str) -> Any:
-    """A copy of a served model that no hook ever touches."""
-    model = live.engine.manager.registry.get_entry(name).model
-    assert model is not None
-    return copy.deepcopy(model.module).eval()
 
 
 def test_relevance(attentive: Live) -> None:

@@ -66,20 +66,6 @@ def test_lazy(serve: Serve, maker: Maker) -> None:
         assert state(live, "lazy") == "ready"
 
 
-def test_load_and_unload(serve: Serve, maker: Maker) -> None:
-    """A model can be loaded before it is asked for, and unloaded; it is lazy, so the next request loads it again."""
-    with serve(configured(net("lazy", "made", load="lazy"))) as live:
-        for number in (1, 2):
-            assert live.client.post("/models/lazy/load").json()["state"] == "ready"
-            assert live.client.post("/models/lazy/load").json()["state"] == "ready"
-            assert len(maker.made) == number
-            assert post_rows(live, model="lazy").status_code == 200
-            assert live.client.post("/models/lazy/unload").json()["state"] == "available"
-            assert live.client.post("/models/lazy/unload").json()["state"] == "available"
-        assert post_rows(live, model="lazy").status_code == 200
-        assert len(maker.made) == 3
-
-
 def test_load_after_failure(serve: Serve, maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that failed stays failed until an administrator asks for it again."""
     factories: list[Callable[[], nn.Module]] = [nets_http.Never, maker]

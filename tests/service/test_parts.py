@@ -5,34 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from safetensors.torch import load_file
 
-from layertap.models.digits import architecture
 from layertap.models.spec import ModelSpec
-from tests.oracle import record
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, configured, npy, picture, problem, tensor
+from tests.service.support import Json, arrays_of, configured, image, npy, picture, problem, tensor
 from tests.transformers_nets import saved, tokenizer
 
 ROWS = np.random.default_rng(0).standard_normal((3, 3, 32, 32), np.float32)
 LAYER = "block1"
 HIDDEN = ".[last_hidden_state]"
-
-
-@pytest.fixture(scope="module")
-def plain() -> Any:
-    """The network of ``digits``, built and loaded by hand."""
-    module = architecture.digits().eval()
-    module.load_state_dict(load_file(Path(architecture.__file__).with_name("digits.safetensors")))
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -45,32 +32,18 @@ def small(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Li
         yield live
 
 
-def decoded(data: bytes) -> Array:
-    """A picture as digits' preprocessing makes a row of it, by Pillow and torch."""
-    resized = Image.open(BytesIO(data)).convert("RGB")
-    width, height = resized.size
-    short = min(width, height)
-    resized = resized.resize((int(32 * width / short), int(32 * height / short)), Image.Resampling.BILINEAR)
-    left, top = round((resized.width - 32) / 2), round((resized.height - 32) / 2)
-    pixels = torch.from_numpy(np.array(resized.crop((left, top, left + 32, top + 32)))).permute(2, 0, 1)
-    row: Array = ((pixels / 255 - 0.5) / 0.5).numpy()
-    return row
-
-
 def send(live: Live, *parts: tuple[str, bytes], **query: str) -> Any:
     files = [(name, ("file", data, "application/octet-stream")) for name, data in parts]
     return live.client.post("/extract", files=files, params={"layers": LAYER, "format": "npz", **query})
 
 
-def test_pictures_and_tensors(small: Live, plain: Any) -> None:
-    """Pictures, pixels and floats are rows in the order of their parts: what the module itself gives."""
+def test_pictures_and_tensors(small: Live) -> None:
+    """Pictures, pixels and floats are rows in the order of their parts: what the same inputs in JSON give."""
     pixels = np.array(Image.open(BytesIO(picture(2))))
-    reply = send(
-        small, ("tensors", npy(ROWS[0])), ("images", picture(1)), ("tensors", npy(pixels)), ("tensors", npy(ROWS[1]))
-    )
-    batch = torch.from_numpy(np.stack([ROWS[0], decoded(picture(1)), decoded(picture(2)), ROWS[1]]))
-    expected = record(plain, batch)[LAYER, 0, (), "output"].numpy()
-    np.testing.assert_allclose(arrays_of(reply)[LAYER], expected, rtol=1e-4, atol=1e-5)
+    parts = [("tensors", npy(ROWS[0])), ("images", picture(1)), ("tensors", npy(pixels)), ("tensors", npy(ROWS[1]))]
+    inputs = [tensor(ROWS[0]), image(picture(1)), tensor(pixels), tensor(ROWS[1])]
+    wanted = arrays_of(small.client.post("/extract?format=npz", json={"layers": [LAYER], "inputs": inputs}))
+    np.testing.assert_allclose(arrays_of(send(small, *parts))[LAYER], wanted[LAYER], rtol=1e-4, atol=1e-5)
 
 
 def test_texts(small: Live) -> None:

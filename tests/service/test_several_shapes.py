@@ -54,13 +54,10 @@ def local(serve: Serve) -> Iterator[Live]:
         yield live
 
 
-@pytest.fixture(scope="module", params=[0, 1])
-def either(request: pytest.FixtureRequest, local: Live, serve: Serve) -> Iterator[Live]:
-    """That server, and one whose models run in workers."""
-    if request.param == 0:
-        yield local
-        return
-    with serve(configured(SPECS[0]), workers=request.param) as live:
+@pytest.fixture(scope="module")
+def working(serve: Serve) -> Iterator[Live]:
+    """One whose models run in workers."""
+    with serve(configured(SPECS[0]), workers=1) as live:
         yield live
 
 
@@ -100,14 +97,14 @@ def offline(module: nn.Module, row: Array, layer: str, call: int = 0, site: str 
     return record(module, torch.from_numpy(row)[None])[layer, call, (), site].numpy()
 
 
-def test_alike(either: Live, module: nn.Module) -> None:
+def test_alike(local: Live, module: nn.Module) -> None:
     """What has one shape whatever the input's is one array, rows in the order of the inputs."""
     layers = [
         "head",
         {"layer": "conv", "pool": "mean", "normalize": True, "as": "v"},
         {"layer": "relu#0", "pool": "max"},
     ]
-    reply = post(either, map(tensor, ROWS), *layers, encoding="base64")
+    reply = post(local, map(tensor, ROWS), *layers, encoding="base64")
     arrays = arrays_of(reply)
     assert arrays.keys() == {"head", "v", "relu#0"}
     close(arrays["head"], np.concatenate([offline(module, row, "head") for row in ROWS]))
@@ -117,9 +114,9 @@ def test_alike(either: Live, module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("format_", ["json", "safetensors"])
-def test_apart(either: Live, module: nn.Module, format_: str) -> None:
+def test_apart(working: Live, module: nn.Module, format_: str) -> None:
     """What has another shape for another input has an entry for each, named by the input's place."""
-    reply = post(either, map(tensor, ROWS), "conv", "head", "relu#1:input", format=format_)
+    reply = post(working, map(tensor, ROWS), "conv", "head", "relu#1:input", format=format_)
     arrays = arrays_of(reply)
     names = [f"{key}.input{place}" for key in ("conv", "relu#1:input") for place in range(5)]
     assert arrays.keys() == {*names, "head"}
