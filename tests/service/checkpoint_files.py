@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import timm
 import torch
@@ -99,6 +100,22 @@ def lightning(state: State, **more: Any) -> dict[str, Any]:
     }
 
 
+def mmengine(state: State, **more: Any) -> dict[str, Any]:
+    """A checkpoint as MMPretrain's runner writes it."""
+    return {
+        "meta": {"epoch": 3, "mmengine_version": "0.10.4", "dataset_meta": {"classes": ("a", "b")}, "time": "now"},
+        "state_dict": OrderedDict(state),
+        "message_hub": {"log_scalars": {"loss": np.arange(3.0)}, "resumed_keys": OrderedDict()},
+        "optimizer": {"state": {}, "param_groups": []},
+        **more,
+    }
+
+
+def parted(state: State, head: str) -> dict[str, Tensor]:
+    """A classifier as MMPretrain names it: a backbone, and a head with its own layer."""
+    return {f"head.{name}" if name.startswith(head) else f"backbone.{name}": value for name, value in state.items()}
+
+
 def vit(seed: int = 0) -> nn.Module:
     """A small architecture of transformers with three classes."""
     module: nn.Module = transformers_nets.net("vit", seed)
@@ -152,6 +169,7 @@ KINDS: dict[str, tuple[str, Write]] = {
         "torchvision",
         _saved("last.ckpt", lambda module: lightning(Training(model=module, criterion=Criterion()).state_dict())),
     ),
+    "MMPretrain": ("timm", _saved("epoch_3.pth", lambda module: mmengine(parted(module.state_dict(), "fc.")))),
     "without a head, not strict": ("torchvision", _lost_head),
 }
 

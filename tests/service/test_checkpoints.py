@@ -75,6 +75,7 @@ def test_what_was_taken_is_told(live: Live, caplog: pytest.LogCaptureFixture) ->
     averaged = describe("torchvision's references")
     assert (averaged["key"], averaged["prefix"]) == ("model_ema", "module.module.")
     assert averaged["unread"]["names"] == ["model", "args", "n_averaged"]
+    assert describe("MMPretrain")["prefix"] == "backbone. and head."
     assert describe("Lightning, model.")["unread"]["names"][-1] == "criterion.weight"
     assert describe("LoRA of PEFT")["adapter"] == "adapter"
     name = NAMES["without a head, not strict"]

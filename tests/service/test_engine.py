@@ -76,6 +76,22 @@ def test_skip(live: Live) -> None:
             np.testing.assert_allclose(array[row], alone[key][0], atol=1e-5)
 
 
+def test_skip_rows(live: Live) -> None:
+    """Of a batch in one array the rows that are not finite are left out, and named."""
+    batch = rows(5) * np.arange(5, dtype=np.float32)[:, None]
+    batch[1, 2], batch[4, 0] = np.nan, np.inf
+    request = raw(npy(batch), "application/x-npy", model="gated", layers="linear", on_error="skip")
+    reply = live.client.post("/extract", **request)
+    assert reply.json()["rows"] == 3
+    assert [error["input"] for error in reply.json()["errors"]] == [1, 4]
+    good = raw(npy(batch[[0, 2, 3]]), "application/x-npy", model="gated", layers="linear")
+    assert same(arrays_of(reply), arrays_of(live.client.post("/extract", **good)))
+    found = problem(
+        live.client.post("/extract", **{**request, "params": request["params"] | {"on_error": "fail"}}), 422
+    )
+    assert [error["input"] for error in found["errors"]] == [1, 4]
+
+
 def test_crowd(live: Live, control: Control) -> None:
     """Many requests at once, good and bad, each get the very bytes or the status that they get alone."""
     layers = ("block?", "head", "*.relu#*", "block3:input")

@@ -256,6 +256,28 @@ def test_baseline_among_others(served: Live, kind: str) -> None:
     assert not found[1].any()
 
 
+@pytest.mark.parametrize(("model", "layer"), [("cnn", None), ("resnet", "layer1")])
+def test_ablation_cam(served: Live, model: str, layer: str | None) -> None:
+    """Of a layer by name, or of the last one, with a hook that takes each channel away."""
+    x, taken = random_images(2, 5), list[Tensor]()
+    module = module_of(served, model)
+    part = module.get_submodule(layer or "features")
+    part.register_forward_hook(lambda part, args, output: taken.append(output.detach().clone()))
+    whole = module(torch.from_numpy(x)).detach()[:, 2]
+    values, weights = taken[0], []
+    for channel in range(values.shape[1]):
+        kept = torch.ones(values.shape[1])
+        kept[channel] = 0
+        handle = part.register_forward_hook(lambda part, args, output, kept=kept: output * kept[:, None, None])
+        weights.append((whole - module(torch.from_numpy(x)).detach()[:, 2]) / whole)
+        handle.remove()
+    wanted = (torch.stack(weights, 1)[:, :, None, None] * values).sum(1).relu()
+    named = {} if layer is None else {"layer": layer}
+    reply = ask(served, x, model=model, method="ablation_cam", objective={"class": 2}, **named)
+    assert_close(arrays_of(reply)["ablation_cam"], wanted)
+    assert reply.json()["receipts"]["ablation_cam"]["layer"] == (layer or "features")
+
+
 def compute_cam(method: str, values: Tensor, slopes: Tensor) -> Tensor:
     """What pytorch-grad-cam computes of a layer's values and gradients, (C, H, W), before it scales the map."""
     if method == "eigen_cam":
@@ -402,6 +424,13 @@ def test_refused(served: Live, kind: str) -> None:
     assert not pointer or told["errors"][0]["pointer"] == pointer
     assert entry.model is not None
     assert entry.model.hooks == 0
+
+
+def test_text_models_are_refused(serve: Serve, live: Live) -> None:
+    """Pictures alone have maps."""
+    for method in ("integrated_gradients", "occlusion", "guided_backpropagation"):
+        body = {"model": "encoder", "method": method, "inputs": [tensor(np.zeros((5, 8), np.float32))]}
+        problem(live.client.post("/explain", json=body), 422)
 
 
 def test_a_client_that_goes_away(served: Live) -> None:

@@ -17,7 +17,8 @@ from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.app import create_engine
 from layertap.service.engine.admit.planned_work import PlannedWork, WorkPlan
 from layertap.service.engine.engine import Engine
-from layertap.service.errors import DeadlineError
+from layertap.service.errors import DeadlineError, QueueTooLongError
+from layertap.service.explain.map_requests import ChangedRows
 from layertap.service.settings import Settings
 from tests.server import Live
 from tests.service.conftest import Serve
@@ -132,6 +133,18 @@ def test_beside_others(served: Live) -> None:
     assert explain(served, SIXTEEN).status_code == 200  # nothing is left of the others
 
 
+@pytest.mark.parametrize(
+    ("shape", "has_graph", "seconds"),
+    [((3, 32, 32), False, 4.0), ((3, 32, 32), True, 12.0), ((3, 16, 16), False, 1.0), ((3, 64, 64), False, 4.0)],
+)
+def test_what_rows_take(served: Live, shape: tuple[int, ...], has_graph: bool, seconds: float) -> None:
+    """Gradients count thrice, smaller rows than the model is configured for less, larger ones no more: meant low."""
+    model = served.engine.manager.registry.get_entry("held").model
+    assert model is not None
+    changed = ChangedRows(4, (1, *shape), has_graph)
+    assert changed.estimate_seconds(model) == pytest.approx(seconds * ROW_S)
+
+
 @asynccontextmanager
 async def planning() -> AsyncIterator[tuple[Engine, Callable[[float], PlannedWork]]]:
     """An engine, and what makes work of so many seconds for it."""
@@ -143,6 +156,23 @@ async def planning() -> AsyncIterator[tuple[Engine, Callable[[float], PlannedWor
         yield engine, lambda seconds: PlannedWork(works, worker, rows=100, seconds=seconds / unit, smaller="less")
     finally:
         await engine.close()
+
+
+def test_work_that_is_done() -> None:
+    """The rows that an explanation has run count no more for the others."""
+
+    async def run() -> None:
+        async with planning() as (_, plan):
+            deadline = time.monotonic() + 100
+            first = plan(60)
+            with first.count():
+                with pytest.raises(QueueTooLongError):
+                    plan(60).check(deadline)
+                first.done += 90  # 6 s are left
+                plan(60).check(deadline)
+            plan(150).check(deadline)  # alone
+
+    asyncio.run(run())
 
 
 def test_turns() -> None:

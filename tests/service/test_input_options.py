@@ -78,6 +78,17 @@ def test_classes(served: Live, chain: Any) -> None:
         assert alone["receipts"][GRADIENT]["fingerprint"] == receipt["fingerprints"][row]
 
 
+def test_objectives_and_targets(served: Live, chain: Any) -> None:
+    """An objective of its own, or a target in place of the request's."""
+    target = [0.1] * 10
+    own = [{"objective": {"kind": "logit", "class": 2}}, {"target": target}]
+    found = arrays_of(post(served, own, [GRADIENT], objective={"kind": "kl_div", "class": 1}))[GRADIENT]
+    np.testing.assert_allclose(found[0], gradient(chain, ROWS[0], 2)[0], rtol=1e-3, atol=1e-6)
+    alone = {**body([{}], [GRADIENT], objective={"kind": "kl_div", "target": target}), "inputs": [tensor(ROWS[1])]}
+    expected = arrays_of(served.client.post("/extract", json=alone))[GRADIENT]
+    np.testing.assert_allclose(found[1:], expected, rtol=1e-4, atol=1e-7)
+
+
 def test_interventions(served: Live, chain: Any) -> None:
     """Changes of an input come after those of the request, and touch no other."""
     zero = {"layer": LAYER, "op": "zero"}

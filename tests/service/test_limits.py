@@ -10,6 +10,7 @@ from http.client import HTTPConnection
 from threading import Event
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.server import Live
@@ -25,7 +26,7 @@ from tests.service.gated_server import (
     read_response,
     wait_until,
 )
-from tests.service.support import Control, configured, net, picture, problem, raw
+from tests.service.support import Control, configured, image, net, npy, picture, problem, raw
 
 
 def test_queue_full(limited: Live, limited_control: Control) -> None:
@@ -134,6 +135,16 @@ def test_reply_before_the_body_is_sent(limited: Live, limited_control: Control, 
             assert reply.status == 413
             assert "limit is" in json.load(reply)["detail"]
     limited_control.check()
+
+
+def test_within_limits(limited: Live) -> None:
+    """What is exactly at a limit is taken."""
+    body = {"layers": ["head"], "inputs": [image(picture(size=(100, 100)))] * 4}
+    assert limited.client.post("/extract", json=body).status_code == 200
+    batch = np.zeros((4, 3, 32, 32), np.float32)
+    layers = "head,pool,flatten,block3,block2,block2.bn1,block2.bn2,block2.conv1"
+    request = raw(npy(batch), "application/x-npy", layers=layers, pool="mean")
+    assert len(limited.client.post("/extract", **request).json()["features"]) == 8
 
 
 def test_draining(serve: Serve) -> None:

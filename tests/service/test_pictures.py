@@ -15,7 +15,7 @@ from PIL import Image
 from layertap.service.pictures.colormaps import DIVERGING, SEQUENTIAL
 from tests.server import Live
 from tests.service.pictures.test_sheet import find_tile, look_up
-from tests.service.support import picture, problem, raw, tensor
+from tests.service.support import npy, picture, problem, raw, tensor
 
 DIGIT = picture(1)
 
@@ -117,3 +117,14 @@ def count_forwards(live: Live) -> float:
     )
     assert found is not None
     return float(found[1])
+
+
+def test_too_many_maps(live: Live) -> None:
+    """Maps of explanations are counted before any forward too, by all rows of a batch that is one input."""
+    forwards = count_forwards(live)
+    query = {"method": "grad_cam", "classes": ",".join(map(str, range(10))), "format": "png"}
+    batch = npy(np.zeros((40, 3, 32, 32), np.float32))
+    reply = live.client.post("/explain", **raw(batch, "application/x-npy", **query))
+    problem(reply, 413)
+    assert "the picture would have" in reply.text
+    assert count_forwards(live) == forwards

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
+import layertap_client as lt
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.loading import load_model
 from tests.server import Live
+from tests.service.cli.commands import Command
 from tests.service.conftest import Serve
 from tests.service.support import Json, arrays_of, configured, tensor
 from tests.transformers_nets import PICTURE, TEXT, VOCABULARY
@@ -165,6 +170,22 @@ def test_models_that_are_not_deterministic(live: Live, name: str) -> None:
     told = ask(live, name, rows=2, path="/extract?dry_run=true").json()["warnings"]
     assert any("not deterministic" in warning for warning in told)
     assert not any(BLAME in warning for warning in told)
+
+
+def test_many_answers_that_differ(
+    live: Live, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bulk job, and the client's stream from its first answer on, refuse a model that is not deterministic."""
+    monkeypatch.setenv("LAYERTAP_WORKERS", "0")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    entry = {"name": "drops", "source": f"python:{__name__}:Drops", "weights": "random:0", "device": "cpu"}
+    steps = {"inputs": [{"name": "x", "shape": SHAPE}], "preprocess": {"resize": 8, "crop": 8}}
+    (tmp_path / "m.yaml").write_text(json.dumps({"models": [entry | steps]}))
+    words = ("bulk", tmp_path, "--layers", ".", "--config", tmp_path / "m.yaml", "--out", tmp_path / "out.parquet")
+    done = command(*words)
+    assert (done.status, "is not deterministic" in done.notes) == (2, True), done.notes
+    with lt.Client(live.url) as client, pytest.raises(lt.FingerprintChangedError, match="is not deterministic"):
+        list(client.embed([np.zeros(SHAPE, np.float32)], ["."], model="Drops"))
 
 
 TEXTS = {

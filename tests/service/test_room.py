@@ -55,6 +55,20 @@ def test_budget(serve: Serve) -> None:
             assert ready(live) == left  # at once: what each takes is known by now
 
 
+def test_busy_models_stay(serve: Serve) -> None:
+    """A model that answers does not go: who wants another one is told when to come again."""
+    with serve(lazy("a", "b"), model_memory_bytes=GATED_BYTES + 1) as live:
+        assert post_rows(live, model="b").status_code == 200
+        assert post_rows(live, model="a").status_code == 200
+        wait_until(lambda: ready(live) == ["a"])
+        with hold_model(live, "a"):
+            found = problem(post_rows(live, model="b"), 503, seconds=True)
+            assert f"{GATED_BYTES} bytes" in found["detail"]
+            assert ready(live) == ["a"]
+        assert post_rows(live, model="b").status_code == 200
+        assert ready(live) == ["b"]
+
+
 def test_larger_than_the_budget(serve: Serve) -> None:
     """A model that alone takes more than all may has failed, and says both figures."""
     with serve(lazy("a"), model_memory_bytes=GATED_BYTES - 1) as live:
