@@ -111,11 +111,6 @@ def test_beyond_capacity() -> None:
     assert simulated.p99_s > 5 * within.p99_s
 
 
-def test_same_seed_same_figures() -> None:
-    first, second, other = (SimulatedFleet(GPU, Fleet(DEVICES, 3), 500, seed).run_open(900) for seed in (0, 0, 1))
-    assert first == second != other
-
-
 def test_costs_of_loads() -> None:
     """What loads of one picture, of many and of decoded rows take gives the costs back that they were made of."""
 

@@ -80,25 +80,6 @@ def test_peers_answer_what_a_plain_forward_gives(name: str, tmp_path: Path) -> N
 # Peers' environments
 
 
-def test_without_an_environment_a_line_says_how_to_make_it(tmp_path: Path) -> None:
-    assert peers.missing("litserve", tmp_path) == "litserve has no environment: python -m bench.peers litserve"
-    assert peers.missing("naive", tmp_path) == ""
-
-
-def test_without_a_program_a_line_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = tmp_path / "torchserve" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.touch()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    java = "torchserve needs java: apt-get install default-jre-headless"
-    assert peers.missing("torchserve", tmp_path) == java
-    python.unlink()
-    environment = "torchserve has no environment: python -m bench.peers torchserve"
-    assert peers.missing("torchserve", tmp_path) == f"{java}; {environment}"
-    (tmp_path / "java").touch(mode=0o755)
-    assert peers.missing("torchserve", tmp_path) == environment
-
-
 @pytest.mark.parametrize("name", [name for name, peer in peers.PEERS.items() if peer.packages])
 def test_peers_run_our_versions(name: str) -> None:
     pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", peers.requirements(name).read_text(), re.MULTILINE))

@@ -15,12 +15,11 @@ import pytest
 from torch import Tensor
 
 from bench import plot, table
-from bench.serving.client import Sending, enough
 from bench.serving.contenders import CONTENDERS, Contender, started
 from bench.serving.loads import LOADS, Load
 from bench.serving.loop import rate
 from bench.serving.plain import Plain
-from bench.serving.report import related, summary
+from bench.serving.report import related
 from bench.serving.server import family, running
 from tests.bench.support import MODEL, alive, forward, jpeg
 from tests.service.gated_server import wait_until
@@ -87,22 +86,6 @@ def test_warm_beside_the_graph() -> None:
     assert found["graph"]["ratio"] == 1.2
 
 
-def test_ratios_are_of_rounds_and_not_of_medians() -> None:
-    rounds = [
-        {"small": {"loop": {**LOOP, "per_s": loop}, "server 1": {**SERVER, "per_s": server}}}
-        for loop, server in ((100.0, 90.0), (200.0, 100.0), (50.0, 60.0))
-    ]
-    figures = summary(rounds)["small"]["server 1"]["figures"]
-    assert figures["ratio"] == {"median": 0.9, "min": 0.5, "max": 1.2}
-    assert figures["per_s"] == {"median": 90.0, "min": 60.0, "max": 100.0}
-
-
-@pytest.mark.parametrize(("per_s", "seconds"), [(100.0, 5), (20.0, 13), (1.0, 15), (0.0, 5)])
-def test_long_enough_for_latency(per_s: float, seconds: int) -> None:
-    """Four answers on each of 64 connections, but no more than three times the seconds asked for."""
-    assert enough(Sending([], [], 64, 5), per_s) == seconds
-
-
 # For people
 
 
@@ -134,11 +117,6 @@ def test_plot(tmp_path: Path) -> None:
     plot.main([str(file), "--out", str(picture)])
     words = {element.text for element in ElementTree.parse(picture).iter() if element.tag.endswith("}text")}
     assert {"naive", "server", "0.90", "1 connection", "16 connections", "Small, avgpool"} <= words
-
-
-def test_nothing_to_draw() -> None:
-    with pytest.raises(SystemExit, match="nothing to draw"):
-        plot.drawn({"results": {"small": {"loop": {"figures": {"per_s": EVEN}}}}})
 
 
 # The same work
@@ -218,15 +196,6 @@ def test_other_vectors_are_kept_out(vector: str, picture: Path, tmp_path: Path) 
         started(contender, LOADS["mobilenet"], picture, {"avgpool": [1.0, 2.0]}, tmp_path),
     ):
         pass
-
-
-def test_one_set_of_layers_for_those_that_know_no_other() -> None:
-    assert [name for name, each in CONTENDERS.items() if each.suits(LOADS["resnet50-mixed"])] == [
-        "naive",
-        "server",
-        "threads",
-    ]
-    assert all(each.suits(LOADS["resnet50"]) for each in CONTENDERS.values())
 
 
 # Processes

@@ -78,17 +78,6 @@ def test_kinds(embed: Embed, live: Live, tmp_path: Path) -> None:
     assert fingerprints[2] == fingerprints[3] != fingerprints[0]
 
 
-def test_layers(embed: Embed, live: Live) -> None:
-    """Several results for each input, with options."""
-    items = embed(live.url, PICTURES[:10], ["block2", {"layer": "head", "as": "scores"}], pool="mean", dtype="float16")
-    assert {name: (array.shape, array.dtype.name) for name, array in items[3].arrays.items()} == {
-        "block2": ((32,), "float16"),
-        "scores": ((10,), "float16"),
-    }
-    with pytest.raises(ValueError, match="2 arrays"):
-        _ = items[3].vector
-
-
 def test_bad_inputs(embed: Embed, live: Live, tmp_path: Path) -> None:
     """Bad inputs of every kind are told by their index, and are no end."""
     broken = Image.open(BytesIO(PICTURES[0][:200]))
@@ -138,14 +127,6 @@ def test_bad_entries(embed: Embed, live: Live) -> None:
     assert all(each.error.detail for each in items if each.error)
 
 
-def test_nothing_but_bad_inputs(embed: Embed, live: Live) -> None:
-    """A stream of nothing good has an error for each; an empty one has nothing."""
-    items = embed(live.url, [b"x"] * 300)
-    assert [each.index for each in items] == list(range(300))
-    assert all(each.error for each in items)
-    assert embed(live.url, []) == []
-
-
 def test_wrong_request(embed: Embed, live: Live) -> None:
     """What is wrong with the request as a whole is an error, not one for each input."""
     with pytest.raises(lt.InvalidRequestError, match="blok2"):
@@ -172,17 +153,6 @@ def test_generators_are_drawn_as_needed(live: Live) -> None:
             assert next(stream).index == taken - 1
             assert drawn - taken < 2 * 2 * 7
         stream.close()
-
-
-def test_error_of_a_source(live: Live) -> None:
-    """What a generator raises comes through."""
-
-    def failing() -> Iterator[bytes]:
-        yield from PICTURES
-        raise RuntimeError("the disk is gone")
-
-    with lt.Client(live.url) as client, pytest.raises(RuntimeError, match="the disk is gone"):
-        list(client.embed(failing()))
 
 
 def test_asynchronous_source(live: Live) -> None:
@@ -215,24 +185,6 @@ def test_collect(live: Live) -> None:
         mixed = client.embed([PICTURES[0], np.zeros((3, 32, 32), np.float32)]).collect()
         with pytest.raises(ValueError, match="2 fingerprints"):
             _ = mixed.fingerprint
-
-
-def test_within_a_running_loop(live: Live) -> None:
-    """The blocking client works where an event loop runs, as in a notebook."""
-
-    async def run() -> int:
-        with lt.Client(live.url) as client:
-            return len(list(client.embed(PICTURES[:5])))
-
-    assert asyncio.run(run()) == 5
-
-
-@pytest.mark.parametrize("sizes", [(1, 1), (3, 2), (1000, 100)], ids=str)
-def test_sizes(embed: Embed, live: Live, sizes: tuple[int, int]) -> None:
-    """However many inputs go in a request, and however many requests are under way, the vectors are the same."""
-    items = embed(live.url, PICTURES, batch_size=sizes[0], concurrency=sizes[1])
-    for each, vector in zip(items, vectors_of(live, *PICTURES), strict=True):
-        np.testing.assert_allclose(each.vector, vector, rtol=1e-4, atol=1e-5)
 
 
 def test_small_limits(embed: Embed) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 import layertap_client as lt
 from tests.client.misbehaving_server import misbehaving, reply
-from tests.client.test_retries import LIMITS
 from tests.server import Live, serving
 from tests.service.support import picture
 
@@ -101,38 +99,11 @@ def test_addresses_where_no_server_is(cls: Any, url: str) -> None:
         cls(url)
 
 
-def test_another_server(open_client: Any) -> None:
-    """JSON of a server that is no layertap is a bad reply, whatever is asked."""
-    with misbehaving(reply(200, b'{"status": "fine"}')) as server:
-        client = open_client(server.url)
-        for ask in (client.models, lambda: client.layers("x"), lambda: client.model("x")):
-            with pytest.raises(lt.BadReplyError, match="is the address right"):
-                ask()
-
-
 @pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan"), "5"])
 def test_timeouts(client: Any, timeout: Any) -> None:
     """What is no number of seconds is refused before anything is sent."""
     with pytest.raises(lt.InputError, match="timeout"):
         client.extract(PICTURE, "head", timeout=timeout)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"models": 3},
-        {"models": [3]},
-        {"models": [{"state": "ready"}]},
-        {"limits": {}},
-        {"limits": None},
-    ],
-    ids=["number", "no object", "no name", "no limits", "null"],
-)
-def test_models_of_others(open_client: Any, changes: dict[str, Any]) -> None:
-    """A list of models that is none, or without the limits that requests keep within, is a bad reply."""
-    document = {"default": "x", "models": [], "limits": LIMITS, **changes}
-    with misbehaving(reply(200, json.dumps(document).encode())) as server, pytest.raises(lt.BadReplyError):
-        open_client(server.url).models()
 
 
 @pytest.mark.parametrize(

@@ -88,17 +88,6 @@ def test_rotated_picture(client: Any) -> None:
     assert not np.allclose(opened, plain)
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16"])
-def test_modes_of_pictures(client: Any, mode: str) -> None:
-    """A picture of PIL gives what the same picture in a file does."""
-    given = Image.open(BytesIO(PICTURE)).convert("L").convert(mode)
-    stream = BytesIO()
-    given.save(stream, "PNG")
-    np.testing.assert_allclose(
-        client.extract(given, "head").array, client.extract(stream.getvalue(), "head").array, rtol=1e-3, atol=1e-3
-    )
-
-
 COLLECTIONS: dict[str, Callable[[], Any]] = {
     "array": lambda: BATCH,
     "tensor": lambda: torch.from_numpy(BATCH),
@@ -157,15 +146,6 @@ def test_views(client: Any, live: Live) -> None:
     )
 
 
-def test_int8(client: Any, live: Live) -> None:
-    """Scales stand by themselves."""
-    result = client.extract(BATCH, "block1", dtype="int8", pool="mean")
-    expected = expect(live, *map(tensor, BATCH), layers=["block1"], dtype="int8", pool="mean")
-    assert list(result) == ["block1"]
-    np.testing.assert_array_equal(result["block1"], expected["block1"])
-    np.testing.assert_array_equal(result.scales["block1"], expected["block1.scale"])
-
-
 FIELDS: dict[str, Json] = {
     "objects": {"layers": ["block?", {"layer": "pool", "pool": "flatten", "normalize": True, "as": "v"}]},
     "pool": {"layers": ["block2"], "pool": "gem", "normalize": True, "dtype": "float16"},
@@ -211,15 +191,6 @@ def test_arrays_in_options(client: Any) -> None:
         client.extract(BATCH, "block2", interventions=changed)
     target = {"kind": "kl_div", "target": np.full(10, 0.1, np.float32)}
     assert client.extract(PICTURE, "block3:grad_output", objective=target).array.shape == (1, 64, 8, 8)
-
-
-def test_options_of_single_inputs(client: Any, live: Live) -> None:
-    """An input's own class goes with it."""
-    asked = {"layers": ["block3:grad_output"], "objective": {"kind": "probability"}}
-    expected = expect(live, {**image(PICTURE), "class": 3}, {**image(OTHER), "class": 7}, **asked)
-    given = [{"image": PICTURE, "class": 3}, {"image": OTHER, "class": np.int64(7)}]
-    result = client.extract(given, "block3:grad_output", objective={"kind": "probability"})
-    np.testing.assert_allclose(result.array, expected["block3:grad_output"], rtol=1e-4, atol=1e-6)
 
 
 def test_skipped(client: Any) -> None:

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torchvision.models.feature_extraction import create_feature_extractor
@@ -48,30 +47,6 @@ def test_one_line(local: Any, extractor: lt.RemoteExtractor) -> None:
     for name, tensor in expected.items():
         assert given[name].device == tensor.device
         torch.testing.assert_close(given[name], tensor, rtol=1e-4, atol=1e-5)
-
-
-def test_arrays(local: Any, extractor: lt.RemoteExtractor) -> None:
-    """Arrays for arrays."""
-    given = extractor(BATCH.numpy())
-    with torch.no_grad():
-        expected = local(BATCH)
-    for name, array in given.items():
-        assert isinstance(array, np.ndarray)
-        np.testing.assert_allclose(array, expected[name].numpy(), rtol=1e-4, atol=1e-5)
-    assert len(given.fingerprint) == 32
-    assert given.receipts["block2"]["module"] == "Residual"
-
-
-def test_list_of_layers(live: Live) -> None:
-    """Layers may be named without other names, and have options."""
-    with lt.Client(live.url) as client:
-        extractor = lt.hooks(None, ["block1", "head"], client=client, pool="mean")
-        assert {name: array.shape for name, array in extractor(BATCH.numpy()).items()} == {
-            "block1": (5, 16),
-            "head": (5, 10),
-        }
-    with pytest.raises(lt.InputError):
-        lt.hooks("digits", [])
 
 
 def test_batches_beyond_the_limits() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
-from layertap_client import Result
 from tests.server import Live
 from tests.service.support import picture
 
@@ -29,12 +27,6 @@ def test_layers(client: Any, live: Live) -> None:
         layers["block9"]
 
 
-def test_functions(client: Any) -> None:
-    """What each layer's forward calls, where that is asked for."""
-    assert "functions" in client.layers("digits", functions=True)["block2"].details
-    assert "functions" not in client.layers("digits")["block2"].details
-
-
 def test_models(client: Any, live: Live) -> None:
     """Models by number and name, the default, the limits."""
     document = live.client.get("/models").json()
@@ -49,39 +41,9 @@ def test_models(client: Any, live: Live) -> None:
         models["digit"]
 
 
-def test_probe(client: Any, live: Live) -> None:
-    """Receipts with probes."""
-    expected = live.client.get("/models/digits/probe?layers=block2,head&pool=mean").json()
-    assert client.probe(["block2", "head"], pool="mean") == expected
-    assert client.probe()["model"] == "digits"
-
-
 def test_results(client: Any) -> None:
     """A result shows shapes, statistics and fingerprints."""
     result = client.extract([picture()], ["block2", "head"])
     low, high = result["head"].min(), result["head"].max()
     for text in ("(1, 32, 16, 16)", f"{low:.4g}", f"{high:.4g}", result.fingerprints["head"][:8]):
         assert text in repr(result)
-
-
-@pytest.mark.filterwarnings("error")
-def test_odd_arrays() -> None:
-    """Empty, boolean, NaN and half arrays are shown too."""
-    arrays = {
-        "empty": np.zeros((0, 3)),
-        "bool": np.array([True, False]),
-        "nan": np.array([np.nan, 1]),
-        "half": np.full(9, 6e4, np.float16),
-        "zero": np.array(3.0),
-    }
-    text = repr(Result(arrays))
-    assert "nan" in text
-    assert text.count("\n") == 1 + len(arrays)
-    assert "6e+04" in text
-
-
-def test_one_array() -> None:
-    """``array`` is for one result only."""
-    assert Result({"a": np.ones(1)}).array.tolist() == [1]
-    with pytest.raises(ValueError, match="a, b"):
-        _ = Result({"a": np.ones(1), "b": np.ones(1)}).array

@@ -84,36 +84,6 @@ def test_attempts_end(open_client: Any, behaviour: Any) -> None:
         assert len(server.received) == 3
 
 
-def test_chosen_statuses(open_client: Any) -> None:
-    """A policy says which statuses are sent again; before each pause it is told why there is one."""
-    told: list[tuple[lt.LayertapError, float]] = []
-    policy = RetryPolicy(2, 0.001, statuses=frozenset({502}), on_wait=lambda *why: told.append(why))
-    with misbehaving(reply(502), reply(504)) as server:
-        with pytest.raises(lt.DeadlineError):
-            open_client(server.url, retries=policy).models()
-        assert len(server.received) == 2
-    ((error, seconds),) = told
-    assert isinstance(error, lt.ProblemError)
-    assert (error.status, 0 < seconds <= 0.001) == (502, True)
-
-
-def test_no_retries(open_client: Any) -> None:
-    """Where nothing is to be repeated, nothing is."""
-    with misbehaving(reply(429, retry_after="0")) as server:
-        with pytest.raises(lt.ProblemError) as caught:
-            open_client(server.url, retries=RetryPolicy(attempts=0)).models()
-        assert (len(server.received), caught.value.status, caught.value.retry_after) == (1, 429, 0)
-
-
-def test_refusal_beyond_the_timeout(open_client: Any) -> None:
-    """A refusal for longer than the call may take is told at once."""
-    with misbehaving(reply(503, retry_after="3600")) as server:
-        with pytest.raises(lt.ProblemError) as caught:
-            open_client(server.url).models()
-        assert (caught.value.status, caught.value.retry_after) == (503, 3600)
-        assert len(server.received) == 1
-
-
 def test_connection_that_was_kept(open_client: Any) -> None:
     """A server that closes connections between requests costs nothing."""
     closing = reply(200, RESULT, content_type="application/x-safetensors", connection="close")
@@ -253,14 +223,6 @@ def test_patience() -> None:
     assert (set(deadlines), end, status) == ({3719.5}, 39 * 15 + 3000, 200)
     assert run_clocked(policy, (0, Reply(502, {}, bytearray())))[1] > 580
     assert run_clocked(policy, *[(0, Reply(429, {"retry-after": "0"}, bytearray()))] * 9, (0, good))[1] == 4.5
-
-
-@pytest.mark.parametrize("text", ["soon", "nan", "-3", "Fri, 31 Dec 2199 23:59:59 GMT"])
-def test_other_retry_after(text: str) -> None:
-    """What is no number of seconds says nothing: the pause is the policy's own."""
-    session = Session(1000, retries=RetryPolicy(5, 1.0, 4.0), clock=lambda: 0.0, draw=lambda: 0.0)
-    refusal = Reply(503, {"retry-after": text}, bytearray())
-    assert steps_of(session, refusal, refusal, Reply(200, {}, bytearray())) == [1, 2]
 
 
 def test_threads_share_a_client() -> None:

@@ -32,7 +32,6 @@ SHELL = "bash examples/extract.sh"
 PYTHON = ".venv/bin/python examples/extract.py"
 DRAW = ".venv/bin/python examples/pictures.py"
 COMMANDS = (SHELL, PYTHON, *SEARCH, DRAW)
-DIGIT = EXAMPLES / "digit.png"
 EMBEDDING = {"layers": "pool", "pool": "flatten", "normalize": "true", "format": "npy"}
 NO_SERVER = "http://127.0.0.1:1"
 LIMIT_S = 240
@@ -155,9 +154,3 @@ def test_no_server(folder: Folder) -> None:
     run = folder.run(f"{PYTHON} --url {NO_SERVER}")
     assert run.returncode == 1
     assert run.stderr == "no layertap answers there: start one with `make serve`, or name it with --url\n"
-
-
-def test_no_torch(folder: Folder) -> None:
-    """A client needs no torch."""
-    code = "import sys; sys.path[:0] = ['examples']; import extract; sys.exit('torch' in sys.modules)"
-    output(folder.run(f'.venv/bin/python -c "{code}"'))

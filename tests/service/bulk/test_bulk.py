@@ -228,6 +228,9 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
         ("{folder}", "--out", "o.parquet", "--url", "http://127.0.0.1:1", "--config", "m.yaml"),
         "--url and --config cannot be combined",
     ),
+    "Ray and a server": (("{folder}", "--out", "o.parquet", "--ray", "--url", "http://127.0.0.1:9"), "--ray and --url"),
+    "Ray's address": (("{folder}", "--out", "o.parquet", "--ray-address", "127.0.0.1:9"), "add --ray"),
+    "a column of none": (("{folder}", "--out", "o.parquet", "--column", "image"), "has no columns"),
     "another folder": (("{folder}", "--layers", "pool", "--out", "{folder}"), "has other files in it"),
 }
 
@@ -279,20 +282,3 @@ def test_check(command: Command, folder: Path, tmp_path: Path) -> None:
         assert done.status == 0
         assert "digits pool: same" in done.out
         assert "digits block2: same" in done.out
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("--ray", "--url", "http://127.0.0.1:9"), "--ray and --url"),
-        (("--ray-address", "127.0.0.1:9"), "add --ray"),
-    ],
-)
-def test_contradictory_answerers(
-    command: Command, folder: Path, tmp_path: Path, words: tuple[str, ...], told: str
-) -> None:
-    """Who is to answer has to be one; nothing is written before that is clear."""
-    done = command("bulk", folder, *words, "--out", tmp_path / "out.parquet")
-    assert done.status == 2
-    assert told in done.notes
-    assert not list(tmp_path.iterdir())

@@ -50,8 +50,7 @@ def killed_at(step: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("restart", [False, True])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("step", "restart"), [*((step, False) for step in STEPS), (PARTS, True)])
 def test_killed_at_the_end(command: Command, folder: Path, tmp_path: Path, step: int, restart: bool) -> None:
     """The same command says that all is there, ``--restart`` makes it anew; no part is left beside it."""
     out = tmp_path / "out.parquet"
@@ -66,7 +65,7 @@ def test_killed_at_the_end(command: Command, folder: Path, tmp_path: Path, step:
     assert list(tmp_path.iterdir()) == [out]
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", STEPS[::2])
 def test_killed_at_a_new_beginning(command: Command, folder: Path, tmp_path: Path, step: int) -> None:
     """The same command goes on with what is left of the earlier job, whose last parts went first."""
     out = tmp_path / "out"

@@ -85,18 +85,6 @@ def test_a_damaged_source(command: Command, folder: Path, tmp_path: Path) -> Non
     assert read(out)["error"] == [None] * COUNT
 
 
-@pytest.mark.parametrize("size", [0, 3, 500, -1])
-def test_a_source_that_is_cut_off(command: Command, folder: Path, tmp_path: Path, size: int) -> None:
-    """A file without its end is one line, and nothing is begun."""
-    source = tmp_path / "source.parquet"
-    write_source(folder, source)
-    source.write_bytes(source.read_bytes()[:size])
-    done = command("bulk", source, "--out", tmp_path / "out.parquet")
-    assert (done.status, len(done.notes.splitlines())) == (2, 1)
-    assert "written anew" in done.notes
-    assert [path.name for path in tmp_path.iterdir()] == [source.name]
-
-
 def test_a_column_that_is_missing(command: Command, folder: Path, tmp_path: Path) -> None:
     """A column that is not there is told with those that could be meant."""
     write_source(folder, tmp_path / "source.parquet")

@@ -16,22 +16,13 @@ OUTLINE = Outline("net", "f", {"x": Column((2,), "float32")}, {"x": {"row_axis":
 MANIFEST = Manifest({"model": None, "layers": ["x"], "source": "/photos"}, OUTLINE, BatchLimits(32, 1000))
 
 
-def test_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """What is read from a folder equals what was saved there."""
-    assert Manifest.read(tmp_path) is None
-    MANIFEST.save(tmp_path)
-    assert Manifest.read(tmp_path) == MANIFEST
-
-
 def change(field: str, value: Any, folder: Path) -> bytes:
     """A manifest with another value somewhere."""
     MANIFEST.save(folder)
     return json.dumps({**json.loads((folder / NAME).read_text()), field: value}).encode()
 
 
-@pytest.mark.parametrize(
-    "data", [b"[]", b"3", b'"text"', b"null", b"{}", b"", b"[" * 100_000, b"\xff", b'{"format": 1']
-)
+@pytest.mark.parametrize("data", [b"[]", b"{}", b"", b"[" * 100_000, b"\xff", b'{"format": 1'])
 def test_of_a_wrong_type(command: Command, folder: Path, tmp_path: Path, data: bytes) -> None:
     """Whatever is in a manifest's place is one line, without ``--restart`` as with it, and stays."""
     out = tmp_path / "out"

@@ -19,7 +19,7 @@ from layertap.service.bulk.job import Answer, Column, Outline, Question, Rows, m
 from layertap.service.bulk.parts import PartWriter
 from layertap.service.bulk.pipeline import answer_batches, write_rows
 from layertap.service.bulk.sources import Entry
-from tests.service.bulk.conftest import COUNT, read, write_pictures
+from tests.service.bulk.conftest import read, write_pictures
 from tests.service.cli.commands import Command
 from tests.service.cli.test_extract import FILING
 from tests.service.support import picture
@@ -87,41 +87,12 @@ def test_complete_and_of_other_pictures(command: Command, folder: Path, tmp_path
     assert command(*words).status == 0
 
 
-def test_column_of_what_has_none(command: Command, folder: Path, tmp_path: Path) -> None:
-    """``--column`` is for Parquet files, and does not pass unseen elsewhere."""
-    done = command("bulk", folder, "--out", tmp_path / "out.parquet", "--column", "image")
-    assert (done.status, "has no columns" in done.notes) == (2, True)
-
-
 def test_list_with_a_mark(command: Command, folder: Path, tmp_path: Path) -> None:
     """A list as Windows writes it begins with a byte order mark, which is no part of the first path."""
     (tmp_path / "a.png").write_bytes(picture())
     names = tmp_path / "names.txt"
     names.write_text(f"\ufeff{tmp_path / 'a.png'}\r\n", encoding="utf-8")
     assert command("bulk", names, "--out", tmp_path / "out.parquet").status == 0
-
-
-def test_restart_in_a_folder(command: Command, folder: Path, tmp_path: Path) -> None:
-    """What somebody put beside a job's files stays there."""
-    out = tmp_path / "out"
-    assert command("bulk", folder, "--out", out).status == 0
-    (out / "notes.md").write_text("mine")
-    other = ("bulk", folder, "--layers", "pool", "--pool", "max", "--out", out)
-    assert command(*other).status == 2
-    assert command(*other, "--restart").status == 2  # the notes are in the way, and are still there
-    assert [path.name for path in out.iterdir()] == ["notes.md"]
-
-
-def test_another_folder(command: Command, tmp_path: Path) -> None:
-    """Pictures of another folder are not taken for those that are there, though they have the same names."""
-    for name, start in (("one", 0), ("two", 50)):
-        write_pictures(tmp_path / name, 3, start)
-        for number, path in enumerate(sorted((tmp_path / name).rglob("*.*"))):
-            path.rename(tmp_path / name / f"{number}.png")
-    for out in (tmp_path / "out", tmp_path / "out.parquet"):
-        assert command("bulk", tmp_path / "one", "--out", out).status == 0
-        done = command("bulk", tmp_path / "two", "--out", out)
-        assert (done.status, f"{tmp_path}/one" in done.notes) == (2, True)
 
 
 def test_pictures_of_other_shapes(command: Command, tmp_path: Path) -> None:
@@ -216,15 +187,6 @@ def test_windows_are_no_rows(command: Command, folder: Path, tmp_path: Path, lay
     assert done.status == 2
     assert "for each input" in done.notes
     assert command("bulk", folder, "--layers", "features.1.0", "--pool", "mean", *words).status == 0
-
-
-def test_killed_before_all_else(command: Command, folder: Path, tmp_path: Path) -> None:
-    """A job that was killed while it wrote its first file goes on."""
-    parts = tmp_path / "out.parquet.parts"
-    parts.mkdir()
-    (parts / "manifest.json.tmp").write_bytes(b'{"form')
-    assert command("bulk", folder, "--out", tmp_path / "out.parquet").status == 0
-    assert len(read(tmp_path / "out.parquet")["key"]) == COUNT
 
 
 def test_rows_of_others() -> None:

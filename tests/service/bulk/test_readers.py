@@ -68,19 +68,3 @@ def test_readers(index: Path, name: str) -> None:
         assert (wanted is None) == (vector is None)
         if wanted is not None:
             assert np.asarray(vector, np.float32).tolist() == wanted
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_lancedb(index: Path, tmp_path: Path) -> None:
-    """A vector finds its own row among those that have one, in LanceDB as the file is but for broken pictures."""
-    import lancedb
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
-    table = pq.read_table(index)
-    good = table.filter(pc.field("error").is_null())
-    searched = lancedb.connect(tmp_path / "lance").create_table("pictures", good)
-    for row in good.to_pylist():
-        (nearest,) = searched.search(row["pool"], vector_column_name="pool").limit(1).to_list()
-        assert nearest["key"] == row["key"]
-    assert good.num_rows == 9

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import random
-import tracemalloc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +15,11 @@ from PIL import Image
 from layertap.models.digits import spec
 from layertap.service.bulk import bulk, parts, pipeline
 from layertap.service.bulk.bulk import ATLAS, RESULTS
-from layertap.service.bulk.job import Outline, Rows
 from layertap.service.bulk.manifest import replace_file
-from layertap.service.bulk.parts import REDUCED, PartWriter
-from layertap.service.bulk.reductions import Reducer
 from tests.loading import load_model
 from tests.oracle import record
 from tests.server import Live
-from tests.service.bulk.conftest import read, start
-from tests.service.bulk.test_interrupted import finish, kill_between
+from tests.service.bulk.conftest import read
 from tests.service.cli.commands import Command
 from tests.service.support import Array
 
@@ -115,25 +108,6 @@ def test_numbers(command: Command, live: Live, tmp_path: Path, remote: bool) -> 
     ]
 
 
-def test_covariance_in_place(tmp_path: Path) -> None:
-    """A batch is folded without another matrix of the state's size; after a batch that failed nothing is written."""
-    channels = 1024
-    writer = PartWriter(tmp_path, Outline("net", "f", {}, {}), REDUCED, 0, Reducer(["covariance"], 0, {"x": ["mean"]}))
-    arrays = {"x": np.random.default_rng(0).normal(size=(4, channels, 1)).astype(np.float32)}
-    rows = Rows(list("abcd"), [None] * 4, [None] * 4, "f", arrays)
-    writer.add(rows)
-    assert writer.state_nbytes >= channels**2 * 8
-    tracemalloc.start()
-    writer.add(rows)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < channels**2 * 8 / 2
-    with pytest.raises(ValueError, match=r"shape|broadcast"):
-        writer.add(replace(rows, arrays={"x": arrays["x"][:, 1:]}))
-    writer.flush()
-    assert not list(tmp_path.iterdir())
-
-
 def test_atlas_of_nothing(command: Command, tmp_path: Path) -> None:
     """Without any result there is no page, and the reasons are where the message says."""
     (tmp_path / "source").mkdir()
@@ -177,21 +151,6 @@ def test_killed_at_each_write(command: Command, tmp_path: Path, monkeypatch: pyt
         break
     assert deaths >= 5
     assert (tmp_path / "killed" / RESULTS).read_bytes() == (tmp_path / "whole" / RESULTS).read_bytes()
-
-
-@pytest.mark.slow
-def test_killed(tmp_path: Path) -> None:
-    """A job that is killed twice ends with the bits of one that is not, and leaves nothing else."""
-    write_source(tmp_path / "source", 1200)
-    whole, killed, moments = tmp_path / "whole", tmp_path / "killed", random.Random(3)
-    words = ("bulk", tmp_path / "source", *WORDS, "--out")
-    for _ in range(2):
-        assert kill_between(start(*words, killed), killed, moments)
-    status, output = finish(*words, killed)
-    assert (status, "rows are there already" in output) == (0, True), output
-    assert finish(*words, whole)[0] == 0
-    assert (killed / RESULTS).read_bytes() == (whole / RESULTS).read_bytes()
-    assert not list(killed.glob("*.safetensors"))
 
 
 def test_again(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

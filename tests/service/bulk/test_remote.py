@@ -122,33 +122,3 @@ def test_a_server_with_no_time(command: Command, live: Live, folder: Path, tmp_p
     assert "00000.jpg alone takes too long" in done.notes
     assert "LAYERTAP_DEADLINE_S" in done.notes
     assert command(*words, live.url).status == 0
-
-
-def test_a_server_that_has_no_time_at_first(command: Command, live: Live, folder: Path, tmp_path: Path) -> None:
-    """Where a server can't answer now, the job says that the same command goes on later."""
-    with misbehaving(relay(live.url), TOO_SLOW) as server:
-        done = command("bulk", folder, *WORDS, "--out", tmp_path / "out.parquet", "--url", server.url)
-    assert (done.status, "the same command goes on later" in done.notes) == (2, True)
-
-
-def test_a_server_whose_deadline_is_long(command: Command, serve: Serve, folder: Path, tmp_path: Path) -> None:
-    """A server that gives a request longer than the job's patience is told of no shorter deadline."""
-    with serve(deadline_s=3600) as live, misbehaving(relay(live.url)) as server:
-        done = command("bulk", folder, *WORDS, "--out", tmp_path / "out.parquet", "--url", server.url)
-        told = [float(each.headers["x-request-timeout"]) for each in server.received[1:]]
-    assert (done.status, min(told) > 3600) == (0, True), done.notes
-
-
-@pytest.mark.parametrize("data", [b"", b"broken"], ids=["empty", "broken"])
-def test_a_picture_that_is_asked_for_alone(command: Command, live: Live, tmp_path: Path, data: bytes) -> None:
-    """A bad picture alone in its request is a row with the reason that it has among others."""
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "a.png").write_bytes(data)
-    reasons = []
-    for number in range(2):
-        out = tmp_path / f"{number}.parquet"
-        assert command("bulk", tmp_path / "source", *WORDS, "--out", out, "--url", live.url).status == 0
-        reasons.append(read(out)["error"][0])
-        (tmp_path / "source" / "b.png").write_bytes(data)
-    assert reasons[0]
-    assert reasons[0] == reasons[1]

@@ -36,12 +36,6 @@ main()
 """
 
 
-def read_receipts(file: Path) -> Json:
-    """The receipts of a JSON reply."""
-    receipts: Json = json.loads(file.read_text())["receipts"]
-    return receipts
-
-
 @pytest.mark.parametrize("form", ["json", "safetensors"])
 def test_files(command: Command, pictures: list[Path], tmp_path: Path, form: str) -> None:
     """Files of every format that has receipts are compared, result by result."""
@@ -155,14 +149,6 @@ def test_no_receipts(command: Command, tmp_path: Path, name: str, says: str) -> 
     assert done.status == 2
     assert says in done.notes
     assert "a folder of `bulk`" in done.notes
-
-
-@pytest.mark.parametrize("index", ["missing.json", "missing.safetensors"])
-def test_nothing_there(command: Command, tmp_path: Path, index: str) -> None:
-    """A file that is not there is told in a line."""
-    done = command("check", index)
-    assert done.status == 2
-    assert len(done.notes.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -31,15 +31,6 @@ def test_explain(command: Command, live: Live, pictures: list[Path], tmp_path: P
     assert done.notes.count("class ") == 5
 
 
-def test_drawn(command: Command, live: Live, pictures: list[Path], tmp_path: Path) -> None:
-    """A .png is the map over the picture, as the server draws it."""
-    file = tmp_path / "out.png"
-    assert command("explain", pictures[0], "--method", "saliency,integrated_gradients", "--out", file).status == 0
-    query = {"method": "saliency,integrated_gradients", "format": "png"}
-    reply = live.client.post("/explain", files=[("images", pictures[0].read_bytes())], params=query)
-    assert file.read_bytes() == reply.content
-
-
 OPTIONS = {
     "smoothgrad": {"samples": "3", "noise": "0.2", "seed": "7", "top_classes": "2"},
     "integrated_gradients": {"steps": "3", "objective": "probability"},
@@ -71,15 +62,6 @@ def test_every_field_has_an_option() -> None:
     parameters = typer.main.get_command(app).commands["explain"].params  # type: ignore[attr-defined]
     named = {option for each in parameters for option in each.opts}
     assert {f"--{name.replace('_', '-')}" for name in special} <= named
-
-
-def test_opened(command: Command, pictures: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a file there is a picture, and its place is told."""
-    monkeypatch.delenv("DISPLAY", raising=False)
-    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
-    done = command("explain", pictures[0], "--method", "saliency")
-    assert done.status == 0
-    assert Path(done.out.strip()).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.server import Live
-from tests.service.cli.commands import CONFIG, Command
+from tests.service.cli.commands import Command
 
 
 @pytest.mark.parametrize("form", ["json", "npz", "safetensors", "npy"])
@@ -87,13 +86,6 @@ def test_no_regular_file(command: Command, pictures: list[Path], tmp_path: Path)
     assert (done.status, done.notes) == (2, f"layertap: {tmp_path / 'no.png'}: is no regular file\n")
 
 
-def test_no_such_file(command: Command, pictures: list[Path], tmp_path: Path) -> None:
-    """A name that stands for no file is a mistake, told before anything is computed."""
-    done = command("extract", *pictures, tmp_path / "nowhere.png", "--layers", "head")
-    assert done.status == 2
-    assert "nowhere.png" in done.notes.replace("\n", "")
-
-
 FILING = """
 models:
   - name: filing
@@ -103,21 +95,3 @@ models:
     inputs: [{name: x, shape: [3, 8, 8]}]
     preprocess: {resize: [8, 8]}
 """
-
-
-def test_a_layer_of_that_name(command: Command, pictures: list[Path], tmp_path: Path) -> None:
-    """A layer may be called as anything that stands beside the results elsewhere."""
-    (tmp_path / "m.yaml").write_text(FILING)
-    names = "files,fingerprint,skipped"
-    options = ("--config", tmp_path / "m.yaml", "--layers", names, "--out", tmp_path / "out.npz")
-    assert command("extract", *pictures, *options).status == 0
-    with np.load(tmp_path / "out.npz", allow_pickle=False) as archive:
-        assert {name: archive[name].shape for name in names.split(",")} == dict.fromkeys(names.split(","), (3, 2, 8, 8))
-
-
-def test_a_model_of_tensors(command: Command, pictures: list[Path], tmp_path: Path) -> None:
-    """A model that takes no pictures is told in one line, not once for each file."""
-    (tmp_path / "m.yaml").write_text(CONFIG)
-    done = command("extract", *pictures, "--config", tmp_path / "m.yaml", "--layers", "linear")
-    assert done.status == 2
-    assert done.notes.count("takes tensors, not pictures") == 1

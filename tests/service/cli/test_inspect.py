@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -111,15 +109,6 @@ def test_what_is_printed_serves_the_checkpoint(
     assert digest(build_model(configured(done.out, tmp_path)).module) == digest(module)
 
 
-def test_json(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``--json`` there is the configuration alone."""
-    module = folder_of_timm(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    done = command("inspect", "own", "--json")
-    assert json.loads(done.out)["models"][0]["source"] == "timm:own/"
-    assert digest(build_model(configured(done.out, tmp_path, "models.json")).module) == digest(module)
-
-
 def test_prefix_and_an_architecture_that_nobody_knows(command: Command, tmp_path: Path) -> None:
     """Where nothing fits the status is 1, and the lines are for a factory; what was asked for is in them."""
     parts = nn.ModuleDict({"encoder": nn.Linear(2, 3), "decoder": nn.Linear(3, 2)})
@@ -155,12 +144,3 @@ def test_no_code_is_run(command: Command, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
     torch.load(tmp_path / "x.pth", weights_only=False)
     assert (tmp_path / "ran").exists()
-
-
-@pytest.mark.timeout(60)
-def test_a_pipe(command: Command, tmp_path: Path) -> None:
-    """A pipe that nobody writes to is refused, not waited for."""
-    os.mkfifo(tmp_path / "model.safetensors")
-    done = command("inspect", tmp_path / "model.safetensors")
-    assert (done.status, done.out) == (2, "")
-    assert "is no regular file" in done.notes

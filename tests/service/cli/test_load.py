@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 from tests.server import Live, serving
 from tests.service.cli.commands import ROOT, Command
 from tests.service.gated_server import gated_module, wait_until
-from tests.service.load.entries import GATED, NOWHERE, UNKNOWN, VECTOR
+from tests.service.load.entries import GATED, NOWHERE, UNKNOWN
 from tests.service.support import Json, configured, net
 
 SERVER_ONLY = ("fastapi", "starlette", "timm", "torch", "torchvision", "transformers", "uvicorn")
@@ -60,23 +59,6 @@ def test_built_in(command: Command, loaded: Live, tmp_path: Path, loop: tuple[st
     assert total["requests"] == sum(each["requests"] for each in kinds.values())
     assert (written["breaches"], written["scenario"], "headers" in written["options"]) == ([], "digits", False)
     assert all(word in plot.read_text() for word in ("digits", "requests a second", "p99"))
-
-
-def test_trouble(command: Command, loaded: Live) -> None:
-    """Some send what is refused: all as expected."""
-    done = command("load", loaded.url, "--scenario", "trouble", "--requests", "40")
-    assert done.status == 0, done.notes
-    assert "no such layer" in done.out
-
-
-def test_progress(command: Command, loaded: Live, tmp_path: Path) -> None:
-    """Progress is plain lines on stderr, and results alone are on stdout."""
-    file = write(tmp_path, VECTOR)
-    done = command("load", loaded.url, "--scenario", file, "--requests", "5")
-    lines = done.notes.splitlines()
-    assert lines
-    assert all(re.fullmatch(r"\d+ s: \d+ done, [\d.]+/s, .*, 0 failed", line) for line in lines)
-    assert "done, " not in done.out
 
 
 @pytest.mark.parametrize(

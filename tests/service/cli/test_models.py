@@ -72,13 +72,6 @@ def test_a_factory_that_raises(command: Command, tmp_path: Path, words: tuple[st
     assert "server" not in done.out
 
 
-def test_unknown_model(command: Command) -> None:
-    """``layers`` of an unknown model is answered with near names."""
-    done = command("layers", "digit")
-    assert done.status == 2
-    assert "'digits'" in done.notes
-
-
 def test_plan(command: Command, tmp_path: Path) -> None:
     """``plan`` lists every warm plan, what answers it, and what a row costs; a bad one is told in a line."""
     file = tmp_path / "models.yaml"
@@ -93,20 +86,3 @@ def test_plan(command: Command, tmp_path: Path) -> None:
     assert bad.status == 2
     assert "nowhere" in bad.notes
     assert "Traceback" not in bad.notes
-
-
-@pytest.mark.slow
-def test_plan_of_a_graph(command: Command, tmp_path: Path, compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``plan`` tells which path answers, and for one row and for several what hooks and the graph take."""
-    monkeypatch.setenv("LAYERTAP_CACHE_DIR", str(tmp_path / "cache"))
-    file = tmp_path / "models.yaml"
-    text = CONFIG.replace("tests.service.nets_http:Touchy", "tests.nets:Chain").replace("[4]", "[3, 8, 8]")
-    file.write_text(f"{text}    warm: [{{layers: [head], compile: always}}]\n")
-    runs = [command("plan", "--config", file) for _ in range(2)]
-    assert [run.status for run in runs] == [0, 0]
-    rows = [[line.split("│")[1:-1] for line in run.out.splitlines() if "│" in line] for run in runs]
-    assert rows[0] == rows[1]
-    one, several = [[cell.strip() for cell in row] for row in rows[0]]
-    assert one[:4] == ["touchy", "head", "a graph", "1"]
-    assert several[:4] == ["", "", "", "8"]
-    assert all(float(cell) >= 0 for row in (one, several) for cell in row[4:])

@@ -31,34 +31,11 @@ def test_format(command: Command, live: Live, pictures: list[Path], tmp_path: Pa
     assert file.read_bytes() == reply.content
 
 
-def test_suffix_in_capitals(command: Command, pictures: list[Path], tmp_path: Path) -> None:
-    """A suffix in capitals names the same format."""
-    file = tmp_path / "DRAWN.PNG"
-    assert command("show", pictures[0], "block1", "--out", file).status == 0
-    assert file.read_bytes().startswith(b"\x89PNG")
-
-
 def test_stdout(pictures: list[Path]) -> None:
     """Without ``--out`` a format goes to stdout, which holds nothing else; notes are on stderr."""
     drawn = run_piped("extract", pictures[0], "--layers", "head", "--format", "png")
     assert (drawn.returncode, drawn.stdout[:4]) == (0, b"\x89PNG")
     assert b"stdout: fingerprint" in drawn.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "begins"),
-    [
-        (("explain", "--method", "saliency", "--format", "npy"), b"\x93NUMPY"),
-        (("explain", "--method", "saliency", "--out", "-"), b'{"model"'),
-        (("show", "block1", "--out", "-"), b"\x89PNG"),
-        (("show", "block1", "--format", "webp"), b"RIFF"),
-    ],
-)
-def test_stdout_of_others(pictures: list[Path], words: tuple[str, ...], begins: bytes) -> None:
-    """``--out -`` and a format alone mean stdout for each command that writes results."""
-    done = run_piped(words[0], pictures[0], *words[1:])
-    assert (done.returncode, done.stdout[: len(begins)]) == (0, begins)
 
 
 def test_json_on_stdout(command: Command, pictures: list[Path]) -> None:
@@ -104,9 +81,3 @@ def test_no_such_command(command: Command) -> None:
     done = command("extrct")
     assert (done.status, len(done.notes.splitlines())) == (2, 1)
     assert "'extract'" in done.notes
-
-
-def test_nothing_said(command: Command) -> None:
-    """Without words there is the help, as by ``--help``."""
-    assert command().out == command("--help").out
-    assert "extract" in command().out

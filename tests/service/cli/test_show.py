@@ -32,15 +32,6 @@ def test_without_a_screen(command: Command, pictures: list[Path], monkeypatch: p
     assert Path(done.out.strip()).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("name", "layers", "told"), [("out.npz", "block1", "no picture"), ("out.png", "blok", "blok")])
-def test_refused(command: Command, pictures: list[Path], tmp_path: Path, name: str, layers: str, told: str) -> None:
-    """Status 2 and one line; nothing is written."""
-    done = command("show", pictures[0], layers, "--out", tmp_path / name)
-    assert done.status == 2
-    assert told in done.notes
-    assert not (tmp_path / name).exists()
-
-
 VIT = """
 models:
   - name: vit

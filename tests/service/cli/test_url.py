@@ -65,14 +65,6 @@ def test_extract_beyond_the_limits(command: Command, url: str, pictures: list[Pa
     run_both(command, url, "extract", pictures[0], broken, "--layers", "head")
 
 
-@pytest.mark.parametrize("form", ["png", "webp"])
-def test_show(command: Command, url: str, pictures: list[Path], tmp_path: Path, form: str) -> None:
-    """The picture is the same."""
-    words = ("show", pictures[0], "block1,head", "--tiles", "4")
-    here, there = run_both(command, url, *words, out=tmp_path / f"out.{form}")
-    assert here.out == there.out == f"{tmp_path / f'out.{form}'}\n"
-
-
 @pytest.mark.parametrize("form", ["png", "npz", "json"])
 def test_explain(command: Command, url: str, pictures: list[Path], tmp_path: Path, form: str) -> None:
     """Maps are the same, and the best classes that are named."""

@@ -56,15 +56,6 @@ def test_yaml(tmp_path: Path) -> None:
     )
 
 
-def test_tf32(tmp_path: Path) -> None:
-    """Models that no GPU runs in float32 need not agree with those that one may."""
-    others = "{name: b, source: 'a:b', device: cpu}, {name: c, source: 'a:b', dtype: bfloat16}"
-    configuration = read_configuration(
-        write_config(tmp_path, f"models: [{{name: a, source: 'a:b', tf32: true}}, {others}]")
-    )
-    assert [spec.tf32 for spec in configuration.models] == [True, False, False]
-
-
 @pytest.mark.parametrize("device", ["auto", "cuda", "cuda:1"])
 def test_for_a_gpu(tmp_path: Path, device: str) -> None:
     """What only a GPU does may be asked of a model that may be on one, and goes with what a GPU can resize by."""
@@ -74,15 +65,6 @@ def test_for_a_gpu(tmp_path: Path, device: str) -> None:
         (spec,) = read_configuration(write_config(tmp_path, MODEL.format(f"{how}, {warm}"))).models
         assert spec.decode == "device"
         assert [each.cuda_graphs for each in spec.warm] == [(32, 1, 8), ()]
-
-
-def test_json(tmp_path: Path) -> None:
-    """A JSON file says the same; without a default the first model is it."""
-    data = {"models": [{"name": "a", "source": "timm:x", "weights": "/abs/w.pth"}, {"name": "b", "source": "timm:y"}]}
-    configuration = read_configuration(write_config(tmp_path, json.dumps(data), "models.json"))
-    assert [(spec.name, spec.source) for spec in configuration.models] == [("a", "timm:x"), ("b", "timm:y")]
-    assert configuration.models[0].weights == "/abs/w.pth"
-    assert configuration.default == "a"
 
 
 @pytest.mark.parametrize(

@@ -254,26 +254,6 @@ def test_unreadable(tmp_path: Path) -> None:
             read_configuration(tmp_path / name)
 
 
-BESIDE_ENTRIES = """models:
-- {name: a, source: 'torchvision:vgg11', dtype: float33}
-defaults: {model: b, modl: a}
-allow: {sorces: [], weights: w}
-"""
-
-
-def test_mistakes_beside_entries(tmp_path: Path) -> None:
-    """Fields of defaults and of what is allowed are checked beside those of entries."""
-    file = write_config(tmp_path, BESIDE_ENTRIES)
-    with pytest.raises(ConfigError) as caught:
-        read_configuration(file)
-    lines = [line.removeprefix(f"{file}:") for line in caught.value.detail.splitlines()]
-    assert [line.partition(": ")[0] + ": " + line.split(": ")[1] for line in lines] == [
-        *("2: models.0.dtype", "3: defaults.modl", "4: allow.sorces", "4: allow.weights"),
-    ]
-    assert lines[2].endswith("the nearest is 'sources'")
-    assert lines[3].endswith("Input should be a valid list")
-
-
 def test_aliases(tmp_path: Path) -> None:
     """Aliases are names, of models that there are, and the default is one of these."""
     text = "models: [{name: a, source: 'a:b'}]\ndefaults: {model: b}\naliases: {prod: c, '-': a}\n"

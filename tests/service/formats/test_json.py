@@ -51,12 +51,6 @@ def test_same_bytes(dtype: type) -> None:
     assert b"".join(write_json(document)) == dump(document)
 
 
-@pytest.mark.parametrize("value", [{}, [], (), None, "text", 1.5, np.zeros((0, 3)), np.zeros(16_384), memoryview(b"")])
-def test_short(value: Any) -> None:
-    """What is short is one piece."""
-    assert write_json(value) == [dump(value)]
-
-
 @pytest.mark.parametrize("name", ENCODERS)
 def test_bounded(name: str) -> None:
     """No reply, whoever's clients read it, is written at once where it is large."""

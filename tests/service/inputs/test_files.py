@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -35,15 +34,3 @@ def test_a_file_without_a_size() -> None:
     assert read_regular_file(path, LIMIT) == whole
     with pytest.raises(FileError, match="more than 10 bytes"):
         read_regular_file(path, 10)
-
-
-def test_memory(tmp_path: Path) -> None:
-    """A small file takes little memory, however large it might be."""
-    (tmp_path / "a").write_bytes(bytes(1000))
-    tracemalloc.start()
-    try:
-        read_regular_file(tmp_path / "a", LIMIT)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 2**20

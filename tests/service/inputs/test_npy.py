@@ -47,14 +47,6 @@ def test_npy_shapes(array: Array) -> None:
     assert is_same(read_npy(make_npy(array)), np.asarray(array, order="C"))
 
 
-@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
-def test_npy_versions(version: tuple[int, int]) -> None:
-    """All versions of the format are read."""
-    stream = BytesIO()
-    np.lib.format.write_array(stream, make_array("f4"), version=version)
-    assert is_same(read_npy(stream.getvalue()), make_array("f4"))
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -19,10 +19,9 @@ from rich.console import Console
 from layertap.service.load.options import Options
 from layertap.service.load.report import find_lateness, print_report
 from layertap.service.load.run import LoadRun, make_schedule, run
-from layertap.service.load.scenario import find_scenario
 from tests.server import Live, serving
 from tests.service.gated_server import admitted_rows, hold_model, wait_until
-from tests.service.load.entries import BAD, BLOCKS, GATED, LOOPS, NOWHERE, ROWS, UNKNOWN, VECTOR, of
+from tests.service.load.entries import BAD, BLOCKS, GATED, LOOPS, ROWS, UNKNOWN, VECTOR, of
 from tests.service.support import Json, configured, net
 
 PAUSE_S = 0.3
@@ -54,14 +53,6 @@ def test_a_hundred_requests(live: Live, caplog: pytest.LogCaptureFixture, loop: 
     assert total.rows_per_second * done.elapsed_s == pytest.approx(rows, rel=0.01)
     assert total.goodput * done.elapsed_s == pytest.approx(100 - sent["unknown"], rel=0.01)
     assert find_lateness(done) is not None
-
-
-def test_warmup_is_not_counted(live: Live, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "layertap.access"):
-        done = run(of(VECTOR), Options(live.url, requests=10, warmup=7))
-        wait_until(lambda: served(caplog).total() >= 17)
-    assert done.total.statuses == {200: 10}
-    assert served(caplog) == {200: 17}
 
 
 @contextmanager
@@ -133,18 +124,6 @@ def test_latency_counts_from_the_due_moment(live: Live) -> None:
     assert len(held_up.samples) == 5
     assert all(each.seconds >= PAUSE_S - each.at for each in held_up.samples)
     assert all(each.late is not None and each.late >= PAUSE_S - each.at for each in held_up.samples if each.at)
-
-
-def test_dialects(live: Live) -> None:
-    """Every route of the built-in scenario answers."""
-    done = run(find_scenario("digits"), Options(live.url, requests=200, connections=8))
-    assert done.total.failed == 0
-    assert [name for name, each in done.by_kind.items() if not each.requests] == []
-
-
-def test_nobody_listens() -> None:
-    total = run(of(VECTOR), Options(NOWHERE, requests=3, connections=3)).total
-    assert (total.requests, total.failed, total.errors, total.statuses) == (3, 3, {"ConnectError": 3}, {})
 
 
 def test_connections_are_used_again() -> None:

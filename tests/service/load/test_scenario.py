@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from base64 import b64decode
 from email import message_from_bytes
 from io import BytesIO
 from pathlib import Path
@@ -14,7 +13,7 @@ from PIL import Image
 
 from layertap.models.errors import LayertapError
 from layertap.service.load.scenario import BUILT_IN, MAX_BYTES, find_scenario, make_scenario
-from tests.service.load.entries import BAD, BLOCKS, DIGIT, PICTURE, ROWS, VECTOR, of
+from tests.service.load.entries import BAD, BLOCKS, DIGIT, ROWS, VECTOR, of
 from tests.service.support import Json, picture
 
 
@@ -91,28 +90,11 @@ def split_form(content: bytes, content_type: str) -> list[object]:
     return [part.get_payload(decode=True) for part in parts]  # type: ignore[union-attr]
 
 
-def test_json() -> None:
-    """In JSON pictures are data URIs."""
-    body = {"model": "digits", "input": "$pictures", "dimensions": 8}
-    (kind,) = of({"name": "e", "path": "/v1/embeddings", "json": body, "inputs": 2, **PICTURE})
-    sent = json.loads(kind.bodies[0].content)
-    uris = [b64decode(each.removeprefix("data:image/png;base64,")) for each in sent.pop("input")]
-    assert uris == [DIGIT.read_bytes()] * 2
-    assert sent == {"model": "digits", "dimensions": 8}
-
-
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_built_in(name: str) -> None:
     """They can be read, and say the same each time."""
     first, again = ([(kind.name, kind.bodies) for kind in find_scenario(name)] for _ in range(2))
     assert first == again
-
-
-def test_shares() -> None:
-    """Weights of the two for the embedded model are percents; three tenths of the trouble are answers of 422."""
-    digits, trouble = find_scenario("digits"), find_scenario("trouble")
-    assert sum(kind.weight for kind in digits) == sum(kind.weight for kind in trouble) == 100
-    assert sum(kind.weight for kind in trouble if kind.expect == 422) == 30
 
 
 def write_pictures(folder: Path, count: int) -> list[bytes]:
@@ -143,10 +125,3 @@ def test_folder_that_is_too_large(tmp_path: Path) -> None:
         stream.truncate(MAX_BYTES + 1)
     with pytest.raises(LayertapError, match="has more than 256 MiB of pictures"):
         make_scenario([{**VECTOR, "picture": "."}], tmp_path)
-
-
-def test_drawn_pictures() -> None:
-    """Different pictures, in each kind others, so that a cache of answers is not what is measured."""
-    draw = {"path": "/", "draw": [64, 64], "count": 5}
-    kinds = of({"name": "a", **draw}, {"name": "b", **draw})
-    assert len({body.content for kind in kinds for body in kind.bodies}) == 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -30,11 +29,6 @@ def test_loops_draw_the_same_requests() -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_weights() -> None:
-    counted = Counter(kind.name for _, kind in make_schedule(KINDS, replace(OPTIONS, requests=12_000)))
-    assert {name: round(count / 2000) for name, count in counted.items()} == {"vector": 3, "bad": 2, "rows": 1}
-
-
 def test_poisson_arrivals() -> None:
     """Gaps are exponential: mean and standard deviation are both one over the rate."""
     moments = [moment for moment, _ in make_schedule(KINDS, replace(OPTIONS, rate=50.0, requests=20_000))]
@@ -42,10 +36,3 @@ def test_poisson_arrivals() -> None:
     assert (gaps >= 0).all()
     assert gaps.mean() == pytest.approx(0.02, rel=0.03)
     assert gaps.std() == pytest.approx(0.02, rel=0.03)
-
-
-def test_seconds_bound_an_open_loop() -> None:
-    options = replace(OPTIONS, rate=100.0, requests=1000, duration=2.0)
-    moments = [moment for moment, _ in make_schedule(KINDS, options)]
-    assert max(moments) < 2.0
-    assert 150 < len(moments) < 250

@@ -60,24 +60,6 @@ def test_where_the_map_is_high() -> None:
     assert (drawn[80, 5] == 128).all()
 
 
-def test_zeros_show_the_picture() -> None:
-    """Where a map is zero everywhere nothing is coloured: it explains nothing, and does not look so."""
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
-    original = Original(Image.fromarray(pixels), (0.0, 0.0, 40.0, 40.0))
-    drawn = np.asarray(lay_over(original, np.zeros((4, 4), np.float32), Scale(0.0, 0.0, diverging=False)))
-    assert (drawn == np.asarray(Image.fromarray(pixels).convert("L").convert("RGB"))).all()
-
-
-def test_crop_beyond_the_picture() -> None:
-    """Where the crop is larger than the picture all of it is seen, and the map is laid where it belongs."""
-    original = sent(Image.new("RGB", (20, 20), (90, 90, 90)), PreprocessSpec(crop=40)).decode(20, 10**6)[0]
-    assert original.seen == (-10.0, -10.0, 30.0, 30.0)
-    values = np.zeros((2, 2), np.float32)
-    values[1, 1] = 1.0
-    drawn = np.asarray(lay_over(original, values, SCALE)).astype(int)
-    assert np.abs(drawn[19, 19] - 90).sum() > np.abs(drawn[0, 0] - 90).sum()
-
-
 def test_crop_far_beyond_the_picture() -> None:
     """A picture of one pixel under a large crop takes no memory beyond what is drawn."""
     original = sent(Image.new("RGB", (1, 1), (90, 90, 90)), PreprocessSpec(crop=224)).decode(288, 10**6)[0]

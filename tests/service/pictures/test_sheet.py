@@ -64,15 +64,6 @@ def test_maps() -> None:
     assert len({zoom for *_, zoom in places}) == 1
 
 
-def test_brightest_is_the_maximum() -> None:
-    """The lightest square of a tile is where the array's maximum is."""
-    array = RANDOM.random((1, 1, 6, 6)).astype(np.float32)
-    sheet = draw(array, layout="NCHW")
-    top, left, zoom = find_tile(sheet, look_up(array[0, 0], SEQUENTIAL, array.min(), array.max()))
-    tile = sheet[top : top + 6 * zoom : zoom, left : left + 6 * zoom : zoom].astype(int).sum(-1)
-    assert np.unravel_index(tile.argmax(), tile.shape) == np.unravel_index(array.argmax(), array.shape)[2:]
-
-
 def test_channels_last() -> None:
     """Channels are found on the last axis where the layout says so."""
     array = RANDOM.standard_normal((1, 4, 5, 2)).astype(np.float32)
@@ -122,15 +113,6 @@ def test_chosen_attention() -> None:
     find_tile(sheet, look_up(array[0, 0], SEQUENTIAL, array.min(), array.max()))
 
 
-def test_first_tiles() -> None:
-    """Of more tiles than are asked for the first ones are drawn, on a scale of theirs."""
-    array = RANDOM.random((1, 5, 3, 3)).astype(np.float32)
-    sheet = draw(array, 2, layout="NCHW")
-    low, high = array[0, :2].min(), array[0, :2].max()
-    (top, left, _), (other, right, _) = (find_tile(sheet, look_up(array[0, k], SEQUENTIAL, low, high)) for k in (0, 1))
-    assert (top, left < right) == (other, True)
-
-
 def test_inputs_beside_each_other() -> None:
     """Inputs stand beside each other, and share one scale."""
     array = RANDOM.random((3, 1, 4, 4)).astype(np.float32)
@@ -138,14 +120,6 @@ def test_inputs_beside_each_other() -> None:
     places = [find_tile(sheet, look_up(each[0], SEQUENTIAL, array.min(), array.max())) for each in array]
     assert len({top for top, *_ in places}) == 1
     assert [left for _, left, _ in places] == sorted(left for _, left, _ in places)
-
-
-def test_rows_on_another_axis() -> None:
-    """Rows are found on the axis where they are."""
-    array = RANDOM.random((5, 2, 3)).astype(np.float32)
-    sheet = draw(array, row_axis=1)
-    for row in range(2):
-        find_tile(sheet, look_up(array[:, row], SEQUENTIAL, array.min(), array.max()))
 
 
 @pytest.mark.parametrize(
@@ -202,13 +176,6 @@ def test_size_is_known_before() -> None:
     large = np.broadcast_to(np.float32(0), (256, 64, 500, 500))
     with pytest.raises(TooLargeError, match=r"pixels \(\d+ by \d+\), the limit is 16000000"):
         check_sheet([info(large, layout="NCHW")], TILES)
-
-
-def test_no_side_is_too_long() -> None:
-    """Many results below each other are refused where the picture would be too high for a format."""
-    infos = [info(np.zeros((1, 10)), name=str(number)) for number in range(56)]
-    with pytest.raises(TooLargeError, match=r"a side of \d+ pixels, the limit is 16383"):
-        check_sheet(infos, TILES)
 
 
 def test_names_are_text() -> None:
@@ -286,32 +253,6 @@ def find_place(sheet: Array, part: Array) -> tuple[int, int]:
     )
 
 
-def test_maps_of_several_inputs() -> None:
-    """Each input has its own picture, by its place in the request, and one without has its map alone."""
-    pictures = {place: RANDOM.integers(0, 256, (288, 288, 3), dtype=np.uint8) for place in (1, 4)}
-    originals = {
-        place: Original(Image.fromarray(pixels), (0.0, 0.0, 288.0, 288.0)) for place, pixels in pictures.items()
-    }
-    arrays = {name: RANDOM.random((3, 6, 6)).astype(np.float32) for name in ("grad_cam", "occlusion")}
-    infos = [make_map(name, array, places=(1, 2, 4)) for name, array in arrays.items()]
-    sheet = np.asarray(draw_sheet(infos, arrays, TILES, originals))
-    assert [count_places(sheet, pixels) for pixels in pictures.values()] == [1, 1]
-    for array in arrays.values():
-        scale = find_map_scale(array, is_share=False)
-        for row, place in ((0, 1), (2, 4)):
-            assert count_places(sheet, np.asarray(lay_over(originals[place], array[row], scale))) == 1
-        find_tile(sheet, look_up(array[1].clip(0.0, scale.high), SEQUENTIAL, 0.0, scale.high))
-
-
-def test_tokens_in_a_grid_that_is_no_square() -> None:
-    """Patches stand as the model says, where they could make a square too."""
-    array = RANDOM.random((1, 1 + 16, 2)).astype(np.float32)
-    sheet = draw(array, layout="NTC", prefix_tokens=1, grid_size=(2, 8))
-    patches = array[0, 1:]
-    for channel in range(2):
-        find_tile(sheet, look_up(patches[:, channel].reshape(2, 8), SEQUENTIAL, patches.min(), patches.max()))
-
-
 @pytest.mark.parametrize("over", [True, False])
 def test_heads_over_the_picture(over: bool) -> None:
     """Heads lie over the picture where the model tells how its patches stand; a square of anything else does not."""
@@ -353,22 +294,3 @@ def test_histograms_of_channels() -> None:
     beside = np.array([[[0.5, 5, 0, 1], [1, 0, 10, 2]]], np.float32)
     with_bins, without = draw(beside, columns=("mean", *names)), draw(beside[..., :1], columns=("mean",))
     np.testing.assert_array_equal(with_bins[TOP:], without[TOP:])
-
-
-def test_many_channels() -> None:
-    """More channels than pixels share columns: the least and the greatest of neighbours are seen."""
-    array = np.zeros((1, 5000, 1), np.float32)
-    array[0, 3210], array[0, 3211] = 9.0, -3.0
-    painted = (draw(array, columns=("max",))[TOP:] == (70, 124, 184)).all(-1)
-    (column,) = np.flatnonzero(painted.any(0))
-    assert column - LEFT == pytest.approx(3210 / 5000 * WIDTH, abs=2)
-    assert painted[:, column].sum() > 40
-
-
-def test_where_the_largest_bar_stands() -> None:
-    """A vector of more numbers than pixels is as even as one of fewer: a bar stands where its number does."""
-    array = np.full((1, 1000), 0.01, np.float32)
-    array[0, 238] = 5
-    sheet = draw(array, layout="NC")
-    tall = np.flatnonzero((sheet == (70, 124, 184)).all(-1).sum(0) > 60)
-    assert tall[0] - LEFT == pytest.approx(0.238 * WIDTH, abs=2)

@@ -7,13 +7,12 @@ from importlib.resources import files
 import pytest
 from playwright.sync_api import expect
 
-from tests.marks import slow
 from tests.server import Live
 from tests.service.ui.conftest import Open, Opened
 from tests.service.ui.support import DIGIT, drop
 
 AXE = files("axe_core_python") / "axe.min.js"
-SIZES = [(360, 740, "light"), (1600, 1000, "dark"), slow(360, 740, "dark"), slow(1600, 1000, "light")]
+SIZES = [(360, 740, "light"), (1600, 1000, "dark")]
 
 
 FULL = "model=digits&method=saliency,grad_cam&sample=digit-2&other-sample=digit-0"

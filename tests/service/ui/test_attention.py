@@ -9,7 +9,6 @@ from typing import Any
 from playwright.sync_api import Page, expect
 
 from tests.server import Live
-from tests.service.gated_server import wait_until
 from tests.service.ui.conftest import Open
 from tests.service.ui.support import DIGIT, captured, check_tiles
 
@@ -56,50 +55,6 @@ def test_queries(shown: Live, open_page: Open) -> None:
     assert "queries%22%3A%5B9%5D" in address
 
 
-def test_pointer_is_faster(shown: Live, open_page: Open) -> None:
-    """While one query is asked the pointer may go over many: the one that it is on then is the only one asked next."""
-    opened = open_page(f"{shown.url}/#{ATTENTION}")
-    opened.show_maps()
-    page = opened.page
-    queries = record(page)
-    held: list[Any] = []
-    page.route("**/extract", lambda route: held.append(route), times=1)
-    for x in (2, 40, 80, 120, 2):
-        page.hover("#overlay", position={"x": x, "y": 2})
-    page.hover("#overlay", position={"x": page.locator("#overlay").bounding_box()["width"] - 2, "y": 2})
-    wait_until(lambda: page.evaluate("1") and held)
-    assert queries == [1]
-    held[0].continue_()
-    expect(page.locator("#reading")).to_contain_text("token 4 ")
-    opened.wait()
-    assert queries == [1, 4]
-    weights = captured(shown, DATA, "attention:attention", model="square")
-    check_tiles(opened, weights[:, 4, 1:].reshape(2, 4, 4))
-
-
-def test_another_layer_meanwhile(shown: Live, open_page: Open) -> None:
-    """A query that is asked while another layer is chosen shows nothing; looking goes on when attention is back."""
-    opened = open_page(f"{shown.url}/#{ATTENTION}")
-    opened.show_maps()
-    page = opened.page
-    held: list[Any] = []
-    page.route("**/extract", lambda route: held.append(route), times=1)
-    page.fill("#token", "9")
-    wait_until(lambda: page.evaluate("1") and held)
-    page.click("[data-layer='patch']")
-    expect(page.locator("#view-title")).to_have_text("patch")
-    held[0].abort()
-    opened.wait()
-    expect(page.locator("#token-field")).to_be_hidden()
-    page.click("[data-layer='attention']")
-    opened.wait()
-    page.select_option("#site", "attention")
-    opened.wait()
-    expect(page.locator("#reading")).to_contain_text("token 9 ")
-    page.fill("#token", "3")
-    expect(page.locator("#reading")).to_contain_text("token 3 ")
-
-
 def test_refused_query(shown: Live, open_page: Open) -> None:
     """What fails of one query is said, with a way on: the next one is asked."""
     opened = open_page(f"{shown.url}/#{ATTENTION}")
@@ -111,23 +66,5 @@ def test_refused_query(shown: Live, open_page: Open) -> None:
     page.unroute("**/extract")
     page.fill("#token", "10")
     expect(page.locator("#reading")).to_contain_text("token 10 ")
-    opened.wait()
-    expect(page.locator("#problem")).to_be_hidden()
-
-
-def test_retry_of_what_is_chosen(shown: Live, open_page: Open) -> None:
-    """To try again while something newer is asked asks for what is newer, not for what failed."""
-    opened = open_page(f"{shown.url}/#{ATTENTION}")
-    opened.show_maps()
-    page = opened.page
-    held: list[Any] = []
-    page.route("**/extract", lambda route: held.append(route), times=1)
-    page.route("**/extract", lambda route: route.abort(), times=1)
-    page.fill("#token", "9")
-    expect(page.locator("#retry")).to_be_visible()
-    page.click("[data-layer='patch']")
-    wait_until(lambda: page.evaluate("1") and held)
-    page.click("#retry")
-    expect(page.locator("#view-title")).to_have_text("patch")
     opened.wait()
     expect(page.locator("#problem")).to_be_hidden()

@@ -14,7 +14,7 @@ from playwright.sync_api import expect
 from tests.server import Live
 from tests.service.gated_server import wait_until
 from tests.service.ui.conftest import Open
-from tests.service.ui.support import DIGIT, PIXELS, drop
+from tests.service.ui.support import PIXELS
 
 LATE_PICTURE = """([first, second]) => {
   // The first file's bytes come after the second one's.
@@ -52,38 +52,6 @@ def test_last_picture(shown: Live, open_page: Open, place: str, name: str) -> No
     opened.page.evaluate("new Promise(done => setTimeout(done, 200))")  # the first one's turn, if it has one
     opened.wait()
     expect(opened.page.locator(name)).to_have_text("2.png")
-
-
-def test_late_sample(shown: Live, open_page: Open) -> None:
-    """A sample that comes after a picture was dropped does not take its place."""
-    opened = open_page(f"{shown.url}/#model=digits&sample=digit-2")
-    opened.show_maps()
-    page = opened.page
-    held: list[Any] = []
-    page.route("**/ui/digit-0.png", lambda route: held.append(route))
-    page.click("#samples [data-sample=digit-0]")
-    wait_until(lambda: page.evaluate("1") and held)
-    drop(opened, DIGIT.read_bytes(), name="mine.png")
-    expect(page.locator("#picture-name")).to_have_text("mine.png")
-    held[0].continue_()
-    page.evaluate("new Promise(done => setTimeout(done, 200))")
-    opened.wait()
-    expect(page.locator("#picture-name")).to_have_text("mine.png")
-
-
-def test_sample_without_server(shown: Live, open_page: Open) -> None:
-    """A sample that does not come is a problem in words, with a button to try again."""
-    opened = open_page(f"{shown.url}/#model=digits")
-    opened.page.wait_for_selector("#tree button")
-    opened.wait()
-    page = opened.page
-    page.route("**/ui/digit-0.png", lambda route: route.abort())
-    page.click("#samples [data-sample=digit-0]")
-    expect(page.locator("#problem-text")).to_have_text("The server does not answer.")
-    page.unroute("**/ui/digit-0.png")
-    page.click("#retry")
-    expect(page.locator("#picture-name")).to_have_text("digit-0.png")
-    opened.show_maps()
 
 
 def test_other_model(shown: Live, open_page: Open) -> None:
@@ -141,33 +109,6 @@ def test_link_in_the_same_tab(shown: Live, open_page: Open) -> None:
     expect(opened.page.locator("#picture-name")).to_have_text("digit-0.png")
     expect(opened.page.locator("#model")).to_have_value("square")
     opened.wait()
-
-
-def test_attention_without_grid(shown: Live, open_page: Open) -> None:
-    """Where attention has no grid to show nothing of the former layer stays, over the picture neither."""
-    opened = open_page(f"{shown.url}/#model=windowed&layer=whole&site=attention&sample=digit-2")
-    opened.show_maps()
-    page = opened.page
-    expect(page.locator("#overlay")).to_be_visible()
-    page.click("[data-layer=windows]")
-    expect(page.locator("#reading")).to_have_text("The tokens of this attention are no grid of patches.")
-    opened.wait()
-    expect(page.locator("#view-title")).to_have_text("windows")
-    expect(page.locator("#overlay")).to_be_hidden()
-    expect(page.locator("#scale")).to_be_hidden()
-
-
-def test_refused_change(shown: Live, open_page: Open) -> None:
-    """A change that is refused leaves no table of the one before it."""
-    opened = open_page(f"{shown.url}/#model=digits&layer=block1.2&sample=digit-2")
-    opened.show_maps()
-    page = opened.page
-    page.click("#change-form button")
-    expect(page.locator("#change-result")).to_be_visible()
-    page.fill("#change-channels", "99")
-    page.click("#change-form button")
-    expect(page.locator("#problem-text")).to_contain_text("'channels' of 'block1.2'")
-    expect(page.locator("#change-result")).to_be_hidden()
 
 
 def test_refused_layer(shown: Live, open_page: Open) -> None:

@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 from tests.server import Live
 from tests.service.support import Array
 from tests.service.ui.conftest import Open, Opened
-from tests.service.ui.support import DIGIT, captured, check_tiles, drop, read_pixels
+from tests.service.ui.support import captured, check_tiles, read_pixels
 
 UI = Path(__file__).parents[3] / "service" / "ui"
 TWO, ZERO = ((UI / f"digit-{number}.png").read_bytes() for number in (2, 0))
@@ -64,21 +64,6 @@ def test_two_pictures(shown: Live, open_page: Open) -> None:
     check_heat(opened, 0, find_cosines(there[:, 0, 0], here))
 
 
-def test_by_keys(shown: Live, open_page: Open) -> None:
-    """Places are chosen by arrow keys as by the pointer, and never leave the picture."""
-    opened = open_page(f"{shown.url}/#{PICTURES}")
-    opened.show_maps()
-    here, there = (captured(shown, data, "block3") for data in (TWO, ZERO))
-    opened.page.locator("#sides .seen canvas").first.focus()
-    opened.page.keyboard.press("ArrowUp")
-    opened.page.keyboard.press("ArrowLeft")
-    expect(opened.page.locator("#match-reading")).to_contain_text("Row 3, column 3 of the first")
-    check_heat(opened, 1, find_cosines(here[:, 3, 3], there))
-    for _ in range(9):
-        opened.page.keyboard.press("ArrowDown")
-    expect(opened.page.locator("#match-reading")).to_contain_text("Row 7, column 3 of the first")
-
-
 def test_two_layers(shown: Live, open_page: Open) -> None:
     """Of two layers both sides' maps; vectors of two kinds have no number, and it says so. The other one stays."""
     opened = open_page(f"{shown.url}/#{LAYERS}")
@@ -92,38 +77,6 @@ def test_two_layers(shown: Live, open_page: Open) -> None:
     opened.page.click("[data-layer='block2']")
     opened.wait()
     expect(opened.page.locator("#sides .side .name")).to_have_text(["block2", "block3"])
-
-
-def test_tokens(shown: Live, open_page: Open) -> None:
-    """Tokens are their grid, without what stands in front."""
-    opened = open_page(f"{shown.url}/#model=square&layer=patch&sample=digit-2&other-layer=norm")
-    opened.show_maps()
-    tokens = captured(shown, TWO, "norm", model="square")[1:].T.reshape(8, 4, 4)
-    check_tiles(opened, tokens, "#sides .side:nth-child(2)")
-
-
-def test_vectors(shown: Live, open_page: Open) -> None:
-    """Two vectors of one layer have a cosine; of two layers there is no number, and it says why."""
-    opened = open_page(f"{shown.url}/#model=digits&layer=head&sample=digit-2&other-sample=digit-0")
-    opened.show_maps()
-    x, y = (captured(shown, data, "head") for data in (TWO, ZERO))
-    assert read_number(opened, "cosine") == pytest.approx(x @ y / np.linalg.norm(x) / np.linalg.norm(y), rel=1e-3)
-    opened.page.select_option("#other-layer", "block3")
-    expect(opened.page.locator("#similarity-note")).to_contain_text("Vectors of two kinds have no cosine")
-    expect(opened.page.locator("#similarity div")).to_have_count(0)
-
-
-def test_dropped_there(shown: Live, open_page: Open) -> None:
-    """A picture that is dropped on the comparison is the other one, until the same is chosen again."""
-    opened = open_page(f"{shown.url}/#model=digits&layer=block3&sample=digit-0")
-    opened.show_maps()
-    drop(opened, DIGIT.read_bytes(), "mine.png", place="compare")
-    expect(opened.page.locator("#compare-result")).to_be_visible()
-    opened.wait()
-    expect(opened.page.locator("#sides .side").nth(1)).to_contain_text("mine.png")
-    expect(opened.page.locator("#picture-name")).to_have_text("digit-0.png")
-    opened.page.click("#other-same")
-    expect(opened.page.locator("#compare-result")).to_be_hidden()
 
 
 def test_link(shown: Live, open_page: Open) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import get_args
 
 import numpy as np
 import pytest
 from playwright.sync_api import expect
 
-from layertap.models.catalog.catalog import Costs
 from layertap.models.selection.hook_points import Method
 from tests.server import Live
 from tests.service.support import image
@@ -60,16 +58,6 @@ def test_side_by_side(shown: Live, open_page: Open) -> None:
     assert "integrated_gradients" not in page.url
 
 
-def test_enlarged(shown: Live, open_page: Open) -> None:
-    """An explanation's numbers can be read by keys."""
-    opened = open_page(f"{shown.url}/#model=digits&method=grad_cam&sample=digit-2")
-    opened.show_maps()
-    opened.page.click("#explanations .frame")
-    expect(opened.page.locator("#zoom-title")).to_have_text("Grad-CAM")
-    opened.page.keyboard.press("ArrowDown")
-    expect(opened.page.locator("#zoom-reading")).to_contain_text("Grad-CAM, row 1, column 0")
-
-
 def test_cancel(shown: Live, open_page: Open) -> None:
     """A slow method shows that it is asked, and another press gives it up; the rest of the page stays."""
     module = shown.engine.manager.registry.get_entry("held").model.module  # type: ignore[union-attr]
@@ -102,26 +90,6 @@ def test_names(shown: Live, open_page: Open) -> None:
     opened.show_maps()
     assert len([address for address in opened.addresses if address.endswith("/models/square/labels")]) == 1
     assert [address for address in opened.addresses if address.endswith("/explain")] == []
-
-
-def test_refused(shown: Live, open_page: Open) -> None:
-    """An explanation that can't be made in time says why, and what to do instead; the others are there."""
-    model = shown.engine.manager.registry.get_entry("wide").model
-    assert model is not None
-    known = model.catalogs.configured
-    model.catalogs.configured = replace(known, costs=Costs(base=0.0, per_row=100.0))
-    try:
-        opened = open_page(f"{shown.url}/#model=wide&method=saliency&sample=digit-2")
-        opened.show_maps()
-        page = opened.page
-        page.click("#methods [data-method=occlusion]")
-        note = page.locator("#explanations [data-method=occlusion] figcaption")
-        expect(note).to_contain_text("the deadline would pass")
-        expect(page.locator("#problem-text")).to_contain_text("changed inputs take about")
-        expect(page.locator("#problem-hint")).to_contain_text("a larger 'window' and 'stride'")
-        expect(page.locator("#explanations [data-method=saliency] canvas")).to_be_visible()
-    finally:
-        model.catalogs.configured = known
 
 
 def test_chosen_class(shown: Live, open_page: Open) -> None:

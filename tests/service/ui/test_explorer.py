@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
-from layertap.models.spec import ModelSpec
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import wait_until
 from tests.service.proxy import proxied
-from tests.service.support import configured, image, picture
-from tests.service.ui.conftest import LARGE_MS, Open
+from tests.service.support import image
+from tests.service.ui.conftest import Open
 from tests.service.ui.nets import MARKUP, Held
 from tests.service.ui.support import DIGIT, captured, check_tiles, drop
 
@@ -75,14 +74,6 @@ def test_link(shown: Live, open_page: Open) -> None:
     objective = {"kind": "logit", "class": 3}
     maps = captured(shown, DIGIT.read_bytes(), {"layer": "block3", "site": "grad_output"}, objective=objective)
     check_tiles(again, maps[:16])
-
-
-def test_vector(shown: Live, open_page: Open) -> None:
-    """A vector is drawn as bars, a bar for each value."""
-    opened = open_page(f"{shown.url}/#model=digits&layer=head&sample=digit-2")
-    opened.show_maps()
-    scores = captured(shown, DIGIT.read_bytes(), "head")
-    expect(opened.page.locator("canvas.bars")).to_have_attribute("aria-label", re.compile(f"^{len(scores)} values"))
 
 
 def test_change(shown: Live, open_page: Open) -> None:
@@ -140,14 +131,6 @@ def test_failed_model(shown: Live, open_page: Open) -> None:
     expect(opened.page.locator("#retry")).to_be_hidden()
     opened.page.select_option("#model", "digits")
     opened.show_maps()
-
-
-def test_a_layer_chosen_early(shown: Live, open_page: Open) -> None:
-    """A layer that is chosen while all is still asked changes the maps, and nothing else is given up."""
-    opened = open_page(f"{shown.url}/#sample=digit-2")
-    opened.page.locator("#tree button", has_text="block3").first.click()
-    expect(opened.page.locator("#classes")).to_be_visible(timeout=30_000)
-    expect(opened.page.locator("#layer-name, h2", has_text="block3").first).to_be_visible()
 
 
 def test_busy(shown: Live, open_page: Open) -> None:
@@ -259,45 +242,3 @@ def test_behind_a_prefix(serve: Serve, open_page: Open, strip: bool) -> None:
     with serve(root_path="/features") as live, proxied(live.url, "/features", strip=strip) as url:
         opened = open_page(f"{url}/features/#sample=digit-2")
         opened.show_maps()
-
-
-@pytest.mark.slow
-def test_attention(serve: Serve, open_page: Open) -> None:
-    """Of ViT-B/16: tokens over their patches, and each head a tile of what the patch under the pointer looks at."""
-    spec = ModelSpec("vit", "torchvision:vit_b_16", weights="random:0", device="cpu", load="lazy")
-    layer = "encoder.layers.encoder_layer_2"
-    with serve(configured(spec)) as live:
-        opened = open_page(f"{live.url}/#model=vit&layer={layer}.self_attention&site=attention&sample=shapes")
-        opened.show_maps(LARGE_MS)
-        opened.page.hover("#overlay", position={"x": 1, "y": 1})
-        expect(opened.page.locator("#reading")).to_contain_text("token 1 ")
-        data = (Path(__file__).parents[3] / "service" / "ui" / "shapes.png").read_bytes()
-        weights = captured(live, data, f"{layer}.self_attention:attention", model="vit")
-        check_tiles(opened, weights[:, 1, 1:].reshape(12, 14, 14))
-        opened.page.click(f"[data-layer='{layer}']")
-        opened.wait(LARGE_MS)
-        opened.page.evaluate("document.querySelector('.tile').dataset.before = ''")
-        started = time.perf_counter()
-        drop(opened, data)
-        opened.page.wait_for_selector(".tile:not([data-before])", timeout=LARGE_MS)
-        print(f"vit_b_16: {time.perf_counter() - started:.3f} s from drop to maps")  # noqa: T201
-        opened.wait(LARGE_MS)
-        tokens = captured(live, data, {"layer": layer, "channels": list(range(16))}, model="vit")
-        check_tiles(opened, tokens[1:].T.reshape(16, 14, 14))
-
-
-@pytest.mark.slow
-def test_time_to_maps(serve: Serve, open_page: Open) -> None:
-    """A dropped picture of usual size is shown with the first maps of a ResNet-18; the time is printed."""
-    spec = ModelSpec("resnet18", "torchvision:resnet18", weights="random:0", device="cpu", load="lazy")
-    with serve(configured(spec)) as live:
-        opened = open_page(f"{live.url}/#model=resnet18")
-        opened.page.wait_for_selector("#tree button", timeout=LARGE_MS)
-        opened.wait()
-        data = picture(3, (640, 480), "JPEG")
-        started = time.perf_counter()
-        drop(opened, data, "noise.jpg", "image/jpeg")
-        opened.page.wait_for_selector(".tile canvas", timeout=LARGE_MS)
-        print(f"resnet18: {time.perf_counter() - started:.3f} s from drop to maps")  # noqa: T201
-        opened.wait()
-        check_tiles(opened, captured(live, data, "relu", model="resnet18")[:16])

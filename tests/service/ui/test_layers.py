@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
-import numpy as np
 import pytest
 from playwright.sync_api import expect
 
@@ -30,59 +29,6 @@ def test_every_layer(shown: Live, open_page: Open) -> None:
         expect(opened.page.locator("#view-title")).to_have_text("The whole model" if name == "." else str(name))
         assert opened.page.locator("#maps canvas").count() >= 1
         expect(opened.page.locator("#problem")).to_be_hidden()
-
-
-STOPS = "all => all.filter(each => each.tabIndex === 0).map(each => each.dataset.layer)"
-
-
-def test_one_stop(shown: Live, open_page: Open) -> None:
-    """Tab stops once at the list of layers: at the one that is shown, or where the arrow keys went since."""
-    opened = open_page(f"{shown.url}/#model=digits&layer=block2.conv1&sample=digit-2")
-    opened.show_maps()
-    page = opened.page
-    focused = "document.activeElement.dataset.layer"
-    buttons = page.locator("#tree button")
-    assert buttons.evaluate_all(STOPS) == ["block2.conv1"]
-    page.focus("#type")
-    page.keyboard.press("Tab")
-    assert page.evaluate(focused) == "block2.conv1"
-    names = buttons.evaluate_all("all => all.filter(each => !each.disabled).map(each => each.dataset.layer)")
-    page.keyboard.press("ArrowDown")
-    after = names[names.index("block2.conv1") + 1]
-    assert page.evaluate(focused) == after
-    page.keyboard.press("Tab")
-    assert not page.evaluate("document.activeElement.closest('#tree')")
-    page.keyboard.press("Shift+Tab")
-    assert page.evaluate(focused) == after
-    for key, wanted in (("End", names[-1]), ("ArrowDown", names[-1]), ("Home", names[0]), ("ArrowUp", names[0])):
-        page.keyboard.press(key)
-        assert page.evaluate(focused) == wanted
-    page.keyboard.press("Enter")
-    expect(page.locator("#view-title")).to_have_text("The whole model")
-    assert buttons.evaluate_all(STOPS) == ["."]
-    page.fill("#match", "block3*")  # the one that is shown is not among these
-    assert buttons.evaluate_all(STOPS) == ["block3"]
-    page.fill("#match", "no such layer")
-    assert buttons.evaluate_all(STOPS) == []
-    opened.wait()
-
-
-def test_list_opens_at_its_top(shown: Live, open_page: Open) -> None:
-    """The list of layers begins at its first; one that a link names is in sight, and the page does not move for it."""
-    size = (1600, 420)
-    opened = open_page(f"{shown.url}/#sample=digit-2", size)
-    opened.show_maps()
-    tree = opened.page.locator("#tree")
-    assert tree.evaluate("list => list.scrollHeight > 2 * list.clientHeight")
-    assert tree.evaluate("list => list.scrollTop") == 0
-    expect(tree.locator("[aria-current]")).to_have_attribute("data-layer", "block1.2")
-    linked = open_page(f"{shown.url}/#model=digits&layer=head&sample=digit-2", size)
-    linked.show_maps()
-    inside = """button => {
-      const [row, list] = [button, button.closest("#tree")].map(each => each.getBoundingClientRect());
-      return row.top >= list.top && row.bottom <= list.bottom && document.scrollingElement.scrollTop === 0;
-    }"""
-    assert linked.page.locator("#tree [aria-current]").evaluate(inside)
 
 
 @pytest.mark.parametrize("name", Bracketed.NAMES)
@@ -138,13 +84,3 @@ def test_tokens_of_a_layer(shown: Live, open_page: Open) -> None:
     assert call(opened, "layout", "findGrid", 121, {"prefix_tokens": 3}, layers) == {"skip": 3}
     told = {"prefix_tokens": 1, "grid_size": [10, 12]}
     assert call(opened, "layout", "findGrid", 121, told, layers) == {"height": 10, "width": 12, "skip": 1}
-
-
-def test_gradients_diverge(shown: Live, open_page: Open) -> None:
-    """Gradients have a scale around zero, whatever their signs are."""
-    opened = open_page(f"{shown.url}/#model=digits&layer=block3&site=grad_output&class=3&sample=digit-2")
-    opened.show_maps()
-    low, high = (float(opened.page.locator(f"#scale-{end}").inner_text()) for end in ("low", "high"))
-    assert low == -high < 0
-    maps = captured(shown, _read_sample(), {"layer": "block3", "site": "grad_output"}, objective={"class": 3})
-    assert high == pytest.approx(float(np.abs(maps[:16]).max()), rel=1e-3)
