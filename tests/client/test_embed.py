@@ -104,29 +104,6 @@ def test_bad_inputs(embed: Embed, live: Live, tmp_path: Path) -> None:
     np.testing.assert_allclose(items[58].vector, expected[1], rtol=1e-4, atol=1e-5)
 
 
-BAD_ENTRIES: tuple[Any, ...] = (
-    {"bogus": 1},
-    {"image": PICTURES[0], "bogus": 1},
-    {"tensor": [1, 2]},
-    {"tensor": {"dtype": "float32", "shape": [-1], "data": ""}},
-    {"image": PICTURES[0], "crop": float("inf")},
-    {"url": "\ud800"},
-    {"url": object()},
-    {"url": 10**5000},
-    {1: 2},
-    {},
-)
-
-
-def test_bad_entries(embed: Embed, live: Live) -> None:
-    """Entries of JSON that no server takes, or that JSON can't hold, are told one by one as other bad inputs are."""
-    inputs = [each for bad in BAD_ENTRIES for each in (PICTURES[0], bad, {"image": PICTURES[1]})]
-    items = embed(live.url, inputs)
-    assert [each.index for each in items] == list(range(len(inputs)))
-    assert [each.index for each in items if each.error] == list(range(1, len(inputs), 3))
-    assert all(each.error.detail for each in items if each.error)
-
-
 def test_wrong_request(embed: Embed, live: Live) -> None:
     """What is wrong with the request as a whole is an error, not one for each input."""
     with pytest.raises(lt.InvalidRequestError, match="blok2"):

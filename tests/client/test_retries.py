@@ -84,16 +84,6 @@ def test_attempts_end(open_client: Any, behaviour: Any) -> None:
         assert len(server.received) == 3
 
 
-def test_connection_that_was_kept(open_client: Any) -> None:
-    """A server that closes connections between requests costs nothing."""
-    closing = reply(200, RESULT, content_type="application/x-safetensors", connection="close")
-    with misbehaving(GOOD, closing, GOOD) as server:
-        client = open_client(server.url, retries=RetryPolicy(attempts=0))
-        for _ in range(3):
-            np.testing.assert_array_equal(CALLS["extract"](client).array, ROW)
-        assert len(server.received) == 3
-
-
 @pytest.mark.parametrize("make", [hang, drip])
 @pytest.mark.parametrize("call", ["extract", "model"])
 def test_server_that_hangs(open_client: Any, make: Any, call: str) -> None:
@@ -126,13 +116,6 @@ def test_timeout_is_the_servers_deadline(open_client: Any) -> None:
         first, second = (float(each.headers["x-request-timeout"]) for each in server.received)
         assert 19 < first <= 19.5
         assert second <= first - 0.2
-
-
-def test_nobody_there(open_client: Any) -> None:
-    """Where nothing listens, and nothing ever did, it is said after a few attempts."""
-    with pytest.raises(lt.ConnectionFailedError, match=r"no server answers at http://127\.0\.0\.1:1") as caught:
-        open_client("http://127.0.0.1:1", retries=QUICK).models()
-    assert not caught.value.sent
 
 
 def test_restart(open_client: Any) -> None:

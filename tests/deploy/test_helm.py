@@ -156,12 +156,6 @@ def test_autoscaling() -> None:
     assert "HorizontalPodAutoscaler" not in render(KEYS)
 
 
-def test_rollout() -> None:
-    """A new pod comes first where nothing is set; where no GPU is free for it, values have an old pod end first."""
-    strategies = [render(values)["Deployment"]["spec"]["strategy"]["rollingUpdate"] for values in (KEYS, FULL)]
-    assert strategies == [{"maxUnavailable": 0, "maxSurge": 1}, {"maxUnavailable": "50%", "maxSurge": 0}]
-
-
 def test_scraped_as_alarms_expect() -> None:
     """Prometheus' operator gives the server's figures the job that the alarms look for, whatever the release's name."""
     objects = render(FULL, "features")

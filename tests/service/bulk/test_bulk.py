@@ -204,15 +204,6 @@ def test_maps(command: Command, live: Live, tmp_path: Path) -> None:
     assert json.loads((out / "manifest.json").read_text())["complete"] is True
 
 
-def test_folder_of_parts(command: Command, folder: Path, tmp_path: Path) -> None:
-    """Vectors in a folder are the parts as they were written, with the same rows."""
-    assert command("bulk", folder, *LAYERS, "--out", tmp_path / "a.parquet").status == 0
-    assert command("bulk", folder, *LAYERS, "--out", tmp_path / "b").status == 0
-    parts = [read(path) for path in sorted((tmp_path / "b").glob("*.parquet"))]
-    joined = {name: [value for part in parts for value in part[name]] for name in parts[0]}
-    assert joined == read(tmp_path / "a.parquet")
-
-
 MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "no source": (("nowhere", "--out", "o.parquet"), "there is nothing at nowhere"),
     "no such layer": (("{folder}", "--layers", "block9", "--out", "o.parquet"), "did you mean 'block"),

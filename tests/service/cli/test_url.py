@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,13 +57,6 @@ def test_extract(command: Command, url: str, pictures: list[Path], tmp_path: Pat
     assert (here.status, here.out) == (there.status, there.out) == (0, "")
 
 
-def test_extract_beyond_the_limits(command: Command, url: str, pictures: list[Path], broken: Path) -> None:
-    """More pictures than the server takes at once are for ``bulk``; a bad one is named."""
-    done = command("extract", *pictures, *pictures, "--layers", "head", "--url", url)
-    assert (done.status, "layertap bulk" in done.notes) == (2, True)
-    run_both(command, url, "extract", pictures[0], broken, "--layers", "head")
-
-
 @pytest.mark.parametrize("form", ["png", "npz", "json"])
 def test_explain(command: Command, url: str, pictures: list[Path], tmp_path: Path, form: str) -> None:
     """Maps are the same, and the best classes that are named."""
@@ -98,15 +90,6 @@ def test_check_index(command: Command, url: str, pictures: list[Path], tmp_path:
     here, there = run_both(command, url, "check", file)
     assert (here.status, here.out) == (there.status, there.out)
     assert here.status == 1
-
-
-def test_check_a_server(command: Command, locked: Live, url: str) -> None:
-    """Without an index the states of the server's models are told; status 2 where one has failed."""
-    done = command("check", "--url", url)
-    assert (done.status, re.search(r"digits: ready on cpu, float32, \d+ layers", done.out) is not None) == (0, True)
-    assert locked.client.get("/models/never/layers", headers={"X-API-Key": KEY}).status_code == 503
-    done = command("check", "--url", url)
-    assert (done.status, "never: failed on cpu" in done.out) == (2, True)
 
 
 REFUSED = (

@@ -110,13 +110,6 @@ def test_round_trip(kind: str) -> None:
     assert [key for key in ARRAYS if not same(found[key], ARRAYS[key])] == []
 
 
-@pytest.mark.parametrize("key", ARRAYS)
-def test_npy(key: str) -> None:
-    """The one result of a .npy reply is read back bit by bit."""
-    body = encode("npy", features({key: ARRAYS[key]}))
-    assert same(np.load(BytesIO(body), allow_pickle=False), ARRAYS[key])
-
-
 def test_json_document() -> None:
     """The JSON reply has the documented members, and nothing where there is nothing to say."""
     result = features({"l2": np.array([[1.5], [2.0]], np.float32)}, errors=SKIPPED)
@@ -157,14 +150,6 @@ QUANTISED = features(
     {"x": np.array([[127, -128], [5, 0]], np.int8), "y": np.array([[1.0]], np.float32)},
     scales={"x": np.array([0.1, 2.5], np.float32)},
 )
-
-
-@pytest.mark.parametrize("encoding", ["list", "base64"])
-def test_scale_json(encoding: Any) -> None:
-    """The scale of an int8 result stands beside its data, as a list in both encodings."""
-    found = json.loads(encode("json", QUANTISED, encoding))["features"]
-    assert same(np.array(found["x"]["scale"], np.float32), QUANTISED.scales["x"])
-    assert "scale" not in found["y"]
 
 
 @pytest.mark.parametrize("name", ["npz", "safetensors"])

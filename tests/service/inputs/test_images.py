@@ -92,15 +92,6 @@ def test_gray16(kind: str) -> None:
     assert np.array_equal(decode_pixels(data), np.repeat(expected[..., None], 3, -1))
 
 
-GRAY = NOISE[..., 0]
-
-
-def test_bilevel() -> None:
-    """A picture of one bit a pixel is black and white."""
-    data = encode(Image.fromarray(GRAY > 127), "PNG")
-    assert np.array_equal(decode_pixels(data), np.repeat(np.where(GRAY > 127, 255, 0)[..., None], 3, -1))
-
-
 def test_threads() -> None:
     """Many threads decoding at once each get their own picture."""
     files = [encode(Image.new("RGB", (16, 16), (shade, 0, 255 - shade)), "PNG") for shade in range(0, 256, 8)]

@@ -90,12 +90,6 @@ def test_tokens() -> None:
         find_tile(sheet, look_up(patches[:, channel].reshape(3, 3), SEQUENTIAL, patches.min(), patches.max()))
 
 
-def test_tokens_of_a_text() -> None:
-    """Tokens that make no square are one tile: a row for each token, a column for each channel."""
-    array = RANDOM.random((1, 5, 3)).astype(np.float32)
-    find_tile(draw(array, layout="NTC"), look_up(array[0], SEQUENTIAL, array.min(), array.max()))
-
-
 @pytest.mark.parametrize("prefix", [0, 1])
 def test_attention(prefix: int) -> None:
     """Attention is a grid for each head: what the first token looks at, or without one all tokens on average."""
@@ -284,13 +278,3 @@ def test_statistics_of_channels() -> None:
     assert half / mean == pytest.approx(1 / 2, abs=0.05)
     assert first == second > 30
     assert none == 0 < zeros
-
-
-def test_histograms_of_channels() -> None:
-    """Histograms alone are a table, a row for each channel; beside other statistics these are drawn."""
-    names = tuple(f"histogram[{place}]" for place in range(3))
-    array = np.array([[[5.0, 0, 1], [0, 10, 2]]], np.float32)
-    find_tile(draw(array, columns=names), look_up(array[0], SEQUENTIAL, 0.0, 10.0))
-    beside = np.array([[[0.5, 5, 0, 1], [1, 0, 10, 2]]], np.float32)
-    with_bins, without = draw(beside, columns=("mean", *names)), draw(beside[..., :1], columns=("mean",))
-    np.testing.assert_array_equal(with_bins[TOP:], without[TOP:])

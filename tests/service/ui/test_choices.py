@@ -100,17 +100,6 @@ def test_change_of_another_layer(shown: Live, open_page: Open) -> None:
     expect(page.locator("#change-result")).to_be_hidden()
 
 
-def test_link_in_the_same_tab(shown: Live, open_page: Open) -> None:
-    """A link that is pasted into the address of an open page restores its view."""
-    opened = open_page(f"{shown.url}/#model=digits&sample=digit-2")
-    opened.show_maps()
-    opened.page.goto(f"{shown.url}/#model=square&layer=patch&sample=digit-0")
-    expect(opened.page.locator("#view-title")).to_have_text("patch")
-    expect(opened.page.locator("#picture-name")).to_have_text("digit-0.png")
-    expect(opened.page.locator("#model")).to_have_value("square")
-    opened.wait()
-
-
 def test_refused_layer(shown: Live, open_page: Open) -> None:
     """Where what is asked of a layer is refused the page names this layer, has no maps of another one, and a way on."""
     opened = open_page(f"{shown.url}/#model=digits&layer=block1.2&sample=digit-2")

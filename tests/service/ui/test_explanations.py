@@ -79,19 +79,6 @@ def test_cancel(shown: Live, open_page: Open) -> None:
     expect(page.locator("#problem")).to_be_hidden()
 
 
-def test_names(shown: Live, open_page: Open) -> None:
-    """Classes go by their names, which are asked of a model once."""
-    opened = open_page(f"{shown.url}/#model=square&sample=digit-2")
-    opened.show_maps()
-    names = opened.page.locator("#class-list .name")
-    expect(names).to_have_count(5)
-    assert sorted(names.all_inner_texts()) == ["goldfish", "hammerhead", "ray", "shark", "tench"]
-    drop(opened, DATA)
-    opened.show_maps()
-    assert len([address for address in opened.addresses if address.endswith("/models/square/labels")]) == 1
-    assert [address for address in opened.addresses if address.endswith("/explain")] == []
-
-
 def test_chosen_class(shown: Live, open_page: Open) -> None:
     """A press on a class explains that one, another press the best one again."""
     opened = open_page(f"{shown.url}/#model=digits&method=grad_cam&sample=digit-2")
