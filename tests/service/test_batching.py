@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -112,6 +113,22 @@ def test_different_wishes_share_a_forward(crowded: Live) -> None:
     wait_idle(crowded)
 
 
+def test_timings(crowded: Live) -> None:
+    """Server-Timing tells each step's time, how full the forward was and how deep it went."""
+    with hold_queue(crowded, "stages") as pile:
+        early, late = (pile.enqueue(extract_request(random_rows(2), "stages", layer), 2) for layer in ("early", "late"))
+    for reply in (early.result(), late.result()):
+        steps = dict(re.findall(r"(\w+);dur=([\d.]+)", reply.headers["server-timing"]))
+        assert {"parse", "decode", "queue", "forward", "copy", "encode", "total"} == steps.keys()
+        notes = dict(re.findall(r'(\w+);desc="([^"]*)"', reply.headers["server-timing"]))
+        assert notes["fill"] == "4/32"
+        assert notes.keys() == {"fill", "depth"}
+        assert 0 < float(notes["depth"]) <= 1
+        # The held forward ended before this one began, which no clock can show otherwise.
+        assert 0 < float(steps["forward"]) < float(steps["total"])
+        assert 0 < float(steps["queue"]) < float(steps["total"])
+
+
 def stages(live: Live) -> Stages:
     """The module that notes which of its parts ran, as if it never had."""
     module = gated_module(live, "stages")
@@ -120,7 +137,7 @@ def stages(live: Live) -> Stages:
     return module
 
 
-@pytest.mark.parametrize("wanted", [("early",), ("middle", "early", "early")])
+@pytest.mark.parametrize("wanted", [("early",), ("middle", "early", "early"), ("late", "early")])
 def test_the_deepest_decides_where_it_stops(crowded: Live, wanted: tuple[str, ...]) -> None:
     """A forward goes as far as the deepest layer that any of its requests wants, and no further."""
     module, order = stages(crowded), ("early", "middle", "late")
@@ -145,6 +162,8 @@ def narrow(serve: Serve) -> Iterator[Live]:
     ("form", "layers", "query"),
     [
         ("json", "linear,norm,table", {}),
+        ("npz", "conv,norm", {"pool": "mean", "dtype": "int8"}),
+        ("safetensors", "linear,table", {"dtype": "int8"}),
         ("npz", "norm,tail", {"pool": "flatten", "dtype": "float16"}),
     ],
 )
@@ -228,6 +247,22 @@ def test_isolated(crowded: Live) -> None:
         assert {reply.content for reply in found} == {expected}
 
 
+def test_priority(crowded: Live) -> None:
+    """Interactive requests run before bulk ones that came earlier, and share nothing with them."""
+    ledger, kinds = MetricsDelta(crowded, "tower"), ("bulk", "interactive", "bulk", None)
+    with hold_queue(crowded, "tower") as pile:
+        replies = []
+        for count, kind in enumerate(kinds, 1):
+            query = {} if kind is None else {"priority": kind}
+            replies.append(pile.enqueue(extract_request(random_rows(count, count), "tower", "tail", **query), count))
+    assert pile.module.forwards == [2 + 4, 1 + 3]
+    for count, reply in enumerate(replies, 1):
+        check(reply.result(), own(crowded, random_rows(count, count), "tail"))
+    ledger.check(HELD_COUNTS, batch_counts("same_depth", 10, 4, times=2), row_counts(10))
+    urgent = post(crowded, extract_request(random_rows(1), "tower", "tail", priority="urgent"))
+    assert "bulk" in str(problem(urgent, 422)["errors"])
+
+
 @pytest.fixture(scope="module")
 def fixed(serve: Serve) -> Iterator[Live]:
     """A server whose forwards all have eight rows."""
@@ -258,7 +293,7 @@ def test_fixed_rows(fixed: Live) -> None:
         if "normalize" not in query:
             wanted = own(fixed, random_rows(count, seed), layers, query.get("pool", "none"))
             check(reply, wanted, query.get("dtype", "float32"))
-    for ahead in (0, 3, 6):
+    for ahead in range(8):  # each request begins at every place of a forward once
         with hold_queue(fixed, "tower") as pile:
             replies = [pile.enqueue(extract_request(random_rows(ahead), "tower", "tail"), ahead)] if ahead else []
             replies += [pile.enqueue(request, count) for (count, _, _), request in zip(FIXED, requests, strict=True)]
