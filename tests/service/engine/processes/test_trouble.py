@@ -231,7 +231,7 @@ def test_restarts_are_counted(serve: Serve) -> None:
     with serve(configured(PICTURES, fatal_model_spec("Doomed")), workers=2, decode_timeout_s=1.0) as live:
         assert [reply.status_code for reply in (send(live, (8, 8)), send_row(live, 1.0))] == [200, 200]
         problem(send_row(live, 1001.0), 500)
-        wait_until(lambda: read_restarts(live, "doomed") == {"failure": 1})
+        wait_until(lambda: read_restarts(live, "doomed").keys() == {"failure"})
         for pid in list_pids(live, "doomed"):
             os.kill(pid, signal.SIGKILL)
         wait_until(lambda: read_restarts(live, "doomed").keys() == {"failure", "killed"})
