@@ -31,7 +31,7 @@ PICTURES = (("china.jpg", "JPEG"), ("flower.jpg", "PNG"))
 # By architecture, a layer in its midst: a plain preset, and one without a crop whose model returns a dictionary.
 CASES = [
     pytest.param("resnet18", "layer2.0.bn1", id="resnet18"),
-    pytest.param("lraspp_mobilenet_v3_large", "classifier.cbr", id="lraspp", marks=pytest.mark.slow),
+    pytest.param("lraspp_mobilenet_v3_large", "classifier.cbr", id="lraspp", marks=pytest.mark.hard),
 ]
 OPTIONS = {"lraspp_mobilenet_v3_large": {"weights_backbone": None}}
 

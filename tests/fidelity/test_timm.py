@@ -26,16 +26,16 @@ UNLIKE: dict[str, tuple[int, ...]] = {
 }
 QUICK = ("deit_tiny_distilled_patch16_224",)
 SLOW = (
-    *("convit_tiny", "dla46_c", "edgenext_xx_small", "efficientvit_b0", "efficientvit_m0", "eva02_tiny_patch14_224"),
-    *("fasternet_t0", "gmlp_ti16_224", "hgnetv2_b0", "hiera_tiny_224", "inception_next_atto", "levit_128s"),
-    *("resnetv2_18", "rexnet_100", "selecsls42b", "shvit_s1", "skresnet18", "swiftformer_xs"),
-    *("test_coatnet", "test_convnext", "test_mambaout", "test_maxvit", "test_nfnet", "test_resnet", "test_vit"),
-    *("test_vit_relpos", "tiny_vit_5m_224", "tinynet_e", "visformer_tiny", "vit_tiny_r_s16_p8_224"),
-    "xcit_nano_12_p16_224",
+    *("efficientvit_b0", "eva02_tiny_patch14_224", "gmlp_ti16_224", "hiera_tiny_224", "levit_128s", "test_convnext"),
+    *("test_mambaout", "test_maxvit", "test_vit", "xcit_nano_12_p16_224"),
 )
 # Not csatv2: with random weights a layer gives the same number everywhere. Not efficientformerv2_s0 and starnet_s050:
 # with them float32 and float64 are further apart, in plain torch, than what is allowed here.
 HARD = (
+    *("convit_tiny", "dla46_c", "edgenext_xx_small", "efficientvit_m0", "fasternet_t0", "hgnetv2_b0"),
+    *("inception_next_atto", "resnetv2_18", "rexnet_100", "selecsls42b", "shvit_s1", "skresnet18", "swiftformer_xs"),
+    *("test_coatnet", "test_nfnet", "test_resnet", "test_vit_relpos", "tiny_vit_5m_224", "tinynet_e"),
+    *("visformer_tiny", "vit_tiny_r_s16_p8_224"),
     *("cait_xxs24_224", "cs3darknet_s", "cspnext_tiny", "efficientvim_m1", "ese_vovnet19b_dw"),
     *("ghostnetv2_100", "iformer_t", "lowformer_b0", "mobilenetv3_small_050", "mobilevitv2_050", "nest_tiny"),
     *("pit_ti_distilled_224", "poolformer_s12", "pvt_v2_b0", "regnetx_002", "repvgg_a0", "repvit_m0_9", "resnest14d"),

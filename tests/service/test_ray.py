@@ -82,6 +82,7 @@ def test_same_replies(cluster: Cluster) -> None:
         assert (far.status_code, far.json()["title"]) == (403, "Forbidden")
 
 
+@pytest.mark.hard
 def test_a_killed_replica(cluster: Cluster) -> None:
     """A replica is killed under load: a client's retry gets each answer all the same, and another is started."""
     with serving(cpu_threads=1, workers=0) as live, lt.Client(live.url) as own:
@@ -104,6 +105,7 @@ def test_a_killed_replica(cluster: Cluster) -> None:
     wait(lambda: len(set(cluster.list_replicas()) - {victim}) == 2 and other in cluster.list_replicas())
 
 
+@pytest.mark.hard
 def test_worker_processes(cluster: Cluster) -> None:
     """A replica of two CPUs has worker processes, which end with it when it is killed."""
     cluster.deploy(1, num_cpus=2)
