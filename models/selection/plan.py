@@ -9,7 +9,7 @@ from math import prod
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, TensorInfo
 from layertap.models.devices.devices import TORCH_DTYPES
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS
-from layertap.models.selection.hook_points import BY_AXIS, HookPoint, Objective, Operation, Reduction
+from layertap.models.selection.hook_points import BY_AXIS, HookPoint, Objective, Operation, Projection, Reduction
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.projections import count_projected_bytes, describe_projection
 from layertap.models.selection.statistics import list_columns
@@ -195,10 +195,13 @@ class Plan:
 
     @property
     def projected_bytes(self) -> int:
-        """Bytes that projections of one row take for a while, beside what is kept."""
+        """Bytes that projections of one row take for a while, beside what is kept: a step's input and its result."""
+        return 2 * sum(count_projected_bytes(info, projection) for info, projection in self.list_projections())
+
+    def list_projections(self) -> list[tuple[TensorInfo, Projection | None]]:
+        """What is projected, and how."""
         steps = [(each.unpadded, each.reduction.project) for each in self.captures]
-        steps += [(each.info, each.operation.project) for each in self.resolved_interventions]
-        return sum(count_projected_bytes(info, projection) for info, projection in steps)
+        return steps + [(each.info, each.operation.project) for each in self.resolved_interventions]
 
     @cached_property
     def may_split(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
 from typing import TypeVar
@@ -14,7 +14,7 @@ from torch import Tensor
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.catalog.text_lengths import get_size
-from layertap.models.errors import LoadError, SelectorError, escape, find_nearest, suggest
+from layertap.models.errors import LoadError, SelectorError, TooLargeError, escape, find_nearest, suggest
 from layertap.models.selection.hook_points import LinearStep, Operation, Projection, Reduction, TensorData
 from layertap.models.weights.checkpoints import read_checkpoint
 
@@ -22,6 +22,10 @@ Projections = Mapping[str, LinearStep]  # a model's own, by name
 NO_PROJECTIONS: Projections = {}
 T = TypeVar("T", Reduction, Operation)
 MAX_BYTES = 2**30  # of one row after any step
+MAX_WEIGHTS, MAX_PRODUCTS = (
+    2**28,
+    2**36,
+)  # numbers in all steps of a request, and what they are multiplied with in a row
 
 
 def check_step(step: LinearStep) -> LinearStep:
@@ -90,6 +94,24 @@ def count_projected_bytes(info: TensorInfo, projection: Projection | None) -> in
     """Bytes of one row after the step that gives the most channels."""
     widest = max((step.channels[1] for step in projection or ()), default=0)
     return 4 * prod(info.shape) // info.size("C") * widest if widest else 0
+
+
+def count_weights(projection: Projection | None) -> int:
+    """The numbers of all steps."""
+    tensors = (tensor for step in projection or () for tensor in (step.weight, step.bias) if tensor is not None)
+    return sum(prod(tensor.shape) for tensor in tensors)
+
+
+def check_work(projected: Iterable[tuple[TensorInfo, Projection | None]]) -> None:
+    """TooLargeError where the projections of a request take too long, or too much memory, for each input."""
+    sizes = [(count_weights(steps), prod(info.shape) // info.size("C")) for info, steps in projected if steps]
+    weights, products = sum(size for size, _ in sizes), sum(size * positions for size, positions in sizes)
+    for count, limit, what in ((weights, MAX_WEIGHTS, "weights"), (products, MAX_PRODUCTS, "multiplications")):
+        if count > limit:
+            raise TooLargeError(
+                f"the projections of the request have {count} {what} for each input, the limit is {limit}",
+                hint="project fewer layers, or with fewer steps or channels",
+            )
 
 
 def project(rows: RowTensor, projection: Projection) -> RowTensor:

@@ -22,7 +22,7 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import InputOptions, Objective, Reduction, Sweep
 from layertap.models.selection.plan import Capture, Result
 from layertap.models.selection.selectors import make_selector
-from layertap.service.engine.admit.admission import Ticket, check_results, check_sizes
+from layertap.service.engine.admit.admission import Ticket, check_count, check_results, check_sizes
 from layertap.service.engine.admit.planned_work import CHUNK_ROWS, PlannedWork, WorkPlan, check_changed_inputs
 from layertap.service.engine.batch import ForwardSpec, Job, Results
 from layertap.service.engine.collect.joined_inputs import join_inputs
@@ -35,7 +35,7 @@ from layertap.service.engine.rows.predicted_rows import predict_rows
 from layertap.service.engine.rows.sources import count_taken_bytes, fill_tensors, prepare_sources
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Array, Features, Receipt, TopEffect
-from layertap.service.inputs.items import ArraysItem, InputItem
+from layertap.service.inputs.items import ArraysItem
 from layertap.service.settings import Settings
 from layertap.service.sweep.places import METRIC, Place, PlaceFinder, SweptInput, freeze_noise
 
@@ -68,7 +68,7 @@ async def prepare(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticke
     if request.reply.format.is_picture:
         raise NotAcceptableError("a sweep is not drawn", hint="ask for JSON, npz or safetensors")
     handle = await engine.get_handle(request.model, ticket)
-    request = _split_batches(await engine.fetch(request, ticket), handle.model.model_inputs)
+    request = _split_batch(await engine.fetch(request, ticket), handle.model.model_inputs, engine.settings)
     _check_source(request, sweep)
     if needs_functions(request):
         await engine.planner.survey(handle, _get_model(handle, request).shapes, ticket.deadline, functions=True)
@@ -169,17 +169,22 @@ def _make_jobs(chunk: Sequence[Edit]) -> list[Job]:
     return [edit.make_job() for edit in chunk]
 
 
-def _split_batches(request: ExtractRequest, inputs: ModelInputs) -> ExtractRequest:
-    """The same with an item for each row of a batch."""
-    items: list[InputItem] = []
-    for _, item in request.items:
-        rows = predict_rows([item], inputs).count
-        if isinstance(item, ArraysItem) and rows > 1:
-            rows_of = ({name: array[row] for name, array in item.arrays.items()} for row in range(rows))
-            items += [replace(item, arrays=arrays, may_batch=False) for arrays in rows_of]
-        else:
-            items.append(item)
-    return replace(request, items=tuple(enumerate(items))) if len(items) > len(request.items) else request
+def _split_batch(request: ExtractRequest, inputs: ModelInputs, settings: Settings) -> ExtractRequest:
+    """The same with an item for each row, where a body of one array is a batch; TooLargeError."""
+    (_, item), *others = request.items
+    if others or not isinstance(item, ArraysItem) or not item.may_batch:
+        return request
+    rows = predict_rows([item], inputs).count
+    check_count(rows, settings)
+    if rows == 1 or any(len(array) != rows for array in item.arrays.values()):
+        return request
+    return replace(
+        request,
+        items=tuple(
+            (row, replace(item, arrays={name: array[row] for name, array in item.arrays.items()}, may_batch=False))
+            for row in range(rows)
+        ),
+    )
 
 
 def _check_source(request: ExtractRequest, sweep: Sweep) -> None:

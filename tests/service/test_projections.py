@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from layertap.models.digits import spec
 from layertap.models.errors import LoadError
 from layertap.models.loading import load_model
+from layertap.models.selection import projections
 from layertap.models.spec import ModelSpec
 from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.config.file import ConfigError
@@ -274,6 +275,19 @@ def test_other_refusals(nets: Nets) -> None:
     attention = [{"layer": f"{BLOCK}.attn:attention", "project": "encoder"}]
     said = nets.refuse(attention, model="gpt2", inputs=[{"tokens": [4, 5]}])
     assert said == f"/layers/0: '{BLOCK}.attn' has no axis for 'project'; leave 'project' out"
+
+
+@pytest.mark.parametrize("limit", ["MAX_WEIGHTS", "MAX_PRODUCTS"])
+def test_bounded_work(nets: Nets, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    """All projections of a request count, those of changes too, before any forward."""
+    weights = sum(each.numel() for each in PROBE.parameters())
+    products = weights * 8 * 8  # of block3's maps
+    body: Json = {"layers": [{"layer": "block3", "project": "probe"}, "head"], "inputs": [tensor(IMAGES[0])]}
+    monkeypatch.setattr(projections, limit, weights if limit == "MAX_WEIGHTS" else products)
+    assert nets.live.client.post("/extract", json=body).status_code == 200
+    change = {"layer": "block3", "op": "add", "project": {"bias": sent(torch.ones(64))}}
+    reply = nets.live.client.post("/extract", json={**body, "interventions": [change]})
+    assert "the projections of the request have" in problem(reply, 413)["detail"]
 
 
 def test_fingerprints(nets: Nets) -> None:

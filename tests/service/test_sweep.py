@@ -19,7 +19,7 @@ from transformers import GPT2LMHeadModel
 
 from layertap.models.catalog.catalog import Costs
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap_client import Client
+from layertap_client import Client, ProblemError
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.digits_reference import copy_digits, random_images
@@ -292,6 +292,16 @@ def test_batches(nets: Nets, options: Json) -> None:
     assert [len(each) for each in found.top_effects] == [1, 0 if "source" in options else 1]
     for name in expected:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)
+
+
+def test_batches_that_are_refused(nets: Nets) -> None:
+    """More rows than a request may have inputs; named arrays of several lengths."""
+    many, uneven = np.zeros((300, 1), np.int64), {"input_ids": np.zeros((3, 5), np.int64)}
+    uneven["attention_mask"] = np.ones((4, 5), np.int64)
+    for data, status in ((many, 413), ({"tensors": uneven}, 422)):
+        with Client(nets.live.url, model="gpt2") as client, pytest.raises(ProblemError) as raised:
+            client.sweep(data, BLOCKS, "zero", objective={"class": 3, "position": -1})
+        assert raised.value.status == status
 
 
 def test_events(nets: Nets) -> None:

@@ -24,6 +24,7 @@ from layertap.models.resume.resumption import Resumption, find_start
 from layertap.models.selection.embedding import find_embedding, reduce_embedding
 from layertap.models.selection.hook_points import Selector
 from layertap.models.selection.plan import Capture, Plan, Result
+from layertap.models.selection.projections import check_work
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import Preprocessed, Shapes
 from layertap.service.engine.admit.admission import (
@@ -281,6 +282,7 @@ def _make_plan(
         )
         raise
     check_results(len(plan.results), max_results)
+    check_work(plan.list_projections())
     return plan, _digest_results(plan, catalog, planned.identity)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from layertap.models.selection.plan import Capture
+from layertap.models.selection.projections import count_weights
 from layertap.service.engine.batch import ForwardSpec
 from layertap.service.engine.execute.processes.channel import References
 
 MAX_SPECS = 64  # that a worker keeps when it gets a batch
+MAX_WEIGHTS = 2**26  # numbers of their projections: 256 MiB
 Captures = tuple[Capture, ...]  # of a spec, in one order: a set has another elsewhere
 Key = tuple[int, int, int, int]
 CaptureNumber = tuple[int, int]  # of a spec, and among its captures
@@ -20,16 +22,18 @@ class ServerReferences(References):
     def __init__(self) -> None:
         self._numbers: dict[Key, int] = {}
         self._specs: list[tuple[ForwardSpec, Captures]] = []
+        self._weights = 0
 
     def clear(self) -> None:
         """Begin anew; the worker forgets its specs with the next one that it gets."""
         self._numbers.clear()
         self._specs.clear()
+        self._weights = 0
 
     @property
     def is_full(self) -> bool:
         """Whether they should begin anew with the next batch."""
-        return len(self._specs) >= MAX_SPECS
+        return len(self._specs) >= MAX_SPECS or self._weights > MAX_WEIGHTS
 
     def find(self, value: object) -> Any:
         """The number of a spec; the first time what a worker makes of it, too.
@@ -44,6 +48,7 @@ class ServerReferences(References):
         number, captures = len(self._specs), tuple(value.plan.captures)
         self._numbers[key] = number
         self._specs.append((value, captures))  # and its parts: nothing else has their ids
+        self._weights += sum(count_weights(capture.reduction.project) for capture in captures)
         return number, vars(value), captures
 
     def get(self, reference: CaptureNumber) -> Capture:
