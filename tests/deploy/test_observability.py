@@ -31,7 +31,7 @@ UNIT_TESTS = Path(__file__).parent / "alerts.test.yml"
 METRICS = ROOT / "docs/reference/metrics.md"
 GUIDE = ROOT / "docs/how-to/observe.md"
 NAME = re.compile(r"\blayertap_[a-z_]+\b")
-VARIABLES = {"$__rate_interval": "6s", "$instance": ".*", "$model": ".*"}  # of Grafana
+VARIABLES = {"$__rate_interval": "15s", "$instance": ".*", "$model": ".*"}  # of Grafana
 
 CLIENTS, ROWS_EACH = 24, 8  # together more rows than the queue holds, each of which takes 0.05 s
 CONNECTIONS = 32  # a few more than these clients, Prometheus and this test have
@@ -128,10 +128,10 @@ def test_config(tmp_path: Path) -> None:
 def write_hasty_config(folder: Path, server: Process) -> Path:
     """The configuration as it is but for the target, with seconds in place of minutes, for a test that waits."""
     (key := folder / "layertap.key").write_text("scrape-key\n")
-    text = CONFIG.read_text().replace("15s", "1s").replace("/etc/prometheus/layertap.key", str(key))
+    text = CONFIG.read_text().replace("15s", "2s").replace("/etc/prometheus/layertap.key", str(key))
     config = folder / "prometheus.yml"
     config.write_text(text.replace("layertap:8000", httpx.URL(server.url).netloc.decode()))
-    hasty = re.sub(r"\[\d+m\]", "[6s]", re.sub(r"for: \d+m", "for: 1s", ALERTS.read_text()))
+    hasty = re.sub(r"\[\d+m\]", "[15s]", re.sub(r"for: \d+m", "for: 2s", ALERTS.read_text()))
     assert "m]" not in hasty
     (folder / "alerts.yml").write_text(hasty)
     return config
