@@ -18,7 +18,6 @@ from torch.nn import functional
 
 import layertap_client as lt
 from layertap.models.spec import InputSpec, ModelSpec
-from tests.loading import load_model
 from tests.server import Live
 from tests.service.cli.commands import Command
 from tests.service.conftest import Serve
@@ -135,7 +134,8 @@ def describe(live: Live, name: str) -> Json:
 @pytest.mark.parametrize("name", STATES)
 def test_state_is_put_back(live: Live, name: str) -> None:
     """Whatever ran before, a model answers as one does that never ran, under one fingerprint and with no warning."""
-    model = load_model(own(name))
+    model = live.engine.manager.registry.get_entry(name).model
+    assert model is not None
     fresh = globals()[name]().eval()
     fresh.load_state_dict(model.module.state_dict())
     replies = [ask(live, name)]
