@@ -164,7 +164,7 @@ def compute_cka(one: NDArray[Any], two: NDArray[Any]) -> float:
 def entropy_by_request(lab: Lab) -> Arrays:
     asked = {"layer": "*:attention", "stats": ["entropy"], "by": "head"}
     found = lab.client.extract([{"tokens": text} for text in lab.texts], asked, model="gpt2")
-    return {"entropy": np.stack(list(found.values()), 1)}
+    return {"entropy": np.stack(list(found.values()), 1)[..., 0]}
 
 
 def entropy_by_script(lab: Lab) -> Arrays:
@@ -291,6 +291,7 @@ def make_models(folder: Path) -> dict[str, Any]:
         vocab_size=VOCABULARY, n_layer=6, n_embd=WIDTH, n_positions=128, bos_token_id=None, eos_token_id=None
     )
     gpt2: Any = GPT2LMHeadModel(config)
+    gpt2.set_attn_implementation("eager")  # the others return no attention
     models["gpt2"] = gpt2.eval().requires_grad_(False)
     gpt2.save_pretrained(folder / "gpt2")
     entries.append({"name": "gpt2", "source": f"transformers:{folder / 'gpt2'}"})
