@@ -103,7 +103,7 @@ class TensorData:
 class LinearStep:
     """A linear map of channels as torch.nn.Linear has it, ``weight`` (K, C) and ``bias`` (K,), or one of the two.
 
-    ``name``: that of one of the model's own projections in place of both, until it is looked up.
+    ``name`` is one of the model's projections, before its tensors are looked up; then there is neither of the two.
     """
 
     weight: TensorData | None = None

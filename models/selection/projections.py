@@ -55,7 +55,7 @@ def read_projection(name: str, path: str) -> LinearStep:
 
 
 def find_projection(owner: T, known: Projections) -> T:
-    """The same with a model's own projections in place of their names; SelectorError where there is no such name."""
+    """Replace the names of a model's projections by their tensors; SelectorError for an unknown name."""
     steps = owner.project or ()
     for name in (step.name for step in steps if step.name and step.name not in known):
         hint = suggest(find_nearest(name, known, 3, cutoff=0.0)) or "send its 'weight' and 'bias'"
@@ -115,7 +115,7 @@ def check_work(projected: Iterable[tuple[TensorInfo, Projection | None]]) -> Non
 
 
 def project(rows: RowTensor, projection: Projection) -> RowTensor:
-    """The channels of a tensor after all steps, in float32 (float64 if it is that), in memory of its own."""
+    """Apply all steps to a tensor's channels. The result is a copy, in float32, or float64 if the tensor is."""
     axis = rows.info.axis("C")
     value = to_floating(rows.value).movedim(axis, -1)
     for step in projection:

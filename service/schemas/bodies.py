@@ -269,9 +269,9 @@ class SweepBody(RequestBody, OperationBody):
             )
         if self.tensor is not None or self.source is not None:
             given = "tensor" if self.tensor is not None else "from"
-            raise SelectorError(f"'values' are in place of '{given}'", hint="give one of them")
+            raise SelectorError(f"'values' and '{given}' cannot be combined", hint="give one of them")
         if getattr(self, number) is not None:
-            raise SelectorError(f"'values' are in place of '{number}'", hint="give one of them")
+            raise SelectorError(f"'values' and '{number}' cannot be combined", hint="give one of them")
         if number == "std" and min(self.values) < 0:
             raise SelectorError("a standard deviation is 0 or more")
         return number

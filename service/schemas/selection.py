@@ -173,7 +173,7 @@ class StepBody(StrictBody):
         """What it means; SelectorError, InputError where it makes no sense."""
         weight, bias = (_read_finite(each) if each is not None else None for each in (self.weight, self.bias))
         if (self.name is None) == (weight is None and bias is None):
-            raise SelectorError("a step has a 'name', or a 'weight' or 'bias' of its own", hint="give one of them")
+            raise SelectorError("a step takes a 'name', or a 'weight', a 'bias' or both", hint="send either")
         step = LinearStep(weight, bias, self.relu, self.name or "")
         return step if step.name else check_step(step)
 

@@ -244,8 +244,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "name": ("prob", "the model has no projection 'prob'; did you mean 'probe'?"),
     "path": ("/etc/passwd", "the model has no projection '/etc/passwd'; did you mean 'probe'?"),
     "bias": ({"weight": sent(PROBE.weight), "bias": sent(torch.ones(4))}, "a linear map has no weight and bias of"),
-    "both": ({"name": "probe", "bias": sent(torch.ones(5))}, "a step has a 'name', or a 'weight' or 'bias' of its own"),
-    "none": ({}, "a step has a 'name', or a 'weight' or 'bias' of its own; give one"),
+    "both": ({"name": "probe", "bias": sent(torch.ones(5))}, "a step takes a 'name', or a 'weight', a 'bias' or both"),
+    "none": ({}, "a step takes a 'name', or a 'weight', a 'bias' or both; send either"),
     "nan": ({"bias": sent(torch.full((64,), torch.nan))}, "the input holds NaN or infinite values; "),
 }
 
