@@ -64,7 +64,7 @@ def test_guide(project: Project) -> None:
     """The guide runs as printed, and each picture that it shows is what its command draws."""
     run_document(GUIDE, project)
     pictures = find_pictures(GUIDE)
-    assert len(pictures) == 5
+    assert len(pictures) == 3
     assert list_differences(pictures, project.path) == []
     assert max(kept.stat().st_size for kept in pictures.values()) <= MAX_BYTES
 

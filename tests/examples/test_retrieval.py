@@ -112,15 +112,15 @@ def rewrite(index: Path, **columns: list[Any]) -> None:
 
 
 def rows(text: str) -> dict[str, list[float]]:
-    """The rows of a table, printed or in Markdown."""
-    found = re.findall(r"^[│|] *(digits|photos|all) *[│|](.*)[│|] *$", text, re.MULTILINE)
-    return {name: [float(cell.replace(",", "")) for cell in re.split("[│|]", rest)] for name, rest in found}
+    """The rows of a printed table."""
+    found = re.findall(r"^│ *(digits|photos|all) *│(.*)│ *$", text, re.MULTILINE)
+    return {name: [float(cell.replace(",", "")) for cell in rest.split("│")] for name, rest in found}
 
 
 def test_figures(folder: Folder) -> None:
-    """Recall@1 and mAP are numpy's and scikit-learn's, those of the README, and better than pixels' in digits."""
-    figures, shown = rows(folder.runs[EVALUATE].stdout), rows(README)
-    assert figures.keys() == shown.keys() == {"digits", "photos", "all"}
+    """Recall@1 and mAP are numpy's and scikit-learn's; those of digits are in the README, and better than pixels'."""
+    figures = rows(folder.runs[EVALUATE].stdout)
+    assert figures.keys() == {"digits", "photos", "all"}
     (keys, vectors), (asked, queries) = folder.read("index.parquet"), folder.read("queries.parquet")
     labels, wanted = (np.array([key.partition("-")[0] for key in each]) for each in (keys, asked))
     cosines = (queries / np.linalg.norm(queries, axis=1, keepdims=True)) @ (
@@ -137,7 +137,10 @@ def test_figures(folder: Folder) -> None:
         printed = figures[name]
         assert printed[:2] == [of_gallery.sum(), of_queries.sum()]
         assert (printed[2], printed[4]) == pytest.approx((recall, average), abs=2e-3)
-        assert printed == pytest.approx(shown[name], abs=0.01)
+    shown = re.findall(r"0\.\d+", README)
+    assert [float(each) for each in shown] == pytest.approx(
+        [figures["digits"][index] for index in (2, 4, 3, 5)], abs=0.01
+    )
     assert figures["digits"][2] >= 0.97
     assert figures["digits"][4] > figures["digits"][5] + 0.2
 
