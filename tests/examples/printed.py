@@ -1,33 +1,37 @@
 """The fenced blocks of a document, run as printed in a copy of the examples, against a real server.
 
-``make serve`` starts ``layertap serve``; everything else runs in bash, with the server's port in place of 8000.
+``make serve`` starts a server. ``layertap`` and the scripts of the examples run in this process, where torch is
+imported once, everything else in bash, with the server's port in place of 8000.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import runpy
 import shlex
 import shutil
-import signal
-import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
+import pytest
 
-from tests.server import CACHE
+from layertap.service.config.configuration import read_configuration
+from tests.server import CACHE, serving
+from tests.service.cli.commands import Done, run_here
 
 ROOT = Path(__file__).parents[2]
 PRINTED_ADDRESS = "127.0.0.1:8000"
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SERVE = re.compile(r'make serve(?: ARGS="(?P<words>[^"]*)")?\n')
+PLAIN = re.compile(r"^(\.venv/bin/(?:layertap|python [^-\s]\S*) [^|<>&;$\\\n]*)$", re.MULTILINE)  # needs no shell
 LIMIT_S = 240
-TRIES, TRY_S = 900, 0.2
 
 
 @dataclass(frozen=True)
@@ -65,73 +69,87 @@ def read_diffs(path: Path) -> list[str]:
 class Project:
     """A folder that looks like the project's own to a reader: the examples, ``.venv`` and, once started, a server.
 
-    Where the folder has sources of its own, commands run these.
+    Where it has sources of its own, every command is a process, which has these.
     """
 
     path: Path
-    _server: subprocess.Popen[bytes] | None = field(default=None, repr=False)
-    _words: tuple[str, ...] = ()
-    _port: int = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+    own_sources: bool = False
+    url: str = ""
+    _words: str | None = None
+    _server: ExitStack = field(default_factory=ExitStack, repr=False)
 
     def run(self, command: str) -> str:
         """Run a shell block as printed, the port aside, and give what it writes; one that fails is an error."""
         serve = SERVE.fullmatch(command)
         if serve:
-            self.start(*(serve["words"] or "").split())
+            self.start(serve["words"] or "")
             return ""
+        done = self.try_to_run(command)
+        assert done.status == 0, f"{command}\n{done.out}\n{done.notes}"
+        return done.out
+
+    def try_to_run(self, command: str) -> Done:
+        """The same of a block that may fail, up to the line that does."""
+        command = command.replace(PRINTED_ADDRESS, self.url.removeprefix("http://"))
+        done = Done(0, "", "")
+        for number, part in enumerate([command] if self.own_sources else PLAIN.split(command)):
+            if part.strip() and done.status == 0:
+                more = self._run_here(part) if number % 2 else self._run_in_bash(part)
+                done = Done(more.status, done.out + more.out, done.notes + more.notes)
+        return done
+
+    def _run_in_bash(self, text: str) -> Done:
         run = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", command.replace(PRINTED_ADDRESS, self.url.removeprefix("http://"))],
+            ["bash", "-euo", "pipefail", "-c", text],
             cwd=self.path,
-            env=environment(LAYERTAP_URL=self.url, PYTHONPATH=str(self.path / "src")),
+            env={**os.environ, "LAYERTAP_URL": self.url, "PYTHONPATH": str(self.path / "src")},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
             timeout=LIMIT_S,
             check=False,
         )
-        assert run.returncode == 0, f"{command}\n{run.stdout}\n{run.stderr}"
-        return run.stdout
+        return Done(run.returncode, run.stdout, run.stderr)
 
-    def start(self, *words: str) -> None:
+    def _run_here(self, text: str) -> Done:
+        program, *words = shlex.split(text)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.path)
+            patch.setenv("LAYERTAP_URL", self.url)
+            return run_here(*words) if program.endswith("layertap") else run_script(*words)
+
+    def start(self, words: str = "") -> None:
         """Start a server in the place of the one that runs, if that has other options, and wait until it is ready."""
-        if self._server is not None and words == self._words:
-            return
-        self.stop()
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self._port = listener.getsockname()[1]
-        command = [str(self.path / ".venv" / "bin" / "layertap"), "serve", "--port", str(self._port), *words]
-        with (self.path / "serve.log").open("wb") as log:
-            self._server = subprocess.Popen(command, cwd=self.path, env=environment(), stdout=log, stderr=log)
-        self._words = words
-        for _ in range(TRIES):
-            if self._server.poll() is not None or self._is_ready():
-                break
-            with suppress(subprocess.TimeoutExpired):
-                self._server.wait(TRY_S)
-        assert self._is_ready(), (self.path / "serve.log").read_text(encoding="utf-8")
+        if words != self._words:
+            self.stop()
+            self._words = words
+            file = words.removeprefix("--config").strip()
+            configuration = read_configuration(self.path / file, before_loading=True) if file else None
+            self.url = self._server.enter_context(serving(configuration)).url
 
     def stop(self) -> None:
-        """End the server, if there is one, as Ctrl+C does."""
-        if self._server is not None:
-            self._server.send_signal(signal.SIGINT)
-            self._server.wait(LIMIT_S)
-            self._server = None
+        """End the server, if there is one."""
+        self._server.close()
+        self._words = None
 
-    def _is_ready(self) -> bool:
+
+def run_script(path: str, *words: str) -> Done:
+    """A script in this process, with the modules beside it, which are forgotten after it."""
+    status, out, notes, modules = 0, io.StringIO(), io.StringIO(), set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(notes):
+        patch.setattr(sys, "argv", [path, *words])
+        patch.syspath_prepend(str(Path(path).parent.absolute()))
         try:
-            return httpx.get(f"{self.url}/readyz").status_code == 200
-        except httpx.TransportError:
-            return False
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """The variables of a process that has no settings but these, and leaves no grace to balancers at its end."""
-    bare = {name: value for name, value in os.environ.items() if not name.startswith("LAYERTAP_")}
-    return {**bare, "LAYERTAP_CACHE_DIR": str(CACHE), "LAYERTAP_DRAIN_DELAY_S": "0", "COLUMNS": "200", **variables}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what it imports may warn: no error for a reader
+                runpy.run_path(path, run_name="__main__")
+        except SystemExit as ended:
+            status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+            notes.write(f"{ended.code}\n" if isinstance(ended.code, str) else "")
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(Path.cwd())):
+            del sys.modules[name]
+    return Done(status, out.getvalue(), notes.getvalue())
 
 
 def lay_out(path: Path) -> None:
@@ -146,11 +164,18 @@ def lay_out(path: Path) -> None:
 
 
 @contextmanager
-def open_project(path: Path) -> Iterator[Project]:
-    """A project in a folder until the block ends, and its server with it."""
+def open_project(path: Path, *, own_sources: bool = False) -> Iterator[Project]:
+    """A project in a folder until the block ends, and its server with it; no settings are in effect but these."""
     lay_out(path)
-    project = Project(path)
-    try:
-        yield project
-    finally:
-        project.stop()
+    project = Project(path, own_sources)
+    settings = {"CACHE_DIR": str(CACHE), "WORKERS": "0", "DRAIN_DELAY_S": "0"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("LAYERTAP_")]:
+            patch.delenv(name)
+        for name, value in settings.items():
+            patch.setenv(f"LAYERTAP_{name}", value)
+        patch.setenv("COLUMNS", "200")
+        try:
+            yield project
+        finally:
+            project.stop()

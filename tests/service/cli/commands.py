@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
+
+import pytest
+
+from layertap.service.cli import console
+from layertap.service.cli.main import main
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,3 +36,15 @@ class Done:
 
 
 Command = Callable[..., Done]
+
+
+def run_here(*words: str | Path) -> Done:
+    """``layertap`` in this process, where no fixture's ``command`` is."""
+    out, notes = StringIO(), StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(notes):
+        for printer in (console.stdout, console.stderr):
+            patch.setattr(printer, "width", 200)
+        patch.setattr(sys, "argv", ["layertap", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return Done(int(ended.value.code or 0), out.getvalue(), notes.getvalue())
