@@ -18,7 +18,6 @@ from tests.service.support import configured, net
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 WIDE = (1600, 1000)
 DONE_MS = 30_000
-LARGE_MS = 240_000  # with a large model, which loads first
 NAMED = "explorer.test"  # leads to this machine: what the browser has from there came by plain HTTP, with fewer rights
 
 
@@ -87,7 +86,7 @@ def _is_complaint(message: Any) -> bool:
     return message.type == "error" and "Failed to load resource" not in message.text  # that is a status, and meant
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shown(serve: Serve) -> Iterator[Live]:
     """A server whose models are good, held up, failed, of hostile names, of tokens in a square and in none."""
     specs = (
@@ -103,7 +102,7 @@ def shown(serve: Serve) -> Iterator[Live]:
         yield live
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def guarded(serve: Serve) -> Iterator[Live]:
     """A server that asks for a key."""
     with serve(api_keys="a-key") as live:

@@ -13,9 +13,8 @@ from tests.service.ui.support import DIGIT, drop
 
 AXE = files("axe_core_python") / "axe.min.js"
 SIZES = [(360, 740, "light"), (1600, 1000, "dark")]
-
-
 FULL = "model=digits&method=saliency,grad_cam&sample=digit-2&other-sample=digit-0"
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("width", "height", "scheme"), SIZES)
@@ -26,10 +25,11 @@ def test_page(shown: Live, open_page: Open, width: int, height: int, scheme: str
     check(opened, width)
 
 
-@pytest.mark.parametrize(("width", "height", "scheme"), SIZES)
-def test_states(shown: Live, guarded: Live, open_page: Open, width: int, height: int, scheme: str) -> None:
+def test_states(shown: Live, guarded: Live, open_page: Open) -> None:
     """Nor before there is a picture, in an error, where a key is asked for, with a channel large."""
-    opened = open_page(shown.url, (width, height), scheme, bypass_csp=True)
+    width, height, scheme = SIZES[0]
+    options = {"size": (width, height), "scheme": scheme, "bypass_csp": True}
+    opened = open_page(shown.url, **options)
     opened.page.wait_for_selector("#tree button")
     opened.wait()
     check(opened, width)
@@ -41,11 +41,10 @@ def test_states(shown: Live, guarded: Live, open_page: Open, width: int, height:
     opened.show_maps()
     opened.page.click(".tile")
     check(opened, width)
-    options = {"size": (width, height), "scheme": scheme, "bypass_csp": True}
     named = open_page(f"{shown.url}/#model=marked&sample=digit-2&other-sample=digit-0", **options)
     named.show_maps()  # of a layer with a long name
     check(named, width)
-    asked = open_page(guarded.url, (width, height), scheme, bypass_csp=True)
+    asked = open_page(guarded.url, **options)
     expect(asked.page.locator("#key-form")).to_be_visible()
     check(asked, width)
 

@@ -14,7 +14,7 @@ from PIL import Image
 from playwright.sync_api import expect
 
 from layertap.service.bulk.bulk import ATLAS, RESULTS
-from tests.service.bulk.conftest import start
+from tests.service.cli.commands import run_here
 from tests.service.ui.conftest import Open
 from tests.service.ui.test_accessibility import SIZES, check
 
@@ -33,9 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels // (number % 3 + 1)).save(path)
     words = ("--layers", "block1,block3,head", "--atlas", "--top", str(TOP), "--out", folder / "out")
-    process = start("bulk", folder / "source", *words)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output.decode()
+    done = run_here("bulk", folder / "source", *words)
+    assert done.status == 0, done.notes
     return folder
 
 
@@ -71,9 +70,10 @@ def test_pictures(folder: Path) -> None:
                 assert image.size == (96, 96)
 
 
-@pytest.mark.parametrize(("width", "height", "scheme"), SIZES)
-def test_page(folder: Path, open_page: Open, width: int, height: int, scheme: str) -> None:
+@pytest.mark.slow
+def test_page(folder: Path, open_page: Open) -> None:
     """It opens from the disk, is for everybody, and shows another layer, in another order, by the keyboard."""
+    width, height, scheme = SIZES[0]
     opened = open_page((folder / "out" / ATLAS).as_uri(), (width, height), scheme, bypass_csp=True)
     page, data = opened.page, read_data(folder / "out" / ATLAS)
     expect(page.locator("#channels > li")).to_have_count(16)

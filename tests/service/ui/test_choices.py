@@ -29,9 +29,10 @@ LATE_PICTURE = """([first, second]) => {
   for (const file of [late, soon]) {
     const event = new DragEvent("drop", {bubbles: true});
     Object.defineProperty(event, "dataTransfer", {value: {files: [file]}});
-    document.getElementById("PLACE").dispatchEvent(event);
+    document.getElementById("drop").dispatchEvent(event);
   }
 }"""
+pytestmark = pytest.mark.slow
 
 
 def make_png(seed: int) -> bytes:
@@ -40,18 +41,17 @@ def make_png(seed: int) -> bytes:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize(("place", "name"), [("drop", "#picture-name"), ("compare", "#other-name")])
-def test_last_picture(shown: Live, open_page: Open, place: str, name: str) -> None:
+def test_last_picture(shown: Live, open_page: Open) -> None:
     """Of two pictures that are given quickly the last one is shown, though the first one takes longer to read."""
     opened = open_page(f"{shown.url}/#model=digits&sample=digit-2")
     opened.show_maps()
     files = [[b64encode(make_png(seed)).decode(), f"{seed}.png"] for seed in (1, 2)]
-    opened.page.evaluate(LATE_PICTURE.replace("PLACE", place), files)
-    expect(opened.page.locator(name)).to_have_text("2.png")
+    opened.page.evaluate(LATE_PICTURE, files)
+    expect(opened.page.locator("#picture-name")).to_have_text("2.png")
     opened.page.evaluate("window.letGo()")
     opened.page.evaluate("new Promise(done => setTimeout(done, 200))")  # the first one's turn, if it has one
     opened.wait()
-    expect(opened.page.locator(name)).to_have_text("2.png")
+    expect(opened.page.locator("#picture-name")).to_have_text("2.png")
 
 
 def test_other_model(shown: Live, open_page: Open) -> None:
@@ -98,28 +98,6 @@ def test_change_of_another_layer(shown: Live, open_page: Open) -> None:
     page.unroute("**/extract")
     opened.wait()
     expect(page.locator("#change-result")).to_be_hidden()
-
-
-def test_refused_layer(shown: Live, open_page: Open) -> None:
-    """Where what is asked of a layer is refused the page names this layer, has no maps of another one, and a way on."""
-    opened = open_page(f"{shown.url}/#model=digits&layer=block1.2&sample=digit-2")
-    opened.show_maps()
-    page = opened.page
-    page.fill("#class", "99")
-    page.dispatch_event("#class", "change")
-    opened.wait()
-    page.click("[data-layer='block2.conv1']")
-    expect(page.locator("#view-title")).to_have_text("block2.conv1")
-    opened.wait()
-    page.select_option("#site", "grad_output")
-    expect(page.locator("#problem-text")).to_contain_text("class 99")
-    page.click("[data-layer='block3.conv1']")
-    expect(page.locator("#view-title")).to_have_text("block3.conv1")
-    expect(page.locator("#maps canvas")).to_have_count(0)
-    for part in ("#share", "#more", "#scale"):
-        expect(page.locator(part)).to_be_hidden()
-    page.select_option("#site", "output")
-    opened.show_maps()
 
 
 def test_map_of_another_class(shown: Live, open_page: Open) -> None:

@@ -18,6 +18,7 @@ UI = Path(__file__).parents[3] / "service" / "ui"
 TWO, ZERO = ((UI / f"digit-{number}.png").read_bytes() for number in (2, 0))
 PICTURES = "model=digits&layer=block3&sample=digit-2&other-sample=digit-0"
 LAYERS = "model=digits&layer=block1&sample=digit-2&other-layer=block3"
+pytestmark = pytest.mark.slow
 
 
 def read_number(opened: Opened, name: str) -> float:
@@ -65,7 +66,7 @@ def test_two_pictures(shown: Live, open_page: Open) -> None:
 
 
 def test_two_layers(shown: Live, open_page: Open) -> None:
-    """Of two layers both sides' maps; vectors of two kinds have no number, and it says so. The other one stays."""
+    """Of two layers both sides' maps; vectors of two kinds have no number, and it says so. The address restores it."""
     opened = open_page(f"{shown.url}/#{LAYERS}")
     opened.show_maps()
     wide, coarse = (captured(shown, TWO, name) for name in ("block1", "block3"))
@@ -74,15 +75,6 @@ def test_two_layers(shown: Live, open_page: Open) -> None:
     expect(opened.page.locator("#sides .seen canvas").first).to_be_hidden()
     check_tiles(opened, wide[:8], "#sides .side:nth-child(1)")
     check_tiles(opened, coarse[:8], "#sides .side:nth-child(2)")
-    opened.page.click("[data-layer='block2']")
-    opened.wait()
-    expect(opened.page.locator("#sides .side .name")).to_have_text(["block2", "block3"])
-
-
-def test_link(shown: Live, open_page: Open) -> None:
-    """The address restores a comparison; one that was ended is not in it."""
-    opened = open_page(f"{shown.url}/#{LAYERS}")
-    opened.show_maps()
     opened.page.click("#other-samples [data-sample=digit-0]")
     expect(opened.page.locator("#sides .side").nth(1)).to_contain_text("digit-0.png", timeout=30_000)
     opened.wait()

@@ -17,9 +17,10 @@ from tests.service.ui.nets import Held
 from tests.service.ui.support import DIGIT, drop, read_pixels
 
 DATA = DIGIT.read_bytes()
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("model", ["digits", "marked", "square", "wide"])
+@pytest.mark.parametrize("model", ["digits", "square"])
 def test_offered(shown: Live, open_page: Open, model: str) -> None:
     """A method is offered where the server can do it of this model, and only there."""
     statuses = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ SPECS = [
     PreprocessSpec(resize=None, crop=17),
     PreprocessSpec(resize=32, crop=None),
 ]
+pytestmark = pytest.mark.slow
 
 
 def paint(page: Any, values: list[float], name: str = "paint") -> tuple[dict[str, Any], Any]:
@@ -64,12 +66,11 @@ def test_overlay(shown: Live, open_page: Open) -> None:
     assert scale["low"] == 0
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_seen(shown: Live, open_page: Open, spec: PreprocessSpec) -> None:
+def test_seen(shown: Live, open_page: Open) -> None:
     """The part of a picture that a model sees is where the server says that it is."""
     opened = open_page(shown.url)
-    body = {"resize": spec.resize, "crop": spec.crop}
-    for width, height in [(640, 480), (333, 517), (20, 21), (31, 90), (40, 40)]:
+    for spec, (width, height) in product(SPECS, [(640, 480), (333, 517), (20, 21), (31, 90), (40, 40)]):
+        body = {"resize": spec.resize, "crop": spec.crop}
         left, top, right, bottom = find_seen_box(spec, width, height)
         wanted = [left / width, top / height, (right - left) / width, (bottom - top) / height]
         assert call(opened, "seen", "findSeen", body, width, height) == pytest.approx(wanted, abs=1e-9)

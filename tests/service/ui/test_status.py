@@ -17,6 +17,7 @@ PASTE = """() => {
   area.id = "pasted";
   area.focus();
 }"""
+pytestmark = pytest.mark.slow
 
 
 def paste(opened: Opened) -> str:
