@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from timm.models.resnet import ResNet
 
 from tests.server import Live
 from tests.service.cli.commands import Command
-from tests.service.load_server import ROOT
 from tests.service.support import Json, picture
 
 LAYERS = ("--layers", "block1,head:input", "--pool", "mean", "--normalize")
 RESNET: Json = {"name": "net", "source": "timm:test_resnet", "weights": "random:0", "device": "cpu"}
-OF_ANOTHER_VERSION = """
-import sys
-from timm.models.resnet import ResNet
-
-built = ResNet.__init__
-
-def build(self, *args, **kwargs):
-    built(self, *args, **kwargs)
-    self.bn1.eps = 1e-3  # was 1e-5
-
-ResNet.__init__ = build
-from layertap.service.cli.main import main
-main()
-"""
 
 
-@pytest.mark.parametrize("form", ["json", "safetensors"])
-def test_files(command: Command, pictures: list[Path], tmp_path: Path, form: str) -> None:
-    """Files of every format that has receipts are compared, result by result."""
-    file = tmp_path / f"index.{form}"
+def test_files(command: Command, pictures: list[Path], tmp_path: Path) -> None:
+    """A file that has receipts is compared, result by result."""
+    file = tmp_path / "index.safetensors"
     assert command("extract", *pictures, *LAYERS, "--out", file).status == 0
     done = command("check", file)
     assert (done.status, done.out) == (0, "digits block1: same\ndigits head:input: same\n")
@@ -94,58 +75,36 @@ def test_another_name(command: Command, pictures: list[Path], tmp_path: Path) ->
     assert done.out.splitlines()[0] == "digits block1: same, under another fingerprint"
 
 
-@pytest.mark.slow
-def test_a_library_that_computes_otherwise(tmp_path: Path) -> None:
+def test_a_library_that_computes_otherwise(
+    command: Command, pictures: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One epsilon of a library's model is another: the fingerprint stays, and probes find it from there on."""
-    config = tmp_path / "models.json"
+    config, index = tmp_path / "models.json", tmp_path / "index.safetensors"
     config.write_text(json.dumps({"models": [RESNET]}))
-    file = tmp_path / "p.png"
-    file.write_bytes(b64decode(picture_text()))
-    index = tmp_path / "index.safetensors"
     layers = "conv1,bn1,layer2,global_pool"
-    run("-m", "layertap", "extract", file, "--layers", layers, "--out", index, "--config", config)
-    same = run("-m", "layertap", "check", index, "--config", config)
-    assert [line.partition(": ")[2] for line in same.splitlines()] == ["same"] * 4
-    changed = run("-c", OF_ANOTHER_VERSION, "check", index, "--config", config, status=1)
-    verdicts = dict(line.removeprefix("net ").split(": ", 1) for line in changed.splitlines())
+    assert command("extract", pictures[0], "--layers", layers, "--out", index, "--config", config).status == 0
+    done = command("check", index, "--config", config)
+    assert [line.partition(": ")[2] for line in done.out.splitlines()] == ["same"] * 4
+    built = ResNet.__init__
+
+    def build(self: ResNet, *args: Any, **kwargs: Any) -> None:
+        built(self, *args, **kwargs)
+        self.bn1.eps = 1e-3  # was 1e-5
+
+    monkeypatch.setattr(ResNet, "__init__", build)
+    done = command("check", index, "--config", config)
+    assert done.status == 1
+    verdicts = dict(line.removeprefix("net ").split(": ", 1) for line in done.out.splitlines())
     assert verdicts.pop("conv1") == "same"
     assert all(words.startswith("changed by 0.") for words in verdicts.values()), verdicts
-    assert "fingerprint" not in changed
+    assert "fingerprint" not in done.out
 
 
-def run(*words: str | Path, status: int = 0) -> str:
-    """What a process prints that ends with a status."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    done = subprocess.run(
-        [sys.executable, *map(str, words)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == status, done.stderr
-    return done.stdout
-
-
-def no_receipts(file: Path) -> None:
-    """A file of each kind that holds vectors, and nothing of what made them."""
-    if file.suffix == ".safetensors":
-        save_file({"vectors": np.zeros(3)}, file)
-    else:
-        file.write_text("[]" if file.suffix == ".json" else "x")
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("a.safetensors", "has no receipts"),
-        ("a.json", "has no receipts"),
-        ("a.npz", "of a kind that is not read"),
-        ("http://127.0.0.1:9", "of a kind that is not read"),
-    ],
-)
+@pytest.mark.parametrize(("name", "says"), [("a.json", "has no receipts"), ("a.npz", "of a kind that is not read")])
 def test_no_receipts(command: Command, tmp_path: Path, name: str, says: str) -> None:
     """A file without receipts, or of another kind, is refused, and what is read is named."""
-    file = name if ":" in name else tmp_path / name
-    if isinstance(file, Path):
-        no_receipts(file)
-    done = command("check", file)
+    (tmp_path / name).write_text("[]")
+    done = command("check", tmp_path / name)
     assert done.status == 2
     assert says in done.notes
     assert "a folder of `bulk`" in done.notes
@@ -156,10 +115,8 @@ def test_no_receipts(command: Command, tmp_path: Path, name: str, says: str) -> 
     [
         ({}, "names no layer"),
         ({"layer": "gone", "call": 0, "site": "output"}, "there is no layer"),
-        ({"layer": "block1", "pool": "mode"}, "Input should be"),
         ({"layer": "block1", "probe": 3}, "this is no probe"),
         ({"layer": "block1", "probe": {"input": "text", "values": "AAAAAAAA"}}, "made of a text"),
-        ({"layer": "block1", "stats": 3}, "statistics"),
     ],
 )
 def test_receipts_that_make_no_sense(command: Command, tmp_path: Path, receipt: Json, says: str) -> None:

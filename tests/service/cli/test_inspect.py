@@ -95,7 +95,15 @@ CASES: dict[str, tuple[Callable[[Path], nn.Module], str, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+MARKS = {
+    "Lightning": pytest.mark.slow,
+    "sizes": pytest.mark.slow,
+    "regnet": pytest.mark.hard,
+    "a short name": pytest.mark.hard,
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in CASES])
 def test_what_is_printed_serves_the_checkpoint(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
@@ -109,6 +117,7 @@ def test_what_is_printed_serves_the_checkpoint(
     assert digest(build_model(configured(done.out, tmp_path)).module) == digest(module)
 
 
+@pytest.mark.slow
 def test_prefix_and_an_architecture_that_nobody_knows(command: Command, tmp_path: Path) -> None:
     """Where nothing fits the status is 1, and the lines are for a factory; what was asked for is in them."""
     parts = nn.ModuleDict({"encoder": nn.Linear(2, 3), "decoder": nn.Linear(3, 2)})
