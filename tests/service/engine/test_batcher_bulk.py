@@ -51,27 +51,3 @@ def test_decoding_counts(seconds: float, rows: int) -> None:
     harness.add(key, 32, priority="bulk")
     assert harness.start_batch().rows == rows
     assert key.estimate_seconds(1) == pytest.approx(3 + seconds, rel=1e-3)
-
-
-def test_what_joins_a_short_batch() -> None:
-    """More bulk up to its limit; an interactive request has room in it as in any other."""
-    harness = make_harness()
-    run_interactive(harness)
-    key = make_key("cpu", COSTS, max_rows=64)
-    harness.add(key, priority="bulk")
-    batch = harness.start_batch()
-    harness.add(key, 32, priority="bulk")
-    harness.batcher.extend(batch)
-    assert batch.rows == 7
-    harness.add(key, 2)
-    harness.batcher.extend(batch)
-    assert batch.rows == 9
-
-
-@pytest.mark.parametrize("flag", ["isolated", "unsplittable"])
-def test_alone(flag: str) -> None:
-    """Whose rows share no forward has forwards of the same size whoever else is about: the bits depend on it."""
-    harness = make_harness()
-    run_interactive(harness)
-    harness.add(make_key("cpu", COSTS, max_rows=64), 32, priority="bulk", **{flag: True})
-    assert harness.start_batch().rows == 32

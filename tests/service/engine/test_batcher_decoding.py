@@ -8,7 +8,7 @@ from layertap.service.engine.batch import Batch
 from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from layertap.service.engine.schedule.waiting import DecodeTask
 from layertap.service.types import Priority
-from tests.service.engine.batcher_harness import CORES, BatcherHarness, make_key
+from tests.service.engine.batcher_harness import BatcherHarness, make_key
 
 
 def test_decoding_first_until_rows_are_enough() -> None:
@@ -22,38 +22,6 @@ def test_decoding_first_until_rows_are_enough() -> None:
         if isinstance(task, DecodeTask):
             harness.add(key)
     assert order == ["decode", "decode", "decode", "decode", 4, "decode", 1]
-
-
-def test_decoding_first_until_rows_waited_long_enough() -> None:
-    """Twice as long as a batch of enough rows takes; a forward on another device starts in any case."""
-    harness, key = BatcherHarness(), make_key("cpu")
-    harness.add(key)
-    harness.add(make_key("gpu", model="b"))
-    for _ in range(3):
-        harness.add_decode()
-    assert harness.start_batch().key.model == "b"
-    harness.now = 7.9
-    assert isinstance(harness.start(), DecodeTask)
-    harness.now = 8.0
-    assert harness.start_batch().key is key
-    assert isinstance(harness.start(), DecodeTask)
-
-
-def test_one_picture_beside_forwards() -> None:
-    """Where forwards have all slots one picture is decoded at a time, so that a bad one is refused before they end."""
-    harness, key = BatcherHarness(), make_key("cpu")
-    harness.add(key, 4 * CORES)
-    batches = harness.start_batches()
-    assert len(batches) == CORES
-    harness.add_decode()
-    harness.add_decode()
-    first = harness.start()
-    assert isinstance(first, DecodeTask)
-    assert harness.start() is None
-    harness.finish(batches[0])
-    assert harness.start() is None  # the slot that was lent
-    harness.finish(first)
-    assert isinstance(harness.start(), DecodeTask)
 
 
 def test_removed_picture_is_not_decoded() -> None:

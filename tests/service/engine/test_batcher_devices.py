@@ -63,21 +63,6 @@ def test_rows_are_shared_by_idle_devices() -> None:
         assert [batch.rows for batch in harness.start_batches()] == rows
 
 
-def test_neighbour_of_one_device() -> None:
-    """A model on two devices leaves a neighbour on one of them as much time as it takes itself."""
-    harness = BatcherHarness(one=DeviceSlots(1, parallel=False), two=DeviceSlots(1, parallel=False))
-    harness.add(make_key("one two", max_rows=1), 60)
-    harness.add(make_key("one", max_rows=1, model="b"), 20)
-    counts = {"a": 0, "b": 0}
-    for _ in range(20):
-        for batch in harness.start_batches():
-            counts[batch.key.model] += 1
-        for task in list(harness.running):
-            harness.finish(task)
-        harness.now += 1.0
-    assert counts == {"a": 21, "b": 19}  # the first batch of all took the device that both want
-
-
 # A single row on all cores
 
 
@@ -106,3 +91,13 @@ def test_overdue_row_gets_all_cores() -> None:
     assert harness.start() is None
     harness.finish(second)
     assert harness.start_batch().slots == CORES
+
+
+def test_forgotten_model_comes_again() -> None:
+    harness = BatcherHarness()
+    harness.add(make_key(), deadline=1.0)
+    harness.now = 2.0
+    harness.batcher.remove_model("a")
+    assert harness.batcher.count_waiting_rows("a") == 0
+    harness.add(make_key(), 3)
+    assert harness.start_batch().rows == 3

@@ -53,19 +53,6 @@ def test_time_used_alone_is_not_held_against_a_model(pause: float) -> None:
     assert abs(used_seconds["a"] - used_seconds["b"]) <= 8.0
 
 
-def test_time_of_another_device_does_not_count() -> None:
-    """A model that comes anew is level with those of its own device, not with what runs on another one."""
-    harness = BatcherHarness(cpu=DeviceSlots(1), gpu=DeviceSlots(1, parallel=False))
-    harness.add(make_key("gpu", model="c"), 1)
-    harness.add(make_key("cpu"), 10_000)
-    gpu_batch = harness.start_batch(c=1)
-    assert len(list(islice(harness.run_in_turn(), 50))) == 50
-    harness.add(make_key("cpu", model="b"), 10_000)
-    used_seconds = sum_slot_seconds(list(islice(harness.run_in_turn(), 10)))
-    assert abs(used_seconds["a"] - used_seconds["b"]) <= 8.0
-    harness.finish(gpu_batch)
-
-
 def test_newcomer_takes_no_more_than_its_share() -> None:
     """A model with one replica has had less than one with many: who comes then does not have to be waited for."""
     harness = BatcherHarness()

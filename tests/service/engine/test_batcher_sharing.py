@@ -13,14 +13,6 @@ from tests.service.engine.batcher_harness import BULK_DELAY, BatcherHarness, mak
 from tests.service.engine.batcher_reference import ExpectedRequest, cheapest_cuts
 
 
-def test_padding_is_shared_by_all_depths() -> None:
-    """Rows that only fill up a padded forward cost nothing: other depths are welcome as far as it has room."""
-    harness, key = BatcherHarness(), make_key(pads=True)
-    for depth in (0.5, 1.0):
-        harness.add(key, depth=depth)
-    assert (harness.start_batch().reason, harness.batcher.count_waiting_rows("a")) == ("sharing_pays", 0)
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 16)), min_size=1, max_size=8),
     st.sampled_from([0.0, 0.5, 1.0, 3.0, 10.0, 40.0]),

@@ -18,15 +18,6 @@ def test_no_larger_than_pays() -> None:
         assert harness.start_batch().rows == rows
 
 
-@pytest.mark.parametrize("isolated", [False, True])
-def test_padded(isolated: bool) -> None:
-    """A padded forward holds no more rows than it is padded to, and takes as long with one row as with all."""
-    harness = BatcherHarness()
-    harness.add(make_key(pads=True), 9, isolated=isolated)
-    batches = list(harness.run_in_turn())
-    assert [(batch.rows, batch.seconds) for batch in batches] == [(4, 4.0), (4, 4.0), (1, 4.0)]
-
-
 # Memory
 
 
@@ -76,32 +67,6 @@ def test_trials_that_fail_get_rarer() -> None:
     assert [find_rows(harness, key, FIRST_PAUSE_S - 1), find_rows(harness, key, 1.0)] == [4, 8]
 
 
-def test_batch_keeps_what_it_is_padded_to() -> None:
-    """More rows may fit since it began: it is neither filled up further nor takes in more than that."""
-    harness, key = BatcherHarness(cpu=DeviceSlots(2)), make_key("cpu", max_rows=8, pads=True)
-    harness.batcher.reduce_max_rows(key, 8)
-    harness.add(key)
-    batch = harness.start_batch()
-    harness.now += FIRST_PAUSE_S
-    harness.add(key, 8)
-    assert harness.start_batch().padded_rows == 8
-    harness.add(key, 8)
-    harness.batcher.extend(batch)
-    assert (batch.rows, batch.padded_rows) == (4, 4)
-
-
-def test_max_bytes_let_nobody_pass() -> None:
-    """Smaller rows that would just fit beside the first of a request wait until all of its rows are given."""
-    harness, key = BatcherHarness(), make_key(max_bytes=4)
-    harness.add(key, 2, "x", row_bytes=2)
-    harness.add(key, 2, "y")
-    assert [harness.describe(batch) for batch in harness.run_in_turn()] == [
-        [("x", 0, 1)],
-        [("x", 1, 2), ("y", 0, 1)],
-        [("y", 1, 2)],
-    ]
-
-
 # Split over slots
 
 
@@ -112,13 +77,6 @@ def test_split_over_free_slots() -> None:
         harness.add(make_key("cpu", Costs(base=2.0, per_row=1.0), 64), 18)
         batches = [harness.start_batch(a=replicas - started) for started in range(len(sizes))]
         assert [(batch.rows, batch.slots) for batch in batches] == [(rows, 1) for rows in sizes]
-
-
-def test_not_split_where_it_gains_little() -> None:
-    """Two forwards side by side pay their fixed part twice."""
-    harness = BatcherHarness()
-    harness.add(make_key("cpu", GPU_LIKE, 64), 4)
-    assert [batch.rows for batch in harness.start_batches()] == [4]
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(10, [5, 5]), (32, [8, 8, 8, 8]), (30, [8, 8, 7, 7]), (25, [7, 7, 6, 5])])
@@ -133,18 +91,6 @@ def test_equal_shares_of_a_lone_request(rows: int, sizes: list[int]) -> None:
         for batch in batches:
             harness.finish(batch)
     assert [batch.rows for batch in found] == sizes
-
-
-def test_full_forwards_of_one_replica() -> None:
-    """Where only one forward runs at a time, no core gains by smaller ones."""
-    harness = BatcherHarness(cpu=DeviceSlots(2))
-    harness.add(make_key("cpu", max_rows=4, replicas=1), 10)
-    found = []
-    for _ in range(3):
-        batch = harness.start_batch(a=1)
-        found.append(batch.rows)
-        harness.finish(batch)
-    assert found == [4, 4, 2]
 
 
 def test_full_forwards_beside_others() -> None:

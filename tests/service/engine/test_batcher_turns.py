@@ -7,7 +7,7 @@ import pytest
 from layertap.models.catalog.catalog import Costs
 from layertap.service.engine.batch import Batch, Job
 from layertap.service.engine.schedule.batch_formation import DeviceSlots, estimate_seconds
-from tests.service.engine.batcher_harness import BULK_DELAY, CPU_LIKE, BatcherHarness, make_key
+from tests.service.engine.batcher_harness import BatcherHarness, make_key
 
 SECOND_OF_COPYING = 10**9  # bytes
 
@@ -101,23 +101,3 @@ def test_parts_are_as_short_as_a_plain_batch(fields: dict[str, object], rows: in
             run_batch(harness)
         harness.add(make_key("cpu", costs, 40), 80, **fields)
         assert harness.start_batch().rows == expected
-
-
-def test_joins_a_small_one_as_far_as_that_stays_short() -> None:
-    """In the batch of a small request there is room for few costly rows of a large one, from its start or later."""
-    harness, key = make_harness(), make_key("cpu", Costs(base=1.0, per_row=1.0), 40)
-    harness.add(key, name="small")
-    harness.add(key, 80, "large", row_bytes=SECOND_OF_COPYING)
-    batch = harness.start_batch()
-    assert harness.describe(batch) == [("small", 0, 1), ("large", 0, 4)]
-    assert not harness.batcher.extend(batch)
-
-
-@pytest.mark.parametrize("pause", [BULK_DELAY - 0.1, BULK_DELAY])
-def test_as_many_rows_as_pay_once_no_small_ones_come(pause: float) -> None:
-    harness = make_harness()
-    harness.add(make_key("cpu", CPU_LIKE))
-    run_batch(harness)
-    harness.now = pause
-    harness.add(make_key("cpu", CPU_LIKE), 80, row_bytes=SECOND_OF_COPYING)
-    assert harness.start_batch().rows == (2 if pause < BULK_DELAY else 4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,16 +15,13 @@ from hypothesis import strategies as st
 
 from layertap.models.errors import Fault, InputError
 from layertap.service.engine.execute.processes.channel import (
-    HEADER,
     MAX_INLINE_BYTES,
     Channel,
     LoopChannel,
     References,
     connect,
 )
-from layertap.service.engine.execute.processes.progress import create_progress
 from layertap.service.errors import ForwardError
-from tests.service.engine.processes.descriptors import leave_descriptors, list_descriptors
 from tests.service.nets_tensors import Sub
 
 
@@ -55,7 +51,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (2, 3, 5), (3, MAX_INLINE_BYTES)], ids=str)
+@pytest.mark.parametrize("shape", [(), (2, 3, 5), (3, MAX_INLINE_BYTES)], ids=str)
 def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """A tensor arrives bit for bit, small or large, in any memory layout, and may be written to."""
     sent = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -84,7 +80,7 @@ VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100)
 @given(
     shape=st.lists(st.integers(0, 3), max_size=3),
     dtype=st.sampled_from([*DTYPES, torch.complex128, torch.float64, torch.uint16]),
@@ -172,43 +168,6 @@ def test_cut_off() -> None:
     with pytest.raises(EOFError):
         channel.receive()
     channel.close()
-
-
-def test_stopped_in_the_middle() -> None:
-    """A message that its sender does not end in time is given up, however much of it there is."""
-    channel, connection = connect()
-    connection.sendall(HEADER.pack(2, 0, 0) + b"x")
-    with ThreadPoolExecutor(1) as pool:
-        receiving = pool.submit(channel.receive, 0.0)
-        try:
-            with pytest.raises(TimeoutError, match="does not answer"):
-                receiving.result(10.0)
-        finally:
-            connection.close()
-            channel.close()
-
-
-@pytest.mark.parametrize("sends", [True, False])
-def test_no_descriptors(sends: bool) -> None:
-    """Where this process has no descriptor for a large message, it says so: the other end is there as before."""
-    channel, connection = connect()
-    other, large = Channel(connection), torch.arange(MAX_INLINE_BYTES)
-    if not sends:
-        channel.send(large)
-    with leave_descriptors(0), pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
-        channel.send(large) if sends else other.receive()
-    channel.send("next")
-    assert other.receive() == "next"
-    channel.close()
-    other.close()
-
-
-def test_no_descriptors_for_progress() -> None:
-    """What can't be made leaves nothing behind."""
-    before = list_descriptors()
-    with leave_descriptors(1), pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
-        create_progress()
-    assert list_descriptors() == before
 
 
 class Numbers(References):

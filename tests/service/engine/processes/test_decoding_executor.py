@@ -22,7 +22,6 @@ import torch
 from PIL import Image
 
 from layertap.models.errors import InputError, LayertapError, TooLargeError
-from layertap.models.inputs.device_decoder import DeviceDecoder
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.registry import Registry, load_ready_model
@@ -36,10 +35,11 @@ from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.rows.rows import Attempt, ItemAttempts, try_to_decode
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
-from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem
+from layertap.service.inputs.items import ImageItem, LocalItem
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
 from tests.loading import load_model
+from tests.marks import slow
 from tests.service.engine.processes.fatal_pictures import CRASHES, HANGS, TAKES_ALL_MEMORY, FatalSide
 from tests.service.gated_server import wait_until
 from tests.service.inputs.test_decode_device import OTHERS, PLAIN
@@ -182,18 +182,6 @@ def test_same_rows(model: LoadedModel, decode: Any) -> None:
     assert not workers.restarts
 
 
-@pytest.mark.parametrize("decode", ["exact", "fast"])
-def test_no_memory(model: LoadedModel, decode: Any) -> None:
-    """A picture that is resized to more than a worker may have is refused, whoever resizes it; the worker goes on."""
-    inputs = replace(model.model_inputs, decode=decode, preprocess=PreprocessSpec(resize=(12_000, 12_000)))
-    large = replace(model, model_inputs=inputs)
-    with decoding(large, worker_memory_bytes=256 * MIB, max_resized_pixels=200_000_000) as workers:
-        refusal = workers.decode(png((64, 64)))
-        assert isinstance(refusal, TooLargeError)
-        assert "there is no memory to decode this input" in refusal.detail
-        assert not workers.restarts
-
-
 def has_ended(pid: int) -> bool:
     """Whether a process is gone, or only waited for."""
     try:
@@ -202,6 +190,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_stopped(model: LoadedModel) -> None:
     """A worker that has decoded nothing when it is ended costs none of several pictures: each may be sent again."""
     with decoding(model, workers=1, decode_timeout_s=SHORT_S) as workers:
@@ -224,45 +213,6 @@ def test_killed(model: LoadedModel, which: str) -> None:
             for found in pool.map(lambda _: workers.decode(png((9, 7))), range(EACH)):
                 check_same(found, wanted)
         wait_until(lambda: workers.restarts == ["killed" if which == "workers" else "unknown"] * len(others))
-
-
-def test_closed(model: LoadedModel) -> None:
-    """Closed, it leaves no process behind, and decodes nothing."""
-    with decoding(model) as workers:
-        assert len(workers.pids) == 3  # a host, and its two workers
-        workers.life.cancel()
-        workers.run(workers.executor.close())
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers.pids))
-        with pytest.raises(ModelLostError):
-            workers.run(workers.executor.decode([png((9, 7))], model.model_inputs))
-
-
-@contextmanager
-def stopped(pids: Sequence[int]) -> Iterator[None]:
-    """Processes that do nothing until the block ends."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-
-
-@pytest.mark.filterwarnings("ignore:.*decod:DeprecationWarning")
-def test_here(model: LoadedModel) -> None:
-    """Arrays, and pictures for the device, are decoded where the model is; what the device leaves, in a worker."""
-    decoder = DeviceDecoder(torch.device("cpu"), model.preprocess or PreprocessSpec())
-    placed = replace(model, model_inputs=replace(model.model_inputs, decode="device", decoder=decoder))
-    array = ArraysItem({None: np.ones((3, 32, 32), np.float32)}, by_name=False, may_batch=False)
-    with decoding(placed, max_pixels=300_000) as workers:
-        with stopped(workers.pids):
-            for item in (array, ImageItem(PLAIN["colours"])):
-                check_same(workers.decode(item), workers.decode_here(item))
-        for item in (ImageItem(OTHERS["PNG"]), ImageItem(OTHERS["CMYK"])):
-            check_same(workers.decode(item), workers.decode_here(item))
-    with decoding(placed, max_pixels=1000) as workers, stopped(workers.pids):
-        check_same(workers.decode(ImageItem(PLAIN["colours"])), workers.decode_here(ImageItem(PLAIN["colours"])))
 
 
 def extract(items: Sequence[ImageItem], create_executor: Callable[..., Executor], **limits: Any) -> Features:
@@ -297,7 +247,7 @@ class RecordingExecutor(DecodingExecutor):
         return await super().decode(items, inputs)
 
 
-@pytest.mark.parametrize("size", REFUSALS, ids=["crash", "hang", "bomb"])
+@pytest.mark.parametrize("size", [CRASHES, slow(HANGS), TAKES_ALL_MEMORY], ids=["crash", "hang", "bomb"])
 def test_engine(size: tuple[int, int]) -> None:
     """Of a request's pictures the bad ones are left out; the others have the features they have in one process.
 

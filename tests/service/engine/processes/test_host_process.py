@@ -42,91 +42,6 @@ children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 assert len(children) == 1, children
 """
 
-# No process is started before a model is loaded that runs in one. What a first model needs is imported before anybody
-# asks for its host, and by the fork server alone. One that is stopped, as by a debugger, keeps no process from ending.
-EAGER = """
-import os, signal, sys, time
-from pathlib import Path
-from layertap.service.app import create_app
-from layertap.service.engine.execute.processes.fork_server import fork_this_process
-from layertap.service.settings import Settings
-
-create_app(Settings(workers=2))
-assert not Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-fork_this_process("torchvision:resnet18")
-(child,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-while "/torchvision/" not in Path(f"/proc/{child}/maps").read_text():
-    time.sleep(0.01)
-assert "torchvision" not in sys.modules
-os.kill(int(child), signal.SIGSTOP)
-"""
-
-# A host that the system allows no more processes says so, and goes on. For root there is no such limit.
-NO_PROCESSES = """
-import os, resource, socket
-from contextlib import suppress
-from layertap.models.digits import spec
-from layertap.service.settings import Settings
-from layertap.service.engine.execute.processes import host
-from layertap.service.engine.execute.processes.channel import Channel, connect
-from layertap.service.engine.execute.processes.messages import HostOptions, StartWorker, WaitForProcess
-from layertap.service.engine.execute.processes.progress import create_progress
-
-channel, connection = connect()
-options = HostOptions(spec(), Settings(), (), worker_bytes=2**30, plans=None)
-for message in (StartWorker(), StartWorker(), WaitForProcess(os.getpid())):
-    descriptors = (connection.fileno(), create_progress()[1]) if isinstance(message, StartWorker) else ()
-    channel.send(message, descriptors)
-channel.connection.shutdown(socket.SHUT_WR)
-if os.geteuid() == 0:
-    os.setuid(65534)
-resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-with suppress(EOFError):
-    host._serve(Channel(connection), print, options)
-assert [channel.receive(timeout=0) for _ in range(3)] == [None] * 3
-"""
-
-# A model that is closed while its host is started is not loaded, and leaves no process.
-CLOSED = """
-import os, signal, threading, time
-from pathlib import Path
-from layertap.models.digits import spec
-from layertap.models.errors import LoadError
-from layertap.service.settings import Settings
-from layertap.service.engine.execute.processes.fork_server import fork_this_process
-from layertap.service.engine.execute.processes.messages import HostOptions
-from layertap.service.engine.execute.processes.model_host import ModelHost
-
-def list_children(pid):
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-fork_this_process()
-(server,) = list_children(os.getpid())
-os.kill(server, signal.SIGSTOP)
-host = ModelHost(HostOptions(spec(), Settings(), (), worker_bytes=2**30, plans=None), print)
-errors = []
-
-def load():
-    try:
-        host.load()
-    except LoadError as error:
-        errors.append(str(error))
-
-loading = threading.Thread(target=load)
-loading.start()
-while not host._lock.locked():
-    time.sleep(0.01)
-closing = threading.Thread(target=host.close)
-closing.start()
-while not host._closed:
-    time.sleep(0.01)
-os.kill(server, signal.SIGCONT)
-loading.join()
-closing.join()
-assert errors == ["model digits is unloaded"], errors
-assert not list_children(server)
-"""
-
 # A fork server that is killed again and again: what failed may pass, and no hint sends anybody to a traceback.
 KILLED = """
 import os, signal, threading
@@ -157,15 +72,10 @@ finally:
     killing.join()
 """
 
-SCRIPTS = {
-    "copies": COPIES,
-    "eager": EAGER,
-    "no processes": NO_PROCESSES,
-    "closed": CLOSED,
-    "killed": KILLED,
-}
+SCRIPTS = {"copies": COPIES, "killed": KILLED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_process(script: str) -> None:
     """Whatever the process does, it ends, and all is as it says."""

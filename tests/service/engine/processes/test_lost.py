@@ -2,54 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
-from torch import Tensor, nn
 
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.digits import spec as digits
-from layertap.models.errors import OutOfMemoryError
-from layertap.models.planner import make_plan
-from layertap.models.resume.resumption import find_start
-from layertap.models.selection.hook_points import Selector
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
 from layertap.service.engine.batch import (
-    CPU,
-    Batch,
-    BatchKey,
     BatchResult,
-    ForwardSpec,
-    Job,
-    RowSlice,
     SliceResult,
 )
-from layertap.service.engine.execute.processes import executors
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel, connect
-from layertap.service.engine.execute.processes.progress import create_progress
-from layertap.service.engine.execute.processes.worker import Worker, split_results
-from layertap.service.settings import Settings
-from tests.loading import load_model
+from layertap.service.engine.execute.processes.worker import split_results
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.engine.processes.fatal_pictures import HANGS
 from tests.service.engine.processes.test_decoding_executor import has_ended
 from tests.service.engine.processes.test_trouble import PICTURES, list_pids, parent, picture, send
 from tests.service.gated_server import wait_until
-from tests.service.slow_models import LETHAL
 from tests.service.support import ROW, configured, npy, problem, raw, rows, tensor
 
 DIGIT = raw(Path("examples/digit.png").read_bytes(), "image/png", layers="pool", model="digits")
@@ -125,6 +105,7 @@ def test_noticed_while_idle(serve: Serve) -> None:
             assert live.client.post("/extract", **DIGIT).json()["features"] == good
 
 
+@pytest.mark.slow
 def test_killed_while_loading(serve: Serve, tmp_path: Path) -> None:
     """A model whose process the system kills while it is surveyed is tried again, not failed for good."""
     gate = tmp_path / "gate"
@@ -144,33 +125,7 @@ def test_killed_while_loading(serve: Serve, tmp_path: Path) -> None:
         wait_until(lambda: live.client.get("/readyz").status_code == 200)
 
 
-def test_no_room_after_a_kill(serve: Serve, tmp_path: Path) -> None:
-    """A model whose process was killed as it loaded takes room from others when it is tried again, as it did before."""
-    gate = tmp_path / "gate"
-    begun = Path(f"{gate}.begun")
-    specs = (replace(digits(), load="lazy"), slow_spec("GatedLoad", "slow", args={"gate": str(gate)}, load="lazy"))
-    with serve(Configuration(specs, "digits"), workers=1, max_loaded_models=1) as live, ThreadPoolExecutor(2) as pool:
-        manager = live.engine.manager
-
-        async def take_room() -> None:
-            slow = manager.handles["slow"]
-            await slow.wait_for(lambda: slow.failed)
-            await manager.get_handle("digits", time.monotonic() + WAIT_S)
-
-        refused = pool.submit(ask, live, "slow")
-        wait_until(lambda: begun.exists() and bool(begun.read_text()))
-        loading = int(begun.read_text())
-        begun.unlink()
-        taken = pool.submit(live.run, take_room())
-        os.kill(loading, signal.SIGKILL)
-        assert "(status -9)" in str(problem(refused.result(), 503, seconds=True))
-        taken.result()
-        wait_until(begun.exists)
-        assert (state(live, "digits"), state(live, "slow")) == ("available", "loading")
-        gate.touch()
-        wait_until(lambda: state(live, "slow") == "ready")
-
-
+@pytest.mark.slow
 def test_another_model_now(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A model whose weights are others when it is loaded again is failed, wherever one looks."""
     path = tmp_path / "weights.safetensors"
@@ -193,6 +148,7 @@ def test_another_model_now(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptu
         assert ask(live, "file").status_code == 200
 
 
+@pytest.mark.slow
 def test_call_that_hangs(serve: Serve) -> None:
     """What has to be tried out for a request, and hangs, is ended soon after the request: the worker answers again."""
     spec = slow_spec("HangsOnWide", "hangs", inputs=(InputSpec("x", (1, 2, 2)),))
@@ -205,31 +161,7 @@ def test_call_that_hangs(serve: Serve) -> None:
         wait_until(lambda: live.client.post("/extract", json=good).status_code == 200)
 
 
-def test_failures_before_a_crash(serve: Serve) -> None:
-    """What went wrong in a batch is counted though its worker dies before it has said so."""
-    with serve(configured(slow_spec("Crowded", "crowded")), workers=1) as live:
-        reply = live.client.post(
-            "/extract", **raw(npy(rows(2, LETHAL)), "application/x-npy", layers="linear", model="crowded")
-        )
-        problem(reply, 500)
-        wait_until(lambda: metric(live, "layertap_out_of_memory_total", model="crowded") > 0)
-        assert metric(live, "layertap_split_total", model="crowded", cause="memory") > 0
-
-
-def test_no_memory_for_results(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where results find no memory once they are back, their request fails, and nothing else does."""
-
-    def fail(*_: object) -> BatchResult:
-        raise MemoryError
-
-    with serve(configured(), workers=2) as live:
-        with monkeypatch.context() as patch:
-            patch.setattr(executors, "_join_rows", fail)
-            assert live.client.post("/extract", **DIGIT).status_code == 500
-        assert live.client.get("/livez").status_code == 200
-        assert live.client.post("/extract", **DIGIT).status_code == 200
-
-
+@pytest.mark.slow
 def test_decoding_is_work(serve: Serve) -> None:
     """A model that still decodes is not idle, though nobody waits for that any more."""
     with serve(configured(PICTURES), workers=2, decode_timeout_s=3.0) as live:
@@ -241,51 +173,6 @@ def test_decoding_is_work(serve: Serve) -> None:
         assert not is_idle(handle.key)
         wait_until(lambda: is_idle(handle.key))
         assert send(live, (8, 8)).status_code == 200
-
-
-class Starved(nn.Module):
-    """Has no memory for a forward while it lacks some."""
-
-    lacks: ClassVar[bool] = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.second = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.lacks:
-            raise torch.OutOfMemoryError
-        out: Tensor = self.second(self.first(x))
-        return out
-
-
-def test_memory_that_was_lacking() -> None:
-    """A worker without memory to prepare a forward that begins at a layer has it prepared the next time."""
-    spec = ModelSpec("starved", f"python:{__name__}:Starved", weights="random:0", device="cpu", inputs=(ROW,))
-    known, model = load_model(spec), load_model(spec)
-    start = find_start(Selector("first", "first"), known.catalog)
-    resumption = known.catalogs.verify_resumption(start, (ROW.shape,))
-    plan = make_plan([Selector("second", "second")], resumption.catalog)
-    key = BatchKey("starved", (CPU,), model.catalog.costs, 1)
-    inputs = {resumption.takes.name: torch.ones(1, 4)}
-    wanted = ForwardSpec(plan, resumption=replace(resumption, skipped={}))
-    request = Job(key, 1, inputs=inputs, spec=wanted)
-    batch = Batch(key, CPU, (RowSlice(request, 0, 1),), 1, 1, 1.0, 1.0, "single")
-    progress, memory = create_progress()
-    os.close(memory)
-    channel, connection = connect()
-    worker = Worker(model, Settings(), progress)
-    Starved.lacks = True
-    try:
-        (refused,) = worker._run(batch, channel).results
-    finally:
-        Starved.lacks = False
-    (answered,) = worker._run(batch, channel).results
-    assert isinstance(refused.results, OutOfMemoryError)
-    assert not isinstance(answered.results, Exception)
-    channel.close()
-    connection.close()
 
 
 def list_mappings() -> list[int]:
@@ -319,37 +206,3 @@ def test_memory_of_neighbours() -> None:
 
 def make_result(nbytes: int) -> Any:
     return ReducedTensor(torch.ones(nbytes // 4))
-
-
-def test_asked_once(serve: Serve) -> None:
-    """What several requests want to know of a model at once is found out once: no other forward delays the others."""
-    with serve(configured(), workers=2) as live:
-        handle = live.engine.manager.handles["digits"]
-
-        async def ask() -> list[Any]:
-            start = find_start(Selector("pool", "pool"), handle.model.catalog)
-            deadline = time.monotonic() + WAIT_S
-            asked = (handle.verify_resumption(start, handle.model.shapes, deadline) for _ in range(3))
-            surveyed = (handle.survey(handle.model.shapes, deadline, functions=True) for _ in range(3))
-            return await asyncio.gather(*asked, *surveyed)
-
-        answers = live.run(ask())
-        assert len({id(answer) for answer in answers}) == 2
-
-
-def test_tidy_goes_on(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What unloads idle models fails, is counted, and goes on."""
-    with serve(configured(), workers=0) as live:
-        manager, seen = live.engine.manager, asyncio.Event()
-
-        def fail() -> None:
-            seen.set()
-            raise RuntimeError
-
-        with monkeypatch.context() as patch:
-            patch.setattr(manager, "tidy", fail)
-            wait_until(lambda: metric(live, "layertap_task_failures_total", task="tidy") > 0)
-        calls: list[Callable[[], None]] = []
-        tidy = manager.tidy
-        monkeypatch.setattr(manager, "tidy", lambda: (calls.append(tidy), tidy())[1])
-        wait_until(lambda: bool(calls))

@@ -17,15 +17,13 @@ from tests.service.nets_tensors import DENSE, REFUSED
 from tests.service.support import ROW, Array, arrays_of, configured, problem, tensor
 
 ODD = ModelSpec("odd", "python:tests.service.nets_tensors:Odd", weights="random:0", device="cpu", inputs=(ROW,))
-ONE = ModelSpec("one", "python:tests.service.nets_tensors:OneNumber", weights="random:0", device="cpu", inputs=(ROW,))
-FORMATS = ["application/json", "application/x-npy", "application/x-npz", "application/x-safetensors"]
 ROWS = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
 
 
 @pytest.fixture(scope="module", params=[0, 2], ids=["in this process", "workers"])
 def odd(request: pytest.FixtureRequest, serve: Serve) -> Iterator[Live]:
     """A server of odd models, with workers and without."""
-    with serve(configured(ODD, ONE), workers=request.param) as live:
+    with serve(configured(ODD), workers=request.param) as live:
         yield live
 
 
@@ -57,12 +55,3 @@ def test_within_vmap(odd: Live) -> None:
     assert "is wrapped" in problem(post(odd, "odd", ROWS, layers=["vmapped.inner"]), 422)["errors"][0]["detail"]
     found = arrays_of(post(odd, "odd", ROWS, layers=["vmapped"]))["vmapped"]
     np.testing.assert_array_equal(found, ROWS * 2)
-
-
-@pytest.mark.parametrize("accept", FORMATS)
-@pytest.mark.parametrize("kind", ["sum", "mean"])
-def test_one_number(odd: Live, kind: str, accept: str) -> None:
-    """The gradient of a sum of one number is that number, expanded: one."""
-    body = {"layers": [{"layer": "head", "site": "grad_output", "as": "g"}], "objective": {"kind": kind}}
-    (found,) = arrays_of(post(odd, "one", ROWS[:1], accept, **body)).values()
-    np.testing.assert_array_equal(found, np.ones((1, 1), np.float32))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from layertap.models.planner import make_plan
-from layertap.models.selection.hook_points import Intervention, LinearStep, Operation, Reduction, TensorData
+from layertap.models.selection.hook_points import LinearStep, Reduction, TensorData
 from layertap.models.selection.selectors import parse_selector
 from layertap.service.engine.batch import ForwardSpec
 from layertap.service.engine.execute.processes import references
@@ -28,12 +28,6 @@ def send(table: ServerReferences, worker: WorkerReferences, specs: Sequence[Forw
     for reference, spec in zip(references, specs, strict=True):
         assert vars(worker.get(reference)) == vars(spec)
     return sum(not isinstance(reference, int) for reference in references)
-
-
-def check_captures(table: ServerReferences, worker: WorkerReferences, spec: ForwardSpec) -> None:
-    """What a worker calls a capture of a spec is that capture for the server."""
-    for capture in spec.plan.captures:
-        assert table.get(worker.find(capture)) == capture
 
 
 def test_sent_once() -> None:
@@ -74,38 +68,9 @@ def test_bound_of_projections(monkeypatch: pytest.MonkeyPatch) -> None:
         assert table.is_full == full
 
 
-def test_changes_are_not_kept() -> None:
-    """A spec with changes, which may have large tensors and never comes again, crosses as it is; so do its captures."""
-    table, worker, (plain,) = ServerReferences(), WorkerReferences(), make_specs(1, "head")
-    zero = Intervention(parse_selector("."), Operation("zero"))
-    catalog = load_model(net_spec("Chain")).catalog
-    changed = ForwardSpec(make_plan([parse_selector(".")], catalog, [zero]))
-    assert table.find(changed) is None
-    assert [worker.find(capture) for capture in changed.plan.captures] == [None]
-    assert send(table, worker, [plain]) == 1
-
-
 def test_large_batch() -> None:
     """All specs of a batch have numbers at the same time, also where they are more than the table has room for."""
     table, worker, specs = ServerReferences(), WorkerReferences(), make_specs(2 * MAX_SPECS)
     send(table, worker, specs[:3])
     assert send(table, worker, [*specs, *specs]) == len(specs) - 3
     assert len({table.find(spec) for spec in specs}) == len(specs)
-
-
-def test_joining() -> None:
-    """Specs that join a batch take no number from those that began it, however many these are."""
-    table, worker, (first,) = ServerReferences(), WorkerReferences(), make_specs(1, "head")
-    others = make_specs(2 * MAX_SPECS)
-    send(table, worker, [first, *others[:MAX_SPECS]])
-    send(table, worker, others[MAX_SPECS:])
-    check_captures(table, worker, first)
-
-
-def test_begun_again() -> None:
-    """A worker forgets its specs where the server begins another table: each capture has a number that both know."""
-    worker, specs = WorkerReferences(), [*make_specs(1, "head"), *make_specs(1)]
-    send(ServerReferences(), worker, specs)
-    table = ServerReferences()
-    send(table, worker, specs[1:])
-    check_captures(table, worker, specs[1])

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,16 @@ from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES
 from layertap.service.engine.execute.processes.executors import HostedModel, ProcessExecutor
 from layertap.service.engine.execute.processes.messages import DecodeItems
-from layertap.service.engine.execute.processes.model_host import StartedWorker
 from layertap.service.engine.execute.processes.worker_pool import WorkerDiedError
 from layertap.service.inputs.items import TextItem
+from tests.marks import slow
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.engine.processes.descriptors import leave_descriptors
 from tests.service.engine.processes.fatal_pictures import CRASHES, HANGS, TAKES_ALL_MEMORY
-from tests.service.engine.processes.test_decoding_executor import has_ended
 from tests.service.gated_server import wait_until
 from tests.service.server_process import fatal_model_spec
-from tests.service.support import ROW, arrays_of, configured, npy, problem, raw, rows
+from tests.service.support import arrays_of, configured, npy, problem, raw, rows
 
 PICTURES = ModelSpec(
     "pictures",
@@ -90,7 +88,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("size", REFUSALS, ids=["crash", "hang", "bomb"])
+@pytest.mark.parametrize("size", [CRASHES, slow(HANGS), TAKES_ALL_MEMORY], ids=["crash", "hang", "bomb"])
 def test_decoder(fatal: Live, size: tuple[int, int]) -> None:
     """A picture that its decoder can't stand is refused; beside it everybody is answered as ever."""
     good = [send(fatal, (8, 8), value) for value in range(EACH)]
@@ -192,29 +190,6 @@ def test_no_descriptors(fatal: Live) -> None:
     assert list_pids(fatal, "pictures") == before
 
 
-def test_no_descriptor_for_a_new_worker(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that has started, but that the server has no descriptor left for, ends; another one is started."""
-    with serve(configured(fatal_model_spec("Doomed")), workers=1) as live, ExitStack() as limit:
-        hosted = live.engine.manager.handles["doomed"].model
-        assert isinstance(hosted, HostedModel)
-        start, started = hosted.host.start_worker, list[int]()
-
-        def start_worker() -> StartedWorker:
-            limit.close()
-            worker = start()
-            if not started:
-                limit.enter_context(leave_descriptors(0))
-            started.append(worker.pid)
-            return worker
-
-        monkeypatch.setattr(hosted.host, "start_worker", start_worker)
-        os.kill(*list_pids(live, "doomed"), signal.SIGKILL)
-        wait_until(lambda: len(started) == 2)
-        assert list_pids(live, "doomed") == started[1:]
-        assert has_ended(started[0])
-        assert send_row(live, 1.0).status_code == 200
-
-
 def read_restarts(live: Live, model: str) -> dict[str, float]:
     """How often workers of a model were replaced, by reason."""
     samples = [
@@ -226,6 +201,7 @@ def read_restarts(live: Live, model: str) -> dict[str, float]:
     return {sample.labels["reason"]: sample.value for sample in samples if sample.value}
 
 
+@pytest.mark.slow
 def test_restarts_are_counted(serve: Serve) -> None:
     """The metrics tell that a worker was replaced, and why, and nothing else."""
     with serve(configured(PICTURES, fatal_model_spec("Doomed")), workers=2, decode_timeout_s=1.0) as live:
@@ -252,6 +228,7 @@ def test_lasting_failure(fatal: Live) -> None:
 
 def test_asked_to_end(fatal: Live) -> None:
     """SIGTERM and SIGINT for all processes, as service managers and terminals send them, are for the server alone."""
+    wait_until(lambda: len(list_pids(fatal, "doomed")) == 2)  # that of a test before, too
     before = list_pids(fatal, "doomed")
     host = parent(before[0])
     for pid in (*before, host, parent(host)):
@@ -272,14 +249,3 @@ def test_unloaded(serve: Serve) -> None:
         check_same([send_row(live, 1.0)], [good])
         pids = list_pids(live, "doomed")
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-
-
-def test_not_loaded(serve: Serve) -> None:
-    """A model that can't be loaded says why, as in the server's own process."""
-    source = "python:tests.service.fatal_models:Nothing"
-    spec = ModelSpec("missing", source, inputs=(ROW,), device="cpu", load="lazy")
-    details = []
-    for workers in (0, 2):
-        with serve(configured(spec), workers=workers) as live:
-            details.append(problem(live.client.get("/models/missing/layers"), 503, seconds=True)["detail"])
-    assert details[0] == details[1]
