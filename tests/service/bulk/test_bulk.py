@@ -6,19 +6,21 @@ import hashlib
 import io
 import json
 import os
+import struct
 import tarfile
+import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 from safetensors.numpy import load_file
 
 from tests.server import Live
 from tests.service.bulk.conftest import COUNT, read, write_pictures
-from tests.service.cli.commands import Command
+from tests.service.cli.commands import Command, run_here
 from tests.service.support import arrays_of, raw
 
 LAYERS = ("--layers", "block2,pool", "--pool", "mean", "--normalize")
@@ -53,24 +55,16 @@ def test_folder(command: Command, live: Live, folder: Path, tmp_path: Path) -> N
     assert json.loads(metadata["receipts"])["pool"]["probe"]
 
 
-def test_embedding(command: Command, live: Live, folder: Path, tmp_path: Path) -> None:
-    """Without layers it is the model's embedding."""
-    assert command("bulk", folder / "*.jpg", "--out", tmp_path / "out.parquet").status == 0
-    rows = read(tmp_path / "out.parquet")
-    reply = live.client.post("/extract", **raw(Path(rows["key"][3]).read_bytes(), "image/*", format="npz"))
-    ((name, vector),) = arrays_of(reply).items()
-    np.testing.assert_allclose(rows[name][3], vector[0], atol=1e-6)
-
-
-def write_tar(files: list[Path], folder: Path, path: Path, mode: str) -> None:
-    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+def write_tar(files: list[Path], folder: Path, path: Path) -> None:
+    with tarfile.open(path, "w:gz") as archive:
         for file in files:
             archive.add(file, str(file.relative_to(folder)))
             archive.addfile(tarfile.TarInfo("notes.txt"), io.BytesIO())
 
 
 def write_list(files: list[Path], folder: Path, path: Path) -> None:
-    path.write_text("\n".join(map(str, files)) + "\n", encoding="utf-8")
+    """As Windows writes it: a byte order mark is no part of the first path."""
+    path.write_text("\ufeff" + "\r\n".join(map(str, files)) + "\r\n", encoding="utf-8")
 
 
 def write_structs(files: list[Path], folder: Path, path: Path) -> None:
@@ -79,35 +73,32 @@ def write_structs(files: list[Path], folder: Path, path: Path) -> None:
     pq.write_table(pa.table({"label": list(range(len(files))), "image": values}), path)
 
 
-def write_bytes(files: list[Path], folder: Path, path: Path) -> None:
-    pq.write_table(pa.table({"jpeg": [file.read_bytes() for file in files]}), path)
+SOURCES = {"list.txt": write_list, "packed.tar.gz": write_tar, "structs.parquet": write_structs}
 
 
-SOURCES = {
-    "list.txt": write_list,
-    "plain.tar": lambda files, folder, path: write_tar(files, folder, path, "w"),
-    "packed.tar.gz": lambda files, folder, path: write_tar(files, folder, path, "w:gz"),
-    "structs.parquet": write_structs,
-    "bytes.parquet": write_bytes,
-}
+@pytest.fixture(scope="module")
+def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """The columns of the folder's file."""
+    out = tmp_path_factory.mktemp("expected") / "out.parquet"
+    assert run_here("bulk", folder, *LAYERS, "--out", out).status == 0
+    return read(out)
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_sources(command: Command, folder: Path, tmp_path: Path, name: str) -> None:
+def test_sources(command: Command, folder: Path, tmp_path: Path, expected: dict[str, list[Any]], name: str) -> None:
     """Whatever the pictures come from, they give the same bits; keys are what the source calls them."""
     files = list_files(folder)
     SOURCES[name](files, folder, tmp_path / name)
-    assert command("bulk", folder, *LAYERS, "--out", tmp_path / "a.parquet").status == 0
-    assert command("bulk", tmp_path / name, *LAYERS, "--out", tmp_path / "b.parquet").status == 0
-    expected, found = read(tmp_path / "a.parquet"), read(tmp_path / "b.parquet")
-    keys = found.pop("key")
-    relative = expected.pop("key")
-    assert found == expected
-    assert keys == {
-        "list.txt": [str(file) for file in files],
-        "bytes.parquet": [str(number) for number in range(COUNT)],
-        "structs.parquet": [str(number) for number in range(COUNT)],
-    }.get(name, relative)
+    assert command("bulk", tmp_path / name, *LAYERS, "--out", tmp_path / "out.parquet").status == 0
+    keys = {"list.txt": [str(file) for file in files], "structs.parquet": [str(number) for number in range(COUNT)]}
+    assert read(tmp_path / "out.parquet") == {**expected, "key": keys.get(name, expected["key"])}
+
+
+def make_huge() -> bytes:
+    """A PNG of a few bytes whose head says that it has 900 million pixels."""
+    chunks = (b"IHDR" + struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0), b"IDAT" + zlib.compress(b""))
+    packed = [struct.pack(">I", len(each) - 4) + each + struct.pack(">I", zlib.crc32(each)) for each in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
 
 
 def test_bad_pictures(command: Command, folder: Path, tmp_path: Path) -> None:
@@ -122,7 +113,7 @@ def test_bad_pictures(command: Command, folder: Path, tmp_path: Path) -> None:
     bad["folder"].mkdir()
     os.mkfifo(bad["pipe"])
     bad["loop"].symlink_to(bad["loop"])
-    Image.new("L", (30_000, 30_000)).save(bad["huge"])
+    bad["huge"].write_bytes(make_huge())
     strange = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe.png"))
     strange.write_bytes(good[0].read_bytes())
     files = [good[0], *bad.values(), good[0], strange, good[1], good[2]]
@@ -186,7 +177,7 @@ def test_folder_of_links(command: Command, folder: Path, tmp_path: Path) -> None
 def test_maps(command: Command, live: Live, tmp_path: Path) -> None:
     """Maps are arrays in files of their own; the tables beside them say where each picture's row is."""
     source, out = tmp_path / "source", tmp_path / "out"
-    write_pictures(source, 40)
+    write_pictures(source, 20)
     (source / "00000.jpg").write_bytes(b"broken")
     done = command("bulk", source, "--layers", "block2,pool", "--out", out, "--format", "safetensors")
     assert done.status == 0
@@ -194,7 +185,7 @@ def test_maps(command: Command, live: Live, tmp_path: Path) -> None:
     rows = read(path)
     assert list(rows) == ["key", "digest", "shard", "row", "fingerprint", "error"]
     assert rows["shard"][0] is rows["row"][0] is None
-    for place in (1, 17, 39):
+    for place in (1, 7, 19):
         shard, row = rows["shard"][place], rows["row"][place]
         arrays = load_file(out / shard)
         query = {"layers": "block2,pool", "format": "npz"}
@@ -215,10 +206,6 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "a format of folders": (("{folder}", "--out", "o.parquet", "--format", "safetensors"), "--out o"),
     "a gradient": (("{folder}", "--layers", "pool:grad_output", "--out", "o.parquet"), "objective"),
     "no server": (("{folder}", "--out", "o.parquet", "--url", "nonsense"), "no address of a server"),
-    "two that answer": (
-        ("{folder}", "--out", "o.parquet", "--url", "http://127.0.0.1:1", "--config", "m.yaml"),
-        "--url and --config cannot be combined",
-    ),
     "Ray and a server": (("{folder}", "--out", "o.parquet", "--ray", "--url", "http://127.0.0.1:9"), "--ray and --url"),
     "Ray's address": (("{folder}", "--out", "o.parquet", "--ray-address", "127.0.0.1:9"), "add --ray"),
     "a column of none": (("{folder}", "--out", "o.parquet", "--column", "image"), "has no columns"),
@@ -243,11 +230,11 @@ def test_mistakes(command: Command, folder: Path, tmp_path: Path, monkeypatch: p
 def test_questions_are_kept_apart(command: Command, folder: Path, tmp_path: Path) -> None:
     """What is complete is not made again; another question to the same file is refused until it is begun anew."""
     out = tmp_path / "out.parquet"
-    assert command("bulk", folder, "--layers", "pool", "--pool", "mean", "--out", out).status == 0
+    assert command("bulk", folder / "*.jpg", "--layers", "pool", "--pool", "mean", "--out", out).status == 0
     before = out.stat()
-    assert command("bulk", folder, "--layers", "pool", "--pool", "mean", "--out", out).status == 0
+    assert command("bulk", folder / "*.jpg", "--layers", "pool", "--pool", "mean", "--out", out).status == 0
     assert out.stat() == before
-    other = ("bulk", folder, "--layers", "pool", "--pool", "max", "--out", out)
+    other = ("bulk", folder / "*.jpg", "--layers", "pool", "--pool", "max", "--out", out)
     done = command(*other)
     assert done.status == 2
     assert "was made with pool mean" in done.notes
@@ -255,20 +242,10 @@ def test_questions_are_kept_apart(command: Command, folder: Path, tmp_path: Path
     assert out.stat() != before
 
 
-def test_foreign_file_is_kept(command: Command, folder: Path, tmp_path: Path) -> None:
-    """A file of somebody else's is not written over."""
-    out = tmp_path / "out.parquet"
-    pq.write_table(pa.table({"a": [1]}), out)
-    before = out.read_bytes()
-    done = command("bulk", folder, "--out", out)
-    assert (done.status, out.read_bytes()) == (2, before)
-    assert "none of ours" in done.notes
-
-
 def test_check(command: Command, folder: Path, tmp_path: Path) -> None:
     """``layertap check`` compares the probes of a finished file, and of a folder."""
     for out in (tmp_path / "out.parquet", tmp_path / "folder"):
-        assert command("bulk", folder, "--layers", "pool,block2", "--pool", "mean", "--out", out).status == 0
+        assert command("bulk", folder / "*.jpg", "--layers", "pool,block2", "--pool", "mean", "--out", out).status == 0
         done = command("check", out)
         assert done.status == 0
         assert "digits pool: same" in done.out
