@@ -16,10 +16,9 @@ import uvicorn
 from bench import peers
 from bench.peers import torchserve_handler
 from bench.peers.naive import app
-from bench.serving.contenders import CONTENDERS, started
+from bench.serving.contenders import CONTENDERS
 from bench.serving.loads import Load
-from bench.serving.server import family
-from tests.bench.support import MODEL, alive, forward, jpeg
+from tests.bench.support import MODEL, forward, jpeg
 from tests.service.gated_server import wait_until
 
 LOCK = Path(__file__).parents[2] / "requirements.lock"
@@ -58,23 +57,6 @@ def test_torchserve_handler() -> None:
     vector = np.concatenate([expected[layer] for layer in layers])
     found = torchserve_handler.forward(MODEL, layers)([data, data])
     np.testing.assert_allclose(found.numpy(), [vector, vector], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, peer in peers.PEERS.items() if peer.packages])
-def test_peers_answer_what_a_plain_forward_gives(name: str, tmp_path: Path) -> None:
-    """Where somebody has made its environment. All its processes are ended, those of its workers too."""
-    if peers.missing(name):
-        pytest.skip(peers.missing(name))
-    picture = tmp_path / "picture.jpg"
-    picture.write_bytes(jpeg())
-    load = Load("", MODEL, (("features.4", "avgpool"),))
-    vectors = {layer: vector.tolist() for layer, vector in forward(load.layers, jpeg()).items()}
-    with started(CONTENDERS[name], load, picture, vectors, tmp_path) as (server, figures):
-        pids = set(family(server.process.pid))
-        assert figures["deviation"] < 1e-4
-    assert len(pids) > 1
-    wait_until(lambda: not any(alive(pid) for pid in pids))
 
 
 # Peers' environments

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import threading
-from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from torch import Tensor
 
 from bench import plot, table
 from bench.serving.contenders import CONTENDERS, Contender, started
 from bench.serving.loads import LOADS, Load
-from bench.serving.loop import rate
 from bench.serving.plain import Plain
 from bench.serving.report import related
 from bench.serving.server import family, running
@@ -79,13 +74,6 @@ def test_beside_the_loop() -> None:
     assert related({"server 16": SERVER}) == {"server 16": SERVER}
 
 
-def test_warm_beside_the_graph() -> None:
-    """Who answers by a graph is also related to the loop over it, and nobody else is."""
-    found = related({"loop": LOOP, "graph": {**LOOP, "per_s": 120.0}, "warm 16": SERVER, "server 16": SERVER})
-    assert found["warm 16"] == {**found["server 16"], "graph_ratio": 0.75}
-    assert found["graph"]["ratio"] == 1.2
-
-
 # For people
 
 
@@ -133,36 +121,6 @@ def test_plain(layer: str, cut: bool) -> None:
     np.testing.assert_allclose(found.numpy(), [expected, expected], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("way", "here"), [("threads", True), ("processes", False)])
-def test_ways_of_the_loop(tmp_path: Path, way: str, here: bool) -> None:
-    """One for each core, in this process or in others; all images are counted, and none in part."""
-
-    def note(pictures: Iterable[bytes]) -> dict[str, Tensor]:
-        with (tmp_path / f"{os.getpid()}-{threading.current_thread().name}").open("ab") as file:
-            file.writelines(pictures)
-        return {}
-
-    figures = rate(note, [b"x"], 3, way, 0, 0.1)
-    found = list(tmp_path.iterdir())
-    assert len(found) == os.cpu_count()
-    assert [each.name.startswith(f"{os.getpid()}-") for each in found] == [here] * len(found)
-    assert all(each.stat().st_size % 3 == 0 for each in found)
-    assert figures["per_s"] > 0
-    assert figures["cpu_ms"] > 0
-
-
-@pytest.mark.hard
-@pytest.mark.usefixtures("compiler")
-def test_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph gives the layer's mean, for one picture and for several."""
-    monkeypatch.setenv("LAYERTAP_CACHE_DIR", str(tmp_path))
-    data, layer = jpeg(), "features.1"
-    plain, expected = Plain(MODEL, (layer,), graph="mean"), forward((layer,), data)[layer]
-    for count in (1, 3):
-        found = plain([data] * count)[layer]
-        np.testing.assert_allclose(found.numpy(), [expected] * count, rtol=1e-3, atol=1e-5)
-
-
 @pytest.fixture
 def picture(tmp_path: Path) -> Path:
     path = tmp_path / "picture.jpg"
@@ -179,6 +137,7 @@ def answering(text: str) -> Contender:
     return Contender(command, lambda load, layers: "/", CONTENDERS["naive"].read)
 
 
+@pytest.mark.slow
 def test_right_vector_is_let_in(picture: Path, tmp_path: Path) -> None:
     contender = answering('{"avgpool": [1.0, 2.0002]}')
     with started(contender, LOADS["mobilenet"], picture, {"avgpool": [1.0, 2.0]}, tmp_path) as (server, figures):
@@ -188,7 +147,7 @@ def test_right_vector_is_let_in(picture: Path, tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-@pytest.mark.parametrize("vector", ["[1.0, 2.01]", "[1.0, NaN]", "[1.0, 2.0, 0.0]"])
+@pytest.mark.parametrize("vector", ["[1.0, 2.01]", "[1.0, NaN]"])
 def test_other_vectors_are_kept_out(vector: str, picture: Path, tmp_path: Path) -> None:
     contender = answering(f'{{"avgpool": {vector}}}')
     with (

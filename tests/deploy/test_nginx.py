@@ -192,12 +192,6 @@ def test_http2(site: Site, tmp_path: Path) -> None:
     assert (tmp_path / "reply").read_bytes() == direct.content
 
 
-def test_too_large(site: Site) -> None:
-    """More than a server takes is refused by nginx already."""
-    with site.client() as client:
-        assert client.post("/features/extract", content=b"a" * (2**25 + 1)).status_code == 413
-
-
 def test_compression(site: Site) -> None:
     """JSON is compressed for who takes gzip, by nginx, and arrays are not."""
     body = {**BODY, "layers": ["block1"], "pool": "none"}
