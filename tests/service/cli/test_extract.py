@@ -80,14 +80,3 @@ def test_no_regular_file(command: Command, pictures: list[Path], tmp_path: Path)
     os.mkfifo(tmp_path / "no.png")
     done = command("extract", *pictures, tmp_path / "no.png", "--layers", "head")
     assert (done.status, done.notes) == (2, f"layertap: {tmp_path / 'no.png'}: is no regular file\n")
-
-
-FILING = """
-models:
-  - name: filing
-    source: python:tests.service.nets_http:Filing
-    weights: random:0
-    device: cpu
-    inputs: [{name: x, shape: [3, 8, 8]}]
-    preprocess: {resize: [8, 8]}
-"""

@@ -15,6 +15,7 @@ from layertap.models.sources.build import build_model
 from layertap.models.spec import ModelSpec
 from layertap.service.config.configuration import read_configuration
 from tests import transformers_nets
+from tests.marks import slow
 from tests.models.weights import plain_weights
 from tests.oracle import seeded
 from tests.service.checkpoint_files import before, lightning, train
@@ -46,20 +47,6 @@ def resized(folder: Path) -> nn.Module:
     return module
 
 
-def looking(folder: Path) -> nn.Module:
-    """Other classes of an architecture that looks at values while it is constructed."""
-    module = seeded(get_model("regnet_x_400mf", num_classes=3), 0)
-    torch.save(module.state_dict(), folder / "regnet.pth")
-    return module
-
-
-def short_name(folder: Path) -> nn.Module:
-    """A file whose name stands by chance within that of another architecture that fits, resnetblur18."""
-    module = seeded(get_model("resnet18", num_classes=3), 0)
-    torch.save(module.state_dict(), folder / "r18.pth")
-    return module
-
-
 def folder_of_timm(folder: Path) -> nn.Module:
     module = seeded(timm.create_model("test_vit", num_classes=4), 0)
     timm.models.save_for_hf(module, str(folder / "own"), safe_serialization=True)
@@ -88,22 +75,12 @@ CASES: dict[str, tuple[Callable[[Path], nn.Module], str, tuple[str, ...]]] = {
         "vit_tiny_patch16_224-run.pth",
         ("# read: model", "others may compute", "deit_tiny_patch16_224"),
     ),
-    "regnet": (looking, "regnet.pth", ('torchvision:regnet_x_400mf with {"num_classes": 3}',)),
-    "a short name": (short_name, "r18.pth", ("# fits: torchvision:resnet18 with", "timm:resnetblur18")),
     "timm's folder": (folder_of_timm, "own", ("# config.json says: timm:own/",)),
     "transformers' folder": (folder_of_transformers, "own", ("# config.json says: transformers:own",)),
 }
 
 
-MARKS = {
-    "Lightning": pytest.mark.slow,
-    "sizes": pytest.mark.slow,
-    "regnet": pytest.mark.hard,
-    "a short name": pytest.mark.hard,
-}
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in CASES])
+@pytest.mark.parametrize("case", [case if case.endswith("folder") else slow(case) for case in CASES])
 def test_what_is_printed_serves_the_checkpoint(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.cli.commands import ROOT, Command
+from tests.service.cli.commands import Command
 from tests.service.support import Json
 
 
@@ -58,46 +58,34 @@ def test_serve_refused(
     assert "secret" not in done.notes
 
 
-def test_serve_refused_without_torch(tmp_path: Path) -> None:
-    """What is wrong with settings and configuration is told, all of it, a line each, before torch is imported."""
-    (tmp_path / "models.yaml").write_text("models:\n- {name: a, source: torchvision:resnet5O, device: tpu}\n")
-    script = """
+SCRIPT = """
 import sys
+sys.addaudithook(lambda event, _: event.startswith("socket.") and print("opened", event, flush=True))
 from layertap.service.cli.main import main
-for words in (["--port", "http"], ["--config", "models.yaml"]):
+hosts = ("0.0.0.0", "::", "", "192.168.0.1", "0", "example.org")
+for words in (["--port", "http"], ["--config", "models.yaml"], *(["--host", host] for host in hosts)):
     sys.argv = ["layertap", "serve", *words]
     try:
         main()
     except SystemExit as ended:
         print(ended.code, "torch" in sys.modules, "torchvision" in sys.modules)
 """
+
+
+def test_serve_refused_without_torch(tmp_path: Path) -> None:
+    """Mistakes of settings and configuration are told, all of them, before torch is imported or a socket opened.
+
+    Without a key the server listens on loopback only: anything else is such a mistake.
+    """
+    (tmp_path / "models.yaml").write_text("models:\n- {name: a, source: torchvision:resnet5O, device: tpu}\n")
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LAYERTAP_")}
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=kept, capture_output=True, text=True, check=True
+        [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=kept, capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["2", "False", "False"] * 2
-    lines = done.stderr.splitlines()[-2:]
-    assert all(line.startswith("layertap: models.yaml:2: models.0.") for line in lines)
-    assert "'tpu' is no device" in lines[0]
-    assert "did you mean 'torchvision:resnet50'" in lines[1]
-
-
-def test_no_server_for_all_without_a_key() -> None:
-    """Without a key the server listens on loopback only: anything else ends with status 2, and no socket is opened."""
-    script = """
-import sys
-sys.addaudithook(lambda event, _: event.startswith("socket.") and print("opened", event, flush=True))
-from layertap.service.cli.main import main
-for host in ("0.0.0.0", "::", "", "192.168.0.1", "0", "example.org"):
-    sys.argv = ["layertap", "serve", "--host", host, "--port", "0"]
-    try:
-        main()
-    except SystemExit as ended:
-        print(ended.code, flush=True)
-"""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("LAYERTAP_")}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    assert done.stdout.split() == ["2", "False", "False"] * 8
+    device, source = (
+        line for line in done.stderr.splitlines() if line.startswith("layertap: models.yaml:2: models.0.")
     )
-    assert done.stdout.split() == ["2"] * 6
+    assert "'tpu' is no device" in device
+    assert "did you mean 'torchvision:resnet50'" in source
     assert done.stderr.count("LAYERTAP_API_KEYS") == 6

@@ -56,7 +56,7 @@ def test_yaml(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:1"])
+@pytest.mark.parametrize("device", ["auto", "cuda:1"])
 def test_for_a_gpu(tmp_path: Path, device: str) -> None:
     """What only a GPU does may be asked of a model that may be on one, and goes with what a GPU can resize by."""
     for mode in ("bilinear", "bicubic"):
@@ -71,11 +71,9 @@ def test_for_a_gpu(tmp_path: Path, device: str) -> None:
     ("weights", "expected"),
     [
         ("w.safetensors", "{}/w.safetensors"),
-        ("sub/w.pth", "{}/sub/w.pth"),
         ("../w.pt", "{}/../w.pt"),
         ("/abs/w.safetensors", "/abs/w.safetensors"),
         ("DEFAULT", "DEFAULT"),
-        ("IMAGENET1K_V2", "IMAGENET1K_V2"),
         ("a.b_in1k", "a.b_in1k"),
         ("random:1", "random:1"),
     ],
@@ -90,10 +88,8 @@ def test_checkpoints(tmp_path: Path, weights: str, expected: str) -> None:
     ("source", "expected"),
     [
         ("transformers:bert", "transformers:{}/bert"),
-        ("transformers:sub/bert", "transformers:{}/sub/bert"),
         ("transformers:/abs/bert", "transformers:/abs/bert"),
         ("timm:bert", "timm:bert"),
-        ("python:a.b:c", "python:a.b:c"),
     ],
 )
 def test_directories(tmp_path: Path, source: str, expected: str) -> None:

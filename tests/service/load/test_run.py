@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -92,22 +90,6 @@ def test_max_in_flight(live: Live) -> None:
     assert (total.statuses, total.errors) == ({200: 3}, {"not sent": 27})
 
 
-def test_server_that_stalls(live: Live) -> None:
-    """It delays none of the following requests: all are under way while it stalls, and its pause is in each latency."""
-    options = Options(live.url, requests=20, rate=1000.0)
-    with running(GATED, options) as (started, wait):
-        with hold_model(live):
-            wait_until(lambda: admitted_rows(live) == 21)
-            begun = time.perf_counter()
-            wait_until(lambda: time.perf_counter() - begun > PAUSE_S)
-            stalled_s = time.perf_counter() - begun
-        wait()
-    assert started.total.statuses == {200: 20}
-    assert min(each.seconds for each in started.samples) >= stalled_s
-    due = [moment for moment, _ in make_schedule(of(GATED), options)]
-    assert sorted(each.at for each in started.samples) == pytest.approx(due)
-
-
 def test_latency_counts_from_the_due_moment(live: Live) -> None:
     """What holds the tester itself up is in its latencies, and it says how late it was."""
     held_up = LoadRun(of(VECTOR), Options(live.url, requests=5, rate=1000.0))
@@ -149,24 +131,6 @@ def test_connections_are_used_again() -> None:
 
     assert asyncio.run(run_beside_it()).total.statuses == {422: 30}
     assert len(answering) == 3
-
-
-def test_connections_that_break() -> None:
-    """A server that hangs up is counted."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def hang_up() -> None:
-            for _ in range(4):
-                connection, _ = listener.accept()
-                with connection:
-                    connection.recv(1)
-
-        thread = threading.Thread(target=hang_up)
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        total = run(of(VECTOR), Options(url, requests=4, connections=2)).total
-        thread.join()
-    assert sum(total.errors.values()) == total.requests == total.failed == 4
 
 
 def test_hostile_names(live: Live) -> None:

@@ -14,7 +14,6 @@ from playwright.sync_api import expect
 from tests.server import Live
 from tests.service.gated_server import wait_until
 from tests.service.ui.conftest import Open
-from tests.service.ui.support import PIXELS
 
 LATE_PICTURE = """([first, second]) => {
   // The first file's bytes come after the second one's.
@@ -71,61 +70,3 @@ def test_other_model(shown: Live, open_page: Open) -> None:
     expect(page.locator("#view-facts")).to_have_text("")
     held[0].continue_()
     opened.show_maps()
-
-
-def test_change_of_another_layer(shown: Live, open_page: Open) -> None:
-    """What a change of one layer does is not shown below another layer, also where it is known late."""
-    opened = open_page(f"{shown.url}/#model=digits&layer=block1.2&sample=digit-2")
-    opened.show_maps()
-    page = opened.page
-    page.click("#change-form button")
-    expect(page.locator("#change-result")).to_be_visible()
-    opened.wait()
-    page.click("[data-layer='block2.conv1']")
-    expect(page.locator("#view-title")).to_have_text("block2.conv1")
-    opened.wait()
-    expect(page.locator("#change-result")).to_be_hidden()
-    held: list[Any] = []
-    page.route(
-        "**/extract", lambda route: held.append(route) if "scores" in route.request.post_data else route.continue_()
-    )
-    page.click("#change-form button")
-    wait_until(lambda: page.evaluate("1") and held)
-    page.click("[data-layer='block1.2']")
-    expect(page.locator("#view-title")).to_have_text("block1.2")
-    for route in held:
-        route.continue_()
-    page.unroute("**/extract")
-    opened.wait()
-    expect(page.locator("#change-result")).to_be_hidden()
-
-
-def test_map_of_another_class(shown: Live, open_page: Open) -> None:
-    """There is no map of the class before, neither while the new one's is asked nor if it is refused."""
-    opened = open_page(f"{shown.url}/#model=digits&method=grad_cam&sample=digit-2")
-    opened.show_maps()
-    page = opened.page
-    frame = page.locator("#explanations .frame")
-    expect(frame).to_be_enabled()
-    held: list[Any] = []
-    page.route("**/explain", lambda route: held.append(route))
-    page.fill("#class", "99")
-    page.dispatch_event("#class", "change")
-    wait_until(lambda: page.evaluate("1") and held)
-    expect(frame).to_be_disabled()
-    assert is_blank(page)
-    held[0].continue_()
-    expect(page.locator("#explanations figcaption")).to_contain_text("class 99")
-    expect(frame).to_be_disabled()
-    assert is_blank(page)
-    page.unroute("**/explain")
-    page.fill("#class", "3")
-    page.dispatch_event("#class", "change")
-    expect(frame).to_be_enabled()
-    assert not is_blank(page)
-    opened.wait()
-
-
-def is_blank(page: Any) -> bool:
-    """Whether the only explanation has no map."""
-    return not any(page.locator("#explanations canvas").evaluate(PIXELS))

@@ -122,15 +122,6 @@ def test_bad_files(shown: Live, open_page: Open, data: bytes, words: str) -> Non
     expect(opened.page.locator("#problem")).to_be_hidden()
 
 
-def test_failed_model(shown: Live, open_page: Open) -> None:
-    """A model that failed says why, and is not asked again and again."""
-    opened = open_page(f"{shown.url}/#model=never&sample=digit-2")
-    expect(opened.page.locator("#model-note")).to_contain_text("failed", timeout=30_000)
-    expect(opened.page.locator("#retry")).to_be_hidden()
-    opened.page.select_option("#model", "digits")
-    opened.show_maps()
-
-
 def test_busy(shown: Live, open_page: Open) -> None:
     """A server that is busy is told of with a button to try again, which shows the maps."""
     module = shown.engine.manager.registry.get_entry("held").model.module  # type: ignore[union-attr]

@@ -53,19 +53,6 @@ def test_colours(shown: Live, open_page: Open) -> None:
     assert tuple(pixels[1, :3]) == NOT_FINITE
 
 
-def test_overlay(shown: Live, open_page: Open) -> None:
-    """A map over a picture is scaled from 0 to what all but a hundredth of its numbers have; nothing covers nothing."""
-    page = open_page(shown.url).page
-    values = np.random.default_rng(0).normal(size=500) ** 3
-    scale, pixels = paint(page, values.tolist(), "paintOverlay")
-    assert scale["high"] == pytest.approx(np.quantile(np.abs(values), 0.99), rel=1e-6)
-    assert scale["low"] == -scale["high"]
-    strength = np.minimum(np.abs(values) / scale["high"], 1)
-    np.testing.assert_allclose(pixels[:, 3], 255 * 0.85 * strength, atol=1)
-    scale, _ = paint(page, [2.0, 3.0, 4.0], "paintOverlay")
-    assert scale["low"] == 0
-
-
 def test_seen(shown: Live, open_page: Open) -> None:
     """The part of a picture that a model sees is where the server says that it is."""
     opened = open_page(shown.url)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from playwright.sync_api import expect
 
 from tests.server import Live
-from tests.service.gated_server import wait_until
 from tests.service.ui.conftest import NAMED, Open, Opened
 
 FAILED = "Failed: see the message."
@@ -55,22 +52,3 @@ def test_failure_of_the_page(shown: Live, open_page: Open) -> None:
     page.click("[data-layer='block2.conv1']")
     opened.wait()
     expect(page.locator("#problem")).to_be_hidden()
-
-
-def test_other_parts_go_on(shown: Live, open_page: Open) -> None:
-    """A problem in one part of the page stays on the status when another part is done later."""
-    opened = open_page(f"{shown.url}/#model=digits&sample=digit-2")
-    opened.show_maps()
-    page = opened.page
-    held: list[Any] = []
-    page.route("**/explain", lambda route: held.append(route))
-    page.click("#methods [data-method=saliency]")
-    wait_until(lambda: page.evaluate("1") and held)
-    page.fill("#change-channels", "99")
-    page.click("#change-form button")
-    expect(page.locator("#problem")).to_be_visible()
-    expect(page.locator("#status")).to_have_text("Asking …")
-    held[0].continue_()
-    expect(page.locator("#explanations [data-method=saliency] .frame")).to_be_enabled()
-    expect(page.locator("#status")).to_have_text(FAILED)
-    expect(page.locator("#problem-text")).to_contain_text("'channels' of 'block1.2'")
