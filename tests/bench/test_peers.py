@@ -14,7 +14,6 @@ import pytest
 import uvicorn
 
 from bench import peers
-from bench.peers import torchserve_handler
 from bench.peers.naive import app
 from bench.serving.contenders import CONTENDERS
 from bench.serving.loads import Load
@@ -48,15 +47,6 @@ def test_naive_peer() -> None:
             reply = httpx.post(url + path, content=data, headers={"Content-Type": "image/jpeg"}, trust_env=False)
             vector = np.concatenate([expected[layer] for layer in wanted])
             np.testing.assert_allclose(contender.read(reply.content, wanted), vector, rtol=1e-4, atol=1e-6)
-
-
-def test_torchserve_handler() -> None:
-    """What a worker answers for two pictures, the layers one after another, without the server around it."""
-    data, layers = jpeg(), ("features.4.block.0.1", "avgpool")
-    expected = forward(layers, data)
-    vector = np.concatenate([expected[layer] for layer in layers])
-    found = torchserve_handler.forward(MODEL, layers)([data, data])
-    np.testing.assert_allclose(found.numpy(), [vector, vector], rtol=1e-4, atol=1e-6)
 
 
 # Peers' environments

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from bench import plot, table
 from bench.serving.contenders import CONTENDERS, Contender, started
 from bench.serving.loads import LOADS, Load
 from bench.serving.plain import Plain
@@ -18,25 +15,9 @@ from bench.serving.report import related
 from bench.serving.server import family, running
 from tests.bench.support import MODEL, alive, forward, jpeg
 from tests.service.gated_server import wait_until
-from tests.service.support import Json
 
 LOOP = {"per_s": 100.0, "cpu_ms": 10.0, "peak_mib": 500.0}
 SERVER = {"per_s": 90.0, "cpu_ms": 12.5, "peak_mib": 700.0, "p50_ms": 8.0}
-SPREAD = {"median": 0.9, "min": 0.85, "max": 1.1}
-EVEN = {"median": 250.4, "min": 250.4, "max": 250.4}
-TOLD: Json = {
-    "command": "python -m bench.serving",
-    "machine": {"date": "2026-01-01", "cores": 2, "cpu": "Abacus", "torch": "2"},
-    "loads": {"small": "Small, avgpool"},
-    "results": {
-        "small": {
-            "loop": {"figures": {"per_s": EVEN}},
-            "naive 1": {"figures": {"per_s": EVEN, "ratio": {"median": 0.25, "min": 0.25, "max": 0.25}}},
-            "server 1": {"figures": {"per_s": EVEN, "ratio": {"median": 0.5, "min": 0.5, "max": 0.5}}},
-            "server 16": {"figures": {"per_s": EVEN, "ratio": SPREAD}},
-        }
-    },
-}
 ANSWERING = """
 import http.server, sys
 
@@ -75,36 +56,6 @@ def test_beside_the_loop() -> None:
 
 
 # For people
-
-
-def test_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "r.json"
-    file.write_text(json.dumps(TOLD))
-    table.main([str(file)])
-    assert capsys.readouterr().out.splitlines() == [
-        "**Small, avgpool: under load**",
-        "",
-        "|  | images/s | ratio |",
-        "| --- | ---: | ---: |",
-        "| `loop` | 250 |  |",
-        "| `naive 1` | 250 | 0.25 |",
-        "| `server 1` | 250 | 0.5 |",
-        "| `server 16` | 250 | 0.9 (0.85 to 1.1) |",
-        "",
-        "`python -m bench.serving`, 2026-01-01, 2 cores of Abacus, torch 2",
-    ]
-
-
-def test_plot(tmp_path: Path) -> None:
-    """A bar for each ratio, as long as it is; a line at the loop; words that can be read as words."""
-    (axis,) = plot.drawn(TOLD).axes
-    assert [bar.get_width() for bar in axis.patches] == [0.25, 0.5, 0.9]
-    assert [1.0, 1.0] in [list(line.get_xdata()) for line in axis.lines]
-    file, picture = tmp_path / "r.json", tmp_path / "r.svg"
-    file.write_text(json.dumps(TOLD))
-    plot.main([str(file), "--out", str(picture)])
-    words = {element.text for element in ElementTree.parse(picture).iter() if element.tag.endswith("}text")}
-    assert {"naive", "server", "0.90", "1 connection", "16 connections", "Small, avgpool"} <= words
 
 
 # The same work

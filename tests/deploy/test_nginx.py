@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import re
 import shutil
@@ -190,20 +188,6 @@ def test_http2(site: Site, tmp_path: Path) -> None:
     headers = {**KEY, "content-type": "image/bmp"}
     direct = httpx.post(f"{site.first.url}/{query}", content=data, headers=headers, timeout=120)
     assert (tmp_path / "reply").read_bytes() == direct.content
-
-
-def test_compression(site: Site) -> None:
-    """JSON is compressed for who takes gzip, by nginx, and arrays are not."""
-    body = {**BODY, "layers": ["block1"], "pool": "none"}
-    with site.client() as client, client.stream("POST", "/features/extract", json=body) as reply:
-        packed = b"".join(reply.iter_raw())
-    assert reply.headers["content-encoding"] == "gzip"
-    direct = httpx.post(f"{site.first.url}/extract", json=body, headers=KEY).json()
-    assert json.loads(gzip.decompress(packed))["features"] == direct["features"]
-    with site.client() as client:
-        plain = client.post("/features/extract", json=body, headers={"accept-encoding": "identity"})
-        assert "content-encoding" not in plain.headers
-        assert "content-encoding" not in client.post("/features/extract?format=npy", json=body).headers
 
 
 def test_address(site: Site) -> None:

@@ -224,22 +224,6 @@ def test_names_on_the_page(project: Project, index: Path) -> None:
     assert text.count("no picture") == 8
 
 
-def test_index_follows_its_file(project: Project, index: Path) -> None:
-    """A file that has changed is indexed again, one that has not is not; pictures without a vector are not found."""
-    first = search(project, index, "--count", "1")
-    table = index.with_suffix(".lancedb") / "vectors.lance" / "data"
-    made = sorted(table.iterdir())
-    assert search(project, index, "--count", "1").out == first.out
-    assert sorted(table.iterdir()) == made
-    (nearest,) = re.findall(r"^  \S+  (\S+)$", first.out, re.MULTILINE)
-    keys, vectors = read_vectors(index)
-    rewrite(index, pool=[None if key == nearest else row.tolist() for key, row in zip(keys, vectors, strict=True)])
-    done = search(project, index, "--count", "1")
-    assert done.status == 0, done.notes
-    assert nearest not in done.out
-    assert f"{len(keys) - 1} pictures" in done.out
-
-
 def test_other_fingerprint(project: Project, index: Path) -> None:
     """A model that is not the index's any more is refused with the command that embeds again; so are two in a file."""
     table, other = pq.read_table(index), "0" * 32

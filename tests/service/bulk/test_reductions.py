@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,8 @@ from PIL import Image
 
 from layertap.models.digits import spec
 from layertap.service.bulk import bulk, parts, pipeline
-from layertap.service.bulk.bulk import ATLAS, RESULTS
-from layertap.service.bulk.job import Outline, Rows
+from layertap.service.bulk.bulk import RESULTS
 from layertap.service.bulk.manifest import replace_file
-from layertap.service.bulk.parts import REDUCED, PartWriter
-from layertap.service.bulk.reductions import Reducer
 from tests.loading import load_model
 from tests.marks import slow
 from tests.oracle import record
@@ -112,36 +107,6 @@ def test_numbers(command: Command, live: Live, tmp_path: Path, remote: bool) -> 
     assert [key for key, error in zip(read(part)["key"], read(part)["error"], strict=True) if error] == [
         "0003-broken.png"
     ]
-
-
-def test_covariance_in_place(tmp_path: Path) -> None:
-    """A batch is folded without another matrix of the state's size; after a batch that failed nothing is written."""
-    channels = 1024
-    writer = PartWriter(tmp_path, Outline("net", "f", {}, {}), REDUCED, 0, Reducer(["covariance"], 0, {"x": ["mean"]}))
-    arrays = {"x": np.random.default_rng(0).normal(size=(4, channels, 1)).astype(np.float32)}
-    rows = Rows(list("abcd"), [None] * 4, [None] * 4, "f", arrays)
-    writer.add(rows)
-    assert writer.state_nbytes >= channels**2 * 8
-    tracemalloc.start()
-    writer.add(rows)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < channels**2 * 8 / 2
-    with pytest.raises(ValueError, match=r"shape|broadcast"):
-        writer.add(replace(rows, arrays={"x": arrays["x"][:, 1:]}))
-    writer.flush()
-    assert not list(tmp_path.iterdir())
-
-
-def test_atlas_of_nothing(command: Command, tmp_path: Path) -> None:
-    """Without any result there is no page, and the reasons are where the message says."""
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "broken.png").write_bytes(b"no picture")
-    done = command("bulk", tmp_path / "source", "--layers", "head", "--atlas", "--out", tmp_path / "out")
-    assert (done.status, "no input has a result" in done.notes) == (2, True), done.notes
-    assert not (tmp_path / "out" / ATLAS).exists()
-    (part,) = (tmp_path / "out").glob("part-*.parquet")
-    assert read(part)["error"][0]
 
 
 class KilledError(BaseException):

@@ -100,14 +100,3 @@ def test_a_server_with_little_time(command: Command, live: Live, folder: Path, t
     slow, fast = (read(out) for out in outs)
     assert slow["key"] == fast["key"]
     np.testing.assert_allclose(slow["pool"], fast["pool"], atol=1e-6)
-
-
-def test_a_server_with_no_time(command: Command, live: Live, folder: Path, tmp_path: Path) -> None:
-    """Where one picture alone takes too long the job ends soon, and says which and what to do; it goes on later."""
-    words = ("bulk", folder, *WORDS, "--out", tmp_path / "out.parquet", "--url")
-    with serve_slowly(live.url, 0) as server:
-        done = command(*words, server.url)
-    assert (done.status, "Traceback" in done.notes) == (2, False)
-    assert "00000.jpg alone takes too long" in done.notes
-    assert "LAYERTAP_DEADLINE_S" in done.notes
-    assert command(*words, live.url).status == 0

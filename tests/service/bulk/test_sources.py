@@ -26,15 +26,6 @@ def list_errors(source: Path | str) -> dict[str, str]:
     return {entry.key: entry.error for entry in open_source(str(source)).iterate(0, LIMIT) if entry.data is None}
 
 
-def test_passed_over(tmp_path: Path) -> None:
-    """Files of a folder whose suffix is that of no picture are left out; pictures of all kinds are not."""
-    (tmp_path / "in").mkdir()
-    for name in ("a.png", "b.AVIF", "c.heic", "d.xmp", "in/e.XMP", "in/f.mov", "README"):
-        (tmp_path / name).write_bytes(b"x")
-    assert [key for key, _ in list_entries(tmp_path)] == ["a.png", "b.AVIF", "c.heic"]
-    assert open_source(str(tmp_path)).count() == 3
-
-
 def test_a_folder_that_vanishes(tmp_path: Path) -> None:
     """A folder that can't be listed is an entry with a reason, behind the others; none is listed early."""
     for name in ("a", "b", "c"):

@@ -75,20 +75,6 @@ def test_layers(command: Command, url: str, words: tuple[str, ...]) -> None:
     assert here == there
 
 
-def test_check_index(command: Command, url: str, pictures: list[Path], tmp_path: Path) -> None:
-    """An index is compared with what the server makes of the fixed input now."""
-    file = tmp_path / "index.json"
-    layers = ("--layers", "block1,block2.relu#0,head:input", "--pool", "mean")
-    assert command("extract", *pictures, *layers, "--out", file).status == 0
-    here, there = run_both(command, url, "check", file)
-    assert (here.status, here.out) == (there.status, there.out)
-    assert here.out.count(": same\n") == 3
-    file.write_text(file.read_text().replace('"pool":"mean"', '"pool":"max"'))
-    here, there = run_both(command, url, "check", file)
-    assert (here.status, here.out) == (there.status, there.out)
-    assert here.status == 1
-
-
 REFUSED = (
     ("extract", "PICTURE", "--layers", "block4"),
     ("show", "PICTURE", "blok"),

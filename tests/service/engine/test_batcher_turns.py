@@ -69,15 +69,6 @@ def test_large_request_is_not_held_up(head_start: float) -> None:
     assert 0.15 < sum_seconds(batches, large) / sum(batch.seconds for batch in batches) < 0.4
 
 
-def test_large_requests_take_turns_by_cost() -> None:
-    """Of two, one of which is captured much of, that one has no more time, though its rows take twice as long."""
-    harness, key = make_harness(), make_key("cpu")
-    plain = harness.add(key, 200, "plain")
-    costly = harness.add(key, 200, "costly", row_bytes=SECOND_OF_COPYING)
-    batches = [run_batch(harness) for _ in range(40)]
-    assert 1.0 <= sum_seconds(batches, plain) / sum_seconds(batches, costly) < 2.0
-
-
 # The size of its parts
 
 

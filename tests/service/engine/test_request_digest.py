@@ -144,13 +144,6 @@ def test_what_does_not_count() -> None:
         assert digest_request(same) == digest_request(REQUEST)
 
 
-def test_pieces_do_not_run_together() -> None:
-    """Where one text ends and the next begins is told."""
-    pairs = [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc"), ("a3:b", "c")]
-    requests = [replace(REQUEST, items=tuple((0, TextItem(text)) for text in pair)) for pair in pairs]
-    assert len({digest_request(request) for request in requests}) == len(pairs)
-
-
 def test_unknown_types_are_refused() -> None:
     """What has no digest is no part of a key that leaves it out."""
     with pytest.raises(TypeError, match="a set has no digest"):

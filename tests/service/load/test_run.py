@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import StringIO
 
 import pytest
@@ -106,31 +106,6 @@ def test_latency_counts_from_the_due_moment(live: Live) -> None:
     assert len(held_up.samples) == 5
     assert all(each.seconds >= PAUSE_S - each.at for each in held_up.samples)
     assert all(each.late is not None and each.late >= PAUSE_S - each.at for each in held_up.samples if each.at)
-
-
-def test_connections_are_used_again() -> None:
-    """There are as many as requests at once, in warm-up and run together."""
-    (kind,) = of(BAD)
-    answering: list[asyncio.Task[None] | None] = []
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        answering.append(asyncio.current_task())
-        with suppress(asyncio.IncompleteReadError):
-            while await reader.readuntil(b"\r\n\r\n"):
-                await reader.readexactly(len(kind.bodies[0].content))
-                writer.write(b"HTTP/1.1 422 No\r\nContent-Length: 2\r\n\r\nno")
-        writer.close()
-
-    async def run_beside_it() -> LoadRun:
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            done = LoadRun([kind], Options(url, connections=3, warmup=5, requests=30))
-            await done.send_all(lambda _: None)
-            await asyncio.gather(*filter(None, answering))
-        return done
-
-    assert asyncio.run(run_beside_it()).total.statuses == {422: 30}
-    assert len(answering) == 3
 
 
 def test_hostile_names(live: Live) -> None:

@@ -13,7 +13,6 @@ from layertap.models.selection.hook_points import Method
 from tests.server import Live
 from tests.service.support import image
 from tests.service.ui.conftest import Open
-from tests.service.ui.nets import Held
 from tests.service.ui.support import DIGIT, drop, read_pixels
 
 DATA = DIGIT.read_bytes()
@@ -57,27 +56,6 @@ def test_side_by_side(shown: Live, open_page: Open) -> None:
     expect(page.locator("#explanations figure")).to_have_count(1)
     assert "method=grad_cam" in page.url
     assert "integrated_gradients" not in page.url
-
-
-def test_cancel(shown: Live, open_page: Open) -> None:
-    """A slow method shows that it is asked, and another press gives it up; the rest of the page stays."""
-    module = shown.engine.manager.registry.get_entry("held").model.module  # type: ignore[union-attr]
-    assert isinstance(module, Held)
-    opened = open_page(f"{shown.url}/#model=held&sample=digit-2")
-    opened.show_maps()
-    page = opened.page
-    module.gate.clear()
-    try:
-        page.click("#methods [data-method=occlusion]")
-        expect(page.locator("#explanations figcaption")).to_contain_text("Asking")
-        page.click("#methods [data-method=occlusion]")
-        expect(page.locator("#explanations figure")).to_have_count(0)
-        expect(page.locator("#methods [data-method=occlusion]")).to_have_attribute("aria-pressed", "false")
-        opened.wait()
-    finally:
-        module.gate.set()
-    expect(page.locator("#maps canvas").first).to_be_visible()
-    expect(page.locator("#problem")).to_be_hidden()
 
 
 def test_chosen_class(shown: Live, open_page: Open) -> None:

@@ -14,27 +14,10 @@ from tests.server import Live
 from tests.service.support import picture
 from tests.service.ui.conftest import Open
 from tests.service.ui.nets import Bracketed
-from tests.service.ui.support import DIGIT, call, captured, check_tiles, drop
+from tests.service.ui.support import DIGIT, captured, check_tiles, drop
 
 SAMPLE = (DIGIT.parents[1] / "service" / "ui" / "digit-2.png").read_bytes()
 pytestmark = pytest.mark.slow
-
-
-def test_every_layer(shown: Live, open_page: Open) -> None:
-    """After a picture is dropped any layer is one press away, and its maps, or its bars, are there."""
-    opened = open_page(shown.url)
-    opened.page.wait_for_selector("#tree button")
-    opened.wait()
-    drop(opened, DIGIT.read_bytes())
-    opened.show_maps()
-    buttons = opened.page.locator("#tree button:not(:disabled)")
-    for number in range(buttons.count()):
-        name = buttons.nth(number).get_attribute("data-layer")
-        buttons.nth(number).click()
-        opened.wait()
-        expect(opened.page.locator("#view-title")).to_have_text("The whole model" if name == "." else str(name))
-        assert opened.page.locator("#maps canvas").count() >= 1
-        expect(opened.page.locator("#problem")).to_be_hidden()
 
 
 def test_special_names(shown: Live, open_page: Open) -> None:
@@ -75,18 +58,6 @@ def test_wide_tokens(shown: Live, open_page: Open) -> None:
     expect(opened.page.locator("#reading")).to_contain_text("token 9 ")
     weights = captured(shown, data, "attention:attention", model="wide")
     check_tiles(opened, weights[:, 9, 1:].reshape(2, 4, 8))
-
-
-def test_tokens_of_a_layer(shown: Live, open_page: Open) -> None:
-    """A receipt tells the grid of tokens, else the layer that they were made of, with what stands in front."""
-    opened = open_page(shown.url)
-    layers = [{"outputs": [{"layout": "NCHW", "shape": [1, 768, 6, 20]}]}]
-    wanted = {"height": 6, "width": 20}
-    assert call(opened, "layout", "findGrid", 121, {"prefix_tokens": 1}, layers) == {**wanted, "skip": 1}
-    assert call(opened, "layout", "findGrid", 121, {}, layers) == {**wanted, "skip": 1}
-    assert call(opened, "layout", "findGrid", 121, {"prefix_tokens": 3}, layers) == {"skip": 3}
-    told = {"prefix_tokens": 1, "grid_size": [10, 12]}
-    assert call(opened, "layout", "findGrid", 121, told, layers) == {"height": 10, "width": 12, "skip": 1}
 
 
 # Attention

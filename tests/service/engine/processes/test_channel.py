@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from layertap.models.errors import Fault, InputError
 from layertap.service.engine.execute.processes.channel import (
@@ -22,7 +19,6 @@ from layertap.service.engine.execute.processes.channel import (
     connect,
 )
 from layertap.service.errors import ForwardError
-from tests.service.nets_tensors import Sub
 
 
 def send_and_receive(message: object) -> Any:
@@ -62,39 +58,6 @@ def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         assert torch.equal(each, sent)
     received.zero_()
     assert torch.equal(other, sent)
-
-
-VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
-    lambda value: value.expand(3, *value.shape),
-    lambda value: value[..., None].expand(*value.shape, 1),
-    lambda value: value.transpose(0, -1) if value.ndim else value,
-    lambda value: value[::2] if value.ndim else value,
-    lambda value: value[1:] if value.ndim else value,
-    lambda value: value[:0] if value.ndim else value,
-    lambda value: value.sum() if value.is_floating_point() else value,
-    lambda value: value.conj(),
-    lambda value: value.conj().imag if value.is_complex() else value,
-    lambda value: value.as_subclass(Sub),
-    lambda value: torch.nn.Parameter(value) if value.is_leaf and value.dtype.is_floating_point else value,
-    lambda value: value.detach(),
-]
-
-
-@settings(max_examples=100)
-@given(
-    shape=st.lists(st.integers(0, 3), max_size=3),
-    dtype=st.sampled_from([*DTYPES, torch.complex128, torch.float64, torch.uint16]),
-    views=st.lists(st.sampled_from(VIEWS), max_size=5),
-)
-def test_views(shape: list[int], dtype: torch.dtype, views: list[Callable[[torch.Tensor], torch.Tensor]]) -> None:
-    """A tensor arrives bit for bit however it lies in memory, lazily conjugated or not, and whatever its class."""
-    sent = torch.randint(0, 9, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for view in views:
-        sent = view(sent)
-    received = send_and_receive(sent)
-    assert type(received) is torch.Tensor
-    assert (received.dtype, received.shape) == (sent.dtype, sent.shape)
-    assert received.tolist() == sent.tolist()
 
 
 def test_errors() -> None:

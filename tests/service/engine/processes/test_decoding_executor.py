@@ -190,16 +190,6 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-@pytest.mark.slow
-def test_stopped(model: LoadedModel) -> None:
-    """A worker that has decoded nothing when it is ended costs none of several pictures: each may be sent again."""
-    with decoding(model, workers=1, decode_timeout_s=SHORT_S) as workers:
-        os.kill(workers.pids[1], signal.SIGSTOP)
-        assert workers.run(workers.decode_items([png((9, 7)), png((7, 9))])) == [[], []]
-        check_same(workers.decode(png((9, 7))), workers.decode_here(png((9, 7))))
-        wait_until(lambda: workers.restarts == ["timeout"])
-
-
 @pytest.mark.parametrize("which", ["host", "workers"])
 def test_killed(model: LoadedModel, which: str) -> None:
     """Processes that something ends from outside cost nothing but time."""

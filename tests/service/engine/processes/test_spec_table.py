@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
 from layertap.models.planner import make_plan
-from layertap.models.selection.hook_points import LinearStep, Reduction, TensorData
 from layertap.models.selection.selectors import parse_selector
 from layertap.service.engine.batch import ForwardSpec
-from layertap.service.engine.execute.processes import references
 from layertap.service.engine.execute.processes.references import MAX_SPECS, ServerReferences, WorkerReferences
 from tests.conftest import net_spec
 from tests.loading import load_model
@@ -51,21 +48,6 @@ def test_bound() -> None:
     assert send(table, worker, specs[-2:]) == 2
     with pytest.raises(IndexError):
         worker.get(2)
-
-
-def test_bound_of_projections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table is full sooner where its captures have large projections."""
-    catalog = load_model(net_spec("Chain")).catalog
-    selector = parse_selector("conv")
-    (capture,) = make_plan([selector], catalog).captures
-    channels = capture.info.size("C")
-    step = LinearStep(TensorData((3, channels), bytes(12 * channels)))
-    selector = replace(selector, reduction=Reduction(project=(step,)))
-    monkeypatch.setattr(references, "MAX_WEIGHTS", 6 * channels)
-    table, worker = ServerReferences(), WorkerReferences()
-    for full in (False, False, True):
-        send(table, worker, [ForwardSpec(make_plan([selector], catalog))])
-        assert table.is_full == full
 
 
 def test_large_batch() -> None:

@@ -17,7 +17,6 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES
 from layertap.service.engine.execute.processes.executors import HostedModel, ProcessExecutor
 from layertap.service.engine.execute.processes.messages import DecodeItems
 from layertap.service.engine.execute.processes.worker_pool import WorkerDiedError
@@ -25,7 +24,6 @@ from layertap.service.inputs.items import TextItem
 from tests.marks import slow
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.engine.processes.descriptors import leave_descriptors
 from tests.service.engine.processes.fatal_pictures import CRASHES, HANGS, TAKES_ALL_MEMORY
 from tests.service.gated_server import wait_until
 from tests.service.server_process import fatal_model_spec
@@ -162,32 +160,6 @@ def test_worker_stopped(fatal: Live) -> None:
         fatal.run(ask_stopped())
     assert raised.value.timed_out
     check_same([send_row(fatal, 1.0) for _ in range(4)], [good] * 4)
-
-
-def test_no_descriptors(fatal: Live) -> None:
-    """A server without descriptors refuses what it can't pass on; no worker ends for it, all else is answered."""
-    noise = np.random.default_rng(0).integers(0, 256, (200, 200, 3), np.uint8)
-    stream = BytesIO()
-    Image.fromarray(noise).save(stream, "PNG")
-    assert len(stream.getvalue()) > MAX_INLINE_BYTES
-
-    def send_input(data: bytes) -> Any:
-        return fatal.client.post("/extract", **raw(data, "image/png", model="pictures", layers="linear:input"))
-
-    before = list_pids(fatal, "pictures")
-    send(fatal, (8, 8))
-
-    def is_refused() -> bool:
-        with leave_descriptors(0):  # until a connection of another test is closed
-            refused = send_input(stream.getvalue())
-            answered = send_input(picture((8, 8)))
-        assert answered.status_code == 200
-        detail = "" if refused.status_code == 200 else problem(refused, 503, seconds=True)["detail"]
-        return "nothing can be passed to a worker" in detail
-
-    wait_until(is_refused)
-    assert send_input(stream.getvalue()).status_code == 200
-    assert list_pids(fatal, "pictures") == before
 
 
 def read_restarts(live: Live, model: str) -> dict[str, float]:
