@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 TRY_S = 0.02
 WIDE = 6  # numbers of a row that has another shape than the configured one
-LETHAL = 1000.0
 
 
 class GatedLoad(nn.Module):
@@ -39,22 +36,6 @@ class HangsOnWide(nn.Module):
         while x.shape[-1] != x.shape[-2]:
             time.sleep(TRY_S)
         out: Tensor = self.conv(x)
-        return out
-
-
-class Crowded(nn.Module):
-    """Has no memory for two rows, and ends its process at a row of ``LETHAL``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) > 1 and float(x.amax()) >= LETHAL:  # the survey's noise is below
-            raise torch.OutOfMemoryError
-        if float(x.amax()) >= LETHAL:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        out: Tensor = self.linear(x)
         return out
 
 

@@ -12,7 +12,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
+import polars
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -250,3 +252,18 @@ def test_check(command: Command, folder: Path, tmp_path: Path) -> None:
         assert done.status == 0
         assert "digits pool: same" in done.out
         assert "digits block2: same" in done.out
+
+
+def test_readers(command: Command, tmp_path: Path) -> None:
+    """Rows and vectors are those that pyarrow reads."""
+    write_pictures(tmp_path / "source", 10)
+    (tmp_path / "source" / "00003.jpg").write_bytes(b"broken")
+    out = tmp_path / "out.parquet"
+    assert command("bulk", tmp_path / "source", "--layers", "pool", "--pool", "mean", "--out", out).status == 0
+    wanted = read(out)["pool"]
+    assert [vector is None for vector in wanted].count(True) == 1
+    with duckdb.connect() as database:
+        by_duckdb = [row[0] for row in database.execute("SELECT pool FROM read_parquet(?)", [str(out)]).fetchall()]
+    for found in (by_duckdb, polars.read_parquet(out)["pool"].to_list()):
+        vectors = [vector if vector is None else np.asarray(vector, np.float32).tolist() for vector in found]
+        assert vectors == wanted

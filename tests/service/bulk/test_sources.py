@@ -26,21 +26,6 @@ def list_errors(source: Path | str) -> dict[str, str]:
     return {entry.key: entry.error for entry in open_source(str(source)).iterate(0, LIMIT) if entry.data is None}
 
 
-def test_a_folder_that_vanishes(tmp_path: Path) -> None:
-    """A folder that can't be listed is an entry with a reason, behind the others; none is listed early."""
-    for name in ("a", "b", "c"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "x.png").write_bytes(name.encode())
-    entries = open_source(str(tmp_path)).iterate(0, LIMIT)
-    assert next(entries).key == "a/x.png"
-    (tmp_path / "b" / "x.png").unlink()
-    (tmp_path / "b").rmdir()
-    assert [(entry.key, entry.data, entry.error) for entry in entries] == [
-        ("c/x.png", b"c", ""),
-        ("b", None, "No such file or directory"),
-    ]
-
-
 def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``**`` stands for any folders, but for links to folders: one that leads in a circle gives nothing twice."""
     monkeypatch.chdir(tmp_path)

@@ -6,16 +6,16 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.server import Live, serving
+from tests.server import Live
 from tests.service.cli.commands import ROOT, Command
+from tests.service.conftest import Serve
 from tests.service.gated_server import gated_module, wait_until
 from tests.service.load.entries import GATED, NOWHERE, UNKNOWN
-from tests.service.support import Json, configured, net
+from tests.service.support import Json
 
 SERVER_ONLY = ("fastapi", "starlette", "timm", "torch", "torchvision", "transformers", "uvicorn")
 WITHOUT = """
@@ -32,13 +32,6 @@ main()
 """
 
 
-@pytest.fixture(scope="module")
-def loaded() -> Iterator[Live]:
-    """A server of ``digits`` and of a model that can be held up."""
-    with serving(configured(net("gated", "Gated"))) as live:
-        yield live
-
-
 def write(folder: Path, *entries: Json) -> Path:
     """A scenario on disk."""
     file = folder / "scenario.yaml"
@@ -46,10 +39,10 @@ def write(folder: Path, *entries: Json) -> Path:
     return file
 
 
-def test_built_in(command: Command, loaded: Live, tmp_path: Path) -> None:
+def test_built_in(command: Command, live: Live, tmp_path: Path) -> None:
     """Without a scenario it is that of ``digits``: every kind is told of, counts add up, and files are written."""
     figures, plot = tmp_path / "r.json", tmp_path / "r.svg"
-    done = command("load", loaded.url, "--requests", "60", "--warmup", "3", "--json", figures, "--plot", plot)
+    done = command("load", live.url, "--requests", "60", "--warmup", "3", "--json", figures, "--plot", plot)
     assert done.status == 0, done.notes
     assert all(name in done.out for name in ("three blocks mean npz", "openai embeddings", "200 × 60"))
     written = json.loads(figures.read_text())
@@ -69,10 +62,10 @@ def test_built_in(command: Command, loaded: Live, tmp_path: Path) -> None:
         (("--allow", "422", "--max-p99", "0.001"), 1, " ms; --max-p99 allows 0.001 ms"),
     ],
 )
-def test_budget(command: Command, loaded: Live, tmp_path: Path, words: tuple[str, ...], status: int, told: str) -> None:
+def test_budget(command: Command, live: Live, tmp_path: Path, words: tuple[str, ...], status: int, told: str) -> None:
     """Status 1 and one line on stderr for the part that is broken."""
     file = write(tmp_path, UNKNOWN)
-    done = command("load", loaded.url, "--scenario", file, "--requests", "40", *words)
+    done = command("load", live.url, "--scenario", file, "--requests", "40", *words)
     breaches = [line for line in done.notes.splitlines() if line.startswith("over budget")]
     assert (done.status, len(breaches)) == (status, status)
     assert told in "".join(breaches)
@@ -100,10 +93,10 @@ def test_mistakes(command: Command, words: tuple[str, ...], told: str) -> None:
     assert told in done.notes
 
 
-def test_key(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key(command: Command, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The key comes from the environment, goes with every request and into no file."""
     figures, plot = tmp_path / "r.json", tmp_path / "r.svg"
-    with serving(configured(), api_keys=("open-sesame",)) as guarded:
+    with serve(api_keys=("open-sesame",)) as guarded:
         words = ("load", guarded.url, "--requests", "3", "--json", figures, "--plot", plot)
         refused = command(*words)
         assert (refused.status, "set LAYERTAP_API_KEY" in refused.notes, figures.exists()) == (2, True, False)
@@ -115,22 +108,22 @@ def test_key(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert command(*words).status == 2
 
 
-def test_without_what_servers_need(loaded: Live) -> None:
+def test_without_what_servers_need(live: Live) -> None:
     """It runs, whole, where neither torch nor what speaks HTTP for a server can be imported."""
     code = WITHOUT.format(names=set(SERVER_ONLY))
-    words = [sys.executable, "-c", code, "load", loaded.url, "--requests", "20"]
+    words = [sys.executable, "-c", code, "load", live.url, "--requests", "20"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "200 × 20" in done.stdout
 
 
 @pytest.mark.slow
-def test_interrupted(loaded: Live, tmp_path: Path) -> None:
+def test_interrupted(live: Live, tmp_path: Path) -> None:
     """Ctrl-C ends a run; what was done is printed and written."""
     file, figures, plot = write(tmp_path, GATED), tmp_path / "r.json", tmp_path / "r.svg"
-    module = gated_module(loaded)
+    module = gated_module(live)
     module.forwards.clear()
-    words = ["-m", "layertap", "load", loaded.url, "--scenario", file, "--duration", "120", "--json", figures]
+    words = ["-m", "layertap", "load", live.url, "--scenario", file, "--duration", "120", "--json", figures]
     process = subprocess.Popen(
         [sys.executable, *map(str, words), "--plot", str(plot)],
         cwd=ROOT,

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.server import Live
 from tests.service.cli.commands import Command, Done
-from tests.service.cli.test_models import mask_costs
 from tests.service.conftest import Serve
 from tests.service.support import configured, net
 
 KEY = "secret"
-COSTS = {"cost": 0, "share": 0}  # measured anew each time
 NETS = (net("touchy", "Touchy"), net("never", "Never", required=False, load="lazy"))
 
 
@@ -60,19 +56,6 @@ def test_explain(command: Command, url: str, pictures: list[Path], tmp_path: Pat
     words = ("explain", pictures[0], "--method", "saliency,grad_cam", "--classes", "3,top", "--top-classes", "3")
     here, _ = run_both(command, url, *words, out=tmp_path / "out.npz")
     assert (here.status, here.notes.count("class ")) == (0, 3)
-
-
-@pytest.mark.parametrize("words", [(), ("--leaf", "--match", "block2*")])
-def test_layers(command: Command, url: str, words: tuple[str, ...]) -> None:
-    """The tree and the description are the same but for costs, which are measured anew each time."""
-    texts = [command("layers", "digits", *words, *where).out for where in ((), ("--url", url))]
-    assert mask_costs(texts[0]) == mask_costs(texts[1])
-    assert "Conv2d" in texts[0]
-    documents: list[Any] = [
-        json.loads(command("layers", "digits", *words, "--json", *where).out) for where in ((), ("--url", url))
-    ]
-    here, there = ([{**each, **COSTS} for each in document["layers"]] for document in documents)
-    assert here == there
 
 
 REFUSED = (

@@ -12,7 +12,7 @@ import safetensors.torch
 from layertap.models.digits import WEIGHTS
 from layertap.models.spec import InputSpec, PreprocessSpec
 from layertap.service.config.configuration import make_default_configuration, read_configuration
-from tests.service.config.config_files import MODEL, write_config
+from tests.service.config.test_mistakes import MODEL, write_config
 from tests.service.conftest import Serve
 from tests.service.gated_server import post_rows
 from tests.service.nets_http import Gated

@@ -8,7 +8,15 @@ import pytest
 
 from layertap.service.config.configuration import read_configuration
 from layertap.service.config.file import ConfigError
-from tests.service.config.config_files import MODEL, write_config
+
+MODEL = "models: [{{name: a, source: 'python:m:f', {}}}]"
+
+
+def write_config(folder: Path, text: str, name: str = "models.yaml") -> Path:
+    file = folder / name
+    file.write_text(text, encoding="utf-8")
+    return file
+
 
 BAD = {
     "": "mapping",

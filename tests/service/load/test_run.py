@@ -9,17 +9,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from io import StringIO
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from layertap.service.load.options import Options
 from layertap.service.load.report import find_lateness, print_report
 from layertap.service.load.run import LoadRun, make_schedule, run
-from tests.server import Live, serving
+from tests.server import Live
+from tests.service.conftest import Serve
 from tests.service.gated_server import admitted_rows, hold_model, wait_until
-from tests.service.load.entries import BAD, BLOCKS, GATED, LOOPS, ROWS, UNKNOWN, VECTOR, of
+from tests.service.load.entries import BAD, BLOCKS, GATED, LOOPS, OPTIONS, ROWS, UNKNOWN, VECTOR, of
 from tests.service.support import Json, configured, net
 
 PAUSE_S = 0.3
@@ -62,9 +65,9 @@ def running(entry: Json, options: Options) -> Iterator[tuple[LoadRun, Callable[[
         yield started, future.result
 
 
-def test_refusals(clean: None) -> None:
+def test_refusals(serve: Serve) -> None:
     """Refusals have figures of their own; allowed ones are no fault, nor do they count as good."""
-    with serving(configured(net("gated", "Gated")), max_queue_rows=64) as limited:
+    with serve(configured(net("gated", "Gated")), max_queue_rows=64) as limited:
         options = Options(limited.url, requests=12, rate=500.0, allow=frozenset({429}))
         with running({**GATED, "inputs": 20}, options) as (started, wait):
             with hold_model(limited):
@@ -115,3 +118,33 @@ def test_hostile_names(live: Live) -> None:
     print_report(done, Console(file=shown, width=300))
     assert "[bold]b" in shown.getvalue()
     assert not {ESCAPE, "\a"} & set(shown.getvalue())
+
+
+# What is sent when
+
+
+KINDS = of(VECTOR, BAD, ROWS)  # of weights 3, 2, 1
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_same_seed_same_schedule(loop: Json) -> None:
+    options = replace(OPTIONS, **loop)
+    first, again = (list(make_schedule(KINDS, options)) for _ in range(2))
+    assert first == again
+    assert len(first) == 100
+    assert first != list(make_schedule(KINDS, replace(options, seed=1)))
+
+
+def test_loops_draw_the_same_requests() -> None:
+    """Runs with one seed can be compared: only the moments differ."""
+    drawn = [[kind.name for _, kind in make_schedule(KINDS, replace(OPTIONS, **loop))] for loop in LOOPS.values()]
+    assert drawn[0] == drawn[1]
+
+
+def test_poisson_arrivals() -> None:
+    """Gaps are exponential: mean and standard deviation are both one over the rate."""
+    moments = [moment for moment, _ in make_schedule(KINDS, replace(OPTIONS, rate=50.0, requests=20_000))]
+    gaps = np.diff([0.0, *moments])
+    assert (gaps >= 0).all()
+    assert gaps.mean() == pytest.approx(0.02, rel=0.03)
+    assert gaps.std() == pytest.approx(0.02, rel=0.03)

@@ -21,7 +21,7 @@ from tests.service.conftest import Serve
 from tests.service.gated_server import wait_until
 from tests.service.proxy import proxied
 from tests.service.support import image
-from tests.service.ui.conftest import Open
+from tests.service.ui.conftest import NAMED, Open, Opened
 from tests.service.ui.nets import MARKUP, Held
 from tests.service.ui.support import DIGIT, captured, check_tiles, drop
 
@@ -285,3 +285,51 @@ def test_other_model(shown: Live, open_page: Open) -> None:
     expect(page.locator("#view-facts")).to_have_text("")
     held[0].continue_()
     opened.show_maps()
+
+
+# What the page says
+
+
+FAILED = "Failed: see the message."
+PASTE = """() => {
+  const area = document.body.appendChild(document.createElement("textarea"));
+  area.id = "pasted";
+  area.focus();
+}"""
+
+
+def paste(opened: Opened) -> str:
+    """What the clipboard has, by the keys that a person has."""
+    opened.page.evaluate(PASTE)
+    opened.page.keyboard.press("Control+V")
+    return str(opened.page.locator("#pasted").input_value())
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["plain", "secure"])
+def test_copy(shown: Live, open_page: Open, named: bool) -> None:
+    """The snippet is copied whole, also where a page came by plain HTTP, and the status says so."""
+    url = shown.url.replace("127.0.0.1", NAMED) if named else shown.url
+    opened = open_page(f"{url}/#model=digits&layer=block1&sample=digit-2")
+    opened.show_maps()
+    assert opened.page.evaluate("isSecureContext") is not named
+    opened.page.click("text=Python")
+    opened.page.click("#copy")
+    expect(opened.page.locator("#status")).to_have_text("Copied.")
+    assert paste(opened) == opened.page.locator("#snippet").text_content()
+
+
+def test_failure_of_the_page(shown: Live, open_page: Open) -> None:
+    """What the page itself trips over is said as any other problem is, until the same is done without it."""
+    opened = open_page(f"{shown.url}/#model=digits&sample=digit-2")
+    opened.show_maps()
+    page = opened.page
+    page.route("**/extract", lambda route: route.fulfill(json={"sign": "in first"}))
+    page.click("[data-layer='block2.conv1']")
+    expect(page.locator("#problem-text")).to_contain_text("TypeError")
+    expect(page.locator("#status")).to_have_text(FAILED)
+    assert opened.complaints  # the console has it with its place
+    opened.complaints.clear()
+    page.unroute("**/extract")
+    page.click("[data-layer='block2.conv1']")
+    opened.wait()
+    expect(page.locator("#problem")).to_be_hidden()
