@@ -31,21 +31,22 @@ class BatcherEvents(RuleBasedStateMachine):
     @rule(
         number=st.integers(0, 7),
         rows=st.integers(1, 3) | st.integers(1, 14),
-        depth=st.sampled_from([0.125, 0.375, 0.5, 0.875, 1.0]),
+        depths=st.lists(st.sampled_from([0.125, 0.375, 0.5, 0.875, 1.0]), min_size=1, max_size=3),
         row_bytes=st.sampled_from([0, 0, 1, 4, 30]),
         bulk=st.booleans(),
         seconds_left=st.sampled_from([math.inf, math.inf, math.inf, 0.0, 0.5, 3.0, 9.0]),
         flag=st.sampled_from(["", "", "", "isolated", "unsplittable"]),
     )
     def add(
-        self, number: int, rows: int, depth: float, row_bytes: int, bulk: bool, seconds_left: float, flag: str
+        self, number: int, rows: int, depths: list[float], row_bytes: int, bulk: bool, seconds_left: float, flag: str
     ) -> None:
         key, now = self.reference.keys[number], self.reference.now
         flags: dict[str, Any] = {flag: True} if flag else {}
         priority: Priority = "bulk" if bulk else "interactive"
-        request = Job(key, rows, depth, row_bytes, priority, now + seconds_left, **flags)
-        self.reference.requests.append(ExpectedRequest(request, now))
-        self.batcher.add(request)
+        for depth in depths:  # several of one key, which may share a forward
+            request = Job(key, rows, depth, row_bytes, priority, now + seconds_left, **flags)
+            self.reference.requests.append(ExpectedRequest(request, now))
+            self.batcher.add(request)
 
     @precondition(lambda self: self.reference.requests)
     @rule(data=st.data())
