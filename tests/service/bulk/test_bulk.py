@@ -12,9 +12,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
-import polars
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -201,15 +199,11 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "no source": (("nowhere", "--out", "o.parquet"), "there is nothing at nowhere"),
     "no such layer": (("{folder}", "--layers", "block9", "--out", "o.parquet"), "did you mean 'block"),
     "a map in Parquet": (("{folder}", "--layers", "block1", "--out", "o.parquet"), "--pool mean"),
-    "no such pool": (("{folder}", "--layers", "pool", "--pool", "avg", "--out", "o.parquet"), "is not one of"),
     "no such model": (("{folder}", "--model", "digit", "--out", "o.parquet"), "did you mean 'digits'"),
-    "no pictures": (("{empty}", "--out", "o.parquet"), "there is nothing in"),
     "a table that is none": (("broken.parquet", "--out", "o.parquet"), "broken.parquet can't be read"),
     "a format of folders": (("{folder}", "--out", "o.parquet", "--format", "safetensors"), "--out o"),
     "a gradient": (("{folder}", "--layers", "pool:grad_output", "--out", "o.parquet"), "objective"),
-    "no server": (("{folder}", "--out", "o.parquet", "--url", "nonsense"), "no address of a server"),
     "Ray and a server": (("{folder}", "--out", "o.parquet", "--ray", "--url", "http://127.0.0.1:9"), "--ray and --url"),
-    "Ray's address": (("{folder}", "--out", "o.parquet", "--ray-address", "127.0.0.1:9"), "add --ray"),
     "a column of none": (("{folder}", "--out", "o.parquet", "--column", "image"), "has no columns"),
     "another folder": (("{folder}", "--layers", "pool", "--out", "{folder}"), "has other files in it"),
 }
@@ -218,15 +212,14 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
 @pytest.mark.parametrize("case", MISTAKES)
 def test_mistakes(command: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """A mistake is one line that says what to type, and status 2."""
-    (tmp_path / "empty").mkdir()
     (tmp_path / "broken.parquet").write_text("PAR1")
     monkeypatch.chdir(tmp_path)
     words, says = MISTAKES[case]
-    done = command("bulk", *(word.format(folder=folder, empty=tmp_path / "empty") for word in words))
+    done = command("bulk", *(word.format(folder=folder) for word in words))
     assert (done.status, done.out) == (2, "")
     assert says in " ".join(done.notes.split())
     assert "Traceback" not in done.notes
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.parquet", "empty"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.parquet"]
 
 
 def test_questions_are_kept_apart(command: Command, folder: Path, tmp_path: Path) -> None:
@@ -252,18 +245,3 @@ def test_check(command: Command, folder: Path, tmp_path: Path) -> None:
         assert done.status == 0
         assert "digits pool: same" in done.out
         assert "digits block2: same" in done.out
-
-
-def test_readers(command: Command, tmp_path: Path) -> None:
-    """Rows and vectors are those that pyarrow reads."""
-    write_pictures(tmp_path / "source", 10)
-    (tmp_path / "source" / "00003.jpg").write_bytes(b"broken")
-    out = tmp_path / "out.parquet"
-    assert command("bulk", tmp_path / "source", "--layers", "pool", "--pool", "mean", "--out", out).status == 0
-    wanted = read(out)["pool"]
-    assert [vector is None for vector in wanted].count(True) == 1
-    with duckdb.connect() as database:
-        by_duckdb = [row[0] for row in database.execute("SELECT pool FROM read_parquet(?)", [str(out)]).fetchall()]
-    for found in (by_duckdb, polars.read_parquet(out)["pool"].to_list()):
-        vectors = [vector if vector is None else np.asarray(vector, np.float32).tolist() for vector in found]
-        assert vectors == wanted
