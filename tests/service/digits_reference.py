@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tests.server import Live
@@ -24,10 +26,15 @@ def random_images(count: int, seed: int) -> Array:
     return np.random.default_rng(seed).normal(size=(count, 3, 32, 32)).astype(np.float32)
 
 
-def forward(module: Any, x: Tensor, upto: str = "head") -> Tensor:
-    """The embedded model, part by part; it is a chain."""
-    for name, part in module.named_children():
-        x = part(x)
-        if name == upto:
-            return x
-    raise KeyError(upto)
+def forward(module: Any, x: Tensor, upto: str = "head", behind: str | None = None) -> Tensor:
+    """The embedded model, part by part; it is a chain, of which ``behind`` names what came before ``x``."""
+    names = [name for name, _ in module.named_children()]
+    for name in names[0 if behind is None else names.index(behind) + 1 : names.index(upto) + 1]:
+        x = getattr(module, name)(x)
+    return x
+
+
+def gradient(module: Any, x: Tensor, at: str, score: Callable[[Tensor], Tensor]) -> Tensor:
+    """The gradient at what a part returns, by autograd on the chain cut in two."""
+    start = forward(module, x, at).detach().requires_grad_()
+    return torch.autograd.grad(score(forward(module, start.clone(), behind=at)).sum(), start)[0]

@@ -24,7 +24,7 @@ from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.support import Array, Json, arrays_of, configured, tensor
 
-BLOCK, CLASS, ROUNDS = "blocks.1", 3, 4
+BLOCK, CLASS, ROUNDS = "blocks.1", 3, 2
 Kind = Callable[[Any, Tensor], tuple[Json, dict[str, Array]]]
 
 
@@ -36,17 +36,21 @@ def fused() -> VisionTransformer:
     return seeded(module, 9)
 
 
-@pytest.fixture(scope="module", params=[0, 2], ids=["threads", "processes"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(0, id="threads"), pytest.param(2, id="processes", marks=pytest.mark.slow)]
+)
 def transformer(serve: Serve, request: pytest.FixtureRequest) -> Iterator[Live]:
     spec = ModelSpec("vit", f"python:{__name__}:fused", inputs=(InputSpec("x", (3, 32, 32)),), device="cpu")
     with serve(configured(spec), workers=request.param) as live:
         yield live
 
 
-def tokens(net: Any, x: Tensor) -> Tensor:
-    """What goes into the first block."""
-    found: Tensor = net.norm_pre(net.patch_drop(net._pos_embed(net.patch_embed(x))))
-    return found
+def upto(net: Any, x: Tensor, last: int) -> Tensor:
+    """What comes out of a block; of number -1, what goes into the first one."""
+    x = net.norm_pre(net.patch_drop(net._pos_embed(net.patch_embed(x))))
+    for block in net.blocks[: last + 1]:
+        x = block(x)
+    return x
 
 
 def after(net: Any, x: Tensor, first: int) -> Tensor:
@@ -57,13 +61,6 @@ def after(net: Any, x: Tensor, first: int) -> Tensor:
     return found
 
 
-def upto(net: Any, x: Tensor, last: int) -> Tensor:
-    x = tokens(net, x)
-    for block in net.blocks[: last + 1]:
-        x = block(x)
-    return x
-
-
 def attention(part: Any, x: Tensor) -> Tensor:
     """Softmax of queries times keys, written out; ``x`` goes into the part."""
     rows, count, width = x.shape
@@ -72,13 +69,8 @@ def attention(part: Any, x: Tensor) -> Tensor:
 
 
 def body(x: Tensor, *layers: Any, **more: Any) -> Json:
-    return {
-        "model": "vit",
-        "layers": list(layers),
-        "inputs": [tensor(row.numpy()) for row in x],
-        "encoding": "base64",
-        **more,
-    }
+    inputs = [tensor(row.numpy()) for row in x]
+    return {"model": "vit", "layers": list(layers), "inputs": inputs, "encoding": "base64", **more}
 
 
 def plain(net: Any, x: Tensor) -> tuple[Json, dict[str, Array]]:
@@ -137,7 +129,7 @@ def attended_graded(net: Any, x: Tensor) -> tuple[Json, dict[str, Array]]:
 
 
 def clipped(net: Any, x: Tensor) -> tuple[Json, dict[str, Array]]:
-    start = tokens(net, x).detach().requires_grad_()
+    start = upto(net, x, -1).detach().requires_grad_()
     inner = start
     for block in net.blocks[:2]:
         inner = block(inner)
@@ -155,12 +147,15 @@ def resumed(net: Any, x: Tensor) -> tuple[Json, dict[str, Array]]:
         return body(inner, ".", resume="blocks.0"), {".": after(net, inner, 1).numpy()}
 
 
-def verified(net: Any, x: Tensor) -> tuple[Json, dict[str, Array]]:
-    sent, wanted = plain(net, x)
-    return {**sent, "verify": True}, wanted
+def added(net: Any, x: Tensor) -> tuple[Json, dict[str, Array]]:
+    block = net.blocks[1]
+    with torch.no_grad():
+        inner = upto(net, x, 0)
+        key = f"{BLOCK}/add#0"
+        return body(x, key), {key: (inner + block.ls1(block.attn(block.norm1(inner)))).numpy()}
 
 
-KINDS: list[Kind] = [plain, pooled, changed, graded, attended, attended_graded, clipped, resumed, verified]
+KINDS: list[Kind] = [plain, pooled, changed, graded, attended, attended_graded, clipped, resumed, added]
 
 
 def check(reply: Any, wanted: dict[str, Array]) -> None:

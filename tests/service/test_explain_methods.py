@@ -25,7 +25,7 @@ from tests.service.support import Array, Json, arrays_of, configured, metadata, 
 PICTURE = InputSpec("x", (3, 32, 32))
 MODELS = {
     "cnn": "python:tests.service.nets_http:Cnn",
-    "resnet": "torchvision:resnet18",
+    "resnet": "python:tests.nets:resnet",
     "vit": "python:tests.nets:vit",
     "functional": "python:tests.service.nets_http:FunctionalRelu",
     "partly": "python:tests.service.nets_http:PartlyGuided",
@@ -76,21 +76,124 @@ def assert_close(found: Array, wanted: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-4 * np.abs(expected).max())
 
 
+CLASS = 1
+Compute = Callable[[nn.Module, Tensor], Tensor]
+
+
+def occlude(net: Any, x: Tensor, side: int, stride: int, **options: Any) -> Tensor:
+    """Captum's drop of the score, mean over the windows that cover a pixel, of which the channels have one."""
+    chosen = {"target": CLASS, "baselines": 0, **options}
+    found: Tensor = Occlusion(net).attribute(x, (3, side, side), (3, stride, stride), **chosen)[:, 0]
+    return found
+
+
+def integrate(net: Any, x: Tensor, base: Any = None) -> Tensor:
+    found: Tensor = IntegratedGradients(net).attribute(x, base, target=CLASS, n_steps=40)
+    return found
+
+
+def guide(net: Any, x: Tensor) -> Tensor:
+    found: Tensor = GuidedBackprop(net).attribute(x.requires_grad_(), target=CLASS)
+    return found
+
+
+def smooth(net: Any, x: Tensor) -> Tensor:
+    """The mean of captum's gradients over copies with the documented noise."""
+    total = torch.zeros_like(x)
+    for number in range(12):
+        noise = torch.from_numpy(np.random.default_rng([7, number]).standard_normal((3, 32, 32)))
+        noisy = torch.stack([row + 0.2 * (row.max() - row.min()) * noise for row in x]).float()
+        total += Saliency(net).attribute(noisy.requires_grad_(), target=CLASS, abs=False)
+    return total / 12
+
+
+def ablate(net: Any, x: Tensor) -> Tensor:
+    """The last layer's maps, weighted by the share of the score that goes with each channel."""
+    values, whole, weights = net.features(x), net(x)[:, CLASS], []
+    for channel in range(values.shape[1]):
+        kept = torch.ones(values.shape[1])
+        kept[channel] = 0
+        with net.features.register_forward_hook(lambda part, args, out, kept=kept: out * kept[:, None, None]):
+            weights.append((whole - net(x)[:, CLASS]) / whole)
+    return (torch.stack(weights, 1)[:, :, None, None] * values).sum(1).relu()
+
+
+def compute_cam(method: str, values: Tensor, slopes: Tensor) -> Tensor:
+    """What pytorch-grad-cam computes of a layer's values and gradients, (C, H, W), before it scales the map."""
+    if method == "eigen_cam":
+        flat = values.flatten(1).T
+        positions, sizes, _ = torch.linalg.svd(flat - flat.mean(0), full_matrices=False)
+        found = (positions[:, 0] * sizes[0]).view(values.shape[1:])
+        return (found * torch.sign((found * values.mean(0)).sum())).relu()
+    total = values.sum((1, 2), keepdim=True)
+    weights = {
+        "grad_cam_plusplus": (slopes**2 / (2 * slopes**2 + total * slopes**3) * slopes.relu()).sum(
+            (1, 2), keepdim=True
+        ),
+        "hires_cam": slopes,
+        "layer_cam": slopes.relu(),
+        "xgrad_cam": (slopes * values / (total + 1e-7)).sum((1, 2), keepdim=True),
+    }[method]
+    return (weights * values).sum(0).relu()
+
+
+def cam(method: str) -> Compute:
+    """A map of the last layer's values and gradients, as autograd gives them."""
+
+    def compute(net: Any, x: Tensor) -> Tensor:
+        values = net.features(x).detach().requires_grad_()
+        (slopes,) = torch.autograd.grad(net.head(values.mean((2, 3)))[:, CLASS].sum(), values)
+        return torch.stack([compute_cam(method, *pair) for pair in zip(values.detach(), slopes, strict=True)])
+
+    return compute
+
+
+def blur(x: Tensor) -> Tensor:
+    return gaussian_blur(x.double(), [11, 11], [1.6, 1.6]).float()  # of 32 pixels
+
+
+WINDOW: Json = {"window": 8, "stride": 4}
+# The method and a word for the case; a model, what is asked of it, and the reference's map of its module and pictures.
+METHODS: dict[str, tuple[str, Json, Compute]] = {
+    "guided_backpropagation": ("cnn", {}, guide),
+    "guided_backpropagation, in place": ("resnet", {}, guide),
+    "integrated_gradients": ("vit", {"steps": 40}, integrate),
+    "integrated_gradients, blurred": (
+        "cnn",
+        {"steps": 40, "baseline": "blur"},
+        lambda net, x: integrate(net, x, blur(x)),
+    ),
+    "integrated_gradients, another": (
+        "cnn",
+        {"steps": 40, "baseline": {"input": 1}},
+        lambda net, x: integrate(net, x, x[1:]),
+    ),
+    "smoothgrad": ("cnn", {"samples": 12, "noise": 0.2, "seed": 7}, smooth),
+    "occlusion": ("cnn", {"window": 5, "stride": 3}, lambda net, x: occlude(net, x, 5, 3)),
+    "occlusion, one window": ("cnn", {"window": 32, "stride": 1}, lambda net, x: occlude(net, x, 32, 1)),
+    "occlusion, 0.5": ("cnn", WINDOW | {"baseline": 0.5}, lambda net, x: occlude(net, x, 8, 4, baselines=0.5)),
+    "occlusion, two classes": (
+        "cnn",
+        WINDOW | {"objective": {"terms": [[1, 3], [-2, 0]]}},
+        lambda net, x: occlude(lambda rows: net(rows)[:, 3] - 2 * net(rows)[:, 0], x, 8, 4, target=None),
+    ),
+    "ablation_cam": ("cnn", {}, ablate),
+    **{
+        method: ("cnn", {}, cam(method))
+        for method in ("grad_cam_plusplus", "hires_cam", "layer_cam", "xgrad_cam", "eigen_cam")
+    },
+}
+
+
 @pytest.mark.filterwarnings("ignore:Setting backward hooks on ReLU")  # captum says so each time
-@pytest.mark.parametrize("name", ["cnn", "resnet"])
-def test_guided_backpropagation(served: Live, name: str) -> None:
-    """Of captum, signed, in the model's own pixels; each row of a batch for its own highest class or for one."""
-    x = random_images(3, 1)
-    module = module_of(served, name)
-    top = module(torch.from_numpy(x)).argmax(1)
-    wanted = GuidedBackprop(module).attribute(torch.from_numpy(x).requires_grad_(), target=top)
-    found = explained(served, x, "guided_backpropagation", model=name)
-    assert_close(found, wanted)
-    assert found.min() < 0 < found.max()
-    wanted = GuidedBackprop(module).attribute(torch.from_numpy(x).requires_grad_(), target=2)
-    assert_close(explained(served, x, "guided_backpropagation", model=name, objective={"class": 2}), wanted)
-    plain = Saliency(module_of(served, name)).attribute(torch.from_numpy(x).requires_grad_(), target=2, abs=False)
-    assert not np.allclose(plain.detach().numpy(), wanted.detach().numpy(), rtol=0.1)
+@pytest.mark.parametrize("name", METHODS)
+def test_equals_the_reference(served: Live, name: str) -> None:
+    """Of captum, or by hand, in the model's own pixels."""
+    model, body, compute = METHODS[name]
+    x, method = random_images(2, 4), name.partition(",")[0]
+    objective = {} if method == "eigen_cam" else {"objective": {"class": CLASS}}
+    reply = ask(served, x, model=model, method=method, **objective | body)
+    assert_close(arrays_of(reply)[method], compute(module_of(served, model), torch.from_numpy(x)).float())
 
 
 @pytest.mark.filterwarnings("ignore:Setting backward hooks on ReLU")
@@ -104,221 +207,21 @@ def test_unguided_functions_are_named(served: Live) -> None:
     assert "warnings" not in ask(served, x, method="guided_backpropagation", model="resnet").json()
 
 
-@pytest.mark.parametrize("name", ["cnn", "vit"])
-def test_integrated_gradients(served: Live, name: str) -> None:
-    """Of captum; with enough steps they sum up to the score above that of an input of zeros."""
-    x = random_images(2, 2)
-    module, images = module_of(served, name), torch.from_numpy(random_images(2, 2))
-    reply = ask(served, x, method="integrated_gradients", model=name, steps=40, objective={"class": 1})
-    found = arrays_of(reply)["integrated_gradients"]
-    assert_close(found, IntegratedGradients(module).attribute(images, target=1, n_steps=40).float())
-    receipt = reply.json()["receipts"]["integrated_gradients"]
-    assert (receipt["layer"], receipt["site"], receipt["layout"]) == (".", "grad_input", "NCHW")
-    more = explained(served, x, "integrated_gradients", model=name, steps=150, objective={"class": 1})
-    rise = (module(images) - module(torch.zeros_like(images)))[:, 1].detach().numpy()
-    np.testing.assert_allclose(more.sum((1, 2, 3)), rise, rtol=0.02, atol=0.02 * np.abs(rise).max())
+BASELINES: tuple[Json, ...] = ({}, {"baseline": 0}, {"baseline": 0.5})
 
 
-@pytest.mark.parametrize("name", ["cnn", "vit"])
-def test_smoothgrad(served: Live, name: str) -> None:
-    """The mean of captum's gradients over copies with the documented noise; of another seed another."""
-    x = random_images(2, 3)
-    module = module_of(served, name)
-    top = module(torch.from_numpy(x)).argmax(1)
-    total = torch.zeros_like(torch.from_numpy(x))
-    for number in range(12):
-        noise = np.random.default_rng([7, number]).standard_normal((3, 32, 32))
-        noisy = np.stack([row + 0.2 * (row.max() - row.min()) * noise for row in x]).astype(np.float32)
-        total += Saliency(module).attribute(torch.from_numpy(noisy).requires_grad_(), target=top, abs=False)
-    body: Json = {"model": name, "samples": 12, "noise": 0.2, "seed": 7}
-    found = explained(served, x, "smoothgrad", **body)
-    assert_close(found, total / 12)
-    alone = explained(served, x[1:], "smoothgrad", **body)
-    assert_close(found[1:], alone)
-    assert np.array_equal(explained(served, x[1:], "smoothgrad", **body), alone)
-    assert not np.allclose(explained(served, x, "smoothgrad", **body | {"seed": 8}), found, rtol=0.01)
-    plain = Saliency(module).attribute(torch.from_numpy(x).requires_grad_(), target=top, abs=False)
-    assert_close(explained(served, x, "smoothgrad", model=name, noise=0, samples=2), plain)
-
-
-@pytest.mark.parametrize(("name", "window", "stride"), [("vit", 8, 4), ("cnn", 5, 3), ("cnn", 32, 1)])
-def test_occlusion(served: Live, name: str, window: int, stride: int) -> None:
-    """Of captum: the drop of the score, mean over the windows that cover a pixel, cut at the edge."""
-    x = random_images(2, 4)
-    module = module_of(served, name)
-    top = module(torch.from_numpy(x)).argmax(1)
-    wanted = Occlusion(module).attribute(
-        torch.from_numpy(x), (3, window, window), (3, stride, stride), baselines=0, target=top
-    )
-    found = explained(served, x, "occlusion", model=name, window=window, stride=stride)
-    assert_close(found, wanted[:, 0])
-
-
-@pytest.mark.parametrize(
-    ("objective", "score"),
-    [
-        ({"kind": "probability", "class": 3}, lambda out: out.softmax(1)[:, 3]),
-        ({"terms": [[1, 3], [-2, 0]]}, lambda out: out[:, 3] - 2 * out[:, 0]),
-    ],
-    ids=("probability", "logits"),
-)
-@pytest.mark.parametrize("method", ["occlusion", "integrated_gradients"])
-def test_other_objectives(served: Live, method: str, objective: Json, score: Callable[[Tensor], Tensor]) -> None:
-    """What is explained is what the objective says; without a class of each row there is none in the receipt."""
-    x = random_images(2, 4)
-    module = module_of(served, "cnn")
-    options: Json = {"window": 8, "stride": 4} if method == "occlusion" else {"steps": 40}
-    reply = ask(served, x, method=method, model="cnn", objective=objective, **options)
-    images, scores = torch.from_numpy(x), lambda rows: score(module(rows))
-    if method == "occlusion":
-        wanted = Occlusion(scores).attribute(images, (3, 8, 8), (3, 4, 4))[:, 0]
-    else:
-        wanted = IntegratedGradients(scores).attribute(images, n_steps=40).float()
-    assert_close(arrays_of(reply)[method], wanted)
-    assert "classes" not in reply.json()["receipts"][method]
-
-
-def test_grad_cam_plusplus(served: Live) -> None:
-    """By the paper's own derivatives of exp(S), each taken by autograd, at a layer that S is linear in."""
-    x = random_images(2, 5)
-    module: Any = module_of(served, "cnn").double()
-    maps = []
-    for image in torch.from_numpy(x).double():
-        values = module.features(image[None]).detach()
-
-        def score(flat: Tensor, like: Tensor = values) -> Tensor:
-            return module.head(flat.view_as(like).mean((2, 3)))[0, 2]
-
-        flat = values.flatten()
-        factor = score(flat)
-
-        def exponential(flat: Tensor, factor: Tensor = factor) -> Tensor:
-            return (score(flat) - factor).exp()  # what scales Y scales its derivatives alike
-
-        first, second, third = [], [], []
-        for place in range(len(flat)):
-            shift = torch.zeros((), dtype=torch.float64, requires_grad=True)
-            along = exponential(flat + shift * nn.functional.one_hot(torch.tensor(place), len(flat)))
-            slope = torch.autograd.grad(along, shift, create_graph=True)[0]
-            curve = torch.autograd.grad(slope, shift, create_graph=True)[0]
-            third.append(torch.autograd.grad(curve, shift)[0])
-            first.append(slope.detach())
-            second.append(curve.detach())
-        slopes, curves, thirds = (torch.stack(each).view_as(values)[0] for each in (first, second, third))
-        alphas = curves / (2 * curves + values[0].sum((1, 2), keepdim=True) * thirds)
-        weights = (alphas * slopes.relu()).sum((1, 2))
-        maps.append((weights[:, None, None] * values[0]).sum(0).relu().numpy())
-    body = {"model": "cnn", "layer": "features", "objective": {"class": 2}}
-    found = explained(served, x, "grad_cam_plusplus", **body)
-    assert_close(found, np.stack(maps))
-    assert (found >= 0).all()
-    assert not np.allclose(found, explained(served, x, "grad_cam", **body), rtol=0.1)
-
-
-@pytest.mark.parametrize("baseline", [0.5, "blur", {"input": 1}])
-@pytest.mark.parametrize("method", ["occlusion", "integrated_gradients"])
-def test_baselines(served: Live, method: str, baseline: float | str | Json) -> None:
-    """Of captum, from one value everywhere, from the picture as torchvision blurs it, or from another one."""
-    x = random_images(2, 4)
-    module, images = module_of(served, "cnn"), torch.from_numpy(x)
-    blurred = gaussian_blur(images.double(), [11, 11], [1.6, 1.6]).float()  # of 32 pixels
-    base = blurred if baseline == "blur" else torch.full_like(images, 0.5)
-    base = images[1:] if isinstance(baseline, dict) else base
-    options: Json = {"window": 8, "stride": 4} if method == "occlusion" else {"steps": 40}
-    found = ask(served, x, method=method, model="cnn", baseline=baseline, objective={"class": 1}, **options)
-    if method == "occlusion":
-        wanted = Occlusion(module).attribute(images, (3, 8, 8), (3, 4, 4), baselines=base, target=1)[:, 0]
-    else:
-        wanted = IntegratedGradients(module).attribute(images, base, target=1, n_steps=40).float()
-    assert_close(arrays_of(found)[method], wanted)
-    plain, zeros = (
-        ask(served, x, method=method, model="cnn", objective={"class": 1}, **options, **more).json()["fingerprint"]
-        for more in ({}, {"baseline": 0})
-    )
-    assert found.json()["fingerprint"] != plain == zeros
-
-
-@pytest.mark.parametrize("kind", ["one left out", "classes of their own"])
-def test_baseline_among_others(served: Live, kind: str) -> None:
+def test_baseline_among_others(served: Live) -> None:
     """The index counts all inputs, also one that is left out, and those that are explained apart."""
     x = random_images(2, 4)
-    images, inputs = torch.from_numpy(x), [tensor(row) for row in x]
+    images, inputs = torch.from_numpy(x), [tensor(row) | {"class": 1 + number} for number, row in enumerate(x)]
     body: Json = {"model": "cnn", "method": "integrated_gradients", "steps": 40, "encoding": "base64"}
-    if kind == "one left out":
-        body |= {"on_error": "skip", "objective": {"class": 1}, "baseline": {"input": 2}}
-        inputs = [{"image": "AAAA"}, *inputs]
-    else:
-        body |= {"baseline": {"input": 1}}
-        inputs = [each | {"class": 1 + number} for number, each in enumerate(inputs)]
-    found = arrays_of(served.client.post("/explain", json=body | {"inputs": inputs}))["integrated_gradients"]
+    body |= {"on_error": "skip", "baseline": {"input": 2}, "inputs": [{"image": "AAAA"}, *inputs]}
+    found = arrays_of(served.client.post("/explain", json=body))["integrated_gradients"]
     wanted = IntegratedGradients(module_of(served, "cnn")).attribute(images[:1], images[1:], target=1, n_steps=40)
     assert_close(found[:1], wanted.float())
     assert not found[1].any()
-
-
-@pytest.mark.parametrize(("model", "layer"), [("cnn", None), ("resnet", "layer1")])
-def test_ablation_cam(served: Live, model: str, layer: str | None) -> None:
-    """Of a layer by name, or of the last one, with a hook that takes each channel away."""
-    x, taken = random_images(2, 5), list[Tensor]()
-    module = module_of(served, model)
-    part = module.get_submodule(layer or "features")
-    part.register_forward_hook(lambda part, args, output: taken.append(output.detach().clone()))
-    whole = module(torch.from_numpy(x)).detach()[:, 2]
-    values, weights = taken[0], []
-    for channel in range(values.shape[1]):
-        kept = torch.ones(values.shape[1])
-        kept[channel] = 0
-        handle = part.register_forward_hook(lambda part, args, output, kept=kept: output * kept[:, None, None])
-        weights.append((whole - module(torch.from_numpy(x)).detach()[:, 2]) / whole)
-        handle.remove()
-    wanted = (torch.stack(weights, 1)[:, :, None, None] * values).sum(1).relu()
-    named = {} if layer is None else {"layer": layer}
-    reply = ask(served, x, model=model, method="ablation_cam", objective={"class": 2}, **named)
-    assert_close(arrays_of(reply)["ablation_cam"], wanted)
-    assert reply.json()["receipts"]["ablation_cam"]["layer"] == (layer or "features")
-
-
-def compute_cam(method: str, values: Tensor, slopes: Tensor) -> Tensor:
-    """What pytorch-grad-cam computes of a layer's values and gradients, (C, H, W), before it scales the map."""
-    if method == "eigen_cam":
-        flat = values.flatten(1).T
-        positions, sizes, _ = torch.linalg.svd(flat - flat.mean(0), full_matrices=False)
-        found = (positions[:, 0] * sizes[0]).view(values.shape[1:])
-        return (found * torch.sign((found * values.mean(0)).sum())).relu()
-    weights = {
-        "hires_cam": slopes,
-        "layer_cam": slopes.relu(),
-        "xgrad_cam": (slopes * values / (values.sum((1, 2), keepdim=True) + 1e-7)).sum((1, 2), keepdim=True),
-    }[method]
-    return (weights * values).sum(0).relu()
-
-
-@pytest.mark.parametrize("method", ["hires_cam", "layer_cam", "xgrad_cam", "eigen_cam"])
-@pytest.mark.parametrize(("model", "layer"), [("cnn", "features")])
-def test_other_cams(served: Live, model: str, layer: str, method: str) -> None:
-    """Of a layer's values and gradients, as autograd gives them."""
-    x = random_images(2, 5)
-    module, taken = module_of(served, model), list[Tensor]()
-    module.get_submodule(layer).register_forward_hook(lambda module, args, output: taken.append(output))
-    scores = module(torch.from_numpy(x).requires_grad_())
-    (slopes,) = torch.autograd.grad(scores[:, 1].sum(), taken)
-    maps = [compute_cam(method, *pair) for pair in zip(taken[0].detach(), slopes, strict=True)]
-    objective = {} if method == "eigen_cam" else {"objective": {"class": 1}}
-    assert_close(explained(served, x, method, model=model, layer=layer, **objective), torch.stack(maps))
-
-
-def test_eigen_cam_of_no_layer(served: Live) -> None:
-    """Without a layer it is of the last one with maps, and no class is asked for."""
-    x = random_images(2, 5)
-    named = explained(served, x, "eigen_cam", model="cnn", layer="features")
-    assert_close(explained(served, x, "eigen_cam", model="cnn"), named)
-    refused = ask(served, x, method="eigen_cam", model="cnn", classes=[1])
-    assert "of no class" in problem(refused, 422)["detail"]
-    refused = ask(served, x, method="eigen_cam", model="cnn", objective={"class": 1})
-    assert "takes no objective" in problem(refused, 422)["detail"]
-    inputs = [tensor(row) | {"class": klass} for row, klass in zip(x, (1, 3), strict=True)]
-    body: Json = {"model": "cnn", "method": ["eigen_cam", "layer_cam"], "encoding": "base64", "inputs": inputs}
-    assert_close(arrays_of(served.client.post("/explain", json=body))["eigen_cam"], named)
+    prints = [ask(served, x, model="cnn", method="occlusion", **more).json()["fingerprint"] for more in BASELINES]
+    assert prints[0] == prints[1] != prints[2]
 
 
 def test_several_methods_and_classes(served: Live) -> None:
@@ -339,27 +242,6 @@ def test_several_methods_and_classes(served: Live) -> None:
         assert_close(array, arrays_of(alone)[method])
         if klass == "2":
             assert alone.json()["receipts"][method]["fingerprint"] == document["receipts"][key]["fingerprint"]
-    both = ask(served, x, model="vit", method=["attention_rollout", "saliency"], classes=[1])
-    assert list(arrays_of(both)) == ["attention_rollout", "saliency.1"]
-
-
-@pytest.mark.parametrize(
-    "method",
-    ["grad_cam_plusplus", "xgrad_cam", "guided_backpropagation", "integrated_gradients", "occlusion", "relevance"],
-)
-def test_a_class_of_each_row(served: Live, method: str) -> None:
-    """An input's own class is that of its row, whatever the others ask for."""
-    model = "vit" if method in ("gradient_rollout", "relevance") else "cnn"
-    x = random_images(2, 7)
-    inputs = [tensor(row) | {"class": klass} for row, klass in zip(x, (1, 3), strict=True)]
-    body: Json = {"model": model, "method": method, "encoding": "base64"}
-    reply = served.client.post("/explain", json={**body, "inputs": inputs})
-    found = arrays_of(reply)[method]
-    assert reply.json()["receipts"][method]["classes"] == [1, 3]
-    for row, klass in enumerate((1, 3)):
-        assert_close(
-            found[row : row + 1], explained(served, x[row : row + 1], method, model=model, objective={"class": klass})
-        )
 
 
 def test_top_classes(served: Live) -> None:
@@ -380,9 +262,6 @@ def test_top_classes(served: Live) -> None:
     body = {"inputs": [tensor(row) for row in x], **asked, "top_classes": 2}
     file = served.client.post("/explain", json=body, params={"format": "safetensors"})
     assert [len(row) for row in json.loads(metadata(file)["top_classes"])] == [2, 2, 2]
-    rolled = ask(served, x, model="vit", method="attention_rollout", top_classes=3)
-    assert [len(row) for row in rolled.json()["top_classes"]] == [3, 3, 3]
-    assert "label" not in rolled.json()["top_classes"][0][0]
 
 
 def test_inputs_of_several_shapes(served: Live) -> None:
@@ -400,16 +279,18 @@ def test_inputs_of_several_shapes(served: Live) -> None:
 
 
 BAD: dict[str, tuple[Json, int, str]] = {
+    "unknown method": ({"method": "lime"}, 422, "/method"),
+    "a layer that is no map": ({"method": "grad_cam", "layer": "head"}, 422, ""),
+    "a layer for saliency": ({"method": "saliency", "layer": "features"}, 422, ""),
+    "a model without attention": ({"method": "attention_rollout"}, 422, ""),
+    "classes of no class": ({"method": "eigen_cam", "classes": [1]}, 422, ""),
+    "an objective of no class": ({"method": "eigen_cam", "objective": {"class": 1}}, 422, ""),
     "too many steps": ({"method": "integrated_gradients", "steps": 513}, 422, "/steps"),
     "too many windows": ({"method": "occlusion", "window": 1, "stride": 1, "inputs": 20}, 413, ""),
     "classes beside terms": ({"method": "saliency", "classes": [1], "objective": {"terms": [[1, 2]]}}, 422, "/classes"),
     "baseline of saliency": ({"method": "saliency", "baseline": 1}, 422, ""),
-    "rule of another method": ({"method": ["grad_cam", "occlusion"], "rule": "vit-explain"}, 422, ""),
-    "steps of saliency": ({"method": "saliency", "steps": 5}, 422, ""),
     "an unknown class": ({"method": ["saliency"], "classes": ["top", 5]}, 422, "/classes/1"),
-    "a class twice": ({"method": "saliency", "classes": [1, 1]}, 422, "/classes"),
     "classes of a rollout": ({"model": "vit", "method": "attention_rollout", "classes": [1]}, 422, ""),
-    "no ReLU": ({"model": "vit", "method": "guided_backpropagation"}, 422, ""),
     "functional ReLU": ({"model": "functional", "method": "guided_backpropagation"}, 422, ""),
 }
 
@@ -426,23 +307,17 @@ def test_refused(served: Live, kind: str) -> None:
     assert entry.model.hooks == 0
 
 
-def test_text_models_are_refused(serve: Serve, live: Live) -> None:
-    """Pictures alone have maps."""
-    for method in ("integrated_gradients", "occlusion", "guided_backpropagation"):
-        body = {"model": "encoder", "method": method, "inputs": [tensor(np.zeros((5, 8), np.float32))]}
-        problem(live.client.post("/explain", json=body), 422)
-
-
 def test_a_client_that_goes_away(served: Live) -> None:
     """What was asked for ends with the chunk that is under way: no hook and no place in the queue is left."""
-    body = {"model": "resnet", "method": "occlusion", "stride": 1, "inputs": [tensor(random_images(1, 5)[0])]}
+    body = {"model": "resnet", "method": "smoothgrad", "samples": 500, "inputs": [tensor(random_images(1, 5)[0])]}
     with pytest.raises(httpx.ReadTimeout):
-        served.client.post("/explain", json=body, timeout=0.2)
+        served.client.post("/explain", json=body, timeout=0.1)
     wait_until(lambda: served.engine.admission.used_bytes == 0)
     wait_until(lambda: not any(served.engine.take_snapshot().hooks.values()))
     explained(served, random_images(1, 5), "saliency", model="resnet")
 
 
+@pytest.mark.slow
 def test_in_worker_processes(served: Live, serve: Serve) -> None:
     """The same maps come of models in other processes."""
     spec = ModelSpec("cnn", MODELS["cnn"], weights="random:5", inputs=(PICTURE,), preprocess="none")
