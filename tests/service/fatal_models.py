@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 LIMIT = 1000  # the survey's noise is far below
 
 
 class Doomed(nn.Module):
-    """A row's first number, from ``LIMIT`` on, says what breaks for good: ``WAYS`` by their place."""
+    """A row's first number, if ``WAYS`` has it, says what breaks for good."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,9 +19,7 @@ class Doomed(nn.Module):
         self.broken: Callable[[], None] = lambda: None
 
     def forward(self, x: Tensor) -> Tensor:
-        mark = int(x[:, 0].amax())
-        if mark >= LIMIT:
-            self.broken = list(WAYS.values())[mark - LIMIT]
+        self.broken = WAYS.get(int(x[:, 0].amax()), self.broken)
         self.broken()
         out: Tensor = self.linear(x)
         return out
@@ -41,11 +38,7 @@ class Unhurried(nn.Module):
         return out
 
 
-ROW_S = 0.05
-
-
-def _device() -> None:
-    raise torch.AcceleratorError("CUDA error: secret")
+ROW_S = 0.02
 
 
 def _model() -> None:
@@ -56,9 +49,4 @@ def _exit() -> None:
     raise SystemExit(0)
 
 
-WAYS: dict[str, Callable[[], None]] = {"device": _device, "model": _model, "exit": _exit}
-
-
-def mark(way: str) -> float:
-    """The number that breaks things in a way."""
-    return LIMIT + float(list(WAYS).index(way))
+WAYS: dict[int, Callable[[], None]] = {LIMIT + 1: _model, LIMIT + 2: _exit}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -17,7 +16,7 @@ from layertap.service.process import EXIT_FAILED
 from tests.nets import INPUTS
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.fatal_models import WAYS, mark
+from tests.service.fatal_models import LIMIT
 from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT, process
 from tests.service.server_process import (
@@ -56,33 +55,25 @@ Server(uvicorn.Config(app, port=0, lifespan="off", access_log=False), alive, on_
 DEADLINE = {"LAYERTAP_DEADLINE_S": "30", "LAYERTAP_REPLICAS": "1"}
 
 
-@pytest.fixture
-def doomed(serve: Serve) -> Iterator[Live]:
-    """A server that nothing has happened to yet."""
-    with serve(configured(fatal_model_spec("Doomed")), replicas=1) as live:
-        yield live
-
-
 def ask(live: Live, value: float = 1.0) -> httpx.Response:
     """The reply of the model that can be brought down."""
     request = raw(npy(rows(1, value)), "application/x-npy", layers="linear", model="doomed")
     return live.client.post("/extract", **request)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_failure_that_lasts(doomed: Live, way: str) -> None:
-    """A device or a model that fails for good: every request gets 503 with the reason, never 200 again."""
-    assert ask(doomed).status_code == 200
-    assert ask(doomed, mark(way)).status_code == 503
-    wait_until(lambda: ask(doomed).status_code != 200)
-    for _ in range(3):
+def test_failure_that_lasts(serve: Serve) -> None:
+    """A model that fails for good: every request gets 503 with the reason, never 200 again."""
+    with serve(configured(fatal_model_spec("Doomed")), replicas=1) as doomed:
+        assert ask(doomed).status_code == 200
+        assert ask(doomed, LIMIT + 1).status_code == 503
+        wait_until(lambda: ask(doomed).status_code != 200)
         assert "restarted" in str(problem(ask(doomed), 503, seconds=True))
-    for path in ("/livez", "/readyz"):
-        problem(doomed.client.get(path), 503, seconds=True)
-    for name in ("doomed", "digits"):
-        body = doomed.client.get(f"/models/{name}").json()
-        assert (body["state"], body["hooks"]) == ("failed", 0)
-        assert body["reason"]
+        for path in ("/livez", "/readyz"):
+            problem(doomed.client.get(path), 503, seconds=True)
+        for name in ("doomed", "digits"):
+            body = doomed.client.get(f"/models/{name}").json()
+            assert (body["state"], body["hooks"]) == ("failed", 0)
+            assert body["reason"]
 
 
 @pytest.mark.slow
@@ -111,6 +102,7 @@ def test_end_under_load(tmp_path: Path) -> None:
         assert server.out.read_bytes() == b""
 
 
+@pytest.mark.slow
 def test_status() -> None:
     """A process whose application is not alive any more ends with a status that says so, even with a reply to send."""
     words = [sys.executable, "-c", FAILING]
@@ -125,8 +117,9 @@ def test_status() -> None:
 
 
 @pytest.mark.hard
-@pytest.mark.parametrize(("way", "status"), [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("workers", "way", "status"), [(0, signal.SIGTERM, 0), (0, signal.SIGKILL, -signal.SIGKILL), (2, signal.SIGTERM, 0)]
+)
 def test_end_while_compiling(tmp_path: Path, compiler: str, workers: int, way: signal.Signals, status: int) -> None:
     """A server that ends while a warm plan is compiled, even if killed: the compiler ends too and leaves nothing."""
     warm = WarmSpec(("conv", "head"), compile=True)
