@@ -5,66 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 from layertap.models.errors import LoadError
 from layertap.models.loading import load_model
-from layertap.models.spec import InputSpec, ModelSpec
-from tests.oracle import seeded
+from layertap.models.spec import InputSpec
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.nets_http import IMAGE_TOKEN, Entries, Siamese
 from tests.service.support import Array, Json, arrays_of, configured, net, raw, safetensors_of
-from tests.transformers_nets import PICTURE, TEXT
 
-PATCHES, IMAGE = 16, 19  # image tokens of a picture, and their id
-CHAT = np.array([[2, *[IMAGE] * PATCHES, 4, 5, 6], [2, 7, *[IMAGE] * PATCHES, 8, 9]])
 ROWS = {"batch.ids": np.array([[IMAGE_TOKEN, 3, IMAGE_TOKEN]]), "batch.mask": np.ones((1, 3), np.float32)}
-
-
-def save_chat(folder: Path) -> Any:
-    """A tiny LLaVA: each text has a token for each patch of its picture."""
-    config = transformers.LlavaConfig(
-        text_config=transformers.LlamaConfig(**TEXT, num_key_value_heads=2),
-        vision_config=transformers.CLIPVisionConfig(**PICTURE),
-        image_token_index=IMAGE,
-        image_token_id=IMAGE,
-        vision_feature_layer=-1,
-    )
-    seeded(transformers.LlavaForConditionalGeneration(config), 0).save_pretrained(folder)
-    return transformers.LlavaForConditionalGeneration.from_pretrained(folder).eval()  # tables that no file has are new
-
-
-def chat_entry(folder: Path, example: Path | None) -> ModelSpec:
-    example_path = str(example) if example else None
-    inputs = (
-        InputSpec("input_ids", (CHAT.shape[1],), "int64", values=(0, IMAGE + 1), example=example_path),
-        InputSpec("attention_mask", (CHAT.shape[1],), "int64", values=(1, 2)),
-        InputSpec("pixel_values", (3, 32, 32)),
-    )
-    return ModelSpec("chat", f"transformers:{folder}", device="cpu", inputs=inputs)
-
-
-def test_multimodal_model(serve: Serve, tmp_path: Path) -> None:
-    """A text with the tokens of its picture; without an example the model can't be loaded."""
-    module, example = save_chat(tmp_path / "chat"), tmp_path / "example.npz"
-    np.savez(example, input_ids=CHAT)
-    with pytest.raises(LoadError, match="forward raised"):
-        load_model(chat_entry(tmp_path / "chat", None))
-    pixels = np.random.default_rng(0).standard_normal((2, 3, 32, 32)).astype(np.float32)
-    sent = {"input_ids": CHAT, "attention_mask": np.ones_like(CHAT), "pixel_values": pixels}
-    with torch.no_grad():
-        expected = module(**{name: torch.from_numpy(value) for name, value in sent.items()}).logits
-    with serve(configured(chat_entry(tmp_path / "chat", example))) as live:
-        found = post(live, "chat", sent, ".[logits]")[".[logits]"]
-        np.testing.assert_allclose(found, expected, atol=1e-4)
-        assert live.client.get("/models/chat/probe", params={"layers": ".[logits]"}).status_code == 200
 
 
 def post(live: Live, model: str, arrays: dict[str, Array], layers: str) -> dict[str, Array]:
@@ -102,24 +57,21 @@ def test_dictionaries(live: Live) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "said"),
     [
-        ("siamese", {}, {"entries_per_row": 2, "row_order": "forward"}),
-        ("stacked", {}, {"entries_per_row": 2, "rows_per_forward": 1}),
-        ("stacked", {"isolated": "true"}, {"entries_per_row": 2, "rows_per_forward": 2, "row_order": "forward"}),
+        ("siamese", {"entries_per_row": 2, "row_order": "forward"}),
+        ("stacked", {"entries_per_row": 2, "rows_per_forward": 1}),
     ],
 )
-def test_entries_of_a_row(live: Live, name: str, options: dict[str, str], said: Json) -> None:
+def test_entries_of_a_row(live: Live, name: str, said: Json) -> None:
     """A receipt says how many entries a row has, and whether they stand side by side or as a hook has them."""
     torch.manual_seed(0)
     module, kept = Siamese(), list[Tensor]()
     module.body.register_forward_hook(lambda *args: kept.append(args[2].detach()))
     a, b = np.random.default_rng(1).standard_normal((2, 2, 4)).astype(np.float32)
     module(torch.from_numpy(a), torch.from_numpy(b))
-
-    fields = {"model": name, "layers": "body", **options}
-    response = live.client.post("/extract", **raw(safetensors_of(a=a, b=b), "application/x-safetensors", **fields))
-
+    sent = raw(safetensors_of(a=a, b=b), "application/x-safetensors", model=name, layers="body")
+    response = live.client.post("/extract", **sent)
     receipt, found = response.json()["receipts"]["body"], arrays_of(response)["body"]
     assert {key: receipt[key] for key in ("entries_per_row", "row_order", "rows_per_forward") if key in receipt} == said
     if "row_order" not in said:
@@ -137,3 +89,10 @@ def test_examples_that_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(LoadError, match=path.name):
             load_model(net("net", "Gated", InputSpec(name, (4,), example=str(path))))
     load_model(net("net", "Gated", InputSpec("x", (4,), example=str(good))))
+    inputs = (
+        InputSpec("batch.ids", (3,), "int64", values=(0, 50)),
+        InputSpec("batch.mask", (3,)),
+        InputSpec("scale", ()),
+    )
+    with pytest.raises(LoadError, match="forward raised"):  # without an example
+        load_model(net("entries", "Entries", *inputs))

@@ -20,28 +20,22 @@ from tests.service.conftest import Serve
 from tests.service.support import arrays_of, configured, image, tensor
 
 DIGIT = InputSpec("x", (1, 28, 28))
-PIXELS = np.random.default_rng(1).integers(0, 256, (28, 28), dtype=np.uint8)
 ROWS = np.random.default_rng(2).normal(size=(4, 1, 28, 28)).astype(np.float32)
 
 
 class Normed(nn.Module):
-    """A convolution with batch statistics, and dropout after the scores."""
+    """A convolution with batch statistics."""
 
-    def __init__(self, rate: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(1, 4, 3)
         self.norm = nn.BatchNorm2d(4)
         self.head = nn.Linear(4, 10)
-        self.drop = nn.Dropout(rate)
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores of pictures (N, 1, 28, 28)."""
-        scores: Tensor = self.drop(self.head(self.norm(self.conv(x)).relu().mean((2, 3))))
+        scores: Tensor = self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
         return scores
-
-
-def dropping() -> nn.Module:
-    return Normed(0.5)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +44,6 @@ def served(serve: Serve) -> Iterator[Live]:
     specs = [
         ModelSpec("plain", f"python:{__name__}:Normed", **shared),
         ModelSpec("training", f"python:{__name__}:Normed", mode="train", **shared),
-        ModelSpec("dropping", f"python:{__name__}:dropping", mode="train", **shared),
     ]
     with serve(configured(*specs)) as live:
         yield live
@@ -80,18 +73,10 @@ def test_train(served: Live) -> None:
     assert replies[0].json()["fingerprint"] != replies[1].json()["fingerprint"]
 
 
-def test_dropout(served: Live) -> None:
-    """It drops, and never twice the same."""
-    body = {"model": "dropping", "layers": ["."], "inputs": [tensor(row) for row in ROWS]}
-    found = [arrays_of(served.client.post("/extract", json=body))["."] for _ in range(2)]
-    assert 0 < (found[0] == 0).sum() < found[0].size
-    assert not np.array_equal(*found)
-
-
 def test_a_picture_of_one_channel(served: Live) -> None:
     """It is what ToTensor makes of it, and as comparable as the tensor."""
     stream = BytesIO()
-    Image.fromarray(PIXELS).save(stream, "PNG")
+    Image.fromarray(np.random.default_rng(1).integers(0, 256, (28, 28), np.uint8)).save(stream, "PNG")
     row = to_tensor(Image.open(stream))
     body = {"model": "plain", "layers": [".:input", "head"], "encoding": "base64"}
     drawn, sent = (
@@ -101,5 +86,3 @@ def test_a_picture_of_one_channel(served: Live) -> None:
     np.testing.assert_array_equal(arrays_of(drawn)[".:input"][0], row)
     np.testing.assert_array_equal(arrays_of(drawn)["head"], arrays_of(sent)["head"])
     assert drawn.json()["fingerprint"] == sent.json()["fingerprint"]
-    mixed = [image(stream.getvalue()), tensor(row.numpy())]
-    assert served.client.post("/extract", json=body | {"inputs": mixed}).status_code == 200
