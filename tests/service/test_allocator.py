@@ -26,6 +26,7 @@ with open("/proc/self/smaps") as maps:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HUGE_PAGES.exists(), reason="needs a kernel that has huge pages")
 def test_huge_pages() -> None:
     """Large tensors get them."""

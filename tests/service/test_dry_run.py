@@ -20,18 +20,16 @@ def dry(live: Live, **body: Any) -> Any:
     return live.client.post("/extract", params=DRY, json=body)
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "int8", "pool": "flatten"}])
-def test_as_the_real_one(live: Live, options: Json) -> None:
+def test_as_the_real_one(live: Live) -> None:
     """Keys, shapes, dtypes, bytes and fingerprint are those of the real reply."""
     layers = ["block?", "block2.relu#*", "head:input"]
-    body: Json = {"layers": layers, "inputs": [image(PNG), image(picture(2))], **options}
+    body: Json = {"layers": layers, "inputs": [image(PNG), image(picture(2))], "dtype": "int8", "pool": "flatten"}
     estimate, reply = dry(live, **body), live.client.post("/extract", json=body)
     arrays = arrays_of(reply)
     promised = estimate.json()
     expected = {key: (list(a.shape), a.dtype.name) for key, a in arrays.items() if not key.endswith(".scale")}
     assert {key: (each["shape"], each["dtype"]) for key, each in promised["features"].items()} == expected
     assert promised["bytes"] == sum(array.nbytes for array in arrays.values())
-    assert promised["bytes"] == sum(each["bytes"] for each in promised["features"].values())
     assert promised["rows"] == 2
     assert promised["fingerprint"] == reply.json()["fingerprint"] == estimate.headers["x-layertap-fingerprint"]
 
@@ -55,8 +53,6 @@ def test_where_it_stops(live: Live) -> None:
     assert [each["stops_at"] for each in estimates] == ["block1#0:output", "block2.relu#0:output", ".#0:output"]
     costs = [each["cost"] for each in estimates]
     assert 0 < costs[0] <= costs[1] <= costs[2] <= 1
-    assert all(each["seconds"] >= 0 for each in estimates)
-    assert dry(live, layers=["block2:input"]).json()["stops_at"] == "block2#0:input"
 
 
 def test_warnings(live: Live) -> None:
@@ -66,18 +62,7 @@ def test_warnings(live: Live) -> None:
     assert "alone" in dry(live, model="centred", layers=["linear"]).json()["warnings"][0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "unknown format",
-        "near name",
-        "predicted reply",
-        "JSON inputs",
-        "wrong pool",
-        "an image cut short",
-        "NaN in a tensor",
-    ],
-)
+@pytest.mark.parametrize("name", ["unknown format", "near name", "predicted reply", "an image cut short"])
 def test_refused_as_the_real_one(limited: Live, limited_control: Control, name: str) -> None:
     """What would be refused is refused in the same words."""
     case = BAD[name]

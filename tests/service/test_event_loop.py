@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from torch import Tensor, nn
 
-from layertap.models.spec import EmbeddingSpec, InputSpec, ModelSpec, PreprocessSpec
+from layertap.models.spec import InputSpec, ModelSpec
 from tests.server import Live, serving
 from tests.service.support import Json, configured, image, npy, picture, raw
 
@@ -33,21 +33,6 @@ class Deep(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layers(x)
-        return out
-
-
-class Broad(nn.Module):
-    """A layer whose outputs are long, and one whose outputs are as long as embeddings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.long = nn.Linear(3, 2**16)
-        self.embedding = nn.Linear(3, 4096)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.mean((2, 3))
-        self.long(x)
-        out: Tensor = self.embedding(x)
         return out
 
 
@@ -78,17 +63,11 @@ class LoopWatch:
         self._before = now
 
 
-def own(factory: str, *shape: int, **fields: Any) -> ModelSpec:
-    """The entry of a model of this file."""
-    source, inputs = f"python:{__name__}:{factory}", (InputSpec("x", shape),)
-    return ModelSpec(factory.lower(), source, weights="random:0", device="cpu", inputs=inputs, **fields)
-
-
 @pytest.fixture(scope="module")
 def watched() -> Iterator[tuple[Live, LoopWatch]]:
     """A server and what watches its event loop."""
-    broad = own("Broad", 3, 32, 32, preprocess=PreprocessSpec(), embedding=EmbeddingSpec("embedding"))
-    with serving(configured(own("Deep", 1, 2, 2), broad), deadline_s=120) as live:
+    deep = ModelSpec("deep", f"python:{__name__}:Deep", "random:0", "cpu", inputs=(InputSpec("x", (1, 2, 2)),))
+    with serving(configured(deep), deadline_s=120) as live:
         gc.collect()
         gc.freeze()  # as the command does: what is imported is not looked through again
         yield live, LoopWatch(next(iter(live.engine.manager._tasks)).get_loop())
@@ -102,41 +81,16 @@ def many(rows: int = ROWS, **query: Any) -> Json:
     return {"method": "POST", "url": "/extract", **raw(npy(body), "application/x-npy", **query)}
 
 
-def long(rows: int, **query: Any) -> Json:
-    """A request for a result of very many numbers."""
-    body = CHANCE.random((rows, 3, 32, 32), np.float32)
-    query = {"model": "broad", "layers": "long", **query}
-    return {"method": "POST", "url": "/extract", **raw(npy(body), "application/x-npy", **query)}
-
-
-def embed() -> Json:
-    """As many embeddings as a client of OpenAI's may ask for at once."""
-    inputs = ["data:image/png;base64," + image(PNG)["image"]] * ROWS
-    body = {"model": "broad", "input": inputs}
-    return {"method": "POST", "url": "/v1/embeddings", "json": body}
-
-
-PNG = picture(1, (32, 32))
-PICTURES = [image(picture(seed, (200, 200))) for seed in range(32)]
+PICTURES = [image(picture(seed, (200, 200))) for seed in range(16)]
 MAPS: Json = {"method": ["grad_cam", "occlusion", "saliency"], "top_classes": 5, "inputs": PICTURES}
 REQUESTS: dict[str, Json] = {
-    **{f"many results as {name}": many(format=name) for name in ("json", "safetensors")},
-    "many results with probes": many(1, probe="true"),
-    **{f"many numbers as {name}": long(ROWS, format=name) for name in ("npz",)},
+    "many results as json": many(format="json"),
     "a dry run": many(dry_run="true"),
     "pictures": {"method": "POST", "url": "/extract", "json": {"layers": ["*"], "pool": "mean", "inputs": PICTURES}},
     "explanations": {"method": "POST", "url": "/explain", "json": MAPS},
-    "embeddings as lists": embed(),
 }
-REQUESTS |= {
-    path: {"method": "GET", "url": path}
-    for path in (
-        "/models/deep/layers?functions=true",
-        "/models/deep/probe?layers=layers.*",
-        "/metrics",
-        "/openapi.json",
-    )
-}
+GETS = ("/models/deep/layers?functions=true", "/models/deep/probe?layers=layers.*", "/metrics", "/openapi.json")
+REQUESTS |= {path: {"method": "GET", "url": path} for path in GETS}
 
 
 @pytest.mark.parametrize("name", REQUESTS)

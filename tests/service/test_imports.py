@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.marks import slow
 from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT
 from tests.service.support import picture
@@ -20,6 +21,7 @@ LATER = {"torchvision", "timm", "transformers", "tokenizers", "torch._dynamo", "
 IMPORTED = re.compile(r"^import time:.*\| +([\w.]+)$", re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_imports_before_the_first_answer(tmp_path: Path) -> None:
     """The embedded model answers with torch alone, though the configuration that comes with it lists torchvision's."""
     file = tmp_path / "stderr"
@@ -46,7 +48,7 @@ def test_imports_before_the_first_answer(tmp_path: Path) -> None:
 NO_SOURCE = ("bulk", "nowhere", "--out", "out", "--url", "http://127.0.0.1:1")
 
 
-@pytest.mark.parametrize(("words", "status"), [(("--version",), 0), (("serve", "--help"), 0), (NO_SOURCE, 2)])
+@pytest.mark.parametrize(("words", "status"), [(("serve", "--help"), 0), slow(NO_SOURCE, 2)])
 def test_imports_of_a_command_that_runs_no_model(words: tuple[str, ...], status: int) -> None:
     """What needs no model is answered without torch, which takes seconds."""
     command = [sys.executable, "-X", "importtime", "-m", "layertap", *words]

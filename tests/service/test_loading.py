@@ -16,7 +16,6 @@ from torchvision.models import resnet18
 from layertap.models import turns
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
-from tests.marks import slow
 from tests.models.weights import plain_weights
 from tests.oracle import seeded
 from tests.server import Live
@@ -80,30 +79,10 @@ class Asker:
                     self.wrong.append(response.content)
 
 
-@pytest.fixture
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads do not wait for each other, not even to be measured."""
-    monkeypatch.setattr(turns, "TURN_TIMEOUT_S", 0.0)
-
-
-@pytest.mark.usefixtures("_impatient")
-@pytest.mark.parametrize("starts", [slow(2), pytest.param(50, marks=[pytest.mark.hard, pytest.mark.timeout(1800)])])
-def test_a_mixture_of_models(serve: Serve, mixture: Mixture, starts: int) -> None:
+@pytest.mark.slow
+def test_a_mixture_of_models(serve: Serve, mixture: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every model is ready with the weights of its file, every answer that is given meanwhile is exactly right."""
-    wrong: list[object] = []
-    for _ in range(starts):
-        wrong += _start(serve, mixture)
-    assert wrong == []
-
-
-def listed(live: Live) -> list[dict[str, Any]]:
-    """What ``GET /models`` says."""
-    models: list[dict[str, Any]] = live.client.get("/models").json()["models"]
-    return models
-
-
-def _start(serve: Serve, mixture: Mixture) -> list[object]:
-    """What goes wrong in a start."""
+    monkeypatch.setattr(turns, "TURN_TIMEOUT_S", 0.0)  # loads do not wait for each other, not even to be measured
     with serve(mixture.configuration, wait=False, cpu_threads=2) as live:
         askers = [Asker(live.url) for _ in range(2)]
         threads = [threading.Thread(target=asker.run) for asker in askers]
@@ -111,14 +90,17 @@ def _start(serve: Serve, mixture: Mixture) -> list[object]:
             thread.start()
         live.client.get("/models")  # once this is answered all are on their way
         wait_until(lambda: not any(each["state"] == "loading" for each in listed(live)))
-        found = {each["name"]: each for each in listed(live)}
+        found = {each["name"]: (each["state"], each.get("weights_digest")) for each in listed(live)}
         for asker, thread in zip(askers, threads, strict=True):
             asker.stop.set()
             thread.join()
     assert all(asker.answers for asker in askers)
-    other = [
-        (name, found[name]["state"], found[name].get("reason"), found[name].get("weights_digest"))
-        for name, digest in mixture.digests.items()
-        if (found[name]["state"], found[name].get("weights_digest")) != ("ready", digest)
-    ]
-    return [*other, *(answer for asker in askers for answer in asker.wrong)]
+    assert [asker.wrong for asker in askers] == [[], []]
+    wanted = {name: ("ready", digest) for name, digest in mixture.digests.items()}
+    assert {name: found[name] for name in wanted} == wanted
+
+
+def listed(live: Live) -> list[dict[str, Any]]:
+    """What ``GET /models`` says."""
+    models: list[dict[str, Any]] = live.client.get("/models").json()["models"]
+    return models

@@ -13,18 +13,7 @@ from tests.server import Live
 from tests.service.gated_server import wait_until
 from tests.service.support import Json, npy, raw, rows
 
-HOSTILE = (
-    *(
-        "/%0d%0a{%22level%22:%22fake%22}",
-        "/%00%1b[2J",
-        "/%22%7d%0a",
-        "/%e2%80%a8%e2%80%a9%c2%85",
-        "/%ff%fe%ed%a0%80",
-        "/" + "a" * 3000,
-        "/?secret=query",
-    ),
-)
-MESSAGES = ("a\nb", "\r\n\u2028", "\ud800", "%s", "\0", "ü\U0001f984")
+HOSTILE = ("/%0d%0a{%22level%22:%22fake%22}", "/%1b[2J%e2%80%a8%ff%fe", "/" + "a" * 3000, "/?secret=query")
 
 
 def of_access(lines: StringIO) -> list[Json]:
@@ -54,34 +43,23 @@ def test_keys_stay_out(live: Live, lines: StringIO) -> None:
     assert "my-secret" not in lines.getvalue()
 
 
-@pytest.mark.parametrize(("value", "status"), [(1000.0, 500), (1.0, 200)])
-def test_bugs(live: Live, lines: StringIO, value: float, status: int) -> None:
-    """What went wrong inside is in the log, with the request's id, in one line; what went well is not."""
-    request = raw(npy(rows(1, value)), "application/x-npy", model="touchy", layers="linear")
+def test_bugs(live: Live, lines: StringIO) -> None:
+    """What went wrong inside is in the log, with the request's id, in one line."""
+    request = raw(npy(rows(1, 1000.0)), "application/x-npy", model="touchy", layers="linear")
     request["headers"] |= {"x-request-id": "the-id"}
-    assert live.client.post("/extract", **request).status_code == status
+    assert live.client.post("/extract", **request).status_code == 500
     wait_until(lambda: bool(of_access(lines)))
-    found = [json.loads(line) for line in lines.getvalue().splitlines()]
-    bugs = [line for line in found if line["level"] == "error"]
-    assert [line["request_id"] for line in bugs] == (["the-id"] if status == 500 else [])
-    assert all("RuntimeError: secret" in line["exception"] for line in bugs)
+    (bug,) = [line for line in map(json.loads, lines.getvalue().splitlines()) if line["level"] == "error"]
+    assert bug["request_id"] == "the-id"
+    assert "RuntimeError: secret" in bug["exception"]
 
 
-def test_formatter() -> None:
-    """A record is one line whatever is in it."""
-    for message in MESSAGES:
-        record = logging.LogRecord("x", logging.WARNING, "f", 1, message, (), None)
-        record.fields = {"odd": {1, 2}, "path": message, "class": object}
-        written = JsonFormatter().format(record)
-        assert len(written.splitlines()) == 1
-        assert json.loads(written)["path"] == message
-
-
-def test_text() -> None:
-    """For people a record is one line too, with nothing in it that a terminal would obey."""
-    for message in (*MESSAGES, "\x1b[2J", "\x9b1m"):
-        record = logging.LogRecord("x", logging.WARNING, "f", 1, message, (), None)
-        record.fields = {"path": message}
-        written = TextFormatter().format(record)
-        assert written.isprintable()
-        assert "warning: " in written
+@pytest.mark.parametrize("message", ["a\nb", "\r\n\u2028", "\ud800", "%s", "\0", "\x1b[2J", "\x9b1m"])
+def test_formatters(message: str) -> None:
+    """A record is one line whatever is in it; for people there is nothing in it that a terminal would obey."""
+    record = logging.LogRecord("x", logging.WARNING, "f", 1, message, (), None)
+    record.fields = {"odd": {1, 2}, "path": message, "class": object}
+    written = JsonFormatter().format(record)
+    assert len(written.splitlines()) == 1
+    assert json.loads(written)["path"] == message
+    assert TextFormatter().format(record).isprintable()
