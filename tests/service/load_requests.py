@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 
 from tests.oracle import Key
-from tests.service.load_nets import BY_NAME, MIXED_OR_ALONE, SERVED, Served
+from tests.service.load_nets import BY_NAME, SERVED, Served
 from tests.service.support import Array, Json, arrays_of, npy, raw, safetensors_of, tensor
 
 LEAVING, BAD = 0.1, 0.2  # shares of all requests
@@ -108,8 +108,8 @@ def _draw(draw: Random, values: np.random.Generator, seed: int, number: int, ser
     }
     may = [
         key
-        for key in served.keys
-        if served.numbers[key] * count <= MAX_NUMBERS and (count == 1 or served.axes_of(key) != MIXED_OR_ALONE)
+        for key, numbers in served.numbers.items()
+        if numbers * count <= MAX_NUMBERS and (count == 1 or key[0] not in served.unsplittable)
     ]
     chosen = draw.sample(may, min(len(may), draw.randint(1, MAX_LAYERS)))
     keys = {served.name_of(key): key for key in chosen}

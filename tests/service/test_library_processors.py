@@ -18,6 +18,7 @@ from tests.service.conftest import Serve
 from tests.service.support import Json, arrays_of, configured, picture, raw
 from tests.transformers_nets import saved
 
+pytestmark = pytest.mark.slow  # the library imports a lot for its processors
 SIZES = {"height": 32, "width": 32}
 # How exactly rows are the processor's: to the bit through the processor itself, else within float32's rounding.
 FILES: dict[str, tuple[Json, float]] = {

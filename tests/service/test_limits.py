@@ -10,6 +10,7 @@ from threading import Event
 
 import httpx
 import numpy as np
+import pytest
 
 from tests.server import Live
 from tests.service.conftest import Serve
@@ -59,6 +60,7 @@ def test_servers_own_deadline(serve: Serve) -> None:
         wait_until(lambda: post_rows(live).status_code == 200)
 
 
+@pytest.mark.slow
 def test_slow_body(serve: Serve) -> None:
     """A body that does not arrive in time is given up; one that keeps coming has its deadline from the last byte."""
     with serve(body_timeout_s=0.5, deadline_s=0.7) as live:
