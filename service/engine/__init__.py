@@ -1,1 +1,1 @@
-"""Where HTTP's world ends and torch's begins: one thread for each loaded model, and an async face."""
+"""Turns parsed requests into features: an async interface in front of one thread or process pool per loaded model."""

@@ -1,4 +1,4 @@
-"""Plain data of the road from a job to its results, in whatever process: batch keys, batches, what became of them."""
+"""Plain data passed between the server and its workers: batch keys, jobs, batches and their results."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ FIRST_PAUSE_S = 60.0  # between running out of memory and a trial of more rows; 
 MAX_PAUSE_S = 3600.0
 Results = dict[Capture, ReducedTensor]
 Interval = tuple[float, float]
-NEVER: Interval = (0.0, 0.0)  # when a forward ran that failed, or pictures were decoded that came decoded
+NEVER: Interval = (0.0, 0.0)  # of a forward that failed, or of decoding where nothing was decoded
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardSpec:
-    """What a request wants of its forwards, the same for all of its rows.
+    """What a request's forwards compute, the same for all of its rows.
 
-    ``resumption`` and ``compiled`` are the same for all rows with one batch key. Where outputs are put back to see
-    whether the model's own come out again, ``verified_by`` is the catalogue that tells how.
+    ``resumption`` and ``compiled`` are the same for all rows with one batch key. ``verified_by``: the catalogue to
+    verify by, if the request asks to put captured outputs back and compare the model's output.
     """
 
     plan: Plan
@@ -52,13 +52,13 @@ class ForwardSpec:
 
 
 class UndecodedError(RuntimeError):
-    """A picture that its batch was to decode could not be; ``refusal`` says why.
+    """A picture that its batch should decode is bad; ``refusal`` says why.
 
-    ``row`` is its number in the request; None where it is one of several, and not known which.
+    ``row`` is its number in the request; None if it is unknown which of several pictures is bad.
     """
 
     def __init__(self, refusal: LayertapError, row: int | None = None) -> None:
-        super().__init__(refusal, row)  # what it is made of again in another process
+        super().__init__(refusal, row)  # the arguments to unpickle it with
         self.refusal = refusal
         self.row = row
 
@@ -145,24 +145,22 @@ NO_CATALOG = Catalog({}, 0.0, crosses_rows=False)
 
 @dataclass(eq=False)
 class Job:
-    """Rows of a request that are ready to run: what the batcher, their forwards and their reply need of them.
+    """Rows of a request that are ready to run, with the data that the batcher, the forwards and the reply need.
 
     ``depth``: the share of a whole forward's cost up to its deepest layer. ``row_bytes``: bytes captured of each row.
-    ``isolated``: no other job shares its forwards. ``unsplittable``: all its rows run in one, alone. ``work_rows`` are
-    those of all jobs of a request that queues them a few at a time. The batcher
-    sets the times, on its own clock: the job with the least ``due_at`` is first. ``taken_rows`` are in batches already;
-    ``slowdown``: measured seconds of its last batch, divided by the expected ones.
+    ``isolated``: no other job shares its forwards. ``unsplittable``: all its rows run in one forward, alone.
+    ``work_rows``: rows of all jobs of a request that queues a few at a time. The batcher sets the times on its own
+    clock; the job with the least ``due_at`` is first. ``taken_rows`` are in batches already; ``slowdown``: measured
+    seconds of its last batch, divided by the expected ones.
 
-    A forward takes ``inputs``, or makes them of the pictures that are still ``encoded``, one for each row, and gives
-    what ``spec`` says. ``first_row``: the first row's number in the request. ``joined`` takes results of several
-    forwards.
+    A forward takes ``inputs``, or decodes the ``encoded`` pictures, one per row, and computes what ``spec`` says.
+    ``first_row``: the first row's number in the request. ``joined`` collects the results of several forwards.
 
-    The rest is for the reply. ``fingerprints`` holds that of each result by its key. ``mask`` names the input that
-    tells tokens from padding. ``rows_per_forward``: how many rows a forward has where rows affect each other.
-    ``preprocessed`` says who preprocessed the rows. ``labels`` names the model's classes. ``input_index`` is its
-    input's, where other inputs are jobs of their own. ``changed`` names what each intervention of the request changes,
-    its input's own left out. ``tokens`` are those of its texts, padding not counted. ``cut``: how many were left
-    out of each.
+    The rest is for the reply. ``fingerprints``: by result key. ``mask`` names the model input that is the attention
+    mask. ``rows_per_forward``: how many rows a forward has, if rows affect each other. ``preprocessed`` says who
+    preprocessed the rows. ``labels`` names the model's classes. ``input_index`` is set if each input is a job of its
+    own. ``changed`` names what each intervention of the request changes, without those of its own input. ``tokens``
+    counts the tokens of its texts without padding. ``cut``: how many tokens each text was truncated by.
     """
 
     key: BatchKey
@@ -220,7 +218,7 @@ class Job:
 
     @property
     def is_large(self) -> bool:
-        """Whether it, or the work that it is a part of, needs more than one efficient forward."""
+        """Whether it, or the planned work that it belongs to, needs more than one efficient forward."""
         return max(self.rows, self.work_rows) > self.key.efficient_rows
 
     @property
@@ -233,7 +231,7 @@ class Job:
 
     @property
     def token_mask(self) -> Tensor | None:
-        """True where a token is a text's own, False where it is padding; None where rows have no mask."""
+        """True for tokens, False for padding; None if rows have no mask."""
         mask = self.inputs.get(self.mask) if self.mask else None
         return None if mask is None else mask.bool()
 
@@ -246,7 +244,7 @@ class Job:
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Rows ``start`` to ``stop`` of a job. Another process gets these rows alone, and nothing that is for the reply."""
+    """Rows ``start`` to ``stop`` of a job. Pickled, it holds only these rows and no fields for the reply."""
 
     job: Job
     start: int
@@ -274,7 +272,7 @@ class RowSlice:
 
     @property
     def spec(self) -> ForwardSpec:
-        """What the forward is to give of them."""
+        """What the forward computes for them."""
         return self.job.spec
 
     @property
@@ -289,7 +287,7 @@ class RowSlice:
 
 
 def _make_slice(key: BatchKey, rows: int, fields: Mapping[str, Any]) -> RowSlice:
-    """A slice that came from another process: all rows of a job that has no others."""
+    """Unpickle a slice: all rows of a job that has no others."""
     return RowSlice(Job(key, rows, **fields), 0, rows)
 
 
@@ -321,12 +319,12 @@ class Batch:
 
     @property
     def deadline(self) -> float:
-        """The moment from which on nobody waits for it, on the clock of ``time.monotonic``."""
+        """The latest deadline of its jobs, on the clock of ``time.monotonic``."""
         return max(row_slice.job.deadline for row_slice in self.slices)
 
     @property
     def unsplittable(self) -> bool:
-        """Whether it has all rows in one forward, or fails."""
+        """Whether it must run in one forward."""
         return self.slices[0].job.unsplittable
 
     def take(self, slices: Sequence[RowSlice], tries: int = 0) -> Batch:
@@ -339,11 +337,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class SliceResult:
-    """Results of rows ``start`` to ``stop`` of a job, or why there are none; ``index`` is its slice's in the batch.
+    """Results of rows ``start`` to ``stop`` of a job, or their error; ``index`` is the slice's in the batch.
 
-    Results are in the host's memory, and may be the whole job's, with rows that are not there yet. ``rows`` shared the
-    forward. ``forward``, ``copy`` to the host, and ``decode`` where that was part of it, began and ended then, on the
-    clock of ``time.perf_counter``, in seconds.
+    Results are in host memory, and may be the whole job's, with rows that are not filled in yet. ``rows``: how many
+    shared the forward. ``forward``, ``copy`` to the host and ``decode``, if part of it: when each began and ended, in
+    seconds on the clock of ``time.perf_counter``.
     """
 
     index: int
@@ -366,9 +364,9 @@ class SliceResult:
 
 @dataclass(frozen=True)
 class BatchFailures:
-    """What went wrong: forwards without enough memory, how often the batch was split for that, and for other errors.
+    """Failures of a batch: forwards out of memory, splits because of memory, and splits because of other errors.
 
-    ``too_many_rows``: rows that memory does not hold, though it holds each of them.
+    ``too_many_rows``: the size of a batch that ran out of memory though its rows fit one by one.
     """
 
     out_of_memory: int = 0
@@ -379,10 +377,10 @@ class BatchFailures:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What became of a batch: one result or several for each slice that is not in ``again``.
+    """Outcome of a batch: one result or several for each slice that is not in ``again``.
 
-    ``again`` are batches of slices that are to run again, since their process died. ``failure`` says why nothing can be
-    answered any more, where that is so. ``more``: results of the same batch follow.
+    ``again``: batches to rerun because their process died. ``failure``: why this process can't answer any more, if so.
+    ``more``: results of the same batch follow.
     """
 
     results: Sequence[SliceResult] = ()
@@ -393,5 +391,5 @@ class BatchResult:
 
     @property
     def decode_seconds(self) -> float:
-        """How long its pictures were decoded."""
+        """How long decoding its pictures took."""
         return sum(end - begin for begin, end in {result.decode for result in self.results})

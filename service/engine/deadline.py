@@ -1,4 +1,4 @@
-"""Moments on the monotonic clock after which nobody waits for an answer."""
+"""Deadlines: moments on the monotonic clock after which a request is abandoned."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 
 class RunInThread(Protocol):
-    """Runs a function that computes in a pool of threads; DeadlineError."""
+    """Runs a CPU-bound function in a thread pool; DeadlineError."""
 
     def __call__(self, function: Callable[[], T], deadline: float) -> Awaitable[T]:
         """The function's result; ``deadline`` is a moment on the monotonic clock."""
 
 
 async def wait_until(deadline: float, awaited: Awaitable[T]) -> T:
-    """Await until a moment on the monotonic clock; DeadlineError then."""
+    """Await until a deadline on the monotonic clock; DeadlineError when it passes."""
     try:
         async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
             return await awaited
@@ -29,5 +29,5 @@ async def wait_until(deadline: float, awaited: Awaitable[T]) -> T:
 
 
 def deadline_error() -> DeadlineError:
-    """The error of an answer that came too late."""
+    """The error of a request past its deadline."""
     return DeadlineError("the deadline passed before the answer was there", retry_after=1.0)

@@ -1,4 +1,4 @@
-"""The road of one request: its model, its place, its plan, its rows, a batch, its features."""
+"""The steps of a request: find its model, admit it, plan it, decode its rows, run them in batches, collect features."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from layertap.service.settings import Settings
 
 T = TypeVar("T")
 U = TypeVar("U")
-MAX_LEFT_OUT = 16  # times that a request is asked again without some tensors
-SHORT_BODY = 2**16  # bytes that are digested in about the time that a way to another thread and back takes
-Answer = tuple[Job, Results]  # with what its forwards gave
+MAX_LEFT_OUT = 16  # retries of a request, each leaving out tensors that failed
+SHORT_BODY = 2**16  # digesting fewer bytes is faster than a thread switch
+Answer = tuple[Job, Results]  # a job and its forwards' results
 
 
 class Engine:
-    """Requests to features. Used on the event loop, which it never blocks."""
+    """Computes the features of requests. For the event loop only, which it never blocks."""
 
     def __init__(self, manager: ModelManager, fetcher: Fetcher, settings: Settings, metrics: Metrics) -> None:
         self.manager = manager
@@ -54,13 +54,13 @@ class Engine:
         manager.on_unload = self.answers.forget
 
     async def get_handle(self, name: str | None, ticket: Ticket) -> ModelHandle:
-        """The handle that answers a request, the same from first to last; as ``ModelManager.get_handle``."""
+        """The handle that answers a request until its end; raises as ``ModelManager.get_handle``."""
         if (held := ticket.handles.get(name)) is not None:
             return held
         return ticket.hold(name, await self.manager.get_handle(name, ticket.deadline, ticket.timings))
 
     async def extract(self, request: ExtractRequest, ticket: Ticket) -> Features:
-        """What layers of a model compute for a request's inputs; any error of the tree."""
+        """The features of a request; any LayertapError."""
 
         async def compute() -> Features:
             parts = await _ask_again(request, lambda asked: self.extract_parts(asked, ticket))
@@ -73,9 +73,9 @@ class Engine:
     async def compute_once(
         self, request: ExtractRequest, ticket: Ticket, compute: Callable[[], Awaitable[Features]]
     ) -> Features:
-        """What ``compute`` gives for a request, or gave for an equal one where answers are kept; what it raises.
+        """The result of ``compute``, or the cached one of an equal request; raises what ``compute`` raises.
 
-        What is at a URL may change, so that such requests are computed each time.
+        Requests with URLs are never cached: what a URL returns may change.
         """
         rows = request.timings.facts.rows
         self._describe(request)
@@ -99,7 +99,7 @@ class Engine:
     async def _find_or_compute(
         self, request: ExtractRequest, handle: ModelHandle, ticket: Ticket, compute: Callable[[], Awaitable[Features]]
     ) -> Features:
-        """What was kept for an equal request to this loading of the model, or else what ``compute`` gives."""
+        """The cached features of an equal request to this handle, else the result of ``compute``."""
         digest = partial(digest_request, request)
         short = ticket.nbytes <= SHORT_BODY
         key = (handle.generation, digest() if short else await self.run_in_thread(digest, ticket.deadline))
@@ -111,7 +111,7 @@ class Engine:
         return features
 
     async def extract_parts(self, request: ExtractRequest, ticket: Ticket) -> list[Features]:
-        """As ``extract``, in one part where all inputs have one shape, else in one for each of them."""
+        """As ``extract``, in one part if all inputs have one shape, else in one part per input."""
         handle = await self.get_handle(request.model, ticket)
         with ticket.queue_rows(handle, len(request.items)):
             planned, items = await self._plan_and_fetch(request, handle, ticket)
@@ -123,7 +123,7 @@ class Engine:
             return collect() if has_few_results else await self.run_in_thread(collect, ticket.deadline)
 
     async def dry_run(self, request: ExtractRequest, ticket: Ticket, describe: Callable[[list[Job]], T]) -> T:
-        """What ``describe`` makes, in a thread, of the jobs of a request that never run; any error of the tree."""
+        """Plan a request without running it: the result of ``describe``, in a thread, for its jobs; LayertapError."""
         self._describe(request)
         handle = await self.get_handle(request.model, ticket)
 
@@ -139,7 +139,7 @@ class Engine:
         return await _ask_again(request, prepare)
 
     async def run_jobs(self, jobs: list[Job], handle: ModelHandle, ticket: Ticket) -> list[Answer]:
-        """Planned jobs of a model, with what their forwards gave; they wait in its queue like those of any request."""
+        """Run planned jobs in the model's queue, and return each with its results."""
         with ticket.queue_rows(handle, sum(job.rows for job in jobs)):
             answers = await self._run(jobs, ticket.deadline)
         for job in jobs:
@@ -147,9 +147,9 @@ class Engine:
         return answers
 
     async def fetch(self, request: ExtractRequest, ticket: Ticket) -> ExtractRequest:
-        """The request with a picture in place of each URL, for who extracts from it several times or shows them.
+        """The request with its URLs replaced by pictures, for callers that extract from it several times or show them.
 
-        RequestError; planned first where that can be: what is refused fetches nothing.
+        RequestError. Planned first if possible, so that a refused request fetches nothing.
         """
         if not request.has_urls:
             return request
@@ -166,19 +166,19 @@ class Engine:
         return replace(request, items=fetched, faults=(*request.faults, *faults))
 
     async def run_in_thread(self, function: Callable[[], T], deadline: float) -> T:
-        """Run something that computes, but no pictures and no forwards, in a pool of threads; DeadlineError."""
+        """Run a CPU-bound function, not decoding or forwards, in a thread pool; DeadlineError."""
         return await wait_until(deadline, asyncio.get_running_loop().run_in_executor(self._pool, function))
 
     def estimate_wait(self, name: str | None) -> float:
-        """Seconds until a model (None: the default) has answered all that is here now, or let it go by its deadline."""
+        """Seconds until a model (None: the default) has answered or expired all rows that it has now."""
         handle = self.manager.find_handle(name)
         seconds = self.admission.estimate_wait(handle, handle.rows) if handle else 0.0
         return min(seconds, self.settings.deadline_s)
 
     def take_snapshot(self) -> Snapshot:
-        """The figures of this moment, for the metrics; called by any thread."""
+        """Current values of the metrics' gauges; any thread may call it."""
         entries, handles = list(self.manager.registry), self.manager.list_handles()
-        answering = dict(self.manager.handles).items()  # new requests; others finish what they have
+        answering = dict(self.manager.handles).items()  # handles for new requests; others finish theirs
         active = {name: handle for name, handle in answering if handle.is_active}
         waiting = sum(self.manager.scheduler.batcher.count_waiting_rows(handle.key) for handle in handles)
         rows = sum(handle.rows for handle in handles)
@@ -209,12 +209,12 @@ class Engine:
         )
 
     async def close(self) -> None:
-        """Finish what was submitted, then end all threads."""
+        """Finish submitted work, then end all threads."""
         await self.manager.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _describe(self, request: ExtractRequest) -> None:
-        """Note what a request is about, for logs and traces: it may be one of several parts of a larger one."""
+        """Note a request's model and layers for logs and traces; it may be a part of a larger request."""
         facts = request.timings.facts
         facts.model, facts.layers = self.manager.find_name(request.model), request.digest_layers()
         facts.selectors = len(request.selectors)
@@ -223,10 +223,10 @@ class Engine:
     async def _plan_and_fetch(
         self, request: ExtractRequest, handle: ModelHandle, ticket: Ticket
     ) -> tuple[PlannedRequest, Items]:
-        """A request's plan, of whose rows and bytes the ticket holds all from then on, and its items."""
+        """A request's plan and its items; the ticket then holds the plan's rows and bytes."""
         planned = await self.planner.plan(request, handle, ticket.deadline)
         request.timings.facts.rows = max(request.timings.facts.rows, planned.rows)
-        ticket.resize(planned.rows)  # before anything is decoded, or run to get to know a shape
+        ticket.resize(planned.rows)  # before decoding and surveys
         items: Items = planned.request.local_items
         if planned.request.has_urls:
             items = await fetch_inputs(planned.request, planned.inputs, planned.rows, self.fetcher, ticket)
@@ -234,7 +234,7 @@ class Engine:
         return planned, items
 
     async def _decode_and_run(self, planned: PlannedRequest, items: Items, ticket: Ticket) -> list[Answer]:
-        """The jobs of the rows that items are made into, and what their forwards gave."""
+        """Decode items, run their rows, and return the jobs with their results."""
         if (job := make_encoded_job(planned, items, ticket.deadline)) is not None:
             try:
                 return await self._run([job], ticket.deadline)
@@ -245,10 +245,10 @@ class Engine:
         return await self._run(jobs, ticket.deadline)
 
     async def _run(self, jobs: list[Job], deadline: float) -> list[Answer]:
-        """Jobs and what their forwards gave, stage by stage where some take what others have."""
+        """Run jobs, in stages if some take tensors of others, and return each with its results."""
         if not any(job.spec.plan.extra for job in jobs):
             return list(zip(jobs, await self.manager.scheduler.run(jobs), strict=True))
-        answers: dict[int | None, Answer] = {}  # by their inputs
+        answers: dict[int | None, Answer] = {}  # by input index
         for stage in plan_stages(jobs):
             filled = await self.run_in_thread(partial(_fill, stage, tuple(answers.values())), deadline)
             results = await self.manager.scheduler.run(filled)
@@ -256,7 +256,7 @@ class Engine:
         return [answers[job.input_index] for job in jobs]
 
     async def _make_jobs(self, planned: PlannedRequest, items: Items, ticket: Ticket) -> list[Job]:
-        """The jobs of items, planned anew where their rows are not what was expected."""
+        """The jobs of items, replanned if their rows are not as predicted."""
         jobs = await self.job_maker.make_jobs(planned, items, ticket.deadline)
         needed = sum(job.nbytes + count_taken_bytes(job) for job in jobs)
         ticket.reserve_bytes(max(needed - planned.nbytes, 0))
@@ -264,7 +264,7 @@ class Engine:
 
 
 async def _ask_again(request: ExtractRequest, ask: Callable[[ExtractRequest], Awaitable[T]]) -> T:
-    """What ``ask`` gives for a request, or for what its globs leave of it once an error has named tensors."""
+    """The result of ``ask``, retried without the tensors of globs that an error names."""
     for _ in range(MAX_LEFT_OUT):
         try:
             return await ask(request)
@@ -274,7 +274,7 @@ async def _ask_again(request: ExtractRequest, ask: Callable[[ExtractRequest], Aw
 
 
 def _warn_of_embedding(request: ExtractRequest, model: ModelInfo) -> tuple[str, ...]:
-    """Why the model's embedding may mislead, where it is asked for."""
+    """Warnings about the model's embedding, if it is requested."""
     asked = request.embedding is not None and not request.embedding.layer
     return model.model_embedding.warnings if asked and model.model_embedding is not None else ()
 
@@ -284,7 +284,7 @@ def _fill(jobs: Sequence[Job], answers: Sequence[Answer]) -> list[Job]:
 
 
 def _consume(function: Callable[[list[U]], T], values: list[U]) -> T:
-    """What a function makes of values, which are then let go of one by one, as other threads wait for that."""
+    """The function's result; then free the values one by one, so that other threads get the GIL in between."""
     result = function(values)
     while values:
         values.pop()

@@ -1,1 +1,1 @@
-"""What may come in, and what is refused for its size."""
+"""Admission control: limits on waiting work and on the size of requests."""

@@ -1,4 +1,4 @@
-"""What may come in: bytes in memory, rows in a model's queue that are done in time; what is too large whoever asks."""
+"""Admission control: limits on bytes in memory, on queued rows per model, and on the size of a single request."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from layertap.service.pictures.sheet import check_sheet
 from layertap.service.settings import Settings
 from layertap.service.timings import Timings
 
-WAIT_MARGIN = 1.25  # what is expected may take so many times as long
-SURVEY_ROWS = 6  # one row, one that is timed, three, and one whose memory is measured
+WAIT_MARGIN = 1.25  # factor on the estimated wait, because estimates may be too low
+SURVEY_ROWS = 6  # rows that a survey runs: 1 first, 1 timed, 3 in one forward, 1 for memory
 
 
 class AdmissionControl:
-    """What is admitted now. For the event loop only.
+    """Counts the admitted bytes and rows. For the event loop only.
 
-    ``handles`` are those of this process, by the names of their models; it grows and shrinks with them. ``used_bytes``
-    counts bodies as they arrive, rows, and the replies that are expected.
+    ``handles`` maps model names to the handles of this process, and changes as models come and go. ``used_bytes``
+    counts request bodies as they arrive, rows, and estimated replies.
     """
 
     def __init__(self, handles: Mapping[str, ModelHandle], settings: Settings, metrics: Metrics) -> None:
@@ -40,11 +40,11 @@ class AdmissionControl:
         self.metrics = metrics
 
     def admit(self, deadline: float, timings: Timings | None = None) -> Ticket:
-        """A place for a request that is over at a moment on the monotonic clock; given back after its block."""
+        """A ticket for a request with a deadline on the monotonic clock; the block's end releases it."""
         return Ticket(self, deadline, timings or Timings())
 
     def estimate_wait(self, handle: ModelHandle, rows: int) -> float:
-        """Seconds until so many rows of a model are done: others on its device get as much time if they want it.
+        """Seconds until this many rows are done, if each other model on the device uses up to as much time.
 
         Any thread may ask.
         """
@@ -54,10 +54,10 @@ class AdmissionControl:
 
 
 class Ticket(AbstractContextManager["Ticket"]):
-    """One request's place: the bytes that it holds, the rows that it has in its model's queue, its deadline, timings.
+    """One request's admission: its reserved bytes, its rows in the model's queue, its deadline and timings.
 
-    ``nbytes`` are at first those of the request's body. ``handles`` answer it to its end, by the names that it asks
-    for: another version of a model that comes meanwhile is not for it.
+    ``nbytes`` starts at the size of the request's body. ``handles`` maps the requested model names to the handles that
+    answer until the request ends, even if a new version of a model is loaded meanwhile.
     """
 
     def __init__(self, control: AdmissionControl, deadline: float, timings: Timings) -> None:
@@ -71,13 +71,13 @@ class Ticket(AbstractContextManager["Ticket"]):
         self._rows = 0
 
     def hold(self, name: str | None, handle: ModelHandle) -> ModelHandle:
-        """Have a handle answer for a model's name to the end of this request."""
+        """Use this handle for the model's name until the request ends."""
         self.handles[name] = handle
         self._holds.enter_context(handle.hold())
         return handle
 
     def reserve_bytes(self, size: int) -> None:
-        """Hold so many bytes more; QueueFullError where there are none now, TooLargeError where there never are."""
+        """Reserve more bytes; QueueFullError if too few are free now, TooLargeError if it can never fit."""
         control, limit = self._control, self._control.settings.max_queue_bytes
         if self.nbytes + size > limit:
             detail = f"the request needs {self.nbytes + size} bytes, the queue holds {limit}"
@@ -92,7 +92,7 @@ class Ticket(AbstractContextManager["Ticket"]):
 
     @contextmanager
     def return_bytes(self) -> Iterator[None]:
-        """Give back what is reserved in the block once it ends."""
+        """Release at the block's end the bytes reserved in it."""
         before = self.nbytes
         try:
             yield
@@ -102,7 +102,7 @@ class Ticket(AbstractContextManager["Ticket"]):
 
     @contextmanager
     def queue_rows(self, handle: ModelHandle, rows: int) -> Iterator[None]:
-        """Hold so many rows of a model's queue until the block ends; as ``resize``, UnavailableError."""
+        """Hold rows of a model's queue until the block ends; UnavailableError, and the errors of ``resize``."""
         if handle.answers == "none":
             raise unloading_error(handle.name, self._control.estimate_wait(handle, handle.rows))
         self._handle = handle
@@ -115,14 +115,14 @@ class Ticket(AbstractContextManager["Ticket"]):
             self._rows = 0
 
     def resize(self, rows: int) -> None:
-        """Hold another number of rows, where any are held.
+        """Change the number of rows held, if any are.
 
-        QueueFullError where the queue is full, QueueTooLongError where it is so long that the deadline would pass,
-        TooLargeError where it could never hold as many.
+        QueueFullError if the queue is full, QueueTooLongError if the rows would miss the deadline, TooLargeError if the
+        queue could never hold that many.
         """
         if self._handle is None:
             return
-        if rows > self._rows:  # who has a place keeps it, whoever came later
+        if rows > self._rows:  # fewer rows always fit
             self._check_rows(self._handle, rows)
         self._handle.add_rows(rows - self._rows)
         self._rows = rows
@@ -155,7 +155,7 @@ class Ticket(AbstractContextManager["Ticket"]):
 
 
 def check_count(inputs: int, settings: Settings) -> None:
-    """TooLargeError where a request has more inputs than it may."""
+    """TooLargeError if a request has more inputs than allowed."""
     if inputs > settings.max_inputs:
         raise TooLargeError(
             f"the request has {inputs} inputs, the limit is {settings.max_inputs}", hint="send them in several requests"
@@ -163,7 +163,7 @@ def check_count(inputs: int, settings: Settings) -> None:
 
 
 def check_results(results: int, limit: int) -> None:
-    """TooLargeError for more results than a request may have."""
+    """TooLargeError if a request has more results than allowed."""
     if results > limit:
         raise TooLargeError(
             f"the request names {results} results, the limit is {limit}", hint="ask for fewer layers at once"
@@ -171,9 +171,9 @@ def check_results(results: int, limit: int) -> None:
 
 
 def check_reply_size(plan: Plan, rows: int, reply: ReplyOptions) -> None:
-    """TooLargeError where the reply to a plan for so many rows would be over its limit, or not be drawn.
+    """TooLargeError if a plan's reply for this many rows would exceed its limit, or is too large to draw.
 
-    Called before any forward, with what the plan predicts.
+    Called before any forward, with the sizes that the plan predicts.
     """
     check_sizes([plan.count_numbers(rows)], [plan.nbytes(rows)], rows, reply)
     if reply.format.is_picture:
@@ -181,7 +181,7 @@ def check_reply_size(plan: Plan, rows: int, reply: ReplyOptions) -> None:
 
 
 def _outline_result(result: Result, rows: int) -> ResultInfo:
-    """What decides how large a drawing of a result is."""
+    """The properties that determine the size of a result's drawing."""
     capture, reduction = result.capture, result.capture.reduction
     chosen = (reduction.tokens, reduction.heads, reduction.queries, reduction.keys)
     return ResultInfo(
@@ -200,7 +200,7 @@ def _outline_result(result: Result, rows: int) -> ResultInfo:
 
 
 def check_sizes(numbers: Iterable[int], nbytes: Iterable[int], rows: int, reply: ReplyOptions) -> None:
-    """TooLargeError where a reply of so many numbers, and so many bytes, would be over its limit."""
+    """TooLargeError if a reply with these counts of numbers and bytes would exceed its limit."""
     if reply.max_bytes is None:
         return
     size = reply.format.estimate_bytes(reply.encoding, sum(numbers), sum(nbytes))
@@ -212,7 +212,7 @@ def check_sizes(numbers: Iterable[int], nbytes: Iterable[int], rows: int, reply:
 
 
 def check_graph(plan: Plan, key: BatchKey) -> None:
-    """TooLargeError where not even one row's graph would fit."""
+    """TooLargeError if not even the autograd graph of one row fits in memory."""
     if plan.has_graph and key.costs.row_bytes > key.max_bytes:
         raise TooLargeError(
             f"a forward of one row that keeps its graph takes about {key.costs.row_bytes} bytes, "
@@ -222,7 +222,7 @@ def check_graph(plan: Plan, key: BatchKey) -> None:
 
 
 def check_batch(rows: int, key: BatchKey) -> None:
-    """TooLargeError where rows that are to be one batch are more than a forward may have."""
+    """TooLargeError if rows that must share a forward exceed the limit of a forward."""
     if rows > key.max_rows:
         raise TooLargeError(
             f"rows of this model affect each other, and 'isolated' makes one batch of them: these are {rows}, "
@@ -232,10 +232,10 @@ def check_batch(rows: int, key: BatchKey) -> None:
 
 
 def check_survey(model: ModelInfo, shapes: Shapes, settings: Settings) -> None:
-    """TooLargeError for a shape so much larger than the configured one that its catalogue would keep others waiting."""
+    """TooLargeError for a shape so large that surveying it would block the model for too long."""
     if model.catalogs.get_catalog(shapes) is not None:
         return
-    # Of several inputs the one that grew most counts: which layers see which is not known.
+    # With several inputs, take the largest ratio: it is unknown which layers depend on which input.
     tower = model.model_inputs.for_shapes(shapes)
     catalog = model.get_catalog(tower)
     ratio = max(prod(new) / prod(known) for new, known in zip(shapes, tower.shapes, strict=True))
@@ -249,5 +249,5 @@ def check_survey(model: ModelInfo, shapes: Shapes, settings: Settings) -> None:
 
 
 def show_shapes(shapes: Shapes) -> str:
-    """Shapes of a model's inputs, for people."""
+    """Shapes of a model's inputs as text for error messages."""
     return ", ".join(str(list(shape)) for shape in shapes)

@@ -1,4 +1,4 @@
-"""Explanations and sweeps that run on changed inputs: whether each is done in time, and whose turn it is."""
+"""Admits and orders explanations and sweeps, which run many changed inputs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from layertap.service.errors import QueueTooLongError
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
 
-LENIENCY = 2.0  # where nothing else is planned: it may take so many times less
-CHUNK_ROWS = 32  # changed inputs that are queued at a time
-TURNS = 2  # works that run on a device at a time: one prepares its next rows while another's are computed
+LENIENCY = 2.0  # work that runs alone may be this many times faster than estimated
+CHUNK_ROWS = 32  # changed inputs queued at a time
+TURNS = 2  # works that run on a device at a time: one prepares rows while the other computes
 
 
 @dataclass(eq=False)
 class WorkPlan:
-    """What explanations and sweeps of this process have yet to run. For the event loop only."""
+    """The unfinished explanations and sweeps of this process. For the event loop only."""
 
     settings: Settings
     metrics: Metrics
@@ -33,10 +33,10 @@ class WorkPlan:
 
 @dataclass(eq=False)
 class PlannedWork:
-    """Changed inputs that a request will queue a few at a time, and what makes them fewer, in words.
+    """Changed inputs that a request queues a few at a time; ``smaller`` is a hint how to have fewer.
 
-    ``seconds``: of all their forwards on one thread, by what was measured at loading; ``found`` of the rows are known
-    to be needed, ``done`` are answered; ``begun``: it has had its first turn, or waits for it.
+    ``seconds``: estimate for all forwards on one thread, by the load-time measurement. ``found``: rows known to be
+    needed; ``done``: rows answered. ``begun``: it has had its first turn or waits for it.
     """
 
     plan: WorkPlan
@@ -56,7 +56,7 @@ class PlannedWork:
 
     @contextmanager
     def count(self) -> Iterator[None]:
-        """Have it count for others until the block ends."""
+        """List this work in the plan until the block ends."""
         self.plan.works.append(self)
         try:
             yield
@@ -66,10 +66,9 @@ class PlannedWork:
                 other.changed.set()
 
     async def wait_for_turn(self, deadline: float) -> None:
-        """Return once it is among those that run, which have least left to do; DeadlineError.
+        """Return once this work is among those with the least time left, which run; DeadlineError.
 
-        Short work does not wait for long work. Where the deadlines leave no time for all of it, the first ones are done
-        in time instead of all being late.
+        Short work does not wait for long work. Under overload the first works finish in time instead of all being late.
         """
         self.begun = True
         while not self._has_turn():
@@ -77,10 +76,10 @@ class PlannedWork:
             await wait_until(deadline, self.changed.wait())
 
     def check(self, deadline: float) -> None:
-        """QueueTooLongError where it can't be done in time.
+        """QueueTooLongError if the work can't be done in time.
 
-        What else is planned for its device gets as much time, if it wants it. With nothing planned it is refused only
-        where there is no hope: what was measured may be slower than what will be.
+        Each other work on the device is assumed to use up to as much time. Alone, it is refused only if it would be
+        late even at ``LENIENCY`` times the measured speed: the measurement may be too slow.
         """
         left, seconds = max(deadline - time.monotonic(), 0.0), self.seconds_left
         wait = sum(min(seconds, other.seconds_left) for other in self._list_others())
@@ -103,19 +102,19 @@ class PlannedWork:
         raise QueueTooLongError(detail, hint=hint, retry_after=retry_after, needed_s=needed_s)
 
     def _has_turn(self) -> bool:
-        """Whether few enough others have less to do; of equals the first that came is first."""
+        """Whether few enough other works have less time left; ties go to the one that came first."""
         works, seconds = self.plan.works, self.seconds_left
         begun = [other for other in self._list_others() if other.begun]
         ahead = [(other.seconds_left, works.index(other)) < (seconds, works.index(self)) for other in begun]
-        return sum(ahead) < TURNS * max(len(self.handle.devices), 1)  # one that is unloaded has none
+        return sum(ahead) < TURNS * max(len(self.handle.devices), 1)  # an unloaded model has no devices
 
     def _list_others(self) -> list[PlannedWork]:
-        """What else is planned for its device."""
+        """The other works on its device."""
         return [each for each in self.plan.works if each is not self and each.handle.shares_device(self.handle)]
 
 
 def check_changed_inputs(count: int, rows: int, settings: Settings, smaller: str) -> None:
-    """TooLargeError for more changed inputs of some rows than a request may have; ``smaller`` makes them fewer."""
+    """TooLargeError if there are more changed inputs than allowed; ``smaller`` is a hint how to have fewer."""
     limit = settings.max_changed_inputs
     if count > limit:
         most = rows * limit // count

@@ -27,22 +27,22 @@ from layertap.service.features import Array, Features
 from layertap.service.formats.table import ReplyFormat
 from layertap.service.types import CacheResult
 
-Key = tuple[int, str]  # which loading of a model, and the digest of a request to it
+Key = tuple[int, str]  # generation of the model handle, and digest of the request
 Outcome = Features | Literal["refused", "given up"]
-SHORT_COPY = 2**20  # bytes that are copied in less than a way to another thread and back takes
+SHORT_COPY = 2**20  # copying fewer bytes is faster than a thread switch
 
-# What Python takes for an answer, beside its arrays; measured, and rounded up.
+# Bytes of Python objects in an answer, beside its arrays; measured, rounded up.
 ANSWER_BYTES, RESULT_BYTES, ENTRY_BYTES, CHARACTER_BYTES = 2048, 4096, 128, 4
-TOP_ENTRIES = 3  # as which one of a row's best classes counts
+TOP_ENTRIES = 3  # entries that each top class counts as
 
 LEFT_OUT = frozenset({"model", "timings"})  # of a request's digest: the key has the model; timings are measured
 Buffer = bytes | memoryview
 
 
 class AnswerCache:
-    """Features by keys, those that were used most recently. For the event loop only.
+    """LRU cache of features by key. For the event loop only.
 
-    ``used_bytes`` is what they take now, never more than ``max_bytes``.
+    ``used_bytes`` never exceeds ``max_bytes``.
     """
 
     def __init__(self, max_bytes: int, executor: Executor) -> None:
@@ -51,12 +51,12 @@ class AnswerCache:
         self._executor = executor
         self._answers: OrderedDict[Key, Features] = OrderedDict()
         self._computing: dict[Key, asyncio.Future[Outcome]] = {}
-        self._copying_bytes = 0  # of those used, what copies take that are being made
+        self._copying_bytes = 0  # the part of ``used_bytes`` that pending copies take
 
     async def get_or_compute(
         self, key: Key, compute: Callable[[], Awaitable[Features]], deadline: float
     ) -> tuple[Features, CacheResult]:
-        """The features of a key; if they are not kept, one caller at a time runs its ``compute`` and the others wait.
+        """The features of a key; on a miss one caller at a time runs its ``compute`` and the others wait.
 
         If that ``compute`` is refused, each waiter runs its own; if its caller leaves or runs out of time, the next
         waiter takes over. DeadlineError, and what ``compute`` raises.
@@ -75,7 +75,7 @@ class AnswerCache:
                 return await compute(), "miss"
 
     def forget(self, generation: int) -> None:
-        """Drop the answers of one loading of a model, and keep none that it is still computing."""
+        """Drop the answers of one handle, and do not store those that it is still computing."""
         for key in [key for key in self._answers if key[0] == generation]:
             self.used_bytes -= measure(self._answers.pop(key))
         for key in [key for key in self._computing if key[0] == generation]:
@@ -103,11 +103,11 @@ class AnswerCache:
         return features
 
     async def _keep(self, key: Key, features: Features, computing: asyncio.Future[Outcome]) -> None:
-        """Keep a copy of features that fit; without memory for a copy they are not kept."""
+        """Cache a copy of features if they fit and there is memory for the copy."""
         size = measure(features)
         if size > self.max_bytes - self._copying_bytes:
             return
-        self.used_bytes += size  # before there is a copy
+        self.used_bytes += size  # before the copy is made
         while self.used_bytes > self.max_bytes:
             _, oldest = self._answers.popitem(last=False)
             self.used_bytes -= measure(oldest)
@@ -129,7 +129,7 @@ class AnswerCache:
 
 
 def measure(features: Features) -> int:
-    """About how many bytes features take in memory, at least as many as they do."""
+    """Upper estimate of the bytes that features take in memory."""
     texts = (*features.arrays, *features.warnings, *(name for names in features.interventions for name in names))
     values = [value for receipt in features.receipts.values() for value in vars(receipt).values()]
     entries = len(texts) + sum(len(value) for value in values if isinstance(value, tuple))
@@ -200,7 +200,7 @@ def _encode_array(value: np.ndarray[Any, Any], buffers: list[Buffer]) -> None:
 
 def _encode_all(values: Iterable[Any], buffers: list[Buffer], mark: str = "t") -> None:
     values = tuple(values)
-    if all(type(each) is int for each in values):  # tokens, of which there may be very many
+    if all(type(each) is int for each in values):  # fast path for token ids
         buffers.append(f"{mark}i{values}".encode())
         return
     buffers.append(f"{mark}{len(values)}:".encode())

@@ -22,9 +22,9 @@ from layertap.service.engine.request import ReplyOptions
 from layertap.service.features import Array, Features, Receipt, join_cuts
 
 ANOTHER_SHAPE = "its results have another shape than the first"
-# Fields of a receipt that are the input's own; all others are the same in receipts of results that one array holds.
+# Receipt fields that differ by input; all others agree in results that share one array.
 BY_ROW = ("classes", "labels", "token_counts")
-UNLIKE = {"preprocessed": "mixed", "forward": "", "how": "", "grid_size": None}  # of several inputs that differ there
+UNLIKE = {"preprocessed": "mixed", "forward": "", "how": "", "grid_size": None}  # if inputs differ
 OF_INPUT: dict[str, Any] = {"captured": (), "fingerprint": "", **UNLIKE, "truncated": None, **dict.fromkeys(BY_ROW)}
 
 
@@ -39,7 +39,7 @@ class _Outline:
 
     @property
     def has_rows(self) -> bool:
-        """Whether inputs have an axis, or share one result; int8 has scales along the first axis only."""
+        """Whether inputs have an axis instead of one shared result; int8 has scales along the first axis only."""
         axis, receipt = self.receipt.row_axis, self.receipt
         return receipt.over is not None or axis == 0 or (axis is not None and self.dtype != "int8")
 
@@ -151,7 +151,7 @@ def join_changes(changes: Iterable[tuple[tuple[str, ...], ...]]) -> tuple[tuple[
 
 
 def _find_common(outlines: Iterable[Mapping[str, _Outline]]) -> dict[str, bool]:
-    """Each key, and whether one array holds the results of all inputs; outlines are looked at one after another."""
+    """Each key, and whether one array holds the results of all inputs. Outlines are consumed lazily."""
     rest = iter(outlines)
     first = next(rest)
     common = {key: outline.has_rows for key, outline in first.items()}
@@ -194,7 +194,7 @@ def _join_arrays(arrays: Sequence[Array], receipts: Sequence[Receipt]) -> Array:
 
 
 def _count_values(receipt: Receipt) -> int:
-    """The weight of an input in merged statistics, proportional to its values; axes narrowed alike do not count."""
+    """The weight of an input in merged statistics: its number of values, up to a factor equal for all inputs."""
     narrowed = {letter for option, letter in AXES.items() if vars(receipt)[option] is not None}
     letters = receipt.layout or " " * len(receipt.captured)
     return prod(size or 1 for letter, size in zip(letters, receipt.captured, strict=True) if letter not in narrowed)

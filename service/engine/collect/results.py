@@ -1,4 +1,4 @@
-"""The features of a job: named arrays with a receipt for each, and warnings of numbers that say nothing."""
+"""The features of a job: named arrays with a receipt for each, and warnings about NaN, infinity and zero vectors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from layertap.models.selection.statistics import list_columns, merge_rows
 from layertap.service.engine.batch import Job, Results
 from layertap.service.features import Array, Features, Receipt
 
-MAX_NAMED = 8  # results that warnings name; a header holds no more
-FEW_NUMBERS, FEW_RESULTS = 2**16, 64  # counted in less time than a way to another thread and back takes
+MAX_NAMED = 8  # results named in a warning, limited by the size of a header
+FEW_NUMBERS, FEW_RESULTS = 2**16, 64  # counting fewer is faster than a thread switch
 HALF_EXPONENT = 0x7C00  # all bits set: NaN or infinite
 
 
 def collect_features(job: Job, results: Results) -> Features:
-    """The features of a job, made of what its forwards gave."""
+    """The features of a job from the results of its forwards."""
     arrays: dict[str, Array] = {}
     scales: dict[str, Array] = {}
     for result in job.spec.plan.results:
@@ -57,7 +57,7 @@ def _find_classes(job: Job, results: Results) -> tuple[int, ...] | None:
     """The class of each row if the objective is its highest score, or the class that an input names; else None."""
     scores, objective = job.spec.plan.scores, job.spec.plan.objective
     if objective is not None and job.input_index is not None and isinstance(objective.objective.klass, int):
-        return (objective.objective.klass,) * job.rows  # those of other inputs may be others
+        return (objective.objective.klass,) * job.rows  # other inputs may name other classes
     if scores is None or objective is None:
         return None
     selected = _select_scores(results[scores].values.float(), objective)
@@ -69,7 +69,7 @@ def _find_classes(job: Job, results: Results) -> tuple[int, ...] | None:
 
 
 def _select_scores(values: Tensor, objective: ResolvedObjective) -> RowTensor:
-    """The scores at an objective's position; of a single position only that token was captured."""
+    """The scores at an objective's position; for a single position only that token was captured."""
     position = objective.objective.position
     captured = (0,) if position is not None and len(position) == 1 else position
     return RowTensor(values, objective.info).at(captured)
@@ -84,7 +84,7 @@ def _count_tokens(job: Job) -> tuple[int, ...] | None:
 def make_receipt(
     job: Job, result: Result, classes: tuple[int, ...] | None = None, token_counts: tuple[int, ...] | None = None
 ) -> Receipt:
-    """Where a result comes from; ``classes`` are those of its rows' highest scores, ``token_counts`` of its texts."""
+    """The receipt of a result; ``classes``: the top class of each row; ``token_counts``: tokens of each text."""
     point, info, reduction = result.capture.point, result.capture.info, result.capture.reduction
     classes = classes if point.site in GRADIENTS else None
     axis = result.capture.reply_rows_axis
@@ -132,7 +132,7 @@ def make_receipt(
 
 
 def add_warnings(features: Features) -> Features:
-    """Features with a warning for each result that holds such numbers: its key, how many, and what is wrong."""
+    """Add a warning for each result with NaN, infinity or zero vectors: its key, how many, and what is wrong."""
     found = [
         f"{escape(key)}: {text}"
         for key, array in features.arrays.items()
@@ -145,7 +145,7 @@ def add_warnings(features: Features) -> Features:
 
 
 def find_wrong_row(features: Features) -> tuple[int, str] | None:
-    """The first row of a single result (rows, …) that holds such numbers, and what is wrong; None if none does."""
+    """The first row with bad numbers in a single result (rows, …), and what is wrong; None if there is none."""
     ((key, array),) = features.arrays.items()
     receipt = features.receipts[key]
     if not _describe_numbers(array, None, receipt):
@@ -155,7 +155,7 @@ def find_wrong_row(features: Features) -> tuple[int, str] | None:
 
 
 def _describe_numbers(array: Array, scale: Array | None, receipt: Receipt) -> list[str]:
-    """What is wrong with the numbers of a result, in words."""
+    """Descriptions of the bad numbers in a result."""
     nonfinite = _count_nonfinite(array)
     is_half = array.dtype == np.float16 or receipt.dtype == "float16"
     overflowing = int(np.count_nonzero(np.isinf(array))) if nonfinite and is_half else 0
