@@ -75,6 +75,7 @@ def test_another_name(command: Command, pictures: list[Path], tmp_path: Path) ->
     assert done.out.splitlines()[0] == "digits block1: same, under another fingerprint"
 
 
+@pytest.mark.slow
 def test_a_library_that_computes_otherwise(
     command: Command, pictures: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

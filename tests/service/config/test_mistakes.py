@@ -20,13 +20,11 @@ def write_config(folder: Path, text: str, name: str = "models.yaml") -> Path:
 
 BAD = {
     "": "mapping",
-    "- a": "mapping",
     "models: []": "at least 1",
     "models: [": "not YAML",
     "models: !!python/object/apply:os.system ['true']": "not YAML",
     "[" * 5000: "not YAML",
     "models: [{name: a, source: 'a:b'}]\ndefaults: {model: b}": "'b' is not among a",
-    "models: [{name: a, source: 'a:b'}]\ndefaults: {modl: a}": "modl",
     MODEL.format("preprocess: {std: [0.5, 0, 0.5]}"): "no std is 0",
     MODEL.format("preprocess: {resize: 64, crop: [64, -3]}"): "sizes are 1 or more",
     "models: [{name: a, source: 'a:b', tf32: true}, {name: b, source: 'a:b', device: cuda}]": "set it for b too",
