@@ -35,7 +35,7 @@ def pytest_configure() -> None:
 def net_spec(factory: str, **fields: object) -> ModelSpec:
     """The configuration of a module of ``tests.nets``, on the CPU, with the weights of a seed."""
     chosen: dict[str, object] = {"weights": "random:0", "device": "cpu", "inputs": INPUTS[factory], **fields}
-    return ModelSpec(factory, f"python:tests.nets:{factory}", **chosen)  # type: ignore[arg-type]
+    return ModelSpec(factory, f"python:tests.nets:{factory}", **chosen)
 
 
 @pytest.fixture(scope="session")

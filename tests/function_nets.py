@@ -48,8 +48,7 @@ class Mixer(nn.Module):
         h.mul_(0.5)
         h = torch.add(h, h.sigmoid(), alpha=2)
         self.modes.append(count_modes())
-        out: Tensor = self.last(h)
-        return out
+        return self.last(h)
 
 
 def mix(module: Mixer, x: Tensor) -> dict[str, Tensor]:
@@ -90,8 +89,7 @@ class Outer(nn.Module):
         self.mixer = Mixer()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.mixer(x - 1)
-        return out
+        return self.mixer(x - 1)
 
 
 class Borrows(nn.Module):
@@ -103,8 +101,7 @@ class Borrows(nn.Module):
         self.block = _Block()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.block(x, self.head)
-        return out
+        return self.block(x, self.head)
 
 
 class _Block(nn.Module):
@@ -180,13 +177,11 @@ class InPlace(nn.Module):
         else:
             torch.mul(h, 2, out=(doubled := torch.empty_like(h)))
         rectified = nn.ReLU()(kept - doubled.sin())
-        out: Tensor = self.last(functional.relu(rectified * doubled) + kept)
-        return out
+        return self.last(functional.relu(rectified * doubled) + kept)
 
     def compute(self, x: Tensor, edit: Callable[[str, Tensor], Tensor]) -> Tensor:
         """The same by functions that write nowhere; ``edit`` gives what goes on of what a function takes or returns."""
         h = edit("relu#0", edit("add#0", edit("add#0:input", self.first(x)) + 1).relu())
         doubled = edit("mul#0", h * 2)
         rectified = edit("relu#1", edit("relu#1:input", h - doubled.sin()).relu())
-        out: Tensor = self.last(edit("add#1", edit("relu#2", (rectified * doubled).relu()) + h))
-        return out
+        return self.last(edit("add#1", edit("relu#2", (rectified * doubled).relu()) + h))

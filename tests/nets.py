@@ -73,8 +73,7 @@ class Chain(nn.Module):
         x = self.relu(self.conv(image))
         x -= 0.3
         x = self.relu(x)
-        scores: Tensor = self.head(x.mean((2, 3)))
-        return scores
+        return self.head(x.mean((2, 3)))
 
 
 class Pair(NamedTuple):
@@ -112,8 +111,7 @@ class Structured(nn.Module):
         self.nested = Nested()
 
     def forward(self, x: Tensor) -> dict[str, Any]:
-        found: dict[str, Any] = self.nested(self.linear(x))
-        return found
+        return self.nested(self.linear(x))
 
 
 class Gate(nn.Module):
@@ -136,8 +134,7 @@ class Keywords(nn.Module):
     def forward(self, *, pixels: Tensor, kind: Tensor) -> Tensor:
         x = self.linear(pixels)
         x = self.gate(x, gate=self.embed(kind), scale=2.0)
-        out: Tensor = self.gate(x=x, gate=x, bias=x)
-        return out
+        return self.gate(x=x, gate=x, bias=x)
 
 
 class Tied(nn.Module):
@@ -150,8 +147,7 @@ class Tied(nn.Module):
         self.act = nn.Tanh()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.decode(self.act(self.encode(x)))
-        return out
+        return self.decode(self.act(self.encode(x)))
 
 
 class NeverCalled(nn.Module):
@@ -167,8 +163,7 @@ class NeverCalled(nn.Module):
         x = functional.linear(x, self.silent.weight)
         for _ in range(20):
             x = self.often(x)
-        out: Tensor = self.last(x)
-        return out
+        return self.last(x)
 
 
 class TimeFirst(nn.Module):
@@ -183,8 +178,7 @@ class TimeFirst(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.proj(x).transpose(0, 1)
         y = self.norm(y + self.attention(y, y, y)[0])
-        out: Tensor = y.transpose(0, 1)
-        return out
+        return y.transpose(0, 1)
 
 
 class TimeOut(TimeFirst):
@@ -204,8 +198,7 @@ class BatchCentred(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
-        centred: Tensor = x - self.mean(x)
-        return centred
+        return x - self.mean(x)
 
 
 class Mean(nn.Module):
@@ -235,8 +228,7 @@ class Recurrent(nn.Module):
         self.lstm = nn.LSTM(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.lstm(x)[0]
-        return out
+        return self.lstm(x)[0]
 
 
 class Backwards(Recurrent):
@@ -260,8 +252,7 @@ class Inner(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
         self.similar(x), self.first(x), self.mean(x)
-        out: Tensor = x + self.table(x)
-        return out
+        return x + self.table(x)
 
 
 class Similar(nn.Module):
@@ -359,8 +350,7 @@ class Swallows(nn.Module):
         except Exception:
             x = x + 1
         self.tails += 1
-        out: Tensor = self.tail(x)
-        return out
+        return self.tail(x)
 
 
 class Picky(nn.Module):
@@ -406,8 +396,7 @@ class Recursive(nn.Module):
         self.out = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(self.down(x))
-        return out
+        return self.out(self.down(x))
 
 
 class EarlyExit(nn.Module):
@@ -434,8 +423,7 @@ class Pruned(nn.Module):
         self.linear = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(self.keep(x)).mean(1)
-        return out
+        return self.linear(self.keep(x)).mean(1)
 
 
 class Keep(nn.Module):
@@ -509,8 +497,7 @@ class Views(nn.Module):
         y = self.slice(x) + self.wide(x)
         self.last(x)
         x.zero_()
-        out: Tensor = y
-        return out
+        return y
 
 
 class Slice(nn.Module):
@@ -559,8 +546,7 @@ class Sound(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.act(self.block(self.stem(x)))
-        out: Tensor = self.head(x.mean(-1))
-        return out
+        return self.head(x.mean(-1))
 
 
 class Residual2d(nn.Module):
@@ -584,8 +570,7 @@ class ChannelsLast(nn.Module):
         self.mlp = nn.Linear(channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.mlp(self.norm(x))
-        return out
+        return x + self.mlp(self.norm(x))
 
 
 class Cube(nn.Module):
@@ -614,8 +599,7 @@ class Writes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x.mul_(2)
-        out: Tensor = self.linear(x)
-        return out
+        return self.linear(x)
 
 
 class Opaque:
@@ -663,8 +647,7 @@ class Encoder(nn.Module):
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.layers(x)[:, 0])
-        return out
+        return self.head(self.layers(x)[:, 0])
 
 
 def _x(*shape: int) -> tuple[InputSpec, ...]:

@@ -45,7 +45,7 @@ def _dense(width: int, out: int, activation: nn.Module | None, **options: Any) -
 
 
 def _pooled(modes: str | Sequence[str]) -> Any:
-    return modules.Pooling(32, tuple(modes) if not isinstance(modes, str) else modes)  # type: ignore[arg-type]
+    return modules.Pooling(32, tuple(modes) if not isinstance(modes, str) else modes)
 
 
 # The encoder, what stands behind it, and what SentenceTransformer is told besides.

@@ -131,7 +131,7 @@ def test_defaults_of_settings() -> None:
 def test_commands() -> None:
     """The reference of the command line names every command, and the options of those that have a section."""
     text = prose(ROOT / "docs/reference/command-line.md")
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands = typer.main.get_command(app).commands
     assert set(re.findall(r"^\| `layertap (\w+)", text, re.MULTILINE)) == set(commands)
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
     assert {"serve", "extract", "load"} <= sections.keys()

@@ -69,5 +69,4 @@ def layer_of(key: str) -> str:
 
 
 def _array(value: Tensor) -> Array:
-    array: Array = (value.float() if value.is_floating_point() else value).numpy()
-    return array
+    return (value.float() if value.is_floating_point() else value).numpy()

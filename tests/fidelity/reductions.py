@@ -18,8 +18,7 @@ def mean(array: Array, axes: str, rows: int, prefix: int) -> Array:
     """(N, C): over all other axes, without prefix tokens; windows folded into the first axis belong to their row."""
     channel = axes.index("C")
     positions = np.moveaxis(array, channel, -1).reshape(rows, -1, array.shape[channel])
-    pooled: Array = positions[:, prefix if axes == "NTC" else 0 :].mean(1, dtype=np.float64)
-    return pooled
+    return positions[:, prefix if axes == "NTC" else 0 :].mean(1, dtype=np.float64)
 
 
 def flat(array: Array, axes: str, rows: int, prefix: int) -> Array:

@@ -45,13 +45,11 @@ Net = tuple[Callable[[], nn.Module], int]  # how it is built, the side of its pi
 
 
 def _torchvision(name: str, **options: Any) -> nn.Module:
-    module: nn.Module = get_model(name, weights=None, num_classes=CLASSES, **options)
-    return module
+    return get_model(name, weights=None, num_classes=CLASSES, **options)
 
 
 def _timm(name: str, **options: Any) -> nn.Module:
-    module: nn.Module = timm.create_model(name, pretrained=False, num_classes=CLASSES, **options)
-    return module
+    return timm.create_model(name, pretrained=False, num_classes=CLASSES, **options)
 
 
 def _densenet() -> nn.Module:

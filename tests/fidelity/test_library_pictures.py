@@ -38,6 +38,6 @@ def test_some_of_each_outcome() -> None:
 def test_all(cases: object, least: dict[str, int]) -> None:
     """No processor of any library makes another row than we do, and most are on the path that they were on."""
     pictures = list(draw_pictures())
-    found = Counter(compare(how, run, pictures) for _, how, run in cases())  # type: ignore[operator]
+    found = Counter(compare(how, run, pictures) for _, how, run in cases())
     assert not found["different"]
     assert all(found[outcome] >= count for outcome, count in least.items())

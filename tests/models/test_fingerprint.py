@@ -143,8 +143,8 @@ def test_settings(name: str) -> None:
 def grow(module: nn.Module) -> None:
     """Change what a library may change tomorrow and compute the same: attributes, what is printed, tensors it makes."""
     part = next(part for part in module.modules() if isinstance(part, nn.Linear))
-    part.tomorrow = 3  # type: ignore[assignment]
-    part.extra_repr = lambda: "printed otherwise"  # type: ignore[method-assign]
+    part.tomorrow = 3
+    part.extra_repr = lambda: "printed otherwise"
     part.register_buffer("table", torch.ones(2), persistent=False)
     module.add_module("unused", nn.Identity())
 

@@ -54,7 +54,7 @@ def test_chunks(load_net: Loader, name: str, pool: str) -> None:
     """Rows that run in several forwards give what they give in one, whichever axis they are on."""
     model = load_net(name)
     rows = batch(model.inputs, 5)
-    plan = everything(model, Reduction(pool=pool))  # type: ignore[arg-type]
+    plan = everything(model, Reduction(pool=pool))
     whole = extract_plan(model, rows, plan, model.catalog, 5)
     parts = extract_plan(model, rows, plan, model.catalog, 2)
     assert parts.keys() == whole.keys() == plan.captures

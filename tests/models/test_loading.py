@@ -47,7 +47,7 @@ def leaves() -> nn.Module:
 
 
 def spec(factory: str, **fields: object) -> ModelSpec:
-    return ModelSpec("net", f"{HERE}:{factory}", inputs=ROW, device="cpu", **fields)  # type: ignore[arg-type]
+    return ModelSpec("net", f"{HERE}:{factory}", inputs=ROW, device="cpu", **fields)
 
 
 def test_seeds_do_not_meet() -> None:

@@ -187,8 +187,7 @@ class Plain(nn.Module):
         self.kept: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.linear(x))
-        return out
+        return self.head(self.linear(x))
 
 
 class Locked(Plain):
@@ -207,8 +206,7 @@ class Closure(Plain):
         self.run: Callable[[Tensor], Tensor] = lambda x: self.linear(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.run(x))
-        return out
+        return self.head(self.run(x))
 
 
 class Counts(Plain):
@@ -233,8 +231,7 @@ class WritesData(Plain):
     def forward(self, x: Tensor) -> Tensor:
         last = self.get_buffer("last")
         last.data.copy_(x[0])
-        out: Tensor = self.head(self.linear(x) + last)
-        return out
+        return self.head(self.linear(x) + last)
 
 
 class WritesWeights(Plain):

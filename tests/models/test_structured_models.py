@@ -39,8 +39,7 @@ class Parametrised(nn.Module):
         self.act = nn.Tanh()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.turned(self.act(self.scaled(x)))
-        return out
+        return self.turned(self.act(self.scaled(x)))
 
 
 class Meet(nn.Module):
@@ -134,7 +133,7 @@ def placed(value: Any, path: Path, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, dict):
         return {name: placed(item, rest, change) if str(name) == key else item for name, item in value.items()}
     if dataclasses.is_dataclass(value):
-        return dataclasses.replace(value, **{key: placed(getattr(value, key), rest, change)})  # type: ignore[type-var]
+        return dataclasses.replace(value, **{key: placed(getattr(value, key), rest, change)})
     if hasattr(value, "_fields"):
         return value._replace(**{key: placed(getattr(value, key), rest, change)})
     items = [placed(item, rest, change) if str(at) == key else item for at, item in enumerate(value)]
@@ -220,7 +219,7 @@ def test_gradients(name: str) -> None:
                 answers(model, inputs, [asked], (), SUM)
             continue
         delta = torch.zeros_like(value).requires_grad_()
-        with changed(model.module, key, lambda info, delta=delta: info + delta):  # type: ignore[misc]
+        with changed(model.module, key, lambda info, delta=delta: info + delta):
             end = score(model, called(model, inputs))
         wanted = torch.autograd.grad(end, delta, allow_unused=True)[0] if end.requires_grad else None
         wanted = torch.zeros_like(value) if wanted is None else wanted

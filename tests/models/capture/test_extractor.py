@@ -35,7 +35,7 @@ def everything(catalog: Catalog, **how: object) -> Plan:
         if info.dtype != "complex64" and not any("*" in part or "?" in part for part in point.path)
     ]
     captures = [
-        Selector(p.layer, p.layer, p.call, p.path, p.site, None, Reduction(**how), f"{number}")  # type: ignore[arg-type]
+        Selector(p.layer, p.layer, p.call, p.path, p.site, None, Reduction(**how), f"{number}")
         for number, p in enumerate(wanted)
     ]
     return make_plan(captures, catalog)
@@ -120,7 +120,7 @@ def test_results_outlive_the_model(load_net: Loader) -> None:
 
 
 def capture(layer: str, shape: tuple[int, ...], call: int = 0, **more: object) -> Capture:
-    return Capture(HookPoint(layer, call, (), "output"), TensorInfo((), shape, "float32", **more), Reduction())  # type: ignore[arg-type]
+    return Capture(HookPoint(layer, call, (), "output"), TensorInfo((), shape, "float32", **more), Reduction())
 
 
 def test_a_point_that_is_not_reached() -> None:

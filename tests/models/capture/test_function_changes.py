@@ -114,7 +114,7 @@ def test_gradients(in_place: InPlace, name: str) -> None:
                 value = value.clone()
                 if at == name:
                     if changes:
-                        value.register_hook(lambda gradient: gradient.clamp(min=0))  # type: ignore[no-untyped-call]
+                        value.register_hook(lambda gradient: gradient.clamp(min=0))
                     value.retain_grad()
                 kept[at] = value
                 return value.clone()
@@ -169,8 +169,7 @@ def run_residual_stream(module: GPT2LMHeadModel, ids: Tensor, edit: Edit) -> Ten
         mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
         x = edit(f"h.{number}", x + block.attn.c_proj(mixed.transpose(1, 2).flatten(2)))
         x = x + block.mlp(block.ln_2(x))
-    logits: Tensor = module.lm_head(trunk.ln_f(x))
-    return logits
+    return module.lm_head(trunk.ln_f(x))
 
 
 def test_the_residual_stream(gpt2: tuple[GPT2LMHeadModel, Catalog]) -> None:
@@ -205,14 +204,13 @@ def test_the_residual_stream(gpt2: tuple[GPT2LMHeadModel, Catalog]) -> None:
 
 def run_resnet(module: nn.Module, x: Tensor, edit: Edit) -> Tensor:
     """ResNet-18 by hand; ``edit`` is at the sum of each block."""
-    x = module.maxpool(module.bn1(module.conv1(x)).relu())  # type: ignore[operator]
+    x = module.maxpool(module.bn1(module.conv1(x)).relu())
     for stage in ("layer1", "layer2", "layer3", "layer4"):
-        for number, block in enumerate(module.get_submodule(stage)):  # type: ignore[arg-type]
+        for number, block in enumerate(module.get_submodule(stage)):
             y = block.bn2(block.conv2(block.bn1(block.conv1(x)).relu()))
             shortcut = x if block.downsample is None else block.downsample(x)
             x = edit(f"{stage}.{number}", y + shortcut).relu()
-    scores: Tensor = module.fc(x.mean((2, 3)))  # type: ignore[operator]
-    return scores
+    return module.fc(x.mean((2, 3)))
 
 
 def test_a_residual_block_in_place() -> None:
@@ -290,8 +288,7 @@ class Checkpointed(nn.Module):
     """Computes a block again for the backward, which saves what functions in place return."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.compute, x, use_reentrant=False)
-        return out
+        return checkpoint(self.compute, x, use_reentrant=False)
 
     def compute(self, x: Tensor) -> Tensor:
         y = x + 0
@@ -332,7 +329,7 @@ def test_resuming_from_the_residual_stream(gpt2: tuple[GPT2LMHeadModel, Catalog]
     with torch.no_grad():
         output = known.forward(lambda rows, part: part(**rows), module, sent.clone())
         wanted = run_residual_stream(module, ids, lambda at, value: sent if at == "h.1" else value)
-    torch.testing.assert_close(output["logits"], wanted)  # type: ignore[index]
+    torch.testing.assert_close(output["logits"], wanted)
     outputs = list_outputs(known)
     assert {"transformer.h.1.ln_2", "transformer.h.1", "transformer.h.2.ln_1", "lm_head", "."} <= outputs
     assert not {"transformer.wte", "transformer.h.0", "transformer.h.1.ln_1", "transformer.h.1.attn"} & outputs

@@ -217,14 +217,14 @@ def test_names_of_functions() -> None:
     names: list[str | None] = []
 
     class Names(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_function__(self, func, types, args=(), kwargs=None):
             names.append(get_function_name(func))
             return func(*args, **(kwargs or {}))
 
     def listed(function: object) -> set[str | None]:
         names.clear()
         with Names():
-            function()  # type: ignore[operator]
+            function()
         return set(names)
 
     def add() -> None:

@@ -72,8 +72,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor
 
 def as_numpy(value: Tensor) -> Array:
     """In double precision, so that only the code under test rounds."""
-    found: Array = value.to(torch.float64).numpy()
-    return found
+    return value.to(torch.float64).numpy()
 
 
 @pytest.mark.parametrize("pool", POOLS)

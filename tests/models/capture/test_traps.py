@@ -91,7 +91,7 @@ def test_1_the_input_of_an_in_place_module(load_fresh_net: Loader) -> None:
     x = rows(model, 2)
     truth = record(model.module, x)
     seen: list[Tensor] = []
-    handle = model.module.relu.register_forward_hook(lambda _, args, output: seen.append(args[0].clone()))  # type: ignore[union-attr]
+    handle = model.module.relu.register_forward_hook(lambda _, args, output: seen.append(args[0].clone()))
     with torch.no_grad():
         model.module(x)
     handle.remove()
@@ -149,7 +149,7 @@ def test_5_a_return_value_replaces_the_output(load_fresh_net: Loader) -> None:
     x = rows(model, 2)
     with torch.no_grad():
         plain = model.module(x)
-    handle = model.module.conv1.register_forward_hook(lambda _, args, output: isinstance(output, list))  # type: ignore[union-attr]
+    handle = model.module.conv1.register_forward_hook(lambda _, args, output: isinstance(output, list))
     with pytest.raises(AttributeError):
         model.module(x)
     handle.remove()
@@ -220,7 +220,7 @@ def test_7_nothing_runs_after_the_last_point(load_fresh_net: Loader) -> None:
     model = load_fresh_net("resnet")
     x = rows(model, 1)
     begun: list[str] = []
-    handle = model.module.layer4.register_forward_pre_hook(lambda _, args: begun.append("layer4"))  # type: ignore[union-attr]
+    handle = model.module.layer4.register_forward_pre_hook(lambda _, args: begun.append("layer4"))
     with naive(model.module, ["layer3"]):
         model.module(x)
     assert begun == ["layer4"]
@@ -261,8 +261,7 @@ class Two(nn.Module):
         self.head = seeded(nn.Linear(5, 2), 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(x))
-        return out
+        return self.head(self.body(x))
 
 
 def compiled(function: Any) -> Any:
@@ -275,8 +274,7 @@ class Decorated(Two):
 
     @torch.compile(backend="eager")
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(x))
-        return out
+        return self.head(self.body(x))
 
 
 class Function(Two):
@@ -287,13 +285,11 @@ class Function(Two):
         self.double = compiled(lambda x: x.tanh() * 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.double(self.body(x)))
-        return out
+        return self.head(self.double(self.body(x)))
 
 
 def whole() -> nn.Module:
-    module: nn.Module = compiled(Two())
-    return module
+    return compiled(Two())
 
 
 def in_place() -> nn.Module:
@@ -305,7 +301,7 @@ def in_place() -> nn.Module:
 def method() -> nn.Module:
     net: Any = Two()
     net.forward = compiled(net.forward)
-    return net  # type: ignore[no-any-return]
+    return net
 
 
 def spec(factory: str) -> ModelSpec:

@@ -43,8 +43,7 @@ class Aliased(nn.Module):
         x = self.first(x)
         y = self.same(x)
         x.mul_(2)
-        out: Tensor = self.head(y)
-        return out
+        return self.head(y)
 
 
 class Random(nn.Module):

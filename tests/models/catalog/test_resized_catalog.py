@@ -41,8 +41,7 @@ class Forks(nn.Module):
         self.narrow, self.wide = nn.Conv1d(2, 3, 1), nn.Conv1d(2, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = (self.wide if x.shape[-1] > 10 else self.narrow)(x)
-        return out
+        return (self.wide if x.shape[-1] > 10 else self.narrow)(x)
 
 
 def own(factory: str) -> ModelSpec:

@@ -138,8 +138,7 @@ def test_a_small_effect_is_see() -> None:
     class Slightly(BatchCentred):
         def forward(self, x: Tensor) -> Tensor:
             x = self.linear(x)
-            out: Tensor = x - 0.01 * self.mean(x)
-            return out
+            return x - 0.01 * self.mean(x)
 
     assert surveyed(seeded(Slightly(), 0), 4).crosses_rows
 

@@ -30,7 +30,7 @@ def test_grad_cam(layout: str) -> None:
     assert found.shape == (2, height, width)
     assert found.dtype == np.float32
 
-    def at(array: np.ndarray, row: int, channel: int, y: int, x: int) -> float:  # type: ignore[type-arg]
+    def at(array: np.ndarray, row: int, channel: int, y: int, x: int) -> float:
         places = {"NCHW": (row, channel, y, x), "NHWC": (row, y, x, channel), "NTC": (row, 2 + y * 2 + x, channel)}
         return float(array[places[layout]])
 

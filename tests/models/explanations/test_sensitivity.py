@@ -40,8 +40,7 @@ class NoGraphAtFirst(nn.Module):
         self.inner.blocks[0].forward = torch.no_grad()(self.inner.blocks[0].forward)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x)
-        return out
+        return self.inner(x)
 
 
 def looked_at(module: nn.Module, prefix: int = 0, objective: Objective | None = None) -> tuple[HookPoint, HookPoint]:

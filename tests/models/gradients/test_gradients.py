@@ -198,8 +198,7 @@ class Partly(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with self.off():
             x = self.second(self.first(x))
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])

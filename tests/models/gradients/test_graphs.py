@@ -79,8 +79,7 @@ class Cut(nn.Module):
         with self.off():
             y = self.middle(x)
         y = y.detach() if self.detach else y
-        out: Tensor = self.head(y + x if self.skips else y)
-        return out
+        return self.head(y + x if self.skips else y)
 
 
 CUTS: dict[str, Callable[[], Cut]] = {
@@ -113,7 +112,7 @@ def test_a_side_branch_is_zero() -> None:
 def test_what_flows_around_a_cut() -> None:
     """Beside the cut there is a way: the gradient is that of this way, as autograd gives it."""
     net, catalog = known(Cut(torch.no_grad), 4)
-    net.skips = True  # type: ignore[assignment]
+    net.skips = True
     x = drawn(2, 4)
     start = x.clone().requires_grad_()
     truth = torch.autograd.grad(net(start).sum(), start)[0]
@@ -169,8 +168,7 @@ class Checkpointed(nn.Module):
         x = self.stem(x)
         for block in (self.low, self.high):
             x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 def by_hand(net: Any, x: Tensor) -> dict[str, Tensor]:
@@ -243,8 +241,7 @@ class Rounds(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out, state = self.cell(self.stem(x))
-        scores: Tensor = self.head(torch.cat([out.mean(1), state[0][-1]], 1))
-        return scores
+        return self.head(torch.cat([out.mean(1), state[0][-1]], 1))
 
 
 def test_recurrent() -> None:

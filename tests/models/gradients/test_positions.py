@@ -24,8 +24,7 @@ class Segmenter(nn.Module):
         self.scores = nn.Conv2d(4, 5, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.scores(torch.tanh(self.early(x)))
-        return out
+        return self.scores(torch.tanh(self.early(x)))
 
 
 OBJECTIVES: dict[str, tuple[Objective, Callable[[Tensor], Tensor]]] = {

@@ -131,8 +131,7 @@ class Functional(nn.Module):
         shared = functional.scaled_dot_product_attention(
             query, key[:, :2], value[:, :2], attn_mask=mask, enable_gqa=True
         )
-        out: Tensor = self.head((causal + shared).transpose(1, 2).flatten(2).mean(1))
-        return out
+        return self.head((causal + shared).transpose(1, 2).flatten(2).mean(1))
 
 
 class FoldedAttention(nn.Module):
@@ -161,8 +160,7 @@ class Folded(nn.Module):
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.attention(x).mean(1))
-        return out
+        return self.head(self.attention(x).mean(1))
 
 
 def folded(module: FoldedAttention, x: Tensor, change: Change = unchanged) -> tuple[Tensor, Tensor]:
@@ -403,7 +401,7 @@ def test_refusals(name: str, text: str, says: str, hint: str) -> None:
 def test_sinks() -> None:
     """A sink takes what the weights lack, of which their entropy is none; alone, and beside a change of the weights."""
     module, catalog, x = prepared(CASES["sinks"])
-    weights, _ = sinking(module.attention, x)  # type: ignore[arg-type]
+    weights, _ = sinking(module.attention, x)
     for texts in (["*:attention_sink"], ["attention:attention", "attention:attention_sink"]):
         found = run(module, plan_for(catalog, *texts), x)
         torch.testing.assert_close(found["attention:attention_sink"], 1 - weights.sum(-1, keepdim=True))

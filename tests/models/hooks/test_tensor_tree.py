@@ -120,8 +120,7 @@ def sparse() -> Tensor:
 
 
 def jagged() -> Tensor:
-    found: Tensor = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
-    return found
+    return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
 
 
 NEW = torch.tensor(9.0)

@@ -36,8 +36,7 @@ class PaddedEncoder(nn.Module):
     def forward(self, x: Tensor, pad: Tensor) -> Tensor:
         padding = self.make_padding(pad)
         mask = nn.Transformer.generate_square_subsequent_mask(TOKENS, dtype=padding.dtype) if self.causal else None
-        found: Tensor = self.encoder(x, mask=mask, src_key_padding_mask=padding)
-        return found
+        return self.encoder(x, mask=mask, src_key_padding_mask=padding)
 
     def make_padding(self, pad: Tensor) -> Tensor:
         """The mask as the encoder is given it."""

@@ -45,7 +45,7 @@ def by_pillow(picture: Image.Image, spec: PreprocessSpec) -> torch.Tensor:
     size, crop = ([side] if isinstance(side, int) else side for side in (spec.resize, spec.crop))
     resized = picture if size is None else tvf.resize(picture, list(size), InterpolationMode(spec.interpolation))
     cropped = resized if crop is None else tvf.center_crop(resized, list(crop))
-    return tvf.normalize(tvf.to_tensor(cropped), spec.mean, spec.std)  # type: ignore[no-any-return]
+    return tvf.normalize(tvf.to_tensor(cropped), spec.mean, spec.std)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -91,7 +91,7 @@ def test_a_bad_one_among_others() -> None:
         return decoder.decode_row(file, size)
 
     with ThreadPoolExecutor(len(asked) + 1) as pool:
-        held_up = pool.submit(decoder.decode_row, first, good[3][1])  # type: ignore[arg-type]
+        held_up = pool.submit(decoder.decode_row, first, good[3][1])
         assert first.asked.wait(LONG_S)
         answers = [pool.submit(decode, *each) for each in asked]
         begun.wait()
@@ -123,7 +123,7 @@ def lines() -> Iterator[list[Any]]:
     """What is logged meanwhile."""
     told: list[Any] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(vars(record).get("fields"))  # type: ignore[method-assign]
+    handler.emit = lambda record: told.append(vars(record).get("fields"))
     logging.getLogger("layertap").addHandler(handler)
     yield told
     logging.getLogger("layertap").removeHandler(handler)

@@ -236,8 +236,7 @@ class Counts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         self.seen += x.detach().mean(0)
-        out: Tensor = self.second(x)
-        return out
+        return self.second(x)
 
 
 def test_buffers_are_left_alone() -> None:
@@ -334,8 +333,7 @@ class MakesConstants(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(sum(x * factor for factor in range(6)))
         ones = [torch.tensor([[1.0] * 64] * len(x)) for _ in range(8)]
-        out: Tensor = self.second(x * sum(ones))
-        return out
+        return self.second(x * sum(ones))
 
 
 def test_reused_memory_is_no_dependence() -> None:

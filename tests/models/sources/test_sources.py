@@ -24,7 +24,7 @@ VECTOR = (InputSpec("x", (4,)),)
 
 
 def built(source: str, weights: str | Path = "random:0", **fields: object) -> BuiltModel:
-    return build_model(ModelSpec("m", source, str(weights), **fields))  # type: ignore[arg-type]
+    return build_model(ModelSpec("m", source, str(weights), **fields))
 
 
 def refused(source: str, weights: str | Path = "random:0", **fields: object) -> LoadError:

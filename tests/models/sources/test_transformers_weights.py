@@ -57,11 +57,11 @@ def _old_names(folder: Path) -> None:
 
 FORMS: dict[str, Callable[[Path], Any]] = {
     **{
-        name: lambda folder, name=name: saved(name, folder)  # type: ignore[misc]
+        name: lambda folder, name=name: saved(name, folder)
         for name in ("bert", "gpt2", "clip", "chinese_clip", "registers", "wave")
     },
     **{
-        f"{name}_bf16": _as(torch.bfloat16, lambda name=name: net(name))  # type: ignore[misc]
+        f"{name}_bf16": _as(torch.bfloat16, lambda name=name: net(name))
         for name in ("bert", "gpt2", "clip", "vit", "mixing", "depth")
     },
     "clip_f16": _as(torch.float16, lambda: net("clip")),
