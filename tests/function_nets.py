@@ -92,46 +92,6 @@ class Outer(nn.Module):
         return self.mixer(x - 1)
 
 
-class Borrows(nn.Module):
-    """Its part ``block`` calls ``head``, of which it is given no more than the reference."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = Halves()
-        self.block = _Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x, self.head)
-
-
-class _Block(nn.Module):
-    def forward(self, x: Tensor, head: nn.Module) -> Tensor:
-        y = (x * 2).clone()  # as captures are
-        y = head(y)
-        return y.clone() * 3
-
-
-class Fails(nn.Module):
-    """Catches what its part raises between two functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.raises = _Raises()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + 1
-        try:
-            x = self.raises(x)
-        except ValueError:
-            x = x + 2
-        return x + 4
-
-
-class _Raises(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise ValueError(str(x.mul(8).sum().item()))
-
-
 class Branches(nn.Module):
     """Adds a second time for rows of large numbers, and multiplies a third time for batches of several."""
 

@@ -1,4 +1,4 @@
-"""Marks of parameters: one of each kind runs in ``make test``, the rest in ``make test-all``."""
+"""Marks of parameters: one of each kind runs in ``make test``, the rest in ``make test-all`` or ``test-hard``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ import pytest
 def slow(*values: object) -> Any:
     """A set of parameters that only ``make test-all`` runs."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def hard(*values: object) -> Any:
+    """A set of parameters that only ``make test-hard`` runs."""
+    return pytest.param(*values, marks=pytest.mark.hard)
 
 
 def slow_but(quick: Collection[object], values: Iterable[object]) -> list[Any]:

@@ -7,19 +7,14 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torchvision
+from torchvision import models
 from torchvision.models import get_model, list_models
 
 from tests.fidelity.nets import SIDE, maxvit_small
 from tests.fidelity.served_model import Case
+from tests.nets import swin
 
-# Of each kind the cheapest; a vision transformer with prefix tokens is among timm's.
-QUICK = ("mobilenet_v3_small", "resnet18")
-# Of each family the cheapest; all others are hard.
-SLOW = (
-    *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "mnasnet0_5", "regnet_x_400mf"),
-    *("resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_v2_t", "vgg11_bn", "vit_b_32"),
-)
+SLOW = ("resnet18", "swin_v2_t", "vit_b_32")  # all others are hard
 MARKS = {
     "quick": (),
     "slow": (pytest.mark.slow, pytest.mark.timeout(3600)),
@@ -42,16 +37,16 @@ def torchvision_case(name: str, shape: tuple[int, ...] | None = None, **options:
 
 
 def classifiers() -> list[Any]:
-    """Parameters for every classification architecture; a small MaxViT joins in."""
-    names = list_models(module=torchvision.models)
+    """Parameters for every classification architecture; a small Swin and a small MaxViT join in."""
+    cases = [parameter(torchvision_case(name), choose_level(name, SLOW)) for name in list_models(module=models)]
+    tiny = Case("python:tests.nets:swin", swin, (3, 32, 48))
     small = Case("python:tests.fidelity.nets:maxvit_small", maxvit_small, (3, SIDE, SIDE))
-    cases = [parameter(torchvision_case(name), choose_level(name, QUICK, SLOW)) for name in names]
-    return [*cases, parameter(small, "quick")]
+    return [*cases, parameter(tiny, "quick"), parameter(small, "hard")]
 
 
-def choose_level(name: str, quick: Collection[str], slow: Collection[str]) -> str:
+def choose_level(name: str, slow: Collection[str]) -> str:
     """Which of MARKS a case has."""
-    return "quick" if name in quick else "slow" if name in slow else "hard"
+    return "slow" if name in slow else "hard"
 
 
 def parameter(case: Case, level: str) -> Any:

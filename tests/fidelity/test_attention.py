@@ -20,6 +20,7 @@ from tests.models.extraction import extract_plan
 from tests.oracle import seeded
 from tests.transformers_nets import TEXT, texts
 
+pytestmark = pytest.mark.slow
 HIERA = {"image_size": [64, 64], "embed_dim": 8, "depths": [1, 1, 1, 1], "num_heads": [1, 2, 4, 8]}
 
 

@@ -74,15 +74,15 @@ def _vit() -> nn.Module:
 
 
 NETS: dict[str, Net] = {
+    "vit": (_vit, 32),
     "resnet18": (partial(_torchvision, "resnet18"), 32),
+    "swin": (_swin, 32),
     "densenet": (_densenet, 32),
     "convnext": (_convnext, 32),
     "efficientnet": (_efficientnet, 32),
-    "swin": (_swin, 32),
-    "vit": (_vit, 32),
-    "timm vit": (partial(_timm, "vit_tiny_patch16_224", img_size=32, depth=2), 32),
     "timm eva02": (partial(_timm, "eva02_tiny_patch14_224", img_size=28, depth=2), 28),
 }
+MARKS = {"vit": (), "resnet18": pytest.mark.slow, "swin": pytest.mark.slow}
 # What one row each of a shared batch is asked for.
 OBJECTIVES: tuple[tuple[Objective, Callable[[Tensor], Tensor]], ...] = (
     (Objective("logit", "top"), lambda scores: scores.max()),
@@ -178,7 +178,7 @@ def built(name: str) -> tuple[nn.Module, Catalog, Tensor]:
     return module, catalog, rows.double()
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.hard)) for name in NETS])
 def test_every_gradient(name: str) -> None:
     """Each row has the gradients of its own objective, beside others that differentiate something else and alone."""
     module, catalog, x = built(name)

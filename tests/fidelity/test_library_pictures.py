@@ -18,6 +18,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 def test_some_of_each_outcome() -> None:
     """Processors of transformers that are proven, kept and refused, each on its way, with equal rows."""
     pictures = list(draw_pictures())

@@ -21,26 +21,26 @@ NO_DOWNLOAD = {"weights_backbone": None}
 SCENES = [
     parameter(torchvision_case(name, SCENE, **NO_DOWNLOAD, **options), level)
     for name, options, level in (
-        ("deeplabv3_mobilenet_v3_large", {"aux_loss": True}, "quick"),
+        ("deeplabv3_mobilenet_v3_large", {"aux_loss": True}, "slow"),
         ("deeplabv3_resnet50", {}, "hard"),
         ("deeplabv3_resnet101", {"aux_loss": True}, "hard"),
-        ("fcn_resnet50", {"aux_loss": True}, "slow"),
+        ("fcn_resnet50", {"aux_loss": True}, "hard"),
         ("fcn_resnet101", {}, "hard"),
-        ("lraspp_mobilenet_v3_large", {}, "slow"),
+        ("lraspp_mobilenet_v3_large", {}, "hard"),
     )
 ]
 CLIPS = [
     parameter(torchvision_case(name, shape), level)
     for name, shape, level in (
-        ("r3d_18", CLIP, "slow"),
+        ("r3d_18", CLIP, "hard"),
         ("mc3_18", CLIP, "hard"),
         ("r2plus1d_18", CLIP, "hard"),
-        ("swin3d_t", (3, 4, 64, 48), "slow"),
+        ("swin3d_t", (3, 4, 64, 48), "hard"),
         ("swin3d_s", (3, 4, 64, 48), "hard"),
         ("swin3d_b", (3, 4, 64, 48), "hard"),
     )
 ]
-CLIPS.append(parameter(Case("python:tests.fidelity.nets:mvit_small", nets.mvit_small, nets.CLIP), "quick"))
+CLIPS.append(parameter(Case("python:tests.fidelity.nets:mvit_small", nets.mvit_small, nets.CLIP), "slow"))
 
 
 @pytest.mark.parametrize("case", SCENES)

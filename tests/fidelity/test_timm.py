@@ -24,14 +24,12 @@ UNLIKE: dict[str, tuple[int, ...]] = {
     "mixer_s32_224": (3, 224, 224),
     "mobilevit_xxs": (3, 64, 64),
 }
-QUICK = ("deit_tiny_distilled_patch16_224",)
-SLOW = (
-    *("efficientvit_b0", "eva02_tiny_patch14_224", "gmlp_ti16_224", "hiera_tiny_224", "levit_128s", "test_convnext"),
-    *("test_mambaout", "test_maxvit", "test_vit", "xcit_nano_12_p16_224"),
-)
+SLOW = ("deit_tiny_distilled_patch16_224", "mobilevit_xxs")
 # Not csatv2: with random weights a layer gives the same number everywhere. Not efficientformerv2_s0 and starnet_s050:
 # with them float32 and float64 are further apart, in plain torch, than what is allowed here.
 HARD = (
+    *("efficientvit_b0", "eva02_tiny_patch14_224", "gmlp_ti16_224", "hiera_tiny_224", "levit_128s", "test_convnext"),
+    *("test_mambaout", "test_maxvit", "test_vit", "xcit_nano_12_p16_224"),
     *("convit_tiny", "dla46_c", "edgenext_xx_small", "efficientvit_m0", "fasternet_t0", "hgnetv2_b0"),
     *("inception_next_atto", "resnetv2_18", "rexnet_100", "selecsls42b", "shvit_s1", "skresnet18", "swiftformer_xs"),
     *("test_coatnet", "test_nfnet", "test_resnet", "test_vit_relpos", "tiny_vit_5m_224", "tinynet_e"),
@@ -61,7 +59,7 @@ def _case(name: str) -> Case:
 
 PREFIX = 2
 POOLED: dict[str, Axes] = {"deit_tiny_distilled_patch16_224": _deit, "swin_tiny_patch4_window7_224": _swin}
-CASES = [parameter(_case(name), choose_level(name, QUICK, (*UNLIKE, *SLOW))) for name in (*UNLIKE, *SLOW, *HARD)]
+CASES = [parameter(_case(name), choose_level(name, SLOW)) for name in (*UNLIKE, *HARD)]
 
 
 @pytest.mark.parametrize("case", CASES)

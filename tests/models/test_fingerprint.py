@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.fingerprint import (
-    digest_architecture,
     digest_changes,
     digest_explanation,
     digest_model,
@@ -37,7 +36,6 @@ from layertap.models.sources.build import build_model
 from layertap.models.spec import InputSpec, PreprocessSpec
 from tests.conftest import net_spec
 from tests.loading import load_model
-from tests.nets import Chain
 
 ROOT = Path(__file__).parents[2]
 MODEL = "0" * 32
@@ -47,60 +45,46 @@ INPUTS = (InputSpec("x", (4,)),)
 PICTURES = (InputSpec("image", (3, 28, 28)),)
 
 
-def identity(factory: str = "Chain", **how: Any) -> str:
-    if factory == "Again":
-        how |= {"source": f"python:{__name__}:Again"}
+def identity(**how: Any) -> str:
     return load_model(replace(net_spec("Chain"), **how)).identity
-
-
-class Again(Chain):
-    """The same under another name."""
-
-
-def saved(path: Path, change: bool = False) -> str:
-    """Weights of a Chain in a file, one bit of one of them changed."""
-    state = load_file(path) if path.exists() else load_model(net_spec("Chain")).module.state_dict()
-    if change:
-        state["conv.bias"].view(torch.int32)[3] ^= 1
-    save_file(state, path)
-    return str(path)
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        {"factory": "Again"},
         {"weights": "random:1"},
         {"dtype": "bfloat16"},
-        {"tf32": True},
         {"inputs": (InputSpec("image", (3, 8, 9)),)},
         {"preprocess": PreprocessSpec(crop=8)},
     ],
     ids=lambda value: next(iter(value)),
 )
 def test_model(other: dict[str, Any]) -> None:
-    """Another architecture, other weights, another dtype or other rows make another model."""
+    """Other weights, another dtype or other rows make another model."""
     assert identity(**other) != identity()
 
 
 def test_weights_bit(tmp_path: Path) -> None:
     """One bit of one weight makes another model; another place of the same file does not."""
-    (tmp_path / "elsewhere").mkdir()
-    first = identity(weights=saved(tmp_path / "a.safetensors"))
-    assert identity(weights=saved(tmp_path / "elsewhere" / "b.safetensors")) == first
-    assert identity(weights=saved(tmp_path / "a.safetensors", change=True)) != first
+    state = load_model(net_spec("Chain")).module.state_dict()
+    for name in ("a", "b", "changed"):
+        state["conv.bias"].view(torch.int32)[3] ^= name == "changed"
+        save_file(state, tmp_path / f"{name}.safetensors")
+    first, same, changed = (identity(weights=f"{tmp_path}/{name}.safetensors") for name in ("a", "b", "changed"))
+    assert first == same != changed
 
 
-def test_not_model(tmp_path: Path) -> None:
-    """The name, the way to the device, the memory format, the time of loading, the default embedding go in nowhere."""
-    first = identity()
-    assert identity() == first
-    assert identity(name="another") == first
-    assert identity(load="lazy") == first
-    assert identity(memory_format="channels_last") == first
-    assert identity(embedding="conv") == first
-    if not torch.cuda.is_available():
-        assert identity(device="auto") == first
+def test_not_model() -> None:
+    """The name, the memory format, the time of loading and the default embedding go in nowhere."""
+    assert identity(name="another", load="lazy", memory_format="channels_last", embedding="conv") == identity()
+
+
+def test_rows() -> None:
+    """Rows of the model's own making leave its part as it is; others make another of it, by whom and by shape."""
+    assert digest_rows(MODEL, "", None) == digest_rows(MODEL, "", [(4,)]) == MODEL
+    digests = [digest_rows(MODEL, whose, shapes) for whose in ("caller", "mixed") for shapes in (None, [(4,)], [(5,)])]
+    assert len({MODEL, *digests}) == 7
+    assert digest_rows(MODEL, "caller", ((3, 4, 4),)) == "a6946d68ca3df4fdf19a261d5dee2529"
 
 
 def test_preprocess() -> None:
@@ -124,22 +108,6 @@ def test_preprocess() -> None:
     assert digest_model("w", "s", "float32", PREPROCESS, (InputSpec("y", (4,)),)) == digests[0]
 
 
-SETTINGS: dict[str, tuple[nn.Module, nn.Module]] = {
-    "padding": (nn.MaxPool2d(3, padding=0), nn.MaxPool2d(3, padding=1)),
-    "epsilon": (nn.LayerNorm(4, eps=1e-5), nn.LayerNorm(4, eps=1e-6)),
-    "name": (nn.ModuleDict({"a": nn.ReLU()}), nn.ModuleDict({"b": nn.ReLU()})),
-}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings(name: str) -> None:
-    """Two modules with the same weights and another setting are told apart."""
-    one, other = SETTINGS[name]
-    assert digest_architecture(one, "python:a:b") == digest_architecture(one, "python:a:b")
-    assert digest_architecture(one, "python:a:b") != digest_architecture(other, "python:a:b")
-    assert digest_architecture(one, "python:a:b") != digest_architecture(one, "python:a:c")
-
-
 def grow(module: nn.Module) -> None:
     """Change what a library may change tomorrow and compute the same: attributes, what is printed, tensors it makes."""
     part = next(part for part in module.modules() if isinstance(part, nn.Linear))
@@ -151,7 +119,7 @@ def grow(module: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("source", "lasts"),
-    [("torchvision:mnasnet0_5", True), ("timm:test_resnet", True), ("python:tests.nets:Chain", False)],
+    [("timm:test_resnet", True), ("python:tests.nets:Chain", False)],
 )
 def test_a_library_that_grows(source: str, lasts: bool) -> None:
     """A library's name stands for the structure, which may be written otherwise; of own code all of it counts."""
@@ -164,14 +132,10 @@ def test_a_library_that_grows(source: str, lasts: bool) -> None:
     assert (identify_model(built, spec) == before) is lasts
 
 
-@pytest.mark.parametrize(
-    ("source", "args"),
-    [("torchvision:mnasnet0_5", {"dropout": 0.1}), ("timm:test_resnet", {"output_stride": 16})],
-)
-def test_arguments(source: str, args: dict[str, Any]) -> None:
+def test_arguments() -> None:
     """Arguments that no weight shows make another model."""
-    plain = replace(net_spec("Chain"), source=source, inputs=None)
-    other = replace(plain, args=args)
+    plain = replace(net_spec("Chain"), source="timm:test_resnet", inputs=None)
+    other = replace(plain, args={"output_stride": 16})
     (weights, one), (same_weights, two) = (identify_model(build_model(spec), spec) for spec in (plain, other))
     assert weights == same_weights
     assert one != two
@@ -231,6 +195,8 @@ def test_digests_stay() -> None:
         digest_named_architecture("torchvision:resnet18", '{"num_classes": 10}') == "4bc10851af509c16c556fa5096a28472"
     )
     assert digest_result(MODEL, POINT, Reduction()) == "4b805c58e0ed55eb74bebc3f2905c057"
+    function = replace(POINT, layer="mixer", function="add#0")
+    assert digest_result("m", function, Reduction(pool="mean")) == "af202912e4a124357895af20fd71c773"
     assert digest_result(MODEL, POINT, how) == "6029b255c35bc40b96589b7e2e03ca1b"
     assert digest_explanation("gradient_rollout", ["b", "a"]) == "14decdc0229aa00c3736c3a95be8e71d"
     assert digest_result(MODEL, gradient, Reduction(), digest_changes([goal])) == "75bf149039a37bc79f5dac2d39ce75c6"
@@ -238,21 +204,8 @@ def test_digests_stay() -> None:
     assert digest_changes([change]) == "e17ff850b496d8ea69c55cb610fe5965"
 
 
-def test_rows() -> None:
-    """Rows of the model's own making leave its part as it is; others make another of it, by whom and by shape."""
-    assert digest_rows(MODEL, "", None) == digest_rows(MODEL, "", [(4,)]) == MODEL
-    digests = [digest_rows(model, "caller", shapes) for model in (MODEL, "1" * 32) for shapes in (None, [(4,)], [(5,)])]
-    digests += [digest_rows(MODEL, "mixed", shapes) for shapes in (None, [(4,)], [(4,), ()])]
-    assert len({MODEL, *digests}) == 1 + len(digests)
-    assert digest_rows(MODEL, "caller", None) == "ddcbc74a2c4e380b6f61ed5622514d60"
-    assert digest_rows(MODEL, "caller", ((3, 4, 4),)) == "a6946d68ca3df4fdf19a261d5dee2529"
-
-
 def test_reply() -> None:
     """A reply's fingerprint is that of its only result, or of the set of them in any order."""
     assert digest_reply(["a"]) == digest_reply(["a", "a"]) == "a"
     assert digest_reply(["a", "b"]) == digest_reply(["b", "a"]) == digest_reply(["b", "a", "b"])
-    assert (
-        len({digest_reply(["a"]), digest_reply(["a", "b"]), digest_reply(["a", "c"]), digest_reply(["a", "b", "c"])})
-        == 4
-    )
+    assert len({digest_reply(each) for each in (["a"], ["a", "b"], ["a", "c"], ["a", "b", "c"])}) == 4

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -48,15 +45,6 @@ def leaves() -> nn.Module:
 
 def spec(factory: str, **fields: object) -> ModelSpec:
     return ModelSpec("net", f"{HERE}:{factory}", inputs=ROW, device="cpu", **fields)
-
-
-def test_seeds_do_not_meet() -> None:
-    """Models that are constructed at the same time have the weights of their seeds, as one after another."""
-    small: dict[str, Any] = {"inputs": (InputSpec("x", (3, 32, 32)),), "preprocess": "none", "weights": "random:0"}
-    specs = [ModelSpec(arch, f"torchvision:{arch}", **small) for arch in ("resnet18", "squeezenet1_1") * 2]
-    alone = [load_model(each).digest for each in specs[:2]]
-    with ThreadPoolExecutor(4) as pool:
-        assert [model.digest for model in pool.map(load_model, specs)] == alone * 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

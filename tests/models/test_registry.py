@@ -22,13 +22,6 @@ VECTOR = (InputSpec("x", (4,)),)
 SEEN: ContextVar[tuple[Registry, list[str]]] = ContextVar("SEEN")
 
 
-class Demanding(nn.Linear):
-    """Can't be made without an argument."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size, size)
-
-
 def watching() -> nn.Module:
     """Notes in which state its own entry is while it is made."""
     registry, states = SEEN.get()
@@ -64,10 +57,8 @@ def test_states() -> None:
     ("spec", "reason"),
     [
         (replace(net_spec("Chain"), source="python:tests.nets:Chian"), "no factory 'Chian'; did you mean"),
-        (own("Demanding"), "needs arguments; type args: {size: …}"),
         (net_spec("Chain", inputs=VECTOR), "can't take an input of this shape"),
         (net_spec("Chain", weights="nowhere.safetensors"), "no checkpoint 'nowhere.safetensors'"),
-        (net_spec("Chain", device="tpu"), "'tpu' is no device"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.source,
 )

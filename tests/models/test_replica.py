@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,6 @@ from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import net_spec
 from tests.loading import load_model
-from tests.marks import slow_but
 from tests.models.extraction import see
 from tests.nets import batch
 from tests.oracle import record
@@ -54,9 +54,7 @@ def tensors(module: nn.Module) -> list[Tensor]:
 # What a replica is
 
 
-@pytest.mark.parametrize(
-    "name", ["resnet", "vit", "swin", "Chain", "Tied", "Recurrent", "TimeFirst", "Encoder", "Keywords"]
-)
+@pytest.mark.parametrize("name", ["resnet", "Tied", "Recurrent", "Encoder", "Keywords"])
 def test_replicas(name: str) -> None:
     """Other modules over the same parameters and buffers; each gives what an offline hook sees."""
     model = load_model(net_spec(name), replicas=3)
@@ -80,13 +78,13 @@ def test_replicas(name: str) -> None:
 
 
 class Heavy(nn.Module):
-    """Sixteen MiB of parameters and buffers."""
+    """Four MiB of parameters and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide = nn.Linear(4, 2**19)
-        self.narrow = nn.Linear(2**19, 1, bias=False)
-        self.register_buffer("table", torch.ones(2**17, 4))
+        self.wide = nn.Linear(4, 2**17)
+        self.narrow = nn.Linear(2**17, 1, bias=False)
+        self.register_buffer("table", torch.ones(2**15, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.narrow(self.wide(x))
@@ -109,48 +107,30 @@ def _alive() -> int:
     gc.collect()
     found = [item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter) and item.layout is torch.strided]
     storages = {item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in found}
-    return sum(size for size in storages.values() if size >= 2**20)
+    return sum(size for size in storages.values() if size >= 2**18)
 
 
 # Two threads
 
-ROUNDS = {"Chain": 100, "bottlenecks": 40}
-LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "Chain": (("conv", "relu#*", "relu#0:input"), ("relu#1", "head"), ("head:input", "conv:input"), ("relu#0",)),
-    "bottlenecks": (
-        ("layer1.0.relu#*", "fc"),
-        ("bn1", "layer2"),
-        ("layer1.0.relu#1", "layer3:input"),
-        ("layer2.0.bn3",),
-    ),
-}
-MIDDLE = {"Chain": "conv", "bottlenecks": "layer1"}  # runs once, whatever is asked for
+
+ROUNDS = 40
+LAYERS = (("conv", "relu#*", "relu#0:input"), ("relu#1", "head"), ("head:input", "conv:input"), ("relu#0",))
 
 
-@pytest.mark.parametrize("name", slow_but(("Chain",), ROUNDS))
-def test_two_threads_at_once(name: str) -> None:
+def test_two_threads_at_once() -> None:
     """Two forwards that are halfway at the same moment, with hooks of different requests: each gets its own."""
-    model = load_model(net_spec(name), replicas=2)
+    model = load_model(net_spec("Chain"), replicas=2)
     inputs = [batch(model.inputs, 1 + seed % 2, seed) for seed in range(4)]
     truth = [record(model.module, *rows.values()) for rows in inputs]
-    asked = [wanted(model, *texts) for texts in LAYERS[name]]
+    asked = [wanted(model, *texts) for texts in LAYERS]
     together = threading.Barrier(2, timeout=PATIENCE_S)
-    handles = [
-        each.module.get_submodule(MIDDLE[name]).register_forward_pre_hook(lambda *_: _meet(together))
-        for each in model.replicas
-    ]
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            wrong = list(pool.map(lambda number: _rounds(model, number, inputs, asked, truth, ROUNDS[name]), range(2)))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        for each in model.replicas:  # where a forward is halfway, whatever is asked for
+            stack.enter_context(each.module.conv.register_forward_pre_hook(lambda *_: together.wait() and None))
+        pool = stack.enter_context(ThreadPoolExecutor(2))
+        wrong = list(pool.map(lambda number: _rounds(model, number, inputs, asked, truth), range(2)))
     assert wrong == [[], []]
     assert model.hooks == 0
-
-
-def _meet(together: threading.Barrier) -> None:
-    together.wait()
 
 
 def _rounds(
@@ -159,11 +139,10 @@ def _rounds(
     inputs: list[dict[str, Tensor]],
     asked: list[dict[str, Capture]],
     truth: list[dict[Any, Tensor]],
-    rounds: int,
 ) -> list[str]:
     torch.set_num_threads(1)
     wrong = []
-    for turn in range(rounds):
+    for turn in range(ROUNDS):
         which = (turn * (3 - 2 * number) + number) % len(inputs)
         captures = asked[(turn // 4 + number) % len(asked)]
         for key, value in extract(model, number, inputs[which], captures).items():
@@ -209,18 +188,6 @@ class Closure(Plain):
         return self.head(self.run(x))
 
 
-class Counts(Plain):
-    """Writes to a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        return super().forward(x)
-
-
 class WritesData(Plain):
     """Writes to a buffer where no version tells."""
 
@@ -234,15 +201,6 @@ class WritesData(Plain):
         return self.head(self.linear(x) + last)
 
 
-class WritesWeights(Plain):
-    """Normalises a parameter in place."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.linear.weight.div_(self.linear.weight.norm())
-        return super().forward(x)
-
-
 class Chance(Plain):
     """Drops values at random."""
 
@@ -250,7 +208,7 @@ class Chance(Plain):
         return nn.functional.dropout(super().forward(x).repeat(1, 64), 0.5, training=True)
 
 
-@pytest.mark.parametrize("name", ["Locked", "Closure", "WritesData", "WritesWeights", "Chance"])
+@pytest.mark.parametrize("name", ["Locked", "Closure", "WritesData", "Chance"])
 def test_one_replica_only(name: str) -> None:
     """What can't be run by two threads at once is loaded for one, and runs."""
     model = load_model(here(name), replicas=2)
@@ -275,9 +233,9 @@ class Cached(Plain):
         return super().forward(x) * self.table
 
 
-@pytest.mark.parametrize("name", ["Plain", "Cached", "Heavy", "Counts"])
+@pytest.mark.parametrize("name", ["Plain", "Cached"])
 def test_two_replicas(name: str) -> None:
-    """A cache that a forward left behind, and state that is copied along or put back, keep nobody from having two."""
+    """A cache that a forward left behind keeps nobody from having two."""
     model = load_model(here(name), replicas=2)
     assert len(model.replicas) == 2
     rows = batch(model.inputs, 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -64,43 +63,13 @@ class Meeting(nn.Module):
         return found["sum"] * found["parts"][0] + found["parts"][1]["last"], {"y": y}
 
 
-class Keep(nn.Module):
-    """Returns what may be read and not written to."""
-
-    def forward(self, x: Tensor) -> Mapping[str, Any]:
-        return MappingProxyType({"twice": x * 2, "deep": MappingProxyType({"squares": [x * x]})})
-
-
-class Sealed(nn.Module):
-    """A part returns an immutable mapping, and the model does too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.keep = nn.Linear(4, 3), Keep()
-
-    def forward(self, x: Tensor) -> Mapping[str, Any]:
-        found = self.keep(self.linear(x))
-        return MappingProxyType({"out": found["twice"] + found["deep"]["squares"][0]})
-
-
 MADE: dict[str, tuple[InputSpec, ...]] = {
     "Parametrised": (InputSpec("x", (5,)),),
+    "Graph": (InputSpec("x", (4,)),),
     "Meeting": (InputSpec("a", (4,)), InputSpec("b", (2,)), InputSpec("c", (3,))),
-    "Sealed": (InputSpec("x", (4,)),),
 }
 # Every tensor at every call, and how many of them there are.
-COUNTS = {
-    "Meeting": 23,
-    "Parametrised": 15,
-    "Sealed": 7,
-    "Keywords": 14,
-    "Tied": 12,
-    "NeverCalled": 44,
-    "Recursive": 10,
-    "Retries": 5,
-    "Structured": 20,
-    "TimeFirst": 11,
-}
+COUNTS = {"Meeting": 23, "Parametrised": 15, "Keywords": 14, "Recursive": 10, "Structured": 20, "TimeFirst": 11}
 
 
 def loaded(name: str) -> LoadedModel:
@@ -128,8 +97,6 @@ def placed(value: Any, path: Path, change: Callable[[Tensor], Tensor]) -> Any:
     if not path:
         return change(value)
     key, rest = path[0], path[1:]
-    if isinstance(value, MappingProxyType):
-        return MappingProxyType(placed(dict(value), path, change))
     if isinstance(value, dict):
         return {name: placed(item, rest, change) if str(name) == key else item for name, item in value.items()}
     if dataclasses.is_dataclass(value):
@@ -196,10 +163,10 @@ def ordered(value: Any) -> Iterator[Tensor]:
             yield from ordered(item)
 
 
-def keys_of(name: str, model: LoadedModel, inputs: Mapping[str, Tensor]) -> dict[Key, Tensor]:
+def floating(name: str, model: LoadedModel, inputs: Mapping[str, Tensor]) -> dict[Key, Tensor]:
     found = see(model, inputs)
     assert len(found) == COUNTS[name]
-    return found
+    return {key: value for key, value in found.items() if value.is_floating_point()}
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -207,7 +174,7 @@ def test_gradients(name: str) -> None:
     """Every floating tensor that has rows has the gradient of something added to it there."""
     model = loaded(name)
     inputs = batch(model.inputs, ROWS, seed=2)
-    truth = {key: value for key, value in keys_of(name, model, inputs).items() if value.is_floating_point()}
+    truth = floating(name, model, inputs)
     shared = {key for key in truth if "parametrizations" in key[0]}
     texts = [text(key, f"grad_{key[3]}") for key in truth if key not in shared]
     together = answers(model, inputs, texts, (), SUM)
@@ -234,7 +201,7 @@ def test_changes(name: str) -> None:
     """Every floating tensor can be changed, and what the model returns is what it returns if that is done by hand."""
     model = loaded(name)
     inputs = batch(model.inputs, ROWS, seed=3)
-    truth = {key: value for key, value in keys_of(name, model, inputs).items() if value.is_floating_point()}
+    truth = floating(name, model, inputs)
     plain = flatten(called(model, inputs))
     differing = 0
     for key in truth:
@@ -280,14 +247,11 @@ class Graph(nn.Module):
         return {"out": found["dense"], "graph": found["more"][0]}
 
 
-MADE |= {"Graph": (InputSpec("x", (4,)),)}
 SPARSE = {
     "adjacency": ("output of layer 'adjacency' is sparse", "a layer before it"),
     "adjacency:grad_output": ("output of layer 'adjacency' is sparse", "a layer before it"),
     "mix[0]:input": (r"input of layer 'mix' at '\[0\]' is sparse", "paths here: [1]"),
-    "mix[more]": (r"output of layer 'mix' at '\[more\]\[0\]' is sparse", "paths here: [dense]"),
     ".[graph]": (r"output of layer '.' at '\[graph\]' is sparse", "paths here: [out]"),
-    "adj*": ("output of layer 'adjacency' is sparse", "a layer before it"),
 }
 
 
@@ -305,16 +269,10 @@ def test_sparse_tensors_are_refused(asked: str) -> None:
 
 
 def test_what_is_dense_beside_them() -> None:
-    """Dense tensors beside sparse ones are taken, differentiated and changed; a glob passes over the others."""
+    """Dense tensors beside sparse ones are taken and differentiated; a glob passes over the others."""
     model = loaded("Graph")
     inputs = batch(model.inputs, 3)
-    truth = see(model, inputs)
     assert list(answers(model, inputs, ["*"])) == ["linear", "mix[dense]"]
-    found = answers(model, inputs, ["mix:input", "mix"])
-    for got, key in zip(found.values(), (("mix", 0, ("1",), "input"), ("mix", 0, ("dense",), "output")), strict=True):
-        torch.testing.assert_close(got, truth[key])
-    gradients = answers(model, inputs, ["mix[1]:grad_input"], (), SUM)
-    assert torch.equal(gradients["mix[1]:grad_input"], torch.ones(3, 4))
-    net: Any = model.module
-    changed_input = answers(model, inputs, ["."], [Intervention(parse_selector("mix[1]:input"), Operation("zero"))])
-    torch.testing.assert_close(next(iter(changed_input.values())), net.linear(inputs["x"]).detach().relu())
+    (found,) = answers(model, inputs, ["mix:input"]).values()
+    torch.testing.assert_close(found, see(model, inputs)["mix", 0, ("1",), "input"])
+    assert torch.equal(*answers(model, inputs, ["mix[1]:grad_input"], (), SUM).values(), torch.ones(3, 4))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from torchvision.models import resnet18
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from layertap.models import fingerprint
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import Catalog
@@ -27,7 +24,7 @@ from layertap.models.selection.hook_points import Intervention, Objective, Opera
 from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
-from tests.function_nets import InPlace, Outer, count_modes
+from tests.function_nets import InPlace, count_modes
 from tests.models.capture.test_functions import survey_functions
 from tests.oracle import seeded
 
@@ -202,68 +199,6 @@ def test_the_residual_stream(gpt2: tuple[GPT2LMHeadModel, Catalog]) -> None:
         assert plan(catalog, [".[logits]"], [(f"{alone}", Operation("scale", by=2.0))]).warnings == (), alone
 
 
-def run_resnet(module: nn.Module, x: Tensor, edit: Edit) -> Tensor:
-    """ResNet-18 by hand; ``edit`` is at the sum of each block."""
-    x = module.maxpool(module.bn1(module.conv1(x)).relu())
-    for stage in ("layer1", "layer2", "layer3", "layer4"):
-        for number, block in enumerate(module.get_submodule(stage)):
-            y = block.bn2(block.conv2(block.bn1(block.conv1(x)).relu()))
-            shortcut = x if block.downsample is None else block.downsample(x)
-            x = edit(f"{stage}.{number}", y + shortcut).relu()
-    return module.fc(x.mean((2, 3)))
-
-
-def test_a_residual_block_in_place() -> None:
-    """``out += identity`` and the in-place ReLU behind it: channels switched off, a region, and gradients there."""
-    module = seeded(resnet18(), 3).eval().requires_grad_(False)
-    catalog = survey(
-        module,
-        (InputSpec("x", (3, 32, 32)),),
-        lambda each: module(*each.values()),
-        torch.device("cpu"),
-        0,
-        torch.float32,
-        functions=True,
-    )
-    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(9))
-    changes = [
-        ("layer1.0/add#0", Operation("zero", channels=(3, 7))),
-        ("layer2.1/add#0", Operation("add", value=2.0, region=(1, 0, 3, 2))),
-    ]
-    kept: dict[str, Tensor] = {}
-
-    def edit(at: str, value: Tensor) -> Tensor:
-        value = value.clone()
-        if at == "layer1.0":
-            value[:, [3, 7]] = 0
-        if at == "layer2.1":
-            value[:, :, 1:3, :2] += 2
-        kept[at] = value
-        if value.requires_grad:
-            value.retain_grad()
-        return value
-
-    objective = Objective("logit", klass=5)
-    made = plan(catalog, ["fc", "layer1.0/add#0", "layer3.0/add#0:grad_output", ".:grad_input"], changes, objective)
-    (found,) = extract(module, {"x": x}, made)
-    given = x.clone().requires_grad_()
-    scores = run_resnet(module, given, edit)
-    scores[:, 5].sum().backward()
-    torch.testing.assert_close(found["fc"], scores.detach())
-    torch.testing.assert_close(found["layer1.0/add#0"], kept["layer1.0"].detach())
-    torch.testing.assert_close(found["layer3.0/add#0:grad_output"], kept["layer3.0"].grad)
-    torch.testing.assert_close(found[".:grad_input"], given.grad)
-
-    known = resume(module, catalog, "layer2.1/add#0", (InputSpec("x", (3, 32, 32)),))
-    sent = torch.randn(2, 128, 4, 4, generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        output = known.forward(lambda rows, part: part(**rows), module, sent.clone())
-        wanted = run_resnet(module, x, lambda at, value: sent if at == "layer2.1" else value)
-    torch.testing.assert_close(output, wanted)
-    assert {"layer2.1", "layer3.0.conv1", "fc"} <= list_outputs(known)
-    assert not {"layer1.1", "layer2.1.conv2"} & list_outputs(known)
-
-
 class Views(nn.Module):
     """Writes to a tensor through a view of it."""
 
@@ -335,20 +270,3 @@ def test_resuming_from_the_residual_stream(gpt2: tuple[GPT2LMHeadModel, Catalog]
     assert not {"transformer.wte", "transformer.h.0", "transformer.h.1.ln_1", "transformer.h.1.attn"} & outputs
     assert known.catalog.start == "transformer.h.1/add#0"
     assert count_hooks(module) == 0
-
-
-def test_fingerprints_of_before() -> None:
-    """What could be captured before functions were layers has the fingerprint that it had."""
-    catalog = survey_functions(Outer())
-    known = {
-        "mixer/add#0": "af202912e4a124357895af20fd71c773",
-        "mixer/split#0[1]": "54ea02f28610283b6ec0e8acd13de2fe",
-        "mixer.halves#1/add#0[1]:input": "907e2c7fa5624327c5821c28cfa1d187",
-        "mixer:input": "4507101478722189b28bff3e0ef41c7c",
-    }
-    captures = [(text, plan(catalog, [text]).results[0].capture) for text in known]
-    digests = {
-        text: fingerprint.digest_result("m", each.point, replace(each.reduction, pool="mean"))
-        for text, each in captures
-    }
-    assert digests == known

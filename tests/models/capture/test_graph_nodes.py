@@ -18,7 +18,6 @@ from layertap.models.catalog.survey import survey
 from layertap.models.planner import make_plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
-from tests.marks import slow_but
 from tests.models.extraction import extract_captures
 from tests.oracle import seeded
 
@@ -45,6 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"init_weights": False} for name in ("googlenet", "inception_v3")},
     "vit_b_32": {"image_size": 64},
 }
+LEVELS = {"resnet18": (), "shufflenet_v2_x0_5": pytest.mark.slow, "swin_t": pytest.mark.slow}
 NEVER_OVERWRITTEN = {"convnext_tiny", "swin_t", "vit_b_32"}  # in the others torchvision's own extractor is wrong
 NAMES = {"iadd": "add", "imul": "mul", "isub": "sub", "truediv": "div"}  # operators by torch's names
 
@@ -100,7 +100,7 @@ def extract(module: nn.Module, selectors: Iterable[str], image: Tensor) -> dict[
     return {result.key: results[result.capture].values for result in plan.results}
 
 
-@pytest.mark.parametrize("name", slow_but(("resnet18", "shufflenet_v2_x0_5", "vit_b_32"), SIZES))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LEVELS.get(name, pytest.mark.hard)) for name in SIZES])
 def test_every_node(name: str) -> None:
     """Each value of the graph as it was computed; torchvision's own is another where something wrote to it later."""
     module = seeded(get_model(name, weights=None, **OPTIONS.get(name, {})), 1).eval()

@@ -11,18 +11,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.capture.reduction import reduce
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor
-from layertap.models.hooks.sites import Site
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import HookPoint, Reduction, Selector, format_path
 from layertap.models.selection.plan import Capture
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.selection.statistics import STATS, list_columns
-from tests.conftest import net_spec
-from tests.loading import load_model
+from tests.conftest import Loader
 from tests.models.extraction import extract_plan, list_tensors
 from tests.nets import batch
 from tests.oracle import record
@@ -147,12 +144,9 @@ SPECIAL: dict[str, tuple[list[float], list[float], list[int]]] = {
     # values; mean, std, min, max, l2, zeros, nonfinite; the first and the last bin and what the others hold
     "NaN": ([1.0, NAN, 3.0, 0.0], [NAN, NAN, NAN, NAN, NAN, 0.25, 1], [1, 1, 1]),
     "infinity": ([1.0, INF, 3.0, 0.0], [INF, NAN, 0.0, INF, INF, 0.25, 1], [1, 1, 1]),
-    "both infinities": ([-INF, INF, 2.0, 4.0], [NAN, NAN, -INF, INF, INF, 0.0, 2], [1, 1, 0]),
     "none finite": ([NAN, INF, -INF, NAN], [NAN, NAN, NAN, NAN, NAN, 0.0, 4], [0, 0, 0]),
-    "one finite": ([NAN, 7.0, NAN, NAN], [NAN, NAN, NAN, NAN, NAN, 0.0, 3], [1, 0, 0]),
     "all equal": ([5.0] * 4, [5.0, 0.0, 5.0, 5.0, 10.0, 0.0, 0], [4, 0, 0]),
     "all zero": ([0.0, -0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0], [4, 0, 0]),
-    "two": ([-1.0, 1.0, 1.0, 1.0], [0.5, np.sqrt(0.75), -1.0, 1.0, 2.0, 0.0, 0], [1, 3, 0]),
 }
 
 
@@ -179,13 +173,12 @@ def stats_of(text: str) -> Selector:
     return Selector(**{**vars(parsed), "reduction": ALL})
 
 
-@pytest.mark.parametrize("site", ["output", "input"])
-@pytest.mark.parametrize("name", ["resnet", "vit", "swin", "TimeFirst", "Windows", "Structured", "Kinds", "Encoder"])
-def test_models(name: str, site: Site) -> None:
+@pytest.mark.parametrize("name", ["resnet", "swin", "TimeFirst", "Structured"])
+def test_models(load_net: Loader, name: str) -> None:
     """Of every layer of real models: the statistics of what an independent hook copies."""
-    model = load_model(net_spec(name))
+    model = load_net(name)
     rows = batch(model.inputs, 3)
-    plan = make_plan(everywhere(model.catalog, site), model.catalog)
+    plan = make_plan(everywhere(model.catalog), model.catalog)
     found = extract_plan(model, rows, plan, model.catalog, 8)
     seen = record(model.module, *rows.values())
     assert len(plan.results) >= 2
@@ -195,33 +188,10 @@ def test_models(name: str, site: Site) -> None:
         check(reduced.values, np.split(value, 3, axis=here.row_axis or 0))
 
 
-def everywhere(catalog: Catalog, site: Site = "output") -> list[Selector]:
+def everywhere(catalog: Catalog) -> list[Selector]:
     """One for each tensor of a model that has rows of its own."""
     return [
-        stats_of(f"{point.layer}#{point.call}{format_path(point.path)}:{site}")
-        for point, info in list_tensors(catalog, site)
+        stats_of(f"{point.layer}#{point.call}{format_path(point.path)}:{point.site}")
+        for point, info in list_tensors(catalog, "output", "input")
         if info.row_axis is not None and not info.crosses_rows and info.dtype != "complex64"
     ]
-
-
-# Neighbours
-
-
-@pytest.mark.parametrize("name", ["resnet", "swin", "TimeFirst", "Windows"])
-def test_neighbours_change_no_bit(name: str) -> None:
-    """A request's statistics are those of a forward in which its neighbours ask for nothing, bit by bit."""
-    model = load_model(net_spec(name))
-    captures = make_plan(everywhere(model.catalog)[::4], model.catalog).captures
-    pieces = [batch(model.inputs, rows, seed=rows) for rows in (1, 3, 2)]
-    bounds = [(0, 1), (1, 4), (4, 6)]
-
-    def shares(asking: Sequence[int]) -> list[RequestSlice]:
-        return [RequestSlice(*span, captures if place in asking else frozenset()) for place, span in enumerate(bounds)]
-
-    together = shares((0, 1, 2))
-    whole = model.run(model.replicas[0], pieces, together)
-    for place, share in enumerate(together):
-        alone = model.run(model.replicas[0], pieces, shares([place])).select(share)
-        for capture, reduced in whole.select(share).items():
-            assert torch.equal(reduced.values, alone[capture].values), capture.point
-            assert len(reduced.values) == share.stop - share.start

