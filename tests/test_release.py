@@ -65,6 +65,7 @@ def test_versions(wheels: dict[str, Path]) -> None:
     assert f"layertap-client=={project['version']}" in project["dependencies"]
 
 
+@pytest.mark.hard
 def test_bare_environment(wheels: dict[str, Path], tmp_path: Path) -> None:
     """A server installed from its wheel answers a client installed from its own, which has no torch."""
     server = install(tmp_path / "server", *wheels.values())

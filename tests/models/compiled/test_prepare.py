@@ -92,9 +92,7 @@ CASES = [
     ("Chain", ["conv", "relu#0", "conv:input"], {"pool": "mean", "normalize": True}),
     slow("resnet", ["layer1.0.bn2", "layer1.0.relu#0", "layer2", "layer2.0.conv1:input", "."], {}),
     slow("vit", ["encoder.layers.encoder_layer_0", "encoder.ln"], {"pool": "cls"}),
-    slow("swin", ["features.1.0", "features.3.1.attn", "norm"], {"pool": "max"}),
     slow("Structured", ["nested[pair][left]", "nested[list][0][0]", "."], {}),
-    slow("TimeFirst", ["norm", "attention[0]"], {"pool": "mean"}),
 ]
 
 

@@ -16,11 +16,7 @@ from layertap.models.sources.sentence_head import MODES, Pooling, read_sentence_
 from layertap.models.spec import ModelSpec
 from tests.sentence_folders import save
 
-MASKS = {
-    "right": [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]],
-    "left": [[0, 0, 1, 1, 1], [0, 0, 0, 0, 1]],
-    "whole": [[1] * 5] * 2,
-}
+MASKS = {"right": [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]], "left": [[0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]}
 
 
 @pytest.mark.parametrize("padding", MASKS)
@@ -47,14 +43,11 @@ NEWER = "config_sentence_transformers"
 REFUSED: dict[str, tuple[list[str], dict[str, Any]]] = {
     "CLIPModel": ([f"{ST}CLIPModel"], {}),
     "WordEmbeddings": ([f"{ST}WordEmbeddings", f"{ST}Pooling"], {}),
-    "CNN": ([*GOOD, f"{ST}CNN"], {}),
     "own.Dense": ([*GOOD, "own.Dense"], {}),
     "Normalize' as number 1": ([GOOD[0], f"{ST}Normalize"], {}),
     "has no Pooling": ([GOOD[0]], {}),
     "model_args": (GOOD, {"sentence_bert_config": {"model_args": {"rotary": 2}}}),
     "something else": (GOOD, {"sentence_bert_config": {"transformer_task": "fill-mask"}}),
-    "is a 'SparseEncoder'": (GOOD, {NEWER: {"model_type": "SparseEncoder"}}),
-    "is a 'MultiVectorEncoder'": (GOOD, {NEWER: {"model_type": "MultiVectorEncoder"}}),
     "is a 'CrossEncoder'": (GOOD, {NEWER: {"model_type": "CrossEncoder"}}),  # scores made of tokens' logits
     "without its prompt": (
         GOOD,
@@ -81,9 +74,7 @@ ACTIVATION = "torch.nn.modules.activation."
 BROKEN: dict[str, tuple[str, Any]] = {
     "no in_features": ("1_Dense/config.json", {"out_features": 4}),
     "Threshold": ("1_Dense/config.json", {**DENSE, "activation_function": f"{ACTIVATION}Threshold"}),
-    "MultiheadAttention": ("1_Dense/config.json", {**DENSE, "activation_function": f"{ACTIVATION}MultiheadAttention"}),
     "a list": ("1_Pooling/config.json", [1]),
-    "a mode that is no name": ("1_Pooling/config.json", {"pooling_mode": [["mean"]]}),
     "prompts": (f"{NEWER}.json", {"prompts": ["query"]}),
     "cut": ("1_Dense/config.json", None),
 }

@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from torchvision.models import get_model, get_model_weights
 
 from layertap.models.errors import LoadError
@@ -65,19 +64,17 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "operators_models.py").write_text(
         "from torch import nn\n"
         "def linear():\n    return nn.Linear(4, 2)\n"
-        "def number():\n    return 3\n"
         "def broken():\n    raise FileNotFoundError('/secret/place')\n"
         "def needs(size):\n    return nn.Linear(size, size)\n"
         "def tokens():\n    module = nn.Linear(4, 2)\n    module.num_prefix_tokens = 5\n    return module\n"
     )
-    (tmp_path / "operators_broken.py").write_text("import no_such_dependency\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
 # --- torchvision ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mobilenet_v3_small", slow("resnet18"), slow("r3d_18")])
+@pytest.mark.parametrize("name", ["mobilenet_v3_small", slow("r3d_18")])
 def test_seeded_weights_are_the_architectures_own(name: str) -> None:
     """random:SEED is what get_model gives after manual_seed(SEED), every time, and another seed is another model."""
     first = built(f"torchvision:{name}", "random:3")
@@ -103,12 +100,9 @@ def test_built_module_is_ready_and_the_process_is_untouched() -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "out", "prefix", "images"),
     [
-        ("resnet18", (3, 224, 224), (1, 1000), 0, True),
-        ("efficientnet_b1", (3, 240, 240), (1, 1000), 0, True),
-        ("vit_b_32", (3, 224, 224), (1, 1000), 1, True),
-        ("swin_v2_t", (3, 256, 256), (1, 1000), 0, True),
-        ("r3d_18", (3, 16, 112, 112), (1, 400), 0, False),
-        slow("mvit_v2_s", (3, 16, 224, 224), (1, 400), 1, False),
+        ("squeezenet1_1", (3, 224, 224), (1, 1000), 0, True),
+        slow("vit_b_32", (3, 224, 224), (1, 1000), 1, True),
+        slow("r3d_18", (3, 16, 112, 112), (1, 400), 0, False),
     ],
 )
 def test_input_is_what_the_model_takes(
@@ -122,22 +116,14 @@ def test_input_is_what_the_model_takes(
     assert model.architecture == f"torchvision:{name}"
 
 
-def test_segmentation_needs_no_download_and_returns_a_dictionary(cache: Path) -> None:
-    """A segmentation model is built without the backbone's weights, and images are resized but not cropped."""
-    model = built("torchvision:lraspp_mobilenet_v3_large")
-    assert model.preprocess == PreprocessSpec(resize=520)
-    assert model.inputs[0].shape == (3, 520, 520)
-    assert model.module(torch.zeros(1, 3, 64, 64))["out"].shape == (1, 21, 64, 64)
-
-
 def test_default_weights_come_from_torchs_cache(cache: Path) -> None:
     """DEFAULT and an enum's name load torchvision's file and are labelled with the enum's full name."""
-    member = get_model_weights("resnet18").DEFAULT
-    module = seeded_model("resnet18", 8)
+    member = get_model_weights("squeezenet1_1").DEFAULT
+    module = seeded_model("squeezenet1_1", 8)
     save(module, cache / member.url.rpartition("/")[2])
-    for weights in ("DEFAULT", "IMAGENET1K_V1", "ResNet18_Weights.IMAGENET1K_V1"):
-        model = built("torchvision:resnet18", weights)
-        assert model.weights == "ResNet18_Weights.IMAGENET1K_V1"
+    for weights in ("DEFAULT", "IMAGENET1K_V1", "SqueezeNet1_1_Weights.IMAGENET1K_V1"):
+        model = built("torchvision:squeezenet1_1", weights)
+        assert model.weights == "SqueezeNet1_1_Weights.IMAGENET1K_V1"
         assert digest_weights(model.module) == digest_weights(module)
         assert model.preprocess == from_torchvision(member.transforms())
 
@@ -163,8 +149,10 @@ def test_no_network_is_said_in_plain_words(cache: Path) -> None:
     assert "random:SEED" in error.hint
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-@pytest.mark.parametrize("name", ["resnet18", "googlenet", "mnasnet0_5", "densenet121", "lraspp_mobilenet_v3_large"])
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [("mnasnet0_5", ".safetensors"), slow("googlenet", ".pth"), slow("lraspp_mobilenet_v3_large", ".safetensors")],
+)
 def test_checkpoint_of_an_unreleased_model_gives_that_model(tmp_path: Path, name: str, suffix: str) -> None:
     """A state dict of ``get_model(name, weights=None)`` loads, computes the same, and shows only its file's name."""
     options = {"init_weights": True} if name == "googlenet" else {}
@@ -176,17 +164,15 @@ def test_checkpoint_of_an_unreleased_model_gives_that_model(tmp_path: Path, name
     image = torch.rand(2, 3, 96, 96)
     with torch.inference_mode():
         expected, result = module(image), model.module(image)
-    for info, own in zip(leaves(expected), leaves(result), strict=True):
-        assert torch.equal(info, own)
+    if isinstance(expected, dict):
+        expected, result = expected["out"], result["out"]
+    assert torch.equal(expected, result)
 
 
-def leaves(value: Tensor | dict[str, Tensor]) -> list[Tensor]:
-    return list(value.values()) if isinstance(value, dict) else [value]
-
-
-@pytest.mark.parametrize("name", ["googlenet", slow("inception_v3")])
-def test_released_file_is_built_as_torchvision_builds_it(cache: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.slow
+def test_released_file_is_built_as_torchvision_builds_it(cache: Path, tmp_path: Path) -> None:
     """Released weights, by name or by a copy of their file, get the input scaling and heads that torchvision gives."""
+    name = "googlenet"
     member = get_model_weights(name).DEFAULT
     file = member.url.rpartition("/")[2]
     save(seeded_model(name, 2, init_weights=True, aux_logits=True), cache / file)
@@ -201,6 +187,7 @@ def test_released_file_is_built_as_torchvision_builds_it(cache: Path, tmp_path: 
             assert torch.equal(module(image), expected(image))
 
 
+@pytest.mark.slow
 def test_densenets_old_names_are_read(tmp_path: Path) -> None:
     """DenseNet's released files, whose names have a dot too many, load from a path."""
     module = seeded_model("densenet121", 2)
@@ -218,6 +205,7 @@ def test_densenets_old_names_are_read(tmp_path: Path) -> None:
     ) == digest_weights(module)
 
 
+@pytest.mark.slow
 def test_transformer_takes_the_size_of_its_positions(tmp_path: Path) -> None:
     """A vision transformer's checkpoint says for which image size it is, and input and preprocessing follow."""
     module = seeded_model("vit_b_32", 1, image_size=96)
@@ -226,13 +214,6 @@ def test_transformer_takes_the_size_of_its_positions(tmp_path: Path) -> None:
     assert model.preprocess is not None
     assert (model.preprocess.resize, model.preprocess.crop) == (96, 96)
     assert model.module(torch.zeros(1, 3, 96, 96)).shape == (1, 1000)
-
-
-def test_checkpoint_of_another_architecture(tmp_path: Path) -> None:
-    """A checkpoint that does not fit names its file and some tensors."""
-    error = refused("torchvision:resnet18", save(nn.Linear(2, 2), tmp_path / "x.pth"))
-    assert "'x.pth'" in error.detail
-    assert "unexpected: 'weight', 'bias'" in error.detail
 
 
 def test_listed_architectures_are_the_classifiers() -> None:
@@ -249,7 +230,7 @@ def test_listed_architectures_are_the_classifiers() -> None:
 
 @pytest.mark.parametrize(
     ("ident", "prefix"),
-    [("test_vit", 1), ("deit_tiny_distilled_patch16_224", 2), ("test_resnet", 0), ("test_convnext", 0)],
+    [("test_vit", 1), slow("deit_tiny_distilled_patch16_224", 2)],
 )
 def test_timm_model_with_its_own_facts(ident: str, prefix: int) -> None:
     """A timm model takes the input of its configuration, and its prefix tokens are counted."""
@@ -260,15 +241,6 @@ def test_timm_model_with_its_own_facts(ident: str, prefix: int) -> None:
     assert model.prefix_tokens == prefix == getattr(model.module, "num_prefix_tokens", 0)
     assert digest_weights(model.module) == digest_weights(built(f"timm:{ident}", "random:3").module)
     assert digest_weights(model.module) != digest_weights(built(f"timm:{ident}", "random:4").module)
-
-
-def test_timm_tag_and_checkpoint(tmp_path: Path) -> None:
-    """A tag chooses the variant's classes, and a checkpoint of that variant loads."""
-    source = "timm:vit_tiny_patch16_224.augreg_in21k"
-    module = timm.create_model("vit_tiny_patch16_224", num_classes=21843)
-    model = built(source, save(module, tmp_path / "v.safetensors"))
-    assert (model.weights, model.architecture) == ("v.safetensors", source)
-    assert digest_weights(model.module) == digest_weights(module)
 
 
 def test_timm_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,9 +281,7 @@ def test_configured_preprocessing() -> None:
 
 
 def test_contradictory_configuration() -> None:
-    """Images for a video model, or of another size than the configured input, raise LoadError."""
-    error = refused("torchvision:r3d_18", preprocess=PreprocessSpec(crop=112))
-    assert "preprocess: none" in error.hint
+    """Images of another size than the configured input raise LoadError."""
     inputs = (InputSpec("x", (3, 96, 96)),)
     error = refused("torchvision:squeezenet1_1", inputs=inputs, preprocess=PreprocessSpec(crop=64))
     assert "(64, 64)" in error.detail
@@ -325,25 +295,19 @@ REFUSED = [
     ("torchvision:raft_large", "DEFAULT", "two images"),
     ("torchvision:quantized_resnet18", "DEFAULT", "type torchvision:resnet18"),
     ("torchvision:resnet50", "IMAGENET1K_V3", "IMAGENET1K_V2"),
-    ("torchvision:resnet50", "DEFAULT/x.ckpt", "'x.ckpt'"),
     ("torchvision:resnet50", "no/such/file.pth", "'file.pth'"),
     ("torchvision:resnet50", "random:x", "random:0"),
     ("torchvision:../resnet50", "random:0", "torchvision:resnet50"),
     ("torchvisoin:resnet50", "random:0", "torchvision:resnet50"),
-    ("", "random:0", "torchvision:ARCH"),
     ("timm:vit_base_patch16_225", "random:0", "timm:vit_base_patch16_224"),
     ("timm:vit_tiny_patch16_224.augreg", "random:0", "timm:vit_tiny_patch16_224.augreg_in21k"),
     ("timm:hf-hub:timm/resnet18", "random:0", "timm:resnet18"),
-    ("timm:local-dir:/some/where", "random:0", "no architecture"),
-    ("timm:resnet18", "IMAGENET1K_V1", "a tag after a dot"),
     ("python:operators_models:linera", "random:0", "python:operators_models:linear"),
     ("python:operators_models:linear", "V1", "'V1'"),
-    ("python:operators_models:number", "random:0", "'int'"),
     ("python:operators_models:broken", "random:0", "FileNotFoundError"),
     ("python:operators_models:needs", "random:0", "type args: {size: …}"),
     ("python:/etc/passwd:x", "random:0", "type python:package.module:factory"),
     ("python:no_such_package.module:linear", "random:0", "'no_such_package'"),
-    ("python:operators_broken:linear", "random:0", "'no_such_dependency'"),
 ]
 
 

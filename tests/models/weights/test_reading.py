@@ -197,7 +197,7 @@ print(peak() - before)
 OPTIMIZER_MIB = 256
 
 
-@pytest.mark.slow
+@pytest.mark.hard
 @pytest.mark.skipif(sys.platform != "linux", reason="it tells of peaks")
 def test_an_optimizer_takes_no_memory(tmp_path: Path) -> None:
     """The peak of resident memory does not grow by an optimizer in the file; where all is read it does."""
