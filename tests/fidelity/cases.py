@@ -10,7 +10,6 @@ import pytest
 from torchvision import models
 from torchvision.models import get_model, list_models
 
-from tests.fidelity.nets import SIDE, maxvit_small
 from tests.fidelity.served_model import Case
 from tests.nets import swin
 
@@ -37,11 +36,10 @@ def torchvision_case(name: str, shape: tuple[int, ...] | None = None, **options:
 
 
 def classifiers() -> list[Any]:
-    """Parameters for every classification architecture; a small Swin and a small MaxViT join in."""
+    """Parameters for every classification architecture; a small Swin joins in."""
     cases = [parameter(torchvision_case(name), choose_level(name, SLOW)) for name in list_models(module=models)]
     tiny = Case("python:tests.nets:swin", swin, (3, 32, 48))
-    small = Case("python:tests.fidelity.nets:maxvit_small", maxvit_small, (3, SIDE, SIDE))
-    return [*cases, parameter(tiny, "quick"), parameter(small, "hard")]
+    return [*cases, parameter(tiny, "quick")]
 
 
 def choose_level(name: str, slow: Collection[str]) -> str:

@@ -70,7 +70,4 @@ def slices(wanted: Mapping[str, Array]) -> Iterator[list[str]]:
     yield names
 
 
-FORMS: dict[str, Callable[[Array], bytes]] = {
-    "npy": npy,
-    "safetensors": lambda batch: save({"x": batch}),
-}
+FORMS: dict[str, Callable[[Array], bytes]] = {"npy": npy, "safetensors": lambda batch: save({"x": batch})}

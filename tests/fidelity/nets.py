@@ -3,25 +3,9 @@
 from __future__ import annotations
 
 from torch import nn
-from torchvision.models.maxvit import MaxVit
 from torchvision.models.video.mvit import MSBlockConfig, MViT
 
-SIDE = 64
 CLIP = (3, 4, 32, 32)
-
-
-def maxvit_small() -> nn.Module:
-    """All that a MaxViT is made of, for images of 64 x 64: ``maxvit_t`` computes 1.8 GB for two of 224 x 224."""
-    module: nn.Module = MaxVit(
-        input_size=(SIDE, SIDE),
-        stem_channels=16,
-        partition_size=4,
-        block_channels=[24, 48],
-        block_layers=[2, 2],
-        head_dim=8,
-        stochastic_depth_prob=0.0,
-    )
-    return module
 
 
 def mvit_small() -> nn.Module:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +14,13 @@ from torch import nn
 
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
-from tests.fidelity.client import LIMITS, all_tensors, dry_run_shapes, post_json, slices
-from tests.fidelity.compare import ATOL, RTOL, Tally, named
-from tests.fidelity.reductions import Axes, flat, mean
+from tests.fidelity.client import LIMITS, all_tensors, dry_run_shapes
+from tests.fidelity.compare import Tally, named
 from tests.oracle import record, seeded
 from tests.server import Live, serving
-from tests.service.support import Array, arrays_of, tensor
+from tests.service.support import Array
 
 ROWS = 2
-SOME = 7  # one in so many is asked for by another pooling
 
 
 @dataclass(frozen=True)
@@ -68,27 +65,6 @@ class ServedModel:
         assert tally.tensors == len(self.wanted)
         assert self.live.client.get(f"/models/{self.name}").json()["hooks"] == 0
         return tally
-
-    def check_pools(self, axes_of: Axes, prefix: int) -> None:
-        """``mean`` of every tensor and ``flatten`` of some are what numpy makes of the tensors that hooks saw.
-
-        ``prefix``: how many tokens stand before those of patches wherever the axes are NTC.
-        """
-        axes = {key: found for key, array in self.wanted.items() if (found := axes_of(key, array))}
-        assert axes
-        self._check_pool("mean", partial(mean, prefix=prefix), axes)
-        self._check_pool("flatten", partial(flat, prefix=prefix), dict(list(axes.items())[::SOME]))
-
-    def _check_pool(self, pool: str, by_numpy: Callable[[Array, str, int], Array], axes: dict[str, str]) -> None:
-        for names in slices({key: self.wanted[key] for key in axes}):
-            inputs = [tensor(row) for row in self.batch]
-            body = {"model": self.name, "inputs": inputs, "layers": names, "pool": pool}
-            found = arrays_of(post_json(self.live, body, format="safetensors"))
-            assert found.keys() == set(names)
-            for key, array in found.items():
-                wanted = by_numpy(self.wanted[key], axes[key], len(self.batch))
-                atol = ATOL * float(np.abs(self.wanted[key]).max())
-                np.testing.assert_allclose(array, wanted, rtol=RTOL, atol=atol, err_msg=f"{pool} of {key}")
 
 
 @contextmanager

@@ -10,9 +10,7 @@ import timm
 
 from tests.fidelity.cases import choose_level, parameter
 from tests.fidelity.conftest import Noted
-from tests.fidelity.reductions import Axes
 from tests.fidelity.served_model import Case, served_model
-from tests.service.support import Array
 
 # What is unlike the others: two prefix tokens and two heads; lists of two branches; lists of up to four; windows
 # folded into the rows; layers over tokens; patches unfolded into the rows of a convolutional network.
@@ -41,24 +39,11 @@ HARD = (
 )
 
 
-def _deit(key: str, array: Array) -> str:
-    return "NTC" if key.startswith("blocks.") and array.ndim == 3 else ""
-
-
-def _swin(key: str, array: Array) -> str:
-    """Channels last between blocks; inside attention (N · windows, tokens, C)."""
-    if ".attn" in key and array.ndim == 3 and "[mask]" not in key:
-        return "NWC"
-    return "NHWC" if key.startswith("layers.") and array.ndim == 4 else ""
-
-
 def _case(name: str) -> Case:
     shape = UNLIKE.get(name) or tuple(timm.get_pretrained_cfg_value(name, "input_size") or ())
     return Case(f"timm:{name}", partial(timm.create_model, name, pretrained=False), shape)
 
 
-PREFIX = 2
-POOLED: dict[str, Axes] = {"deit_tiny_distilled_patch16_224": _deit, "swin_tiny_patch4_window7_224": _swin}
 CASES = [parameter(_case(name), choose_level(name, SLOW)) for name in (*UNLIKE, *HARD)]
 
 
@@ -67,5 +52,3 @@ def test_every_tensor(case: Case, tmp_path: Path, noted: Noted) -> None:
     """What comes over HTTP is what hooks with immediate copies saw offline, whatever a model is made of."""
     with served_model(case, tmp_path) as host:
         noted(host.check())
-        if axes := POOLED.get(case.name):
-            host.check_pools(axes, PREFIX)

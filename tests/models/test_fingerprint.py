@@ -117,10 +117,7 @@ def grow(module: nn.Module) -> None:
     module.add_module("unused", nn.Identity())
 
 
-@pytest.mark.parametrize(
-    ("source", "lasts"),
-    [("timm:test_resnet", True), ("python:tests.nets:Chain", False)],
-)
+@pytest.mark.parametrize(("source", "lasts"), [("timm:test_resnet", True), ("python:tests.nets:Chain", False)])
 def test_a_library_that_grows(source: str, lasts: bool) -> None:
     """A library's name stands for the structure, which may be written otherwise; of own code all of it counts."""
     spec = replace(net_spec("Chain"), source=source, inputs=None if lasts else net_spec("Chain").inputs)

@@ -86,12 +86,7 @@ def test_one_at_a_time(load_net: Loader, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "embedding"),
-    [
-        ("resnet", "fc:input"),
-        ("vit", "heads.head:input"),
-        ("NeverCalled", "."),
-    ],
+    ("name", "embedding"), [("resnet", "fc:input"), ("vit", "heads.head:input"), ("NeverCalled", ".")]
 )
 def test_embedding(load_net: Loader, name: str, embedding: str) -> None:
     """Of a library's classifier it is what its head takes; of a net that nothing says to classify its output."""

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from layertap.models.capture.batch_slices import RequestSlice
@@ -129,22 +128,6 @@ def test_gradients(in_place: InPlace, name: str) -> None:
             torch.testing.assert_close(found["."], kept["."].detach())
 
 
-def test_a_hook_that_returns_another_grad_input() -> None:
-    """A change at ``grad_input`` is what a full backward hook returns in its place."""
-    module = seeded(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), 4).requires_grad_(False)
-    x = rows()
-    catalog = survey_functions(module)
-    change = ("1:grad_input", Operation("scale", by=-2.0))
-    (found,) = extract(
-        module, {"input": x}, plan(catalog, [".:grad_input", "1:grad_input"], [change], Objective("norm"))
-    )
-    handle = module[1].register_full_backward_hook(lambda _, grad_input, grad_output: (grad_input[0] * -2,))
-    given = x.clone().requires_grad_()
-    module(given).norm(dim=1).sum().backward()
-    handle.remove()
-    torch.testing.assert_close(found[".:grad_input"], given.grad)
-
-
 @pytest.fixture(scope="module")
 def gpt2() -> tuple[GPT2LMHeadModel, Catalog]:
     config = GPT2Config(n_layer=3, n_head=2, n_embd=16, vocab_size=40, n_positions=16, bos_token_id=0, eos_token_id=0)
@@ -217,30 +200,6 @@ def test_views(at: str) -> None:
     else:
         wanted = plan(catalog, ["."], [(f"./{at}", Operation("zero"))])
     assert wanted.may_share == (at == "mul#0")
-
-
-class Checkpointed(nn.Module):
-    """Computes a block again for the backward, which saves what functions in place return."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.compute, x, use_reentrant=False)
-
-    def compute(self, x: Tensor) -> Tensor:
-        y = x + 0
-        torch.sigmoid_(y)
-        return torch.tanh(torch.sin(y))
-
-
-@pytest.mark.parametrize("layers", [["./sin#0"], ["./sigmoid#0"]])
-def test_captures_leave_gradients_of_checkpoints(layers: list[str]) -> None:
-    """Captures of one request change nothing of another's gradients."""
-    module = Checkpointed()
-    catalog, x = survey_functions(module), rows()
-    gradients = plan(catalog, [".:grad_input"], objective=Objective("sum"))
-    _, found = extract(module, {"x": x}, plan(catalog, layers), gradients)
-    given = x[2:].clone().requires_grad_()
-    (wanted,) = torch.autograd.grad(module.compute(given).sum(), given)
-    torch.testing.assert_close(found[".:grad_input"], wanted)
 
 
 def resume(module: nn.Module, catalog: Catalog, text: str, specs: tuple[InputSpec, ...]) -> Resumption:

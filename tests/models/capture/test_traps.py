@@ -179,10 +179,7 @@ def test_6_a_bad_name_midway(load_net: Loader) -> None:
         handle.remove()
     own = model.module.register_forward_hook(lambda _, args, output: None)
     plan = make_plan([parse_selector("conv1"), parse_selector("bn1:input")], model.catalog)
-    missing = [
-        *plan.captures,
-        Capture(HookPoint("layer9", 0, (), "output"), plan.results[0].capture.info, Reduction()),
-    ]
+    missing = [*plan.captures, Capture(HookPoint("layer9", 0, (), "output"), plan.results[0].capture.info, Reduction())]
     with pytest.raises(KeyError):
         extract_captures(model.replicas[0].extractor, lambda: None, missing, 1)
     with pytest.raises(RuntimeError, match="expected input"):

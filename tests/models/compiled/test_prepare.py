@@ -254,13 +254,7 @@ def test_unknown_layer(loaded: Callable[..., LoadedModel], tmp_path: Path) -> No
     ],
 )
 def test_folder_of_others(
-    loaded: Callable[..., LoadedModel],
-    tmp_path: Path,
-    lines: list[Any],
-    mode: int,
-    user: int,
-    group: int,
-    says: str,
+    loaded: Callable[..., LoadedModel], tmp_path: Path, lines: list[Any], mode: int, user: int, group: int, says: str
 ) -> None:
     """A folder that others may write to is not used; the log names it, and what to type."""
     place = tmp_path / "shared"

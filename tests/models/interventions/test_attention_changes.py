@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,7 @@ from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Intervention, Objective, Operation, TensorData
 from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
-from tests.models.hooks.test_attention import (
-    CASES,
-    ROWS,
-    Change,
-    by_hand,
-    prepared,
-    run,
-    same_state,
-)
+from tests.models.hooks.test_attention import CASES, ROWS, Change, by_hand, prepared, run, same_state
 
 REPLACEMENT = torch.rand(1, 2, 3, generator=torch.Generator().manual_seed(4))  # heads, queries, keys
 
@@ -85,8 +78,7 @@ def count_windows(catalog: Catalog, layer: str) -> int:
     return info.entries_per_row
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("what", OPERATIONS)
+@pytest.mark.parametrize(("name", "what"), [*product(["timm fused"], OPERATIONS), *product(CASES, ["queries"])])
 def test_changes(name: str, what: str) -> None:
     """The forward goes on with the changed weights, a capture there shows them, and the model is left as it was."""
     case, (make, change) = CASES[name], OPERATIONS[what]
@@ -109,27 +101,7 @@ def test_changes(name: str, what: str) -> None:
     assert same_state(module) == before
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_gradients(name: str) -> None:
-    """Gradients are those of the model with the changed attention, at the changed weights those of what goes on."""
-    case, (make, change) = CASES[name], OPERATIONS["queries"]
-    module, catalog, x = prepared(case, torch.float64)
-    layer = case.layers[0]
-    kept: dict[str, Tensor] = {}
-    source = x.clone().requires_grad_()
-    with by_hand(module, case, kept, change, layer):
-        score = module(source)[:, 1].sum()
-    truth = torch.autograd.grad(score, [*(kept[each] for each in case.layers), source])
-    texts = [*(f"{each}:attention_grad" for each in case.layers), ".:grad_input", f"{layer}:attention"]
-    plan = planned(catalog, layer, make(1), *texts, objective=Objective("logit", 1))
-    found = run(module, plan, x)
-    for text, gradient in zip(texts, truth, strict=False):
-        assert gradient.abs().max() > 1e-7
-        torch.testing.assert_close(found[text], gradient.float(), rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(found[f"{layer}:attention"], kept[layer].detach().float())
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["vit", "swin", "sinks"])
 def test_rows_of_others(name: str) -> None:
     """In a forward of several requests only the rows of the one that asked are changed, and none of its numbers."""
     case, (make, _) = CASES[name], OPERATIONS["a head without attention"]
@@ -157,10 +129,7 @@ def test_rows_of_others(name: str) -> None:
     ("layer", "operation", "says"),
     [
         ("blocks.0.attn", Operation("zero", heads=(3,)), "'heads' of 'blocks.0.attn'"),
-        ("blocks.0.attn", Operation("zero", queries=(0, 0)), "'queries' of 'blocks.0.attn'"),
         ("blocks.0.attn", Operation("zero", tokens=(0,)), "no axis for 'tokens'"),
-        ("blocks.0.attn", Operation("zero", channels=(0,)), "no axis for 'channels'"),
-        ("blocks.0.attn", Operation("zero", region=(0, 0, 1, 1)), "no axis for 'region'"),
         ("blocks.0.attn", Operation("replace", tensor=own(1), heads=(0,)), "has shape [1, 2, 3]"),
         ("blocks.0.mlp", Operation("zero"), "computes no attention weights of its own"),
     ],

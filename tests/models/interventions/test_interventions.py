@@ -99,16 +99,21 @@ OPERATIONS: dict[str, tuple[Operation, Change]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def known() -> tuple[nn.Module, Catalog]:
+    """A ResNet and its catalogue, which nobody changes."""
+    module = resnet().eval().requires_grad_(False)
+    return module, surveyed(module, 3, 32, 32)
+
+
 @pytest.mark.parametrize("side", ["output", "input"])
 @pytest.mark.parametrize("kind", OPERATIONS)
-def test_operations(kind: str, side: str) -> None:
+def test_operations(known: tuple[nn.Module, Catalog], kind: str, side: str) -> None:
     """Each operation on each side: what comes later is what a model edited by hand computes."""
-    module = resnet().eval()
+    module, _ = known
     how, change = OPERATIONS[kind]
     # layer1.0.bn2 takes and returns (rows, 64, 8, 8); what it returns is overwritten later.
-    plan = planned(
-        surveyed(module, 3, 32, 32), how, f"layer1.0.bn2:{side}", "layer1", "layer4", ".", f"layer1.0.bn2:{side}"
-    )
+    plan = planned(known[1], how, f"layer1.0.bn2:{side}", "layer1", "layer4", ".", f"layer1.0.bn2:{side}")
     x = randoms(3, 3, 32, 32, seed=1)
     found = run_plan(module, x, plan)
     edited: Any = by_hand(module, "layer1.0.bn2", **{{"output": "after", "input": "before"}[side]: change})
@@ -155,34 +160,13 @@ def test_tokens_and_channels_last(factory: Callable[[], nn.Module], where: str) 
         assert not torch.allclose(found, module(x))
 
 
-def test_several_in_order() -> None:
-    """Interventions are made in the order in which they are asked for."""
-    module = resnet().eval()
-    catalog = surveyed(module, 3, 32, 32)
-    x = randoms(1, 3, 32, 32, seed=5)
-    steps = [Operation("add", value=1.0), Operation("scale", by=2.0)]
-    found = []
-    for order in (steps, steps[::-1]):
-        plan = make_plan(
-            [parse_selector("layer1")], catalog, [Intervention(parse_selector("layer1"), how) for how in order]
-        )
-        found.append(run_plan(module, x, plan)["layer1"])
-    torch.testing.assert_close(found[0] - found[1], torch.ones_like(found[0]), rtol=1e-4, atol=1e-4)
-
-
-def test_clipped_gradients() -> None:
+def test_clipped_gradients(known: tuple[nn.Module, Catalog]) -> None:
     """What is done to a gradient on its way back is what is returned, and what everything before it gets."""
-    module = resnet().eval().requires_grad_(False)
-    catalog = surveyed(module, 3, 32, 32)
+    module, catalog = known
     x = randoms(2, 3, 32, 32, seed=7)
     how = Operation("clamp", min=-0.01, max=0.02, channels=(2, 3, 4))
     plan = planned(
-        catalog,
-        how,
-        "layer2:grad_output",
-        "layer2:grad_output",
-        "layer1:grad_output",
-        objective=Objective("logit", 1),
+        catalog, how, "layer2:grad_output", "layer2:grad_output", "layer1:grad_output", objective=Objective("logit", 1)
     )
     found = run_plan(module, x, plan)
     net: Any = module
@@ -223,24 +207,19 @@ REFUSED: dict[str, tuple[str, Operation, str]] = {
     "channel": ("layer1", Operation("zero", channels=(64,)), "between -64 and 63"),
     "tokens": ("layer1", Operation("zero", tokens=(0,)), "no axis"),
     "region": ("layer1", Operation("zero", region=(0, 0, 9, 8)), "within 8 by 8"),
-    "by is missing": ("layer1", Operation("scale"), "needs 'by' or 'tensor' or 'from'"),
-    "nothing to clamp": ("layer1", Operation("clamp"), "needs 'min' or 'max'"),
     "shape": ("layer1", Operation("replace", tensor=values(np.zeros((64, 8, 7)))), "has shape"),
     "both": ("layer1", Operation("add", value=1.0, tensor=values(np.zeros((64, 8, 8)))), "not both"),
     "replace beyond float32": ("layer1", Operation("replace", value=1e39), "does not hold"),
-    "not a number": ("layer1", Operation("add", value=float("nan")), "does not hold"),
-    "no objective": ("layer1:grad_output", Operation("scale", by=0.5), "needs an objective"),
     "site": ("layer1:attention_grad", Operation("scale", by=0.5), "is not possible"),
-    "name": ("layer9", Operation("zero"), "no layer"),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_refused(kind: str) -> None:
+def test_refused(known: tuple[nn.Module, Catalog], kind: str) -> None:
     """What makes no sense is refused before any forward, with its place."""
     where, how, words = REFUSED[kind]
     with pytest.raises(RequestError, match=words) as caught:
-        planned(surveyed(resnet(), 3, 32, 32), how, where, "layer4")
+        planned(known[1], how, where, "layer4")
     assert [fault.pointer for fault in caught.value.faults] == ["/interventions/0"]
 
 

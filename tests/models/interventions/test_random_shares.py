@@ -74,7 +74,7 @@ def net(request: Any) -> tuple[str, nn.Module, Catalog]:
     return request.param, module, catalog
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_alone_and_together(net: tuple[str, nn.Module, Catalog], seed: int) -> None:
     name, module, catalog = net
     random = Random(f"{name} {seed}")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layertap.models.capture.batch_slices import RequestSlice
-from layertap.models.errors import InputError, RequestError, SelectorError
+from layertap.models.errors import InputError, RequestError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
 from layertap.models.replica import call_module
@@ -86,16 +86,14 @@ def offline(model: LoadedModel, layer: str, call: int, value: Tensor, seed: int)
 
 
 CASES = [
-    *[("resnet", layer) for layer in ("conv1", "maxpool", "layer1", "layer2", "layer3.0", "layer4", "avgpool")],
-    *[("bottlenecks", layer) for layer in ("layer2.0.relu#0", "layer2.0.conv2", "layer3.0.relu#2", "layer4.0.bn3")],
-    *[("vit", layer) for layer in ("conv_proj", "encoder.dropout", "encoder.layers.encoder_layer_0", "encoder.ln")],
-    ("vit", "encoder.layers.encoder_layer_1.mlp.0"),
-    *[("swin", layer) for layer in ("features.0", "features.1.0", "features.2", "features.3", "norm")],
+    ("resnet", "layer3.0"),
+    ("bottlenecks", "layer2.0.relu#0"),
+    ("vit", "encoder.layers.encoder_layer_0"),
+    ("swin", "features.2"),
     *[("Chain", layer) for layer in ("conv", "relu#0", "relu")],
-    *[("Tied", layer) for layer in ("encode#0", "decode#0", "act", "encode")],
-    ("Recursive", "down#2"),
+    *[("Tied", layer) for layer in ("encode#0", "act", "encode")],
     *[("Keywords", layer) for layer in ("linear", "gate#0", "embed")],
-    *[("EarlyExit", "first"), ("Encoder", "layers.layers.0"), ("NeverCalled", "often#5"), ("Masked", "linear")],
+    *[("Recursive", "down#2"), ("EarlyExit", "first"), ("Encoder", "layers.layers.0"), ("Masked", "linear")],
 ]
 
 
@@ -199,8 +197,6 @@ def test_gradients(loaded: Callable[[str], LoadedModel]) -> None:
     [
         ("Windows", "inner", "one entry for each input"),
         ("Structured", "nested", "does not name the output"),
-        ("Kinds", "kinds[complex]", "can't be sent"),
-        ("TimeFirst", "norm", "one entry for each input"),
         ("Recursive", "down#1", "can't be resumed"),
     ],
 )
@@ -225,29 +221,6 @@ def own(factory: str, row: InputSpec = ROW) -> ModelSpec:
     return ModelSpec(factory, f"python:{__name__}:{factory}", weights="random:0", inputs=(row,), device="cpu")
 
 
-class Counts(nn.Module):
-    """Writes to a buffer in every forward, and to nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
-        self.register_buffer("seen", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        self.seen += x.detach().mean(0)
-        return self.second(x)
-
-
-def test_buffers_are_left_alone() -> None:
-    """What a model writes to its buffers as it runs is put back: no trial leaves there what is no number."""
-    model = load_model(own("Counts"))
-    before = model.module.get_buffer("seen").clone()
-    resumed(model, "first")
-    assert not before.any()
-    assert torch.equal(model.module.get_buffer("seen"), before)
-
-
 class Large(nn.Module):
     """Whether a row is very large: False for any that a trial is made with."""
 
@@ -256,22 +229,20 @@ class Large(nn.Module):
 
 
 class Masks(nn.Module):
-    """Leaves out what a part's mask says, in four ways; a mask has no NaN."""
+    """Leaves out what a part's mask says, in three ways; a mask has no NaN."""
 
     def __init__(self) -> None:
         super().__init__()
         self.large, self.first, self.plain = Large(), nn.Linear(4, 4), nn.Linear(4, 2)
-        self.filled, self.written, self.chosen, self.read = (nn.Linear(4, 2) for _ in range(4))
+        self.filled, self.chosen, self.read = (nn.Linear(4, 2) for _ in range(3))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         mask = self.large(x)
         x = self.first(x)
         filled = self.filled(x.masked_fill(mask, 0.0))
-        written = x.clone()
-        written[:, :1] *= ~mask
         chosen = self.chosen(torch.where(mask, 0.0, x))
         like = torch.zeros_like(mask, dtype=torch.float32)  # only its shape counts
-        return self.plain(x + like), filled, self.written(written), chosen, self.read(x * 2 if mask.any() else x)
+        return self.plain(x + like), filled, chosen, self.read(x * 2 if mask.any() else x)
 
 
 def test_masks_and_whole_numbers_are_no_answer() -> None:
@@ -286,41 +257,9 @@ def test_masks_and_whole_numbers_are_no_answer() -> None:
             found.append(record(model.module, x))
     one, other = found
     differ = {key[0] for key in one if key[3] == "output" and not torch.equal(one[key], other[key])}
-    assert differ == {"large", ".", "filled", "written", "chosen", "read"}
+    assert differ == {"large", ".", "filled", "chosen", "read"}
     offered = {layer for layer, _, _, site in points(known) if site == "output"}
     assert offered == {"first", "plain"}
-
-
-class Keeps(nn.Module):
-    """Keeps what it returned last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.kept: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = self.linear(x)
-        return self.kept
-
-
-class Remembers(nn.Module):
-    """Goes on with what parts kept on themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.early, self.first, self.second = Keeps(), Keeps(), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        x = self.first(self.early(x))
-        x = self.second(x)
-        return x, x + self.early.kept, x + self.first.kept
-
-
-def test_what_parts_keep() -> None:
-    """A model that goes on with what its parts kept of a forward is not resumed: that is of other rows."""
-    with pytest.raises(SelectorError, match="can't be resumed"):
-        resumed(load_model(own("Remembers")), "first")
 
 
 class MakesConstants(nn.Module):
@@ -342,7 +281,7 @@ def test_reused_memory_is_no_dependence() -> None:
     start = find_start(parse_selector("first"), model.catalog)
     rows = batch(model.inputs, 3)
     kept = []
-    for trial in range(100):
+    for trial in range(30):
         kept.append(torch.zeros(trial % 13 * 64 + 1))
         known = verify_resumable(model.module, start, model.catalog, model.inputs, call_module, rows, model.dtype)
         assert {layer for layer, *_ in points(known)} == {".", "first", "second"}

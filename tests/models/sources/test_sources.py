@@ -228,10 +228,7 @@ def test_listed_architectures_are_the_classifiers() -> None:
 # --- timm -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ident", "prefix"),
-    [("test_vit", 1), slow("deit_tiny_distilled_patch16_224", 2)],
-)
+@pytest.mark.parametrize(("ident", "prefix"), [("test_vit", 1), slow("deit_tiny_distilled_patch16_224", 2)])
 def test_timm_model_with_its_own_facts(ident: str, prefix: int) -> None:
     """A timm model takes the input of its configuration, and its prefix tokens are counted."""
     model = built(f"timm:{ident}", "random:3")
