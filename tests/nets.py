@@ -208,18 +208,6 @@ class Mean(nn.Module):
         return x.mean(0)
 
 
-class BatchScaled(nn.Module):
-    """Each row is divided by the largest value of all rows, as dynamic quantisation does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        return x / x.amax()
-
-
 class Recurrent(nn.Module):
     """An LSTM that takes axis 0 for time: a row depends on the rows before it, never on those after."""
 
@@ -351,30 +339,6 @@ class Swallows(nn.Module):
             x = x + 1
         self.tails += 1
         return self.tail(x)
-
-
-class Picky(nn.Module):
-    """Refuses what is negative on average."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] % 2:
-            raise ValueError("odd")
-        return x * 2
-
-
-class Retries(nn.Module):
-    """Calls a part that fails, and once more with what it takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.picky = Picky()
-
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            x = self.picky(x)
-        except ValueError:
-            x = self.picky(x[..., 1:])
-        return x
 
 
 class Countdown(nn.Module):
@@ -521,34 +485,6 @@ class Last(nn.Module):
         return x.contiguous(memory_format=torch.channels_last)
 
 
-class Residual1d(nn.Module):
-    """Halves the length; its output comes out of a function, not out of a part."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(channels, channels, 3, stride=2, padding=1)
-        self.norm = nn.BatchNorm1d(channels)
-        self.down = nn.Conv1d(channels, channels, 1, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.relu(self.norm(self.conv(x)) + self.down(x))
-
-
-class Sound(nn.Module):
-    """One-dimensional convolutions: (N, C, L)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv1d(2, 4, 3, padding=1)
-        self.block = Residual1d(4)
-        self.act = nn.GELU()
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.act(self.block(self.stem(x)))
-        return self.head(x.mean(-1))
-
-
 class Residual2d(nn.Module):
     """Channels first; its output comes out of a function, and of another shape than what came in."""
 
@@ -602,24 +538,6 @@ class Writes(nn.Module):
         return self.linear(x)
 
 
-class Opaque:
-    """A class of a model's own."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-
-class Wrapped(nn.Module):
-    """Returns something that is no container of tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Opaque:
-        return Opaque(self.linear(x))
-
-
 class SinkAttention(nn.Module):
     """A learned sink for each head: softmax is over it too, its weight is dropped."""
 
@@ -669,7 +587,6 @@ INPUTS: dict[str, tuple[InputSpec, ...]] = {
     "TimeFirst": _x(5, 6),
     "TimeOut": _x(5, 6),
     "BatchCentred": _x(4),
-    "BatchScaled": _x(4),
     "Recurrent": _x(3, 4),
     "Backwards": _x(3, 4),
     "Inner": _x(4),
@@ -678,16 +595,13 @@ INPUTS: dict[str, tuple[InputSpec, ...]] = {
     "Windows": _x(8, 6),
     "WindowMajor": _x(8, 6),
     "Swallows": _x(4),
-    "Retries": _x(5),
     "Recursive": _x(4),
     "EarlyExit": _x(4),
     "Pruned": _x(6, 4),
     "Masked": _x(4),
     "Kinds": _x(4),
     "Views": _x(4, 8, 8),
-    "Sound": _x(2, 12),
     "Cube": _x(3, 16, 16),
     "Writes": _x(4),
-    "Wrapped": _x(4),
     "Encoder": _x(5, 8),
 }

@@ -37,12 +37,10 @@ from layertap.models.spec import InputSpec, PreprocessSpec
 from tests.conftest import net_spec
 from tests.loading import load_model
 
-ROOT = Path(__file__).parents[2]
 MODEL = "0" * 32
 POINT = HookPoint("layer3", 0, (), "output")
 PREPROCESS = PreprocessSpec(resize=32, crop=28)
 INPUTS = (InputSpec("x", (4,)),)
-PICTURES = (InputSpec("image", (3, 28, 28)),)
 
 
 def identity(**how: Any) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from contextvars import ContextVar
 from dataclasses import replace
 
 import pytest
-from torch import nn
 
 from layertap.models.errors import LoadError
 from layertap.models.planner import make_plan
@@ -19,38 +17,6 @@ from tests.models.extraction import extract_plan
 from tests.nets import batch
 
 VECTOR = (InputSpec("x", (4,)),)
-SEEN: ContextVar[tuple[Registry, list[str]]] = ContextVar("SEEN")
-
-
-def watching() -> nn.Module:
-    """Notes in which state its own entry is while it is made."""
-    registry, states = SEEN.get()
-    states.append(registry.get_entry("m").state)
-    return nn.Linear(4, 4)
-
-
-def own(factory: str) -> ModelSpec:
-    return ModelSpec("m", f"python:{__name__}:{factory}", device="cpu", inputs=VECTOR)
-
-
-def test_states() -> None:
-    """A model is available, then loading, then ready; unloaded it is available and can be loaded again."""
-    registry = Registry([own("watching")])
-    entry = registry.get_entry("m")
-    states: list[str] = [entry.state]
-    token = SEEN.set((registry, states))
-    try:
-        first = registry.load("m")
-        states.append(registry.get_entry("m").state)
-        assert registry.get_entry("m").model is first
-        registry.unload("m")
-        states.append(registry.get_entry("m").state)
-        assert registry.get_entry("m").model is None
-        assert registry.load("m") is not first
-        states.append(registry.get_entry("m").state)
-    finally:
-        SEEN.reset(token)
-    assert states == ["available", "loading", "ready", "available", "loading", "ready"]
 
 
 @pytest.mark.parametrize(
@@ -90,3 +56,15 @@ def test_duplicate() -> None:
     """Two models of one name are refused before anything is loaded."""
     with pytest.raises(LoadError, match="two models are called 'Chain'"):
         Registry([net_spec("Chain"), net_spec("Chain", weights="random:1")])
+
+
+def test_states() -> None:
+    """A model is available, then ready; unloaded it is available and can be loaded again."""
+    registry = Registry([net_spec("Tied")])
+    assert registry.get_entry("Tied").state == "available"
+    for _ in range(2):
+        assert registry.get_entry("Tied").model is None
+        model = registry.load("Tied")
+        assert (registry.get_entry("Tied").state, registry.get_entry("Tied").model) == ("ready", model)
+        registry.unload("Tied")
+        assert registry.get_entry("Tied").state == "available"

@@ -21,9 +21,7 @@ from tests.nets import INPUTS, EarlyExit, Pruned, batch, surveyed
 from tests.oracle import Key
 
 ROWWISE = [
-    name
-    for name in INPUTS
-    if name not in ("BatchCentred", "BatchScaled", "Recurrent", "Backwards", "OneRow", "PerRow", "Inner")
+    name for name in INPUTS if name not in ("BatchCentred", "Recurrent", "Backwards", "OneRow", "PerRow", "Inner")
 ]
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from tests.conftest import Loader
 from tests.marks import slow
 from tests.models.extraction import list_tensors, see
-from tests.nets import INPUTS, BatchCentred, Recursive, batch, surveyed
+from tests.nets import INPUTS, BatchCentred, batch, surveyed
 from tests.oracle import Key, seeded
 
 ROWWISE = dict.fromkeys(INPUTS, True) | dict.fromkeys(
-    ("BatchCentred", "BatchScaled", "Recurrent", "Backwards", "OneRow", "PerRow"), False
+    ("BatchCentred", "Recurrent", "Backwards", "OneRow", "PerRow"), False
 )
 # Layers whose tensors hold the rows in another order, or of which only the whole batch can tell.
 MIXED = {
@@ -90,46 +90,28 @@ def test_execution_order(load_net: Loader) -> None:
     assert begun[:8] == [".", "conv1", "bn1", "relu", "maxpool", "layer1", "layer1.0", "layer1.0.conv1"]
 
 
-@pytest.mark.parametrize("name", ["resnet", "vit", "swin", "NeverCalled", "Recursive", "Retries", "Encoder"])
-def test_cost_grows_along_the_forward(load_net: Loader, name: str) -> None:
-    """The share of the cost never falls from one moment to the next, and is 1 at the end; places are all different."""
-    catalog = load_net(name).catalog
-    moments = [
-        moment for layer in catalog.layers.values() for call in layer.calls for moment in (call.input, call.output)
-    ]
-    moments = sorted({id(moment): moment for moment in moments}.values(), key=lambda moment: moment.order)
-    costs = [moment.cost for moment in moments]
-    assert costs == sorted(costs)
-    assert 0 <= costs[0] <= costs[-1] <= 1
-    assert catalog.layers["."].calls[0].output.order == max(moment.order for moment in moments)
-    assert catalog.layers["."].calls[0].output.cost == 1
-    assert catalog.seconds > 0
-    assert len({moment.order for moment in moments}) == len(moments)
-
-
-def test_recursion() -> None:
-    """Calls of a module within its own call are counted as they begin, and each keeps its own output."""
-    calls = surveyed(Recursive(), 4).layers["down"].calls
-    orders = [(call.input.order, call.output.order) for call in calls]
-    assert orders == [(2, 7), (3, 6), (4, 5)]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", slow("float16")])
-@pytest.mark.parametrize("name", [slow("resnet"), "vit", "swin"])
-def test_rounding_is_no_mixing(load_net: Loader, name: str, dtype: str) -> None:
-    """In no dtype does rounding make rows look as if they affected each other."""
-    catalog = load_net(name, dtype=dtype).catalog
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
+def test_rounding_and_mixing(load_net: Loader, dtype: str) -> None:
+    """In no dtype does rounding make rows look as if they affected each other, or an effect pass for rounding."""
+    catalog = load_net("vit", dtype=dtype).catalog
     assert not catalog.crosses_rows
     assert not any(info.crosses_rows for info in leaves(catalog).values())
     assert catalog.layers["."].calls[0].output.tensors[0].dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_mixing_is_no_rounding(load_net: Loader, dtype: str) -> None:
-    """In no dtype does an effect of one row on another pass for rounding."""
     assert load_net("BatchCentred", dtype=dtype).catalog.crosses_rows
-    marked = leaves(load_net("WindowMajor", dtype=dtype).catalog)
-    assert marked["inner", 0, (), "output"].crosses_rows
+    assert leaves(load_net("WindowMajor", dtype=dtype).catalog)["inner", 0, (), "output"].crosses_rows
+
+
+@pytest.mark.parametrize("name", ["resnet", "Recursive"])
+def test_cost_grows_along_the_forward(load_net: Loader, name: str) -> None:
+    """The share of the cost never falls from one moment to the next, and is 1 at the end; places are all different."""
+    catalog = load_net(name).catalog
+    calls = [call for layer in catalog.layers.values() for call in layer.calls]
+    moments = sorted((moment.order, moment.cost) for call in calls for moment in (call.input, call.output))
+    assert [cost for _, cost in moments] == sorted(cost for _, cost in moments)
+    assert len({order for order, _ in moments}) == len(moments)
+    end = catalog.layers["."].calls[0].output
+    assert (end.order, end.cost) == moments[-1] == (end.order, 1)
+    assert catalog.seconds > 0
 
 
 def test_a_small_effect_is_see() -> None:
@@ -141,13 +123,3 @@ def test_a_small_effect_is_see() -> None:
             return x - 0.01 * self.mean(x)
 
     assert surveyed(seeded(Slightly(), 0), 4).crosses_rows
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_a_scripted_part() -> None:
-    """A scripted part is called, what is in it never; everything around it is there."""
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    catalog = surveyed(nn.Sequential(nn.Linear(4, 4), scripted, nn.Linear(4, 2)), 4)
-    assert [name for name, layer in catalog.layers.items() if layer.calls] == [".", "0", "1", "2"]
-    assert catalog.layers["1.0"].hazards == ("scripted",)
-    assert not catalog.crosses_rows
