@@ -25,6 +25,7 @@ IN_CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 ELSEWHERE = ("https://", "http://", "mailto:")
+TESTS = {each.name for each in (ROOT / "tests").rglob("test_*.py")}
 PAST = ROOT / "CHANGELOG.md"  # tells of files that were
 FILE = re.compile(r"`((?:models|service|tests|bench|fuzz|examples|docs)/[\w./-]+\.\w+)`")
 NOUN = re.compile(r"^\| (`\w+`(?:, `\w+`)*) \|.*\| `([\w/]+\.py)` \|$", re.MULTILINE)
@@ -58,7 +59,7 @@ def links(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links(path: Path) -> None:
-    """Every relative link of a document leads to a file, and its anchor to a heading there."""
+    """Every link of a document leads to a file, and its anchor to a heading there; files that it names are there."""
     broken = []
     for target in links(path):
         name, _, anchor = target.partition("#")
@@ -66,26 +67,9 @@ def test_links(path: Path) -> None:
         if not goal.exists() or (anchor and anchor not in anchors(goal)):
             broken.append(target)
     assert broken == []
-
-
-def test_documents_are_found() -> None:
-    """The documents that the test of links reads are those of the project."""
-    names = {path.relative_to(ROOT).as_posix() for path in DOCUMENTS}
-    assert {"README.md", "docs/reference/http.md", "examples/README.md", "bench/README.md"} <= names
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_files(path: Path) -> None:
-    """Every file that a document names, from the top of the project, is there."""
     named = FILE.findall(prose(path)) if path != PAST else []
     assert [name for name in named if not (ROOT / name).exists()] == []
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_names_of_tests(path: Path) -> None:
-    """Every test that a document names by its file alone is there."""
-    tests = {each.name for each in (ROOT / "tests").rglob("test_*.py")}
-    assert set(re.findall(r"`(test_\w+\.py)`", prose(path))) <= tests
+    assert set(re.findall(r"`(test_\w+\.py)`", prose(path))) <= TESTS
 
 
 def test_words() -> None:

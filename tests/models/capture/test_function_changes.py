@@ -31,10 +31,6 @@ Edit = Callable[[str, Tensor], Tensor]
 Ask = tuple[str, Operation]
 
 
-def keep(name: str, value: Tensor) -> Tensor:
-    return value
-
-
 def plan(
     catalog: Catalog, layers: Sequence[str], changes: Sequence[Ask] = (), objective: Objective | None = None
 ) -> Plan:

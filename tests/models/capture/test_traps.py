@@ -28,7 +28,6 @@ from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import Loader
 from tests.loading import load_model
-from tests.marks import slow
 from tests.models.extraction import extract_captures, extract_plan
 from tests.nets import Swallows, Tied, batch
 from tests.oracle import record, seeded
@@ -267,14 +266,6 @@ def compiled(function: Any) -> Any:
     return torch.compile(function, backend="eager")
 
 
-class Decorated(Two):
-    """Its forward is compiled by its class."""
-
-    @torch.compile(backend="eager")
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
-
-
 class Function(Two):
     """Compiles a function in which no module runs."""
 
@@ -310,7 +301,7 @@ def _fresh() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_fresh")
-@pytest.mark.parametrize("make", [whole, slow(in_place), slow(Decorated)])
+@pytest.mark.parametrize("make", [whole, in_place])
 def test_12_hooks_on_what_is_compiled(make: Callable[[], nn.Module]) -> None:
     """A hook added to a module that has run compiled never runs; ours refuses the model when it is loaded."""
     net = make().eval()

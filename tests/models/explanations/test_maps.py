@@ -62,9 +62,8 @@ def test_what_can_be_rolled_out() -> None:
     assert [tap.point.layer for tap in found] == [
         f"encoder.layers.encoder_layer_{number}.self_attention" for number in range(2)
     ]
-    for factory in (swin, resnet):
-        with pytest.raises(SelectorError, match="rolled out"):
-            find_attention(surveyed(factory(), 3, 32, 32), 0)
+    with pytest.raises(SelectorError, match="rolled out"):
+        find_attention(surveyed(swin(), 3, 32, 32), 0)
 
 
 def test_what_is_a_map() -> None:
@@ -81,12 +80,6 @@ def test_maps() -> None:
     """Layers that return maps, the last one first, the outer one of those that return the same."""
     end = HookPoint(".", 0, (), "output")
     assert find_map_layers(surveyed(resnet(), 3, 64, 64), end)[0].point.layer == "layer4"
-    assert (
-        find_map_layers(surveyed(resnet(), 3, 64, 64), HookPoint("layer2.0.relu", 0, (), "output"))[0].point.call == 0
-    )
     assert find_map_layers(surveyed(vit(), 3, 32, 32, prefix=1), end)[0].point.layer == "encoder"
-    tap = find_map_layers(surveyed(swin(), 3, 32, 32), end)[0]
-    assert tap.info.shape[0] == 1
-    assert tap.point.layer in ("norm", "permute")
     with pytest.raises(SelectorError, match="no layer"):
         find_map_layers(surveyed(resnet().fc, 512), end)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
@@ -17,80 +18,48 @@ from layertap.models.selection.hook_points import Selector, format_path
 from layertap.models.selection.matches import SelectorMatch, find_matches, matches_glob
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 
-GOOD = {
-    "layer4": ("layer4", None, None, "output"),
-    ".": (".", None, None, "output"),
-    ".:input": (".", None, None, "input"),
-    "relu#0": ("relu", 0, None, "output"),
-    "relu#-1": ("relu", -1, None, "output"),
-    "relu#*": ("relu", "*", None, "output"),
-    "encoder[0]": ("encoder", None, ("0",), "output"),
-    "encoder[out][0]:input": ("encoder", None, ("out", "0"), "input"),
-    "a.b#2[logits]:output": ("a.b", 2, ("logits",), "output"),
-    "x[a:b]": ("x", None, ("a:b",), "output"),
-    "x[a:b]:input": ("x", None, ("a:b",), "input"),
-    "a:attention": ("a", None, None, "attention"),
-    "a[0]:attention_grad": ("a", None, ("0",), "attention_grad"),
-    "größe": ("größe", None, None, "output"),
-    "__class__": ("__class__", None, None, "output"),
-    "(?!x)|.^$\\": ("(?!x)|.^$\\", None, None, "output"),
-}
-FUNCTIONS = {
-    "layer1.0/add#0": ("layer1.0", None, "add", 0, None, "output"),
+GOOD = {  # layer, call, function, its number, path, site
+    "layer4": ("layer4", None, None, None, None, "output"),
+    ".:input": (".", None, None, None, None, "input"),
+    "relu#-1": ("relu", -1, None, None, None, "output"),
+    "relu#*": ("relu", "*", None, None, None, "output"),
+    "encoder[out][0]:input": ("encoder", None, None, None, ("out", "0"), "input"),
+    "x[a:b]": ("x", None, None, None, ("a:b",), "output"),
+    "a[0]:attention_grad": ("a", None, None, None, ("0",), "attention_grad"),
+    "größe": ("größe", None, None, None, None, "output"),
+    "(?!x)|.^$\\": ("(?!x)|.^$\\", None, None, None, None, "output"),
     "layer1.0#1/add#-1[0]:input": ("layer1.0", 1, "add", -1, ("0",), "input"),
     "./cat": (".", None, "cat", None, None, "output"),
     "*#*/relu#*": ("*", "*", "relu", "*", None, "output"),
     "a/b/c": ("a/b", None, "c", None, None, "output"),
-    "a/__class__#0": ("a", None, "__class__", 0, None, "output"),
+    "a/b.c": ("a/b.c", None, None, None, None, "output"),
+    "a/": ("a/", None, None, None, None, "output"),
 }
-NO_FUNCTIONS = ("/", "/add", "a/", "a/b.c", "a/b c", "a/*", "a/1", "a[b/c]", "a[/add#0]")
 BAD = {
     "": "1 to 512 characters",
     "x" * (MAX_TEXT + 1): "this one has 513",
     "#0": "names no layer",
-    ":input": "names no layer",
-    "a#": "is no call number",
     "a#x": "is no call number",
     "a#²": "is no call number",
     "a#1#2": "is no call number",
     "a#1234567": "is no call number",
-    "a[": "is not closed",
     "a[0": "is not closed",
     "a[0]x": "is not closed",
     "a[]": "is malformed",
-    "a[0][]": "is malformed",
     "a[0]]": "is malformed",
-    "a:": "is no site",
     "a:outputs": "is no site",
-    "a:function": "is no site",
     "a/b#": "is no call number",
-    "a/b#0#1": "is no call number",
     "#0/b": "names no layer",
 }
 
 
 @pytest.mark.parametrize("text", GOOD)
 def test_good_texts(text: str) -> None:
-    """Every part of the grammar is read, and nothing else is special."""
+    """Every part of the grammar is read, and nothing else is special: a slash that no name follows is the layer's."""
     selector = parse_selector(text)
-    assert (selector.pattern, selector.call, selector.path, selector.site) == GOOD[text]
-    assert selector.text == text
-    assert selector.type is None
-
-
-@pytest.mark.parametrize("text", FUNCTIONS)
-def test_functions(text: str) -> None:
-    """A function stands behind the layer that calls it, before path and site; it has a number as the layer has."""
-    selector = parse_selector(text)
-    assert selector.function is not None
-    parts = (selector.pattern, selector.call, *vars(selector.function).values(), selector.path, selector.site)
-    assert parts == FUNCTIONS[text]
-
-
-@pytest.mark.parametrize("text", NO_FUNCTIONS)
-def test_slashes(text: str) -> None:
-    """A slash that no name follows, or no layer precedes, is a part of a layer's name, or of a key."""
-    assert parse_selector(text).function is None
+    function = tuple(vars(selector.function).values()) if selector.function else (None, None)
+    assert (selector.pattern, selector.call, *function, selector.path, selector.site) == GOOD[text]
+    assert (selector.text, selector.type) == (text, None)
 
 
 @pytest.mark.parametrize("text", BAD)
@@ -100,6 +69,13 @@ def test_bad_texts(text: str) -> None:
         parse_selector(text)
     assert len(caught.value.detail) < 200
     assert caught.value.hint
+
+
+def test_site_before_path() -> None:
+    """A selector whose site stands before its path is refused with what to type."""
+    with pytest.raises(SelectorError, match="the site stands before the path") as caught:
+        parse_selector("block?:grad_output[out][0]")
+    assert caught.value.hint == "write 'block?[out][0]:grad_output'"
 
 
 names = st.text(st.characters(exclude_characters="#[]:*?/", exclude_categories=["Cs"]), min_size=1, max_size=20)
@@ -127,20 +103,10 @@ def test_any_text_is_read_or_refused(text: str) -> None:
     assert read
 
 
-@settings(max_examples=300)
 @given(st.text("ab*?", max_size=14), st.text("ab", max_size=14))
-def test_globs_by_dynamic_programming(pattern: str, name: str) -> None:
-    """Globs agree with a table of which prefix of the pattern fits which prefix of the name."""
-    table = [[False] * (len(name) + 1) for _ in range(len(pattern) + 1)]
-    table[0][0] = True
-    for i, char in enumerate(pattern, 1):
-        table[i][0] = char == "*" and table[i - 1][0]
-        for j, letter in enumerate(name, 1):
-            if char == "*":
-                table[i][j] = table[i - 1][j] or table[i][j - 1]
-            else:
-                table[i][j] = table[i - 1][j - 1] and char in ("?", letter)
-    assert matches_glob(pattern, name) == table[-1][-1]
+def test_globs(pattern: str, name: str) -> None:
+    """Globs agree with the standard library's."""
+    assert matches_glob(pattern, name) == fnmatchcase(name, pattern)
 
 
 def test_a_glob_that_would_blow_up_a_regular_expression() -> None:
@@ -188,8 +154,6 @@ def found(text: str, **fields: object) -> list[SelectorMatch]:
     ("text", "detail", "hint"),
     [
         ("conv3", "there is no layer 'conv3'", "conv1"),
-        ("__class__", "there is no layer '__class__'", "lists every layer"),
-        ("silent", "never runs in a forward", "ask for its parent '.'"),
         ("head.silent", "never runs in a forward", "ask for its parent 'head'"),
         ("*silent", "matches 2 layers, none of which runs", ""),
         ("nothing*", "matches no layer", "lists every layer"),
@@ -197,8 +161,6 @@ def found(text: str, **fields: object) -> list[SelectorMatch]:
         ("block[2]", "has nothing at '[2]'", "[0], [1]"),
         ("empty", "holds no tensor", ""),
         ("*#7", "matches", ""),
-        ("*[logits]", "matches", ""),
-        ("emp*", "matches", ""),
     ],
 )
 def test_what_is_not_there(text: str, detail: str, hint: str) -> None:
@@ -226,19 +188,3 @@ def test_documents() -> None:
     assert shown >= {".[attention_mask]:input", "head:input", "block2.relu#0", "transformer.h.*.attn:attention", "pool"}
     for text in shown:
         parse_selector(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "typed"),
-    [
-        (".:input[attention_mask]", ".[attention_mask]:input"),
-        ("relu#0:input[0]", "relu#0[0]:input"),
-        ("block?:grad_output[out][0]", "block?[out][0]:grad_output"),
-    ],
-)
-def test_site_before_path(text: str, typed: str) -> None:
-    """A selector whose site stands before its path is refused with what to type."""
-    with pytest.raises(SelectorError, match="the site stands before the path") as caught:
-        parse_selector(text)
-    assert caught.value.hint == f"write '{typed}'"
-    assert parse_selector(typed).path is not None
