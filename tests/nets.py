@@ -283,17 +283,6 @@ class OneRow(nn.Module):
         return out[None]
 
 
-class PerRow(nn.Module):
-    """Calls a part once for each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.linear(row[None]) for row in x])
-
-
 class Windows(nn.Module):
     """Folds windows of tokens into the batch axis, row by row, and unfolds them again."""
 
@@ -395,28 +384,6 @@ class Keep(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x[:, ::2] if x.mean() > 50 else x
-
-
-class Masked(nn.Module):
-    """Minus infinity, the smallest float and not-a-number where a mask says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.hide = Hide()
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.hide(self.linear(x))
-        return scores.clone()
-
-
-class Hide(nn.Module):
-    """Three of four entries."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.clone()
-        x[:, 0], x[:, 1], x[:, 2] = -torch.inf, torch.finfo(x.dtype).min, torch.nan
-        return x
 
 
 class DTypes(nn.Module):
@@ -591,14 +558,12 @@ INPUTS: dict[str, tuple[InputSpec, ...]] = {
     "Backwards": _x(3, 4),
     "Inner": _x(4),
     "OneRow": _x(4),
-    "PerRow": _x(4),
     "Windows": _x(8, 6),
     "WindowMajor": _x(8, 6),
     "Swallows": _x(4),
     "Recursive": _x(4),
     "EarlyExit": _x(4),
     "Pruned": _x(6, 4),
-    "Masked": _x(4),
     "Kinds": _x(4),
     "Views": _x(4, 8, 8),
     "Cube": _x(3, 16, 16),

@@ -35,8 +35,6 @@ PICTURE = {
 }
 PATCHES = {key: value for key, value in PICTURE.items() if key != "image_size"} | {"num_patches": 16}
 CLIP_TEXT = TEXT | {"projection_dim": 16, "bos_token_id": CLS, "eos_token_id": SEP, "pad_token_id": 0}
-BLIP_TEXT = TEXT | {"bos_token_id": CLS, "eos_token_id": SEP, "pad_token_id": 0, "encoder_hidden_size": 32}
-ALT_TEXT = TEXT | {"project_dim": 32, "pad_token_id": 1, "type_vocab_size": 1}
 CLIP_PICTURE = PICTURE | {"projection_dim": 16}
 DISTIL = {
     "vocab_size": VOCABULARY,
@@ -70,30 +68,13 @@ NETS: dict[str, Callable[[], Any]] = {
     "clip": _made("CLIPModel", "CLIPConfig", text_config=CLIP_TEXT, vision_config=CLIP_PICTURE, projection_dim=16),
     "siglip": _made("SiglipModel", "SiglipConfig", text_config=TEXT, vision_config=PICTURE),
     "siglip2": _made("Siglip2Model", "Siglip2Config", text_config=TEXT, vision_config=PATCHES),
-    "blip": _made("BlipModel", "BlipConfig", text_config=BLIP_TEXT, vision_config=PICTURE, projection_dim=16),
-    "altclip": _made(
-        "AltCLIPModel", "AltCLIPConfig", text_config=ALT_TEXT, vision_config=CLIP_PICTURE, projection_dim=16
-    ),
     "chinese_clip": _made(
         "ChineseCLIPModel", "ChineseCLIPConfig", text_config=TEXT, vision_config=CLIP_PICTURE, projection_dim=16
-    ),
-    "clipseg": _made(
-        "CLIPSegModel", "CLIPSegConfig", text_config=CLIP_TEXT, vision_config=CLIP_PICTURE, projection_dim=16
     ),
     "vit": _made("ViTForImageClassification", "ViTConfig", **PICTURE, num_labels=3),
     "deit": _made("DeiTModel", "DeiTConfig", **PICTURE),
     "registers": _made("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", **PICTURE, num_register_tokens=3),
     "backbone": _made("Dinov2Backbone", "Dinov2Config", **PICTURE, out_features=["stage1", "stage2"]),
-    "depth": _made(
-        "DPTForDepthEstimation",
-        "DPTConfig",
-        **PICTURE | {"num_hidden_layers": 4},
-        is_hybrid=False,
-        backbone_out_indices=[0, 1, 2, 3],
-        neck_hidden_sizes=[8, 8, 8, 8],
-        fusion_hidden_size=8,
-        reassemble_factors=[4, 2, 1, 0.5],
-    ),
     "wave": _made(
         "Wav2Vec2Model",
         "Wav2Vec2Config",

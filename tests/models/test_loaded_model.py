@@ -24,7 +24,7 @@ from tests.models.extraction import extract_plan, list_tensors
 from tests.nets import batch, resnet
 from tests.oracle import record
 
-ONE_AT_A_TIME = ("BatchCentred", "Recurrent", "Backwards", "OneRow", "PerRow")
+ONE_AT_A_TIME = ("BatchCentred", "Recurrent", "Backwards", "OneRow")
 
 
 def everything(model: LoadedModel, how: Reduction) -> Plan:

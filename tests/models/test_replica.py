@@ -222,26 +222,3 @@ def test_one_replica_only(name: str) -> None:
     weight, bias = model.module.get_parameter("linear.weight"), model.module.get_parameter("linear.bias")
     torch.testing.assert_close(found, nn.functional.linear(rows["x"], weight, bias))
     assert model.hooks == 0
-
-
-class Cached(Plain):
-    """Makes a table at its first call, as rotary embeddings do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.table is None:
-            self.table = torch.arange(3.0).cos()
-        return super().forward(x) * self.table
-
-
-@pytest.mark.parametrize("name", ["Plain", "Cached"])
-def test_two_replicas(name: str) -> None:
-    """A cache that a forward left behind keeps nobody from having two."""
-    model = load_model(here(name), replicas=2)
-    assert len(model.replicas) == 2
-    rows = batch(model.inputs, 2)
-    one, two = (extract(model, number, rows, wanted(model, "."))["."] for number in range(2))
-    torch.testing.assert_close(one, two)

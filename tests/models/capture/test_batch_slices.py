@@ -13,13 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from layertap.models.capture.batch_slices import JoinedRows, RequestSlice
-from layertap.models.capture.reduction import ReducedTensor, reduce
+from layertap.models.capture.batch_slices import RequestSlice
+from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.devices.transfer import ALIGNMENT, pack, unpack
-from layertap.models.errors import OutOfMemoryError
-from layertap.models.hooks.sites import Site
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.selection.hook_points import HookPoint, Pool, Reduction, ReplyDType
 from layertap.models.selection.plan import Capture
@@ -180,11 +177,6 @@ def test_each_gets_what_an_offline_hook_gives(load_net: Loader, name: str) -> No
     assert model.hooks == 0
 
 
-def at(model: LoadedModel, layer: str, site: Site = "output") -> Capture:
-    point, info = next(item for item in tensors_of(model) if (item[0].layer, item[0].site) == (layer, site))
-    return Capture(point, info, Reduction())
-
-
 # Neighbours
 
 
@@ -256,28 +248,6 @@ def test_padded_bits(load_net: Loader) -> None:
         assert differing(alone, among) == []
 
 
-def capture_of(info: TensorInfo, **how: Any) -> Capture:
-    return Capture(HookPoint("0", 0, (), "output"), info, Reduction(**how))
-
-
-LAYOUTS = {
-    "NCL": TensorInfo((), (1, 13, 7), "float32", layout="NCL"),
-    "NTC": TensorInfo((), (1, 7, 13), "float32", layout="NTC", prefix=1),
-    "TNC": TensorInfo((), (7, 1, 13), "float32", row_axis=1, layout="TNC", prefix=2),
-    "windows": TensorInfo((), (3, 7, 13), "float32", layout="NTC"),
-}
-
-
-def test_more_rows_than_memory_holds(load_net: Loader) -> None:
-    """Rows beyond any memory are refused as such, and no hook is left."""
-    model = load_net("Tied")
-    wanted = frozenset([at(model, "act")])
-    many = {"x": torch.zeros(1, 5).expand(2**46, 5)}  # more than a processor's address space
-    with pytest.raises(OutOfMemoryError, match=f"no memory for {2**46} rows"):
-        together(model, [Guest(many, wanted)])
-    assert model.hooks == 0
-
-
 # Padding
 
 
@@ -297,26 +267,6 @@ def test_padded(load_net: Loader, name: str, sizes: tuple[int, ...]) -> None:
         handle.remove()
     assert seen == [{max(8, sum(sizes))}]
     check_all(model, guests, found)
-
-
-# Parts
-
-
-@pytest.mark.parametrize("cuts", [(4,), (1, 3), (2, 1, 1)], ids=str)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_joined(name: str, cuts: tuple[int, ...]) -> None:
-    """A request's rows of several forwards are those of one, in whatever order these come, and one twice."""
-    info = LAYOUTS[name]
-    axis, alone = info.row_axis or 0, [torch.randn(info.shape) for _ in range(4)]
-    whole = torch.cat(alone, axis)
-    spans = [(int(stop) - cut, int(stop)) for cut, stop in zip(cuts, np.cumsum(cuts), strict=True)]
-    for how in ways(info):
-        capture, joined = capture_of(info, **vars(how)), JoinedRows(4)
-        for start, stop in [spans[-1], *spans]:
-            found = joined.add(start, stop, {capture: reduce(RowTensor(torch.cat(alone[start:stop], axis), info), how)})
-        check(found[capture], capture, expected(whole, capture), 4)
-        if not POOLINGS[how.pool].averages and not how.normalize:
-            assert bits(found[capture]) == bits(reduce(RowTensor(whole, info), how))
 
 
 # One copy for all results

@@ -20,9 +20,7 @@ from tests.models.extraction import extract_captures, extract_plan, list_tensors
 from tests.nets import INPUTS, EarlyExit, Pruned, batch, surveyed
 from tests.oracle import Key
 
-ROWWISE = [
-    name for name in INPUTS if name not in ("BatchCentred", "Recurrent", "Backwards", "OneRow", "PerRow", "Inner")
-]
+ROWWISE = [name for name in INPUTS if name not in ("BatchCentred", "Recurrent", "Backwards", "OneRow", "Inner")]
 
 
 def everything(catalog: Catalog, **how: object) -> Plan:

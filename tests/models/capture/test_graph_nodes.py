@@ -23,13 +23,8 @@ from tests.oracle import seeded
 
 SIZES = {
     "resnet18": 64,
-    "densenet121": 64,
     "googlenet": 64,
-    "inception_v3": 96,
     "shufflenet_v2_x0_5": 64,
-    "mobilenet_v3_small": 64,
-    "regnet_y_400mf": 64,
-    "convnext_tiny": 64,
     "swin_t": 64,
     "vit_b_32": 64,
 }
@@ -41,11 +36,11 @@ WHOLE = {
     "_patch_merging_pad": "{}/cat#0",
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    **{name: {"init_weights": False} for name in ("googlenet", "inception_v3")},
+    "googlenet": {"init_weights": False},
     "vit_b_32": {"image_size": 64},
 }
 LEVELS = {"resnet18": (), "shufflenet_v2_x0_5": pytest.mark.slow, "swin_t": pytest.mark.slow}
-NEVER_OVERWRITTEN = {"convnext_tiny", "swin_t", "vit_b_32"}  # in the others torchvision's own extractor is wrong
+NEVER_OVERWRITTEN = {"swin_t", "vit_b_32"}  # in the others torchvision's own extractor is wrong
 NAMES = {"iadd": "add", "imul": "mul", "isub": "sub", "truediv": "div"}  # operators by torch's names
 
 

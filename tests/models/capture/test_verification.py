@@ -55,11 +55,6 @@ class Random(nn.Module):
         return out + torch.rand_like(out)
 
 
-def own(factory: str) -> LoadedModel:
-    spec = ModelSpec("own", f"python:{__name__}:{factory}", weights="random:0", inputs=(InputSpec("x", (4,)),))
-    return load_model(spec)
-
-
 def plan_of(model: LoadedModel, *texts: str, **how: Any) -> Plan:
     chosen = [Selector(**{**vars(parse_selector(text)), "reduction": Reduction(**how)}) for text in texts]
     return make_plan(chosen, model.catalog)
@@ -113,6 +108,10 @@ def test_another_value_is_found(load_net: Loader) -> None:
     taken[points["layer1"]][0, 0] = torch.nan
     with pytest.raises(RequestError, match=r"'layer1#0'.*differs by inf"):
         check_outputs(plan, model.catalog, taken, again)
+
+
+def own(factory: str) -> LoadedModel:
+    return load_model(ModelSpec("own", f"python:{__name__}:{factory}", inputs=(InputSpec("x", (4,)),)))
 
 
 def test_written_to_under_another_name() -> None:

@@ -13,9 +13,7 @@ from tests.models.extraction import list_tensors, see
 from tests.nets import INPUTS, BatchCentred, batch, surveyed
 from tests.oracle import Key, seeded
 
-ROWWISE = dict.fromkeys(INPUTS, True) | dict.fromkeys(
-    ("BatchCentred", "Recurrent", "Backwards", "OneRow", "PerRow"), False
-)
+ROWWISE = dict.fromkeys(INPUTS, True) | dict.fromkeys(("BatchCentred", "Recurrent", "Backwards", "OneRow"), False)
 # Layers whose tensors hold the rows in another order, or of which only the whole batch can tell.
 MIXED = {
     "WindowMajor": {("inner", "input"), ("inner", "output")},

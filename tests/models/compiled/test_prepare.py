@@ -21,7 +21,6 @@ from layertap.models.compiled.compile import compute_key, export_graph
 from layertap.models.compiled.compiled_plan import CompiledPlan, PlanGraphs, find_compiled_plan
 from layertap.models.compiled.prepare import make_warm_plan, prepare_warm_plans
 from layertap.models.devices.costs import ForwardSeconds
-from layertap.models.errors import LoadError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Objective, Reduction
@@ -236,13 +235,6 @@ def test_without_a_compiler(tmp_path: Path, lines: list[Any], monkeypatch: pytes
     assert found.compiled == (None,)
     assert "no C++ compiler" in lines[0]["reason"]
     assert not list(tmp_path.glob("*.pt2"))
-
-
-def test_unknown_layer(loaded: Callable[..., LoadedModel], tmp_path: Path) -> None:
-    """A layer that is not there is the operator's mistake, and is told as such."""
-    model = loaded("Chain")
-    with pytest.raises(LoadError, match="no layer 'cnv'"):
-        prepare_warm_plans(replace(model, spec=replace(model.spec, warm=(WarmSpec(("cnv",)),))), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -117,37 +116,6 @@ def test_a_forward_that_fails() -> None:
 
 
 # Figures
-
-
-def forwards(module: nn.Module, seen: list[tuple[int, int]]) -> Callable[[Rows], object]:
-    """A forward that notes of how many rows it was, and with how many threads."""
-
-    def run(rows: Rows) -> object:
-        seen.append((len(rows["x"]), torch.get_num_threads()))
-        return module(rows["x"])
-
-    return run
-
-
-@pytest.mark.parametrize("crosses_rows", [True, False])
-def test_measure(crosses_rows: bool) -> None:
-    """Figures that a policy can count with, of a few forwards; several rows only where rows do not meet."""
-    module, seen = nn.Linear(4, 8).eval(), list[tuple[int, int]]()
-    reading = costs.measure_forward(forwards(module, seen), ones(1, 4), CPU, crosses_rows=crosses_rows, max_threads=2)
-    measured = costs.make_costs([reading], 100)
-    figures = (measured.base, measured.per_row, measured.speedup, float(measured.row_bytes))
-    assert all(math.isfinite(figure) for figure in figures)
-    assert measured.base >= 0 < measured.per_row
-    assert measured.estimate_seconds(1) == measured.base + measured.per_row
-    # Of a forward of one row, a row's part is between an eighth and all of it.
-    assert measured.per_row * 2 * costs.BATCH_ROWS >= 0.999 * measured.estimate_seconds(1)
-    assert measured.row_bytes == 100
-    assert measured.speedup == 1.0
-    assert {threads for _, threads in seen} == {1}
-    assert {rows for rows, _ in seen} == ({1} if crosses_rows else {1, costs.BATCH_ROWS})
-    assert len(seen) <= 2 + 2 * costs.MAX_ROUNDS
-    if crosses_rows:
-        assert measured.base == 0
 
 
 # Costs in catalogues

@@ -93,7 +93,7 @@ CASES = [
     *[("Chain", layer) for layer in ("conv", "relu#0", "relu")],
     *[("Tied", layer) for layer in ("encode#0", "act", "encode")],
     *[("Keywords", layer) for layer in ("linear", "gate#0", "embed")],
-    *[("Recursive", "down#2"), ("EarlyExit", "first"), ("Encoder", "layers.layers.0"), ("Masked", "linear")],
+    *[("Recursive", "down#2"), ("EarlyExit", "first"), ("Encoder", "layers.layers.0")],
 ]
 
 

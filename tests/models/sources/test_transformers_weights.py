@@ -53,7 +53,7 @@ def _old_names(folder: Path) -> None:
 
 FORMS: dict[str, Callable[[Path], Any]] = {
     **{name: partial(saved, name) for name in ("bert", "gpt2", "chinese_clip", "registers", "wave")},
-    **{f"{name}_bf16": _as(torch.bfloat16, partial(net, name)) for name in ("bert", "vit", "mixing", "depth")},
+    **{f"{name}_bf16": _as(torch.bfloat16, partial(net, name)) for name in ("bert", "vit", "mixing")},
     "clip_f16": _as(torch.float16, partial(net, "clip")),
     "llama_bf16": _as(torch.bfloat16, partial(_llama, tied=False)),
     "llama_tied_bf16": _as(torch.bfloat16, partial(_llama, tied=True)),

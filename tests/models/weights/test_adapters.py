@@ -190,25 +190,15 @@ def test_adapters_that_do_not_fit(tmp_path: Path, changes: dict[str, Any], words
     assert words in refusal(spec)
 
 
-def test_files_that_are_missing(tmp_path: Path) -> None:
-    """A folder without tensors is named; an adapter that is given as a model says where it belongs."""
+def test_files(tmp_path: Path) -> None:
+    """An adapter given as a model says where it belongs; code in adapter_model.bin is refused, and none at all."""
     spec, folder = saved(tmp_path)
     assert "adapter: adapter" in refusal(ModelSpec("m", f"transformers:{folder}"))
     assert "adapter: adapter" in refusal(adapt(spec, adapter="", weights=f"{folder}/"))
-    assert "'adapter_model.safetensors' has a LoRA adapter" in refusal(
-        adapt(spec, adapter="", weights=f"{folder}/adapter_model.safetensors")
-    )
-    (folder / "adapter_model.safetensors").unlink()
-    assert "holds no adapter_model.safetensors" in refusal(spec)
-
-
-def test_pickled_adapter(tmp_path: Path) -> None:
-    """Tensors of adapter_model.bin are read as all others are: an object that is code is refused."""
-    spec, folder = saved(tmp_path)
     tensors = load_file(folder / "adapter_model.safetensors")
     (folder / "adapter_model.safetensors").unlink()
+    assert "holds no adapter_model.safetensors" in refusal(spec)
     torch.save(tensors, folder / "adapter_model.bin")
-    built = build_model(spec)
-    assert built.report is not None
+    assert build_model(spec).report is not None
     torch.save(nn.Linear(2, 2), folder / "adapter_model.bin")
     assert "torch.nn.modules.linear.Linear" in refusal(spec)

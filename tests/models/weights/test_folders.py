@@ -55,13 +55,6 @@ def test_shards_elsewhere(tmp_path: Path, name: str) -> None:
     assert "beside it" in refused(shards(tmp_path, a=name)).detail
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"weight_map": {"a": 1}}'])
-def test_index_that_is_none(tmp_path: Path, text: str) -> None:
-    """Whatever else stands in an index is refused."""
-    (tmp_path / "model.safetensors.index.json").write_text(text)
-    refused(tmp_path / "model.safetensors.index.json")
-
-
 def timm_folder(folder: Path) -> Path:
     """What timm writes of a model with arguments of its own and another normalisation than usual."""
     module = timm.create_model("test_vit", num_classes=4, img_size=96)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import runpy
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from datetime import date
@@ -174,38 +172,3 @@ def test_modules_that_are_code_are_refused_with_what_converts_them(
     (tmp_path / "convert.py").write_text(lines)
     runpy.run_path(str(tmp_path / "convert.py"))
     assert torch.equal(read_checkpoint(tmp_path / "w.pth")["weight"], module.weight)
-
-
-PEAK = """
-import sys, torch
-from pathlib import Path
-from layertap.models.weights import checkpoints
-module = torch.nn.Linear(2, 3)
-
-def peak():
-    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM"))
-    return int(line.split()[1])
-
-before = peak()
-if sys.argv[2] == "whole":
-    kept = torch.load(sys.argv[1], weights_only=True)
-else:
-    from layertap.models.weights.state_dict import load_state_dict
-    load_state_dict(module, checkpoints.read_checkpoint(sys.argv[1]), "x")
-print(peak() - before)
-"""
-OPTIMIZER_MIB = 256
-
-
-@pytest.mark.hard
-@pytest.mark.skipif(sys.platform != "linux", reason="it tells of peaks")
-def test_an_optimizer_takes_no_memory(tmp_path: Path) -> None:
-    """The peak of resident memory does not grow by an optimizer in the file; where all is read it does."""
-    moments = {number: {"exp_avg": torch.ones(OPTIMIZER_MIB * 2**20 // 16)} for number in range(4)}
-    path = saved(tmp_path, {"state_dict": state(1), "optimizer": {"state": moments}})
-    grown = {
-        how: int(subprocess.check_output([sys.executable, "-c", PEAK, str(path), how])) / 1024
-        for how in ("tensors", "whole")
-    }
-    assert grown["whole"] > OPTIMIZER_MIB * 0.9
-    assert grown["tensors"] < OPTIMIZER_MIB / 8
