@@ -28,7 +28,6 @@ from layertap.models.inputs.preprocess import LibraryProcessor, Preprocessing, m
 from layertap.models.sources.timm import read_transform
 from layertap.models.sources.torchvision import read_transforms
 from layertap.models.sources.transformers_inputs import read_preset
-from tests.fidelity.names import write_names
 
 SIZES = [
     *((640, 427), (427, 640), (227, 224), (224, 227), (225, 226), (251, 249)),
@@ -137,7 +136,8 @@ def main() -> None:
             sys.stderr.write(f"{library} {name}: {outcome} {how if isinstance(how, str) else ''}\n")
         lines += [f"| {library} | {outcome} | {len(names)} |" for outcome, names in sorted(found.items())]
         if library == "transformers":
-            write_names("pictures", found)
+            rows = sorted(f"{name},{outcome}\n" for outcome, names in found.items() for name in names)
+            Path(__file__).with_name("results").joinpath("pictures.csv").write_text("".join(rows), encoding="utf-8")
     sys.stdout.write("\n".join([*lines, ""]))
 
 
