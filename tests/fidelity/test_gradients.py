@@ -18,9 +18,8 @@ import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchvision.models import ConvNeXt, DenseNet, EfficientNet, SwinTransformer, get_model
+from torchvision.models import ConvNeXt, DenseNet, SwinTransformer, get_model
 from torchvision.models.convnext import CNBlockConfig
-from torchvision.models.efficientnet import MBConvConfig
 from torchvision.models.vision_transformer import VisionTransformer
 
 from layertap.models.capture.batch_slices import RequestSlice
@@ -60,11 +59,6 @@ def _convnext() -> nn.Module:
     return ConvNeXt([CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)], num_classes=CLASSES)
 
 
-def _efficientnet() -> nn.Module:
-    blocks = [MBConvConfig(1, 3, 1, 32, 16, 1, 0.5, 1), MBConvConfig(6, 5, 2, 16, 24, 2, 0.5, 1)]
-    return EfficientNet(blocks, 0.2, num_classes=CLASSES)
-
-
 def _swin() -> nn.Module:
     return SwinTransformer([4, 4], 24, [2, 2], [2, 4], [4, 4], num_classes=CLASSES)
 
@@ -79,7 +73,6 @@ NETS: dict[str, Net] = {
     "swin": (_swin, 32),
     "densenet": (_densenet, 32),
     "convnext": (_convnext, 32),
-    "efficientnet": (_efficientnet, 32),
     "timm eva02": (partial(_timm, "eva02_tiny_patch14_224", img_size=28, depth=2), 28),
 }
 MARKS = {"vit": (), "resnet18": pytest.mark.slow, "swin": pytest.mark.slow}

@@ -266,17 +266,6 @@ def compiled(function: Any) -> Any:
     return torch.compile(function, backend="eager")
 
 
-class Function(Two):
-    """Compiles a function in which no module runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.double = compiled(lambda x: x.tanh() * 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.double(self.body(x)))
-
-
 def whole() -> nn.Module:
     return compiled(Two())
 
@@ -315,25 +304,6 @@ def test_12_hooks_on_what_is_compiled(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(LoadError, match="is compiled") as caught:
         load_model(spec(make.__name__))
     assert "without torch.compile" in caught.value.hint
-
-
-@pytest.mark.usefixtures("_fresh")
-@pytest.mark.slow
-def test_12_what_hides_no_module_is_taken() -> None:
-    """A compiled function without modules in it does no harm: every layer is there, before and after plain forwards."""
-    model = load_model(spec("Function"), replicas=2)
-    x = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
-    plain = Two().eval()
-    truth = record(plain, x)
-    with torch.no_grad():
-        for each in model.replicas:
-            each.module(x)
-    names = ["body.act", "body.encode#0", "head:input"]
-    found = ours(model, x, *names)
-    torch.testing.assert_close(found[names[0]], truth["body.act", 0, (), "output"])
-    torch.testing.assert_close(found[names[1]], truth["body.encode", 0, (), "output"])
-    given = truth["head", 0, (), "input"]
-    torch.testing.assert_close(found["head:input"], given.tanh() * 2)
 
 
 # 18. Batch size changes last bits

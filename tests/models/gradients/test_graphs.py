@@ -193,19 +193,6 @@ def test_checkpointed(texts: tuple[str, ...]) -> None:
     assert attach.count_hooks(net) == 0
 
 
-def test_checkpointed_calls_that_can_not_be_told_apart() -> None:
-    """A module that runs twice is refused where a change to it would have to be made again; to be read it may."""
-    net, catalog = known(Checkpointed(reentrant=False), 4)
-    for text in ("low.relu#0:grad_output", "high.relu#1:grad_input"):
-        with pytest.raises(InputError, match="can't be told apart") as caught:
-            ours(net, catalog, drawn(2, 4), text)
-        assert "runs once" in caught.value.hint
-    plan = planned(catalog, ".:grad_input", low__relu=Operation("scale", by=2.0))
-    with pytest.raises(InputError, match="can't be told apart"):
-        answer(net, drawn(2, 4), plan)
-    assert attach.count_hooks(net) == 0
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 def test_checkpointed_by_the_old_way() -> None:
     """A checkpoint that allows no gradient of values is refused, after it there is one."""

@@ -75,8 +75,6 @@ def cut(tensor: Tensor, how: Change, *index: Any) -> Tensor:
 
 OPERATIONS: dict[str, tuple[Operation, Change]] = {
     "zero": (Operation("zero"), torch.zeros_like),
-    "zero channels": (Operation("zero", channels=(3, 7)), lambda v: cut(v, torch.zeros_like, slice(None), [3, 7])),
-    "scale": (Operation("scale", by=-2.5), lambda v: v * -2.5),
     "add": (Operation("add", value=0.7), lambda v: v + 0.7),
     "add tensor": (Operation("add", tensor=values(randoms(64, 8, 8, seed=5))), lambda v: v + randoms(64, 8, 8, seed=5)),
     "scale channels": (
@@ -85,8 +83,6 @@ OPERATIONS: dict[str, tuple[Operation, Change]] = {
     ),
     "clamp": (Operation("clamp", min=-0.1, max=0.2), lambda v: v.clip(-0.1, 0.2)),
     "relu": (Operation("relu"), torch.relu),
-    "square": (Operation("square"), lambda v: v * v),
-    "tanh of channels": (Operation("tanh", channels=(3, 7)), lambda v: cut(v, torch.tanh, slice(None), [3, 7])),
     "replace tensor": (
         Operation("replace", tensor=values(randoms(64, 8, 8, seed=6))),
         lambda v: randoms(64, 8, 8, seed=6).expand_as(v).clone(),

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 from safetensors.torch import save_file
 
 from layertap.models.errors import LoadError
 from layertap.models.sources.build import build_model
-from layertap.models.spec import InputSpec, ModelSpec
+from layertap.models.spec import ModelSpec
 from layertap.models.weights.checkpoints import read_checkpoint
-from tests import transformers_nets
 
 
 def shards(folder: Path, **files: str) -> Path:
@@ -55,27 +52,6 @@ def test_shards_elsewhere(tmp_path: Path, name: str) -> None:
     assert "beside it" in refused(shards(tmp_path, a=name)).detail
 
 
-def timm_folder(folder: Path) -> Path:
-    """What timm writes of a model with arguments of its own and another normalisation than usual."""
-    module = timm.create_model("test_vit", num_classes=4, img_size=96)
-    timm.models.save_for_hf(module, str(folder), safe_serialization=True, data_config={"mean": (0.1, 0.2, 0.3)})
-    return folder
-
-
-def test_folder_of_timm_says_how_it_is_built(tmp_path: Path) -> None:
-    """Architecture, arguments, size and preprocessing are the folder's; nobody sees where it is."""
-    folder = timm_folder(tmp_path)
-    spec = ModelSpec("m", f"timm:{folder}/")
-    built = build_model(spec)
-    assert built.architecture == "timm:test_vit"
-    assert built.inputs[0].shape == (3, 96, 96)
-    assert built.preprocess is not None
-    assert built.preprocess.mean == (0.1, 0.2, 0.3)
-    assert spec.shown_source == f"timm:{folder.name}"
-    assert not spec.downloads
-    assert json.loads(built.settings)["num_classes"] == 4
-
-
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -92,20 +68,3 @@ def test_folder_that_is_not_of_timm(tmp_path: Path, config: object, words: str) 
         build_model(ModelSpec("m", f"timm:{tmp_path}/"))
     assert words in f"{caught.value.detail} {caught.value.hint}"
     assert str(tmp_path.parent) not in f"{caught.value.detail} {caught.value.hint}"
-
-
-def test_folder_of_transformers_that_lacks_a_head(tmp_path: Path) -> None:
-    """Refused as it stands; not strictly, what is missing is told, and the same each time."""
-    transformers_nets.saved("bert", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    changed = config | {"architectures": ["BertForSequenceClassification"], "num_labels": 3}
-    (tmp_path / "config.json").write_text(json.dumps(changed))
-    spec = ModelSpec("m", f"transformers:{tmp_path}", inputs=(InputSpec("input_ids", (6,), "int64", (0, 20)),))
-    with pytest.raises(LoadError, match=r"missing: 'classifier\.bias', 'classifier\.weight'"):
-        build_model(spec)
-    first, second = (build_model(replace(spec, strict=False)) for _ in range(2))
-    assert first.report is not None
-    assert first.report.missing == ("classifier.bias", "classifier.weight")
-    left, right = first.module.state_dict(), second.module.state_dict()
-    assert all(torch.equal(left[name], right[name]) for name in left)
-    assert left["classifier.weight"].shape == (3, 32)
