@@ -93,26 +93,6 @@ def outer_keys(text: str, alias: str | None = None, path: tuple[str, ...] | None
     return [result.key for result in make_plan([Selector(**vars(selector) | parts)], survey_functions(Outer())).results]
 
 
-def test_no_mode_where_nobody_asks(outer: Outer) -> None:
-    """A mode is on only in the layer whose functions are wanted, and not in its parts."""
-
-    def count_in(*selectors: str) -> tuple[list[int], list[int]]:
-        outer.mixer.modes, outer.mixer.halves.modes = [], []
-        plan = make_plan(list(map(parse_selector, selectors)), catalog)
-        extract_captures(FeatureExtractor(outer), lambda: outer(rows()), plan.captures, 3)
-        return outer.mixer.modes, outer.mixer.halves.modes
-
-    catalog = survey_functions(outer)
-    assert count_in("mixer", "mixer.halves:input", ".") == ([0], [0, 0])
-    assert count_in("mixer", "./sub") == ([0], [0, 0])
-    assert count_in("mixer", "mixer/add#0") == ([1], [0, 0])
-    assert count_in("mixer", "mixer.halves#0/add", ".") == ([0], [1, 1])
-    assert count_in("mixer", "mixer.halves#0/add", "mixer/add#0", "./sub") == ([1], [1, 1])
-    outer.mixer.modes.clear()
-    survey_functions(outer, functions=False)
-    assert set(outer.mixer.modes) == {0}
-
-
 def test_numbers_that_depend_on_the_input() -> None:
     """A forward that calls fewer of a name than its survey is told; those that depend on the batch are not offered."""
     module = Branches()

@@ -105,15 +105,6 @@ class Apply(nn.Module):
         return self.function(x)
 
 
-def test_a_later_module_tells_about_an_earlier_tensor() -> None:
-    """A tensor that a function made is known by the first module whose type says what it takes."""
-    module = nn.Sequential(Apply(lambda x: x.flatten(2)), nn.Conv1d(4, 4, 1))
-    catalog = surveyed(module, 4, 3, 5)
-    assert outputs(catalog)["0#0"] == "NCL"
-    tokens = nn.Sequential(Apply(lambda x: x.flatten(2).mT), nn.Sequential(nn.Identity(), nn.Linear(4, 4)))
-    assert set(outputs(surveyed(tokens, 4, 3, 5), "input").values()) == {"NCHW", "NTC"}
-
-
 def test_linears_over_tokens() -> None:
     """What a Linear takes that mixes tokens has axes of its own, which nobody names; all else stays (N, tokens, C)."""
     name, mixed = "resmlp_12_224", "linear_tokens"

@@ -228,15 +228,6 @@ def test_damaged_file(warmed: LoadedModel, plans: Path, tmp_path: Path, lines: l
     assert "does not load" in lines[0]["reason"]
 
 
-def test_without_a_compiler(tmp_path: Path, lines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is compiled, and everything is answered."""
-    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
-    found = prepare_warm_plans(load_model(net_spec("Tied", warm=(WarmSpec(("act",), compile=True),)), 1, 1), tmp_path)
-    assert found.compiled == (None,)
-    assert "no C++ compiler" in lines[0]["reason"]
-    assert not list(tmp_path.glob("*.pt2"))
-
-
 @pytest.mark.parametrize(
     ("mode", "user", "group", "says"),
     [

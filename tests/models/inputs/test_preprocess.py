@@ -173,24 +173,6 @@ def test_only_the_crop_is_resized(size: tuple[int, int], interpolation: Interpol
         assert apart.float().mean() < 0.08
 
 
-@pytest.mark.parametrize(
-    ("size", "how"),
-    [
-        ((30, 20), {"resize": 24, "crop": 30}),
-        ((30, 20), {"resize": 24, "crop": None, "letterbox": (9, 8, 7)}),
-        ((30, 20), {"resize": None, "crop": 16}),
-        ((64, 48), {"resize": 24, "crop": 20, "interpolation": "lanczos"}),
-        ((100, 300), {"resize": (64, 64), "crop": 56, "interpolation": "bicubic"}),  # Pillow begins with the rows
-        ((2100, 2000), {"resize": 24, "crop": 20}),
-    ],
-    ids=["padded", "letterbox", "crop alone", "lanczos", "tall", "large"],
-)
-def test_fast_is_exact(size: tuple[int, int], how: dict[str, Any]) -> None:
-    """What the other way can't do, or not as well, is done exactly."""
-    spec = replace(PLAIN, **how)
-    assert torch.equal(fit_image(noise(*size), spec, fast=True), fit_image(noise(*size), spec))
-
-
 @pytest.mark.parametrize("size", [(64, 48), (48, 64), (50, 50)])
 @pytest.mark.parametrize(
     "spec",

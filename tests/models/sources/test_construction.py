@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
-import pytest
 import torch
 from torch import nn
 
@@ -26,20 +25,6 @@ def test_seed_reaches_construction_and_nothing_else() -> None:
     assert made[0] == made[1] != made[2]
     torch.manual_seed(5)
     assert digest_weights(nn.Linear(3, 2)) == made[0]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_default_dtype(fails: bool) -> None:
-    """A default dtype that is set inside is gone when the module is made, or is not."""
-    try:
-        with construct_alone(0):
-            torch.set_default_dtype(torch.bfloat16)
-            assert nn.Linear(3, 2).weight.dtype == torch.bfloat16
-            if fails:
-                raise KeyError
-    except KeyError:
-        assert fails
-    assert torch.get_default_dtype() == torch.float32
 
 
 def test_one_at_a_time() -> None:
