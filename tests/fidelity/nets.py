@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torchvision.models.video.mvit import MSBlockConfig, MViT
 
-CLIP = (3, 4, 32, 32)
+SMALL_CLIP = (3, 4, 32, 32)
 
 
 def mvit_small() -> nn.Module:
@@ -16,8 +16,8 @@ def mvit_small() -> nn.Module:
         MSBlockConfig(2, 32, 48, cube, cube, stride_q=[1, 2, 2], stride_kv=[1, 2, 2]),
     ]
     module: nn.Module = MViT(
-        spatial_size=CLIP[2:],
-        temporal_size=CLIP[1],
+        spatial_size=SMALL_CLIP[2:],
+        temporal_size=SMALL_CLIP[1],
         block_setting=blocks,
         residual_pool=True,
         residual_with_cls_embed=False,

@@ -18,9 +18,8 @@ import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchvision.models import ConvNeXt, DenseNet, SwinTransformer, get_model
+from torchvision.models import ConvNeXt, DenseNet
 from torchvision.models.convnext import CNBlockConfig
-from torchvision.models.vision_transformer import VisionTransformer
 
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.capture.extractor import FeatureExtractor
@@ -32,50 +31,26 @@ from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
 from tests.models.extraction import list_tensors
+from tests.nets import resnet, swin, vit
 from tests.oracle import flatten, seeded
 
 CPU = torch.device("cpu")
-CLASSES = 10
+CLASSES = 7
 SITES = ("grad_input", "grad_output")
 TOLERANCE = 1e-6  # of a tensor's largest value: models compute in float64, replies are float32
-TARGET = tuple((number + 1) / 55 for number in range(CLASSES))
+TARGET = tuple((number + 1) / 28 for number in range(CLASSES))
 Key = tuple[str, int, tuple[str, ...], str]
 Net = tuple[Callable[[], nn.Module], int]  # how it is built, the side of its pictures
 
 
-def _torchvision(name: str, **options: Any) -> nn.Module:
-    return get_model(name, weights=None, num_classes=CLASSES, **options)
-
-
-def _timm(name: str, **options: Any) -> nn.Module:
-    return timm.create_model(name, pretrained=False, num_classes=CLASSES, **options)
-
-
-def _densenet() -> nn.Module:
-    return DenseNet(8, (2, 2, 2), 16, num_classes=CLASSES)
-
-
-def _convnext() -> nn.Module:
-    return ConvNeXt([CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)], num_classes=CLASSES)
-
-
-def _swin() -> nn.Module:
-    return SwinTransformer([4, 4], 24, [2, 2], [2, 4], [4, 4], num_classes=CLASSES)
-
-
-def _vit() -> nn.Module:
-    return VisionTransformer(32, 16, 2, num_heads=4, hidden_dim=64, mlp_dim=128, num_classes=CLASSES)
-
-
 NETS: dict[str, Net] = {
-    "vit": (_vit, 32),
-    "resnet18": (partial(_torchvision, "resnet18"), 32),
-    "swin": (_swin, 32),
-    "densenet": (_densenet, 32),
-    "convnext": (_convnext, 32),
-    "timm eva02": (partial(_timm, "eva02_tiny_patch14_224", img_size=28, depth=2), 28),
+    "resnet": (resnet, 32),
+    "vit": (vit, 32),
+    "swin": (swin, 32),
+    "densenet": (partial(DenseNet, 8, (2, 2, 2), 16, num_classes=CLASSES), 32),
+    "convnext": (partial(ConvNeXt, [CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)], num_classes=CLASSES), 32),
+    "eva02": (partial(timm.create_model, "eva02_tiny_patch14_224", num_classes=CLASSES, img_size=28, depth=2), 28),
 }
-MARKS = {"vit": (), "resnet18": pytest.mark.slow, "swin": pytest.mark.slow}
 # What one row each of a shared batch is asked for.
 OBJECTIVES: tuple[tuple[Objective, Callable[[Tensor], Tensor]], ...] = (
     (Objective("logit", "top"), lambda scores: scores.max()),
@@ -171,7 +146,9 @@ def built(name: str) -> tuple[nn.Module, Catalog, Tensor]:
     return module, catalog, rows.double()
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.hard)) for name in NETS])
+@pytest.mark.parametrize(
+    "name", [name if name == "resnet" else pytest.param(name, marks=pytest.mark.slow) for name in NETS]
+)
 def test_every_gradient(name: str) -> None:
     """Each row has the gradients of its own objective, beside others that differentiate something else and alone."""
     module, catalog, x = built(name)

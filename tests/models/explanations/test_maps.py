@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -95,50 +93,25 @@ def test_maps() -> None:
         find_map_layers(surveyed(resnet().fc, 512), end)
 
 
-SMALL = {"img_size": 32, "patch_size": 8, "depth": 2, "num_heads": 2, "embed_dim": 24, "num_classes": 7}
-ROW = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(4))
+TIMM = {"img_size": 32, "patch_size": 8, "depth": 2, "num_heads": 2, "embed_dim": 24, "num_classes": 7}
+# What is looked at where no layer is named; nothing for the last layer that returns a map.
+LOOKED_AT: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
+    "class token": (vit, 1, "encoder.layers.encoder_layer_1.ln_1"),  # behind the last attention it sees no patch
+    "registers": (lambda: seeded(VisionTransformer(**TIMM, reg_tokens=3), 5), 4, "blocks.1.norm1"),
+    "mean beside a class token": (lambda: seeded(VisionTransformer(**TIMM, global_pool="avg"), 5), 1, ""),
+    "resnet": (resnet, 0, ""),
+}
 
 
-def timm_vit(**changes: Any) -> VisionTransformer:
-    """A small vision transformer of timm, no weight of it zero."""
-    return seeded(VisionTransformer(**{**SMALL, **changes}), 5)
-
-
-def looked_at(module: nn.Module, prefix: int = 0, objective: Objective | None = None) -> tuple[HookPoint, HookPoint]:
-    """The layer that is chosen, and the last one that returns a map."""
-    catalog = surveyed(module.requires_grad_(False), 3, 32, 32, prefix=prefix)
-    goal = resolve_objective(objective or Objective("logit", "top"), catalog)
+@pytest.mark.parametrize("kind", LOOKED_AT)
+def test_the_last_layer_that_matters(kind: str) -> None:
+    """Where no layer is named it is the last one with maps by which the objective has a gradient."""
+    factory, prefix, name = LOOKED_AT[kind]
+    module = factory().requires_grad_(False)
+    catalog = surveyed(module, 3, 32, 32, prefix=prefix)
+    goal = resolve_objective(Objective("logit", "top"), catalog)
     found = find_map_layers(catalog, goal.point)
-    chosen = find_last_sensitive(FeatureExtractor(module), lambda: module(ROW.clone()), found, goal)
+    row = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(4))
+    chosen = find_last_sensitive(FeatureExtractor(module), lambda: module(row.clone()), found, goal)
     assert chosen is not None
-    return chosen.point, found[0].point
-
-
-FIRST_NORMS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
-    "torchvision": (vit, 1, "encoder.layers.encoder_layer_1.ln_1"),
-    "registers": (partial(timm_vit, reg_tokens=3), 4, "blocks.1.norm1"),
-}
-
-
-@pytest.mark.parametrize("kind", FIRST_NORMS)
-def test_class_tokens(kind: str) -> None:
-    """Behind the last attention a class token depends on no patch: the norm before it is the last that matters."""
-    factory, prefix, name = FIRST_NORMS[kind]
-    chosen, last = looked_at(factory(), prefix)
-    assert (chosen.layer, chosen.site) == (name, "output")
-    assert last.layer != name
-
-
-USUAL: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "mean of patches": (partial(timm_vit, global_pool="avg", class_token=False), 0),
-    "mean beside a class token": (partial(timm_vit, global_pool="avg"), 1),
-    "resnet": (resnet, 0),
-}
-
-
-@pytest.mark.parametrize("kind", USUAL)
-def test_the_usual_layer(kind: str) -> None:
-    """Where the answer is made of all positions it stays the last layer that returns a map."""
-    factory, prefix = USUAL[kind]
-    chosen, last = looked_at(factory(), prefix)
-    assert chosen == last
+    assert chosen.point.layer == (name or found[0].point.layer)

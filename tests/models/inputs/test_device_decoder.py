@@ -5,8 +5,6 @@ What a GPU does is run by torchvision's decoder on the CPU here; ``tests/gpu`` r
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from io import BytesIO
@@ -84,17 +82,6 @@ def test_trial() -> None:
     assert not matches_cpu(DeviceDecoder(CPU, swapped), imagenet)
 
 
-@pytest.fixture
-def lines() -> Iterator[list[Any]]:
-    """What is logged meanwhile."""
-    told: list[Any] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(vars(record).get("fields"))
-    logging.getLogger("layertap").addHandler(handler)
-    yield told
-    logging.getLogger("layertap").removeHandler(handler)
-
-
 @pytest.mark.parametrize(
     ("how", "device", "says"),
     [
@@ -102,9 +89,10 @@ def lines() -> Iterator[list[Any]]:
         (replace(PLAIN, interpolation="lanczos"), "cuda", "by lanczos"),
     ],
 )
-def test_the_cpu_decodes(lines: list[Any], how: PreprocessSpec, device: str, says: str) -> None:
+def test_the_cpu_decodes(caplog: pytest.LogCaptureFixture, how: PreprocessSpec, device: str, says: str) -> None:
     """Where a GPU can't do it there is no decoder, and one line says why."""
     spec = ModelSpec("net", "python:a:b", decode="device")
     assert create_device_decoder(spec, how, torch.device(device)) is None
-    assert [told["model"] for told in lines] == ["net"]
-    assert says in lines[0]["reason"]
+    (told,) = (vars(each)["fields"] for each in caplog.records)
+    assert told["model"] == "net"
+    assert says in told["reason"]

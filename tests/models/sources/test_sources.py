@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -93,16 +92,6 @@ def test_seeded_weights_are_the_architectures_own(name: str) -> None:
     )
     assert digest_weights(first.module) != digest_weights(built(f"torchvision:{name}", "random:4").module)
     assert first.weights == "random:3"
-
-
-def test_built_module_is_ready_and_the_process_is_untouched() -> None:
-    """A built module is frozen, in eval mode, float32 and on the CPU, and the process's random numbers go on."""
-    state = torch.get_rng_state()
-    module = built("torchvision:mobilenet_v3_small").module
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not any(part.training for part in module.modules())
-    for parameter in module.parameters():
-        assert (parameter.requires_grad, parameter.dtype, parameter.device.type) == (False, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -246,12 +235,6 @@ def test_timm_model_with_its_own_facts(ident: str, prefix: int) -> None:
     assert model.prefix_tokens == prefix == getattr(model.module, "num_prefix_tokens", 0)
     assert digest_weights(model.module) == digest_weights(built(f"timm:{ident}", "random:3").module)
     assert digest_weights(model.module) != digest_weights(built(f"timm:{ident}", "random:4").module)
-
-
-def test_timm_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without timm, a timm source raises LoadError with the extra to install."""
-    monkeypatch.setitem(sys.modules, "timm", None)
-    assert "layertap[timm]" in refused("timm:resnet18").hint
 
 
 # --- python ---------------------------------------------------------------------------------------------------------
