@@ -33,9 +33,7 @@ class Mixer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 8)
-        self.halves = Halves()
-        self.last = nn.Linear(8, 3)
+        self.first, self.halves, self.last = nn.Linear(4, 8), Halves(), nn.Linear(8, 3)
         self.modes = Log()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -125,8 +123,7 @@ class InPlace(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.last = nn.Linear(6, 3)
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         h = kept = self.first(x)

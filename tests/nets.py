@@ -65,8 +65,7 @@ class Chain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, padding=1)
-        self.relu = nn.ReLU(inplace=True)
+        self.conv, self.relu = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True)
         self.head = nn.Linear(8, 5)
 
     def forward(self, image: Tensor) -> Tensor:
@@ -107,8 +106,7 @@ class Structured(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 6)
-        self.nested = Nested()
+        self.linear, self.nested = nn.Linear(4, 6), Nested()
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         return self.nested(self.linear(x))
@@ -127,9 +125,7 @@ class Keywords(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(2, 6)
-        self.linear = nn.Linear(4, 6)
-        self.gate = Gate()
+        self.embed, self.linear, self.gate = nn.Embedding(2, 6), nn.Linear(4, 6), Gate()
 
     def forward(self, *, pixels: Tensor, kind: Tensor) -> Tensor:
         x = self.linear(pixels)
@@ -155,9 +151,7 @@ class NeverCalled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.silent = nn.Linear(4, 4)
-        self.often = nn.Tanh()
-        self.last = nn.Linear(4, 2)
+        self.silent, self.often, self.last = nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         x = functional.linear(x, self.silent.weight)
@@ -171,8 +165,7 @@ class TimeFirst(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.proj = nn.Linear(6, 8)
-        self.attention = nn.MultiheadAttention(8, 2)
+        self.proj, self.attention = nn.Linear(6, 8), nn.MultiheadAttention(8, 2)
         self.norm = nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -193,8 +186,7 @@ class BatchCentred(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.mean = Mean()
+        self.linear, self.mean = nn.Linear(4, 4), Mean()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -231,11 +223,8 @@ class Inner(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 3)
-        self.similar = Similar()
-        self.first = First()
-        self.mean = Mean()
-        self.table = Table()
+        self.linear, self.similar, self.first = nn.Linear(4, 3), Similar(), First()
+        self.mean, self.table = Mean(), Table()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -273,8 +262,7 @@ class OneRow(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 3)
-        self.act = nn.Tanh()
+        self.linear, self.act = nn.Linear(4, 3), nn.Tanh()
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) != 1:
@@ -317,8 +305,7 @@ class Swallows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Linear(4, 4)
-        self.tail = nn.Linear(4, 2)
+        self.head, self.tail = nn.Linear(4, 4), nn.Linear(4, 2)
         self.tails = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -345,8 +332,7 @@ class Recursive(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down = Countdown()
-        self.out = nn.Linear(4, 2)
+        self.down, self.out = Countdown(), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.down(x))
@@ -357,8 +343,7 @@ class EarlyExit(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.second = nn.Linear(4, 4)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -372,8 +357,7 @@ class Pruned(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.keep = Keep()
-        self.linear = nn.Linear(4, 3)
+        self.keep, self.linear = Keep(), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(self.keep(x)).mean(1)
@@ -418,9 +402,7 @@ class Views(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slice = Slice()
-        self.same = nn.Identity()
-        self.wide = Wide()
+        self.slice, self.same, self.wide = Slice(), nn.Identity(), Wide()
         self.last = Last()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -469,8 +451,7 @@ class ChannelsLast(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(channels)
-        self.mlp = nn.Linear(channels, channels)
+        self.norm, self.mlp = nn.LayerNorm(channels), nn.Linear(channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm(x))
@@ -481,11 +462,8 @@ class Cube(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 8, 1)
-        self.down = Residual2d(8, 4)
-        self.act = nn.ReLU()
-        self.last = ChannelsLast(8)
-        self.again = nn.Sequential(ChannelsLast(8), nn.Dropout())
+        self.stem, self.down, self.act = nn.Conv2d(3, 8, 1), Residual2d(8, 4), nn.ReLU()
+        self.last, self.again = ChannelsLast(8), nn.Sequential(ChannelsLast(8), nn.Dropout())
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.act(self.down(self.stem(x)))
@@ -510,8 +488,7 @@ class SinkAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv = nn.Linear(8, 24)
-        self.sinks = nn.Parameter(torch.zeros(2))
+        self.qkv, self.sinks = nn.Linear(8, 24), nn.Parameter(torch.zeros(2))
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))

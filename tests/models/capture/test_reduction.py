@@ -328,9 +328,3 @@ def test_special_values(name: str) -> None:
     counts = both[0, -LAST:]
     assert (counts[0], counts[-1], counts[1:-1].sum()) == (first, last, between)
     np.testing.assert_array_equal(both[1, -LAST:], count_bins(np.array(beside)))
-
-
-def test_edges_of_bins() -> None:
-    """A value at an edge belongs to the bin above it, the greatest to the last."""
-    found = reduce(RowTensor(torch.arange(17.0)[None], info((1, 17), "NC")), Reduction(stats=("histogram",))).values
-    assert found[0].tolist() == [*[1] * 15, 2]

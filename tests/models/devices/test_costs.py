@@ -121,20 +121,6 @@ def test_a_forward_that_fails() -> None:
 # Costs in catalogues
 
 
-def test_costs_of_another_shape(load_fresh_net: Loader) -> None:
-    """Its memory is its own; its time follows from that of the configured shape."""
-    model = load_fresh_net("Chain")
-    known = model.catalog.costs
-    larger, smaller = (model.catalogs.survey(((3, side, side),)) for side in (16, 4))
-    assert larger.costs.row_bytes == (3 * 16 * 16 + 8 * 16 * 16 + 8 + 5) * FLOAT
-    assert smaller.costs.row_bytes < known.row_bytes < larger.costs.row_bytes
-    for other in (larger, smaller):
-        assert (other.costs.base, other.costs.speedup) == (known.base, known.speedup)
-        ratio = other.seconds / model.catalog.seconds
-        assert other.costs.per_row == pytest.approx(known.per_row * ratio)
-    assert model.catalog.costs is known
-
-
 USUAL = ForwardSeconds(one=0.25, per_row=0.125, speedup=1.5)
 DISTURBED = ForwardSeconds(one=4.0, per_row=2.0, speedup=0.5)
 

@@ -173,24 +173,6 @@ def test_only_the_crop_is_resized(size: tuple[int, int], interpolation: Interpol
         assert apart.float().mean() < 0.08
 
 
-@pytest.mark.parametrize("size", [(64, 48), (48, 64), (50, 50)])
-@pytest.mark.parametrize(
-    "spec",
-    [PreprocessSpec(resize=32, crop=24), PreprocessSpec(crop=(20, 30)), PreprocessSpec(resize=(40, 20), crop=16)],
-)
-def test_seen_box(spec: PreprocessSpec, size: tuple[int, int]) -> None:
-    """The part of a picture that the model sees is the only one whose pixels change the row."""
-    plain = replace(spec, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), interpolation="nearest")
-    left, upper, right, lower = find_seen_box(plain, *size)
-    outside = Image.new("RGB", size, (255, 255, 255))
-    outside.paste((0, 0, 0), (round(left), round(upper), round(right), round(lower)))
-    row = preprocess(outside, plain)
-    assert row[:, 1:-1, 1:-1].max() == 0  # at the edge a pixel lies on both sides
-    shifted = Image.new("RGB", size, (255, 255, 255))
-    shifted.paste((0, 0, 0), (round(left) + 3, round(upper) + 3, round(right) + 3, round(lower) + 3))
-    assert preprocess(shifted, plain)[:, 1:-1, 1:-1].max() == 1
-
-
 def test_enough() -> None:
     """A picture may be decoded at twice what it is resized to; in full where it is not resized smoothly."""
     assert compute_least_size(PreprocessSpec(resize=256, crop=224), 4000, 3000) == (682, 512)

@@ -13,7 +13,6 @@ from torch import Tensor
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import Catalog
-from layertap.models.errors import RequestError
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Intervention, Objective, Operation, TensorData
 from layertap.models.selection.plan import Plan
@@ -109,20 +108,3 @@ def test_rows_of_others(name: str) -> None:
             torch.testing.assert_close(values, alone[result.key], rtol=1e-4, atol=1e-5)
     assert plain.may_share
     assert not plan.may_share
-
-
-@pytest.mark.parametrize(
-    ("layer", "operation", "says"),
-    [
-        ("blocks.0.attn", Operation("zero", heads=(3,)), "'heads' of 'blocks.0.attn'"),
-        ("blocks.0.attn", Operation("zero", tokens=(0,)), "no axis for 'tokens'"),
-        ("blocks.0.attn", Operation("replace", tensor=own(1), heads=(0,)), "has shape [1, 2, 3]"),
-        ("blocks.0.mlp", Operation("zero"), "computes no attention weights of its own"),
-    ],
-)
-def test_refused(layer: str, operation: Operation, says: str) -> None:
-    """What attention does not have is refused before any forward."""
-    _, catalog, _ = prepared(CASES["timm fused"])
-    with pytest.raises(RequestError) as caught:
-        planned(catalog, layer, operation, ".")
-    assert says in caught.value.detail

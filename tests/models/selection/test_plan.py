@@ -119,14 +119,6 @@ def test_stops_at(never: Catalog, texts: list[str], layer: str, call: int, site:
     assert (point.layer, point.call, point.site) == (layer, call, site)
 
 
-def test_cost(never: Catalog) -> None:
-    """The cost is that of the stopping point: more the deeper, all of it for the whole model."""
-    costs = [planned(never, text, "often#0:input").cost for text in ("often#0", "often#10", "last:input", "last", ".")]
-    assert costs == sorted(costs)
-    assert 0 <= costs[0] < costs[-1] == 1
-    assert planned(never, "last:input").cost == never.layers["last"].calls[0].input.cost
-
-
 def test_skipped(never: Catalog) -> None:
     """Layers that a glob matched and that never run are told, once, and never under their own name alone."""
     assert planned(never, "*", "*:input", "last").skipped == ("silent",)
