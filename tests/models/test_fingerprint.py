@@ -127,15 +127,6 @@ def test_a_library_that_grows(source: str, lasts: bool) -> None:
     assert (identify_model(built, spec) == before) is lasts
 
 
-def test_arguments() -> None:
-    """Arguments that no weight shows make another model."""
-    plain = replace(net_spec("Chain"), source="timm:test_resnet", inputs=None)
-    other = replace(plain, args={"output_stride": 16})
-    (weights, one), (same_weights, two) = (identify_model(build_model(spec), spec) for spec in (plain, other))
-    assert weights == same_weights
-    assert one != two
-
-
 POINTS: dict[str, Any] = {"layer": "layer2", "call": 1, "path": ("0",), "site": "input", "function": "add#0"}
 REDUCTIONS: dict[str, Any] = {
     "project": (LinearStep(bias=TensorData((1,), b"\0" * 4)),),

@@ -145,17 +145,6 @@ def test_refusals(text: str) -> None:
     assert REFUSED[text][1] in (fault.hint or "")
 
 
-def test_order() -> None:
-    """A function has its own place in a forward: what runs behind the objective has no gradient by it."""
-    catalog = survey_functions(Outer())
-    objective = Objective("layer", selector=parse_selector("mixer/cat#0"))
-    for text in ("mixer/relu#0", "mixer.halves#1/flip", "./sub"):
-        make_plan([parse_selector(f"{text}:grad_output")], catalog, objective=objective)
-    for text in ("mixer/mul#1", "mixer.last", "mixer"):
-        with pytest.raises(RequestError, match="runs later"):
-            make_plan([parse_selector(f"{text}:grad_output")], catalog, objective=objective)
-
-
 def test_names_of_functions() -> None:
     """A function, its method, its operator, reflected and in place, have the name that the function has."""
     x, names = torch.ones(2), list[str | None]()

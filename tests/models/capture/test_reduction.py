@@ -288,14 +288,6 @@ def test_subsets(stats: tuple[str, ...]) -> None:
     assert list(dict.fromkeys(name.partition("[")[0] for name in list_columns(stats))) == list(stats)
 
 
-@pytest.mark.parametrize("how", [{"channels": (3, 0)}, {"tokens": (5, 1)}, {"channels": (1,), "tokens": (2,)}], ids=str)
-def test_narrowed(how: dict[str, Any]) -> None:
-    """Statistics are of the channels and tokens that were chosen."""
-    value = drawn(3, 6, 5)
-    chosen = value.numpy()[:, how.get("tokens", range(6))][:, :, how.get("channels", range(5))]
-    check(reduce(RowTensor(value, LEAVES["NTC with prefix"]), Reduction(**how, stats=STATS)).values, list(chosen))
-
-
 @pytest.mark.parametrize(
     "dtype", ["float16", "bfloat16", "float64", "int64", "int32", "int16", "uint8", "bool"], ids=str
 )

@@ -14,9 +14,7 @@ from torchvision.models.convnext import CNBlockConfig
 from torchvision.ops import Permute
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
-from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import Loader
-from tests.loading import load_model
 from tests.marks import slow
 from tests.models.extraction import list_tensors, see
 from tests.nets import INPUTS, BatchCentred, Cube, batch, resnet, surveyed, swin
@@ -248,28 +246,3 @@ def test_a_small_effect_is_see() -> None:
             return x - 0.01 * self.mean(x)
 
     assert surveyed(seeded(Slightly(), 0), 4).crosses_rows
-
-
-class Forks(nn.Module):
-    """Takes another course for wide rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.narrow, self.wide = nn.Conv1d(2, 3, 1), nn.Conv1d(2, 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.wide if x.shape[-1] > 10 else self.narrow)(x)
-
-
-def own(factory: str) -> ModelSpec:
-    row = InputSpec("x", (2, 4))
-    return ModelSpec(factory, f"python:{__name__}:{factory}", weights="random:0", inputs=(row,), device="cpu")
-
-
-def test_another_course() -> None:
-    """A shape for which other layers run is surveyed as the configured one was."""
-    model = load_model(own("Forks"))
-    layers = model.catalogs.survey(((2, 12),)).layers
-    assert not layers["narrow"].calls
-    assert layers["wide"].calls[0].output.tensors[0].shape == (1, 3, 12)
-    assert layers["wide"].calls[0].output.tensors[0].layout == "NCL"

@@ -13,7 +13,7 @@ from torch import nn
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import SelectorError
-from layertap.models.explanations.map_layers import find_attention, find_last_sensitive, find_map_layers, is_map
+from layertap.models.explanations.map_layers import find_attention, find_last_sensitive, find_map_layers
 from layertap.models.explanations.maps import grad_cam, rollout
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.selection.hook_points import HookPoint, Objective
@@ -72,16 +72,6 @@ def test_what_can_be_rolled_out() -> None:
     ]
     with pytest.raises(SelectorError, match="rolled out"):
         find_attention(surveyed(swin(), 3, 32, 32), 0)
-
-
-def test_what_is_a_map() -> None:
-    """A grid of positions for every row: not what was pooled, not a sequence that makes no square."""
-    assert all(is_map(info) for info in LEAVES.values())
-    assert not is_map(TensorInfo((), (1, 3, 1, 1), "float32", layout="NCHW"))
-    assert not is_map(TensorInfo((), (1, 7, 3), "float32", layout="NTC", prefix=2))
-    assert not is_map(TensorInfo((), (1, 3), "float32", layout="NC"))
-    assert not is_map(TensorInfo((), (4, 3, 2, 2), "float32", layout="NCHW"))
-    assert not is_map(TensorInfo((), (1, 3, 2, 2), "float32", layout=None))
 
 
 def test_maps() -> None:

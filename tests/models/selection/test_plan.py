@@ -119,14 +119,6 @@ def test_stops_at(never: Catalog, texts: list[str], layer: str, call: int, site:
     assert (point.layer, point.call, point.site) == (layer, call, site)
 
 
-def test_skipped(never: Catalog) -> None:
-    """Layers that a glob matched and that never run are told, once, and never under their own name alone."""
-    assert planned(never, "*", "*:input", "last").skipped == ("silent",)
-    assert planned(never, "last", "o*").skipped == ()
-    with pytest.raises(RequestError, match="never runs"):
-        planned(never, "silent")
-
-
 def test_all_faults() -> None:
     """Every bad selector has a fault of its own, up to as many as anyone reads; what it names is made printable."""
     bad = [*(selector for selector, _ in BAD.values()), chosen("\u202e\n" + "ä" * 400)] * 10

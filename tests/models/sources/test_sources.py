@@ -280,18 +280,15 @@ def test_contradictory_configuration() -> None:
 REFUSED = [
     ("torchvision:resnet5", "random:0", "torchvision:resnet50"),
     ("torchvision:fasterrcnn_resnet50_fpn", "random:0", "detection"),
-    ("torchvision:raft_large", "DEFAULT", "two images"),
     ("torchvision:quantized_resnet18", "DEFAULT", "type torchvision:resnet18"),
     ("torchvision:resnet50", "IMAGENET1K_V3", "IMAGENET1K_V2"),
     ("torchvision:resnet50", "no/such/file.pth", "'file.pth'"),
-    ("torchvision:resnet50", "random:x", "random:0"),
     ("torchvision:../resnet50", "random:0", "torchvision:resnet50"),
     ("torchvisoin:resnet50", "random:0", "torchvision:resnet50"),
     ("timm:vit_base_patch16_225", "random:0", "timm:vit_base_patch16_224"),
     ("timm:vit_tiny_patch16_224.augreg", "random:0", "timm:vit_tiny_patch16_224.augreg_in21k"),
     ("timm:hf-hub:timm/resnet18", "random:0", "timm:resnet18"),
     ("python:operators_models:linera", "random:0", "python:operators_models:linear"),
-    ("python:operators_models:linear", "V1", "'V1'"),
     ("python:operators_models:broken", "random:0", "FileNotFoundError"),
     ("python:operators_models:needs", "random:0", "type args: {size: …}"),
     ("python:/etc/passwd:x", "random:0", "type python:package.module:factory"),
@@ -321,9 +318,6 @@ from torch import nn
 
 def linear(width, bias=True):
     return nn.Linear(4, width, bias=bias)
-
-def anything(**options):
-    return nn.Linear(4, options["width"])
 """
 
 
@@ -396,8 +390,6 @@ def test_own_factory() -> None:
     assert (model.module.out_features, model.module.bias) == (3, None)
     assert "takes no argument 'widht' | did you mean 'width'" in refusal(source, inputs=VECTOR, args={"widht": 3})
     assert "type args: {width: …}" in refusal(source, inputs=VECTOR)
-    assert built("python:own_with_arguments:anything", inputs=VECTOR, args={"width": 5}).module.out_features == 5
-    assert "(KeyError)" in refusal("python:own_with_arguments:anything", inputs=VECTOR, args={"widht": 5})
 
 
 def test_transformers_configuration(tmp_path: Path) -> None:
