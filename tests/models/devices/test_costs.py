@@ -125,7 +125,9 @@ USUAL = ForwardSeconds(one=0.25, per_row=0.125, speedup=1.5)
 DISTURBED = ForwardSeconds(one=4.0, per_row=2.0, speedup=0.5)
 
 
-@pytest.mark.parametrize("text", ["\xff", "[{}]", '[{"one": -1, "per_row": 1, "speedup": 1}]', "[" * 100_000], ids=str)
+@pytest.mark.parametrize(
+    "text", ["\xff", "[{}]", '[{"one": -1, "per_row": 1, "speedup": 1}]', "[" * 100_000], ids=lambda text: text[:60]
+)
 def test_history(tmp_path: Path, text: str) -> None:
     """What is no list of readings counts for nothing, and is put right; then one disturbed load decides nothing."""
     path = tmp_path / "costs" / "model.json"
