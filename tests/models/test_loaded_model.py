@@ -97,7 +97,8 @@ def test_embedding(load_net: Loader, name: str, embedding: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["test_vit", slow("levit_128s"), hard("efficientvit_m0"), hard("repvit_m0_9"), slow("crossvit_tiny_240")]
+    "name",
+    [slow("test_vit"), hard("levit_128s"), hard("efficientvit_m0"), hard("repvit_m0_9"), hard("crossvit_tiny_240")],
 )
 def test_embedding_of_timm(name: str) -> None:
     """What timm's own forward_head returns before the scores, or a warning where no layer takes that."""

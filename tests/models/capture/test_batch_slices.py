@@ -241,9 +241,9 @@ def test_padded_bits(load_net: Loader) -> None:
     model, size = load_net("resnet"), 5
     if not model.is_batch_invariant(size):
         pytest.skip("this machine's kernels give another result at another place in a batch")
-    mine = Guest(batch(model.inputs, 1, seed=3), frozenset(every_way(model)))
+    mine = Guest(batch(model.inputs, 1, seed=3), frozenset(every_way(model)[::3]))
     (alone,) = together(model, [mine], padded=size)
-    for before in range(size):
+    for before in (0, 2, 4):
         among = beside(model, mine, size, before, lambda rows: Guest(batch(model.inputs, rows, seed=10), mine.captures))
         assert differing(alone, among) == []
 

@@ -21,13 +21,7 @@ from layertap.models.spec import InputSpec
 from tests.models.extraction import extract_captures
 from tests.oracle import seeded
 
-SIZES = {
-    "resnet18": 64,
-    "googlenet": 64,
-    "shufflenet_v2_x0_5": 64,
-    "swin_t": 64,
-    "vit_b_32": 64,
-}
+SIZES = {"resnet18": 64, "googlenet": 64, "shufflenet_v2_x0_5": 64, "swin_t": 64, "vit_b_32": 64}
 # Python functions of torchvision that its graphs show whole: where what they return is to be had in their layer.
 WHOLE = {
     "stochastic_depth": "{}",
@@ -35,10 +29,7 @@ WHOLE = {
     "_get_relative_position_bias": "{}/unsqueeze#0",
     "_patch_merging_pad": "{}/cat#0",
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "googlenet": {"init_weights": False},
-    "vit_b_32": {"image_size": 64},
-}
+OPTIONS: dict[str, dict[str, Any]] = {"googlenet": {"init_weights": False}, "vit_b_32": {"image_size": 64}}
 LEVELS = {"resnet18": (), "shufflenet_v2_x0_5": pytest.mark.slow, "swin_t": pytest.mark.slow}
 NEVER_OVERWRITTEN = {"swin_t", "vit_b_32"}  # in the others torchvision's own extractor is wrong
 NAMES = {"iadd": "add", "imul": "mul", "isub": "sub", "truediv": "div"}  # operators by torch's names

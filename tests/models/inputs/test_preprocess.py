@@ -88,10 +88,7 @@ def test_equals_timm_bit_for_bit(name: str, image: Image.Image) -> None:
 
 @pytest.mark.parametrize(
     ("change", "kind"),
-    [
-        ({"crop_mode": "border"}, LibraryProcessor),
-        ({"crop_mode": "border", "interpolation": "random"}, str),
-    ],
+    [({"crop_mode": "border"}, LibraryProcessor), ({"crop_mode": "border", "interpolation": "random"}, str)],
     ids=["border", "random"],
 )
 def test_timm_transform_that_a_spec_cannot_say(change: dict[str, object], kind: type) -> None:
@@ -248,10 +245,7 @@ def test_trial() -> None:
 
 @pytest.mark.parametrize(
     ("how", "device", "says"),
-    [
-        (SMALL, "cpu", "there is no GPU"),
-        (replace(SMALL, interpolation="lanczos"), "cuda", "by lanczos"),
-    ],
+    [(SMALL, "cpu", "there is no GPU"), (replace(SMALL, interpolation="lanczos"), "cuda", "by lanczos")],
 )
 def test_the_cpu_decodes(caplog: pytest.LogCaptureFixture, how: PreprocessSpec, device: str, says: str) -> None:
     """Where a GPU can't do it there is no decoder, and one line says why."""

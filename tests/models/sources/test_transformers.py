@@ -206,6 +206,7 @@ def test_inputs_that_only_a_person_can_tell(tmp_path: Path) -> None:
 # --- weights --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weights(tmp_path: Path) -> None:
     """Saved weights, a file of one's own, and a seed give the library's own parameters."""
     module = saved("bert", tmp_path / "one")
@@ -271,6 +272,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- fingerprints ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model is the same wherever its directory is; another tokenizer or another setting makes it another."""
     monkeypatch.chdir(tmp_path)

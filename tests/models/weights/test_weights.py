@@ -69,14 +69,18 @@ def test_round_trip_of_both_kinds(tmp_path: Path) -> None:
         assert same(read_checkpoint(tmp_path / name), state), name
 
 
+def touch(name: str) -> None:
+    Path(name).touch()
+
+
 class Trap:
     """Touches a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
-        self.marker = marker
+        self.marker = str(marker)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Path.touch, (self.marker,)
+        return touch, (self.marker,)
 
 
 @pytest.mark.parametrize("form", ["zipped", "legacy", "plain pickle"])
