@@ -1,4 +1,4 @@
-"""A mode of dispatch that is as quick to use first as later."""
+"""A dispatch mode whose first use does not import torch's compiler."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A ``TorchDispatchMode`` that imports torch's compiler for none of its operations.
 
-    torch hides the ``__torch_dispatch__`` of every mode from its compiler, and imports that for it at the first
-    operation, which takes longer than importing torch. Here it is hidden once something else has imported it: before
-    that nothing can look.
+    torch hides the ``__torch_dispatch__`` of every mode from its compiler, and imports the compiler to do so at the
+    first operation, which takes longer than importing torch. This class hides it only if something else has imported
+    the compiler: before that there is nothing to hide it from.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -25,7 +25,7 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """What torch asks before it hides a mode."""
+        """Called by torch before it hides a mode."""
         return False
 
 

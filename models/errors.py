@@ -3,8 +3,8 @@
 LayertapError
 ├── UnknownModelError      no model of that name is configured
 ├── LoadError              an architecture or its weights can't be loaded
-│   └── AbsentError        what is outside of an entry is not there, or not as it should be
-├── RequestError           what was asked for can't be done; carries a Fault for each reason
+│   └── AbsentError        a file, library or device that an entry needs is missing or unusable
+├── RequestError           the request can't be served; carries a Fault for each reason
 │   ├── SelectorError      a selector's text or its options make no sense
 │   ├── UnknownLayerError  no layer of that name, or no such call, path or site of it
 │   └── InputError         an input does not fit the model
@@ -29,10 +29,10 @@ Failure = Literal[
 ]
 
 MAX_SHOWN_NAMES = 3
-MAX_COMPARED = 200  # characters: comparing takes time by their square
-MAX_TEXT = 1000  # characters of an error that is noted
+MAX_COMPARED = 200  # characters: comparison time grows with their square
+MAX_TEXT = 1000  # characters of an error's text that are kept in a note
 LIBRARIES = (str(Path(__file__).parents[1]), "<frozen", *{get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
-UNREPEATABLE = "unrepeatable-"  # begins what stands for a fingerprint where a model gives another answer each time
+UNREPEATABLE = "unrepeatable-"  # prefix of the placeholder fingerprint of a non-deterministic model
 IN_THE_LOG = "the server's log has the traceback"
 
 
@@ -49,9 +49,9 @@ def format_names(names: Sequence[str]) -> str:
 
 
 def find_nearest(word: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> tuple[str, ...]:
-    """Up to so many names that look like a word, of which only the beginning is looked at; the nearest comes first.
+    """Up to ``count`` known names similar to a word, the nearest first; only the beginning of the word is compared.
 
-    ``cutoff`` (0 to 1): how alike they must at least be.
+    ``cutoff``: the minimum similarity, 0 to 1.
     """
     return tuple(get_close_matches(word[:MAX_COMPARED], tuple(known), count, cutoff))
 
@@ -62,9 +62,9 @@ def suggest(names: tuple[str, ...]) -> str:
 
 
 def note_cause(refusal: LayertapError, error: BaseException) -> None:
-    """Note, for the log and the operator's terminal, what was raised first, its text, and the operator's line in it.
+    """Note the original exception, its text and a source line, for the log and the operator's terminal.
 
-    That is the last one in no library and not in this package; where there is none, the last one.
+    The line is the last one outside of libraries and this package; if there is none, the last one.
     """
     while error.__cause__ is not None:
         error = error.__cause__
@@ -76,7 +76,7 @@ def note_cause(refusal: LayertapError, error: BaseException) -> None:
 
 
 def clear_tracebacks(error: BaseException) -> None:
-    """Drop the frames of an error and of all that it came from.
+    """Drop the frames of an error and of its causes.
 
     They hold batches and requests, and a model may keep the error that it raises.
     """
@@ -92,7 +92,7 @@ def clear_tracebacks(error: BaseException) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """One reason for a refusal: what is wrong, what to type instead, and where in the request it stands."""
+    """One reason for a refusal: what is wrong, what to type instead, and its location in the request."""
 
     detail: str
     hint: str = ""
@@ -101,7 +101,7 @@ class Fault:
 
 
 class LayertapError(Exception):
-    """The root of the tree; ``detail`` is fit to be shown; globs may leave its ``points`` out, and say why."""
+    """The root of the tree; ``detail`` may be shown to anyone; globs may leave ``points`` out, and say why."""
 
     def __init__(
         self, detail: str, *, hint: str = "", faults: tuple[Fault, ...] = (), points: Mapping[Any, str] | None = None
@@ -114,15 +114,15 @@ class LayertapError(Exception):
 
     @classmethod
     def from_faults(cls, faults: Sequence[Fault], points: Mapping[Any, str] | None = None) -> Self:
-        """An error for several reasons, at least one: it says the first, and carries all."""
+        """An error for one or more reasons: its text is the first, and it carries all."""
         return cls(faults[0].detail, hint=faults[0].hint, faults=tuple(faults), points=points)
 
     def to_fault(self, pointer: str | None = None, input: int | None = None) -> Fault:  # noqa: A002
-        """The error as one reason of another: with where in the request it stands, and the input's place."""
+        """The error as one fault of another, with its location in the request and the input's index."""
         return Fault(self.detail, self.hint, pointer, input)
 
     def of_input(self, index: int) -> Self:
-        """The error as one of the input with an index in the request."""
+        """The error, attributed to the request's input with this index."""
         faults = self.faults or (self.to_fault(f"/inputs/{index}"),)
         return self.from_faults([replace(fault, input=index) for fault in faults], self.points)
 
@@ -134,18 +134,18 @@ class UnknownModelError(LayertapError):
 class LoadError(LayertapError):
     """An architecture or its weights can't be loaded; the detail shows no path.
 
-    ``kind`` is a word of our own for what failed, fit to be shown to anyone. Notes and causes are for the log.
+    ``kind`` names the failure and may be shown to anyone. Notes and causes are for the log.
     """
 
     kind: Failure = ""
 
 
 class AbsentError(LoadError):
-    """Files, libraries or devices are not as an entry needs them: no mistake of one that is not required."""
+    """A file, library or device that an entry needs is missing or unusable; no mistake if the entry is not required."""
 
 
 def make_load_error(error: BaseException) -> LoadError:
-    """The refusal of a model whose code raised what means nothing here; its cause is for the log."""
+    """The LoadError for an arbitrary exception from a model's code; its cause is for the log."""
     refusal = LoadError(f"loading ended in {type(error).__name__}", hint=IN_THE_LOG)
     refusal.kind = "other"
     refusal.__cause__ = error
@@ -155,7 +155,7 @@ def make_load_error(error: BaseException) -> LoadError:
 
 @contextmanager
 def label_failures(kind: Failure) -> Iterator[None]:
-    """Have every LoadError from inside say what kind of failure it is, where it does not yet."""
+    """Set the kind of every LoadError raised inside that has none yet."""
     try:
         yield
     except LoadError as error:
@@ -164,7 +164,7 @@ def label_failures(kind: Failure) -> Iterator[None]:
 
 
 class RequestError(LayertapError):
-    """What was asked for can't be done."""
+    """The request can't be served."""
 
 
 class SelectorError(RequestError):
@@ -188,7 +188,7 @@ class OutOfMemoryError(TooLargeError):
 
 
 def out_of_memory_error(rows: int) -> OutOfMemoryError:
-    """The refusal of a batch of so many rows."""
+    """The error for a batch of ``rows`` rows."""
     hint = "send fewer or smaller inputs at once" if rows > 1 else "send a smaller input"
     return OutOfMemoryError(f"there is no memory for {rows} row{'s' if rows > 1 else ''}", hint=hint)
 

@@ -1,12 +1,11 @@
-"""What makes two vectors comparable, as one digest.
+"""Fingerprints: digests of everything that decides whether two vectors are comparable.
 
-Equal fingerprints mean: the same weights, architecture (of a library its name and arguments, of own code all that can
-be seen of it), model dtype, preprocessing, layer, call, path, site, projection,
-narrowing, statistics, pooling, normalisation and reply dtype. Rows that came as tensors were preprocessed by the
-caller: that goes in, and their shape where it is not the configured one. Nothing of the machine, the device, the time
-or the model's configured name goes in, nor what only chooses between kernels of one precision, a memory format.
-``tf32`` does go in, as configured, also where no GPU acts on it: what it lets through is a thousand times the error of
-float32. So does a way of decoding that makes other pictures, also of those that it leaves as they are.
+Equal fingerprints mean: the same weights, architecture (a library's name and arguments, or the visible structure of
+the operator's own code), model dtype, preprocessing, layer, call, path, site, projection, narrowing, statistics,
+pooling, normalisation and reply dtype. If the caller preprocessed the rows and sent tensors, that is included, and so
+is their shape if it is not the configured one. The machine, the device, the time, the model's configured name and
+its memory format are not included. The configured ``tf32`` is, even without a GPU that acts on it: its error is a
+thousand times that of float32. So is a decoder that changes some pixels, even for pictures that it leaves unchanged.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjecti
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.spec import Decode, InputSpec, Preprocessed, Tower
 
-RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
-DECODE_RECIPES = {"fast": "fast 2"}  # of ways of decoding that made other pixels before
+RECIPE = 1  # raise it when the meaning of a pooling or a preprocessing step changes
+DECODE_RECIPES = {"fast": "fast 2"}  # of decoders whose pixels have changed since an earlier version
 SURVEYED = frozenset({"values", "longest", "long_axis", "example"})
-KNOWN_HERE = ("info", "source", "is_view")  # of a change, what a catalogue or another input tells
-# Options of requests that earlier versions did not have: None leaves their fingerprints as they were.
+KNOWN_HERE = ("info", "source", "is_view")  # fields of a change that come from a catalogue or another input
+# Request options that earlier versions did not have: if None, fingerprints stay what they were.
 OMITTED_IF_NONE = frozenset({"reduction", "outputs", "edges", "each", "metric", "row", "project"})
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -41,8 +40,8 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 def digest_architecture(module: nn.Module, source: str, settings: str = "") -> str:
     """A digest of a module tree: source, and for each module its name, class, printed settings and plain attributes.
 
-    The attributes because not every module prints what matters: a MultiheadAttention hides how many heads it has.
-    ``settings`` are those of the whole that no module need show.
+    Attributes are included because not every module prints what matters: MultiheadAttention hides its number of heads.
+    ``settings`` are settings of the whole model that may be in no module.
     """
     tree = [
         (name, type(part).__qualname__, _ADDRESS.sub("", part.extra_repr()), _list_settings(part))
@@ -52,10 +51,10 @@ def digest_architecture(module: nn.Module, source: str, settings: str = "") -> s
 
 
 def digest_named_architecture(source: str, settings: str = "") -> str:
-    """A digest of an architecture that a library has under a name, which stands for its structure, and its settings.
+    """A digest of a library architecture, by its name, which stands for its structure, and its settings.
 
-    Nothing of the module tree goes in: a new version of the library may print, keep or nest more and compute the same.
-    What a version computes otherwise under the same name is found by a probe, not here.
+    The module tree is not included: a new version of the library may print, keep or nest more and compute the same.
+    A version that computes something else under the same name is found by a probe, not here.
     """
     return _digest([source, settings])
 
@@ -71,8 +70,8 @@ def digest_model(
 ) -> str:
     """The model's part of every fingerprint, from the digests of its weights, its architecture and its tokenizer.
 
-    ``decode`` counts where it makes other numbers.
-    ``precision`` is its dtype, or ``tf32`` where a GPU may read fewer bits than its float32 has.
+    ``decode`` counts if it changes numbers.
+    ``precision`` is its dtype, or ``tf32`` if a GPU may use fewer bits than float32 has.
     """
     row = _describe_picture(preprocess, decode) if preprocess else [_describe_input(spec) for spec in inputs]
     return _digest([RECIPE, weights, structure, precision, row, *([tokenizer] if tokenizer else [])])
@@ -81,26 +80,26 @@ def digest_model(
 def digest_rows(
     model: str, preprocessed: Preprocessed, shapes: Iterable[tuple[int, ...]] | None, tower: Tower | None = None
 ) -> str:
-    """The model's part for rows that it did not make as it is configured to; as it is where it did.
+    """The model's part for rows that were not preprocessed as configured; unchanged if they were.
 
-    ``shapes``: of one row, input by input, where they are not the configured ones.
-    ``tower``: the one of two that takes them.
+    ``shapes``: of one row, input by input, if they are not the configured ones.
+    ``tower``: which of two towers takes them.
     """
     of_tower = _digest([model, tower]) if tower else model
     return _digest([of_tower, preprocessed, shapes]) if preprocessed else of_tower
 
 
 def digest_prompt(model: str, prompt: str) -> str:
-    """The model's part for texts with another prompt in front of them than its own."""
+    """The model's part for texts with a prompt other than its own in front."""
     return _digest([RECIPE, "prompt", model, prompt])
 
 
 def digest_result(
     model: str, point: HookPoint, reduction: Reduction, changes: str | None = None, *, of_text: bool = False
 ) -> str:
-    """The fingerprint of one result, from the model's part and that of the changes that it depends on, if any.
+    """The fingerprint of one result, from the model's part and, if any, the part of the changes it depends on.
 
-    ``of_text``: its tensor has tokens of a text. A pool that leaves class tokens out once left a text's first out too.
+    ``of_text``: its tensor has tokens of a text: pools that leave out class tokens once left out its first token too.
     """
     pooling = POOLINGS[reduction.pool]
     all_tokens = of_text and pooling.combines and pooling.skips_prefix
@@ -114,10 +113,10 @@ def digest_explanation(method: str, results: Iterable[str]) -> str:
 
 
 def digest_changes(changes: Iterable[ResolvedIntervention | ResolvedObjective], start: str = "") -> str | None:
-    """The part of a fingerprint for interventions, an objective and a layer to go on from; None where there are none.
+    """The part of a fingerprint for interventions, an objective and a layer to resume from; None if there are none.
 
-    What they found in a catalogue is left out: it depends on the shape of the input, as no other fingerprint does. That
-    a tensor has tokens goes in: earlier versions changed and counted padding like other tokens.
+    Fields from the catalogue are left out: they depend on the input's shape, and fingerprints do not. Whether a tensor
+    has tokens is included: earlier versions changed and counted padding like other tokens.
     """
     parts: list[object] = [_describe_change(each) for each in changes]
     if start:
@@ -126,7 +125,7 @@ def digest_changes(changes: Iterable[ResolvedIntervention | ResolvedObjective], 
 
 
 def digest_sources(result: str, changes: Iterable[str]) -> str:
-    """The fingerprint of a result whose changes take tensors of inputs that are themselves changed so."""
+    """The fingerprint of a result whose changes use tensors of other inputs, with the changes made to those inputs."""
     return _digest([RECIPE, "sources", result, *changes])
 
 
@@ -136,14 +135,14 @@ def digest_dimensions(result: str, dimensions: int) -> str:
 
 
 def digest_batch(result: str) -> str:
-    """The fingerprint of a result of which each row depends on those that it ran with."""
+    """The fingerprint of a result whose rows depend on the other rows of the batch."""
     return _digest([RECIPE, "batch", result])
 
 
 def digest_reply(results: Iterable[str]) -> str:
-    """The fingerprint of a whole reply: that of its only result, or one of the set of them, in any order.
+    """The fingerprint of a whole reply: that of its only result, or a digest of all of them, in any order.
 
-    Where one of them can't be repeated, neither can the whole.
+    If one result is unrepeatable, so is the reply.
     """
     several = sorted(set(results))
     unrepeatable = [each for each in several if each.startswith(UNREPEATABLE)]
@@ -151,12 +150,12 @@ def digest_reply(results: Iterable[str]) -> str:
 
 
 def make_unrepeatable() -> str:
-    """What stands for the fingerprint of a model that gives another answer each time: it equals no other."""
+    """A placeholder fingerprint for a non-deterministic model: it equals no other."""
     return UNREPEATABLE + secrets.token_hex(8)
 
 
 def _describe_change(change: ResolvedIntervention | ResolvedObjective) -> dict[str, Any]:
-    """A change without what is only here or now: what a catalogue knows of it, which input a tensor is taken of."""
+    """A change without its catalogue fields and the index of the input that it takes a tensor from."""
     described = {name: value for name, value in _to_plain_data(change).items() if name not in KNOWN_HERE}
     if isinstance(change, ResolvedIntervention) and change.source is not None:
         operation = {name: value for name, value in described["operation"].items() if name != "source"}
@@ -165,12 +164,12 @@ def _describe_change(change: ResolvedIntervention | ResolvedObjective) -> dict[s
 
 
 def _describe_picture(how: Preprocessing, decode: Decode) -> dict[str, Any]:
-    """How a picture becomes a row; exact decoding goes without saying."""
+    """How a picture becomes a row; exact decoding, the default, is left out."""
     return how.describe() | ({"decode": DECODE_RECIPES.get(decode, decode)} if how.changes_pixels(decode) else {})
 
 
 def _describe_input(spec: InputSpec) -> dict[str, Any]:
-    """An input without what only says which others may be sent, and what a survey sends."""
+    """An input without the fields that only say which other values are accepted, or what a survey sends."""
     return {name: value for name, value in asdict(spec).items() if name not in SURVEYED}
 
 
@@ -178,7 +177,7 @@ def _to_plain_data(value: Any) -> dict[str, Any]:
     """A dataclass as plain data."""
     entries = {field.name: getattr(value, field.name) for field in fields(value)}
     entries = {name: entry for name, entry in entries.items() if entry is not None or name not in OMITTED_IF_NONE}
-    if isinstance(value, HookPoint):  # as it was written when functions were captured only
+    if isinstance(value, HookPoint):  # in the format of versions that could only capture functions
         function = entries.pop("function")
         if function and value.site in ("output", "input"):
             entries |= {"path": (*function.rsplit("#", 1), value.site, *value.path), "site": "function"}
@@ -207,7 +206,7 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(_is_plain(item) and not isinstance(item, (tuple, list)) for item in value)
     if isinstance(value, str):
-        return "/" not in value and "\\" not in value  # a path is of one machine
+        return "/" not in value and "\\" not in value  # a path depends on the machine
     return value is None or isinstance(value, (bool, int, float))
 
 

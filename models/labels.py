@@ -1,4 +1,4 @@
-"""Names of a model's classes, as a configuration gives them, and what its numbers for them are; needs no torch."""
+"""Class names of a model, from the configuration or the weights; needs no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMS_HINT = 'give a .txt file with a name a line, or a .json file with ["cat", 
 
 @dataclass(frozen=True)
 class Labels:
-    """The names of all classes in their order, and where they come from: a word for people, never a directory."""
+    """The names of all classes in order, and their source, as a word for people that never holds a directory."""
 
     names: tuple[str, ...]
     origin: str
@@ -27,7 +27,7 @@ class Labels:
 
 
 def name_classes(labels: Labels | None, classes: tuple[int, ...]) -> tuple[str, ...] | None:
-    """The names of classes; None where they have none."""
+    """The names of classes; None if they have none."""
     return tuple(labels.names[number] for number in classes) if labels is not None else None
 
 
@@ -35,7 +35,7 @@ def name_classes(labels: Labels | None, classes: tuple[int, ...]) -> tuple[str, 
 def read_labels(configured: tuple[str, ...] | str) -> Labels:
     """What a configuration's ``labels`` means: the names themselves, or the path of a file.
 
-    AbsentError where there is no such file, or it holds no names; LoadError where there are none.
+    AbsentError if there is no such file, or it holds no names; LoadError if no names are configured.
     """
     if isinstance(configured, str):
         path = Path(configured)
@@ -50,9 +50,9 @@ def read_labels(configured: tuple[str, ...] | str) -> Labels:
 
 @label_failures("labels")
 def choose_labels(configured: tuple[str, ...] | str | None, known: Labels | None, classes: int | None) -> Labels | None:
-    """What is configured, which must name each of a model's classes, else what is known of its weights where that does.
+    """The configured labels, which must name every class, else those known of the weights if they name every class.
 
-    ``classes`` is None where the model's output has none. LoadError where what is configured does not fit.
+    ``classes`` is None if the model's output has none. LoadError if the configured labels do not fit.
     """
     if configured is None:
         return known if known is not None and len(known.names) == classes else None
@@ -78,7 +78,7 @@ def _read_file(path: Path) -> tuple[str, ...]:
 
 
 def _list_names(value: object) -> list[str]:
-    """The names of a list, or of a mapping from each class's number; ValueError, KeyError where it is neither."""
+    """The names in a list, or in a mapping from class number to name; ValueError or KeyError if it is neither."""
     if isinstance(value, Mapping):
         value = [value[str(number)] for number in range(len(value))]
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):

@@ -41,22 +41,22 @@ class LoadedModel(ModelInfo):
 
     @property
     def module(self) -> nn.Module:
-        """The first replica's."""
+        """The first replica's module."""
         return self.replicas[0].module
 
     @property
     def hooks(self) -> int:
-        """Hooks of ours on all replicas now: 0 when idle."""
+        """The number of our hooks on all replicas now: 0 when idle."""
         return sum(replica.hooks for replica in self.replicas)
 
     def call(self, rows: Inputs, module: nn.Module) -> object:
-        """One forward of one of its module trees; what it changes on the tree is put back."""
+        """One forward of one of its module trees; state that the forward changes is restored."""
         return call_module(rows, module, self.catalog.traits.state)
 
     def is_batch_invariant(self, rows: int) -> bool:
-        """Whether a row gives the same bits at each place in a batch of so many, as far as a few places tell.
+        """Whether a row gives the same bits at any index of a batch of this size, tried at a few indices.
 
-        Raises whatever a forward of so many rows does.
+        Raises whatever a forward of that many rows does.
         """
         if self.catalog.crosses_rows:
             return True
@@ -81,12 +81,12 @@ class LoadedModel(ModelInfo):
         resumption: Resumption | None = None,
         graphs: PlanGraphs | None = None,
     ) -> BatchActivations:
-        """One forward of a replica for the requests that share it, row after row; results are on the device.
+        """One forward of a replica for the requests that share it, their rows concatenated; results are on the device.
 
-        With ``padded_rows`` the forward has so many rows, whatever is sent: the first one is repeated. With
-        ``resumption`` it goes on from a layer, whose output the rows are; with ``graphs`` one of these gives all
-        captures that it has.
-        OutOfMemoryError, raised when everything that the forward held is let go; InputError where the model does not
+        ``padded_rows``: the forward's number of rows; the first row is repeated to fill it. With ``resumption`` the
+        forward resumes from a layer, and the rows are that layer's output; with ``graphs`` one of them gives all
+        its captures.
+        OutOfMemoryError, raised after everything that the forward held is freed; InputError if the model does not
         take the values.
         """
         count = sum(len(next(iter(piece.values()))) for piece in pieces)
@@ -95,14 +95,14 @@ class LoadedModel(ModelInfo):
             if graphs is not None:
                 rows = graphs.get_padded_rows(rows, replica)
                 return graphs.run(self._assemble_batch(pieces, rows - count, None), rows, replica)
-            # Anew for each forward: a model may write to its input.
+            # Assembled for each forward: a model may write to its input.
             return replica.extractor.extract_slices(
                 lambda: self._forward(replica, self._assemble_batch(pieces, rows - count, resumption), resumption),
                 slices,
                 rows,
                 self._join_masks(pieces, rows - count),
             )
-        except (IndexError, ValueError) as error:  # a token beyond the vocabulary, for one
+        except (IndexError, ValueError) as error:  # for example, a token beyond the vocabulary
             raise InputError(f"the model does not take these values ({type(error).__name__})") from error
         except RuntimeError as error:
             if not memory.is_out_of_memory(error):
@@ -119,14 +119,14 @@ class LoadedModel(ModelInfo):
         padded_rows: int | None = None,
         resumption: Resumption | None = None,
     ) -> BatchActivations:
-        """As ``run`` for a single request; RequestError where its outputs, put back, do not give the model's again."""
+        """``run`` for one request; RequestError if putting its captured outputs back changes the model's output."""
         count = request_slice.stop - request_slice.start
         rows = max(count, padded_rows or 0)
         whole = RequestSlice(0, rows, verification.list_extra_captures(plan, catalog))
         activations = self.run(replica, [piece], [request_slice, whole], padded_rows, resumption)
 
         def run_again(values: verification.TensorsByPoint) -> verification.TensorsByPoint:
-            batch = self._assemble_batch([piece], rows - count, resumption)  # anew: a model may have written to it
+            batch = self._assemble_batch([piece], rows - count, resumption)  # again: a model may have written to it
             return replica.extractor.run_with_replacements(lambda: self._forward(replica, batch, resumption), values)
 
         values = {capture.point: reduced.values for capture, reduced in activations.select(whole).items()}
@@ -136,15 +136,15 @@ class LoadedModel(ModelInfo):
         )
 
     def probe(self, replica: Replica) -> BaseException | None:
-        """What a forward of noise, which went well when the model was loaded, raises now; None where it runs.
+        """What a forward of noise, which succeeded at loading, raises now; None if it succeeds.
 
-        Memory that has run out is no trouble: less may fit.
+        Out of memory does not count: a smaller batch may fit.
         """
         try:
             with torch.no_grad():
                 row = make_noise_row(self.inputs, self.device, self.dtype)
                 self.call(row, replica.module)
-                transfer.synchronize(self.device)  # kernels tell what went wrong when somebody waits for them
+                transfer.synchronize(self.device)  # kernels report errors when they are waited for
         except BaseException as error:  # a model may raise SystemExit too
             return None if isinstance(error, MemoryError) or memory.is_out_of_memory(error) else error
         return None
@@ -152,13 +152,13 @@ class LoadedModel(ModelInfo):
     def _forward(self, replica: Replica, batch: Inputs, resumption: Resumption | None) -> object:
         if resumption is None:
             return self.call(batch, replica.module)
-        output = next(iter(batch.values()))  # a text's mask comes after it
+        output = next(iter(batch.values()))  # the mask of a text comes after its ids
         return resumption.forward(self.call, replica.module, output)
 
     def _assemble_batch(
         self, pieces: Sequence[Inputs], padding: int, resumption: Resumption | None
     ) -> dict[str, Tensor]:
-        """One batch of all pieces, in memory that is the forward's own: a model may write to its input."""
+        """One batch of all pieces, copied: a model may write to its input."""
         batch = {}
         floating = self.dtype if resumption is None else DTYPES[resumption.start.info.dtype]  # a layer may have its own
         for name, first in pieces[0].items():
@@ -173,7 +173,7 @@ class LoadedModel(ModelInfo):
         return batch
 
     def _join_masks(self, pieces: Sequence[Inputs], padding: int) -> Tensor | None:
-        """Where a token is one of its text, and not there to fill it up, on the host; None where nothing tells."""
+        """The token mask of the batch, on the host: False for padding; None if the model has no mask."""
         name = self.text.mask if self.text is not None else None
         if name is None or name not in pieces[0] or (self.model_inputs.towers and len(pieces[0]) == len(self.inputs)):
             return None
@@ -183,28 +183,28 @@ class LoadedModel(ModelInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class MultiDeviceModel(ModelInfo):
-    """A model on several devices, by the names that the configuration gives these: loaded on each by itself.
+    """A model on several devices, keyed by their names in the configuration: loaded separately on each.
 
-    What is known of it is what is known of the first.
+    Its ModelInfo is that of the first.
     """
 
     by_device: Mapping[str, LoadedModel]
 
     @property
     def device_name(self) -> str:
-        """Where it is: all of its devices."""
+        """The names of all its devices."""
         return ", ".join(self.by_device)
 
     @property
     def hooks(self) -> int:
-        """Hooks of ours on all of them now: 0 when idle."""
+        """The number of our hooks on all of them now: 0 when idle."""
         return sum(model.hooks for model in self.by_device.values())
 
 
 def join_devices(spec: ModelSpec, models: Mapping[str, LoadedModel]) -> MultiDeviceModel:
-    """One model of those loaded by ``spec`` on devices, by name; LoadError where they are not the same.
+    """Join the models loaded for ``spec`` on several devices, by device name; LoadError if they differ.
 
-    A warm plan that has graphs on some devices only runs with hooks on all: an answer must not depend on its device.
+    A warm plan with graphs on only some devices runs with hooks on all: an answer must not depend on its device.
     """
     first, *others = models.values()
     if any((other.digest, other.identity) != (first.digest, first.identity) for other in others):
@@ -217,7 +217,7 @@ def join_devices(spec: ModelSpec, models: Mapping[str, LoadedModel]) -> MultiDev
 
 
 def check_rows_fit(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> int:
-    """How many rows a forward may have; InputError where the plan's must all share one and do not fit."""
+    """How many rows a forward may have; InputError if the plan's rows must share one forward and do not fit."""
     size = 1 if catalog.crosses_rows else max_rows
     if total > size and not plan.may_split:
         batch = ', or add "isolated": true, which makes them one batch'
@@ -231,7 +231,7 @@ def check_rows_fit(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> i
 
 
 def _repeat_rows(value: Tensor, rows: int, index: int) -> Tensor:
-    """A batch whose row at an index is always the same, among copies of another."""
+    """Copies of row 0, with row 1 at ``index``."""
     batch = value[:1].repeat(rows, *[1] * (value.ndim - 1))
     batch[index] = value[1]
     return batch

@@ -1,4 +1,4 @@
-"""Models brought into memory: built by their source, placed on their device, surveyed, copied for more threads."""
+"""Load models: build them by their source, place them on a device, survey them, copy them for more threads."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def load_model(
     run_survey: RunSurvey | None = None,
     take_turn: TakeTurn = take_turn,
 ) -> LoadedModel:
-    """Build a model, place it on its device and survey it; LoadError where that can't be done.
+    """Build a model, place it on its device and survey it; LoadError if that can't be done.
 
-    On a CPU it gets ``replicas``, or one where its module can't be copied, and surveys use ``threads``, by default all
-    cores. On a GPU it gets a replica for each of ``streams``. What forwards take is kept in
-    ``costs_folder`` from load to load. ``run_survey`` calls what it is given in a copy of this process, which may be
-    copied again afterwards: its own operations use a single thread. What is measured waits for ``take_turn``.
+    On a CPU it gets ``replicas``, or one if its module can't be copied, and surveys use ``threads``, by default all
+    cores. On a GPU it gets a replica for each of ``streams``. Measured times of forwards are kept in ``costs_folder``
+    from load to load. ``run_survey`` calls a function in a fork of this process; so that it can fork again, operations
+    in this process use a single thread. Measurements wait for ``take_turn``.
     """
     threads = count_cores() if threads is None else threads
     device = devices.resolve_device(spec.device)
@@ -116,8 +116,8 @@ def load_model(
             catalogs.put_catalog(inputs.shapes, catalog)
         make_row = partial(make_noise_row, inputs.specs, device, inputs.dtype)
         if run_survey is not None:
-            # A forward, which leaves the module as all others find it: it may make parameters, or hooks on its parts.
-            # On one thread: a process that is copied after operations on several can use several no more.
+            # The survey ran in a fork: run a forward here too, which may create parameters, or hooks on submodules.
+            # On one thread: a process that is forked after multi-threaded operations can use only one thread.
             with torch.no_grad(), use_threads(1):
                 call_module(make_row(), module, configured.traits.state)
         with keep_state(module, configured.traits.state):
@@ -166,20 +166,20 @@ def identify_model(built: build.BuiltModel, spec: ModelSpec) -> tuple[str, str]:
 
 
 def _place_module(module: nn.Module, spec: ModelSpec, device: torch.device) -> nn.Module:
-    """The module on its device, in its dtype and memory format, without gradients of its weights or nested tensors."""
-    # Not ``to(dtype)``, which makes complex buffers real. Before it is moved: a device may have no room for both.
+    """Put the module on its device, in its dtype and memory format, with frozen weights and without nested tensors."""
+    # Not ``to(dtype)``, which makes complex buffers real. Cast before moving: a device may have no room for both.
     module = CASTS[spec.dtype](module).to(device)
     if spec.memory_format == "channels_last":
-        # Only weights: a convolution goes by them whatever its input is like, and rows come the same way to all models.
+        # Only weights: a convolution follows them whatever its input's format, and rows are the same for all models.
         convert_conv2d_weight_memory_format(module, torch.channels_last)
-    module.requires_grad_(False)  # gradients are taken of values, never of weights: a graph begins where one is wanted
+    module.requires_grad_(False)  # gradients are of activations, never of weights: a graph begins at an anchor
     keep_dense(module)
     return module
 
 
 @contextmanager
 def _refuse_unfit_inputs() -> Iterator[None]:
-    """Raise LoadError where a model does not take rows of its configured shape, or there is no memory for them."""
+    """Raise LoadError if a model does not take rows of its configured shape, or there is no memory for them."""
     try:
         yield
     except (InputError, OutOfMemoryError) as error:
@@ -195,9 +195,9 @@ def _refuse_unfit_inputs() -> Iterator[None]:
 def _find_embedding(
     spec: ModelSpec, given: EmbeddingSpec | None, known: KnownEmbedding, catalogs: CatalogCache
 ) -> ModelEmbedding | None:
-    """What is configured, which must be an embedding, else what is known of the class; None where nothing will do.
+    """The configured embedding, which must be usable, else the one known of the class; None if there is none.
 
-    Of two towers: what the first returns, as the other does.
+    For two towers: the output of the first, which the second has too.
     """
     if given is None:
         catalog = next(iter(catalogs.towers.values()), catalogs.configured)
@@ -210,7 +210,7 @@ def _find_embedding(
 
 
 def _apply_configuration(catalog: Catalog, spec: ModelSpec) -> Catalog:
-    """A catalogue with what a configuration says of outputs, and of a mode in which rows may depend on others."""
+    """The catalogue with the configured ``outputs``, and with crossing rows if ``mode`` may cause them."""
     traits = catalog.traits
     if spec.outputs is not None:
         traits = replace(traits, outputs=tuple((info.path, spec.outputs) for info in catalog.outputs))
@@ -222,9 +222,9 @@ def _apply_configuration(catalog: Catalog, spec: ModelSpec) -> Catalog:
 def _create_replicas(
     module: nn.Module, inputs: ModelInputs, device: torch.device, state: Sequence[StateKey], count: int
 ) -> tuple[Replica, ...]:
-    """So many replicas, or one where a copy's forward is not seen to run in the copy as the original's does.
+    """The wanted number of replicas, or one if a copy's forward does not make the same calls as the original's.
 
-    To be called after the survey: a model may put hooks of its own on its parts when it first runs, which are counted.
+    Call it after the survey: a model may register its own hooks when it first runs, and these are counted.
     """
     replicas = [create_replica(module)]
     if count > 1:

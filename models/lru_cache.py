@@ -14,7 +14,7 @@ V = TypeVar("V")
 class LRUCache(Generic[K, V]):
     """The values of the keys used most recently, at most ``max_size`` of them; any thread may call its methods.
 
-    Unlike with ``functools.lru_cache`` another thread may compute what is missing.
+    Unlike with ``functools.lru_cache``, another thread may compute a missing value.
     """
 
     def __init__(self, max_size: int) -> None:
@@ -23,19 +23,19 @@ class LRUCache(Generic[K, V]):
         self._lock = threading.Lock()
 
     def get(self, key: K) -> V | None:
-        """The value of a key, which now counts as used; None where there is none."""
+        """The value of a key, which now counts as used; None if there is none."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
             return self._values.get(key)
 
     def put(self, key: K, value: V) -> None:
-        """Keep a value, in place of the one that was not used for longest where there are too many."""
+        """Keep a value; if there are too many, drop the least recently used one."""
         with self._lock:
             self._put(key, value)
 
     def get_or_create(self, key: K, create: Callable[[], V]) -> V:
-        """The value of a key, made and kept where there is none; ``create`` is quick, and others wait for it."""
+        """The value of a key, created and kept if missing; ``create`` must be quick: other threads wait for it."""
         with self._lock:
             return self._put(key, self._values[key] if key in self._values else create())
 

@@ -1,4 +1,4 @@
-"""What forwards of noise show about a model in memory, measured when first asked for and kept for a while."""
+"""Catalogues and other findings from forwards of noise, measured when first needed and cached."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from layertap.models.spec import InputSpec, Shapes
 MAX_CATALOGS = 16  # one for each recent shape of input; texts of 8 to 131,072 tokens have 15 lengths
 MAX_RESUMPTIONS = 16  # one for each recent layer to resume from, and shape of input
 MAX_GRAD_CAM_LAYERS = 32  # one for each recent objective of Grad-CAM, classes aside
-QUICK_S = 0.5  # CPU-seconds of a forward in which one thread is enough: others that wait for it only spin
-MAX_SURVEYS = 3  # each of which puts back what the one before it found to be state
+QUICK_S = 0.5  # CPU-seconds of a forward for which one thread is enough: further threads would only spin
+MAX_SURVEYS = 3  # each restores the state that the one before it found
 
 
 def survey_configured(
@@ -49,12 +49,12 @@ def survey_configured(
     history: Path | None,
     tolerance: float,
 ) -> Catalog:
-    """The catalogue of a module for rows of the configured shape; InputError where it does not take them.
+    """The catalogue of a module for rows of the configured shape; InputError if it does not take them.
 
-    What forwards take is kept in the file ``history``. ``tolerance``: of a tensor's
-    largest number, what rounding may move. OutOfMemoryError.
+    Measured times of forwards are kept in the file ``history``. ``tolerance``: how far rounding may move a value,
+    as a share of the tensor's largest. OutOfMemoryError.
     """
-    with use_threads(threads), _name_memory_errors():  # a new thread has as many as any other set last
+    with use_threads(threads), _name_memory_errors():  # a new thread inherits the number set last by any thread
         catalog = _survey_repeatedly(module, inputs, device, prefix_tokens, tolerance)
         forward = partial(call_module, module=module, state=catalog.traits.state)
         row = make_noise_row(inputs.specs, device, inputs.dtype)
@@ -64,7 +64,7 @@ def survey_configured(
             forward, row, device, crosses_rows=catalog.crosses_rows, max_threads=threads, again=again
         )
     costs = make_costs(add_reading(history, reading) if history else [reading], row_bytes)
-    # Noise only adds; and a survey of a quick model has a single thread.
+    # The minimum, since noise only adds; and a survey of a quick model uses a single thread.
     seconds = min(catalog.seconds, costs.estimate_seconds(1) / costs.speedup)
     return replace(catalog, seconds=seconds, costs=costs)
 
@@ -72,9 +72,9 @@ def survey_configured(
 def _survey_repeatedly(
     module: nn.Module, inputs: ModelInputs, device: torch.device, prefix_tokens: int, tolerance: float
 ) -> Catalog:
-    """The catalogue of the configured shape, by forwards after which the state that they change is put back.
+    """The catalogue of the configured shape, by forwards after which the state that they change is restored.
 
-    Where a survey shows such state there is another one: values that drift look as if rows affected each other.
+    If a survey finds such state, it is repeated: drifting values look as if rows affected each other.
     """
     state: tuple[StateKey, ...] = ()
     row = make_noise_row(inputs.specs, device, inputs.dtype)
@@ -91,11 +91,11 @@ def _survey_repeatedly(
         if not found:
             break
         state = (*state, *sorted(found))
-    if not run.is_same:  # nothing tells what is a neighbour's doing: each row runs alone
+    if not run.is_same:  # a neighbour's effect can't be told from the noise: each row runs alone
         return replace(catalog, crosses_rows=True, traits=Traits(state, deterministic=False, outputs=outputs))
     if trial is None:
         return replace(catalog, traits=Traits(state, outputs=outputs))
-    # What makes itself other parts by the length of a text would do so by its padding, too (BigBird).
+    # A model that replaces submodules according to the text's length would react to padding, too (BigBird).
     if any(attribute in module.get_submodule(name)._modules for name, attribute in state):
         trial = False, "refused"
     return replace(catalog, traits=Traits(state, pads=trial[0], left_padding=trial[1], outputs=outputs))
@@ -103,7 +103,7 @@ def _survey_repeatedly(
 
 @contextmanager
 def _name_memory_errors() -> Iterator[None]:
-    """Raise OutOfMemoryError, when everything that a forward held is let go, where a device has no memory for it."""
+    """Raise OutOfMemoryError if a device has no memory for a forward, after everything that it held is freed."""
     try:
         yield
         return
@@ -116,8 +116,8 @@ def _name_memory_errors() -> Iterator[None]:
 class CatalogCache:
     """The catalogues of a model by the shape of a row, and other recent findings about it.
 
-    ``resumptions`` has how forwards go on from a point, of rows of a shape; ``grad_cam_layers`` the layer that Grad-CAM
-    looks at for an objective. ``configured`` is the catalogue of the configured ``shapes``, ``towers`` has those of
+    ``resumptions``: how forwards resume from a point, by point and shape; ``grad_cam_layers``: the layer that Grad-CAM
+    uses for an objective. ``configured`` is the catalogue of the configured ``shapes``, ``towers`` has those of
     each of two towers; they are never dropped. Any thread may call the methods.
     """
 
@@ -132,7 +132,7 @@ class CatalogCache:
         self.grad_cam_layers = LRUCache[ResolvedObjective, Tap](MAX_GRAD_CAM_LAYERS)
 
     def __reduce__(self) -> tuple[Callable[..., CatalogCache], tuple[object, ...]]:
-        """A copy in another process begins with the configured catalogues alone."""
+        """Pickle only the configured catalogues."""
         return CatalogCache, (self.configured, self._shapes, self.towers)
 
     def add_towers(self, towers: Mapping[Shapes, Catalog]) -> None:
@@ -141,7 +141,7 @@ class CatalogCache:
         self._unsized |= {shapes: replace(catalog, sizes_known=False) for shapes, catalog in towers.items()}
 
     def get_catalog(self, shapes: Shapes, *, functions: bool = False) -> Catalog | None:
-        """The catalogue of a shape; None where no recent survey made one, or one with its ``functions``."""
+        """The cached catalogue of a shape; None if there is none, or none with ``functions`` if these are wanted."""
         known = self.configured if shapes == self._shapes else self.towers.get(shapes) or self._catalogs.get(shapes)
         return known if known is not None and (known.has_functions or not functions) else None
 
@@ -150,7 +150,7 @@ class CatalogCache:
         return self._unsized[shapes]
 
     def put_catalog(self, shapes: Shapes, catalog: Catalog) -> None:
-        """Keep the catalogue of a shape, in place of one that may tell less."""
+        """Keep the catalogue of a shape, replacing an earlier one, which may have fewer details."""
         if shapes == self._shapes:
             self.configured, self._unsized[shapes] = catalog, replace(catalog, sizes_known=False)
         elif shapes in self.towers:
@@ -160,10 +160,10 @@ class CatalogCache:
 
 
 class ModelCatalogs(CatalogCache):
-    """What is known of a model in memory; what is not known yet is found by running it.
+    """The cached findings about a model in memory; missing ones are measured by running it.
 
-    Any thread may get what is kept. The other methods run the module, with ``threads`` threads on a CPU: only its own
-    thread may.
+    Any thread may read the cache. The other methods run the module, with ``threads`` threads on a CPU: call them only
+    in the module's own thread.
     """
 
     def __init__(
@@ -186,9 +186,9 @@ class ModelCatalogs(CatalogCache):
         self._not_resumable = LRUCache[tuple[HookPoint, Shapes], bool](MAX_RESUMPTIONS)
 
     def survey(self, shapes: Shapes, *, functions: bool = False) -> Catalog:
-        """The catalogue of a shape, surveyed where none is kept; InputError where the model does not take it.
+        """The catalogue of a shape, surveyed if not cached; InputError if the model does not take the shape.
 
-        With ``functions`` it tells what these return. OutOfMemoryError.
+        With ``functions`` it includes what functions return. OutOfMemoryError.
         """
         catalog = self.get_catalog(shapes)
         if catalog is None:
@@ -198,7 +198,7 @@ class ModelCatalogs(CatalogCache):
                     catalog = self._resize(specs)
                 except AnotherCourseError:
                     catalog = self._survey(specs)
-                    # Its memory is measured, its time follows from that of the configured shape.
+                    # Memory is measured; time is scaled from that of the configured shape.
                     row_bytes = _measure_row_bytes(self._forward, self._make_row(specs), self._module, self._device)
                     per_row = self.configured.costs.per_row * catalog.seconds / self.configured.seconds
                     costs = replace(self.configured.costs, per_row=per_row, row_bytes=row_bytes)
@@ -212,19 +212,19 @@ class ModelCatalogs(CatalogCache):
         return catalog
 
     def survey_towers(self) -> dict[Shapes, Catalog]:
-        """The catalogues of each of two towers for its configured shape; InputError where one does not run alone."""
+        """The catalogues of each of two towers for its configured shape; InputError if one does not run alone."""
         return {tower.shapes: self.survey(tower.shapes) for tower in self._inputs.towers if tower.tower}
 
     def verify_resumption(self, start: Tap, shapes: Shapes) -> Resumption:
-        """Forwards that go on from a tensor, of rows of a shape; tried where no result is kept.
+        """How forwards of a shape resume from a tensor; tried if not cached.
 
-        SelectorError where the model has none, OutOfMemoryError.
+        SelectorError if the model can't resume there, OutOfMemoryError.
         """
         key = start.point, shapes
         resumption = self.resumptions.get(key)
         if resumption is None and not self._not_resumable.get(key):
             resumption = self._try_resumption(start, shapes)
-            if resumption is None:  # kept too, or each request for it would try again
+            if resumption is None:  # cached too, or each request for it would try again
                 self._not_resumable.put(key, True)
             else:
                 self.resumptions.put(key, resumption)
@@ -233,10 +233,10 @@ class ModelCatalogs(CatalogCache):
         return resumption
 
     def find_grad_cam_layer(self, objective: ResolvedObjective) -> Tap:
-        """The last layer of maps that an objective depends on, tried out where none is kept; OutOfMemoryError.
+        """The last layer with feature maps that an objective depends on, tried if not cached; OutOfMemoryError.
 
-        The last one of all where it depends on none of the last few: what is to be seen there is zero. SelectorError
-        where there is no map.
+        If the objective depends on none of the last few, the very last one: its map is zero. SelectorError if there
+        are no feature maps.
         """
         layer = self.grad_cam_layers.get(objective)
         if layer is None:
@@ -266,12 +266,12 @@ class ModelCatalogs(CatalogCache):
         return replace(catalog, crosses_rows=catalog.crosses_rows or not traits.deterministic, traits=traits)
 
     def _resize(self, specs: Sequence[InputSpec]) -> Catalog:
-        """The catalogue of another shape by one forward; AnotherCourseError where that is not enough."""
+        """The catalogue of another shape by one forward; AnotherCourseError if that is not enough."""
         if self._inputs.text is not None or any(spec.longest for spec in specs):
-            raise AnotherCourseError  # of texts, whose lengths are few, everything may depend on the length
+            raise AnotherCourseError  # for texts everything may depend on the length, and there are few lengths
         recorder = SizeRecorder(self._module)
         watch = partial(recorder.watch, self._forward)
-        threads = self._threads if self.configured.costs.speedup > 1 else 1  # as the forward that answers
+        threads = self._threads if self.configured.costs.speedup > 1 else 1  # as many as a request's forward uses
         with torch.no_grad(), use_threads(threads), name_input_errors(specs):
             row = make_noise(specs, self._device, self._inputs.dtype, rows=1)
             row_bytes = memory.measure_peak_bytes(watch, row, self._module, self._device)

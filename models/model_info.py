@@ -1,4 +1,4 @@
-"""What a server has to know of a model that runs somewhere: plain data."""
+"""What a server has to know about a model, wherever it runs: plain data."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NOT_DETERMINISTIC = "this model is not deterministic: it gives the same input an
 class ModelInfo:
     """What a model takes, what identifies it, and what its forwards show.
 
-    ``digest`` is that of the weights as loaded; ``identity`` the model's part of every fingerprint; ``threads`` what
-    surveys use on a CPU. ``model_embedding`` is what a request without layers means; None where there
-    is no such tensor. ``compiled`` tells of each warm plan that graphs answer, and has None for those that run
-    with hooks; ``benchmarks`` what was measured of each, None where there are no graphs. ``report`` tells what was
-    taken of a checkpoint, None where there is none. ``labels`` has a name for each class of the model's scores, None
-    where nobody has named them. ``memory_bytes`` is what its weights and buffers take; ``process_bytes`` all
-    that its own process shares with no other, 0 where it has none. ``projections`` are the configured ones by name.
+    ``digest``: of the weights as loaded; ``identity``: the model's part of every fingerprint; ``threads``: the number
+    that surveys use on a CPU. ``model_embedding``: the tensor of a request without layers; None if there is none.
+    ``compiled``: one entry for each warm plan, None for plans that run with hooks; ``benchmarks``: the measurements
+    for each plan, None without graphs. ``report``: what was loaded from a checkpoint, None if there is none.
+    ``labels``: a name for each class of the model's scores, None if there are no names. ``memory_bytes``: the size of
+    weights and buffers; ``process_bytes``: private memory of the model's own process, 0 if it has none.
+    ``projections``: the configured ones by name.
     """
 
     spec: ModelSpec
@@ -54,7 +54,7 @@ class ModelInfo:
 
     @property
     def inputs(self) -> tuple[InputSpec, ...]:
-        """What one row is, input by input."""
+        """The inputs that make up one row."""
         return self.model_inputs.specs
 
     @property
@@ -69,12 +69,12 @@ class ModelInfo:
 
     @property
     def preprocess(self) -> Preprocessing | None:
-        """How a picture becomes a row; None where the model takes none."""
+        """How a picture becomes a row; None if the model takes no pictures."""
         return self.model_inputs.preprocess
 
     @property
     def text(self) -> TextSpec | None:
-        """How a text becomes a row; None where the model takes none."""
+        """How a text becomes a row; None if the model takes no texts."""
         return self.model_inputs.text
 
     @property
@@ -87,7 +87,7 @@ class ModelInfo:
         return self.catalogs.towers.get(tower.shapes, self.catalog)
 
     def for_tower(self, tower: ModelInputs) -> ModelInfo:
-        """What is known of one of two towers, or of both together, as of a model that has no other; else the model."""
+        """The ModelInfo restricted to one of two towers, or to both together; for other models, the model itself."""
         if tower is self.model_inputs:
             return self
         known = {each.name: getattr(self, each.name) for each in fields(ModelInfo)}
@@ -98,7 +98,7 @@ class ModelInfo:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Why any answer of this model may mislead."""
+        """Warnings that apply to every answer of this model."""
         of_checkpoint = self.report.warnings if self.report is not None else ()
         return of_checkpoint if self.catalog.traits.deterministic else (*of_checkpoint, NOT_DETERMINISTIC)
 
@@ -109,10 +109,10 @@ class ModelInfo:
 
     @property
     def device_name(self) -> str:
-        """Where it is, as people read it."""
+        """The device's name for people."""
         return str(self.device)
 
     @property
     def hooks(self) -> int:
-        """Hooks of ours on the model now, wherever it runs: 0 when idle."""
+        """The number of our hooks on the model now, wherever it runs: 0 when idle."""
         return 0

@@ -1,4 +1,4 @@
-"""State: what forwards leave on a module besides what they return. It is found by comparing, and put back."""
+"""State: buffers, submodules and attributes that forwards change. It is found by comparison, and restored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from layertap.models.hooks.tensor_tree import find_refused, view_bytes
 
-StateKey = tuple[str, str]  # the name of a module in the tree, and that of a buffer, a part or an attribute of it
+StateKey = tuple[str, str]  # the name of a module in the tree, and of one of its buffers, submodules or attributes
 Namespace = dict[str, Any]
 Memo = dict[int, Any]  # of ``copy.deepcopy``
 
@@ -26,7 +26,7 @@ ABSENT = object()
 
 @dataclass(frozen=True)
 class _Value:
-    """A buffer or an attribute as it was: where it is kept, the object itself, and a copy of its numbers."""
+    """A saved buffer or attribute: the dictionary that holds it, the object itself, and a copy of its value."""
 
     namespace: Namespace
     value: object
@@ -34,9 +34,9 @@ class _Value:
 
 
 class ModuleState:
-    """The buffers, parts and plain attributes of a module tree at one moment.
+    """A snapshot of the buffers, submodules and plain attributes of a module tree.
 
-    Plain are numbers, texts, tensors and containers of these. Of a part it is kept which module it is.
+    Plain attributes are numbers, strings, tensors and containers of these. Submodules are saved by identity.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -45,7 +45,7 @@ class ModuleState:
         self._values = {key: _Value(*held, _copy(held[1], memo)) for key, held in _iterate_state(module)}
 
     def find_changes(self) -> tuple[StateKey, ...]:
-        """What has another value now, is new, or is gone; not what is in other parts than before, or in new ones."""
+        """State that was changed, added or removed; nothing inside replaced or new submodules."""
         now = dict(_iterate_state(self._module))
         others = tuple(f"{'.'.join(filter(None, key))}." for key in self.find_other_parts())
         return tuple(
@@ -55,18 +55,18 @@ class ModuleState:
         )
 
     def find_other_parts(self) -> tuple[StateKey, ...]:
-        """Parts that are other modules now: a module makes itself new ones for inputs of another length."""
+        """Submodules that were replaced: some modules create new ones for inputs of another length."""
         now = dict(_iterate_state(self._module))
         parts = (key for key, held in self._values.items() if isinstance(held.value, nn.Module))
         return tuple(key for key in parts if key in now and now[key][1] is not self._values[key].value)
 
     def _is_changed(self, key: StateKey, now: Mapping[StateKey, tuple[Namespace, object]]) -> bool:
         if key not in self._values:
-            return not isinstance(now[key][1], nn.Module)  # made in the first forward, it is there to stay
+            return not isinstance(now[key][1], nn.Module)  # created in the first forward, it stays
         return key not in now or not _is_same(self._values[key].copy, now[key][1])
 
     def put_back(self, keys: Iterable[StateKey]) -> None:
-        """Give these their values again, in the objects that held them; what is new is removed."""
+        """Restore the values of these keys in the same objects; remove new ones."""
         for name, attribute in keys:
             earlier = self._values.get((name, attribute))
             if earlier is None:
@@ -82,7 +82,7 @@ class ModuleState:
 
 @contextmanager
 def keep_state(module: nn.Module, keys: Iterable[StateKey]) -> Iterator[None]:
-    """Give a forward copies of these buffers and attributes, and put back the originals when it ends.
+    """Give a forward copies of these buffers and attributes, and restore the originals when it ends.
 
     The originals are never written to: trees that share them may run in other threads, and a graph may need them.
     """
@@ -121,7 +121,7 @@ def _remove(part: nn.Module, attribute: str) -> None:
 
 
 def _is_plain(value: object) -> bool:
-    if isinstance(value, SINGLE):  # most are, and a tree takes long to look through
+    if isinstance(value, SINGLE):  # most are, and walking a tree is slow
         return True
     leaves = tree_leaves(value)
     # Sparse tensors and the like have no bytes to compare.
@@ -129,7 +129,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _copy(value: object, memo: Memo) -> object:
-    """A copy, in which what several values share is one again: ``memo`` is of all of them."""
+    """A deep copy; values copied with the same ``memo`` keep sharing what they share."""
     if isinstance(value, SINGLE):
         return value
     with torch.no_grad():

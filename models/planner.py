@@ -1,4 +1,4 @@
-"""A request's layers, interventions and objective against a catalogue: made into a plan before any forward."""
+"""Resolve a request's layers, interventions and objective against a catalogue into a plan, before any forward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.projections import NO_PROJECTIONS, Projections, check_projection, find_projection
 from layertap.models.selection.statistics import get_statistic
 
-MAX_FAULTS = 16  # near matches take time to find
+MAX_FAULTS = 16  # finding near matches takes time
 
 
 def make_plan(
@@ -40,13 +40,13 @@ def make_plan(
     lengths: TextLengths | None = None,
     projections: Projections = NO_PROJECTIONS,
 ) -> Plan:
-    """The plan for a request's selectors, and for what it changes and differentiates.
+    """The plan for a request's selectors, interventions and objective.
 
     ``lengths`` are of its texts, ``projections`` the model's own by name.
 
     RequestError with a fault for each selector that can't be met, the first few of many (a fault's pointer is
-    ``/layers/INDEX`` or ``/interventions/INDEX``), SelectorError where two results claim one key. Sizes are the
-    caller's to compare with its limits.
+    ``/layers/INDEX`` or ``/interventions/INDEX``), SelectorError if two results have the same key. The caller
+    compares sizes with its limits.
     """
     if not selectors:
         raise SelectorError("the request names no layer", hint="name at least one in 'layers'")
@@ -93,7 +93,7 @@ def make_plan(
 
 
 def _find_shared_inputs(changes: Iterable[ResolvedIntervention], catalog: Catalog) -> Iterator[str]:
-    """Warnings: inputs that are changed here, but read elsewhere unchanged, as far as the catalogue has functions."""
+    """Changed inputs that other modules read unchanged, for warnings; only if the catalogue has functions."""
 
     def format_selector(point: HookPoint) -> str:
         call = f"#{point.call}" if len(catalog.layers[point.layer].calls) > 1 else ""
@@ -107,7 +107,7 @@ def _find_shared_inputs(changes: Iterable[ResolvedIntervention], catalog: Catalo
 
 @dataclass(frozen=True)
 class _Match:
-    """What one selector names."""
+    """The tensors that one selector names."""
 
     selector: Selector
     results: tuple[Result, ...]
@@ -118,10 +118,10 @@ class _Match:
 def _match_selector(
     selector: Selector, objective: ResolvedObjective | None, catalog: Catalog, lengths: TextLengths | None
 ) -> _Match:
-    """What a selector names; SelectorError where nothing of it is left.
+    """The tensors that a selector names; SelectorError if none is left.
 
-    Of several tensors those that have no gradient are passed over, where it asks for one, and a glob leaves out what
-    can't be given.
+    If it asks for gradients and names several tensors, those without one are skipped; a glob skips tensors that
+    can't be returned.
     """
     tensors, skipped = find_matches(selector, catalog)
     excluded = dict(selector.excluded or ())
@@ -146,7 +146,7 @@ def _make_result(tensor: SelectorMatch, reduction: Reduction, lengths: TextLengt
 
 
 def _collect_results(matches: Sequence[_Match]) -> Iterator[Result]:
-    """Each thing once: what a literal name gives is not given again by a glob, whichever came first."""
+    """Each result once: a glob does not repeat what a literal name gives, whichever came first."""
     literal = {result.capture for match in matches if not match.selector.is_glob for result in match.results}
     captures: dict[str, Capture] = {}
     for match in matches:
@@ -165,14 +165,14 @@ def _collect_results(matches: Sequence[_Match]) -> Iterator[Result]:
 
 
 class _Faults:
-    """What is wrong with a request, collected so that all of it is reported at once; the first few of many."""
+    """Collects a request's faults, so that all are reported at once; the first few of many."""
 
     def __init__(self) -> None:
         self._faults: list[Fault] = []
 
     @contextmanager
     def collect(self, pointer: str) -> Iterator[None]:
-        """Note what is raised inside as a fault of that place."""
+        """Note an error raised inside as a fault at ``pointer``."""
         try:
             yield
         except LayertapError as error:
@@ -181,13 +181,13 @@ class _Faults:
                 self.raise_any()
 
     def raise_any(self) -> None:
-        """RequestError where anything was wrong."""
+        """Raise RequestError if there are faults."""
         if self._faults:
             raise RequestError.from_faults(self._faults)
 
 
 def _check_is_given(tensor: SelectorMatch, reduction: Reduction, excluded: str) -> None:
-    """SelectorError where a tensor is ``excluded``, or of a kind that can't be given like that, whatever the values."""
+    """SelectorError if a tensor is ``excluded``, or of a kind that this reduction can never return."""
     name, info = escape(tensor.point.format_name()), tensor.info
     if excluded:
         raise SelectorError(f"{name} {excluded}")
@@ -203,7 +203,7 @@ def _check_is_given(tensor: SelectorMatch, reduction: Reduction, excluded: str) 
 def _check_reduction(
     tensor: SelectorMatch, reduction: Reduction, catalog: Catalog, lengths: TextLengths | None
 ) -> None:
-    """SelectorError where a tensor can't be reduced that way."""
+    """SelectorError if a tensor can't be reduced that way."""
     name, info = escape(tensor.point.format_name()), tensor.info
     if reduction.project is not None:
         info = check_projection(name, info, reduction.project, catalog.sizes_known)
@@ -262,7 +262,7 @@ def _check_stats(name: str, tensor: SelectorMatch, reduction: Reduction, catalog
 
 
 def _check_merged(name: str, info: TensorInfo, stats: Collection[str], edges: Sequence[float] | None) -> None:
-    """SelectorError where statistics over all inputs don't follow from those of each."""
+    """SelectorError if statistics over all inputs can't be merged from those of each."""
     if unmerged := [each for each in stats if get_statistic(each, edges).merge is None]:
         detail = f"'{unmerged[0]}' of {name} is of each input only: its bins are other ones in each"
         raise SelectorError(detail, hint=f"give the 'edges' of its bins, or leave '{unmerged[0]}' or 'over' out")

@@ -1,4 +1,4 @@
-"""The configured models and what has become of each: loaded once, found by name, unloaded."""
+"""The configured models and their states: loaded once, found by name, unloaded."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ EVERY_MODEL = "GET /models, or `layertap check`, lists every model"
 
 @dataclass
 class ModelEntry:
-    """One configured model; ``reason`` and ``kind`` say why it failed, ``model`` is there when it is ready.
+    """One configured model; ``reason`` and ``kind`` say why it failed, ``model`` is set when it is ready.
 
-    ``memory_bytes`` is what it took when it was loaded last; before that an estimate, 0 where there is none.
-    ``replacement`` is its next version while that loads, and where that has failed.
+    ``memory_bytes`` is the memory that it used when last loaded; before that an estimate, 0 if there is none.
+    ``replacement`` is its next version while that loads, and after it has failed to load.
     """
 
     spec: ModelSpec
@@ -38,16 +38,16 @@ class ModelEntry:
     replacement: ModelEntry | None = None
 
     def make_next(self, spec: ModelSpec) -> ModelEntry:
-        """The entry of its next version: estimated to take as much if this one is loaded or has its architecture."""
+        """The entry of its next version, with this memory estimate if this one is loaded or has its architecture."""
         is_alike = (spec.source, spec.args, spec.dtype) == (self.spec.source, self.spec.args, self.spec.dtype)
         return ModelEntry(spec, memory_bytes=self.memory_bytes if is_alike or self.model is not None else 0)
 
     def fail(self, reason: str, kind: Failure = "lost") -> None:
-        """Forget a model that could not be loaded, or was and then turned out not to run."""
+        """Mark a model as failed: it could not be loaded, or was loaded and then stopped working."""
         self.model, self.state, self.reason, self.kind = None, "failed", reason, kind
 
     def recover(self, model: ModelInfo) -> None:
-        """Be ready, also after a failure."""
+        """Mark the model as ready, also after a failure."""
         self.model, self.state, self.reason, self.kind = model, "ready", "", ""
 
     def unload(self) -> None:
@@ -65,8 +65,8 @@ def load_ready_model(
 ) -> LoadedModel:
     """A model in this process, ready to run; ``replicas``, ``threads`` and ``streams`` are those of ``load_model``.
 
-    Graphs of warm plans are kept in ``plans``; without it they run with hooks. What forwards take is kept in ``costs``.
-    LoadError where it can't be loaded.
+    ``plans``: the folder for graphs of warm plans, which run with hooks without it; ``costs``: for measured times.
+    LoadError if it can't be loaded.
     """
     model = load_model(spec, replicas, threads, streams, costs)
     return prepare_warm_plans(model, plans) if plans and spec.warm else model
@@ -75,8 +75,8 @@ def load_ready_model(
 class Registry:
     """All configured models by name, loaded by ``load``; ``aliases`` are further names of some.
 
-    A model is loaded by the thread that owns it, and unloaded when that thread has ended. Which models there are is
-    changed by one thread; anyone may read.
+    A model is loaded by the thread that owns it, and unloaded when that thread has ended. Only one thread adds and
+    removes entries; any thread may read.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Registry:
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         specs = tuple(specs)
-        allow_tf32(any(spec.tf32 for spec in specs))  # also where no model is in float32: parts of one may be
+        allow_tf32(any(spec.tf32 for spec in specs))  # also if no model is in float32: parts of one may be
         self.aliases = dict(aliases or {})
         self._load = load
         self._entries: dict[str, ModelEntry] = {}
@@ -111,7 +111,7 @@ class Registry:
 
     def put_entry(self, entry: ModelEntry) -> None:
         """Replace the entry of the same name, or add one."""
-        self._entries = {**self._entries, entry.spec.name: entry}  # an iteration goes on over the old one
+        self._entries = {**self._entries, entry.spec.name: entry}  # a running iteration continues over the old one
 
     def remove_entry(self, name: str) -> None:
         """Forget an entry."""
@@ -131,7 +131,7 @@ class Registry:
         except LoadError as error:
             entry.fail(f"{error.detail}; {error.hint}" if error.hint else error.detail, error.kind or "other")
             raise
-        except BaseException as error:  # a third party's constructor may raise anything; the others serve on
+        except BaseException as error:  # a third party's constructor may raise anything; the other models keep serving
             if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():  # Ctrl+C in a terminal
                 entry.unload()
                 raise

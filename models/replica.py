@@ -1,6 +1,6 @@
 """A model's module tree, once for each thread that may run it, over parameters that are stored once.
 
-Hooks on a module are seen by every forward through it, so what several threads run at once must be several trees.
+Hooks on a module run in every forward through it, so threads that run at once need separate trees.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from layertap.models.hooks.tensor_tree import Path, iterate_tensors, view_bytes
 from layertap.models.inputs.noise import ROWS, copy_row
 from layertap.models.module_state import StateKey, keep_state
 
-CallSketch = tuple[int, int, Mapping[Path, Sketch]]  # a part's and its call's number; what it returns, at its end
+CallSketch = tuple[int, int, Mapping[Path, Sketch]]  # numbers of a submodule and its call; its output, at the end
 
 
 @dataclass(frozen=True, eq=False)
 class Replica:
-    """One module tree; everything that runs it happens in one thread. ``own_hooks`` counts those it brought along."""
+    """One module tree, which only one thread runs. ``own_hooks`` counts the hooks that the model came with."""
 
     module: nn.Module
     extractor: FeatureExtractor
@@ -33,14 +33,14 @@ class Replica:
 
     @property
     def hooks(self) -> int:
-        """Hooks of ours on it now: 0 when idle."""
+        """The number of our hooks on it now: 0 when idle."""
         return attach.count_hooks(self.module) - self.own_hooks
 
 
 def call_module(rows: Mapping[str, Tensor], module: nn.Module, state: Sequence[StateKey] = ()) -> object:
-    """One forward of a module tree for a batch; a single argument goes by position, several by name.
+    """One forward of a module tree for a batch; a single argument is passed by position, several by name.
 
-    The ``state`` that it changes is put back when it ends.
+    The ``state`` that it changes is restored when it ends.
     """
     if state:
         with keep_state(module, state):
@@ -67,9 +67,9 @@ def create_replica(module: nn.Module) -> Replica:
 
 
 def copy_module(module: nn.Module) -> nn.Module | None:
-    """Another tree over the same parameters and buffers; None where a module can't be copied like that.
+    """Another tree over the same parameters and buffers; None if a module can't be copied like that.
 
-    This does not tell whether a forward of the copy stays inside it: a closure may lead back to the original.
+    This does not prove that a forward of the copy stays inside it: a closure may lead back to the original.
     """
     shared = {id(tensor): tensor for tensor in _iterate_tensors(module)}
     try:
@@ -86,15 +86,15 @@ def copy_module(module: nn.Module) -> nn.Module | None:
 def has_same_calls(
     module: nn.Module, copy: nn.Module, forward: Callable[..., object], rows: Mapping[str, Tensor]
 ) -> bool:
-    """Whether every part of a copy is called as the module's is, and returns the same, for ``ROWS`` rows of noise.
+    """Whether a copy makes the same calls with the same outputs as the module, for ``ROWS`` rows of noise.
 
-    Nothing that they share may change on the way: two threads will run them at once.
+    Tensors that they share must not change in the forward: two threads will run them at once.
     """
     before = _read_write_marks(module)
     try:
         with torch.no_grad():
             calls = _sketch_calls(module, forward, rows)
-            # Another row than that, and than a copy brings along: what one tree left in the other must show.
+            # Another row than in both sketches and in a copy's state: what one tree leaves in the other must show.
             forward(copy_row(rows, 0), module)
             copy_calls = _sketch_calls(copy, forward, rows)
     except Exception:  # a copy may lack what its constructor set up elsewhere
@@ -110,14 +110,14 @@ def has_same_calls(
 
 
 def _read_write_marks(module: nn.Module) -> tuple[list[int], list[Tensor]]:
-    """What tells whether something was written to a module's tensors. Not all of it leaves a new version behind."""
-    # A tensor that a forward made, a cache for one, has no version.
+    """Versions and copies that show whether a module's tensors were written to; not all writes change the version."""
+    # A tensor that was created in inference mode, such as a cache, has no version.
     versions = [-1 if tensor.is_inference() else tensor._version for tensor in _iterate_tensors(module)]
     return versions, [view_bytes(buffer).clone() for buffer in module.buffers()]
 
 
 def _sketch_calls(module: nn.Module, forward: Callable[..., object], rows: Mapping[str, Tensor]) -> list[CallSketch]:
-    """What begins and ends in a forward of a row that no other forward at loading ends with, in order."""
+    """Calls as they begin and end in a forward, whose row no other forward at loading runs last."""
     calls: list[CallSketch] = []
     numbers = {part: number for number, part in enumerate(module.modules())}
 

@@ -1,4 +1,4 @@
-"""What a model is configured to be and what it takes; plain data, importable without torch."""
+"""The configuration of a model, and the inputs that it takes; plain data, importable without torch."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ InputDType = Literal["float32", "float16", "bfloat16", "float64", "int8", "int16
 Decode = Literal["exact", "fast", "device"]
 Mode = Literal["eval", "train"]  # of a module, as torch has them
 Compile = Literal[False, True, "always"]
-Preprocessed = Literal["", "caller", "mixed"]  # by whom rows were: nothing is said where it was as configured
-Truncate = Literal["none", "start", "end"]  # what is left out of a text that is too long; "none": it is refused
-Tower = Literal["texts", "pictures"]  # of a model of two towers, by what one takes
+Preprocessed = Literal["", "caller", "mixed"]  # by whom rows were preprocessed; empty if as configured
+Truncate = Literal["none", "start", "end"]  # what is cut off a text that is too long; "none": it is refused
+Tower = Literal["texts", "pictures"]  # of a model of two towers, by its input
 Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels of a picture
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 Color = tuple[int, int, int]  # red, green, blue, from 0 to 255
 ImageBackend = Literal["pil", "torchvision"]  # transformers' two kinds of image processor
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-SMOOTH = frozenset({"bilinear", "bicubic", "lanczos"})  # others pick pixels, or cut between them
+SMOOTH = frozenset({"bilinear", "bicubic", "lanczos"})  # the others do not average neighbouring pixels
 OMITTED_IF_NONE = frozenset({"channels", "letterbox", "background", "scale", "crop_rounding"})  # from digests
-FOR_TENSORS = frozenset({"bilinear", "bicubic"})  # others are for pictures only, or pick other pixels
+FOR_TENSORS = frozenset({"bilinear", "bicubic"})  # the others exist for pictures only, or pick other pixels
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class PreprocessSpec:
     """How a picture becomes a row: resize, centre crop, scale to 0…1, normalise.
 
     ``resize``: the short side in pixels, or (height, width); ``crop``: a square's side, or (height, width);
-    None leaves the step out. ``mean`` and ``std`` are per channel, on the scale of ``scale``: the values that 0 and 255
-    become, 0 and 1 where it is None. ``channels``: other ones than red, green, blue. ``letterbox``: the picture is
-    resized to fit into ``resize``, and this colour fills the rest. ``background``: what shows through a picture that is
-    transparent; None drops its alpha channel. ``crop_rounding``: a crop that can't be in the middle begins half a pixel
-    to the left and above it; None: at the even pixel, as torchvision's does.
+    None skips the step. ``mean`` and ``std`` are per channel, on the scale of ``scale``: the values that 0 and 255
+    become, 0 and 1 if None. ``channels``: if not red, green, blue. ``letterbox``: the picture is resized to fit into
+    ``resize``, and this colour fills the rest. ``background``: the colour behind transparent pictures; None drops their
+    alpha channel. ``crop_rounding``: a crop that can't be exactly centred begins half a pixel to the left and above;
+    None: at the even pixel, as in torchvision.
     """
 
     resize: int | tuple[int, int] | None = None
@@ -58,7 +58,7 @@ class PreprocessSpec:
     crop_rounding: Literal["floor"] | None = None
 
     def __post_init__(self) -> None:
-        """ValueError where steps contradict each other, or mean and std have not as many figures as channels."""
+        """ValueError if steps contradict each other, or mean and std do not have one value for each channel."""
         sizes = [size for size in (self.resize, self.crop) if size is not None]
         for wrong, text in (
             (any(min(size) < 1 if isinstance(size, tuple) else size < 1 for size in sizes), "sizes are 1 or more"),
@@ -85,7 +85,7 @@ class PreprocessSpec:
                 raise ValueError(text)
 
     def describe(self) -> dict[str, Any]:
-        """The steps as plain data, without those that nobody uses: digests are as they were before these were known."""
+        """The steps as plain data, without unused newer fields: digests stay as they were before these existed."""
         return {name: value for name, value in asdict(self).items() if value is not None or name not in OMITTED_IF_NONE}
 
     @property
@@ -95,17 +95,17 @@ class PreprocessSpec:
 
     @property
     def reducible(self) -> bool:
-        """Whether the resize step is a smooth one, so that pictures made smaller another way come out nearly alike."""
+        """Whether the resize filter is smooth, so that a picture decoded at a reduced scale gives nearly the same."""
         return self.resize is not None and self.interpolation in SMOOTH
 
     @property
     def placeable(self) -> bool:
-        """Whether every step is there for tensors as well, and nearly the same, so that a GPU can do it."""
+        """Whether every step has a nearly equal version for tensors, so that a GPU can run it."""
         plain = self.channels is None and self.letterbox is None and self.scale is None
         return plain and (self.resize is None or self.interpolation in FOR_TENSORS)
 
     def changes_pixels(self, decode: Decode) -> bool:
-        """Whether a way of decoding makes other numbers than ``exact`` of some pictures."""
+        """Whether this ``decode`` gives other numbers than ``exact`` for some pictures."""
         return {"exact": False, "fast": self.reducible, "device": self.placeable}[decode]
 
 
@@ -113,11 +113,11 @@ class PreprocessSpec:
 class InputSpec:
     """One input of a model: its argument's name, the shape of one item (no batch axis) and its dtype.
 
-    ``values`` are the whole numbers that the model is surveyed with: from, up to, not including; an item may hold
-    these, and those from 0 on. None: any, and 0 and 1 for the survey. ``longest``: axis ``long_axis`` of an item
-    may have from 1 to so many entries, the same in all such inputs; None: just as in ``shape``. ``example`` is the path
-    of a .npz or .json file with rows of it, which the model is surveyed and probed with in place of noise.
-    A name with dots, ``batch.ids``, is that of an entry of a dictionary.
+    ``values``: the range (start, stop) of integers that the model is surveyed with; an item may hold these, and any
+    from 0 on. None: any, and 0 and 1 for the survey. ``longest``: axis ``long_axis`` of an item may have 1 to
+    ``longest`` entries, the same in all such inputs; None: as in ``shape``. ``example``: the path of a .npz or .json
+    file with rows, which replace noise when the model is surveyed and probed.
+    A name with a dot, ``batch.ids``, is an entry of a dictionary.
     """
 
     name: str
@@ -129,7 +129,7 @@ class InputSpec:
     example: str | None = None
 
     def __post_init__(self) -> None:
-        """ValueError where no value is within the bounds, or the shape is longer than the longest."""
+        """ValueError if ``values`` is an empty range, or the shape is longer than ``longest``."""
         if self.values is not None and self.values[0] >= self.values[1]:
             raise ValueError("values are from the first figure up to, not including, the second")
         if self.longest is not None and (not self.shape or self.shape[self.long_axis] > self.longest):
@@ -138,11 +138,11 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class WarmSpec:
-    """Layers that are asked for often, made ready before the model is: selectors, and what is done with all of them.
+    """Frequently requested layers, prepared before the model is ready: selectors, and one reduction for all of them.
 
-    With ``compile`` as a graph of their own, which takes minutes the first time. Requests for these layers, or some of
-    them, reduced in the same way, are answered by it where it is quicker than hooks, or ``always``. ``cuda_graphs``:
-    batch sizes for which a GPU keeps what the graph starts there, to start it again in one go.
+    With ``compile`` they get their own compiled graph, which takes minutes the first time. It answers requests for some
+    or all of these layers, with the same reduction, if it is faster than hooks, or ``always``. ``cuda_graphs``: batch
+    sizes for which a CUDA graph is captured.
     """
 
     layers: tuple[str, ...]
@@ -153,7 +153,7 @@ class WarmSpec:
     cuda_graphs: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """ValueError where there is nothing to keep, or no such batch."""
+        """ValueError if there are no layers, or a batch size is impossible."""
         if self.cuda_graphs and not self.compile:
             raise ValueError("cuda_graphs are of a compiled plan: set compile too")
         if any(size < 1 for size in self.cuda_graphs):
@@ -162,7 +162,7 @@ class WarmSpec:
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """The layer whose tensor is the model's embedding, and how it becomes a vector; ``pool`` None: as it is needed."""
+    """The layer whose tensor is the model's embedding, and its pooling; ``pool`` None: one that gives a vector."""
 
     layer: str
     pool: Pool | None = None
@@ -176,27 +176,27 @@ class ModelSpec:
     ``source`` is ``KIND:IDENT`` (torchvision:resnet50, timm:vit_small_patch16_224, transformers:PATH,
     python:package.module:factory, python:PATH.py:factory);
     ``args`` are JSON values for the architecture's constructor, by name, such as ``num_classes``;
-    ``weights`` is DEFAULT, a weights enum's name, a checkpoint's path, or random:SEED; of a checkpoint those tensors
-    are read that are at ``prefix``, and with ``strict`` the module has to have each, and no other; ``adapter`` is the
+    ``weights`` is DEFAULT, a weights enum's name, a checkpoint's path, or random:SEED; only a checkpoint's tensors
+    under ``prefix`` are read, and with ``strict`` their names must be exactly the module's; ``adapter`` is the
     folder of a PEFT adapter that is merged into them;
-    ``required``: a server that was to load it at its start is not ready without it.
-    ``inputs`` is needed where the source can't tell (python:). ``decode`` says whether large JPEGs may be decoded at
-    a reduced scale, and pictures resized with shorter weights (``fast``), or JPEGs decoded on the model's GPU
-    (``device``): other numbers, sooner.
-    ``labels`` are the names of all classes in their order, or the path of a file with them; None: those that the source
-    knows. ``tf32``: on a GPU, products and convolutions of float32 may read 10 bits of each mantissa. torch has one
-    switch for a process, so all its models of float32 on GPUs must agree. ``memory_format`` is that of convolutions'
-    weights, and so of what they compute with. ``devices``, in place of ``device``: the model is loaded on each of them,
-    and their forwards take rows from one queue; of ``all`` they are all GPUs. ``cpu:0`` and ``cpu:1`` stand in for GPUs
-    where there are none: a copy of the model for each, which runs one forward at a time.
+    ``required``: a server that loads it at startup is not ready without it.
+    ``inputs`` is needed if the source can't tell (python:). ``decode``: large JPEGs may be decoded at a reduced scale,
+    and pictures resized with shorter weights (``fast``), or JPEGs decoded on the model's GPU (``device``): faster,
+    with other numbers.
+    ``labels``: the names of all classes in order, or the path of a file with them; None: those that the source
+    knows. ``tf32``: on a GPU, float32 matrix products and convolutions may use 10 bits of each mantissa. torch has one
+    switch for a process, so all its float32 models on GPUs must agree. ``memory_format``: of convolution weights, and
+    so of their activations. ``devices``, instead of ``device``: the model is loaded on each of them,
+    and their forwards take rows from one queue; ``all`` means all GPUs. ``cpu:0`` and ``cpu:1`` stand in for GPUs
+    on machines without: a copy of the model for each, which runs one forward at a time.
     ``image_backend``: which of transformers' image processors makes the rows of pictures; ``interpolate_pos_encoding``:
     position tables of its vision transformers are interpolated for pictures of other sizes.
     ``idle_timeout_s``: seconds without a request after which a server unloads it; None: as its settings say.
-    ``dimensions``: the shorter vectors that the model was trained for (Matryoshka): the first so many numbers.
-    ``outputs``: what its numbers for classes are; None: what a forward shows at loading.
-    ``mode``: ``train`` is for those who study dropout and batch statistics; what forwards write is put back. Rows run
-    one by one unless a request is ``isolated``. LoadError where the model can't run one: batch norm over (1, C).
-    ``projections`` are paths of linear layers' checkpoints, by the names that requests give them.
+    ``dimensions``: the lengths of shortened vectors that the model was trained for (Matryoshka).
+    ``outputs``: whether class scores are logits or probabilities; None: as a forward shows at loading.
+    ``mode``: ``train`` is for studying dropout and batch statistics; state that forwards write is restored. Rows run
+    one by one unless a request is ``isolated``. LoadError if the model can't run a single row: batch norm over (1, C).
+    ``projections``: paths of linear layers' checkpoints, keyed by the names that requests use.
     """
 
     name: str
@@ -228,7 +228,7 @@ class ModelSpec:
     projections: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        """ValueError where an argument is nothing that JSON has, a time is none, or an input is a dictionary too."""
+        """ValueError if an argument is no JSON value, a time is invalid, or an input's name is also a dictionary's."""
         names = [each.name for each in self.inputs or ()]
         if any(other.startswith(f"{name}.") for name in names for other in names):
             raise ValueError("an input is a dictionary, by its entries' names, or an input of its own, not both")
@@ -245,7 +245,7 @@ class ModelSpec:
 
     @property
     def embedding_layer(self) -> str | None:
-        """The selector of the configured embedding, None where there is none."""
+        """The selector of the configured embedding, None if there is none."""
         return self.embedding.layer if isinstance(self.embedding, EmbeddingSpec) else self.embedding
 
     @property
@@ -255,7 +255,7 @@ class ModelSpec:
 
     @property
     def precision(self) -> str:
-        """How exactly it computes, as fingerprints tell it: float32 of fewer bits is not float32."""
+        """The precision in fingerprints: ``tf32`` or the dtype."""
         return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
 
     @property
@@ -272,7 +272,7 @@ class ModelSpec:
 
     @property
     def shown_source(self) -> str:
-        """``source`` as it may be shown to anyone: of a path only the last part."""
+        """``source`` as it may be shown to anyone: only the last part of a path."""
         kind, _, ident = self.source.partition(":")
         source = SOURCES.get(kind)
         return f"{kind}:{source.show(ident)}" if source is not None else self.source

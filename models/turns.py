@@ -1,11 +1,11 @@
-"""Turns of models that load in this process and its hosts: they are built side by side, and measured one at a time.
+"""Turns of models that load in this process and its hosts: they are built concurrently, and measured one at a time.
 
-What a forward takes decides how rows are scheduled: two models that are measured at once would take each other's time
-for their own. Building may last as long as a download, or a compiler: others do not wait for that.
+Measured times decide how rows are scheduled, and two models measured at once would slow each other down. Building may
+last as long as a download, or a compilation: other models do not wait for it.
 
-Only modules themselves are constructed one at a time in a process: torch has one generator and one default dtype for
-all threads. So have libraries: while transformers constructs a module it replaces functions of torch by its own, and of
-two that overlap the second would restore those of the first, for good.
+Only module construction is serial within a process: torch has one generator and one default dtype for all threads.
+Libraries have global state, too: while transformers constructs a module it replaces functions of torch, and of two
+overlapping constructions the second would restore the first one's replacements, for good.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from threading import Condition, RLock
 
 import torch
 
-TURN_TIMEOUT_S = 30.0  # a model that is measured before may hang
-BUILD_WAIT_S = 2.0  # most models are built in less, and take whole cores for it
+TURN_TIMEOUT_S = 30.0  # the model that is being measured may hang
+BUILD_WAIT_S = 2.0  # most models are built in less, at full CPU load
 
 
 class Turns:
-    """Who builds and who measures now; any thread may ask."""
+    """The builds and the measurement in progress; any thread may call the methods."""
 
     def __init__(self) -> None:
         self._changed = Condition()
-        self._builds: dict[object, float] = {}  # since when
+        self._builds: dict[object, float] = {}  # start times
         self._measuring = False
 
     @contextmanager
     def build(self) -> Iterator[None]:
-        """Build a model, without waiting; others measure nothing in its first ``BUILD_WAIT_S``."""
+        """Build a model inside, without waiting; no measurement starts in its first ``BUILD_WAIT_S``."""
         build = object()
         with self._changed:
             self._builds[build] = time.monotonic()
@@ -44,7 +44,7 @@ class Turns:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure a model: wait for others that do, and for young builds, but not long."""
+        """Measure a model inside, after a bounded wait for other measurements and recently started builds."""
         deadline = time.monotonic() + TURN_TIMEOUT_S
         with self._changed:
             while (wait := self._estimate_wait()) > 0 and (left := deadline - time.monotonic()) > 0:
@@ -54,13 +54,13 @@ class Turns:
         try:
             yield
         finally:
-            if has_turn:  # else the one that has it gives it back
+            if has_turn:  # else the turn is another's to give back
                 with self._changed:
                     self._measuring = False
                     self._changed.notify_all()
 
     def _estimate_wait(self) -> float:
-        """Estimated seconds until a turn may begin; 0 where it may now."""
+        """Estimated seconds until a turn may begin; 0 if it may now."""
         if self._measuring:
             return TURN_TIMEOUT_S
         youngest = max(self._builds.values(), default=0.0)
@@ -75,13 +75,13 @@ take_turn = _TURNS.measure
 
 @contextmanager
 def construct_alone(seed: int | None) -> Iterator[None]:
-    """Construct a module inside; no other thread of this process does at the same time.
+    """Construct a module inside, while no other thread of this process does.
 
-    Random numbers start at ``seed``, without one where the process's are. They and the default dtype are afterwards
-    what they were before. Meanwhile they are the process's: a forward in another thread that draws random numbers
-    draws from the same generator.
+    The generator is seeded with ``seed``, if given. Its state and the default dtype are restored afterwards.
+    Both are global: a forward in another thread that draws random numbers meanwhile draws from the same
+    generator.
     """
-    # Where CUDA is not in use it stays so.
+    # Do not initialise CUDA.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with _CONSTRUCTION, torch.random.fork_rng(devices):
         dtype = torch.get_default_dtype()
