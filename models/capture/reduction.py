@@ -50,7 +50,7 @@ def reduce(captured: RowTensor, reduction: Reduction, length: int | None = None)
     """Apply a reduction to a captured tensor; never returns memory that the model may still write to.
 
     Pooling and statistics ignore padding; per-token results are cut to ``length`` and zero-filled. Indices of tokens
-    count from the row's first own token, negative ones from its last. InputError where it has no such token.
+    count from the row's first own token, negative ones from its last. InputError if it has no such token.
     """
     if reduction.project is not None:
         plain = replace(captured, value=to_plain(captured.value))

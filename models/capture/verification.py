@@ -26,7 +26,7 @@ RunWithReplacements = Callable[[TensorsByPoint], TensorsByPoint]
 
 
 def check_possible(plan: Plan, catalog: Catalog) -> None:
-    """RequestError where there is nothing to put back or nothing to compare."""
+    """RequestError if there is nothing to put back or nothing to compare."""
     if plan.resolved_interventions or plan.objective is not None:
         raise not_verified_error("'verify' is not offered beside interventions or gradients", "ask for it without them")
     if not any(capture.point.site == "output" for capture in plan.captures):
@@ -44,7 +44,7 @@ def list_extra_captures(plan: Plan, catalog: Catalog) -> frozenset[Capture]:
 
 
 def check_outputs(plan: Plan, catalog: Catalog, captured: TensorsByPoint, run: RunWithReplacements) -> None:
-    """RequestError where outputs that a forward gave, put back in another, do not give the model's output again.
+    """RequestError if outputs that a forward gave, put back in another, do not give the model's output again.
 
     ``captured`` holds the extra captures, for all rows.
     """
@@ -87,7 +87,7 @@ def _list_model_outputs(catalog: Catalog) -> frozenset[Capture]:
 
 
 def _compute_difference(before: TensorsByPoint, after: TensorsByPoint) -> float | None:
-    """The largest difference, None where all is equal within the tolerance."""
+    """The largest difference, None if all is equal within the tolerance."""
     worst = None
     for point, value in before.items():
         other = after[point].to(value.dtype) if point in after else value.new_empty(0)

@@ -255,7 +255,7 @@ def _get_address(tensor: Tensor) -> int:
 
 
 def _record_weights(call: CallObservation) -> None:
-    """Note the attention of a call that is over, when its sinks are counted; its path is empty where there is one."""
+    """Note the attention of a call that is over, when its sinks are counted; its path is empty if there is one."""
     for index, each in enumerate(call.attention):
         path = (str(index),) if len(call.attention) > 1 else ()
         *outer, keys = each.info.shape

@@ -43,12 +43,12 @@ class TensorInfo:
     """One tensor that enters or leaves a module.
 
     ``shape`` is that of a forward of one row. ``row_axis`` is the axis that grows with the rows, ``shape[row_axis]``
-    its entries per row (windowed attention folds several into one axis); None where the tensor is the same for all
+    its entries per row (windowed attention folds several into one axis); None if the tensor is the same for all
     rows. A model may squeeze that axis away in a forward of one row. ``crosses_rows`` marks a tensor of which no part
     can be given to one row: its entries stand in another order, or it holds something of all of them; it means what it
     says only where its rows share a forward with no others. ``layout`` names the axes (NCHW, NTC …; NAQK of attention:
-    heads, queries, keys), None where unknown; ``prefix`` counts class and register tokens, of attention those among the
-    keys; ``grid_size`` has the rows and columns in which the patches behind these stand, None where no map of the
+    heads, queries, keys), None if unknown; ``prefix`` counts class and register tokens, of attention those among the
+    keys; ``grid_size`` has the rows and columns in which the patches behind these stand, None if no map of the
     forward tells. ``source`` says where a forward without a graph has attention from: "observed" or "recomputed".
     ``token_axes`` have an entry for each token of a text: they grow with its length. The row axis is one of them where
     tokens are folded into it.
@@ -85,11 +85,11 @@ class TensorInfo:
         return self.layout is not None and letter in self.layout
 
     def axis(self, letter: str) -> int:
-        """The axis that has a letter in the layout; ValueError where none has."""
+        """The axis that has a letter in the layout; ValueError if none has."""
         return (self.layout or "").index(letter)
 
     def size(self, letter: str) -> int:
-        """Entries along that axis, in a forward of one row; ValueError where there is none."""
+        """Entries along that axis, in a forward of one row; ValueError if there is none."""
         return self.shape[self.axis(letter)]
 
     def with_length(self, tokens: int | None) -> TensorInfo:
@@ -100,7 +100,7 @@ class TensorInfo:
         return replace(self, shape=shape)
 
     def index_select(self, indices_by_axis: Mapping[str, Sequence[int]]) -> TensorInfo:
-        """The same with some indices along some axes, by layout letter; ValueError where it has no such axis."""
+        """The same with some indices along some axes, by layout letter; ValueError if it has no such axis."""
         shape = list(self.shape)
         for letter, indices in indices_by_axis.items():
             shape[self.axis(letter)] = len(indices)
@@ -181,7 +181,7 @@ class Costs:
     """What a whole forward takes, measured at warm-up.
 
     Of ``n`` rows about ``base + n * per_row`` seconds, on a CPU with one thread, and ``n * row_bytes`` bytes for inputs
-    and intermediate values. ``speedup``: how much quicker one row is on all cores of a CPU; 1 where that does not pay.
+    and intermediate values. ``speedup``: how much quicker one row is on all cores of a CPU; 1 if that does not pay.
     """
 
     base: float = 0.0

@@ -98,7 +98,7 @@ def infer_from_evidence(shape: Shape, evidence: Iterable[Evidence]) -> str | Non
 def infer_rearranged_layout(shape: Shape, before: Evidence) -> str | None:
     """The likely layout of what a part without parameters made of ``before``: it seldom makes more or fewer channels.
 
-    None where the sizes speak for one layout and the number of channels for another.
+    None if the sizes speak for one layout and the number of channels for another.
     """
     other, layout = before
     likely = infer_from_evidence(shape, [before])

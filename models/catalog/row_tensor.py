@@ -24,7 +24,7 @@ POSITION_AXES = {1: "T", 2: "HW"}  # of how many numbers a position is, and the 
 class RowTensor:
     """A tensor and what its catalogue says of it; every method is differentiable, and gives views where it can.
 
-    ``token_mask`` (rows, tokens), on the host, is False where a token only pads its row; None where nothing is padded.
+    ``token_mask`` (rows, tokens), on the host, is False where a token only pads its row; None if nothing is padded.
     """
 
     value: Tensor
@@ -38,7 +38,7 @@ class RowTensor:
 
     @property
     def rows(self) -> int:
-        """How many rows it holds; 1 where it is the same for all rows."""
+        """How many rows it holds; 1 if it is the same for all rows."""
         axis = self.info.row_axis
         return 1 if axis is None else self.value.shape[axis] // self.info.entries_per_row
 
@@ -92,7 +92,7 @@ class RowTensor:
             yield [(axis, tokens.nonzero().flatten()) for axis in self.info.token_axes]
 
     def truncate(self, length: int) -> RowTensor:
-        """So many tokens of each row, 0 where one of them only pads it."""
+        """So many tokens of each row, 0 if one of them only pads it."""
         if self.token_mask is None:
             return self
         value, mask = self.value, self.token_mask[:, :length]
@@ -182,7 +182,7 @@ def to_floating(value: Tensor) -> Tensor:
 
 
 def find_position_axes(info: TensorInfo, position: Position) -> tuple[int, ...] | None:
-    """The axes of a tensor along which a position is; None where it has none of them."""
+    """The axes of a tensor along which a position is; None if it has none of them."""
     layout, letters = info.layout or "", POSITION_AXES[len(position)]
     axes = tuple(layout.find(letter) for letter in letters)
     return None if -1 in axes or info.row_axis in axes else axes

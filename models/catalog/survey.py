@@ -51,7 +51,7 @@ def survey(
 
     ``inputs`` gives the shapes of one row; ``run`` calls the module with a batch of such rows; ``prefix`` is the
     number of tokens that stand before the patches; floating inputs come in ``dtype``. With ``functions`` it tells
-    what these return. InputError where the module can't take that shape.
+    what these return. InputError if the module can't take that shape.
     """
     rows = make_noise(inputs, device, dtype)
     # Not inference mode: what a model keeps of its first forward (tables, caches) must be fit for gradients later.
@@ -90,7 +90,7 @@ def _probe_length(
 ) -> tuple[int, int] | None:
     """Record a forward of a text one token longer or shorter; gives both lengths.
 
-    None where all rows have one length, or the model takes one.
+    None if all rows have one length, or the model takes one.
     """
     text = next((spec for spec in inputs if spec.longest is not None), None)
     if text is None or text.longest == 1:
@@ -157,7 +157,7 @@ class CatalogBuilder:
 
     ``several`` is ``alone`` again where the module can't take several rows; ``prefix`` counts the tokens that stand
     before the patches. ``other_length`` saw a text of another length, which tells what grows with it; ``lengths`` are
-    those of both, None where it saw none.
+    those of both, None if it saw none.
     """
 
     module: nn.Module

@@ -57,7 +57,7 @@ def with_common_length(info: TensorInfo, lengths: TextLengths | None) -> TensorI
 
 
 def check_indices(name: str, info: TensorInfo, option: str, indices: Sequence[int], sizes_known: bool) -> None:
-    """SelectorError where an index of an option is out of range, or there twice; negatives count from the end.
+    """SelectorError if an index of an option is out of range, or there twice; negatives count from the end.
 
     ``info`` has the tokens that every text has; ``sizes_known``: whether its shape is that of the rows.
     """
@@ -70,7 +70,7 @@ def check_indices(name: str, info: TensorInfo, option: str, indices: Sequence[in
 
 
 def get_size(name: str, info: TensorInfo, option: str, letter: str) -> int:
-    """The size of the axis that an option is about; SelectorError where the tensor has none."""
+    """The size of the axis that an option is about; SelectorError if the tensor has none."""
     if not info.has_axis(letter):
         raise SelectorError(f"{name} has no axis for {option!r}", hint=f"leave {option!r} out")
     return info.size(letter)
@@ -85,7 +85,7 @@ def check_shape(
     *,
     broadcasts: bool = False,
 ) -> None:
-    """SelectorError where what is sent for a part of every row does not have its shape, or, ``broadcasts``, fit it."""
+    """SelectorError if what is sent for a part of every row does not have its shape, or, ``broadcasts``, fit it."""
     if lengths is None:
         possible = {part(info)}
     elif lengths.known:

@@ -159,7 +159,7 @@ def try_padding(run: Forward, text: TextSpec, device: torch.device, tolerance: f
 
 
 def try_forward(run: Forward, rows: Inputs) -> object:
-    """What a model returns; None where it raises, whatever that is."""
+    """What a model returns; None if it raises, whatever that is."""
     try:
         return run(rows)
     except Exception as error:

@@ -53,7 +53,7 @@ class PairedSeconds:
 
 @dataclass(frozen=True)
 class PlanBenchmark:
-    """What one row takes, and ``BATCH_ROWS`` of them (None where they would take too long), on one thread.
+    """What one row takes, and ``BATCH_ROWS`` of them (None if they would take too long), on one thread.
 
     ``costs`` is a reading of the graph alone.
     """
@@ -88,7 +88,7 @@ def locate_benchmark(paths: Sequence[Path], cuda_graphs: Iterable[int], threads:
 
 
 def read_benchmark(path: Path) -> PlanBenchmark | None:
-    """What is kept in a file; None where there is none, or it can't be read."""
+    """What is kept in a file; None if there is none, or it can't be read."""
     try:
         return read_figures(path, PlanBenchmark)
     except OSError as error:
@@ -159,7 +159,7 @@ def _measure_pairs(
 def check_against_hooks(
     model: LoadedModel, plan: Plan, graphs: PlanGraphs, replica: Replica, counts: Sequence[int]
 ) -> None:
-    """WarmError where a graph gives something else than hooks, for batches of so many rows, one after the other."""
+    """WarmError if a graph gives something else than hooks, for batches of so many rows, one after the other."""
     batch = make_noise(model.inputs, model.device, model.dtype)
     batches = []
     for rows in counts:

@@ -45,7 +45,7 @@ _loading = Lock()
 
 
 def open_folder(path: Path) -> Path:
-    """The folder for graphs, made where it is missing; WarmError where strangers could write to it: what is there runs.
+    """The folder for graphs, made where it is missing; WarmError if strangers could write to it: what is there runs.
 
     A group that this process is in may write to it: volumes of Kubernetes (``fsGroup``) are shared like that.
     """
@@ -61,7 +61,7 @@ def open_folder(path: Path) -> Path:
 
 
 def _describe_exposure(status: os.stat_result) -> str:
-    """Why what is in a folder may come from strangers, and the command that ends it; empty where it may not."""
+    """Why what is in a folder may come from strangers, and the command that ends it; empty if it may not."""
     if status.st_uid != os.getuid():
         return f"belongs to another user: chown {os.getuid()}"
     if status.st_mode & stat.S_IWOTH:
@@ -145,7 +145,7 @@ def compile_graph(program: torch.export.ExportedProgram, path: Path, options: Ma
 
 
 def open_graph(path: Path, runners: int, device: torch.device, single: bool = False) -> Graph:
-    """A compiled graph on a device, which so many threads may run at once; WarmError where it does not load.
+    """A compiled graph on a device, which so many threads may run at once; WarmError if it does not load.
 
     ``single``: one thread only, and nothing that would keep others apart.
     """
@@ -184,7 +184,7 @@ def load_runner(folder: Path) -> None:
 
 
 def find_compiler() -> str:
-    """The C++ compiler; WarmError where there is none."""
+    """The C++ compiler; WarmError if there is none."""
     found = shutil.which(os.environ.get("CXX", "g++"))
     if found is None:
         raise WarmError("there is no C++ compiler: install g++")

@@ -81,7 +81,7 @@ def prepare_warm_plans(
 
     ``run_trial`` runs what compares and measures them, on as many threads as the model may use, and no model is
     measured beside one that has the turn which ``take_turn`` waits for. ``open_only``: a plan that was not compiled
-    and measured before runs with hooks. LoadError where a plan names what is not there.
+    and measured before runs with hooks. LoadError if a plan names what is not there.
     """
     preparation = _Preparation(model, folder, run_trial, take_turn, open_only)
     with devices.use_device(model.device):
@@ -102,7 +102,7 @@ class _Preparation:
     failures: dict[str, str] = field(default_factory=dict)  # why there is no graph, by the name of its file
 
     def prepare(self, warm: WarmSpec, index: int) -> PreparedPlan:
-        """One of the plans; LoadError where it names what is not there."""
+        """One of the plans; LoadError if it names what is not there."""
         try:
             plan = make_warm_plan(self.model, warm)
         except RequestError as error:
@@ -130,7 +130,7 @@ class _Preparation:
         log.warning("a warm plan runs with hooks", extra={"fields": fields})
 
     def _choose_graphs(self, plan: Plan, warm: WarmSpec) -> tuple[PlanGraphs | None, PlanBenchmark]:
-        """Graphs, None where hooks are quicker: measured at the first start, and kept, as bits depend on it."""
+        """Graphs, None if hooks are quicker: measured at the first start, and kept, as bits depend on it."""
         model, folder = self.model, open_folder(self.folder)
         captures = _list_captures(model, plan)
         paths = {kind: folder / f"{compute_key(model, captures, kind)}.pt2" for kind in KINDS}
@@ -166,7 +166,7 @@ class _Preparation:
 
 
 def make_warm_plan(model: ModelInfo, warm: WarmSpec) -> Plan:
-    """The plan that an entry means; RequestError where there is no such layer."""
+    """The plan that an entry means; RequestError if there is no such layer."""
     reduction = Reduction(pool=warm.pool, normalize=warm.normalize, dtype=warm.dtype)
     return make_plan([replace(parse_selector(text), reduction=reduction) for text in warm.layers], model.catalog)
 
@@ -296,7 +296,7 @@ def _is_wanted(warm: WarmSpec, benchmark: PlanBenchmark) -> bool:
 
 
 def _list_captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
-    """A plan's captures in order; WarmError where a graph can't give one."""
+    """A plan's captures in order; WarmError if a graph can't give one."""
     if model.catalog.crosses_rows:
         raise WarmError("rows of this model run one at a time")
     if model.text is not None:

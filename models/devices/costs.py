@@ -176,7 +176,7 @@ def _remove_oldest(folder: Path) -> None:
 
 
 def read_figures(path: Path, kind: type[T]) -> T | None:
-    """What a file holds; None where there is none, or a damaged one; OSError where it can't be read: keep it."""
+    """What a file holds; None if there is none, or a damaged one; OSError if it can't be read: keep it."""
     if path.exists() and not path.is_file():  # reading a pipe would wait for a writer
         raise OSError("it is no regular file")
     try:
@@ -190,7 +190,7 @@ def read_figures(path: Path, kind: type[T]) -> T | None:
 
 
 def write_figures(path: Path, value: object) -> None:
-    """Replace a file by plain data as JSON; OSError where it can't be written."""
+    """Replace a file by plain data as JSON; OSError if it can't be written."""
     folder = path.parent
     with NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
         part = Path(file.name)

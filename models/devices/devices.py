@@ -50,7 +50,7 @@ def resolve_device(name: str) -> torch.device:
 
 @label_failures("device")
 def list_devices(names: Sequence[str]) -> tuple[str, ...]:
-    """Several devices by the names that each has alone; of ``all`` every GPU. LoadError where one is not there."""
+    """Several devices by the names that each has alone; of ``all`` every GPU. LoadError if one is not there."""
     devices = parse_devices(names) or tuple(("cuda", index) for index in range(torch.cuda.device_count()))
     if not devices:
         raise LoadError("there is no GPU on this machine", hint="use device: auto or cpu")
@@ -126,7 +126,7 @@ def _digest_cpu_lines(names: tuple[str, ...]) -> str:
 
 
 def _read_quota() -> str:
-    """The share of the processor that a container has; empty where none is set or can be read."""
+    """The share of the processor that a container has; empty if none is set or can be read."""
     try:
         return Path("/sys/fs/cgroup/cpu.max").read_text().strip()
     except OSError:

@@ -104,7 +104,7 @@ def count_module_bytes(module: nn.Module) -> int:
 
 
 def measure_private_bytes(pid: int | Literal["self"] = "self") -> int:
-    """Memory of a process that no other process has; 0 where the system does not tell."""
+    """Memory of a process that no other process has; 0 if the system does not tell."""
     lines = (line.partition(":") for line in _read_lines(Path(f"/proc/{pid}/smaps_rollup")))
     return sum(int(rest.split()[0]) * 1024 for name, _, rest in lines if name in PRIVATE_PAGES)
 

@@ -25,7 +25,7 @@ SPATIAL = ("NCHW", "NHWC", "NTC")
 
 
 def find_attention(catalog: Catalog, prefix: int) -> list[Tap]:
-    """Every attention of a forward in its order; SelectorError where they are not all over one grid of patches."""
+    """Every attention of a forward in its order; SelectorError if they are not all over one grid of patches."""
     taps = list(_list_taps(catalog, "attention"))
     infos = [tap.info for _, tap in taps]
     if len({info.shape[-2:] for info in infos}) != 1 or not all(_covers_patches(info, prefix) for info in infos):
@@ -95,7 +95,7 @@ def find_last_sensitive(
 ) -> Tap | None:
     """The first of some maps where the objective has a gradient at any position that is no prefix token's.
 
-    ``maps`` begin with what is returned last; ``forward`` runs one row, and more than once. None where the first few
+    ``maps`` begin with what is returned last; ``forward`` runs one row, and more than once. None if the first few
     have none, or where the model itself cuts the graph.
     """
     starts = range(1, min(len(maps), MAX_MAPS), MAX_TOGETHER)
@@ -113,6 +113,6 @@ def find_last_sensitive(
 
 
 def _capture_extremes(tap: Tap) -> Capture:
-    """The least and the greatest gradient at a map: both 0 where all are."""
+    """The least and the greatest gradient at a map: both 0 if all are."""
     patches = tuple(range(tap.info.prefix, tap.info.shape[1])) if tap.info.layout == "NTC" else None
     return Capture(replace(tap.point, site="grad_output"), tap.info, Reduction(tokens=patches, stats=("min", "max")))

@@ -1,6 +1,6 @@
 """Maps that explain an answer, made of what was captured; nothing is hooked for them beside that.
 
-Each function takes float arrays with rows first and gives a new float32 array. SelectorError where nothing tells how
+Each function takes float arrays with rows first and gives a new float32 array. SelectorError if nothing tells how
 patches stand, and they make no square.
 """
 
@@ -202,7 +202,7 @@ def _read_patches(mixed: Array, prefix: int, grid: Grid | None) -> Array:
 
 
 def _find_grid(patches: int, known: Grid | None) -> Grid:
-    """The rows and columns of patches; SelectorError where nothing tells, and they make no square."""
+    """The rows and columns of patches; SelectorError if nothing tells, and they make no square."""
     grid = find_grid(patches, known)
     if grid is None:
         raise SelectorError(

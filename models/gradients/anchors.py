@@ -63,7 +63,7 @@ class GradientAnchors:
     def compute_gradients(self) -> Mapping[Location, Tensor]:
         """The gradient at each anchor: zero, changed too, where the objective does not depend on it. Ends the graph.
 
-        InputError where the model computes what has no derivative.
+        InputError if the model computes what has no derivative.
         """
         anchors = list(self._anchors.values())
         totals = [total for total in self._totals.values() if total.requires_grad]
@@ -121,7 +121,7 @@ def find_unreachable(
 ) -> list[HookPoint]:
     """Those of some outputs that no graph leads to, though one began at the model's input, or where it looks up tables.
 
-    Runs a forward up to the last of them, with a graph, where there are any. The list is empty where no graph could
+    Runs a forward up to the last of them, with a graph, where there are any. The list is empty if no graph could
     begin; it names all of them where the forward does not run with one.
     """
     if not points:

@@ -19,7 +19,7 @@ SPREAD = 1e-3  # how far from 1 a target's probabilities may add up
 
 
 def resolve_objective(objective: Objective, catalog: Catalog, lengths: TextLengths | None = None) -> ResolvedObjective:
-    """What gradients are of. SelectorError where the objective does not fit the model's output, or its layer's."""
+    """What gradients are of. SelectorError if the objective does not fit the model's output, or its layer's."""
     target = _find_tensor(objective, catalog)
     if OBJECTIVES[objective.kind].of_classes and objective.klass is None and objective.target is None:
         objective = replace(objective, klass="top")
@@ -39,14 +39,14 @@ def find_outputs(catalog: Catalog) -> Outputs:
 
 
 def count_classes(catalog: Catalog) -> int | None:
-    """How many classes the model's output has scores of, for each row, token or pixel; None where it has none."""
+    """How many classes the model's output has scores of, for each row, token or pixel; None if it has none."""
     info = _choose_output(catalog, Objective())
     info = describe_position(info, None) if info is not None else None
     return info.size("C") if info is not None and info.row_axis is not None and info.has_axis("C") else None
 
 
 def check_gradient(tap: Tap, objective: ResolvedObjective | None, catalog: Catalog) -> None:
-    """SelectorError where there is no gradient at a point: no objective, or none that depends on it row by row."""
+    """SelectorError if there is no gradient at a point: no objective, or none that depends on it row by row."""
     if objective is None:
         raise SelectorError(
             f"site {escape(tap.point.site)} needs an objective to differentiate",
@@ -81,7 +81,7 @@ def _find_tensor(objective: Objective, catalog: Catalog) -> Tap:
 
 
 def _choose_output(catalog: Catalog, objective: Objective) -> TensorInfo | None:
-    """Of the model's floating outputs logits by name, then by shape, then the first; None where there are none."""
+    """Of the model's floating outputs logits by name, then by shape, then the first; None if there are none."""
     outputs = [info for info in catalog.outputs if info.is_floating]
     of_classes = OBJECTIVES[objective.kind].of_classes
 
@@ -141,7 +141,7 @@ def _list_indices(chosen: int | Terms) -> tuple[int, ...]:
 
 
 def _check_channel(channel: int, info: TensorInfo | None, lengths: TextLengths | None) -> None:
-    """``info`` is the layer's tensor, None where the objective is of no layer."""
+    """``info`` is the layer's tensor, None if the objective is of no layer."""
     size = with_common_length(info, lengths).size("C") if info is not None and info.has_axis("C") else 0
     if not -size <= channel < size:
         raise SelectorError(

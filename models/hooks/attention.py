@@ -43,7 +43,7 @@ class AttentionEvent:
 
     ``evidence`` is a tensor that has the rows where the weights have them. ``how``: "observed" where the weights were
     there to be read, "recomputed" where a kernel hid them. ``weights`` gives a copy, at once or never: what comes later
-    in the forward may write to what it looks at. It raises InputError where weights do not explain the output.
+    in the forward may write to what it looks at. It raises InputError if weights do not explain the output.
     ``sinks`` are counted by the operation that follows, which drops their weights.
     """
 
@@ -155,7 +155,7 @@ class UnfusedAttention(TorchFunctionMode):
 
 
 def count_sinks(weights: Tensor, kept: object) -> int:
-    """How many of the last keys are missing in what was made of weights; 0 where it is no such part of them."""
+    """How many of the last keys are missing in what was made of weights; 0 if it is no such part of them."""
     if not isinstance(kept, Tensor) or kept.shape[:-1] != weights.shape[:-1]:
         return 0
     is_first = kept.data_ptr() == weights.data_ptr() and kept.stride() == weights.stride()
@@ -181,7 +181,7 @@ def find_nested_attention(module: nn.Module) -> list[nn.Module]:
 
 
 def unfold_weights(shape: tuple[int, ...], module: nn.Module) -> tuple[int, ...] | None:
-    """Weights of a module as (N, heads, queries, keys), windows among the rows; None where they are no attention.
+    """Weights of a module as (N, heads, queries, keys), windows among the rows; None if they are no attention.
 
     Of three axes the first may hold rows and heads; elsewhere than in attention that is taken for something else. Where
     a module says how many heads it has, they stand before the queries, and nowhere else.
@@ -240,7 +240,7 @@ def _recompute(compute_weights: Callable[[], Tensor], query: Tensor, value: Tens
 
 
 def _check_output(expected: Tensor, output: Tensor, scale: Tensor) -> None:
-    """InputError where an output is not what the weights give; what is not a number is so on both sides."""
+    """InputError if an output is not what the weights give; what is not a number is so on both sides."""
     distance = (expected.float() - output.float()).abs().nan_to_num(0.0).amax()
     bound = TOLERANCE.get(output.dtype, 1e-4) * scale.float().abs().nan_to_num(0.0).amax()
     if bool(distance > bound):
@@ -327,7 +327,7 @@ def keep_dense(module: nn.Module) -> None:
 def _zero_padding(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
     """The last layer's output as a nested tensor would be filled up behind it.
 
-    None where torch makes no nested tensor: with a mask of its own, for a graph, for a row whose padding is not last.
+    None if torch makes no nested tensor: with a mask of its own, for a graph, for a row whose padding is not last.
     """
     mask = kwargs.get("src_key_padding_mask")
     if mask is None or kwargs.get("src_mask") is not None or output.ndim != 3:

@@ -45,7 +45,7 @@ OPERATORS = {
 
 
 def get_function_name(function: object) -> str | None:
-    """``add`` of ``torch.add``, ``Tensor.add_`` and ``Tensor.__iadd__``; None where it is no function of torch's."""
+    """``add`` of ``torch.add``, ``Tensor.add_`` and ``Tensor.__iadd__``; None if it is no function of torch's."""
     name = getattr(function, "__name__", None)
     if not isinstance(name, str) or name in LEFT_OUT:
         return None

@@ -61,7 +61,7 @@ def replace_arguments(
 def replace_tensor(value: Any, path: Path, tensor: torch.Tensor) -> Any:
     """A value with another tensor at a path; what lies around it is copied, and of the kind it was.
 
-    InputError where a container of a model's own can't be made again.
+    InputError if a container of a model's own can't be made again.
     """
     if not path:
         return tensor

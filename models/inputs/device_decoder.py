@@ -50,7 +50,7 @@ class DeviceDecoder:
     def decode_row(self, data: bytes, size: tuple[int, int]) -> Tensor | None:
         """A JPEG of that width and height as the model's row, on the device and there when this returns.
 
-        None where it can't be decoded there, whatever the reason.
+        None if it can't be decoded there, whatever the reason.
         """
         picture = _Picture(data, size)
         with self._queue:
@@ -104,7 +104,7 @@ class DeviceDecoder:
 def create_device_decoder(
     spec: ModelSpec, preprocessing: Preprocessing | None, device: torch.device
 ) -> DeviceDecoder | None:
-    """What decodes for a model on its device; None where the CPU does: one line says why, where it was asked for."""
+    """What decodes for a model on its device; None if the CPU does: one line says why, where it was asked for."""
     if spec.decode != "device" or preprocessing is None:
         return None
     reason = _find_obstacle(preprocessing, device)

@@ -35,7 +35,7 @@ def _compute_contained_size(size: int | tuple[int, int], width: int, height: int
 
 
 def find_window(spec: PreprocessSpec, wide: int, high: int) -> Window:
-    """What a row holds of a resized picture: below 0 where it begins beyond the picture."""
+    """What a row holds of a resized picture: below 0 if it begins beyond the picture."""
     size = spec.crop if spec.letterbox is None else spec.resize
     if size is None:
         return 0, 0, wide, high
@@ -69,7 +69,7 @@ def find_seen_box(spec: PreprocessSpec, width: int, height: int) -> Box:
 
 
 def find_grid(tokens: int, known: Grid | None = None) -> Grid | None:
-    """The grid of so many patches: as it is known, else a square; None where they make none."""
+    """The grid of so many patches: as it is known, else a square; None if they make none."""
     if known is not None and prod(known) == tokens:
         return known
     side = isqrt(max(tokens, 0))

@@ -28,7 +28,7 @@ class TextSpec:
     ``ids`` and ``mask`` are the names of its inputs; without a mask nothing may be padded. ``max_tokens`` counts the
     special ones; ``pad`` is the id that fills up, ``vocabulary`` the number of ids. ``encode`` takes a text, the most
     tokens and what is left out of a longer one, and gives the ids with the special ones around them, and how many were
-    left out, for several threads at once; None where there is no tokenizer. ``is_fast``: it reads a million characters
+    left out, for several threads at once; None if there is no tokenizer. ``is_fast``: it reads a million characters
     in about a second, and others at the same time. ``digest`` is of the tokenizer. ``pads``: whether a text may be
     padded and stand beside longer ones, or runs at its own length; ``left_padding``: how the model is given a text
     whose mask begins with zeros. ``truncate``: what is left out of a text of more than ``max_tokens`` where the request
@@ -97,7 +97,7 @@ class ModelInputs:
     """The inputs of a model, and how pictures and texts become rows of them.
 
     ``model`` is the model's name. Floating rows reach the model in ``dtype``. ``decoder`` makes rows of pictures on
-    the model's GPU, None where the CPU does. ``no_pictures`` says why it takes none. A row for a model of
+    the model's GPU, None if the CPU does. ``no_pictures`` says why it takes none. A row for a model of
     ``two_towers`` may have the inputs of one alone. ``tower`` says which, where these are the inputs of one.
     ``takes_plain``: pictures become rows without any step, as a caller would make them.
     """

@@ -54,7 +54,7 @@ def copy_row(rows: Mapping[str, Tensor], index: int = QUIET) -> dict[str, Tensor
 
 
 def find_example(spec: InputSpec) -> Tensor | None:
-    """The rows of an input's example, (rows, *shape); None where it has none of this shape, LoadError as below."""
+    """The rows of an input's example, (rows, *shape); None if it has none of this shape, LoadError as below."""
     if spec.example is None:
         return None
     rows = torch.from_numpy(_read_file(spec.example, spec.name)).to(DTYPES[spec.dtype])
@@ -63,7 +63,7 @@ def find_example(spec: InputSpec) -> Tensor | None:
 
 
 def check_examples(inputs: tuple[InputSpec, ...]) -> None:
-    """LoadError where an example can't be read, or has not the configured shape."""
+    """LoadError if an example can't be read, or has not the configured shape."""
     _read_file.cache_clear()  # the file may be another by now
     for spec in inputs:
         if spec.example is not None and find_example(spec) is None:

@@ -42,7 +42,7 @@ class LibraryProcessor:
     """What makes the row of a picture: ``run`` takes an RGB image and returns float32, (channels, height, width).
 
     ``run`` may be called by several threads at once, and can be pickled. ``settings`` is a digest of the processor's.
-    ``size`` is the height and width of every row, None where a picture decides. ``background`` shows through
+    ``size`` is the height and width of every row, None if a picture decides. ``background`` shows through
     transparent pictures. ``nearest`` are the steps that its settings seem to mean: they bound how far it enlarges.
     """
 
@@ -54,7 +54,7 @@ class LibraryProcessor:
     nearest: PreprocessSpec | None = None
 
     def make_row(self, image: Image.Image) -> Tensor:
-        """A picture's row; InputError where the library refuses the picture, or makes a row of another size."""
+        """A picture's row; InputError if the library refuses the picture, or makes a row of another size."""
         try:
             row = self.run(image)
         except (InputError, MemoryError):
@@ -176,7 +176,7 @@ def make_row(
 ) -> Tensor:
     """A picture's row as it waits: pixels still to be normalised, or what its library's processor makes of it.
 
-    The arguments are those of ``preprocess``. InputError where the library refuses the picture.
+    The arguments are those of ``preprocess``. InputError if the library refuses the picture.
     """
     return how.make_row(image) if isinstance(how, LibraryProcessor) else fit_image(image, how, size, box, fast=fast)
 
@@ -233,7 +233,7 @@ def _make_constants(mean: tuple[float, ...], std: tuple[float, ...], device: tor
 def compute_least_size(spec: Preprocessing, width: int, height: int) -> tuple[int, int] | None:
     """The least width and height at which a ``width`` x ``height`` picture may be decoded to be resized then.
 
-    None where it is to be decoded in full: nothing is resized, or not smoothly.
+    None if it is to be decoded in full: nothing is resized, or not smoothly.
     """
     if isinstance(spec, LibraryProcessor) or not spec.reducible:
         return None
@@ -242,7 +242,7 @@ def compute_least_size(spec: Preprocessing, width: int, height: int) -> tuple[in
 
 
 def compute_output_size(spec: Preprocessing) -> tuple[int, int] | None:
-    """Height and width of every result, or None where they depend on the image."""
+    """Height and width of every result, or None if they depend on the image."""
     if isinstance(spec, LibraryProcessor):
         return spec.size
     size = spec.crop or (spec.resize if spec.letterbox or isinstance(spec.resize, tuple) else None)

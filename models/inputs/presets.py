@@ -30,7 +30,7 @@ RESAMPLINGS = {int(mode): name for name, mode in PILLOWS.items() if name != "nea
 
 
 def from_torchvision(preset: Any) -> PreprocessSpec | None:
-    """The spec of what a torchvision weights' ``transforms()`` gives; None where it is not for single images."""
+    """The spec of what a torchvision weights' ``transforms()`` gives; None if it is not for single images."""
     if type(preset).__name__ not in ("ImageClassification", "SemanticSegmentation"):
         return None
     return PreprocessSpec(
@@ -60,7 +60,7 @@ def from_timm(config: Mapping[str, Any]) -> PreprocessSpec | None:
 def from_transformers(processor: Any) -> PreprocessSpec | None:
     """The spec that is nearest to a transformers image processor's settings, which do not tell all; to be proven.
 
-    None where pictures are resized neither to a short side nor to height and width.
+    None if pictures are resized neither to a short side nor to height and width.
     """
     settings: Callable[..., Any] = partial(getattr, processor)
     resize, crop = (
@@ -164,7 +164,7 @@ def _try(processor: LibraryProcessor, image: Image.Image) -> Tensor | None:
 
 
 def _find_background(processor: LibraryProcessor) -> Color | None:
-    """White where a processor lays transparent pictures onto it, as transformers' do; None where it takes none."""
+    """White where a processor lays transparent pictures onto it, as transformers' do; None if it takes none."""
     colours = _draw_noise(SIDE // 4, SIDE // 4)
     colours.putalpha(Image.linear_gradient("L").resize(colours.size))
     found = _try(processor, colours)

@@ -34,7 +34,7 @@ def resolve_intervention(
     """The changes that an intervention makes, one for each tensor that its selector names, at every call of a module.
 
     Where no call is named, a gradient is changed at those that the objective depends on. UnknownLayerError,
-    SelectorError where that can't be: a site that is not changed, parameters that the operation does not take, a part
+    SelectorError if that can't be: a site that is not changed, parameters that the operation does not take, a part
     that a tensor does not have.
     """
     operation, selector = find_projection(intervention.operation, projections), intervention.selector
@@ -78,7 +78,7 @@ def _get_call(match: SelectorMatch) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _check_change(match: SelectorMatch, operation: Operation, catalog: Catalog, lengths: TextLengths | None) -> None:
-    """SelectorError where a tensor is not changed that way."""
+    """SelectorError if a tensor is not changed that way."""
     several = len(catalog.layers[match.point.layer].calls) > 1
     call = f"#{match.point.call}" if several else ""
     name = escape(match.point.format_name(call))
@@ -117,7 +117,7 @@ def _check_parameters(operation: Operation) -> None:
 
 
 def _check_numbers(name: str, info: TensorInfo, operation: Operation) -> None:
-    """SelectorError where the tensor's dtype does not hold a number: a kernel raises or makes it infinite."""
+    """SelectorError if the tensor's dtype does not hold a number: a kernel raises or makes it infinite."""
     largest = torch.finfo(DTYPES[info.dtype]).max
     for parameter in NUMBERS:
         number = vars(operation)[parameter]

@@ -15,9 +15,9 @@ from layertap.models.selection.plan import Capture, ResolvedIntervention, get_bo
 
 
 def find_source(match: SelectorMatch, operation: Operation, catalog: Catalog) -> Capture | None:
-    """What is captured of another input for a change at a point; None where nothing is.
+    """What is captured of another input for a change at a point; None if nothing is.
 
-    SelectorError where it is no tensor of single rows, or its part has another shape than the one that is changed.
+    SelectorError if it is no tensor of single rows, or its part has another shape than the one that is changed.
     """
     if operation.source is None:
         return None
@@ -40,7 +40,7 @@ def find_source(match: SelectorMatch, operation: Operation, catalog: Catalog) ->
 
 
 def find_tensor(point: HookPoint, catalog: Catalog) -> TensorInfo | None:
-    """The tensor that a point has in another catalogue of the same model; None where there is none."""
+    """The tensor that a point has in another catalogue of the same model; None if there is none."""
     try:
         tensors = get_boundary(point, catalog).tensors
     except LookupError:
@@ -53,7 +53,7 @@ def take_part(
 ) -> TensorData:
     """The part of a captured row that a change puts into another; ``token_mask`` and ``own`` (1, tokens) are masks.
 
-    SelectorError where one text has other tokens than the other.
+    SelectorError if one text has other tokens than the other.
     """
     row = RowTensor(value, source.info, token_mask)
     if token_mask is not None and row.info.token_axes:

@@ -37,7 +37,7 @@ from layertap.models.selection.plan import Tap, get_boundary, get_call
 from layertap.models.spec import InputSpec
 
 SMALLEST = 1e-4  # of a forward's cost: what is left after its last layer
-CallNumbers = tuple[int | None, ...]  # of the calls that a resumed forward makes of a module; None where one runs
+CallNumbers = tuple[int | None, ...]  # of the calls that a resumed forward makes of a module; None if one runs
 CallBoundaryKey = tuple[nn.Module, int, Boundary]
 TensorMarks = Mapping[Path, "TensorMark"]
 
@@ -51,7 +51,7 @@ def verify_resumable(
     batch: Inputs,
     dtype: torch.dtype,
 ) -> Resumption:
-    """Forwards that go on from a point, after a trial of three; SelectorError where the model has none.
+    """Forwards that go on from a point, after a trial of three; SelectorError if the model has none.
 
     ``batch`` has a few rows, in ``dtype`` where they are floating. Of the first one only structures are kept. What a
     device raises for want of memory, or for good, goes through: it says nothing of the model.
@@ -161,7 +161,7 @@ class MarkRecorder:
         return run_tainted
 
     def get_output(self) -> Tensor:
-        """What left the point, in memory of its own; LookupError where nothing did."""
+        """What left the point, in memory of its own; LookupError if nothing did."""
         if self._output is None:
             raise LookupError
         return self._output
@@ -190,7 +190,7 @@ def find_skipped_calls(module: nn.Module, point: HookPoint, catalog: Catalog) ->
     """The outermost modules that are skipped, and which calls of them; of the layer's own those up to the point.
 
     Calls are counted as they are made. Where one that is not made is of a module that runs later, what contains it is
-    not skipped, or that module's calls would be miscounted. SelectorError where that is the layer itself.
+    not skipped, or that module's calls would be miscounted. SelectorError if that is the layer itself.
     """
     start = get_call(point, catalog)
     target = locate(point, module)[0]

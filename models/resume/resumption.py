@@ -46,7 +46,7 @@ class Placeholder:
         return value
 
 
-SkippedCalls = tuple[Placeholder | None, ...]  # of one module, from its first call on; None where one runs
+SkippedCalls = tuple[Placeholder | None, ...]  # of one module, from its first call on; None if one runs
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Resumption:
 
 
 def find_start(selector: Selector, catalog: Catalog) -> Tap:
-    """The one tensor that a forward is to go on from; UnknownLayerError, SelectorError where there is no such one."""
+    """The one tensor that a forward is to go on from; UnknownLayerError, SelectorError if there is no such one."""
     matches, _ = find_matches(selector, catalog)
     if len(matches) != 1 or matches[0].point.site != "output":
         raise SelectorError(

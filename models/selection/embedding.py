@@ -46,7 +46,7 @@ class ModelEmbedding:
 def choose_embedding(choices: tuple[EmbeddingChoice, ...], classifier: bool, catalog: Catalog) -> ModelEmbedding | None:
     """The first choice that the model has; else of a classifier what its head takes, else the output.
 
-    None where none of them has one entry for each input.
+    None if none of them has one entry for each input.
     """
     for choice in (*choices, *(_find_head(catalog) if classifier else ()), *_list_outputs(catalog)):
         with suppress(RequestError):
@@ -63,7 +63,7 @@ def find_choice(choice: EmbeddingChoice, catalog: Catalog) -> ModelEmbedding:
 def find_embedding(text: str, catalog: Catalog) -> Selector:
     """The selector of an embedding, with the pool that makes a vector of each row.
 
-    UnknownLayerError, SelectorError where it names not just one tensor with an entry for each row.
+    UnknownLayerError, SelectorError if it names not just one tensor with an entry for each row.
     """
     selector = parse_selector(text)
     if selector.site not in ALLOWED_SITES:

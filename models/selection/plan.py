@@ -26,13 +26,13 @@ class Tap:
 
 
 def get_call(point: HookPoint, catalog: Catalog) -> Call:
-    """The call of a layer, or of its function, where a point is; LookupError where a forward of this shape has none."""
+    """The call of a layer, or of its function, where a point is; LookupError if a forward of this shape has none."""
     call = catalog.layers[point.layer].calls[point.call]
     return call.functions[point.function] if point.function else call
 
 
 def get_boundary(point: HookPoint, catalog: Catalog) -> CallBoundary:
-    """The side of a call where a point is; LookupError where there is none."""
+    """The side of a call where a point is; LookupError if there is none."""
     return get_call(point, catalog).get_boundary(point.site)
 
 
@@ -81,7 +81,7 @@ class Capture(Tap):
 
     @property
     def reply_rows_axis(self) -> int | None:
-        """The axis of what is replied that holds the rows; None where it is the same, or one, for all of them."""
+        """The axis of what is replied that holds the rows; None if it is the same, or one, for all of them."""
         return None if self.reduction.over else self.reduced_info.row_axis
 
     @property

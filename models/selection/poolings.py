@@ -22,7 +22,7 @@ GEM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Pooling:
-    """A pooling and what follows from it: ``compute`` is None where the tensor stays as it is.
+    """A pooling and what follows from it: ``compute`` is None if the tensor stays as it is.
 
     ``by_channel``: the result is (N, C), so that axes must be known. ``combines``: a number is made of several, so that
     padding must be left out and neighbours in a batch kept apart. ``averages``: integers become floating numbers.

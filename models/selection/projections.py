@@ -29,7 +29,7 @@ MAX_WEIGHTS, MAX_PRODUCTS = (
 
 
 def check_step(step: LinearStep) -> LinearStep:
-    """The same; SelectorError where its weight and bias do not fit each other."""
+    """The same; SelectorError if its weight and bias do not fit each other."""
     shapes = [(tensor.shape, axes) for tensor, axes in ((step.weight, 2), (step.bias, 1)) if tensor is not None]
     fits = all(all(shape) and len(shape) == axes for shape, axes in shapes)
     if not fits or len({shape[0] for shape, _ in shapes}) > 1:
@@ -65,7 +65,7 @@ def find_projection(owner: T, known: Projections) -> T:
 
 
 def check_projection(name: str, info: TensorInfo, projection: Projection, sizes_known: bool) -> TensorInfo:
-    """The projected tensor; SelectorError where steps do not fit its channels or each other, or make too much of it."""
+    """The projected tensor; SelectorError if steps do not fit its channels or each other, or make too much of it."""
     size = get_size(name, info, "project", "C")
     if not info.is_floating or info.axis("C") in (info.row_axis, *info.token_axes):
         raise SelectorError(f"{name} has no floating channels to project", hint="leave 'project' out")
@@ -103,7 +103,7 @@ def count_weights(projection: Projection | None) -> int:
 
 
 def check_work(projected: Iterable[tuple[TensorInfo, Projection | None]]) -> None:
-    """TooLargeError where the projections of a request take too long, or too much memory, for each input."""
+    """TooLargeError if the projections of a request take too long, or too much memory, for each input."""
     sizes = [(count_weights(steps), prod(info.shape) // info.size("C")) for info, steps in projected if steps]
     weights, products = sum(size for size, _ in sizes), sum(size * positions for size, positions in sizes)
     for count, limit, what in ((weights, MAX_WEIGHTS, "weights"), (products, MAX_PRODUCTS, "multiplications")):

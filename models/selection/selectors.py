@@ -19,7 +19,7 @@ EXAMPLE = "for example 'layer4', 'layer3.*.bn2', 'relu#0', 'encoder[0]:input', '
 
 
 def parse_selector(text: str) -> Selector:
-    """A selector from its text; SelectorError where it does not fit the grammar."""
+    """A selector from its text; SelectorError if it does not fit the grammar."""
     if not text or len(text) > MAX_TEXT:
         raise SelectorError(f"a layer selector has 1 to {MAX_TEXT} characters, this one has {len(text)}", hint=EXAMPLE)
     rest, site = _split_site(text)
@@ -43,7 +43,7 @@ def make_selector(point: HookPoint, alias: str) -> Selector:
 
 
 def parse_path(text: str) -> tuple[str, ...]:
-    """A path from its text, ``[out][0]``; SelectorError where brackets do not pair."""
+    """A path from its text, ``[out][0]``; SelectorError if brackets do not pair."""
     rest, path = _split_path(text, text)
     if rest or path is None:
         raise SelectorError(f"{escape(text)} is no path", hint="write a path like '[0]' or '[logits]'")

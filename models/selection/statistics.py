@@ -28,7 +28,7 @@ class Statistic:
     """A statistic; ``bins``: how many columns it has, None for one without a number.
 
     ``merge`` makes that of all rows of those of each row, on axis 0, of their means and of how many values they are of;
-    None where it doesn't follow from these. ``in_all``: it is among those that ``true`` stands for.
+    None if it doesn't follow from these. ``in_all``: it is among those that ``true`` stands for.
     """
 
     compute: Callable[[Tensor], Tensor]
@@ -80,7 +80,7 @@ def _max(values: Tensor) -> Tensor:
 
 
 def _entropy(values: Tensor, keys: int | None = None) -> Tensor:
-    """Of attention, in nats: over the keys of each query, the mean of queries; NaN where one has no weight at all.
+    """Of attention, in nats: over the keys of each query, the mean of queries; NaN if one has no weight at all.
 
     Each query's weights are scaled to the sum 1: sinks, chosen keys and changes leave another.
     """
@@ -133,7 +133,7 @@ def merge_rows(
 ) -> NDArray[np.float32]:
     """Statistics of all rows together, (…, columns), of those of each, (rows, …, columns), whose names these are.
 
-    ``counts`` are in proportion to the numbers of values that each row's are of; None where these are the same.
+    ``counts`` are in proportion to the numbers of values that each row's are of; None if these are the same.
     """
     weights = np.ones(len(values)) if counts is None else np.array(counts, np.float64)
     columns = {name: values[..., column].astype(np.float64) for column, name in enumerate(names)}

@@ -50,7 +50,7 @@ class Fit:
 def find_fits(path: Path, state: StateDict) -> list[Fit]:
     """What a folder's config.json says, else all architectures that fit; those that a file's name has in it come first.
 
-    LoadError where there are none, and a checkpoint has what would fit under several prefixes.
+    LoadError if there are none, and a checkpoint has what would fit under several prefixes.
     """
     if (path / "config.json").is_file():
         try:
@@ -95,7 +95,7 @@ def _construct_timm(timm: Any, name: str, args: Mapping[str, Any]) -> nn.Module:
 
 
 def find_fit(source: str, build: Build, state: StateDict) -> Fit | None:
-    """The architecture with the arguments with which it fits; None where there are none."""
+    """The architecture with the arguments with which it fits; None if there are none."""
     module = _build(build, {}, state)
     if module is None:
         return None

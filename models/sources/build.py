@@ -48,7 +48,7 @@ class BuiltModel:
     label for people and holds no directory. ``named``: ``architecture`` is a library's name for the structure, which
     with ``settings`` stands for it in fingerprints; otherwise the structure itself does. ``settings`` are those that
     the module tree may not show. ``prefix_tokens`` counts class and register tokens in front of the patch tokens.
-    ``text`` is None where text can't be taken. ``report`` tells what was taken of a checkpoint. ``labels`` are what the
+    ``text`` is None if text can't be taken. ``report`` tells what was taken of a checkpoint. ``labels`` are what the
     source knows of the classes, for as many as the module may not have. ``embedding`` None: what its class says.
     ``two_towers``: its forward takes texts or pictures without the other.
     """
@@ -69,7 +69,7 @@ class BuiltModel:
 
     @property
     def preprocess(self) -> Preprocessing | None:
-        """How pictures become rows; None where they can't."""
+        """How pictures become rows; None if they can't."""
         return None if isinstance(self.pictures, str) else self.pictures
 
     @property
@@ -86,7 +86,7 @@ TO_TENSOR = PreprocessSpec(mean=(0.0,), std=(1.0,), channels="gray")
 def build_model(spec: ModelSpec) -> BuiltModel:
     """The module that a configuration's entry describes, with its weights.
 
-    Raises LoadError where the source, the architecture, the weights or the preprocessing is unknown or does not fit.
+    Raises LoadError if the source, the architecture, the weights or the preprocessing is unknown or does not fit.
     """
     source, ident = parse_source(spec.source)
     if source is not SOURCES["transformers"] and (spec.interpolate_pos_encoding or spec.image_backend != "pil"):
@@ -116,7 +116,7 @@ def construct_module(
     """The module that a function constructs, with random numbers of the configured seed, or a state dict in it.
 
     Tensors that the state dict may lack have the same values each time. ``min_bits`` and ``classes`` are those of
-    ``load_state_dict``. LoadError where it can't be constructed, or the state dict does not fit.
+    ``load_state_dict``. LoadError if it can't be constructed, or the state dict does not fit.
     """
     weights = parse_weights(spec.weights)
     with wrap_build_errors(shown), construct_alone(0 if weights.seed is None and not spec.strict else weights.seed):
@@ -129,7 +129,7 @@ def construct_module(
 
 
 def read_weights(spec: ModelSpec) -> StateDict | None:
-    """The tensors of the configured checkpoint; None where weights are a seed, or a name."""
+    """The tensors of the configured checkpoint; None if weights are a seed, or a name."""
     path = parse_weights(spec.weights).path
     return read_checkpoint(path, spec.prefix) if path else None
 
@@ -152,7 +152,7 @@ def list_default_architectures() -> list[str]:
 
 
 def import_library(name: str) -> Any:
-    """An optional library; LoadError where it is not installed. By name: type checkers take minutes to read some."""
+    """An optional library; LoadError if it is not installed. By name: type checkers take minutes to read some."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -194,7 +194,7 @@ def list_parameters(*called: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def refuse_unknown_arguments(args: Mapping[str, Any], known: Collection[str], shown: str) -> None:
-    """LoadError where a constructor does not take an argument, with the nearest names that it takes, or all."""
+    """LoadError if a constructor does not take an argument, with the nearest names that it takes, or all."""
     for name in args:
         if name not in known:
             hint = suggest(find_nearest(name, known, 3)) or f"it takes {', '.join(known) or 'none'}"
@@ -202,14 +202,14 @@ def refuse_unknown_arguments(args: Mapping[str, Any], known: Collection[str], sh
 
 
 def refuse_reserved_arguments(args: Mapping[str, Any], reserved: Mapping[str, str], shown: str) -> None:
-    """LoadError where another field of the configuration decides an argument; ``reserved`` says what to type."""
+    """LoadError if another field of the configuration decides an argument; ``reserved`` says what to type."""
     for name in args:
         if name in reserved:
             raise LoadError(f"args of {shown} can't have {escape(name)}", hint=reserved[name])
 
 
 def describe_arguments(args: Mapping[str, Any], without: Collection[str] = ()) -> str:
-    """The arguments ``without`` some as text, the same in any order; empty where there are none."""
+    """The arguments ``without`` some as text, the same in any order; empty if there are none."""
     described = {name: value for name, value in args.items() if name not in without}
     return json.dumps(described, sort_keys=True) if described else ""
 

@@ -38,7 +38,7 @@ class ModelSource:
     gets what follows the colon, the folders in which factories are looked for, and whether a factory of the
     configuration may register architectures of a library, which can't be told from outside.
     ``extra`` is the library, and the extra of this package, that it needs. ``find_path`` gives the path that what
-    follows the colon is, or begins with; empty where there is none. ``downloads``: weights that are neither a file nor
+    follows the colon is, or begins with; empty if there is none. ``downloads``: weights that are neither a file nor
     a seed come from the network.
     """
 
@@ -56,7 +56,7 @@ class ModelSource:
 
 
 def parse_source(text: str) -> tuple[ModelSource, str]:
-    """A source's row and what follows the colon; LoadError where it is not KIND:NAME with a kind that there is."""
+    """A source's row and what follows the colon; LoadError if it is not KIND:NAME with a kind that there is."""
     kind, _, ident = text.partition(":")
     source = SOURCES.get(kind)
     if source is not None and ident:
@@ -112,7 +112,7 @@ def is_checkpoint(text: str) -> bool:
 
 
 def parse_device(name: str) -> tuple[str, int]:
-    """The kind of device and its number; LoadError where it is no device's name. ``auto`` is a kind."""
+    """The kind of device and its number; LoadError if it is no device's name. ``auto`` is a kind."""
     kind, _, index = name.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and (kind == "auto" or not index.isdecimal())):
         raise LoadError(f"{escape(name)} is no device", hint="use auto, cpu, cuda or cuda:1")
@@ -120,7 +120,7 @@ def parse_device(name: str) -> tuple[str, int]:
 
 
 def parse_devices(names: Sequence[str]) -> tuple[tuple[str, int], ...]:
-    """The kinds and numbers of several devices; nothing for ``all``, every GPU. LoadError where they make no sense."""
+    """The kinds and numbers of several devices; nothing for ``all``, every GPU. LoadError if they make no sense."""
     if tuple(names) == ("all",):
         return ()
     devices = tuple(parse_device(name) for name in names)
@@ -132,7 +132,7 @@ def parse_devices(names: Sequence[str]) -> tuple[tuple[str, int], ...]:
 
 
 def parse_factory(ident: str) -> tuple[str, str]:
-    """The module, or the path of its file, and the name of a factory; LoadError where it is not written as these."""
+    """The module, or the path of its file, and the name of a factory; LoadError if it is not written as these."""
     name, _, factory = ident.rpartition(":")
     if not factory.isidentifier() or not (is_file(name) or all(part.isidentifier() for part in name.split("."))):
         hint = "type python:package.module:factory or python:PATH.py:factory"
@@ -187,7 +187,7 @@ def is_importable(package: str, folders: Sequence[Path]) -> bool:
 
 
 def refuse_adapter(folder: Path) -> None:
-    """AbsentError where a folder holds a PEFT adapter, which is no model by itself."""
+    """AbsentError if a folder holds a PEFT adapter, which is no model by itself."""
     if (folder / ADAPTER_CONFIG).is_file():
         shown = escape(folder.name)
         hint = f"give the source and weights of the model that it was trained beside, and adapter: {folder.name}"
@@ -195,7 +195,7 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def _check_architecture(library: str, ident: str, folders: Sequence[Path], registers: bool) -> None:
-    """LoadError where a library has no architecture of that name, a tag aside, AbsentError where there is no folder."""
+    """LoadError if a library has no architecture of that name, a tag aside, AbsentError if there is no folder."""
     if SOURCES[library].find_path(ident):
         _check_directory(ident, folders, registers)
         return
@@ -206,14 +206,14 @@ def _check_architecture(library: str, ident: str, folders: Sequence[Path], regis
 
 
 def _check_directory(ident: str, folders: Sequence[Path], registers: bool) -> None:
-    """AbsentError where there is no directory as the hub lays it out, or as sentence-transformers once did."""
+    """AbsentError if there is no directory as the hub lays it out, or as sentence-transformers once did."""
     if not any((Path(ident) / name).is_file() for name in ("config.json", "modules.json")):
         refuse_adapter(Path(ident))
         raise AbsentError(f"there is no directory with a config.json at {ident}")
 
 
 def _check_factory(ident: str, folders: Sequence[Path], registers: bool) -> None:
-    """LoadError where a factory is not written as one, AbsentError where there is no such package or file."""
+    """LoadError if a factory is not written as one, AbsentError if there is no such package or file."""
     name, _ = parse_factory(ident)
     if is_file(name):
         if not Path(name).is_file():

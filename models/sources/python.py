@@ -36,7 +36,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     """What ``factory(**args)`` returns; DEFAULT leaves the weights as it made them, and ``inputs`` must be configured.
 
     An attribute ``num_prefix_tokens`` of the module, where there is one, says how many tokens stand before the patches.
-    Raises LoadError where the module, the factory, its result, the inputs or the weights are not as they should be.
+    Raises LoadError if the module, the factory, its result, the inputs or the weights are not as they should be.
     """
     if not spec.inputs:
         hint = "add inputs: name, shape and dtype of each"
@@ -121,7 +121,7 @@ def _call_factory(ident: str, args: Mapping[str, Any], shown: str) -> nn.Module:
 
 
 def _check_arguments(factory: Callable[..., Any], args: Mapping[str, Any], shown: str) -> None:
-    """LoadError where a factory can't be called with these arguments."""
+    """LoadError if a factory can't be called with these arguments."""
     signature = inspect.signature(factory)
     try:
         signature.bind(**args)

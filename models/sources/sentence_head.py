@@ -59,7 +59,7 @@ class SentenceFolder:
 
 
 def read_sentence_folder(folder: Path, shown: str) -> SentenceFolder | None:
-    """What a folder's modules.json names; None where it has none, LoadError where it names what is not built here."""
+    """What a folder's modules.json names; None if it has none, LoadError if it names what is not built here."""
     if not (folder / "modules.json").is_file():
         return None
     with _name_file(NEWER_FILE, shown):
@@ -215,7 +215,7 @@ def _read_modes(config: Mapping[str, Any], shown: str) -> tuple[str, ...]:
 
 
 def _check_transformer(config: Mapping[str, Any], shown: str) -> None:
-    """LoadError where the transformer is asked for something else than its last hidden states."""
+    """LoadError if the transformer is asked for something else than its last hidden states."""
     for key in DECLINED:
         if config.get(key):
             raise _refuse(shown, f"has {key}, which are not read here")

@@ -51,7 +51,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     """The timm model ``ARCH`` or ``ARCH.TAG``; DEFAULT is timm's own weights of that tag, or of its first.
 
     A folder as timm's ``save_for_hf`` writes it, with its config.json, is built as that says; DEFAULT is its weights.
-    Raises LoadError where timm is not installed or does not know the name, or weights can't be read or downloaded.
+    Raises LoadError if timm is not installed or does not know the name, or weights can't be read or downloaded.
     """
     timm = import_library("timm")
     shown = f"timm:{SOURCES['timm'].show(ident)}"

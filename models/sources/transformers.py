@@ -81,7 +81,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     """The model in the directory ``ident``: config.json, model.safetensors or its shards, tokenizer, preprocessor.
 
     Its class is the first of the configuration's ``architectures`` that transformers has, else AutoModel's. DEFAULT
-    takes the directory's own weights. LoadError where transformers is not installed, the directory is not as it should
+    takes the directory's own weights. LoadError if transformers is not installed, the directory is not as it should
     be, weights are missing or do not fit, or what the model takes can't be told from its class.
     """
     library = import_library("transformers")
@@ -151,7 +151,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
 
 
 def _interpolate_positions(module: nn.Module) -> None:
-    """Have each forward interpolate its position tables for pictures of other sizes; LoadError where it can't."""
+    """Have each forward interpolate its position tables for pictures of other sizes; LoadError if it can't."""
     if INTERPOLATE not in inspect.signature(module.forward).parameters:
         detail = f"{type(module).__name__} has no {INTERPOLATE}"
         raise LoadError(detail, hint=f"leave {INTERPOLATE} out: it takes other sizes as it is, or none")
@@ -159,7 +159,7 @@ def _interpolate_positions(module: nn.Module) -> None:
 
 
 def _find_labels(config: Any) -> Labels | None:
-    """The classes that config.json names; None where the library only numbers them."""
+    """The classes that config.json names; None if the library only numbers them."""
     names = [str(name) for _, name in sorted((config.id2label or {}).items())]
     return None if names == [f"LABEL_{number}" for number in range(len(names))] else Labels(tuple(names), "config.json")
 

@@ -44,7 +44,7 @@ class Tokenizer:
     """What a directory says of texts.
 
     ``encode`` and ``is_fast`` as those of TextSpec; ``side`` is the one at which the library cuts. ``fill`` has
-    ``encode`` fill up texts of fewer tokens; None where the model is given a mask.
+    ``encode`` fill up texts of fewer tokens; None if the model is given a mask.
     """
 
     encode: Encode
@@ -57,7 +57,7 @@ class Tokenizer:
 
 
 def load_tokenizer(library: Any, folder: Path, shown: str, sentence: SentenceFolder | None = None) -> Tokenizer | None:
-    """The tokenizer in a directory; None where there is none, or it gives types of tokens; LoadError for a broken one.
+    """The tokenizer in a directory; None if there is none, or it gives types of tokens; LoadError for a broken one.
 
     Of a sentence-transformers folder texts are in small letters where that says so, and its own limit holds.
     """
@@ -219,7 +219,7 @@ def _count_positions(module: nn.Module, config: Any) -> int:
 def make_input_specs(
     module: Any, text: TextSpec | None, pictures: Preprocessing | str, shown: str
 ) -> tuple[InputSpec, ...]:
-    """The inputs of a model of texts, pictures, or pictures and tokens; LoadError where its class does not tell."""
+    """The inputs of a model of texts, pictures, or pictures and tokens; LoadError if its class does not tell."""
     modality = find_modality(module)
     if modality == "text" and text is not None:
         return text.inputs()

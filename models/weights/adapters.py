@@ -43,7 +43,7 @@ def make_unmerged_error(names: Iterable[str], label: str) -> LoadError:
 
 @label_failures("weights")
 def merge_adapter(module: nn.Module, folder: Path) -> None:
-    """Merge a folder's adapter into a module's weights as PEFT does; LoadError where it can't be, or does not fit."""
+    """Merge a folder's adapter into a module's weights as PEFT does; LoadError if it can't be, or does not fit."""
     shown = escape(folder.name)
     file = next((folder / name for name in FILES if (folder / name).is_file()), None)
     if file is None:

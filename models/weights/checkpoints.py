@@ -63,7 +63,7 @@ class StateDict(dict[str, Tensor]):
         return renamed
 
     def take_prefixes(self, *prefixes: str) -> StateDict:
-        """The tensors whose names begin with one of these, without it; LoadError where there are none."""
+        """The tensors whose names begin with one of these, without it; LoadError if there are none."""
         if not any(name.startswith(prefixes) for name in self):
             firsts = Counter(f"{name.partition('.')[0]}." for name in self if "." in name)
             hint = f"they begin with {', '.join(escape(first) for first, _ in firsts.most_common(3))}" if firsts else ""
@@ -120,7 +120,7 @@ def _read(path: Path, shown: str) -> object:
 
 
 def _join_shards(index: Path) -> StateDict:
-    """The tensors of the shards beside an index; LoadError where it is none, or names others."""
+    """The tensors of the shards beside an index; LoadError if it is none, or names others."""
     try:
         names: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
         shards = sorted({str(name) for name in names.values()})
@@ -206,7 +206,7 @@ def _find_state_dict(loaded: object, shown: str, prefix: str = "") -> StateDict:
     """The tensors that a file is read for, under the keys that scripts use for them, or those at ``prefix``.
 
     A prefix is of names as they stand in the file: keys of dictionaries first, if any, then how names begin.
-    LoadError where there is no dictionary of tensors.
+    LoadError if there is no dictionary of tensors.
     """
     prefix = prefix and f"{prefix.removesuffix('.')}."
     outer, keys = loaded, list[str]()
@@ -280,7 +280,7 @@ def _drop_wrapper_names(state: StateDict) -> StateDict:
 def fit_names(state: StateDict, wanted: Collection[str]) -> StateDict:
     """The tensors by the names that a module has, where one prefix makes most of them so.
 
-    What the prefix is not before is unread. LoadError where several prefixes do as well.
+    What the prefix is not before is unread. LoadError if several prefixes do as well.
     """
     counts = Counter(name.removesuffix(tail) for name in state for tail in _list_tails(name) if tail in wanted)
     most = max(counts.values(), default=0)

@@ -98,7 +98,7 @@ def load_state_dict(
 
 
 def raise_for_different(names: list[str], shown: str) -> None:
-    """LoadError where there are names of tensors that are not as the file has them."""
+    """LoadError if there are names of tensors that are not as the file has them."""
     if names:
         detail = f"the model does not hold the weights of {shown}: {format_names([escape(name) for name in names])}"
         raise LoadError(detail, hint="load it again")
@@ -147,7 +147,7 @@ def _load(module: nn.Module, state: StateDict, strict: bool) -> tuple[list[str],
 def _list_different(module: nn.Module, state: StateDict, label: str, min_bits: int) -> list[str]:
     """Names of tensors that a module does not hold as they were given, or in too few bits.
 
-    LoadError where the module has one tensor for two that differ.
+    LoadError if the module has one tensor for two that differ.
     """
     converted = tuple(_list_converting_prefixes(module))
     held = {
