@@ -1,4 +1,4 @@
-"""Globs answer without the tensors that an input does not have, and parts that hooks can't see are named."""
+"""Globs answer without the tensors that an input does not have."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from layertap.models.spec import InputSpec, ModelSpec
-from tests.loading import load_model
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.support import Array, arrays_of, configured, problem, tensor
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of scripting
 LENGTH, WIDTH = 5, 4
 SHORT, LONG = slice(2, None), slice(LENGTH, None)  # what is zero of a row, which is padding
 
@@ -42,26 +39,12 @@ class Ragged(nn.Module):
         return out
 
 
-class Scripted(nn.Module):
-    """Its middle is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(WIDTH, 4), nn.Linear(4, 2)
-        self.block = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.block(self.stem(x)))
-        return out
-
-
-def own(name: str, *shape: int) -> ModelSpec:
-    return ModelSpec(name, f"python:{__name__}:{name}", "random:0", "cpu", inputs=(InputSpec("x", shape),))
-
-
 @pytest.fixture(scope="module")
 def live(serve: Serve) -> Iterator[Live]:
-    with serve(configured(own("Ragged", LENGTH, WIDTH), own("Scripted", WIDTH))) as live:
+    shape = InputSpec("x", (LENGTH, WIDTH))
+    with serve(
+        configured(ModelSpec("Ragged", f"python:{__name__}:Ragged", "random:0", "cpu", inputs=(shape,)))
+    ) as live:
         yield live
 
 
@@ -99,14 +82,3 @@ def test_names(live: Live) -> None:
     for layers in (("experts.0",), ("*", "experts.0")):
         assert "never reached 'experts.0#0:output'" in problem(ask(live, [make_row(LONG, 99)], *layers), 422)["detail"]
     assert "with this input 'lstm#0[0][" in problem(ask(live, [make_row(SHORT)], "lstm"), 422)["detail"]
-
-
-def test_scripted_parts(live: Live) -> None:
-    """A scripted part has its own output; of what is in it a refusal says why there are none."""
-    module, row = load_model(own("Scripted", WIDTH)).module, np.ones(WIDTH, np.float32)
-    body = {"model": "Scripted", "inputs": [tensor(row)]}
-    found = arrays_of(live.client.post("/extract", json=body | {"layers": ["stem", "block"]}))
-    wanted = module.get_submodule("block")(torch.from_numpy(found["stem"]))
-    np.testing.assert_allclose(found["block"], wanted.detach().numpy(), atol=1e-6)
-    refused = live.client.post("/extract", json=body | {"layers": ["block.0"]})
-    assert "scripted: hooks on its parts never run" in problem(refused, 422)["detail"]

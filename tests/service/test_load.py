@@ -36,12 +36,12 @@ Answer = httpx.Response | httpx.HTTPError | None
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at the server's process in /proc")
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.hard)])
-def test_load(tmp_path: Path, count: int) -> None:
+@pytest.mark.parametrize(("count", "workers"), [(150, "0"), pytest.param(10_000, "2", marks=pytest.mark.hard)])
+def test_load(tmp_path: Path, count: int, workers: str) -> None:
     """Each of the requests is answered with its own rows or its own error, whoever shares a forward with it."""
-    with process([served.spec(tmp_path) for served in SERVED], tmp_path) as server:
+    with process([served.spec(tmp_path) for served in SERVED], tmp_path, LAYERTAP_WORKERS=workers) as server:
         idle = server.usage()
-        _check(server, 1, WARM_UP)
+        _check(server, 1, min(count, WARM_UP))
         _settle(server, idle.descriptors, None)
         warm = server.usage()
         _check(server, 2, count)
