@@ -56,7 +56,7 @@ def extract_plan(
     total = len(next(iter(rows.values())))
     size = check_rows_fit(plan, catalog, total, max_rows)
     joined, found = JoinedRows(total), dict[Capture, ReducedTensor]()
-    for start in range(0, total, size):
+    for start in reversed(range(0, total, size)):  # in whatever order parts come
         part = {name: value[start : start + size] for name, value in rows.items()}
         count = min(size, total - start)
         whole = RequestSlice(0, count, plan.captures, plan.resolved_interventions, plan.objective, start)
