@@ -57,12 +57,6 @@ def test_unloaded_is_freed() -> None:
     assert module() is None
 
 
-def test_duplicate() -> None:
-    """Two models of one name are refused before anything is loaded."""
-    with pytest.raises(LoadError, match="two models are called 'Chain'"):
-        Registry([net_spec("Chain"), net_spec("Chain", weights="random:1")])
-
-
 def test_states() -> None:
     """A model is available, then ready; unloaded it is available and can be loaded again."""
     registry = Registry([net_spec("Tied")])

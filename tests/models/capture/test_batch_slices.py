@@ -16,7 +16,7 @@ from torch import Tensor
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.devices.transfer import ALIGNMENT, pack, unpack
+from layertap.models.devices.transfer import ALIGNMENT, pack, to_device, unpack
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.selection.hook_points import HookPoint, Pool, Reduction, ReplyDType
 from layertap.models.selection.plan import Capture
@@ -269,7 +269,19 @@ def test_padded(load_net: Loader, name: str, sizes: tuple[int, ...]) -> None:
     check_all(model, guests, found)
 
 
-# One copy for all results
+# To a device and back
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_batch_is_the_forwards_own(count: int) -> None:
+    """Rows of any memory format are one contiguous batch; what is written to it reaches no sender."""
+    rows = torch.arange(24.0).reshape(2, 3, 2, 2)
+    sent = [rows.clone(memory_format=torch.channels_last) for _ in range(count)]
+    made = to_device(sent, torch.float32, torch.device("cpu"))
+    assert made.is_contiguous()
+    assert torch.equal(made, torch.cat(sent))
+    made.zero_()
+    assert all(torch.equal(each, rows) for each in sent)
 
 
 def test_packed() -> None:
