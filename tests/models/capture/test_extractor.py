@@ -126,20 +126,6 @@ def test_a_shape_that_the_catalogue_does_not_know() -> None:
         extract_captures(FeatureExtractor(module.double()), lambda: module(far.double() / 10), plan.captures, 2)
 
 
-def test_the_forwards_own_exception() -> None:
-    """What a forward raises comes through as it is, and no hook stays."""
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        extract_captures(FeatureExtractor(module), lambda: module(torch.ones(1, 5)), [capture("1", (1, 4))], 1)
-    with pytest.raises(KeyboardInterrupt):
-        extract_captures(FeatureExtractor(module), _interrupt, [capture("1", (1, 4))], 1)
-    assert count_hooks(module) == 0
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
-
-
 def test_users_hooks_survive() -> None:
     """Hooks that a module brought along stay, run, and are seen through."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())

@@ -19,7 +19,7 @@ from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.selection.hook_points import HookPoint, Pool, Reduction, ReplyDType
 from layertap.models.selection.plan import Capture
-from layertap.models.selection.statistics import STATS, list_columns
+from layertap.models.selection.statistics import STATS
 
 Array = NDArray[Any]
 POINT = HookPoint("layer", 0, (), "output")
@@ -271,21 +271,6 @@ def test_layouts(name: str) -> None:
     assert (capture.shape(3), capture.dtype, capture.reduced_info.row_axis) == ((3, 23), "float32", 0)
     assert capture.nbytes(3) == found.values.nbytes
     assert found.scale is None
-
-
-@pytest.mark.parametrize(
-    "stats", [("mean",), ("histogram",), ("max", "min"), ("nonfinite", "histogram", "mean"), STATS[::-1]]
-)
-def test_subsets(stats: tuple[str, ...]) -> None:
-    """Those that were asked for, in the order given, with a name for each column."""
-    here, value = LEAVES["NCHW"], drawn(2, 5, 4, 3)
-    every = dict(zip(NAMES, reduce(RowTensor(value, here), ALL).values.unbind(1), strict=True))
-    assert list_columns(STATS) == NAMES
-    found = reduce(RowTensor(value, here), Reduction(stats=stats)).values
-    assert found.shape == (2, len(list_columns(stats)))
-    for name, column in zip(list_columns(stats), found.unbind(1), strict=True):
-        assert torch.equal(column, every[name]), name
-    assert list(dict.fromkeys(name.partition("[")[0] for name in list_columns(stats))) == list(stats)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import SelectorError
 from layertap.models.explanations.map_layers import find_attention, find_last_sensitive, find_map_layers
-from layertap.models.explanations.maps import grad_cam, rollout
+from layertap.models.explanations.maps import grad_cam
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.selection.hook_points import HookPoint, Objective
 from tests.nets import resnet, surveyed, swin, vit
@@ -52,16 +52,6 @@ def test_grad_cam(layout: str) -> None:
                 wanted = max(sum(means[channel] * at(values, row, channel, y, x) for channel in range(3)), 0.0)
                 assert found[row, y, x] == pytest.approx(wanted, abs=1e-5)
     assert 0 < (found > 0).mean() < 1
-
-
-def test_discard() -> None:
-    """The lowest share of a layer's entries counts as 0, row by row of the batch."""
-    layer = np.arange(1, 33, dtype=np.float32).reshape(2, 4, 4)
-    cut = layer.copy()
-    cut[0].flat[:8] = 0
-    cut[1].flat[:8] = 0
-    assert np.array_equal(rollout([layer], 0.5, 0), rollout([cut], 0.0, 0))
-    assert not np.array_equal(rollout([layer], 0.0, 0), rollout([cut], 0.0, 0))
 
 
 def test_what_can_be_rolled_out() -> None:

@@ -99,10 +99,11 @@ class Pointed(tuple[Any, ...]):
         return super().__new__(cls, (x, y))
 
 
-def test_what_can_not_be_made_again() -> None:
-    """A container that does not take what it holds is refused."""
+@pytest.mark.parametrize(("value", "path"), [([Pointed(A, B)], ("0", "1")), ({1: A, "1": B}, ("1",))])
+def test_what_can_not_be_made_again(value: Any, path: tuple[str, ...]) -> None:
+    """A container that does not take what it holds, or holds something else then, is refused."""
     with pytest.raises(InputError, match="can't be made again") as caught:
-        replace_tensor({"a": [Pointed(A, B)]}, ("a", "0", "1"), torch.tensor(9.0))
+        replace_tensor(value, path, torch.tensor(9.0))
     assert caught.value.hint
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layertap.models.capture.batch_slices import RequestSlice
-from layertap.models.errors import InputError, RequestError
+from layertap.models.errors import InputError, RequestError, SelectorError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
 from layertap.models.replica import call_module
@@ -245,6 +245,32 @@ def test_masks_and_whole_numbers_are_no_answer() -> None:
     assert differ == {"large", ".", "filled", "chosen", "read"}
     offered = {layer for layer, _, _, site in points(known) if site == "output"}
     assert offered == {"first", "plain"}
+
+
+class Keeps(nn.Linear):
+    """Keeps what it returned last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = super().forward(x)
+        return self.kept
+
+
+class Remembers(nn.Module):
+    """Goes on with what a part kept on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.first, self.second = Keeps(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.second(self.first(self.early(x)))
+        return x, x + self.early.kept
+
+
+def test_what_parts_keep() -> None:
+    """A model that goes on with what its parts kept of a forward is not resumed: that is of other rows."""
+    with pytest.raises(SelectorError, match="can't be resumed"):
+        resumed(load_model(own("Remembers")), "first")
 
 
 class MakesConstants(nn.Module):
