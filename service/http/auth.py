@@ -22,7 +22,7 @@ HINT = "send 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
 
 @dataclass(frozen=True)
 class Caller:
-    """Who is let in: whether an administrator, and the name of the key, where one was asked for."""
+    """An authorized caller: whether an administrator, and the key's name if keys are configured."""
 
     admin: bool
     key: str = ""
@@ -56,7 +56,7 @@ class Keyring:
         key = _read_key(headers)
         if key is None:
             raise KeyMissingError("this server asks for an API key", hint=HINT)
-        # Every key is compared, each in constant time: how long it takes tells nothing of what is in one.
+        # Compare all keys, each in constant time, so that timing reveals nothing about them.
         sent = key.encode("latin-1")  # the bytes as they came
         found = [caller for known, caller in self._callers if hmac.compare_digest(known, sent)]
         if not found:
@@ -83,7 +83,7 @@ async def require_admin(request: Request) -> None:
 
 
 def _list_callers(texts: tuple[str, ...], prefix: str, admin: bool) -> dict[str, Caller]:
-    """Who has each key, by its name, or where it stands among those without."""
+    """The caller of each key, named by the key's name or its position in the list."""
     keys = map(split_key, texts)
     return {key: Caller(admin, name or f"{prefix}-{place}") for place, (key, name) in enumerate(keys, 1)}
 

@@ -27,7 +27,7 @@ GZIP = 16 + zlib.MAX_WBITS  # for zlib: with the head and the end that gzip has
 IN_MEMORY = {"MAX_MEMORY_FILE_SIZE": math.inf}
 MAX_BRACKETS = 500_000
 MAX_DOCUMENT = 2**16  # bytes of a request that has no inputs
-MIN_BYTES_PER_S = 10_000  # of a body: whoever sends less holds a place and memory for nothing
+MIN_BYTES_PER_S = 10_000  # minimum upload rate: slower clients would hold a slot and memory
 
 
 @dataclass(frozen=True)

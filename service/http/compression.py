@@ -22,7 +22,7 @@ RunInThread = Callable[[Callable[[], bytes]], Awaitable[bytes]]
 
 
 class _Compressor(Protocol):
-    """What is fed a reply piece by piece, as the libraries have it."""
+    """The streaming compressor interface that zlib and the other libraries share."""
 
     def compress(self, data: bytes, /) -> bytes: ...
     def flush(self) -> bytes: ...

@@ -50,7 +50,7 @@ def _make_row(layer: Json, indent: str) -> Row:
 
 
 def _list_functions(layer: Json, indent: str) -> Iterator[Row]:
-    """What the functions return that the last call of a layer calls."""
+    """The outputs of the functions called in the layer's last call."""
     for function in _take_last_call(layer, "functions"):
         for tensor in function["outputs"]:
             name = _escape(f"{layer['name']}/{function['name']}{tensor['path']}")

@@ -102,7 +102,7 @@ class RequestContextMiddleware:
             trace.end(record, route)
 
     async def _call_app(self, scope: Scope, exchange: Exchange) -> None:
-        """Whatever the app raises is a bug, its own or a model's: it goes to the log; the caller hears just that."""
+        """Call the app. An exception is a bug in it or a model: log it and reply with a generic error."""
         send = compress_replies(scope, exchange.send, self._run_in_thread)
         try:
             if scope["path"] == DIRECT and scope["method"] == "POST":
@@ -178,7 +178,7 @@ class Exchange:
         self._begun = time.perf_counter()
 
     def make_record(self, key: str) -> AccessRecord:
-        """What there is to say once it has ended: with a key of that name."""
+        """The access record of the finished request; ``key`` is the API key's name."""
         state, now = self._scope["state"], time.perf_counter()
         return AccessRecord(
             request_id=state["request_id"],

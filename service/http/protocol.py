@@ -35,7 +35,7 @@ KINDS: dict[ConnectionReason, str] = {  # what problems are called
     "head_too_large": "head-too-large",
     "limit": "too-many-connections",
 }
-MAX_FIELDS = 256  # each costs far more memory and time than its bytes tell
+MAX_FIELDS = 256  # each costs far more memory and time than its size suggests
 LINGER_S = 5  # how long a peer that still sends is listened to after its reply
 MAX_REFUSED = 64  # connections over the limit that get a reply: they stay open until their clients have read it
 

@@ -100,7 +100,7 @@ async def receive(
 
 
 def explain_lateness(error: Exception, timeout: Timeout, engine: Engine, model: str | None) -> None:
-    """Have an error for want of time say how much there was, and when to come again; others stay as they are."""
+    """Add the time limit and a retry delay to a timeout error; other errors stay as they are."""
     if isinstance(error, DeadlineError | QueueTooLongError):
         timeout.explain(error)
     if isinstance(error, DeadlineError):

@@ -30,7 +30,7 @@ async def livez(engine: EngineDependency) -> Response:
 async def readyz(engine: EngineDependency) -> Response:
     """Whether requests are welcome: 503 until the models of the start are loaded, while one failed, while draining.
 
-    Which failures matter is a setting; others are told in ``failed``, by their kinds.
+    A setting says which failures matter; the kinds of the others are listed in ``failed``.
     """
     if not engine.manager.alive:
         raise _permanent_failure_error()
