@@ -47,7 +47,7 @@ TARGET_BYTES = 64 * 2**20  # of a batch's results
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of which source, and the folder for the results; ``file`` is what becomes of it in the end, if any.
+    """A question, its source and the folder for results; ``file`` is the final merged file, if any.
 
     ``column`` is of a table.
     """
@@ -96,7 +96,7 @@ class Job:
 
 
 def _check_reductions(question: Question, out: Path, layout: str | None) -> None:
-    """LayertapError where what is asked makes no sense together."""
+    """LayertapError if the reductions, the output and the layout cannot be combined."""
     if unknown := [name for name in question.reduce if name not in REDUCTIONS]:
         raise LayertapError(f"there is no reduction {escape(unknown[0])}", hint=f"one of: {', '.join(REDUCTIONS)}")
     if len(set(question.reduce)) < len(question.reduce):

@@ -1,4 +1,4 @@
-"""What a job has written down of itself: the question, and what answers are like. It begins a job and ends it."""
+"""A job's manifest: its question and the outline of its answers. Written first, and updated at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHERWISE = "choose another --out, or add --restart to begin anew"
 
 
 class OtherModelError(LayertapError):
-    """What is there was made by a model of another fingerprint."""
+    """The existing output was made by a model with another fingerprint."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ CONNECT_S = 10.0
 MAX_BATCH_BYTES = 16 * 2**20  # this process holds those of all actors
 ATTEMPTS = 10  # at a batch whose actors die
 STARTS = 3  # of an actor that dies before it has its model
-# Of a cluster that is started here nothing is told to anybody; what its C++ code logs comes as exceptions too.
+# A cluster started here sends no usage statistics; errors that its C++ code logs are also raised as exceptions.
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
 
 

@@ -169,7 +169,7 @@ REDUCTIONS = {
 
 
 def make_entry(layer: str, names: Sequence[str]) -> dict[str, Any]:
-    """What to ask for to get what some reductions need of a layer."""
+    """The ``layers`` entry that requests the statistics these reductions need."""
     stats = list(dict.fromkeys(each for name in names for each in REDUCTIONS[name].stats))
     edges = {"edges": EDGES} if "histogram" in stats else {}
     return {"layer": layer, "stats": stats, "by": "channel", **edges}

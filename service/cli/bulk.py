@@ -129,7 +129,7 @@ def _create_ray_extractor(address: str | None, cpus: float, gpus: float, config:
 
 
 class _Reporter:
-    """Tells how a job goes on: a line on a terminal, else one every so often; and the inputs that gave nothing."""
+    """Reports progress, live on a terminal, else in periodic lines, and names the inputs that failed."""
 
     def __init__(self) -> None:
         self._status = stderr.status("")
@@ -161,7 +161,7 @@ class _Reporter:
             tell(line)
 
     def stop(self) -> None:
-        """No more is told."""
+        """Stop reporting."""
         self._status.stop()
 
     def _count(self, count: Callable[[], int | None]) -> None:

@@ -71,7 +71,7 @@ async def _check_receipt(client: AsyncClient, model: str, receipt: Mapping[str, 
 
 
 def _make_entry(receipt: Mapping[str, Any]) -> dict[str, Any]:
-    """What to ask for to get what a receipt tells of; LayertapError where it tells too little."""
+    """The ``layers`` entry that reproduces a receipt's result; LayertapError if the receipt lacks fields."""
     if "layer" not in receipt:
         raise LayertapError("the receipt names no layer")
     entry = {name: receipt[name] for name in OF_ENTRY if receipt.get(name) not in (None, "")}
