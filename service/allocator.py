@@ -25,7 +25,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")  # where the kernel has
 
 
 def release_memory() -> None:
-    """Give back what was kept to be used again: another process needs it, or this one for something else."""
+    """Release cached memory to the system, for other processes or other uses in this one."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()  # what else looks at a GPU, as "device: auto" does, takes that for memory in use
     if sys.platform.startswith("linux"):

@@ -26,7 +26,7 @@ RESTART_S = 5.0  # until another process takes the place of one that ends
 
 
 class ForwardError(RuntimeError):
-    """A model's own forward raised what means nothing here; the cause is for the log. No error of the tree: a bug."""
+    """A model's forward raised an unexpected exception, logged as the cause. A bug, so not a LayertapError."""
 
 
 class BadRequestError(LayertapError):

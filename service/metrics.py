@@ -37,7 +37,7 @@ class ModelLoad:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is so at this moment; rows, bytes and hooks are counts, a mapping has the models it knows of by name.
+    """Current gauge values; rows, bytes and hooks are counts, mappings are keyed by model name.
 
     What begins with ``max`` is a limit of the settings, of rows for each model; ``device_slots`` are by device.
     """

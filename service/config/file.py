@@ -26,7 +26,7 @@ HINT = "LAYERTAP_CONFIG or --config names it"
 class ConfigError(LayertapError):
     """The configuration file can't be read or makes no sense; a line for each mistake.
 
-    It is for who runs the server. ``faults`` are for anyone: places in the file, without values or paths.
+    The message is for the operator. ``faults`` are safe for any caller: places in the file, no values or paths.
     """
 
 

@@ -1,4 +1,4 @@
-"""What became of requests, and figures of that."""
+"""Samples of requests and statistics over them."""
 
 from __future__ import annotations
 

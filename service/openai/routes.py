@@ -67,7 +67,7 @@ async def show_model(engine: EngineDependency, model_id: str) -> Json:
 
 
 def _encode(parts: Sequence[Features], request: EmbeddingsRequest) -> tuple[Features, Buffers]:
-    """The features of some inputs after others, and their reply."""
+    """Concatenate the features of all parts and encode the reply."""
     features = join_features(parts)
     if request.ignored:
         fields = ", ".join(escape(field) for field in request.ignored[:MAX_NAMED])

@@ -297,7 +297,7 @@ class CallTensor(Tensor):
 
 
 class AttentionTensor(CallTensor):
-    """Attention weights; ``how`` they are had: of the model's own softmax, or beside a kernel that keeps none."""
+    """Attention weights; ``how``: from the model's own softmax, or recomputed beside a fused kernel."""
 
     how: str
 
