@@ -1,4 +1,4 @@
-"""Many inputs, some in each request: batches, and what became of each input; no input or output here."""
+"""Batching many inputs into requests, and the outcome of each input; does no I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the core asks of a driver, and what a driver tells the core; nothing here does any input or output."""
+"""The messages between the core and a driver; does no I/O."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Request:
     content: bytes = b""
 
     def with_headers(self, headers: Mapping[str, str]) -> Request:
-        """It with more headers."""
+        """A copy with more headers."""
         return replace(self, headers={**self.headers, **headers})
 
 

@@ -111,7 +111,7 @@ def read_result(reply: Reply) -> Result:
 
 
 def _measure(array: Array) -> tuple[str, str, str]:
-    """The least, the mean and the greatest number, where they are quickly had."""
+    """Minimum, mean and maximum, if the array is small enough."""
     if not 0 < array.size <= MAX_MEASURED:
         return "", "", ""
     with np.errstate(all="ignore"):

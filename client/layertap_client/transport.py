@@ -1,4 +1,4 @@
-"""What httpx is told of a client and of a request, and what its errors mean."""
+"""Arguments for httpx's clients and requests, and the translation of its errors."""
 
 from __future__ import annotations
 
