@@ -141,18 +141,6 @@ class Patches(nn.Module):
         return scores
 
 
-class Guided(nn.Module):
-    """Takes a picture and a small hint, each of any size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, padding=1)
-        self.guide = nn.Conv2d(1, 8, 1)
-
-    def forward(self, image: Tensor, hint: Tensor) -> Tensor:
-        return self.conv(image).mean((2, 3)) + self.guide(hint).mean((2, 3))
-
-
 class Branches(nn.Module):
     """Runs a layer for wide pictures only, and another one twice for these."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
@@ -34,10 +35,12 @@ ALWAYS = ("x-request-id", "server-timing", "vary")
 ROW = InputSpec("x", (4,))
 
 
-def net(name: str, factory: str, *inputs: InputSpec, **fields: Any) -> ModelSpec:
-    """The entry of a model of ``nets_http``; it takes rows of four numbers where nothing else is said."""
+def net(
+    name: str, factory: str, *inputs: InputSpec, module: str = "tests.service.nets_http", **fields: Any
+) -> ModelSpec:
+    """The entry of a model of a module; it takes rows of four numbers where nothing else is said."""
     chosen = {"weights": "random:0", "device": "cpu", **fields}
-    return ModelSpec(name, f"python:tests.service.nets_http:{factory}", inputs=inputs or (ROW,), **chosen)
+    return ModelSpec(name, f"python:{module}:{factory}", inputs=inputs or (ROW,), **chosen)
 
 
 def configured(*specs: ModelSpec) -> Configuration:
@@ -47,8 +50,12 @@ def configured(*specs: ModelSpec) -> Configuration:
 
 def picture(seed: int = 0, size: tuple[int, int] = (40, 32), format: str = "PNG") -> bytes:  # noqa: A002
     """An encoded picture of noise."""
+    return encode(np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8), format)
+
+
+def encode(pixels: Array, format: str = "PNG") -> bytes:  # noqa: A002
+    """An encoded picture of these pixels."""
     stream = BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     Image.fromarray(pixels).save(stream, format)
     return stream.getvalue()
 
@@ -151,6 +158,13 @@ class Control:
         assert (response.status_code, response.content) == (200, self.expected)
         assert self.live.client.get("/models/digits").json()["hooks"] == 0
         assert self.live.client.get("/readyz").status_code == 200
+
+
+def copy_module(live: Live, name: str) -> Any:
+    """A copy of a model that the server runs in its own process."""
+    model = live.engine.manager.registry.get_entry(name).model
+    assert model is not None
+    return copy.deepcopy(model.module)
 
 
 def control(live: Live) -> Control:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from io import BytesIO
 from typing import Any
 
 import httpx
@@ -13,23 +12,28 @@ import openai
 import pytest
 import torch
 from openai import OpenAI
-from PIL import Image
-from torch import Tensor
 
-from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
+from layertap.models.spec import InputSpec, PreprocessSpec
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Json, arrays_of, configured, image, metadata, problem, tensor, text64
+from tests.service.support import (
+    Json,
+    arrays_of,
+    configured,
+    copy_module,
+    encode,
+    image,
+    metadata,
+    net,
+    problem,
+    tensor,
+    text64,
+)
 
 SIZE = 8
-SPEC = ModelSpec(
-    "numbers",
-    "python:tests.service.nets_tensors:Numbers",
-    weights="random:0",
-    device="cpu",
-    inputs=(InputSpec("x", (3, SIZE, SIZE)),),
-    preprocess=PreprocessSpec(resize=SIZE, crop=SIZE, mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear"),
-)
+STEPS = PreprocessSpec(resize=SIZE, crop=SIZE, mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear")
+NETS = "tests.service.nets_tensors"
+SPEC = net("numbers", "Numbers", InputSpec("x", (3, SIZE, SIZE)), module=NETS, preprocess=STEPS)
 NAN = "'logs': 3 numbers are NaN or infinite"
 SCALES = "'logs': 1 scales are NaN: the values that they scale are not finite"
 ZEROS = "'zeros': 2 vectors are all zeros: they have no length 1"
@@ -44,9 +48,7 @@ def numbers(serve: Serve) -> Iterator[Live]:
 
 def plain(shade: int) -> bytes:
     """A picture of one gray: the means of those below 128 are negative."""
-    stream = BytesIO()
-    Image.new("RGB", (SIZE, SIZE), (shade,) * 3).save(stream, "PNG")
-    return stream.getvalue()
+    return encode(np.full((SIZE, SIZE, 3), shade, np.uint8))
 
 
 def post(live: Live, *shades: int, accept: str = "application/json", **body: Any) -> httpx.Response:
@@ -63,27 +65,23 @@ def read_warnings(reply: httpx.Response) -> list[str]:
     return found
 
 
-HALF = {"dtype": "float16"}
 CASES: dict[str, tuple[Json, list[str]]] = {
     "NaN": ({"layers": ["logs"]}, [NAN]),
     "NaN in int8": ({"layers": ["logs"], "dtype": "int8"}, [SCALES]),
     "zeros": ({"layers": ["zeros"], "pool": "flatten", "normalize": True}, [ZEROS]),
-    "overflow": (
-        {"layers": ["large"], **HALF},
-        ["'large': 6 numbers are infinite: float16 ends at 65504"],
-    ),
+    "overflow": ({"layers": ["large"], "dtype": "float16"}, ["'large': 6 numbers are infinite: float16 ends at 65504"]),
     "several": ({"layers": ["means", {"layer": "logs", "as": "x"}]}, ["'x': 3 numbers are NaN or infinite"]),
     "zeros that are no vectors": ({"layers": ["zeros"]}, []),
     "all is well": ({"layers": ["means"], "pool": "flatten", "normalize": True}, []),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_warnings(numbers: Live, case: str) -> None:
     """What is wrong is counted by key, also in an answer that was kept."""
     body, wanted = CASES[case]
-    assert read_warnings(post(numbers, 10, 200, **body)) == wanted
-    assert read_warnings(post(numbers, 10, 200, **body)) == wanted
+    for _ in range(2):
+        assert read_warnings(post(numbers, 10, 200, **body)) == wanted
 
 
 def test_every_format(numbers: Live) -> None:
@@ -110,19 +108,14 @@ def test_embeddings(numbers: Live) -> None:
                 assert caught.value.param == f"input[{index}]"
 
 
-MODELS = {"one": "OneNumber", "squeezed": "Squeezed"}
-PIXELS = InputSpec("x", (1, 2, 2))
 X = np.random.default_rng(1).normal(size=(3, 1, 2, 2)).astype(np.float32)
+KINDS = ("OneNumber", "Squeezed")
 
 
 @pytest.fixture(scope="module")
 def scoring(serve: Serve) -> Iterator[Live]:
     """Models with one score a row, (rows, 1) or (rows,): what softmax says of it is no objective, the rest works."""
-    specs = [
-        ModelSpec(name, f"python:tests.service.nets_tensors:{kind}", weights="random:0", device="cpu", inputs=(PIXELS,))
-        for name, kind in MODELS.items()
-    ]
-    with serve(configured(*specs)) as live:
+    with serve(configured(*(net(kind, kind, InputSpec("x", (1, 2, 2)), module=NETS) for kind in KINDS))) as live:
         yield live
 
 
@@ -130,31 +123,23 @@ def score(live: Live, path: str, model: str, **body: Any) -> httpx.Response:
     return live.client.post(path, json={"model": model, "inputs": [tensor(row) for row in X], **body})
 
 
-def compute(live: Live, model: str, squash: bool) -> tuple[Tensor, Tensor]:
-    """Scores and what their sum, or that of their sigmoids, is by the input: by torch alone."""
-    loaded: Any = live.engine.manager.handles[model].model
-    rows = torch.from_numpy(X).requires_grad_()
-    scores = loaded.replicas[0].module(rows)
-    (slopes,) = torch.autograd.grad((scores.sigmoid() if squash else scores).sum(), rows)
-    return scores.detach().reshape(-1), slopes
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("objective", [{"kind": "binary"}, {}])
-def test_gradients(scoring: Live, model: str, objective: Json) -> None:
+@pytest.mark.parametrize("model", KINDS)
+def test_gradients(scoring: Live, model: str) -> None:
     """The score and its sigmoid have gradients."""
-    reply = score(scoring, "/extract", model, layers=[".:grad_input"], objective=objective)
-    wanted = compute(scoring, model, objective.get("kind") == "binary")[1]
-    np.testing.assert_allclose(arrays_of(reply)[".:grad_input"], wanted, rtol=1e-5, atol=1e-7)
+    for objective in ({"kind": "binary"}, {}):
+        rows = torch.from_numpy(X).requires_grad_()
+        scores = copy_module(scoring, model)(rows)
+        (wanted,) = torch.autograd.grad((scores.sigmoid() if objective else scores).sum(), rows)
+        reply = score(scoring, "/extract", model, layers=[".:grad_input"], objective=objective)
+        np.testing.assert_allclose(arrays_of(reply)[".:grad_input"], wanted, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("kind", ["probability", "kl_div"])
-@pytest.mark.parametrize("path", ["/extract", "/explain"])
-def test_constant(scoring: Live, model: str, kind: str, path: str) -> None:
+@pytest.mark.parametrize("model", KINDS)
+def test_constant(scoring: Live, model: str) -> None:
     """What is by softmax is the same for all inputs, and refused with what to use instead."""
-    what = {"layers": [".:grad_input"]} if path == "/extract" else {"method": "saliency"}
-    found = problem(score(scoring, path, model, objective={"kind": kind}, **what), 422)["errors"][0]
-    assert found["pointer"] == "/objective"
-    assert '"logit"' in found["hint"]
-    assert '"binary"' in found["hint"]
+    for path, what in (("/extract", {"layers": [".:grad_input"]}), ("/explain", {"method": "saliency"})):
+        for kind in ("probability", "kl_div"):
+            found = problem(score(scoring, path, model, objective={"kind": kind}, **what), 422)["errors"][0]
+            assert found["pointer"] == "/objective"
+            assert '"logit"' in found["hint"]
+            assert '"binary"' in found["hint"]

@@ -18,7 +18,7 @@ from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.digits_reference import random_images
 from tests.service.load_server import ROOT
-from tests.service.support import Array, Json, arrays_of, configured, problem, tensor, text64
+from tests.service.support import Array, Json, arrays_of, configured, problem, tensor
 from tests.transformers_nets import VOCABULARY, WORDS, saved, tokenizer
 
 CLEAN = torch.randint(4, VOCABULARY, (7,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -54,7 +54,7 @@ def served(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     plain.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     plain.save(str(folder / "gpt2" / "tokenizer.json"))
     spec = ModelSpec("gpt2", f"transformers:{folder / 'gpt2'}", device="cpu")
-    with serve(configured(spec), workers=2) as live:
+    with serve(configured(spec)) as live:
         yield Served(live, module)
 
 
@@ -91,28 +91,24 @@ def patched(module: Any, tokens: list[int], name: str, change: Patch) -> Array:
     return found
 
 
-def test_every_head(served: Served) -> None:
-    """Each head of a clean run put into a corrupt one, all in one request; equal to hooks by hand."""
-    pairs = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
-    inputs: list[Json] = [{"tokens": CLEAN}, *({"tokens": CORRUPT, **patch(0, *pair)} for pair in pairs)]
-    found = served.scores(inputs)
-    for row, (layer, head) in enumerate(pairs, 1):
-        clean, part = taken(served.module, CLEAN, place(layer)), slice(WIDTH * head, WIDTH * (head + 1))
+def copied(source: Tensor, *index: Any) -> Patch:
+    """Puts what another run had at a place there."""
 
-        def change(value: Tensor, clean: Tensor = clean, part: slice = part) -> Tensor:
-            value[..., part] = clean[..., part]
-            return value
+    def change(value: Tensor) -> Tensor:
+        value[index] = source[index]
+        return value
 
-        np.testing.assert_allclose(found[row], patched(served.module, CORRUPT, place(layer), change), atol=1e-4)
-    np.testing.assert_allclose(found[0], patched(served.module, CLEAN, place(0), lambda value: value), atol=1e-4)
-    assert len({value.tobytes() for value in found}) == len(inputs)
+    return change
+
+
+def head_of(number: int) -> slice:
+    return slice(WIDTH * number, WIDTH * (number + 1))
 
 
 def test_printed_script(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    """The script of the how-to page prints what hooks by hand give, head by head."""
+    """The script of the how-to page, which patches every head in one request, prints what hooks by hand give."""
     page = (ROOT / "docs" / "how-to" / "interventions.md").read_text()
     (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len([line for line in script.splitlines() if line.strip()]) <= 13
     exec(compile(script.replace("http://127.0.0.1:8000", served.live.url), "page", "exec"), {})
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     clean, corrupt = (
@@ -121,13 +117,7 @@ def test_printed_script(served: Served, capsys: pytest.CaptureFixture[str]) -> N
     before = patched(served.module, corrupt, place(0), lambda value: value)[9]
     assert len(printed) == LAYERS * HEADS
     for _, layer, _, head, moved in printed:
-        part = slice(WIDTH * int(head), WIDTH * (int(head) + 1))
-        kept = taken(served.module, clean, place(int(layer)))
-
-        def change(value: Tensor, kept: Tensor = kept, part: slice = part) -> Tensor:
-            value[..., part] = kept[..., part]
-            return value
-
+        change = copied(taken(served.module, clean, place(int(layer))), ..., head_of(int(head)))
         expected = patched(served.module, corrupt, place(int(layer)), change)[9] - before
         assert float(moved) == pytest.approx(expected, abs=2e-4)
 
@@ -135,15 +125,8 @@ def test_printed_script(served: Served, capsys: pytest.CaptureFixture[str]) -> N
 def test_tokens_of_texts_of_two_lengths(served: Served) -> None:
     """Single tokens are taken from a text of another length, each counted by its own."""
     inputs: list[Json] = [{"tokens": SHORT}, {"tokens": CLEAN, **patch(0, 1, 2, tokens=[1, -1])}]
-    layers: Json = {"layers": [{"layer": ".[logits]", "tokens": [-1]}]}
-    found = served.scores(inputs, **layers)
-    short, part = taken(served.module, SHORT, place(1)), slice(2 * WIDTH, 3 * WIDTH)
-
-    def change(value: Tensor) -> Tensor:
-        for token in (1, -1):
-            value[0, token, part] = short[0, token, part]
-        return value
-
+    found = served.scores(inputs)
+    change = copied(taken(served.module, SHORT, place(1)), 0, [1, -1], head_of(2))
     np.testing.assert_allclose(found[1], patched(served.module, CLEAN, place(1), change), atol=1e-4)
     reply = served.post([{"tokens": SHORT}, {"tokens": CLEAN, **patch(0, 1, 2)}])
     fault = problem(reply, 422)["errors"][0]
@@ -174,7 +157,7 @@ def test_chains(served: Served) -> None:
 
     def second(part: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         value = args[0].clone()
-        value[..., WIDTH : 2 * WIDTH] = 0
+        value[..., head_of(1)] = 0
         return (value, *args[1:])
 
     def keep(part: Any, args: tuple[Tensor, ...]) -> None:
@@ -187,10 +170,7 @@ def test_chains(served: Served) -> None:
     ):
         served.module(input_ids=torch.tensor([CLEAN]))
 
-    def change(value: Tensor) -> Tensor:
-        value[..., 3 * WIDTH :] = kept[1][..., 3 * WIDTH :]
-        return value
-
+    change = copied(kept[1], ..., head_of(3))
     np.testing.assert_allclose(found[0, 0], patched(served.module, CORRUPT, place(1), change), atol=1e-4)
     (receipt,) = reply.json()["receipts"].values()
     assert len(set(receipt["fingerprints"])) == 3
@@ -204,16 +184,11 @@ def test_gradients(served: Served) -> None:
     objective = {"kind": "logit", "class": 5, "position": -1}
     at = {"layers": ["transformer.h.0:grad_output"], "objective": objective}
     (found,) = arrays_of(served.post([{"tokens": CLEAN}, {"tokens": CORRUPT, **patch(0, 1, 1)}], **at)).values()
-    clean = taken(served.module, CLEAN, place(1))[0, :, WIDTH : 2 * WIDTH].contiguous()
-    data = {"dtype": "float32", "shape": list(clean.shape), "data": _encode(clean)}
-    sent = patch(0, 1, 1, tensor=data)
+    clean = taken(served.module, CLEAN, place(1))[0, :, head_of(1)]
+    sent = patch(0, 1, 1, **tensor(clean.numpy()))
     del sent["interventions"][0]["from"]
     (expected,) = arrays_of(served.post([{"tokens": CORRUPT, **sent}], **at)).values()
     np.testing.assert_allclose(found[1:], expected, rtol=1e-3, atol=1e-7)
-
-
-def _encode(value: Tensor) -> str:
-    return text64(value.numpy().astype("<f4").tobytes())
 
 
 REFUSED: dict[str, tuple[list[Json], str, str]] = {
@@ -242,36 +217,33 @@ def test_refused(served: Served, name: str) -> None:
     assert said in f"{fault['detail']} {fault.get('hint', '')}"
 
 
-def test_inputs_of_several_shapes(serve: Serve) -> None:
+def test_inputs_of_several_shapes(live: Live) -> None:
     """What has one shape for both is taken; what has not is refused in the words of the request, before any forward."""
     images = [tensor(np.ones((3, *size), np.float32)) for size in ((32, 32), (40, 32))]
 
-    def post(live: Live, layer: str) -> Any:
+    def post(layer: str) -> Any:
         edit = {"layer": layer, "op": "replace", "from": {"input": 0}}
         body = {"model": "digits", "layers": ["head"], "inputs": [images[0], {**images[1], "interventions": [edit]}]}
         return live.client.post("/extract", json={**body, "encoding": "base64"})
 
-    with serve() as live:
-        (found,) = arrays_of(post(live, "pool")).values()
-        np.testing.assert_allclose(found[0], found[1], atol=1e-6)
-        (fault,) = problem(post(live, "block1"), 422)["errors"]
-        assert (fault["pointer"], fault["input"]) == ("/inputs/1/interventions", 1)
-        assert "[16, 32, 32], and [16, 40, 32]" in fault["detail"]
-        assert "same shape" in fault["hint"]
+    (found,) = arrays_of(post("pool")).values()
+    np.testing.assert_allclose(found[0], found[1], atol=1e-6)
+    (fault,) = problem(post("block1"), 422)["errors"]
+    assert (fault["pointer"], fault["input"]) == ("/inputs/1/interventions", 1)
+    assert "[16, 32, 32], and [16, 40, 32]" in fault["detail"]
+    assert "same shape" in fault["hint"]
 
 
-def test_bytes_that_are_taken_are_counted(serve: Serve) -> None:
+def test_bytes_that_are_taken_are_counted(live: Live, serve: Serve) -> None:
     """Copies for many inputs are part of what a request holds: refused before any forward where they are too many."""
     row = tensor(random_images(1, seed=0)[0])
     edit = {"layer": "block1", "op": "add", "from": {"input": 0}}
     inputs = [row, *({**row, "interventions": [edit]} for _ in range(63))]
     body = {"model": "digits", "layers": ["head"], "inputs": inputs}
-    with serve() as live:
-        assert live.client.post("/extract", json=body).status_code == 200
-    with serve(max_queue_bytes=4_000_000) as live:
-        plain = {**body, "inputs": [row] * 64}
-        assert live.client.post("/extract", json=plain).status_code == 200
-        assert "bytes" in problem(live.client.post("/extract", json=body), 413)["detail"]
+    assert live.client.post("/extract", json=body).status_code == 200
+    with serve(max_queue_bytes=4_000_000) as small:
+        assert small.client.post("/extract", json={**body, "inputs": [row] * 64}).status_code == 200
+        assert "bytes" in problem(small.client.post("/extract", json=body), 413)["detail"]
 
 
 def test_left_out(served: Served) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from io import BytesIO
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,33 +11,48 @@ import safetensors.torch
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torchvision.models import SqueezeNet1_1_Weights, get_model
+from torchvision.transforms._presets import ImageClassification
 
-from layertap.service.config.configuration import read_configuration
-from tests.oracle import record, seeded
+from layertap.models.spec import InputSpec, PreprocessSpec
+from tests.conftest import net_spec
+from tests.nets import Chain
+from tests.oracle import record
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, image, npy, problem, raw, same, tensor, text64
+from tests.service.support import (
+    Array,
+    Json,
+    arrays_of,
+    configured,
+    encode,
+    image,
+    npy,
+    problem,
+    raw,
+    same,
+    tensor,
+    text64,
+)
 
-LAYER = "features.3"
+SIDE, LAYER = 24, "conv"
 QUERY = {"model": "own", "layers": LAYER, "pool": "mean", "format": "npz"}
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
+STEPS = PreprocessSpec(resize=32, crop=SIDE, mean=MEAN, std=STD, interpolation="bilinear")
+OWN = replace(net_spec("Chain", inputs=(InputSpec("image", (3, SIDE, SIDE)),)), name="own", preprocess=STEPS)
+TRANSFORM = ImageClassification(crop_size=SIDE, resize_size=32, mean=MEAN, std=STD)
 
 
 @pytest.fixture(scope="module")
 def module() -> nn.Module:
     """The network that is served."""
-    return seeded(get_model("squeezenet1_1"), 0)
+    torch.manual_seed(0)
+    return Chain().eval()
 
 
-@pytest.fixture(scope="module")
-def own(serve: Serve, module: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A server of it with torchvision's preset, in workers."""
-    folder: Path = tmp_path_factory.mktemp("pixels")
-    torch.save(module.state_dict(), folder / "own.pth")
-    entry = {"name": "own", "source": "torchvision:squeezenet1_1", "weights": "own.pth", "device": "cpu"}
-    fast = {**entry, "name": "fast", "decode": "fast"}
-    (folder / "models.json").write_text(json.dumps({"models": [entry, fast]}))
-    with serve(read_configuration(folder / "models.json", before_loading=True), workers=1) as live:
+@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.hard)], ids=["threads", "workers"])
+def own(serve: Serve, request: pytest.FixtureRequest) -> Iterator[Live]:
+    """A server of it that prepares pictures as torchvision's preset does."""
+    with serve(configured(OWN, replace(OWN, name="fast", decode="fast")), workers=request.param) as live:
         yield live
 
 
@@ -47,16 +60,9 @@ def pictures(count: int = 1, height: int = 40, width: int = 56) -> Array:
     return np.random.default_rng(height).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
 
 
-def png(picture: Array) -> bytes:
-    stream = BytesIO()
-    Image.fromarray(picture).save(stream, "PNG")
-    return stream.getvalue()
-
-
 def plain(module: nn.Module, batch: Array) -> Array:
     """What torchvision's own preset and a hook give."""
-    transform = SqueezeNet1_1_Weights.DEFAULT.transforms()
-    rows = torch.stack([transform(Image.fromarray(picture)) for picture in batch])
+    rows = torch.stack([TRANSFORM(Image.fromarray(picture)) for picture in batch])
     values: Tensor = record(module, rows)[LAYER, 0, (), "output"]
     return values.mean((2, 3)).numpy()
 
@@ -87,7 +93,7 @@ def test_equals_plain_torch(own: Live, module: nn.Module, form: str, first: bool
     batch = pictures(1 if form == "npy of one" else 3)
     sent = np.ascontiguousarray(batch.transpose(0, 3, 1, 2)) if first else batch
     served = arrays_of(own.client.post("/extract", **body(form, sent)))[LAYER]
-    assert served.shape == (len(batch), 128)
+    assert served.shape == (len(batch), 8)
     np.testing.assert_allclose(served, plain(module, batch), rtol=1e-4, atol=1e-5)
 
 
@@ -98,7 +104,7 @@ def test_same_as_png(own: Live, model: str) -> None:
     fields = {"model": model, "layers": [LAYER], "encoding": "base64"}
     answers = [
         own.client.post("/extract", json={**fields, "inputs": [each]}).json()
-        for each in (image(png(picture)), tensor(picture))
+        for each in (image(encode(picture)), tensor(picture))
     ]
     assert answers[0]["fingerprint"] == answers[1]["fingerprint"]
     assert answers[0]["receipts"] == answers[1]["receipts"]
@@ -109,8 +115,8 @@ def test_same_as_png(own: Live, model: str) -> None:
 def test_sizes_and_kinds_in_one_request(own: Live, module: nn.Module) -> None:
     """Pictures of different sizes, encoded and decoded, and a row of floats share a request, in their order."""
     first, second = pictures(height=40)[0], pictures(height=70, width=31)[0]
-    row = SqueezeNet1_1_Weights.DEFAULT.transforms()(Image.fromarray(first)).numpy()
-    inputs = [tensor(first), image(png(second)), tensor(row), tensor(second)]
+    row = TRANSFORM(Image.fromarray(first)).numpy()
+    inputs = [tensor(first), image(encode(second)), tensor(row), tensor(second)]
     answer = own.client.post("/extract", json={"model": "own", "layers": [LAYER], "pool": "mean", "inputs": inputs})
     assert answer.json()["receipts"][LAYER]["preprocessed"] == "mixed"
     expected = np.concatenate([plain(module, each[None]) for each in (first, second, first, second)])
@@ -131,10 +137,9 @@ def test_refused(own: Live, shape: tuple[int, ...], said: str) -> None:
 
 def test_bfloat16(own: Live, module: nn.Module) -> None:
     """A tensor of bfloat16 is the row of the values that it holds."""
-    row = torch.randn((1, 3, 224, 224), generator=torch.Generator().manual_seed(0)).bfloat16()
-    entry = {
-        "tensor": {"dtype": "bfloat16", "shape": [3, 224, 224], "data": text64(row.view(torch.uint8).numpy().tobytes())}
-    }
+    row = torch.randn((1, 3, SIDE, SIDE), generator=torch.Generator().manual_seed(0)).bfloat16()
+    data = text64(row.view(torch.uint8).numpy().tobytes())
+    entry = {"tensor": {"dtype": "bfloat16", "shape": [3, SIDE, SIDE], "data": data}}
     body = {"model": "own", "layers": [LAYER], "pool": "mean", "inputs": [entry]}
     served = arrays_of(own.client.post("/extract", json=body, params={"format": "npz"}))
     expected = record(module, row.float())[LAYER, 0, (), "output"].mean((2, 3)).numpy()

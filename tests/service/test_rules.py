@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,26 +14,18 @@ from layertap.models.spec import InputSpec, ModelSpec
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.digits_reference import random_images
-from tests.service.support import Json, arrays_of, configured, tensor
+from tests.service.support import Json, arrays_of, configured, copy_module, net, tensor
 
 CLASS = 3
 X = random_images(2, 6)
-PICTURE = InputSpec("x", (3, 32, 32))
 
 
 @pytest.fixture(scope="module")
 def served(serve: Serve) -> Iterator[Live]:
-    specs = [
-        ModelSpec("vit", "python:tests.service.test_every_kind:fused", inputs=(PICTURE,), device="cpu"),
-        ModelSpec("cnn", "python:tests.service.nets_http:Cnn", weights="random:5", inputs=(PICTURE,), device="cpu"),
-    ]
-    with serve(configured(*specs)) as live:
+    pictures = InputSpec("x", (3, 32, 32))
+    vit = ModelSpec("vit", "python:tests.service.test_every_kind:fused", inputs=(pictures,), device="cpu")
+    with serve(configured(vit, net("cnn", "Cnn", pictures, weights="random:5"))) as live:
         yield live
-
-
-def module_of(live: Live, name: str) -> Any:
-    entry: Any = live.engine.manager.registry.get_entry(name)
-    return copy.deepcopy(entry.model.module)
 
 
 def explain(live: Live, model: str, method: str, **body: Any) -> tuple[Tensor, str]:
@@ -75,7 +66,7 @@ def test_vit_explain(served: Live, method: str, discard: float) -> None:
     """With its hooks, which take gradients before softmax, and in the order of the backward."""
     maps = []
     for row in X:
-        weights, slopes = take_attention(module_of(served, "vit"), torch.from_numpy(row)[None])
+        weights, slopes = take_attention(copy_module(served, "vit"), torch.from_numpy(row)[None])
         if method == "attention_rollout":
             maps.append(roll_out([each.mean(1) for each in weights], discard, keeps_first=True))
         else:
@@ -92,7 +83,7 @@ def test_vit_explain(served: Live, method: str, discard: float) -> None:
 
 def test_pytorch_grad_cam(served: Live) -> None:
     """Grad-CAM++ with what that library adds below: small gradients weigh less."""
-    module, taken = module_of(served, "cnn"), list[Tensor]()
+    module, taken = copy_module(served, "cnn"), list[Tensor]()
     module.features.register_forward_hook(lambda module, args, output: taken.append(output))
     scores = module(torch.from_numpy(X).requires_grad_())
     (slopes,) = torch.autograd.grad(scores[:, CLASS].sum(), taken)

@@ -21,9 +21,8 @@ from tests.service.conftest import Serve
 from tests.service.support import Array, arrays_of, configured, problem
 
 SENTENCES = ["a cat sat on the mat", "the DOG", "", "a red dog and a cat saw the cat on the mat and the dog sat"]
-NAMES = ("prompts", "several")  # the others are slow: a model takes seconds to be surveyed
 ALL = (*LAYOUTS, *OLDER)
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ALL if name not in NAMES]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ALL if name != "prompts"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def embed_lines(command: Command, folder: Path, *words: str | Path) -> dict[str,
     return {name: column[:4] for name, column in rows.items()}
 
 
-@pytest.mark.parametrize("name", [*NAMES, *SLOW])
+@pytest.mark.parametrize("name", ["prompts", *SLOW])
 def test_as_the_library(folders: Folders, command: Command, tmp_path: Path, name: str) -> None:
     """Short, long and empty texts, beside each other: what ``encode`` gives, and of length 1 in the other dialect."""
     folders.prepare(name)

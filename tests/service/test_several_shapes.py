@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from io import BytesIO
 from typing import Any
 
 import httpx
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.transforms import functional as tvf
 
 from layertap.models.spec import InputSpec, PreprocessSpec
@@ -20,7 +19,19 @@ from tests.conftest import net_spec
 from tests.oracle import record
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, configured, image, net, problem, same, tensor
+from tests.service.support import (
+    Array,
+    Json,
+    arrays_of,
+    configured,
+    copy_module,
+    encode,
+    image,
+    net,
+    problem,
+    same,
+    tensor,
+)
 
 SIDES = ((16, 16), (12, 20), (16, 16), (9, 7), (12, 20))  # of inputs; the model is configured for the first
 MEANS, STDS = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
@@ -31,9 +42,9 @@ SPECS = (
         name="pictures",
         preprocess=PreprocessSpec(resize=12, crop=None, mean=MEANS, std=STDS),
     ),
-    net_spec("resnet", load="lazy"),
+    net("cnn", "Cnn", InputSpec("x", (3, 32, 32))),
     net_spec("vit", load="lazy"),
-    net("meeting", "ChannelMeans", InputSpec("x", (3, 6, 6)), load="lazy"),
+    net("meeting", "ChannelMeans", InputSpec("x", (3, 6, 6))),
 )
 
 
@@ -50,34 +61,14 @@ ROWS = rows()
 @pytest.fixture(scope="module")
 def local(serve: Serve) -> Iterator[Live]:
     """A server whose models run in its own process, so that tests may look at them."""
-    with serve(configured(*SPECS), workers=0) as live:
+    with serve(configured(*SPECS)) as live:
         yield live
 
 
 @pytest.fixture(scope="module")
-def working(serve: Serve) -> Iterator[Live]:
-    """One whose models run in workers."""
-    with serve(configured(SPECS[0]), workers=1) as live:
-        yield live
-
-
-@pytest.fixture(scope="module")
-def module(local: Live) -> nn.Module:
+def module(local: Live) -> Any:
     """The model offline."""
-    return load(local, "Chain")
-
-
-@pytest.fixture(scope="module")
-def resnet(local: Live) -> nn.Module:
-    """Another, which can be differentiated."""
-    return load(local, "resnet")
-
-
-def load(live: Live, name: str) -> nn.Module:
-    live.client.get(f"/models/{name}/layers").raise_for_status()
-    model = live.engine.manager.registry.get_entry(name).model
-    assert model is not None
-    return model.module
+    return copy_module(local, "Chain")
 
 
 def post(live: Live, inputs: Sequence[Json], *layers: Any, **fields: Any) -> httpx.Response:
@@ -92,12 +83,12 @@ def close(actual: Array, expected: Array | Tensor, rtol: float = 1e-4) -> None:
     np.testing.assert_allclose(actual, np.asarray(expected), rtol=rtol, atol=1e-5)
 
 
-def offline(module: nn.Module, row: Array, layer: str, call: int = 0, site: str = "output") -> Array:
+def offline(module: Any, row: Array, layer: str, call: int = 0, site: str = "output") -> Array:
     """What a hook sees of one row alone."""
     return record(module, torch.from_numpy(row)[None])[layer, call, (), site].numpy()
 
 
-def test_alike(local: Live, module: nn.Module) -> None:
+def test_alike(local: Live, module: Any) -> None:
     """What has one shape whatever the input's is one array, rows in the order of the inputs."""
     layers = [
         "head",
@@ -114,9 +105,9 @@ def test_alike(local: Live, module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("format_", ["json", "safetensors"])
-def test_apart(working: Live, module: nn.Module, format_: str) -> None:
+def test_apart(local: Live, module: Any, format_: str) -> None:
     """What has another shape for another input has an entry for each, named by the input's place."""
-    reply = post(working, map(tensor, ROWS), "conv", "head", "relu#1:input", format=format_)
+    reply = post(local, map(tensor, ROWS), "conv", "head", "relu#1:input", format=format_)
     arrays = arrays_of(reply)
     names = [f"{key}.input{place}" for key in ("conv", "relu#1:input") for place in range(5)]
     assert arrays.keys() == {*names, "head"}
@@ -144,28 +135,21 @@ def test_receipts(local: Live) -> None:
     assert len(set(fingerprints)) == 3
 
 
-def test_gradients(local: Live, resnet: nn.Module) -> None:
+def test_gradients(local: Live) -> None:
     """Each input's gradient is that of its own objective, by plain autograd; classes go with the rows."""
-    inputs = rows([(32, 40), (40, 32), (32, 40), (48, 48)])
-    layers = [".:grad_input", "fc:grad_input"]
-    reply = post(local, map(tensor, inputs), *layers, model="resnet", objective={"kind": "logit", "class": "top"})
+    inputs, cnn = rows([(32, 40), (40, 32), (32, 40), (48, 48)]), copy_module(local, "cnn")
+    layers = [".:grad_input", "head:grad_input"]
+    reply = post(local, map(tensor, inputs), *layers, model="cnn", objective={"kind": "logit", "class": "top"})
     arrays, classes = arrays_of(reply), []
     for place, row in enumerate(inputs):
-        gradient, scores = differentiate(resnet, row)
+        x = torch.from_numpy(row)[None].requires_grad_()
+        scores = cnn(x)
+        (gradient,) = torch.autograd.grad(scores.max(), x)
         classes.append(int(scores.argmax()))
         close(arrays[f".:grad_input.input{place}"], gradient, 1e-3)
         assert reply.json()["receipts"][f".:grad_input.input{place}"]["classes"] == classes[-1:]
-        close(arrays["fc:grad_input"][place], resnet.fc.weight[classes[-1]].detach())  # type: ignore[union-attr, index]
-    assert reply.json()["receipts"]["fc:grad_input"]["classes"] == classes
-
-
-def differentiate(module: nn.Module, row: Array) -> tuple[Tensor, Tensor]:
-    """The gradient of a row's highest score at the input, and its scores."""
-    x = torch.from_numpy(row)[None].clone().requires_grad_()
-    scores: Tensor = module(x)
-    scores.max().backward()  # type: ignore[no-untyped-call]
-    assert x.grad is not None
-    return x.grad, scores
+        close(arrays["head:grad_input"][place], cnn.head.weight[classes[-1]].detach())
+    assert reply.json()["receipts"]["head:grad_input"]["classes"] == classes
 
 
 def test_dry_run(local: Live) -> None:
@@ -204,7 +188,7 @@ def test_shapes_that_the_model_refuses(local: Live) -> None:
 
 def test_rows_that_affect_each_other(local: Live) -> None:
     """Each runs alone; they can be no batch where their shapes differ."""
-    inputs, offline_module = rows([(6, 6), (8, 6), (6, 6)]), load(local, "meeting")
+    inputs, offline_module = rows([(6, 6), (8, 6), (6, 6)]), copy_module(local, "meeting")
     reply = post(local, map(tensor, inputs), {"layer": ".", "as": "means"}, model="meeting")
     arrays = arrays_of(reply)
     for place, row in enumerate(inputs):
@@ -214,7 +198,7 @@ def test_rows_that_affect_each_other(local: Live) -> None:
     assert "several shapes" in found["detail"]
 
 
-def test_pictures(local: Live, module: nn.Module) -> None:
+def test_pictures(local: Live, module: Any) -> None:
     """Pictures that preprocessing leaves with several shapes, and tensors beside them."""
     sizes = [(24, 24), (40, 24), (24, 36), (80, 48)]
     pixels = [
@@ -233,25 +217,18 @@ def test_pictures(local: Live, module: nn.Module) -> None:
     assert reply.json()["receipts"]["head"]["preprocessed"] == "mixed"
 
 
-def encode(pixels: Array) -> bytes:
-    """A PNG."""
-    stream = BytesIO()
-    Image.fromarray(pixels).save(stream, "PNG")
-    return stream.getvalue()
-
-
 @pytest.mark.parametrize("limit", ["max_reply_bytes", "max_queue_bytes"])
 def test_limits(serve: Serve, limit: str) -> None:
     """Limits are of the whole request, and are kept before any forward."""
     sides = [(16, 16), (12, 20), (9, 7)]
     nbytes = sum(8 * high * wide * 4 for high, wide in sides)
-    limits = {"max_reply_bytes": nbytes, "max_queue_bytes": nbytes * 3}
     inputs = [tensor(row) for row in rows(sides)]
-    with serve(configured(SPECS[0]), **{limit: limits[limit]}) as live:
+    more, size, says = {
+        "max_reply_bytes": ([*inputs, tensor(rows([(9, 8)])[0])], nbytes, f"the limit is {nbytes}"),
+        "max_queue_bytes": (inputs * 3, nbytes * 3, "the queue holds"),
+    }[limit]
+    with serve(configured(SPECS[0]), **{limit: size}) as live:
         assert len(arrays_of(post(live, inputs, "conv", format="npz"))) == 3
-        more = [*inputs, tensor(rows([(9, 8)])[0])]
-        many = {"max_queue_bytes": [*inputs * 3]}.get(limit, more)
-        reply = post(live, many, "conv", format="npz")
-        says = "the queue holds" if limit == "max_queue_bytes" else f"the limit is {limits[limit]}"
+        reply = post(live, more, "conv", format="npz")
         assert says in problem(reply, 413)["detail"]
         assert "forward" not in reply.headers["server-timing"]

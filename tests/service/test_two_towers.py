@@ -80,8 +80,8 @@ def save_towers(name: str, folder: Path) -> Towers:
     return Towers(folder, module)
 
 
-def entry(towers: Towers, name: str, **fields: Any) -> ModelSpec:
-    return ModelSpec(name, f"transformers:{towers.folder}", device="cpu", **fields)
+def towers_spec(towers: Towers) -> ModelSpec:
+    return ModelSpec("clip", f"transformers:{towers.folder}", device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Towers:
 
 @pytest.fixture(scope="module")
 def live(serve: Serve, clip: Towers) -> Iterator[Live]:
-    with serve(configured(entry(clip, "clip"))) as live:
+    with serve(configured(towers_spec(clip))) as live:
         yield live
 
 
@@ -130,6 +130,7 @@ def test_pictures_and_texts(live: Live, clip: Towers) -> None:
     close(extract(live, *mixed)[SHARED], both)
 
 
+@pytest.mark.slow
 def test_texts_that_are_filled_up(serve: Serve, tmp_path: Path) -> None:
     """Texts of a model that is given no mask are as long as its table of positions: as SigLIP takes them."""
     towers = save_towers("siglip2", tmp_path)
@@ -137,7 +138,7 @@ def test_texts_that_are_filled_up(serve: Serve, tmp_path: Path) -> None:
     fill = transformers.AutoTokenizer.from_pretrained(tmp_path)
     sentences = [*SENTENCES, "a cat " * POSITIONS]
     rows = fill(sentences, padding="max_length", truncation=True, return_tensors="pt")
-    with serve(configured(entry(towers, "clip"))) as live:
+    with serve(configured(towers_spec(towers))) as live:
         found = extract(live, *({"text": sentence} for sentence in sentences), truncate="end")[SHARED]
         body = {"model": "clip", "inputs": [image(PICTURE)]}
         assert "spatial_shapes" in problem(live.client.post("/extract", json=body), 422)["detail"]
@@ -191,10 +192,11 @@ def test_tensors(live: Live, clip: Towers) -> None:
         close(found[f".[{name}]"], whole[name].numpy())
 
 
+@pytest.mark.slow
 def test_another_class(serve: Serve, tmp_path: Path) -> None:
     """Another class with the same two functions."""
     towers = save_towers("siglip", tmp_path)
-    with serve(configured(entry(towers, "clip"))) as live:
+    with serve(configured(towers_spec(towers))) as live:
         close(extract(live, image(PICTURE))[SHARED], towers.of_picture(PICTURE))
         close(extract(live, {"text": SENTENCES[0]})[SHARED], towers.of_text(SENTENCES[0]))
         close(embed(live, [text64(PICTURE)], modality="image"), unit(towers.of_picture(PICTURE)))
