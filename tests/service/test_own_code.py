@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -14,7 +13,7 @@ import pytest
 from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.logs import JsonFormatter
 from tests.service.conftest import Serve
-from tests.service.support import Json, npy, problem, raw, rows
+from tests.service.support import npy, problem, raw, rows
 
 NET = """
 import torch
@@ -32,12 +31,10 @@ def build():
     {built}
     return Net()
 """
-FORWARDS = {
-    "name": ("y = undefined_name", "NameError"),
-    "shape": ("self.linear(x[:, :3])", "RuntimeError"),
-}
-FACTORIES = {
-    "value": ("raise ValueError('secret of the operator')", "ValueError"),
+FAILURES = {  # code of a factory or a forward, the error's class, and what clients hear beside it
+    "value": ({"built": "raise ValueError('secret of the operator')"}, "ValueError", "own code"),
+    "name": ({"first": "y = undefined_name"}, "NameError", "own forward raised NameError"),
+    "shape": ({"first": "self.linear(x[:, :3])"}, "RuntimeError", "can't take an input of this shape"),
 }
 
 
@@ -65,49 +62,24 @@ def configuration(folder: Path, source: str, **fields: object) -> Configuration:
     return read_configuration(folder / "models.json", before_loading=True)
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[Json]:
-    return [
-        json.loads(JsonFormatter().format(record)) for record in caplog.records if record.name.startswith("layertap")
-    ]
-
-
-def shown_failure(serve: Serve, found: Configuration) -> tuple[str, str]:
-    """What clients are told of a model that can't be loaded: in the list, and where they ask it."""
-    with serve(found) as live:
+@pytest.mark.parametrize("kind", FAILURES)
+def test_code_that_raises(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    """The log has the traceback; clients hear the class, whose code it is, and of a shape only where that may be it."""
+    code, name, said = FAILURES[kind]
+    file = written(tmp_path, f"own_{kind}", **code)
+    with serve(configuration(tmp_path, f"python:{file.stem}:build", required=False)) as live:
         reply = live.client.post("/extract", **raw(npy(rows()), "application/x-npy", layers="linear"))
-        said = problem(reply, 503, seconds=True)
         reason = live.client.get("/models/own").json()["reason"]
-        assert "secret" not in reason + str(said)
+        for shown in (reason, str(problem(reply, 503, seconds=True))):
+            assert name in shown
+            assert said in shown
+            assert ("of this shape" in shown) == (kind == "shape")
+            assert "secret" not in shown
         assert "/" not in reason
-        return reason, str(said)
-
-
-@pytest.mark.parametrize("kind", FACTORIES)
-def test_factory_that_raises(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
-    """The log has the traceback of a factory's error; clients hear its class, and that it is the model's own code."""
-    code, name = FACTORIES[kind]
-    file = written(tmp_path, f"own_factory_{kind}", built=code)
-    for shown in shown_failure(serve, configuration(tmp_path, f"python:{file.stem}:build", required=False)):
-        assert name in shown
-        assert "own code" in shown
-        assert "log" in shown
-    (line,) = [line for line in told(caplog) if line["message"] == "a model could not be loaded"]
+    lines = [json.loads(JsonFormatter().format(each)) for each in caplog.records if each.name.startswith("layertap")]
+    (line,) = [line for line in lines if line["message"] == "a model could not be loaded"]
     assert f'{file}", line' in line["exception"]
-    assert code in line["exception"]
-
-
-@pytest.mark.parametrize("kind", FORWARDS)
-def test_forward_that_raises(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
-    """A bug in a forward is told as such, and as a wrong shape only where it may be one."""
-    code, name = FORWARDS[kind]
-    file = written(tmp_path, f"own_forward_{kind}", first=code)
-    for shown in shown_failure(serve, configuration(tmp_path, f"python:{file.stem}:build", required=False)):
-        assert f"own forward raised {name}" in shown
-        assert ("can't take an input of this shape" in shown) == (kind in ("shape", "value"))
-    (line,) = [line for line in told(caplog) if line["message"] == "a model could not be loaded"]
-    assert re.search(rf"\n{name}: .*\n  {re.escape(str(file))}, line \d+: {re.escape(code)}", line["exception"])
-    assert f'{file}", line' in line["exception"]
-    assert code in line["exception"]
+    assert next(iter(code.values())) in line["exception"]
 
 
 def test_found_first(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

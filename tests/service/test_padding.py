@@ -19,9 +19,8 @@ from tests.service.conftest import Serve
 from tests.service.support import Array, Json, arrays_of, configured, problem, tensor
 from tests.transformers_nets import VOCABULARY, saved
 
-MODELS = ("gpt2", "bert", "classifier", "answering", "convolving", "mixing")
+MODELS = ("gpt2", "bert", "answering", "convolving", "mixing")
 LENGTHS = (5, 3, 8, 13)  # in buckets of 8, 8, 8 and 16 tokens
-HIDDEN = ".[last_hidden_state]"
 TEXTS = [
     torch.randint(4, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in LENGTHS
@@ -55,8 +54,8 @@ def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     folder = tmp_path_factory.mktemp("models")
     # Read again: some buffers are not saved.
     modules = {name: type(saved(name, folder / name)).from_pretrained(folder / name).eval() for name in MODELS}
-    specs = (ModelSpec(name, f"transformers:{folder / name}", device="cpu") for name in MODELS)
-    with serve(configured(*specs)) as live:
+    specs = (ModelSpec(name, f"transformers:{folder / name}", device="cpu", load="lazy") for name in MODELS)
+    with serve(configured(*specs), deadline_s=120) as live:
         yield Server(live, modules)
 
 
@@ -118,7 +117,6 @@ def close(found: Array, wanted: Tensor) -> None:
 BLOCK = {
     "gpt2": "transformer.h.0",
     "bert": "encoder.layer.0",
-    "classifier": "bert.encoder.layer.0",
     "answering": "bert.encoder.layer.0",
     "convolving": "embeddings",
     "mixing": "layers.0",
@@ -179,7 +177,9 @@ CAPTURES: dict[str, tuple[str, Json, Change]] = {
 }
 
 
-@pytest.mark.parametrize("name", CAPTURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "gem" else name for name in CAPTURES]
+)
 def test_captures(server: Server, name: str) -> None:
     """What is captured of a text, pooled or not, has its own tokens and no others, in any company."""
     model, how, made = CAPTURES[name]
@@ -248,11 +248,9 @@ def test_mask_with_gaps(server: Server) -> None:
         assert server.post("bert", [whole], [taken]).status_code == 200
         assert "between -4 and 3" in refused(server, "bert", [whole, text], [taken])
         edit = {**taken, "op": "zero"}
-        assert "between -4 and 3" in refused(server, "bert", [text], [HIDDEN], interventions=[edit])
-    objective = {"kind": "logit", "class": 4}
-    assert "use 0 to 3" in refused(
-        server, "answering", [text], [f"{BLOCK['answering']}:grad_output"], objective=objective
-    )
+        assert "between -4 and 3" in refused(server, "bert", [text], [".[last_hidden_state]"], interventions=[edit])
+    at, objective = f"{BLOCK['answering']}:grad_output", {"kind": "logit", "class": 4}
+    assert "use 0 to 3" in refused(server, "answering", [text], [at], objective=objective)
 
 
 def refused(server: Server, model: str, texts: Sequence[Text], layers: list[Any], **fields: Any) -> str:
@@ -260,33 +258,28 @@ def refused(server: Server, model: str, texts: Sequence[Text], layers: list[Any]
     return f"{found['detail']} / {found['errors'][0].get('hint', '')}"
 
 
-def test_no_position_of_padding(server: Server) -> None:
-    """A position that a text does not have can't be named."""
-    assert "between -5 and 4" in refused(server, "gpt2", [TEXTS[0]], [{"layer": BLOCK["gpt2"], "tokens": [5]}])
-    assert "between -3 and 2" in refused(server, "gpt2", TEXTS, [{"layer": BLOCK["gpt2"], "tokens": [3]}])
-    asked = [f"{BLOCK['answering']}:grad_output"]
-    assert "use 0 to 4" in refused(server, "answering", [TEXTS[0]], asked, objective={"kind": "logit", "class": 5})
-    edit = {"layer": BLOCK["gpt2"], "op": "zero", "tokens": [5]}
-    assert "between -5 and 4" in refused(server, "gpt2", [TEXTS[0]], [".[logits]"], interventions=[edit])
-
-
-def test_position_of_an_objective(server: Server) -> None:
-    """It is one of each text's own tokens, and the classes that were highest there are told."""
+def test_positions(server: Server) -> None:
+    """A position is one of each text's own tokens, never of padding; receipts have the classes that were highest."""
     at = f"{BLOCK['gpt2']}:grad_output"
-
-    def post(position: object, **more: Any) -> Any:
-        return server.post("gpt2", TEXTS, [at], objective={"kind": "logit", "position": position, **more})
-
-    found = post(-1).json()["receipts"][at]["classes"]
+    reply = server.post("gpt2", TEXTS, [at], objective={"kind": "logit", "position": -1})
     outputs = [offline(server.modules["gpt2"], tokens, BLOCK["gpt2"]).output for tokens in TEXTS]
-    assert found == [int(output.logits[0, -1].argmax()) for output in outputs]
+    assert reply.json()["receipts"][at]["classes"] == [int(output.logits[0, -1].argmax()) for output in outputs]
+    token = {"layer": BLOCK["gpt2"], "tokens": [5]}
+    assert "between -5 and 4" in refused(server, "gpt2", TEXTS[:1], [token])
+    assert "between -3 and 2" in refused(server, "gpt2", TEXTS, [token | {"tokens": [3]}])
+    assert "between -5 and 4" in refused(
+        server, "gpt2", TEXTS[:1], [".[logits]"], interventions=[token | {"op": "zero"}]
+    )
     asked: Json = {"kind": "logit", "class": 1}
     assert '"position": -1' in refused(server, "gpt2", TEXTS, [at], objective=asked)
     for position, said in ((3, "between -3 and 2"), (-4, "between -3 and 2"), ([0, 0], "rows and columns")):
         assert said in refused(server, "gpt2", TEXTS, [at], objective={**asked, "position": position})
 
 
-@pytest.mark.parametrize(("model", "op"), [("bert", "replace"), ("gpt2", "add"), ("convolving", "replace")])
+@pytest.mark.parametrize(
+    ("model", "op"),
+    [("bert", "replace"), ("gpt2", "add"), pytest.param("convolving", "replace", marks=pytest.mark.slow)],
+)
 def test_whole_tensors(server: Server, model: str, op: str) -> None:
     """A tensor for a text has the text's own length, whatever the length of a batch is; another length is refused."""
     output = ".[logits]" if model == "gpt2" else ".[last_hidden_state]"

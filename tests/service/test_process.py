@@ -15,18 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import pytest
 
-from layertap.models.digits import spec as digits
 from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT, Process, process
-from tests.service.support import picture
+from tests.service.support import net, npy, rows
 
 END_S = 60
 KEPT, FRESH = 4, 4
-DELAY_S = 2.0
-PATH = "/extract?layers=head"
-HEADERS = {"Content-Type": "image/png"}
+DELAY_S = 1.0
+PATH = "/extract?layers=linear"
+HEADERS = {"Content-Type": "application/x-npy"}
 MOST = 100_000  # requests of a client
+pytestmark = pytest.mark.slow
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Client:
 
     def send(self, port: int, keep: bool) -> None:
         """Send one request after another; whatever goes wrong but a refused connection is raised."""
-        body = picture()
+        body = npy(rows())
         with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=END_S)) as connection:
             for _ in range(MOST):
                 known = connection.sock
@@ -65,11 +66,6 @@ class Client:
         raise AssertionError("the server did not end")
 
 
-def ready(server: Process) -> int:
-    """What a balancer sees."""
-    return httpx.get(f"{server.url}/readyz").status_code
-
-
 @contextmanager
 def hammered(server: Process) -> Iterator[list[Client]]:
     """Clients that send all the time, some over kept connections and some over a new one for each request."""
@@ -84,13 +80,13 @@ def hammered(server: Process) -> Iterator[list[Client]]:
 
 def test_served_until_balancers_know(tmp_path: Path) -> None:
     """After SIGTERM /readyz is 503 and every request is served, until the delay is over; none is reset or lost."""
-    with process([digits()], tmp_path, LAYERTAP_DRAIN_DELAY_S=str(DELAY_S)) as server:
+    with process([net("net", "Gated")], tmp_path, LAYERTAP_DRAIN_DELAY_S=str(DELAY_S)) as server:
         with hammered(server) as clients:
             wait_until(lambda: all(len(client.statuses) > 3 for client in clients))
             assert not any(any(client.endings) for client in clients[:KEPT])
             begun = time.monotonic()
             server.running.send_signal(signal.SIGTERM)
-            wait_until(lambda: ready(server) == 503)
+            wait_until(lambda: httpx.get(f"{server.url}/readyz").status_code == 503)
             counts = [len(client.statuses) for client in clients]
             wait_until(lambda: all(len(client.statuses) > count for client, count in zip(clients, counts, strict=True)))
         assert server.running.wait(END_S) == 0
@@ -122,12 +118,12 @@ def test_application_that_can_not_start() -> None:
 
 def test_asked_again_and_again(tmp_path: Path) -> None:
     """SIGINTs after the delay cancel what is not answered, which is told so; the log has no failure."""
-    with process([digits()], tmp_path, LAYERTAP_DRAIN_DELAY_S="3600") as server:
+    with process([net("net", "Gated")], tmp_path, LAYERTAP_DRAIN_DELAY_S="3600") as server:
         with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), END_S) as connection:
             connection.sendall(b"POST /extract HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{}")
-            assert ready(server) == 200  # so that what came before has been read
+            assert httpx.get(f"{server.url}/readyz").status_code == 200  # so that what came before has been read
             server.running.send_signal(signal.SIGTERM)
-            wait_until(lambda: ready(server) == 503)
+            wait_until(lambda: httpx.get(f"{server.url}/readyz").status_code == 503)
             server.running.send_signal(signal.SIGTERM)
             wait_until(lambda: "stopping" in server.log.read_text())
             for _ in range(4):

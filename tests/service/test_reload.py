@@ -19,7 +19,7 @@ from tests.service.exchanged_models import WAITING, Versions, entry
 from tests.service.gated_server import hold_model, post_rows, wait_until
 from tests.service.load_server import process
 from tests.service.server_process import fatal_model_spec
-from tests.service.support import Json, arrays_of, configured, npy, problem, raw
+from tests.service.support import Json, arrays_of, npy, problem, raw
 
 ROWS = np.ones((1, 4), np.float32)
 
@@ -109,8 +109,11 @@ BROKEN = {
 
 
 def test_broken_file(serve: Serve, versions: Versions) -> None:
-    """A file that makes no sense changes nothing: its places are told, without values and paths."""
-    with serve(versions.write(entry("a", "own")), config=versions.file) as live:
+    """No file, or one that makes no sense, changes nothing: its places are told, without values and paths."""
+    configuration = versions.write(entry("a", "own"))
+    with serve(configuration) as live:
+        assert "no configuration file" in problem(live.client.post("/models/reload"), 409)["detail"]
+    with serve(configuration, config=versions.file) as live:
         fingerprint = ask(live.client, "own").json()["fingerprint"]
         for text, place in BROKEN.items():
             versions.file.write_text(text)
@@ -118,12 +121,6 @@ def test_broken_file(serve: Serve, versions: Versions) -> None:
             assert any(each["detail"].startswith(place) for each in found["errors"]), text
             assert "log" in found["detail"]
         assert ask(live.client, "own").json()["fingerprint"] == fingerprint
-
-
-def test_no_file(serve: Serve) -> None:
-    """Without a configuration file there is nothing to read."""
-    with serve(configured()) as live:
-        assert "no configuration file" in problem(live.client.post("/models/reload"), 409)["detail"]
 
 
 def test_a_change_that_fails(serve: Serve, versions: Versions) -> None:
@@ -175,11 +172,11 @@ def test_names_of_a_model_that_fails(serve: Serve, versions: Versions) -> None:
 def test_two_readings(serve: Serve, versions: Versions, gate: threading.Event) -> None:
     """While models of one reading load the next one waits, no longer than its deadline; then it is in effect, whole."""
     first = entry("a", "first")
-    with serve(versions.write(first, entry("a", "goes")), config=versions.file, deadline_s=2.0) as live:
+    with serve(versions.write(first, entry("a", "goes")), config=versions.file) as live:
         versions.write(first, entry("a", "slow", source=WAITING), aliases={"prod": "slow"}, defaults={"model": "slow"})
-        assert live.client.post("/models/reload").status_code == 202
+        assert live.client.post("/models/reload", headers={"x-request-timeout": "0.5"}).status_code == 202
         versions.write(first, entry("b", "last"), aliases={"prod": "last"}, defaults={"model": "last"})
-        problem(live.client.post("/models/reload"), 504, seconds=True)
+        problem(live.client.post("/models/reload", headers={"x-request-timeout": "0.2"}), 504, seconds=True)
         assert states(live) == {"first": "ready", "goes": "ready", "slow": "loading"}
         gate.set()
         wait_until(lambda: "goes" not in states(live))

@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
 from tests.server import Live
 from tests.service.conftest import Serve
@@ -77,17 +76,11 @@ def test_larger_than_the_budget(serve: Serve) -> None:
         assert states(live) == {"a": "failed"}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_measured(serve: Serve, workers: int) -> None:
     """What a model takes is measured: its weights, and with processes of its own what these have for themselves."""
-    spec = ModelSpec(
-        "large",
-        "python:torch.nn:Linear",
-        args={"in_features": 4, "out_features": LARGE},
-        weights="random:0",
-        device="cpu",
-        inputs=(InputSpec("x", (4,)),),
-    )
+    size = {"in_features": 4, "out_features": LARGE}
+    spec = net("large", "Linear", module="torch.nn", args=size)
     with serve(Configuration((spec,), "large"), workers=workers) as live:
         body, weights = show(live, "large"), 4 * 5 * LARGE
         measured = body["total_memory_bytes"]
@@ -104,26 +97,26 @@ def test_idle_timeout(serve: Serve) -> None:
         net("start", "Gated"),
     )
     with serve(configured(*specs), model_idle_timeout_s=0.1) as live:
-        for _ in range(2):
-            for name in ("patient", "lazy", "own"):
-                assert post_rows(live, model=name).status_code == 200
-            wait_until(lambda: states(live)["lazy"] == states(live)["own"] == "available")
-            assert [states(live)[name] for name in ("patient", "start", "digits")] == ["ready"] * 3
-            assert live.client.get("/readyz").json() == {"status": "ready"}
+        for name in ("patient", "lazy", "own"):
+            assert post_rows(live, model=name).status_code == 200
+        wait_until(lambda: states(live)["lazy"] == states(live)["own"] == "available")
+        assert [states(live)[name] for name in ("patient", "start", "digits")] == ["ready"] * 3
+        assert live.client.get("/readyz").json() == {"status": "ready"}
+        assert post_rows(live, model="lazy").status_code == 200
 
 
-@pytest.mark.parametrize(("setting", "statuses"), [("required", (503, 200)), ("all", (503, 503)), ("any", (200, 200))])
-def test_ready_when(serve: Serve, setting: str, statuses: tuple[int, int]) -> None:
-    """A setting decides what a model means that failed at the start, required or not; ``/readyz`` tells its kind."""
-    for required, status in zip((True, False), statuses, strict=True):
-        specs = (net("good", "Gated"), net("never", "Never", required=required))
-        with serve(Configuration(specs, "good"), wait=False, ready_when=setting) as live:
-            wait_until(lambda live=live: "are loading" not in live.client.get("/readyz").text)  # type: ignore[misc]
-            reply = live.client.get("/readyz")
-            assert reply.status_code == status
-            assert "code" in (reply.json()["failed"] if status == 200 else reply.json()["detail"])
+@pytest.mark.parametrize(("setting", "status"), [("required", 503), ("all", 503), ("any", 200)])
+def test_ready_when(serve: Serve, setting: str, status: int) -> None:
+    """A setting decides what a model means that failed at the start; ``/readyz`` tells its kind."""
+    specs = (net("good", "Gated"), net("never", "Never", required=True))
+    with serve(Configuration(specs, "good"), wait=False, ready_when=setting) as live:
+        wait_until(lambda: "are loading" not in live.client.get("/readyz").text)
+        reply = live.client.get("/readyz")
+        assert reply.status_code == status
+        assert "code" in (reply.json()["failed"] if status == 200 else reply.json()["detail"])
 
 
+@pytest.mark.slow
 def test_loading_beside_a_slow_host(serve: Serve, tmp_path: Path) -> None:
     """A model whose factory waits, in a process of its own, keeps no other from being loaded there, and answering."""
     gate = tmp_path / "gate"

@@ -15,12 +15,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import httpx
 import pytest
 
 from tests.server import CACHE
+from tests.service.cli.commands import Command
 from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT
 from tests.service.support import Json
@@ -46,25 +46,8 @@ def environment(**variables: str) -> dict[str, str]:
     return {**bare, "LAYERTAP_CACHE_DIR": str(CACHE), "PYTHONPATH": str(ROOT), "COLUMNS": "200", **variables}
 
 
-def command(*words: str) -> list[str]:
+def words_of(*words: str) -> list[str]:
     return [sys.executable, "-m", "layertap", *words]
-
-
-@contextmanager
-def start(words: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process that is ended with the block, however that ends: an error in it is not waited away."""
-    with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True, **options) as running:
-        try:
-            yield running
-        finally:
-            running.kill()
-
-
-def run(*words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """A command's status and what it says; nobody sits before it."""
-    return subprocess.run(
-        command(*words), cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
 
 
 def models(folder: Path, *entries: Json) -> str:
@@ -79,35 +62,38 @@ def test_taken_port(torchless: dict[str, str]) -> None:
     """A port that is taken is told in a line, with what to type instead, before torch is imported."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        done = run("serve", "--port", str(port), env=torchless)
+        words = words_of("serve", "--port", str(port))
+        done = subprocess.run(words, cwd=ROOT, env=torchless, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert f"127.0.0.1:{port} is taken" in line
     assert "--port" in line
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_asked_to_end_at_once(torchless: dict[str, str], tmp_path: Path, number: signal.Signals) -> None:
+def test_asked_to_end_at_once(torchless: dict[str, str], tmp_path: Path) -> None:
     """A server that is asked to end while it still reads its configuration does, with status 0 and without a word."""
     config = tmp_path / "models.yaml"
     os.mkfifo(config)
-    words = command("serve", "--port", "0", "--config", str(config))
-    with (
-        start(words, env=torchless) as running,
-        config.open("w"),  # which waits for the server to read
-    ):
-        running.send_signal(number)
-        assert running.stderr is not None
-        assert running.stderr.read() == ""
-        assert running.wait(END_S) == 0
+    words = words_of("serve", "--port", "0", "--config", str(config))
+    with subprocess.Popen(words, cwd=ROOT, env=torchless, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            with config.open("w"):  # which waits for the server to read
+                running.send_signal(signal.SIGTERM)
+                assert running.stderr is not None
+                assert running.stderr.read() == ""
+                assert running.wait(END_S) == 0
+        finally:
+            running.kill()
 
 
-def test_check(tmp_path: Path) -> None:
+def test_check(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """``check`` loads every model and says what became of each; what would be downloaded for a lazy one is left out."""
     lazy = {"name": "later", "source": "torchvision:resnet18", "load": "lazy"}
-    done = run("check", "--config", models(tmp_path, CHAIN, lazy, BROKEN), env=environment())
-    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
-    said = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    monkeypatch.setenv("LAYERTAP_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("LAYERTAP_WORKERS", "0")
+    done = command("check", "--config", models(tmp_path, CHAIN, lazy, BROKEN))
+    assert (done.status, "Traceback" in done.notes) == (2, False)
+    said = dict(line.split(": ", 1) for line in done.out.splitlines())
     assert said.pop("chain").startswith("ready on cpu")
     assert said.pop("later").startswith("not loaded")
     assert {name: each.partition(":")[0] for name, each in said.items()} == {"broken": "failed"}
@@ -130,13 +116,12 @@ class Terminal:
 
 
 @contextmanager
-def terminal(*words: str, **variables: str) -> Iterator[Terminal]:
+def terminal(*words: str) -> Iterator[Terminal]:
     """A command on a terminal of its own."""
     ours, theirs = pty.openpty()
-    settings = environment(TERM="xterm-256color", **variables)
-    with subprocess.Popen(
-        command(*words), cwd=ROOT, env=settings, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
-    ) as running:
+    ends = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    env = environment(TERM="xterm-256color")
+    with subprocess.Popen(words_of(*words), cwd=ROOT, env=env, start_new_session=True, **ends) as running:  # type: ignore[call-overload]
         os.close(theirs)
         shown = Terminal(running, bytearray())
         reader = Thread(target=_read, args=(ours, shown.data))
@@ -155,6 +140,7 @@ def _read(descriptor: int, data: bytearray) -> None:
             data += part
 
 
+@pytest.mark.slow
 def test_on_a_terminal() -> None:
     """A person is told what is loaded, then where the server is, and what it has."""
     with terminal("serve", "--port", "0") as shown:
