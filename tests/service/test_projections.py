@@ -20,7 +20,6 @@ from layertap.models.selection import projections
 from layertap.models.spec import ModelSpec
 from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.config.file import ConfigError
-from layertap_client import Client
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.digits_reference import copy_digits, forward, random_images
@@ -79,11 +78,6 @@ class Nets:
         body = {"model": model, "layers": layers, "inputs": inputs, "encoding": "base64", **more}
         return arrays_of(self.live.client.post("/extract", json=body))
 
-    def refuse(self, layers: list[Any], **more: Any) -> str:
-        body = {"layers": layers, "inputs": [tensor(IMAGES[0])], **more}
-        (fault,) = problem(self.live.client.post("/extract", json=body), 422)["errors"]
-        return f"{fault['pointer']}: {fault['detail']}; {fault.get('hint')}"
-
     def digest(self, layer: Json, **more: Any) -> str:
         body = {"layers": [layer], "inputs": [tensor(IMAGES[0])], **more}
         fingerprint: str = self.live.client.post("/extract", json=body).headers["x-layertap-fingerprint"]
@@ -141,18 +135,6 @@ def test_probe(nets: Nets, project: Any) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
-
-
-def test_client(nets: Nets) -> None:
-    """The Python client takes the parameters of a layer, as of an intervention's tensors."""
-    square = made(64, 64, 6)
-    layers = [{"layer": "block3", "project": {"weight": PROBE.weight, "bias": PROBE.bias}}]
-    changes = [{"layer": "block3", "op": "replace", "project": [{"weight": square.weight}]}]
-    with Client(nets.live.url) as client:
-        found = client.extract(list(IMAGES), layers=layers, interventions=changes)["block3"]
-    maps = forward(nets.digits, torch.from_numpy(IMAGES), "block3").movedim(1, -1)
-    wanted = PROBE(maps @ square.weight.T).movedim(-1, 1)
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_features_of_texts(nets: Nets) -> None:
@@ -235,46 +217,46 @@ def test_several_in_one_forward(serve: Serve) -> None:
         np.testing.assert_allclose(arrays_of(reply.result())["conv"], value.detach(), rtol=1e-4, atol=1e-5)
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    "channels": (
-        [{"weight": sent(torch.ones(4, 32))}],
-        "step 0 of 'project' takes 32 channels, and 'block3' has 64; a ",
+REFUSED: list[tuple[Any, str]] = [  # a projection, and the beginning of what is said
+    ({"weight": sent(torch.ones(4, 32))}, "step 0 of 'project' takes 32 channels, and 'block3' has 64; a "),
+    ([step(PROBE), step(made(6, 2, 0))], "step 1 of 'project' takes 6 channels, and step 0 gives 5; a weight"),
+    ("/etc/passwd", "the model has no projection '/etc/passwd'; did you mean 'probe'?"),
+    ({"weight": sent(PROBE.weight), "bias": sent(torch.ones(4))}, "a linear map has no weight and bias of"),
+    ({"name": "probe", "bias": sent(torch.ones(5))}, "a step takes a 'name', or a 'weight', a 'bias' or both"),
+    ({"bias": sent(torch.full((64,), torch.nan))}, "the input holds NaN or infinite values; "),
+]
+PUT: Json = {"layer": "block3", "op": "replace", "project": "probe"}
+WEIGHTS = sent(torch.ones(270_000, 16, dtype=torch.uint8))
+REFUSED_REQUESTS: list[tuple[Json, str]] = [
+    ({"interventions": [PUT]}, "/interventions/0: 'project' gives 5 channels, and 'block3' has 64; "),
+    ({"interventions": [PUT | {"value": 1}]}, "/interventions/0: op 'replace' takes 'value' or a projection, not both"),
+    ({"interventions": [PUT | {"op": "relu"}]}, "/interventions/0: op 'relu' takes no 'project'"),
+    (
+        {"layers": [{"layer": "block1", "project": {"weight": WEIGHTS}, "pool": "mean"}]},
+        "/layers/0: 'project' makes 1105920000 bytes of 'block1' for each input, the limit is 1073741824",
     ),
-    "chain": ([step(PROBE), step(made(6, 2, 0))], "step 1 of 'project' takes 6 channels, and step 0 gives 5; a weight"),
-    "name": ("prob", "the model has no projection 'prob'; did you mean 'probe'?"),
-    "path": ("/etc/passwd", "the model has no projection '/etc/passwd'; did you mean 'probe'?"),
-    "bias": ({"weight": sent(PROBE.weight), "bias": sent(torch.ones(4))}, "a linear map has no weight and bias of"),
-    "both": ({"name": "probe", "bias": sent(torch.ones(5))}, "a step takes a 'name', or a 'weight', a 'bias' or both"),
-    "none": ({}, "a step takes a 'name', or a 'weight', a 'bias' or both; send either"),
-    "nan": ({"bias": sent(torch.full((64,), torch.nan))}, "the input holds NaN or infinite values; "),
-}
+    (
+        {"layers": [{"layer": f"{BLOCK}.attn:attention", "project": "encoder"}], "model": "gpt2"},
+        f"/layers/0: '{BLOCK}.attn' has no axis for 'project'; leave 'project' out",
+    ),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_projections(nets: Nets, case: str) -> None:
-    """Before any forward, at the layer's place in the request."""
-    project, said = REFUSED[case]
-    assert nets.refuse([{"layer": "block3", "project": project}]).startswith(f"/layers/0: {said}")
+def test_refused(nets: Nets) -> None:
+    """Before any forward, at the place in the request."""
+    cases = [({"layers": [{"layer": "block3", "project": each}]}, f"/layers/0: {said}") for each, said in REFUSED]
+    for fields, said in [*cases, *REFUSED_REQUESTS]:
+        inputs = [{"tokens": [4, 5]}] if "model" in fields else [tensor(IMAGES[0])]
+        reply = nets.live.client.post("/extract", json={"layers": ["head"], "inputs": inputs, **fields})
+        (fault,) = problem(reply, 422)["errors"]
+        assert f"{fault['pointer']}: {fault['detail']}; {fault.get('hint')}".startswith(said)
 
 
-def test_other_refusals(nets: Nets) -> None:
-    """What is put in has to have the value's channels; a reply is limited by what a projection gives."""
-    change = {"layer": "block3", "op": "replace", "project": "probe"}
-    said = "/interventions/0: 'project' gives 5 channels, and 'block3' has 64; "
-    assert nets.refuse(["head"], interventions=[change]).startswith(said)
-    change = {"layer": "block3", "op": "replace", "project": "probe", "value": 1}
-    assert "op 'replace' takes 'value' or a projection, not both" in nets.refuse(["head"], interventions=[change])
-    change = {"layer": "block3", "op": "relu", "project": "probe"}
-    assert "op 'relu' takes no 'project'" in nets.refuse(["head"], interventions=[change])
+def test_size_of_a_reply(nets: Nets) -> None:
+    """A reply is limited by what a projection gives."""
     wide = {"layer": "block1", "project": {"weight": sent(torch.ones(60_000, 16))}}
     reply = nets.live.client.post("/extract", json={"layers": [wide], "inputs": [tensor(IMAGES[0])]})
     assert "the reply would have about" in problem(reply, 413)["detail"]
-    flat = {"weight": tensor(np.ones((270_000, 16), np.uint8))["tensor"]}
-    said = "/layers/0: 'project' makes 1105920000 bytes of 'block1' for each input, the limit is 1073741824"
-    assert nets.refuse([{"layer": "block1", "project": flat, "pool": "mean"}]).startswith(said)
-    attention = [{"layer": f"{BLOCK}.attn:attention", "project": "encoder"}]
-    said = nets.refuse(attention, model="gpt2", inputs=[{"tokens": [4, 5]}])
-    assert said == f"/layers/0: '{BLOCK}.attn' has no axis for 'project'; leave 'project' out"
 
 
 @pytest.mark.parametrize("limit", ["MAX_WEIGHTS", "MAX_PRODUCTS"])

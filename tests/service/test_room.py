@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from layertap.service.config.configuration import Configuration
+from layertap.service.engine.models import model_manager
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.exchanged_models import ALLOW, GATED_BYTES, WAITING, Versions, entry, fingerprint, put
@@ -21,6 +22,12 @@ from tests.service.gated_server import hold_model, post_rows, wait_until
 from tests.service.support import Json, configured, net, problem
 
 LARGE, OVERHEAD_BYTES = 400_000, 200 * 2**20
+
+
+@pytest.fixture(autouse=True)
+def _tidy_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is to go goes soon."""
+    monkeypatch.setattr(model_manager, "TIDY_INTERVAL_S", 0.05)
 
 
 def lazy(*names: str, **fields: Any) -> Configuration:
@@ -105,10 +112,12 @@ def test_idle_timeout(serve: Serve) -> None:
         assert post_rows(live, model="lazy").status_code == 200
 
 
-@pytest.mark.parametrize(("setting", "status"), [("required", 503), ("all", 503), ("any", 200)])
-def test_ready_when(serve: Serve, setting: str, status: int) -> None:
-    """A setting decides what a model means that failed at the start; ``/readyz`` tells its kind."""
-    specs = (net("good", "Gated"), net("never", "Never", required=True))
+@pytest.mark.parametrize(
+    ("setting", "required", "status"), [("required", True, 503), ("all", False, 503), ("any", True, 200)]
+)
+def test_ready_when(serve: Serve, setting: str, required: bool, status: int) -> None:
+    """A setting decides what a model means that failed at the start, required or not; ``/readyz`` tells its kind."""
+    specs = (net("good", "Gated"), net("never", "Never", required=required))
     with serve(Configuration(specs, "good"), wait=False, ready_when=setting) as live:
         wait_until(lambda: "are loading" not in live.client.get("/readyz").text)
         reply = live.client.get("/readyz")
