@@ -136,11 +136,3 @@ class Numbers(nn.Module):
         for layer in (self.logs, self.roots, self.zeros, self.large):
             layer(means)
         return means
-
-
-class Squeezed(OneNumber):
-    """The same without an axis of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(rows,)."""
-        return super().forward(x)[:, 0]

@@ -10,7 +10,6 @@ import httpx
 import numpy as np
 import openai
 import pytest
-import torch
 from openai import OpenAI
 
 from layertap.models.spec import InputSpec, PreprocessSpec
@@ -18,15 +17,11 @@ from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.support import (
     Json,
-    arrays_of,
     configured,
-    copy_module,
     encode,
     image,
     metadata,
     net,
-    problem,
-    tensor,
     text64,
 )
 
@@ -106,40 +101,3 @@ def test_embeddings(numbers: Live) -> None:
                 with pytest.raises(openai.BadRequestError, match=what) as caught:
                     client.embeddings.create(model=f"numbers:{layer}", input=uris, **more)  # type: ignore[arg-type]
                 assert caught.value.param == f"input[{index}]"
-
-
-X = np.random.default_rng(1).normal(size=(3, 1, 2, 2)).astype(np.float32)
-KINDS = ("OneNumber", "Squeezed")
-
-
-@pytest.fixture(scope="module")
-def scoring(serve: Serve) -> Iterator[Live]:
-    """Models with one score a row, (rows, 1) or (rows,): what softmax says of it is no objective, the rest works."""
-    with serve(configured(*(net(kind, kind, InputSpec("x", (1, 2, 2)), module=NETS) for kind in KINDS))) as live:
-        yield live
-
-
-def score(live: Live, path: str, model: str, **body: Any) -> httpx.Response:
-    return live.client.post(path, json={"model": model, "inputs": [tensor(row) for row in X], **body})
-
-
-@pytest.mark.parametrize("model", KINDS)
-def test_gradients(scoring: Live, model: str) -> None:
-    """The score and its sigmoid have gradients."""
-    for objective in ({"kind": "binary"}, {}):
-        rows = torch.from_numpy(X).requires_grad_()
-        scores = copy_module(scoring, model)(rows)
-        (wanted,) = torch.autograd.grad((scores.sigmoid() if objective else scores).sum(), rows)
-        reply = score(scoring, "/extract", model, layers=[".:grad_input"], objective=objective)
-        np.testing.assert_allclose(arrays_of(reply)[".:grad_input"], wanted, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("model", KINDS)
-def test_constant(scoring: Live, model: str) -> None:
-    """What is by softmax is the same for all inputs, and refused with what to use instead."""
-    for path, what in (("/extract", {"layers": [".:grad_input"]}), ("/explain", {"method": "saliency"})):
-        for kind in ("probability", "kl_div"):
-            found = problem(score(scoring, path, model, objective={"kind": kind}, **what), 422)["errors"][0]
-            assert found["pointer"] == "/objective"
-            assert '"logit"' in found["hint"]
-            assert '"binary"' in found["hint"]

@@ -30,6 +30,8 @@ ENDS: dict[str, tuple[Convert, str, Convert]] = {
     "labels": (torch.sigmoid, "probabilities", lambda out: out),
     "shares": (lambda x: x.clamp(0.1, 0.9), "logits", lambda out: out.softmax(1)),  # no probabilities
     "label": (lambda x: x[:, 0].sigmoid(), "probabilities", lambda out: out),  # a lone score without an axis
+    "score": (lambda x: x[:, 0], "logits", torch.sigmoid),
+    "column": (lambda x: x[:, :1], "logits", torch.sigmoid),
 }
 OBJECTIVES: dict[str, tuple[Json, Convert]] = {
     "probability": ({"terms": [[1, 0], [-2, CLASS]]}, lambda p: p[:, 0] - 2 * p[:, CLASS]),
@@ -72,7 +74,7 @@ def check_gradient(live: Live, name: str, objective: Json, compute: Convert) -> 
     np.testing.assert_allclose(arrays_of(reply)[".:grad_input"], wanted, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", [name for name in ENDS if name != "label"])
+@pytest.mark.parametrize("name", [name for name in ENDS if name not in ("label", "score", "column")])
 def test_gradients(ending: Live, name: str) -> None:
     """What a model returns is recognized, and each objective is of its probabilities."""
     _, outputs, convert = ENDS[name]
@@ -99,6 +101,19 @@ def test_a_lone_sigmoid(ending: Live) -> None:
     """It is a probability that changes with the input, and is taken as it is."""
     for kind in ("probability", "binary"):
         check_gradient(ending, "label", {"kind": kind}, lambda out: out)
+
+
+@pytest.mark.parametrize("name", ["score", "column"])
+def test_a_lone_score(ending: Live, name: str) -> None:
+    """It has a gradient, and so has its sigmoid; what is by softmax is the same for all inputs, and refused."""
+    check_gradient(ending, name, {}, lambda out: out)
+    check_gradient(ending, name, {"kind": "binary"}, torch.sigmoid)
+    for path, what in (("/extract", {"layers": [".:grad_input"]}), ("/explain", {"method": "saliency"})):
+        for kind in ("probability", "kl_div"):
+            found = problem(ask(ending, path, name, objective={"kind": kind}, **what), 422)["errors"][0]
+            assert found["pointer"] == "/objective"
+            assert '"logit"' in found["hint"]
+            assert '"binary"' in found["hint"]
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean':UserWarning")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import http.client
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,7 @@ import httpx
 import pytest
 
 from tests.service.gated_server import wait_until
-from tests.service.load_server import ROOT, Process, process
+from tests.service.load_server import Process, process
 from tests.service.support import net, npy, rows
 
 END_S = 60
@@ -95,25 +93,6 @@ def test_served_until_balancers_know(tmp_path: Path) -> None:
         assert client.refused - begun >= DELAY_S
     assert all(client.reused for client in clients[:KEPT])
     assert all(client.endings[-1] for client in clients[:KEPT])
-
-
-BROKEN = """
-from layertap.service.http.protocol import make_server_config
-from layertap.service.http.sockets import bind
-from layertap.service.process import Server
-from layertap.service.settings import Settings
-
-async def app(scope, receive, send):
-    raise RuntimeError("never well")
-
-Server(make_server_config(app, Settings()), lambda: True, lambda: None).run_until_stopped(bind("127.0.0.1", 0))
-"""
-
-
-def test_application_that_can_not_start() -> None:
-    """An application that fails as it starts is not served, and the process says so by its status."""
-    done = subprocess.run([sys.executable, "-c", BROKEN], cwd=ROOT, timeout=END_S)
-    assert done.returncode == 70
 
 
 def test_asked_again_and_again(tmp_path: Path) -> None:

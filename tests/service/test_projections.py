@@ -78,11 +78,6 @@ class Nets:
         body = {"model": model, "layers": layers, "inputs": inputs, "encoding": "base64", **more}
         return arrays_of(self.live.client.post("/extract", json=body))
 
-    def digest(self, layer: Json, **more: Any) -> str:
-        body = {"layers": [layer], "inputs": [tensor(IMAGES[0])], **more}
-        fingerprint: str = self.live.client.post("/extract", json=body).headers["x-layertap-fingerprint"]
-        return fingerprint
-
     def run(self, tokens: list[int], change: Callable[[Tensor], Tensor] = lambda x: x) -> tuple[Tensor, Tensor]:
         """What leaves the block, changed, and the scores after that."""
         seen: list[Tensor] = []
@@ -274,22 +269,19 @@ def test_bounded_work(nets: Nets, monkeypatch: pytest.MonkeyPatch, limit: str) -
 
 def test_fingerprints(nets: Nets) -> None:
     """A projection counts by its numbers, weight, bias and activation, not by its name."""
-    other = made(64, 5, 4)
-    projects: list[Any] = [
-        "probe",
-        {"weight": sent(PROBE.weight)},
-        {"weight": sent(PROBE.weight), "bias": sent(other.bias)},
-        step(other),
-        {"name": "probe", "relu": True},
-    ]
-    found = [nets.digest({"layer": "block3", "project": each}) for each in projects]
-    found.append(nets.digest({"layer": "block3"}))
-    assert len(set(found)) == len(found)
-    assert nets.digest({"layer": "block3", "project": step(PROBE)}) == found[0]
-    squares = [step(made(64, 64, seed)) for seed in (1, 2)]
-    changes = [[{"layer": "block3", "op": "replace", "project": each}] for each in squares]
-    changed = [nets.digest({"layer": "head"}, interventions=each) for each in changes]
-    assert len({*changed, nets.digest({"layer": "head"})}) == 3
+
+    def digest(**body: Any) -> str:
+        reply = nets.live.client.post("/extract", json={"inputs": [tensor(IMAGES[0])], **body})
+        fingerprint: str = reply.headers["x-layertap-fingerprint"]
+        return fingerprint
+
+    weight, other = {"weight": sent(PROBE.weight)}, made(64, 5, 4)
+    projects = ["probe", weight, {**weight, "bias": sent(other.bias)}, step(other), {"name": "probe", "relu": True}]
+    found = [digest(layers=[{"layer": "block3", "project": each}]) for each in projects]
+    changes = [{"layer": "block3", "op": "replace", "project": step(made(64, 64, seed))} for seed in (1, 2)]
+    changed = [digest(layers=["block3"], interventions=each) for each in ([], *([change] for change in changes))]
+    assert len({*found, *changed}) == len(found) + len(changed)
+    assert digest(layers=[{"layer": "block3", "project": step(PROBE)}]) == found[0]
 
 
 def test_files_that_are_no_projection(tmp_path: Path) -> None:

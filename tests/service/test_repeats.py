@@ -209,10 +209,11 @@ TEXTS = {
 
 @pytest.fixture(scope="module")
 def texts(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("texts")
-    modules = {name: seeded(make(), 0).eval() for name, make in TEXTS.items()}
-    for name, module in modules.items():
+    folder, modules = tmp_path_factory.mktemp("texts"), dict[str, Any]()
+    for name, make in TEXTS.items():
+        module = seeded(make(), 0)
         module.save_pretrained(folder / name)
+        modules[name] = type(module).from_pretrained(folder / name).eval()  # read again: some buffers are not saved
     specs = [ModelSpec(name, f"transformers:{folder / name}", device="cpu", load="lazy") for name in TEXTS]
     with serve(configured(*specs), deadline_s=120) as live:
         yield live, modules

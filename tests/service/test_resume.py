@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -41,29 +40,6 @@ def test_reply_is_the_next_body(live: Live, whole: dict[str, Array], form: str) 
     )
     check(arrays_of(reply), whole)
     assert {receipt["resumed"] for receipt in reply.json()["receipts"].values()} == {"block1"}
-
-
-def test_in_company(live: Live, whole: dict[str, Array]) -> None:
-    """Whoever goes on from a layer shares forwards with nobody who does not, and gets what it gets alone."""
-    bodies = [
-        {"inputs": [tensor(row) for row in whole["block1"]], "layers": REST, "resume": "block1"},
-        {"inputs": [tensor(whole["block2"][1])], "layers": ["head"], "resume": "block2"},
-        {"inputs": INPUTS, "layers": REST},
-        {
-            "inputs": [tensor(whole["block2"][0])],
-            "layers": ["block2:grad_output"],
-            "resume": "block2",
-            "objective": {"kind": "logit", "class": 3},
-        },
-    ]
-    alone = [arrays_of(extract(live, **body, isolated=True)) for body in bodies]
-    with ThreadPoolExecutor(8) as pool:
-        replies = list(pool.map(lambda body: extract(live, **body), bodies * 8))
-    for place, reply in enumerate(replies):
-        for key, value in arrays_of(reply).items():
-            np.testing.assert_allclose(value, alone[place % len(bodies)][key], rtol=1e-4, atol=1e-5)
-    model = live.client.get("/models/digits").json()
-    assert model["hooks"] == 0
 
 
 def bad(live: Live, whole: dict[str, Array], **body: Any) -> str:

@@ -61,18 +61,6 @@ def folders(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield Folders(live, folder)
 
 
-def embed_lines(command: Command, folder: Path, *words: str | Path) -> dict[str, list[object]]:
-    """What a bulk job writes for the sentences, one a line, and for a line that is none."""
-    lines = [json.dumps({"id": f"d{number}", "text": text}) for number, text in enumerate(SENTENCES)]
-    (folder / "texts.jsonl").write_text("\n".join([*lines, '{"id": "d4"}', ""]), encoding="utf-8")
-    out = folder / "out.parquet"
-    done = command("bulk", folder / "texts.jsonl", "--column", "text", "--out", out, *words)
-    assert (done.status, "4: has no picture or text" in done.notes) == (0, True), done.notes
-    rows = read(out)
-    assert rows["key"] == ["0", "1", "2", "3", "4"]
-    return {name: column[:4] for name, column in rows.items()}
-
-
 @pytest.mark.parametrize("name", ["prompts", *SLOW])
 def test_as_the_library(folders: Folders, command: Command, tmp_path: Path, name: str) -> None:
     """Short, long and empty texts, beside each other: what ``encode`` gives, and of length 1 in the other dialect."""
@@ -81,8 +69,13 @@ def test_as_the_library(folders: Folders, command: Command, tmp_path: Path, name
     np.testing.assert_allclose(folders.extract(name), expected, atol=1e-5)
     np.testing.assert_allclose(folders.embed(name), folders.encode(name, normalize_embeddings=True), atol=1e-5)
     if name == "several":
-        rows = embed_lines(command, tmp_path, "--model", name, "--url", folders.live.url)
-        np.testing.assert_allclose(np.array(rows["sentence_embedding"]), expected, atol=1e-5)
+        lines = [json.dumps({"id": f"d{number}", "text": text}) for number, text in enumerate(SENTENCES)]
+        source, out = tmp_path / "texts.jsonl", tmp_path / "out.parquet"
+        source.write_text("\n".join([*lines, '{"id": "d4"}', ""]), encoding="utf-8")
+        words = ("--column", "text", "--out", out, "--model", name, "--url", folders.live.url)
+        done = command("bulk", source, *words)
+        assert (done.status, "4: has no picture or text" in done.notes) == (0, True), done.notes
+        np.testing.assert_allclose(np.array(read(out)["sentence_embedding"][:4]), expected, atol=1e-5)
     body = folders.live.client.get(f"/models/{name}").json()
     assert (body["embedding"], body["text"]["max_tokens"]) == ("sentence_embedding", LIMIT)
     assert "modules.json" in body["embedding_choice"]["reason"]

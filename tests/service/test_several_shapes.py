@@ -152,24 +152,6 @@ def test_gradients(local: Live) -> None:
     assert reply.json()["receipts"]["head:grad_input"]["classes"] == classes
 
 
-def test_dry_run(local: Live) -> None:
-    """A dry run promises what the reply has."""
-    inputs, layers = list(map(tensor, ROWS)), ["conv", {"layer": "conv", "stats": True, "as": "s"}, "head"]
-    promised = post(local, inputs, *layers, dry_run="true").json()
-    reply = post(local, inputs, *layers)
-    features = reply.json()["features"]
-    assert {name: entry["shape"] for name, entry in promised["features"].items()} == {
-        name: entry["shape"] for name, entry in features.items()
-    }
-    assert list(promised["features"]) == list(features)
-    arrays = arrays_of(reply)
-    assert promised["bytes"] == sum(array.nbytes for array in arrays.values())
-    assert {name: entry["bytes"] for name, entry in promised["features"].items()} == {
-        name: array.nbytes for name, array in arrays.items()
-    }
-    assert (promised["rows"], promised["fingerprint"]) == (5, reply.json()["fingerprint"])
-
-
 def test_shapes_that_the_model_refuses(local: Live) -> None:
     """They fail the request, which names the input; or are left out, where that is asked for."""
     good = [tensor(row) for row in rows([(32, 32)] * 3)]

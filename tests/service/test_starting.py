@@ -10,18 +10,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 
 import httpx
 import pytest
 
 from tests.server import CACHE
 from tests.service.cli.commands import Command
-from tests.service.gated_server import wait_until
+from tests.service.cli.terminal import strip_escapes
 from tests.service.load_server import ROOT
 from tests.service.support import Json
 
@@ -30,7 +27,6 @@ NET = {"source": "python:tests.nets:Chain", "weights": "random:0", "device": "cp
 INPUTS = [{"name": "x", "shape": [3, 8, 8]}]
 CHAIN: Json = {"name": "chain", **NET, "inputs": INPUTS}
 BROKEN: Json = {"name": "broken", "source": "torchvision:resnet18", "weights": "broken.safetensors"}
-STYLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @pytest.fixture
@@ -99,62 +95,37 @@ def test_check(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
     assert {name: each.partition(":")[0] for name, each in said.items()} == {"broken": "failed"}
 
 
-@dataclass
-class Terminal:
-    """What a process has written to a terminal, without colours, and the process."""
-
-    running: subprocess.Popen[bytes]
-    data: bytearray
-
-    @property
-    def text(self) -> str:
-        return STYLE.sub("", self.data.decode(errors="replace")).replace("\r", "")
-
-    def shows(self, words: str) -> None:
-        wait_until(lambda: words in self.text or self.running.poll() is not None)
-        assert words in self.text, self.text
-
-
-@contextmanager
-def terminal(*words: str) -> Iterator[Terminal]:
-    """A command on a terminal of its own."""
-    ours, theirs = pty.openpty()
-    ends = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    env = environment(TERM="xterm-256color")
-    with subprocess.Popen(words_of(*words), cwd=ROOT, env=env, start_new_session=True, **ends) as running:  # type: ignore[call-overload]
-        os.close(theirs)
-        shown = Terminal(running, bytearray())
-        reader = Thread(target=_read, args=(ours, shown.data))
-        reader.start()
-        try:
-            yield shown
-        finally:
-            running.kill()
-            reader.join()
-            os.close(ours)
-
-
-def _read(descriptor: int, data: bytearray) -> None:
-    with suppress(OSError):  # how Linux says that nobody writes any more
-        while part := os.read(descriptor, 4096):
-            data += part
-
-
 @pytest.mark.slow
 def test_on_a_terminal() -> None:
     """A person is told what is loaded, then where the server is, and what it has."""
-    with terminal("serve", "--port", "0") as shown:
-        shown.shows("is loading torch, then digits")
-        shown.shows("Ctrl+C")
-        text = shown.text
-        (url,) = re.findall(r"is ready on (http://127\.0\.0\.1:\d+)\n", text)
-        assert re.search(r"models +digits +ready +cpu, the default\n", text)
-        assert re.search(r"keys +not needed", text)
-        assert "/docs says what to send" in text
-        assert "{" not in text.partition("is ready on")[0]
-        assert httpx.get(f"{url}/models").status_code == 200
-        shown.shows("GET /models 200")
-        shown.running.send_signal(signal.SIGINT)
-        assert shown.running.wait(END_S) == 0
-        assert "Traceback" not in shown.text
-        assert "serving for" not in shown.text
+    ours, theirs = pty.openpty()
+    ends = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    words, env, data = words_of("serve", "--port", "0"), environment(TERM="xterm-256color"), bytearray()
+
+    def read_until(words: str | None) -> str:
+        """What it has shown, without colours, once these words are there, or once it has ended."""
+        with suppress(OSError):  # how Linux says that nobody writes any more
+            while words is None or words not in strip_escapes(data.decode(errors="replace")):
+                data.extend(os.read(ours, 4096))
+        return strip_escapes(data.decode(errors="replace"))
+
+    with subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **ends) as running:  # type: ignore[call-overload]
+        try:
+            os.close(theirs)
+            text = read_until("Ctrl+C")
+            assert "is loading torch, then digits" in text
+            (url,) = re.findall(r"is ready on (http://127\.0\.0\.1:\d+)\n", text)
+            assert re.search(r"models +digits +ready +cpu, the default\n", text)
+            assert re.search(r"keys +not needed", text)
+            assert "/docs says what to send" in text
+            assert "{" not in text.partition("is ready on")[0]
+            assert httpx.get(f"{url}/models").status_code == 200
+            assert "GET /models 200" in read_until("GET /models 200")
+            running.send_signal(signal.SIGINT)
+            text = read_until(None)
+            assert running.wait(END_S) == 0
+            assert "Traceback" not in text
+            assert "serving for" not in text
+        finally:
+            running.kill()
+            os.close(ours)

@@ -20,7 +20,7 @@ from transformers import GPT2LMHeadModel
 
 from layertap.models.catalog.catalog import Costs
 from layertap.models.spec import ModelSpec
-from layertap_client import Client, ProblemError
+from layertap_client import Client
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.digits_reference import copy_digits, random_images
@@ -37,6 +37,10 @@ Edit = Callable[[Tensor], None]  # in place, of a layer's output (1, …)
 Measure = Callable[[Tensor, Tensor], Tensor]  # of edited and unedited scores
 
 
+def sweep(live: Live, **body: Any) -> dict[str, Array]:
+    return arrays_of(live.client.post("/sweep", json={"encoding": "base64", **body}))
+
+
 @dataclass(frozen=True)
 class Nets:
     live: Live
@@ -45,10 +49,6 @@ class Nets:
 
     def sweep(self, **body: Any) -> dict[str, Array]:
         return sweep(self.live, **body)
-
-
-def sweep(live: Live, **body: Any) -> dict[str, Array]:
-    return arrays_of(live.client.post("/sweep", json={"encoding": "base64", **body}))
 
 
 @pytest.fixture(scope="module")
@@ -271,23 +271,6 @@ def test_top_effects(nets: Nets) -> None:
         result = client.sweep([*IMAGES], ["block?"], op="scale", values=[0, 2], each="channel", top=4)
     np.testing.assert_allclose(result["block2"], found["block2"], rtol=1e-5)
     assert [[each["key"] for each in row] for row in result.top_effects] == [[e["key"] for e in row] for row in named]
-
-
-@pytest.mark.parametrize("options", [{"op": "zero"}, {"op": "replace", "source": 1}], ids=["zero", "from a row"])
-def test_batches(nets: Nets, options: Json) -> None:
-    """The rows of one array are inputs, as arrays in a list are, up to a limit; another row's values can be put in."""
-    with Client(nets.live.url, model="digits") as client:
-        found, expected = (
-            client.sweep(each, "block3", each="channel", top=1, **options) for each in (IMAGES, [*IMAGES])
-        )
-        with pytest.raises(ProblemError) as raised:
-            client.sweep(np.zeros((300, 1), np.int64), BLOCKS, "zero", model="gpt2")
-    assert raised.value.status == 413
-    assert found["block3"].shape == (2, 64)
-    assert np.ptp(found["block3"][0]) > 0
-    assert [len(each) for each in found.top_effects] == [1, 0 if "source" in options else 1]
-    for name in expected:
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)
 
 
 def test_events(nets: Nets) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from layertap.models.spec import ModelSpec
 from layertap.service.logs import JsonFormatter
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, configured, npy, problem, raw, safetensors_of, tensor
+from tests.service.support import Array, Json, arrays_of, configured, npy, picture, problem, raw, safetensors_of, tensor
 from tests.transformers_nets import CLS, POSITIONS, SEP, VOCABULARY, WORDS, saved, tokenizer
 
 HIDDEN = ".[last_hidden_state]"
@@ -137,15 +137,6 @@ def test_lengths_are_few(texts: Texts) -> None:
     assert len(known) < MAX_CATALOGS
 
 
-def test_at_the_same_time(texts: Texts) -> None:
-    """Requests of several lengths at the same time each get their own values."""
-    asked = SENTENCES * 8
-    with ThreadPoolExecutor(10) as pool:
-        found = list(pool.map(lambda sentence: texts.of({"text": sentence}), asked))
-    for sentence, rows in zip(asked, found, strict=True):
-        np.testing.assert_allclose(rows, offline(texts.module, [ids_of(sentence)]), rtol=1e-4, atol=1e-5)
-
-
 def test_tensors(texts: Texts) -> None:
     """Arrays keep their length: tokens alone, a batch of them, tokens and mask by name."""
     ids = np.array([ids_of("a cat sat"), ids_of("the red dog")])
@@ -165,6 +156,40 @@ def test_tensors(texts: Texts) -> None:
         np.testing.assert_allclose(found[1, : len(second)], second, rtol=1e-4, atol=1e-5)
 
 
+def send_parts(texts: Texts, *parts: tuple[str, bytes], request: Json | None = None, **query: str) -> Any:
+    """The reply to inputs of several kinds in one multipart body."""
+    files: list[Any] = [(name, ("file", data, "application/octet-stream")) for name, data in parts]
+    if request is not None:
+        files.insert(0, ("request", (None, json.dumps(request), "application/json")))
+    return texts.live.client.post("/extract", files=files, params=query)
+
+
+def test_parts(texts: Texts) -> None:
+    """Parts of text are what the same texts in JSON are, with a request part or a query, and beside tokens."""
+    body: Json = {"model": "bert", "layers": [HIDDEN]}
+    ids, sentences = np.array([2, 5, 6, 3]), SENTENCES[:2]
+    inputs = [*({"text": each} for each in sentences), tensor(ids)]
+    wanted = texts.live.client.post("/extract", json={**body, "inputs": inputs}).json()
+    parts = [*(("texts", each.encode()) for each in sentences), ("tensors", npy(ids))]
+    assert send_parts(texts, *parts, request=body).json() == wanted
+    assert send_parts(texts, *parts, model="bert", layers=HIDDEN).json() == wanted
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([("tensors", b"no array")], "not a .npy file"),
+        ([("texts", b"\xff\xfe")], "not UTF-8"),
+        ([("tensors", npy(np.zeros((3, 3, 32, 32), np.float32)))], "does not fit"),
+        ([("images", picture()), ("image", b"")], "a part named 'image' is not taken"),
+        ([("texts", b"a")], "takes no text"),
+    ],
+)
+def test_refused_parts(texts: Texts, parts: list[tuple[str, bytes]], said: str) -> None:
+    """What can't be read, or is named as nothing, is told."""
+    assert said in problem(send_parts(texts, *parts, layers="block1"), 422)["detail"]
+
+
 def test_models_say_how_they_take_text(texts: Texts) -> None:
     """GET /models tells limits and whether there is a tokenizer, and of the source no directory."""
     body = {model["name"]: model for model in texts.live.client.get("/models").json()["models"]}
@@ -176,7 +201,15 @@ def test_models_say_how_they_take_text(texts: Texts) -> None:
     assert {"name": "input_ids", "shape": [32], "dtype": "int64", "longest": POSITIONS} in body["bert"]["inputs"]
 
 
+def masked(mask: list[int]) -> Json:
+    arrays = {"input_ids": np.array(ids_of("a cat")), "attention_mask": np.array(mask)}
+    return {"tensors": {name: tensor(array)["tensor"] for name, array in arrays.items()}}
+
+
 REFUSED: dict[str, tuple[Json, str, str]] = {
+    "a mask of another length": (masked([1, 1, 1]), "bert", "lengths"),
+    "a mask of nothing": (masked([0] * 4), "bert", "no token"),
+    "no mask": (masked([1, 1, 2, 1]), "bert", "from 0 to"),
     "too long": ({"text": "a " * POSITIONS}, "bert", f"{POSITIONS + 2} tokens, the limit is {POSITIONS}"),
     "no token": ({"text": ""}, "endless", "not empty"),
     "no tokenizer": ({"text": "a cat"}, "bare", '{"tokens": ['),
@@ -196,15 +229,6 @@ def test_refusals(texts: Texts, case: str) -> None:
     assert says in found["detail"] + found["errors"][0].get("hint", "")
     assert found["errors"][0]["input"] == 0
     assert texts.post({"text": "a cat"}).status_code == 200
-
-
-@pytest.mark.parametrize(("mask", "says"), [([1, 1, 1], "lengths"), ([0] * 4, "no token"), ([1, 1, 2, 1], "from 0 to")])
-def test_masks(texts: Texts, mask: list[int], says: str) -> None:
-    """A mask that does not belong to its tokens is refused."""
-    content = safetensors_of(input_ids=np.array(ids_of("a cat")), attention_mask=np.array(mask))
-    request = raw(content, "application/x-safetensors", model="bert", layers=HIDDEN)
-    found = problem(texts.live.client.post("/extract", **request), 422)
-    assert says in found["detail"] + found["errors"][0].get("hint", "")
 
 
 def test_no_directory_is_shown(texts: Texts, serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

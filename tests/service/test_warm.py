@@ -49,7 +49,7 @@ def warm_cache(plans: Path) -> Path:
     return plans.parent
 
 
-@pytest.fixture(scope="module", params=[0, 2], ids=["threads", "workers"])
+@pytest.fixture(scope="module", params=[0, pytest.param(2, marks=pytest.mark.hard)], ids=["threads", "workers"])
 def live_warm(serve: Serve, warm_cache: Path, request: pytest.FixtureRequest) -> Iterator[Live]:
     """One model twice, with warm plans and without."""
     with serve(CONFIGURATION, cache_dir=warm_cache, cpu_threads=THREADS, workers=request.param) as live:
@@ -121,6 +121,7 @@ def test_in_company(live_warm: Live) -> None:
     assert live_warm.client.get(f"/models/{COMPILED}").json()["hooks"] == 0
 
 
+@pytest.mark.hard
 def test_worker_killed(tmp_path: Path, warm_cache: Path) -> None:
     """A graph's worker that something ends is replaced by one that has the graphs too, and so is a host.
 
