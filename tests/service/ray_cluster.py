@@ -65,36 +65,25 @@ class Cluster:
         """The processes whose command line begins so."""
         return [pid for pid in descendants(self.process.pid) if _read_command(pid).startswith(title)]
 
-    def list_replicas(self) -> list[int]:
-        return self.list_processes("ray::ServeReplica:layertap")
-
-    def deploy(self, replicas: int, **args: float) -> None:
-        """Have so many replicas, by the command and the file that the documentation names; wait until they answer."""
-        before = set(self.list_replicas())
-        document = {
-            "proxy_location": "HeadOnly",
-            "http_options": {"host": "127.0.0.1", "port": self.port},
-            "applications": [
-                {
-                    "name": "layertap",
-                    "import_path": "layertap.service.ray_app:build_app",
-                    "args": {"min_replicas": replicas, "max_replicas": replicas, **args},
-                }
-            ],
+    def deploy(self) -> None:
+        """Have one replica, by the command and the file that the documentation names; wait until it answers."""
+        application = {
+            "name": "layertap",
+            "import_path": "layertap.service.ray_app:build_app",
+            "args": {"min_replicas": 1, "max_replicas": 1},
         }
-        (self.folder / "serve.yaml").write_text(yaml.safe_dump(document))
-        self._run(TOOLS / "serve", "run", "--non-blocking", "--address", self.address, self.folder / "serve.yaml")
-        wait(
-            lambda: len(set(self.list_replicas()) - before) == len(self.list_replicas()) == replicas and self.is_ready()
-        )
+        http = {"host": "127.0.0.1", "port": self.port}
+        document = {"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}
+        file = self.folder / "serve.yaml"
+        file.write_text(yaml.safe_dump(document))
+        words = (TOOLS / "serve", "run", "--non-blocking", "--address", self.address, file)
+        subprocess.run(words, env=self.environment, check=True, timeout=READY_S)
+        wait(self.is_ready)
 
     def is_ready(self) -> bool:
         with suppress(httpx.TransportError):
             return httpx.get(f"{self.url}/readyz").status_code == 200
         return False
-
-    def _run(self, *words: str | Path) -> None:
-        subprocess.run(words, env=self.environment, check=True, timeout=READY_S)
 
 
 def wait(come_true: Callable[[], bool], pause: float = TRY_S) -> None:

@@ -75,6 +75,11 @@ def tensor(array: Array) -> Json:
     return {"tensor": {"dtype": array.dtype.name, "shape": list(array.shape), "data": text64(array.tobytes())}}
 
 
+def tensors(**arrays: Any) -> Json:
+    """An entry of ``inputs`` of a model of several, by name."""
+    return {"tensors": {name: tensor(np.asarray(array))["tensor"] for name, array in arrays.items()}}
+
+
 def rows(count: int = 1, value: float = 1.0) -> Array:
     """Rows for a model that takes four numbers each."""
     return np.full((count, 4), value, np.float32)

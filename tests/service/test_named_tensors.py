@@ -22,15 +22,10 @@ from tests.service.support import (
     problem,
     raw,
     safetensors_of,
-    tensor,
+    tensors,
 )
 
 PIXELS, KIND = np.arange(12, dtype=np.float32).reshape(3, 4) / 7, np.array([0, 4, 2])
-
-
-def tensors(**arrays: Any) -> Json:
-    """An entry of ``inputs``."""
-    return {"tensors": {name: tensor(np.asarray(array))["tensor"] for name, array in arrays.items()}}
 
 
 ITEMS = [tensors(pixels=pixels, kind=kind) for pixels, kind in zip(PIXELS, KIND, strict=True)]

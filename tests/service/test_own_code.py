@@ -99,17 +99,3 @@ def test_found_first(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert listed["outputs"][0]["shape"] == [1, 5]
     assert import_module("own_neighbour").PLACE == "installed"
     assert Path(import_module("colorsys").__file__ or "").parent not in (beside, working, installed)
-
-
-def test_forward_that_raises_for_some(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What a forward raises at a request is told as the model's, with its class; the log has the place."""
-    file = written(tmp_path, "own_moody", first="if x.max() > 100: raise KeyError('secret of the operator')")
-    with serve(configuration(tmp_path, "python:own_moody:build")) as live:
-        good, bad = (raw(npy(rows() * 0 + number), "application/x-npy", layers="linear") for number in (1, 200))
-        said = problem(live.client.post("/extract", **bad), 500)
-        assert live.client.post("/extract", **good).status_code == 200
-    assert said["type"].endswith(":model-raised")
-    assert "KeyError" in said["detail"]
-    assert "secret" not in str(said)
-    assert f'{file}", line' in caplog.text  # as it was when it was logged
-    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == ["a model's forward raised"]

@@ -19,7 +19,19 @@ from layertap.models.spec import ModelSpec
 from layertap.service.logs import JsonFormatter
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, configured, npy, picture, problem, raw, safetensors_of, tensor
+from tests.service.support import (
+    Array,
+    Json,
+    arrays_of,
+    configured,
+    npy,
+    picture,
+    problem,
+    raw,
+    safetensors_of,
+    tensor,
+    tensors,
+)
 from tests.transformers_nets import CLS, POSITIONS, SEP, VOCABULARY, WORDS, saved, tokenizer
 
 HIDDEN = ".[last_hidden_state]"
@@ -201,15 +213,10 @@ def test_models_say_how_they_take_text(texts: Texts) -> None:
     assert {"name": "input_ids", "shape": [32], "dtype": "int64", "longest": POSITIONS} in body["bert"]["inputs"]
 
 
-def masked(mask: list[int]) -> Json:
-    arrays = {"input_ids": np.array(ids_of("a cat")), "attention_mask": np.array(mask)}
-    return {"tensors": {name: tensor(array)["tensor"] for name, array in arrays.items()}}
-
-
 REFUSED: dict[str, tuple[Json, str, str]] = {
-    "a mask of another length": (masked([1, 1, 1]), "bert", "lengths"),
-    "a mask of nothing": (masked([0] * 4), "bert", "no token"),
-    "no mask": (masked([1, 1, 2, 1]), "bert", "from 0 to"),
+    "a mask of another length": (tensors(input_ids=[4, 5], attention_mask=[1, 1, 1]), "bert", "lengths"),
+    "a mask of nothing": (tensors(input_ids=[4, 5], attention_mask=[0, 0]), "bert", "no token"),
+    "no mask": (tensors(input_ids=[4, 5], attention_mask=[1, 2]), "bert", "from 0 to"),
     "too long": ({"text": "a " * POSITIONS}, "bert", f"{POSITIONS + 2} tokens, the limit is {POSITIONS}"),
     "no token": ({"text": ""}, "endless", "not empty"),
     "no tokenizer": ({"text": "a cat"}, "bare", '{"tokens": ['),
