@@ -152,27 +152,29 @@ class MetricsDelta:
 
     def _counts(self) -> Counts:
         found: Counts = {}
-        for family in text_string_to_metric_families(self._live.client.get("/metrics").text):
-            for sample in family.samples:
-                name, labels = COUNTED.fullmatch(sample.name), dict(sample.labels)
-                if name and labels.pop("model", self._name) == self._name:
-                    found[":".join((name[1], *labels.values()))] = sample.value
+        for sample in read_samples(self._live):
+            name, labels = COUNTED.fullmatch(sample.name), dict(sample.labels)
+            if name and labels.pop("model", self._name) == self._name:
+                found[":".join((name[1], *labels.values()))] = sample.value
         return found
+
+
+def read_samples(live: Live) -> list[Any]:
+    """The server's figures."""
+    families = text_string_to_metric_families(live.client.get("/metrics").text)
+    return [sample for family in families for sample in family.samples]
 
 
 def gauges(live: Live) -> Counts:
     """What is so now: rows and bytes that wait, rows that run."""
-    families = text_string_to_metric_families(live.client.get("/metrics").text)
-    found = {family.name.removeprefix("layertap_"): family.samples for family in families}
-    return {name: found[name][0].value for name in GAUGES}
+    found = {sample.name.removeprefix("layertap_"): sample.value for sample in read_samples(live)}
+    return {name: found[name] for name in GAUGES}
 
 
 def batch_ceiling(live: Live, name: str) -> float:
     """The most rows of a forward of a model."""
-    families = text_string_to_metric_families(live.client.get("/metrics").text)
-    samples = [sample for family in families for sample in family.samples]
-    found = [each for each in samples if each.name == "layertap_batch_ceiling_rows" and each.labels["model"] == name]
-    return found[0].value
+    found = [each for each in read_samples(live) if each.name == "layertap_batch_ceiling_rows"]
+    return next(float(each.value) for each in found if each.labels["model"] == name)
 
 
 def batch_counts(why: str, rows: int, requests: int, times: int = 1) -> Counts:

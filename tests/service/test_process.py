@@ -6,9 +6,8 @@ import http.client
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,12 +15,12 @@ import httpx
 import pytest
 
 from tests.service.gated_server import wait_until
-from tests.service.load_server import Process, process
+from tests.service.load_server import process
 from tests.service.support import net, npy, rows
 
 END_S = 60
 KEPT, FRESH = 4, 4
-DELAY_S = 1.0
+DELAY_S = 2.0
 PATH = "/extract?layers=linear"
 HEADERS = {"Content-Type": "application/x-npy"}
 MOST = 100_000  # requests of a client
@@ -64,22 +63,12 @@ class Client:
         raise AssertionError("the server did not end")
 
 
-@contextmanager
-def hammered(server: Process) -> Iterator[list[Client]]:
-    """Clients that send all the time, some over kept connections and some over a new one for each request."""
-    port = httpx.URL(server.url).port or 0
-    clients = [Client() for _ in range(KEPT + FRESH)]
-    with ThreadPoolExecutor(len(clients)) as pool:
-        ends = [pool.submit(client.send, port, number < KEPT) for number, client in enumerate(clients)]
-        yield clients
-        for end in ends:
-            end.result()
-
-
 def test_served_until_balancers_know(tmp_path: Path) -> None:
     """After SIGTERM /readyz is 503 and every request is served, until the delay is over; none is reset or lost."""
     with process([net("net", "Gated")], tmp_path, LAYERTAP_DRAIN_DELAY_S=str(DELAY_S)) as server:
-        with hammered(server) as clients:
+        port, clients = httpx.URL(server.url).port or 0, [Client() for _ in range(KEPT + FRESH)]
+        with ThreadPoolExecutor(len(clients)) as pool:
+            ends = [pool.submit(client.send, port, number < KEPT) for number, client in enumerate(clients)]
             wait_until(lambda: all(len(client.statuses) > 3 for client in clients))
             assert not any(any(client.endings) for client in clients[:KEPT])
             begun = time.monotonic()
@@ -87,6 +76,8 @@ def test_served_until_balancers_know(tmp_path: Path) -> None:
             wait_until(lambda: httpx.get(f"{server.url}/readyz").status_code == 503)
             counts = [len(client.statuses) for client in clients]
             wait_until(lambda: all(len(client.statuses) > count for client, count in zip(clients, counts, strict=True)))
+            for end in ends:
+                end.result()
         assert server.running.wait(END_S) == 0
     for client in clients:
         assert set(client.statuses) == {200}

@@ -160,18 +160,6 @@ def test_no_room_for_a_version(serve: Serve, versions: Versions) -> None:
         assert "replacement" not in show(live, "gated")
 
 
-def test_lazy_models_make_room(serve: Serve, versions: Versions) -> None:
-    """For a version lazy models go that nobody uses, and no other."""
-    configuration = versions.write(entry("a"), entry("a", "spare", load="lazy"), allow=ALLOW)
-    with serve(configuration, config=versions.file, model_memory_bytes=2 * GATED_BYTES) as live:
-        assert post_rows(live, model="spare").status_code == 200
-        with hold_model(live, "spare"):
-            problem(put(live, "b"), 503, seconds=True)
-            assert states(live) == {"gated": "ready", "spare": "ready"}
-        assert put(live, "b").status_code == 200
-        assert states(live) == {"gated": "ready", "spare": "available"}
-
-
 def test_versions_at_once(serve: Serve, versions: Versions, gate: threading.Event) -> None:
     """Versions of several models that load at one moment count together, and former ones until they have finished."""
     configuration = versions.write(entry("a"), entry("a", "other"), allow={**ALLOW, "sources": [WAITING]})

@@ -16,19 +16,9 @@ from torch import Tensor, nn
 
 from layertap.models.spec import ModelSpec
 from tests.server import Live
+from tests.service import support
 from tests.service.conftest import Serve
-from tests.service.support import (
-    Array,
-    Json,
-    arrays_of,
-    configured,
-    image,
-    picture,
-    problem,
-    raw,
-    safetensors_of,
-    text64,
-)
+from tests.service.support import Array, Json, arrays_of, configured, image, picture, problem, text64
 from tests.transformers_nets import POSITIONS, net, tokenizer
 
 SENTENCES = ("a cat sat on the mat", "a dog", "the red dog and the cat saw the mat")
@@ -180,8 +170,8 @@ def test_tensors(live: Live, clip: Towers) -> None:
     arrays = {name: value.numpy() for name, value in {**tokens, "pixel_values": pixels}.items()}
 
     def send(layers: str, *names: str) -> dict[str, Array]:
-        content = safetensors_of(**{name: arrays[name] for name in names})
-        request = raw(content, "application/x-safetensors", model="clip", layers=layers, format="npz")
+        content = support.safetensors_of(**{name: arrays[name] for name in names})
+        request = support.raw(content, "application/x-safetensors", model="clip", layers=layers, format="npz")
         return arrays_of(live.client.post("/extract", **request))
 
     close(send(SHARED, "pixel_values")[SHARED], clip.of_picture(PICTURE))
