@@ -62,10 +62,11 @@ def place(layer: int) -> str:
     return f"transformer.h.{layer}.attn.c_proj"
 
 
-def patch(source: int, layer: int, head: int, **more: Any) -> Json:
+def patch(source: int | Json, layer: int, head: int, **more: Any) -> Json:
+    source = {"input": source} if isinstance(source, int) else source
     channels = list(range(WIDTH * head, WIDTH * (head + 1)))
-    entry = {"layer": place(layer), "site": "input", "op": "replace", "channels": channels, "from": {"input": source}}
-    return {"interventions": [{**entry, **more}]}
+    entry = {"layer": place(layer), "site": "input", "op": "replace", "channels": channels, "from": source, **more}
+    return {"interventions": [entry]}
 
 
 def taken(module: Any, tokens: list[int], name: str) -> Tensor:
@@ -136,8 +137,8 @@ def test_tokens_of_texts_of_two_lengths(served: Served) -> None:
 
 def test_another_layer_and_sums(served: Served) -> None:
     """What is taken may be of another layer, and be added."""
-    own = patch(0, 1, 0, op="add", channels=list(range(32)), **{"from": {"input": 0, "layer": f"{place(0)}:input"}})
-    found = served.scores([{"tokens": CLEAN}, {"tokens": CORRUPT, **own}])
+    source = {"input": 0, "layer": f"{place(0)}:input"}
+    found = served.scores([{"tokens": CLEAN}, {"tokens": CORRUPT, **patch(source, 1, 0, op="add", channels=None)}])
     clean = taken(served.module, CLEAN, place(0))
     expected = patched(served.module, CORRUPT, place(1), lambda value: value + clean)
     np.testing.assert_allclose(found[1], expected, atol=1e-4)
@@ -191,19 +192,12 @@ def test_gradients(served: Served) -> None:
     np.testing.assert_allclose(found[1:], expected, rtol=1e-3, atol=1e-7)
 
 
+WIDER: Json = {"input": 0, "layer": "transformer.h.0.mlp.c_fc"}
 REFUSED: dict[str, tuple[list[Json], str, str]] = {
     "no such input": ([{}, patch(2, 0, 0)], "/inputs/1/interventions/0", "another"),
     "each other": ([patch(1, 0, 0), patch(0, 0, 0)], "/inputs/0/interventions", "itself, in the end"),
-    "another shape": (
-        [{}, patch(0, 0, 0, **{"from": {"input": 0, "layer": "transformer.h.0.mlp.c_fc"}, "channels": None})],
-        "/inputs/1/interventions/0",
-        "128",
-    ),
-    "many layers": (
-        [{}, patch(0, 0, 0, **{"from": {"input": 0, "layer": "transformer.h.*"}})],
-        "/inputs/1/interventions/0",
-        "name one",
-    ),
+    "another shape": ([{}, patch(WIDER, 0, 0, channels=None)], "/inputs/1/interventions/0", "128"),
+    "many layers": ([{}, patch({"input": 0, "layer": "*.c_fc"}, 0, 0)], "/inputs/1/interventions/0", "name one"),
     "with zero": ([{}, patch(0, 0, 0, op="zero")], "/inputs/1/interventions/0", "takes no"),
 }
 

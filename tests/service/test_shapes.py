@@ -74,7 +74,9 @@ ROWS = rows(SIDES)
 @pytest.fixture(scope="module")
 def local(serve: Serve) -> Iterator[Live]:
     """A server whose replies hold no layer of the chain's own shape; its models run in this process."""
-    with serve(configured(*SPECS), max_reply_bytes=MAX_REPLY_BYTES, max_queue_bytes=MAX_QUEUE_BYTES) as live:
+    with serve(
+        configured(*SPECS), max_reply_bytes=MAX_REPLY_BYTES, max_queue_bytes=MAX_QUEUE_BYTES, max_loaded_models=20
+    ) as live:
         yield live
 
 
