@@ -110,7 +110,9 @@ def test_printed_script(served: Served, capsys: pytest.CaptureFixture[str]) -> N
     """The script of the how-to page, which patches every head in one request, prints what hooks by hand give."""
     page = (ROOT / "docs" / "how-to" / "interventions.md").read_text()
     (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(compile(script.replace("http://127.0.0.1:8000", served.live.url), "page", "exec"), {})
+    script = script.replace("http://127.0.0.1:8000", served.live.url)
+    script = script.replace("httpx.post(", "httpx.post(timeout=60, url=")  # five seconds are few on busy cores
+    exec(compile(script, "page", "exec"), {})
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     clean, corrupt = (
         [WORDS.index(word) for word in text.split()] for text in ("the cat sat on the mat", "the dog sat on the mat")
