@@ -18,7 +18,6 @@ import pytest
 
 from tests.server import CACHE
 from tests.service.cli.commands import Command
-from tests.service.cli.terminal import strip_escapes
 from tests.service.load_server import ROOT
 from tests.service.support import Json
 
@@ -26,6 +25,7 @@ END_S = 120
 NET = {"source": "python:tests.nets:Chain", "weights": "random:0", "device": "cpu"}
 INPUTS = [{"name": "x", "shape": [3, 8, 8]}]
 CHAIN: Json = {"name": "chain", **NET, "inputs": INPUTS}
+STYLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 BROKEN: Json = {"name": "broken", "source": "torchvision:resnet18", "weights": "broken.safetensors"}
 
 
@@ -104,10 +104,12 @@ def test_on_a_terminal() -> None:
 
     def read_until(words: str | None) -> str:
         """What it has shown, without colours, once these words are there, or once it has ended."""
+        shown = ""
         with suppress(OSError):  # how Linux says that nobody writes any more
-            while words is None or words not in strip_escapes(data.decode(errors="replace")):
+            while words is None or words not in shown:
                 data.extend(os.read(ours, 4096))
-        return strip_escapes(data.decode(errors="replace"))
+                shown = STYLE.sub("", data.decode(errors="replace")).replace("\r", "")
+        return shown
 
     with subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **ends) as running:  # type: ignore[call-overload]
         try:
