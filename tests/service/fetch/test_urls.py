@@ -29,6 +29,8 @@ from tests.service.gated_server import admitted_rows, connect, encode_request, w
 from tests.service.hostile_server import PNG, HostileServer, run_hostile_server
 from tests.service.support import Control, Json, arrays_of, configured, image, net, picture, problem, same
 
+# Answers that go on for ever without a pause between their parts: only the time that a fetch has ends them.
+UNENDING = ("/informed", "/extensions")
 WHOLE: Json = {"layers": ["block2", "head"], "pool": "mean"}
 LOOPBACK = "127.0.0.1"
 COULD_NOT = "the URL could not be fetched"
@@ -222,13 +224,6 @@ def test_forms(fetching: Live, hostile: HostileServer, names: Names, form: str) 
     assert (names.asked, hostile.hits) == ([], 0)
 
 
-def test_controlafter_forms(fetching: Live, hostile: HostileServer, control: Control) -> None:
-    """After all these the server is as ever, and what is allowed is still fetched."""
-    control.check()
-    assert fetching.client.post("/extract", **body(f"http://images.test:{hostile.port}/good.png")).status_code == 200
-    assert hostile.hits == 1
-
-
 def test_off(serve: Serve, hostile: HostileServer) -> None:
     """Without hosts in the settings nothing is fetched."""
     with serve() as live:
@@ -253,23 +248,22 @@ def test_before_anything_is_asked(fetching: Live, hostile: HostileServer) -> Non
 # --------------------------------------------------------------------------------------------------------- addresses
 
 
-@pytest.mark.parametrize("address", FORBIDDEN)
+def test_addresses() -> None:
+    """Public addresses may be dialled; with leave those of one's own network as well, and no others."""
+    assert [each for each in FORBIDDEN if is_allowed(ip_address(each), private=False)] == []
+    assert [each for each in FORBIDDEN if is_allowed(ip_address(each), private=True) != (each in OWN)] == []
+    assert all(is_allowed(ip_address(each), private) for each in PUBLIC for private in (False, True))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.1", "169.254.169.254", "::ffff:127.0.0.1", "fd00:ec2::254"])
 def test_forbidden_addresses(fetching: Live, hostile: HostileServer, names: Names, address: str) -> None:
     """A host that is allowed is not fetched from where any of its addresses is not public, in whatever place."""
-    assert not is_allowed(ip_address(address), private=False)
-    assert is_allowed(ip_address(address), private=True) == (address in OWN)
     for number, answer in enumerate(([address], [PUBLIC[0], address], [address, PUBLIC[0]])):
         host = f"n{number}.outside.test"
         names.known[host] = [answer]
         assert refused(fetching, f"http://{host}:{hostile.port}/good.png")["detail"] == COULD_NOT
     assert len(names.asked) == 3
     assert hostile.hits == 0
-
-
-def test_public_addresses() -> None:
-    """Public addresses may be dialled; with leave those of one's own network as well."""
-    assert all(is_allowed(ip_address(each), private) for each in PUBLIC for private in (False, True))
-    assert all(is_allowed(ip_address(each), private=True) for each in OWN)
 
 
 @pytest.mark.parametrize("answers", [["169.254.169.254"], [LOOPBACK, "169.254.169.254"], ["::ffff:127.0.0.1"], []])
@@ -323,7 +317,7 @@ def test_one_answer_for_all(
 ) -> None:
     """Whatever goes wrong in the network, the answer is the same: nobody learns what is there, nor what was asked."""
     found = {}
-    for path in answers.FAILING:
+    for path in answers.FAILING.keys() - UNENDING:
         hostile.forget()
         found[path] = refused(fetching, f"http://images.test:{hostile.port}{path}")
         assert hostile.hits == 1, path
@@ -342,12 +336,11 @@ def test_one_answer_for_all(
 
 
 @pytest.mark.parametrize("path", answers.UNFIT)
-def test_no_picture(fetching: Live, hostile: HostileServer, path: str, control: Control) -> None:
+def test_no_picture(fetching: Live, hostile: HostileServer, path: str) -> None:
     """What was fetched is decoded as if it had been sent: by its bytes."""
     found = refused(fetching, f"http://images.test:{hostile.port}{path}")
     sent = problem(fetching.client.post("/extract", json={**WHOLE, "inputs": [image(b"<p>secret</p>")]}), 422)
     assert path == "/half" or found["detail"] == sent["detail"]
-    control.check()
 
 
 @pytest.mark.parametrize("path", answers.LARGE)
@@ -392,7 +385,7 @@ def hasty(serve: Serve, hostile: HostileServer) -> Iterator[Live]:
         yield live
 
 
-@pytest.mark.parametrize("path", answers.SLOW)
+@pytest.mark.parametrize("path", [*answers.SLOW, *UNENDING])
 def test_slow(hasty: Live, hostile: HostileServer, path: str) -> None:
     """A host that goes on for ever, however slowly, is left, and its connection with it."""
     assert refused(hasty, f"http://{LOOPBACK}:{hostile.port}{path}")["detail"] == COULD_NOT
@@ -409,11 +402,10 @@ def test_handshake_that_never_ends(hasty: Live, hostile: HostileServer) -> None:
         hostile.mute = False
 
 
-@pytest.mark.parametrize("seconds", ["0.3", "0.001"])
-def test_deadline(fetching: Live, hostile: HostileServer, seconds: str) -> None:
+def test_deadline(fetching: Live, hostile: HostileServer) -> None:
     """The request's own deadline ends a fetch: 504."""
     asked = body(f"http://images.test:{hostile.port}/slow")
-    problem(fetching.client.post("/extract", headers={"x-request-timeout": seconds}, **asked), 504, seconds=True)
+    problem(fetching.client.post("/extract", headers={"x-request-timeout": "0.3"}, **asked), 504, seconds=True)
     wait_until(lambda: hostile.under_way == 0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,11 @@ def look_up(values: Array, table: Array, low: float, high: float) -> Array:
 def find_tile(sheet: Array, colors: Array) -> tuple[int, int, int]:
     """Where a tile of these colours stands, row and column, and how many pixels a side a number has; fails for none."""
     height, width = colors.shape[:2]
-    corners = np.argwhere((sheet == colors[0, 0]).all(-1))
+    found = (sheet == colors[0, 0]).all(-1)
+    inner = np.zeros_like(found)  # no corner is right of, or below, a pixel of its own colour
+    inner[1:] |= found[:-1]
+    inner[:, 1:] |= found[:, :-1]
+    corners = np.argwhere(found & ~inner)
     for zoom in range(min(96, sheet.shape[0] // height, sheet.shape[1] // width), 0, -1):
         inside = (corners <= [sheet.shape[0] - height * zoom, sheet.shape[1] - width * zoom]).all(1)
         places = corners[inside]
@@ -136,10 +139,14 @@ def test_whatever_a_result_is(array: Array) -> None:
     assert draw(array, row_axis=0 if array.ndim else None).shape[2] == 3
 
 
-EXTREMES = (0.0, 5e-324, -1e-320, 1.7e308, -1e308, np.inf, -np.inf, np.nan, 1.0, 1 + 1e-15)
-
-
-@pytest.mark.parametrize("pair", list(product(EXTREMES, repeat=2)), ids=str)
+@pytest.mark.parametrize(
+    "pair",
+    [
+        *((0.0, 0.0), (0.0, 5e-324), (5e-324, 5e-324), (-1e-320, 1.7e308), (1.7e308, 1.7e308), (-1e308, 1.7e308)),
+        *((1.0, 1 + 1e-15), (np.inf, 1.0), (np.inf, -np.inf), (np.nan, np.nan), (np.nan, 1.0), (-1e308, -1e308)),
+    ],
+    ids=str,
+)
 def test_charts_of_any_numbers(pair: tuple[float, float]) -> None:
     """Numbers as far apart as they may be, or as near, have charts: as a vector, as statistics, of channels."""
     names = ("min", "max", "zeros", "histogram[0]", "histogram[1]")
@@ -202,20 +209,19 @@ def make_map(name: str, array: Array, **changes: Any) -> ResultInfo:
     return info(array, name=name, module="Net", layout="NHW", method=name.partition(".")[0], **changes)
 
 
-def count_places(sheet: Array, part: Array) -> int:
-    """How often a picture stands on a sheet."""
+def find_places(sheet: Array, part: Array) -> list[tuple[int, int]]:
+    """Where a picture stands on a sheet, each time."""
     height, width = part.shape[:2]
     corners = np.argwhere((sheet[: len(sheet) - height + 1, : sheet.shape[1] - width + 1] == part[0, 0]).all(-1))
-    return sum((sheet[top : top + height, left : left + width] == part).all() for top, left in corners)
+    inside = ((top, left, sheet[top : top + height, left : left + width]) for top, left in corners)
+    return [(int(top), int(left)) for top, left, found in inside if (found == part).all()]
 
 
 @pytest.mark.parametrize(
     ("names", "lines"),
     [
         (["grad_cam"], 1),
-        (["grad_cam", "saliency"], 1),
         (["grad_cam.1", "grad_cam.2", "saliency.1", "saliency.2"], 2),
-        ([f"grad_cam.{klass}" for klass in range(6)], 2),
         (["attention_rollout", "saliency.1", "saliency.2"], 1),
     ],
 )
@@ -226,25 +232,15 @@ def test_maps_beside_one_picture(names: list[str], lines: int) -> None:
     arrays = {name: RANDOM.random((1, 6, 6)).astype(np.float32) for name in names}
     infos = [make_map(name, array) for name, array in arrays.items()]
     sheet = np.asarray(draw_sheet(infos, arrays, TILES, {0: original}))
-    assert count_places(sheet, pixels) == 1
+    (picture,) = find_places(sheet, pixels)
     places = []
     for array in arrays.values():
         drawn = np.asarray(lay_over(original, array[0], find_map_scale(array, is_share=False)))
-        if count_places(sheet, drawn):
-            places.append(find_place(sheet, drawn))
+        places += find_places(sheet, drawn)[:1]
     assert len(places) == len([name for name in names if name != "attention_rollout"])
     assert len({top for top, _ in places}) == lines
-    picture = find_place(sheet, pixels)
     assert all(left > picture[1] for _, left in places)
     assert picture[0] == min(top for top, _ in places)
-
-
-def find_place(sheet: Array, part: Array) -> tuple[int, int]:
-    height, width = part.shape[:2]
-    corners = np.argwhere((sheet[: len(sheet) - height + 1, : sheet.shape[1] - width + 1] == part[0, 0]).all(-1))
-    return next(
-        (int(top), int(left)) for top, left in corners if (sheet[top : top + height, left : left + width] == part).all()
-    )
 
 
 @pytest.mark.parametrize("over", [True, False])
@@ -257,7 +253,7 @@ def test_heads_over_the_picture(over: bool) -> None:
     sheet = np.asarray(draw_sheet([one], {"x": array}, TILES, {0: original}))
     weights = array[0, :, 0, 1:].reshape(2, 2, 2)
     seen = np.asarray(Image.fromarray(pixels).resize((140, 140), Image.Resampling.BICUBIC))
-    assert count_places(sheet, seen) == int(over)
+    assert len(find_places(sheet, seen)) == int(over)
     if not over:
         for head in weights:
             find_tile(sheet, look_up(head, SEQUENTIAL, weights.min(), weights.max()))
