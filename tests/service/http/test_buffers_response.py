@@ -73,10 +73,7 @@ def test_released() -> None:
     assert [each() for each in alive] == [None] * 3
 
 
-FORMATS = {"npy": 1, "npz": 2, "safetensors": 2}
-
-
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["safetensors", pytest.param("npz", marks=pytest.mark.slow)])
 def test_memory(serve: Serve, name: str) -> None:
     """A reply is not in memory twice: beside its arrays, which torch has made, there is little but the request."""
     rows = npy(np.ones((16, 3, 256, 256), np.float32))

@@ -58,18 +58,6 @@ def test_limit(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
             assert read_reply(another) == b"HTTP/1.1 200"
 
 
-@pytest.mark.parametrize("sent", [b"nonsense\r\n\r\n", b"GET /livez HTTP/1.1\r\nX: " + b"x" * 100_000])
-def test_refusals_are_counted(live: Live, sent: bytes) -> None:
-    """What is refused before it is a request counts by its reason."""
-    reason = "bad_request" if sent.startswith(b"nonsense") else "head_too_large"
-    name = f'layertap_connections_refused_total{{reason="{reason}"}}'
-    before = count(live.client.get("/metrics").text, name)
-    with connect(live) as connection:
-        connection.sendall(sent)
-        assert read_to_end(connection).startswith(b"HTTP/1.1 4")
-    assert count(live.client.get("/metrics").text, name) == before + 1
-
-
 def test_default() -> None:
     """The limit leaves the process files of its own, as it comes and when it is set to more."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -48,5 +48,5 @@ def test_names_that_paint() -> None:
     """A name that would move the cursor of a terminal is escaped; one very deep harms nobody."""
     text = format_tree([layer("a\x1b[31m", "B\r\n", (1,)), layer("\u202ex", "X", (1,))])
     assert text.replace("\n", "").isprintable()
-    deep = [layer(".".join("a" * depth), "Deep", (1,)) for depth in range(1, 2001)]
-    assert format_tree(deep).count("\n") == 2001
+    deep = [layer(".".join("a" * depth), "Deep", (1,)) for depth in range(1, 1101)]
+    assert format_tree(deep).count("\n") == 1101

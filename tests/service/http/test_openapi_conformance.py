@@ -17,7 +17,7 @@ from tests.service.support import Control, configured
 
 TYPES = ("application/x-npy", "application/x-safetensors", "image/*")
 ALWAYS = {200, 401, 403, 404, 422, 503}  # of routes that only say that there may be errors
-FEW, MANY = 15, 1000
+FEW, MANY = 8, 1000
 
 
 @schemathesis.serializer(*TYPES)

@@ -23,7 +23,6 @@ from tests.service.support import (
     picture,
     problem,
     raw,
-    rows,
     safetensors_of,
     same,
     tensor,
@@ -60,10 +59,8 @@ def test_one_meaning(live: Live) -> None:
         "request and images": {"files": files(PNG, request=BODY)},
         "images and query": {"files": files(PNG), "params": QUERY},
         "raw": raw(PNG, "image/png", **QUERY),
-        "raw with a wrong label": raw(PNG, "image/anything; q=1", **QUERY),
         "several layers parameters": raw(PNG, "IMAGE/PNG", layers=LAYERS, dtype="float16"),
         "npy": raw(npy(row), "application/x-npy", **QUERY),
-        "npy of a batch": raw(npy(row[None]), "application/x-npy", **QUERY),
         "Fortran order": raw(npy(np.asfortranarray(row)), "application/x-npy", **QUERY),
         "big-endian": raw(npy(row.astype(">f4")), "application/x-npy", **QUERY),
         "safetensors": raw(safetensors_of(image=row), "application/x-safetensors", **QUERY),
@@ -73,7 +70,7 @@ def test_one_meaning(live: Live) -> None:
     first = arrays_of(replies["base64"])
     assert {array.dtype.name for array in first.values()} == {"float16"}
     assert [name for name, reply in replies.items() if not same(arrays_of(reply), first)] == []
-    arrays = {"tensor", "npy", "npy of a batch", "Fortran order", "big-endian", "safetensors", "safetensors, any name"}
+    arrays = {"tensor", "npy", "Fortran order", "big-endian", "safetensors", "safetensors, any name"}
     prints = {name: reply.json()["fingerprint"] for name, reply in replies.items()}
     assert len({prints[name] for name in arrays}) == 1
     assert len({prints[name] for name in prints.keys() - arrays}) == 1
@@ -92,7 +89,7 @@ def test_truth(live: Live) -> None:
     assert not np.array_equal(found["block2.bn2"], seen["block2.relu", 1, (), "output"].numpy())
 
 
-@pytest.mark.parametrize("form", ["json", "request and images", "images and query", "npy", "safetensors"])
+@pytest.mark.parametrize("form", ["json", "request and images", "npy", "safetensors"])
 def test_several_inputs(live: Live, form: str) -> None:
     """Rows come back in the order in which their inputs were sent, whatever form they were sent in."""
     pictures = [PNG, JPEG, picture(3), PNG]
@@ -100,7 +97,6 @@ def test_several_inputs(live: Live, form: str) -> None:
     forms: dict[str, Json] = {
         "json": {"json": BODY | {"inputs": [image(each) for each in pictures]}},
         "request and images": {"files": files(*pictures, request=BODY)},
-        "images and query": {"files": files(*pictures), "params": QUERY},
         "npy": raw(npy(batch), "application/x-npy", **QUERY),
         "safetensors": raw(safetensors_of(image=batch), "application/x-safetensors", **QUERY),
     }
@@ -142,28 +138,3 @@ def test_no_temporary_file(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(large) > 4 * 2**20
     reply = live.client.post("/extract", files=files(large, PNG, request=BODY))
     assert reply.json()["rows"] == 2
-
-
-@pytest.mark.parametrize("count", [None, 3])
-def test_several_inputs_of_a_model(live: Live, count: int | None) -> None:
-    """A safetensors body names the inputs of a model that has several, for one row or a batch."""
-    pixels, kind = rows(count or 1, 0.5), np.arange(count or 1)
-    arrays = {"pixels": pixels, "kind": kind} if count else {"pixels": pixels[0], "kind": kind[0]}
-    body = safetensors_of(**{name: np.array(array) for name, array in arrays.items()})
-    reply = live.client.post("/extract", **raw(body, "application/x-safetensors", model="two", layers="."))
-    found = arrays_of(reply)
-    assert {key: array.shape for key, array in found.items()} == dict.fromkeys(
-        (".[sum]", ".[product]"), (count or 1, 3)
-    )
-    model = live.engine.manager.registry.get_entry("two").model
-    assert model is not None
-    expected = model.module(pixels=torch.from_numpy(pixels), kind=torch.from_numpy(kind))
-    np.testing.assert_allclose(found[".[sum]"], expected["sum"].detach().numpy(), atol=1e-6)
-
-
-def test_body_in_chunks(live: Live) -> None:
-    """A body may come in chunks, without its length."""
-    content = json.dumps(BODY | {"inputs": [image(PNG)]}).encode()
-    chunks = (content[at : at + 1000] for at in range(0, len(content), 1000))
-    reply = live.client.post("/extract", content=chunks, headers={"content-type": "application/json"})
-    assert same(arrays_of(reply), arrays_of(live.client.post("/extract", **raw(PNG, "image/png", **QUERY))))

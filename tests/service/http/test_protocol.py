@@ -35,32 +35,25 @@ PIECES = (b"a" * 2**16,) * 64
 
 TOO_LARGE: dict[str, tuple[bytes, ...]] = {
     "a field": (GET + b"X: " + LONG + b"\r\n" + END,),
-    "a field's name": (GET + LONG + b": x\r\n" + END,),
     "very many fields": (GET + b"a:\r\n" * 20_000 + END,),
     "a target": (b"GET /livez?" + LONG + b" HTTP/1.1\r\n" + END,),
     "a field without end": (GET + b"X: ", *PIECES),
-    "a name without end": (GET, *PIECES),
     "empty lines without end": (b"\r\n" * 2**15,) * 64,
     "a trailer without end": (CHUNKED + b"2\r\n{}\r\n0\r\nX: ", *PIECES),
-    "trailers without end": (CHUNKED + b"2\r\n{}\r\n0\r\n", *((b"X: " + b"a" * 500 + b"\r\n") * 100,) * 64),
     "a chunk's extension without end": (CHUNKED + b"2;", *PIECES),
     "a head after a reply": (b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2 + GET + b"X: ", *PIECES),
 }
 
 NO_HTTP = {
-    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "LF only": GET.replace(b"\r\n", b"\n") + END.replace(b"\r\n", b"\n"),
     "a NUL in a field": GET + b"X: a\0b\r\n" + END,
     "a folded field": GET + b"X: a\r\n b\r\n" + END,
-    "a blank before the colon": GET + b"X : a\r\n" + END,
-    "bytes in a target": b"GET /\xff\xfe HTTP/1.1\r\n" + END,
     "a broken target": b"GET http://[::1/livez HTTP/1.1\r\n" + END,
     "CONNECT": b"CONNECT x:80 HTTP/1.1\r\n" + END,
     "two lengths": POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
     "a length and chunks": POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "a length of 5,000 digits": POST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n",
-    "an unknown encoding": POST + b"Transfer-Encoding: bogus\r\n\r\n{}",
     "a chunk's size beyond 64 bits": CHUNKED + b"f" * 17 + b"\r\n",
 }
 
@@ -111,8 +104,7 @@ def test_trailers_are_no_headers(live: Live, control: Control) -> None:
     assert (reply.status_code, reply.content) == (200, control.expected)
 
 
-@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
-@pytest.mark.parametrize("pieces", [1, 2, 200])
+@pytest.mark.parametrize(("protocol", "pieces"), [(b"h2c", 1), (b"websocket", 200)])
 def test_offer_to_upgrade(live: Live, control: Control, protocol: bytes, pieces: int) -> None:
     """A client that offers another protocol is answered in this one, body and all; nothing of it is another request."""
     body = json.dumps(control.request["json"]).encode()
@@ -148,6 +140,7 @@ def test_requests_in_a_row(live: Live) -> None:
     assert reply.text.endswith('{"status":"alive"}')
 
 
+@pytest.mark.slow
 def test_head_that_nobody_reads(serve: Serve) -> None:
     """A head that waits behind a pipeline has its time when the server reads on, not before, and no more than that."""
     line = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -185,7 +178,7 @@ def test_nothing(hasty: Live) -> None:
         assert connection.recv(1) == b""
 
 
-@pytest.mark.parametrize("begun", [b"G", b"GET /", GET, GET + b"Host: localhost\r\n", GET + b"X: a"])
+@pytest.mark.parametrize("begun", [b"G", GET, GET + b"X: a"])
 def test_half_a_head(hasty: Live, begun: bytes) -> None:
     """A head that does not go on is given up."""
     with connect(hasty) as connection:
@@ -207,13 +200,9 @@ def test_slow_head(hasty: Live, before: bytes) -> None:
     assert hasty.client.get("/readyz").status_code == 200
 
 
-@pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"])
-def test_slow_empty_lines(hasty: Live, before: bytes) -> None:
+def test_slow_empty_lines(hasty: Live) -> None:
     """Empty lines keep no connection open."""
     with connect(hasty) as connection:
-        if before:
-            connection.sendall(before)
-            assert connection.recv(2**16).endswith(b'{"status":"alive"}')
         assert dripped(connection, b"\r\n") == b""
     assert hasty.client.get("/readyz").status_code == 200
 
@@ -230,7 +219,6 @@ def test_slow_body(hasty: Live, head: bytes) -> None:
 
 
 LATE: dict[str, tuple[bytes, ...]] = {
-    "a head": (GET + b"X : a\r\n",),
     "a long head": (GET + b"X: " + LONG,),
     "a broken chunk": (CHUNKED, b"two\r\n"),
     "a body nobody wants": (b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n",),

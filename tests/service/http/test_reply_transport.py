@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import pytest
-
-from layertap.service.http.protocol import SMALL, ReplyTransport
+from layertap.service.http.protocol import ReplyTransport
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 
@@ -25,23 +23,6 @@ async def _connect() -> tuple[ReplyTransport, asyncio.StreamReader, asyncio.Stre
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
     transport = await made
     return ReplyTransport(transport, transport.close, 60, logging.getLogger("uvicorn.error")), reader, writer, server
-
-
-@pytest.mark.parametrize("bodies", [(), (b"",), (b"body",), (b"a", b"b"), (bytes(SMALL + 1),), (bytes(SMALL), b"b")])
-def test_reply(bodies: tuple[bytes, ...]) -> None:
-    async def reply_twice() -> bytes:
-        transport, reader, writer, server = await _connect()
-        for _ in range(2):
-            for data in (HEAD, *bodies):
-                transport.write(data)
-            transport.end_reply()
-        transport.close()
-        received = await reader.read()
-        writer.close()
-        server.close()
-        return received
-
-    assert asyncio.run(reply_twice()) == 2 * (HEAD + b"".join(bodies))
 
 
 def test_head_without_body() -> None:

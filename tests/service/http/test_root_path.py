@@ -60,12 +60,6 @@ def test_document(prefixed: Live, outside: httpx.Client) -> None:
     problem(outside.get(f"{PREFIX}/nowhere"), 404)
 
 
-def test_front_door(outside: httpx.Client) -> None:
-    """``/`` beneath the prefix is the explorer's page."""
-    reply = outside.get(f"{PREFIX}/", follow_redirects=True)
-    assert (reply.status_code, reply.url.path) == (200, f"{PREFIX}/")
-
-
 def test_no_prefix(live: Live) -> None:
     """A server without one names none and answers beneath none."""
     assert "servers" not in live.client.get("/openapi.json").json()

@@ -60,6 +60,7 @@ def read_reply(connection: ssl.SSLSocket) -> httpx.Response:
         data += part
 
 
+@pytest.mark.slow
 def test_served(served: Process, certificate: Certificate) -> None:
     """Who trusts the certificate is answered by a small and by a large reply; the address says https."""
     assert served.url.startswith("https://127.0.0.1:")
@@ -71,6 +72,7 @@ def test_served(served: Process, certificate: Certificate) -> None:
         assert len(reply.content) > 1_000_000
 
 
+@pytest.mark.slow
 def test_not_trusted(served: Process) -> None:
     """Who does not trust it, or speaks no TLS, gets no answer."""
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
@@ -79,6 +81,7 @@ def test_not_trusted(served: Process) -> None:
         httpx.get(served.url.replace("https", "http") + "/livez")
 
 
+@pytest.mark.slow
 def test_old_protocols(served: Process, certificate: Certificate) -> None:
     """TLS 1.2 goes with forward secrecy alone, and nothing older goes."""
     context = certificate.trust()
@@ -92,12 +95,11 @@ def test_old_protocols(served: Process, certificate: Certificate) -> None:
         connect(served.url, context)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "status"),
     [
-        (b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", 200),
         (b"GET / HTTP/1.1\r\nX: " + b"a" * 200_000, 431),
-        (b"\x16\x03 nonsense\r\n\r\n", 400),
         (b"POST /extract HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n" + b"a" * 100_000, 413),
     ],
 )

@@ -57,6 +57,7 @@ def listening(pid: int) -> list[str]:
     return [line[1] for line in lines if line[3] == LISTEN and f"socket:[{line[9]}]" in own]
 
 
+@pytest.mark.slow
 def test_served(served: Process, path: Path) -> None:
     """Requests are answered there without a key; its group may open it, others may not; and no port is open."""
     assert served.url == f"unix:{path}"
@@ -84,6 +85,7 @@ def ask_until_gone(path: Path) -> int:
             count += 1
 
 
+@pytest.mark.slow
 def test_ended(served: Process, path: Path) -> None:
     """When it ends, who was let in is answered, later ones find nothing, and nothing is left behind."""
     with ThreadPoolExecutor(4) as pool:

@@ -34,6 +34,7 @@ def test_head(live: Live, path: str) -> None:
     assert head.content == b""
 
 
+@pytest.mark.slow
 def test_not_ready_while_loading(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until every model wanted from the start is loaded the server is alive, not ready, and serves what it has."""
     gate = Event()
@@ -82,10 +83,10 @@ def test_not_ready_without_a_model(serve: Serve) -> None:
 SETTLED = {"ready", "failed", "available"}
 
 
-@pytest.mark.parametrize("fields", [{"required": False}, {"load": "lazy"}])
-def test_ready_without_what_is_not_required(serve: Serve, fields: dict[str, object]) -> None:
+def test_ready_without_what_is_not_required(serve: Serve) -> None:
     """A model that is not required, or not wanted from the start, keeps nobody away when it has failed."""
-    with serve(configured(net("never", "Never", **fields))) as live:
-        problem(post_rows(live, model="never"), 503, seconds=True)
-        assert live.client.get("/models/never").json()["state"] == "failed"
+    with serve(configured(net("never", "Never", required=False), net("lazy", "Never", load="lazy"))) as live:
+        for name in ("never", "lazy"):
+            problem(post_rows(live, model=name), 503, seconds=True)
+            assert live.client.get(f"/models/{name}").json()["state"] == "failed"
         assert live.client.get("/readyz").status_code == 200
