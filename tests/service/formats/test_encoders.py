@@ -11,7 +11,6 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from layertap.models.errors import Fault
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Features, Receipt
 from layertap.service.formats.buffers import EncodeOptions
@@ -65,7 +64,6 @@ ARRAYS: dict[str, Array] = {
     "layer3.0#1[logits][0]:grad_output": np.array([[2.0]], np.float32),
     "a/b \\ \"c\" 'd' é": np.array([[3.0]], np.float32),
 }
-SKIPPED = (Fault("the picture can't be decoded", "send a JPEG", input=3), Fault("no such layer", pointer="/layers/1"))
 
 
 def encode(name: str, result: Features, encoding: Any = "list") -> bytes:
@@ -108,42 +106,6 @@ def test_round_trip(kind: str) -> None:
     found = read(encode(name, features(ARRAYS), encoding))
     assert found.keys() == ARRAYS.keys()
     assert [key for key in ARRAYS if not same(found[key], ARRAYS[key])] == []
-
-
-def test_json_document() -> None:
-    """The JSON reply has the documented members, and nothing where there is nothing to say."""
-    result = features({"l2": np.array([[1.5], [2.0]], np.float32)}, errors=SKIPPED)
-    assert json.loads(encode("json", result)) == {
-        "model": "resnet50",
-        "fingerprint": "cafe",
-        "rows": 2,
-        "features": {"l2": {"shape": [2, 1], "dtype": "float32", "data": [[1.5], [2.0]]}},
-        "receipts": {
-            "l2": {
-                "layer": "l2",
-                "call": 1,
-                "module": "Conv2d",
-                "site": "output",
-                "layout": "NCHW",
-                "captured": [2, 3, 4, 4],
-                "dtype": "float32",
-                "pool": "mean",
-                "fingerprint": "f00d",
-            }
-        },
-        "errors": [
-            {"detail": "the picture can't be decoded", "hint": "send a JPEG", "input": 3},
-            {"detail": "no such layer", "pointer": "/layers/1"},
-        ],
-    }
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_not_finite(dtype: type) -> None:
-    """NaN and infinities are null in a JSON list, and themselves in base64."""
-    result = features({"x": np.array([np.nan, np.inf, -np.inf, 1], dtype)})
-    assert json.loads(encode("json", result))["features"]["x"]["data"] == [None, None, None, 1.0]
-    assert same(from_base64(encode("json", result, "base64"))["x"], result.arrays["x"])
 
 
 QUANTISED = features(
@@ -190,22 +152,6 @@ def test_npz_archive() -> None:
         assert {entry.date_time for entry in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
         # Sizes and sums stand before the data: behind it many readers don't look for them.
         assert not any(entry.flag_bits & 8 for entry in archive.infolist())
-
-
-@pytest.mark.parametrize("arrays", [ARRAYS, {}], ids=["many", "none"])
-def test_safetensors_metadata(arrays: dict[str, Array], tmp_path: Any) -> None:
-    """The metadata of a safetensors reply says what its tensors are, to the library's own reader."""
-    file = tmp_path / "reply.safetensors"
-    file.write_bytes(encode("safetensors", features(arrays, errors=SKIPPED)))
-    with safetensors.safe_open(file, framework="numpy") as opened:
-        metadata = opened.metadata()
-    assert {key: metadata[key] for key in ("model", "fingerprint", "rows")} == {
-        "model": "resnet50",
-        "fingerprint": "cafe",
-        "rows": "2",
-    }
-    assert json.loads(metadata["receipts"]).keys() == arrays.keys()
-    assert json.loads(metadata["errors"])[0]["input"] == 3
 
 
 def test_safetensors_reserved_name() -> None:

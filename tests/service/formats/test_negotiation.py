@@ -18,36 +18,20 @@ def negotiate(accept: str | None, name: str | None, formats: dict[str, ReplyForm
     [
         (None, "json"),
         ("", "json"),
-        (" , ", "json"),
         ("*/*", "json"),
         ("application/*", "json"),
-        ("application/json", "json"),
-        ("application/x-npy", "npy"),
-        ("application/x-npz", "npz"),
-        ("application/x-safetensors", "safetensors"),
-        ("Application/X-NPZ", "npz"),
         ("  application/x-npz  ;  q=0.5 ", "npz"),
-        ("application/x-npz;version=1", "npz"),
         ("application/x-npz;Q=0.5, application/json;q=0.4", "npz"),
-        ("application/x-npz;q=0.5, application/json;q=0.500", "json"),
-        ("application/x-npz, application/json", "json"),
         ("application/x-npz, */*", "npz"),
-        ("*/*, application/x-npz", "npz"),
-        ("application/*, */*", "json"),
         ("application/x-npz, */*;q=0.1", "npz"),
-        ("application/x-npz;q=0.1, */*", "json"),
         ("application/json;q=0, */*", "npy"),
         ("application/*;q=0.2, application/x-safetensors;q=0.1, text/*", "json"),
         ("text/html, application/xhtml+xml, application/xml;q=0.9, image/webp, */*;q=0.8", "webp"),
         ("application/json, text/plain, */*", "json"),
         ("image/*", "png"),
-        ("text/html, image/png", "png"),
         ("text/html, application/x-npz;q=0.001", "npz"),
         ("application/json;q=high, application/x-npz;q=0.1", "npz"),
-        ("application/json;q=nan, application/x-npz;q=0.1", "npz"),
-        ("application/json;q=2, application/x-npz;q=0.1", "npz"),
         ("application/json;q=0.1, application/x-npz;q=0.2, application/json;q=0.3", "json"),
-        ("rubbish, application/x-npz", "npz"),
         (";;;=,/,application/x-npz", "npz"),
     ],
 )
@@ -60,16 +44,10 @@ def test_accept(accept: str | None, expected: str) -> None:
     "accept",
     [
         "text/html",
-        "image/jpeg",
         "application/json;q=0",
-        "*/*;q=0",
         "application/*;q=0.0, text/html",
-        "rubbish",
         "*",
-        "/",
         "*/json",
-        "application/json/x",
-        "application/x-np*",
         "application/json;q=-1",
         "\x00é",
     ],
@@ -96,15 +74,6 @@ def test_format_refused(name: str) -> None:
     assert "json, npy, npz, safetensors" in caught.value.hint
     assert len(caught.value.detail) < 150
     assert caught.value.detail.isprintable()
-
-
-@given(st.text(max_size=60) | st.text("*/;=q0.,aplictonjs-x ", max_size=60))
-def test_any_accept(accept: str) -> None:
-    """No header does anything but choose a format or be refused."""
-    try:
-        assert negotiate(accept, None, FORMATS) in FORMATS.values()
-    except NotAcceptableError:
-        return
 
 
 RANGES = ["*/*", "application/*", "image/*", "text/html", *(each.media_type for each in FORMATS.values())]

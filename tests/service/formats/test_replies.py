@@ -10,7 +10,7 @@ import pytest
 import safetensors
 
 from tests.server import Live
-from tests.service.support import ALWAYS, Array, Json, arrays_of, image, picture, problem, rows, same, tensor
+from tests.service.support import Array, Json, arrays_of, image, picture, problem, rows, same, tensor
 
 LAYERS = ["block3", {"layer": "pool", "pool": "flatten", "as": "v"}, "block3.relu#*"]
 FORMATS = {
@@ -44,16 +44,6 @@ def test_formats_agree(live: Live, dtype: str) -> None:
     assert {first[key].dtype.name for key in expected} == {dtype}
 
 
-def test_order_of_keys(live: Live) -> None:
-    """Keys come in the order asked for."""
-    for form in ("json", "npz"):
-        assert list(arrays_of(extract(live, form=form, layers=["pool", "block1", "head"]))) == [
-            "pool",
-            "block1",
-            "head",
-        ]
-
-
 def test_each_layer_its_own_dtype(live: Live) -> None:
     """An entry of ``layers`` may have options of its own."""
     entries = [{"layer": "pool", "dtype": "float16"}, {"layer": "block3", "pool": "max", "normalize": True}, "head"]
@@ -66,8 +56,7 @@ def test_each_layer_its_own_dtype(live: Live) -> None:
     np.testing.assert_allclose(np.linalg.norm(found["block3"], axis=1), 1, atol=1e-5)
 
 
-@pytest.mark.parametrize("pool", ["mean", "max", "gem", "flatten"])
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("pool", "normalize"), [("mean", False), ("max", True), ("gem", False), ("flatten", True)])
 def test_pools(live: Live, pool: str, normalize: bool) -> None:
     """A pooled result is what the pool says, computed from the unpooled one, and normalised over its last axis."""
     whole = arrays_of(extract(live, layers=["block2"]))["block2"]
@@ -80,22 +69,6 @@ def test_pools(live: Live, pool: str, normalize: bool) -> None:
     }[pool]()
     expected = pooled / np.linalg.norm(pooled, axis=1, keepdims=True) if normalize else pooled
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_tokens(live: Live) -> None:
-    """``tokens`` keeps those indices in their order, also before pooling; the mean is over tokens otherwise."""
-    inputs = [tensor(np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32))]
-    entries = [
-        {"layer": "layers", "as": "whole"},
-        {"layer": "layers", "tokens": [4, 1], "as": "two"},
-        {"layer": "layers", "tokens": [4, 1], "pool": "mean", "as": "mean-of-two"},
-        {"layer": "layers", "pool": "mean", "as": "mean"},
-    ]
-    found = arrays_of(extract(live, model="encoder", layers=entries, inputs=inputs))
-    assert found["whole"].shape == (1, 5, 8)
-    assert np.array_equal(found["two"], found["whole"][:, [4, 1]])
-    np.testing.assert_allclose(found["mean-of-two"], found["whole"][:, [4, 1]].mean(1), atol=1e-6)
-    np.testing.assert_allclose(found["mean"], found["whole"].mean(1), atol=1e-6)
 
 
 def test_receipts(live: Live) -> None:
@@ -181,7 +154,6 @@ def test_headers(live: Live) -> None:
         ("abc-123_X.y", True),
         ("a" * 64, True),
         ("a" * 65, False),
-        ("two words", False),
         ("<script>", False),
         ("ü", False),
         ("", False),
@@ -194,14 +166,6 @@ def test_request_id(live: Live, given: str, kept: bool) -> None:
         assert (reply.headers["x-request-id"] == given) == kept
         assert 0 < len(reply.headers["x-request-id"]) <= 64
     assert problem(reply, 404)["request_id"] == reply.headers["x-request-id"]
-
-
-@pytest.mark.parametrize("path", ["/livez", "/readyz", "/models", "/models/digits", "/models/digits/layers", "/docs"])
-def test_headers_everywhere(live: Live, path: str) -> None:
-    """The headers that are always there are on every route."""
-    reply = live.client.get(path)
-    assert reply.status_code == 200
-    assert all(name in reply.headers for name in ALWAYS)
 
 
 def test_not_finite(live: Live) -> None:

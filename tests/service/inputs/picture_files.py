@@ -19,8 +19,6 @@ NOISE = np.random.default_rng(7).integers(0, 256, (6, 9, 3), dtype=np.uint8)
 
 SMOOTH = np.stack(np.meshgrid(np.arange(0, 240, 5), np.arange(0, 160, 5), indexing="xy") * 2, -1)[..., :3].astype("u1")
 
-RAMP = np.arange(65536, dtype=np.uint16).reshape(128, 512)
-
 
 def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
     stream = BytesIO()

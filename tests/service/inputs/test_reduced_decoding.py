@@ -5,7 +5,6 @@ What ``decode: fast`` does besides, ``tests/models/inputs/test_preprocess.py`` c
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
@@ -35,7 +34,7 @@ PLAIN = PreprocessSpec(resize=120, crop=None, mean=(0, 0, 0), std=(1, 1, 1))
 # In steps of 8 bits. Measured on the pictures below: at most 18, and on average 1.0. Decoded at once the resized sides
 # instead of twice, the sharp ones have 26 to 45, and 1.1 to 3.1.
 MOST, MEAN = 24, 1.2
-ODD = [(4000, 3000), (4001, 2999), (3000, 1001), (1001, 3000), (2049, 2047)]
+ODD = [(2001, 1499), (1001, 3000), (2049, 2047)]
 
 
 def photo(size: tuple[int, int], mode: str = "RGB", **options: Any) -> bytes:
@@ -91,8 +90,7 @@ def test_short_side(size: tuple[int, int]) -> None:
     assert_close(fast(data), exact(data, [120]))
 
 
-@pytest.mark.parametrize("size", [(4000, 3000), (2999, 3001)], ids=str)
-@pytest.mark.parametrize("resize", [(256, 256), (100, 700), (300, 90)], ids=str)
+@pytest.mark.parametrize(("size", "resize"), [((2999, 3001), (256, 256)), ((4000, 3000), (100, 700))], ids=str)
 def test_height_and_width(resize: tuple[int, int], size: tuple[int, int]) -> None:
     """Resized to a height and a width, neither side is decoded at less than twice what is asked for."""
     data = photo(size)
@@ -106,26 +104,24 @@ def test_height_and_width(resize: tuple[int, int], size: tuple[int, int]) -> Non
     ("mode", "options"),
     [
         ("RGB", {"exif": oriented(6)}),
-        ("RGB", {"exif": oriented(3)}),
         ("RGB", {"subsampling": 0}),
         ("RGB", {"progressive": True}),
-        ("L", {}),
         ("L", {"exif": oriented(6)}),
         ("CMYK", {}),
     ],
-    ids=["turned", "upside down", "full colour", "progressive", "gray", "gray turned", "cmyk"],
+    ids=["turned", "full colour", "progressive", "gray turned", "cmyk"],
 )
 def test_kinds(mode: str, options: dict[str, Any]) -> None:
     """JPEGs that are turned, gray, CMYK or progressive come out as from the full decode."""
-    data = photo((3001, 2003), mode, **options)
+    data = photo((2001, 1503), mode, **options)
     turned = options.get("exif", {}).get(0x0112) == 6
-    assert decoded(data).size == ((2003, 3001) if turned else (3001, 2003))
+    assert decoded(data).size == ((1503, 2001) if turned else (2001, 1503))
     assert decoded(data).box is not None
     assert_close(fast(data), exact(data, [120]))
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic", "lanczos"])
-@pytest.mark.parametrize("side", [26, 53, 106])
+@pytest.mark.parametrize("side", [26, 106])
 def test_sharp(side: int, mode: str) -> None:
     """A picture with detail in every pixel, just large enough for each scale, stays within what was measured."""
     stream = BytesIO()
@@ -162,32 +158,16 @@ def png(size: tuple[int, int]) -> bytes:
     return stream.getvalue()
 
 
-def lossless(width: int, height: int) -> bytes:
-    """A JPEG of predicted values in place of blocks (SOF3), all gray: no scale but the full one."""
-
-    def segment(mark: int, body: bytes) -> bytes:
-        return bytes([0xFF, mark]) + struct.pack(">H", len(body) + 2) + body
-
-    frame = struct.pack(">BHH", 8, height, width) + bytes([1, 1, 0x11, 0])
-    table, scan = bytes([0, 1, *[0] * 15, 0]), bytes([1, 1, 0, 1, 0, 0])
-    head = segment(0xC3, frame) + segment(0xC4, table) + segment(0xDA, scan)
-    return b"\xff\xd8" + head + bytes((width * height + 7) // 8) + b"\xff\xd9"
-
-
 @pytest.mark.parametrize(
     ("data", "spec"),
     [
-        (lossless(1600, 1200), PLAIN),
         (photo((640, 427)), replace(PLAIN, resize=232)),
-        (photo((479, 479)), PLAIN),
         (photo((640, 427), exif=oriented(6)), replace(PLAIN, resize=256, crop=224)),
-        (photo((1, 1)), replace(PLAIN, resize=8)),
-        (photo((4000, 3000)), replace(PLAIN, resize=None, crop=224)),
+        (photo((1600, 1200)), replace(PLAIN, resize=None, crop=224)),
         (photo((1600, 1200)), replace(PLAIN, interpolation="nearest")),
-        (photo((1600, 1200)), replace(PLAIN, interpolation="box")),
         (png((1600, 1200)), PLAIN),
     ],
-    ids=["lossless", "small", "just too small", "small turned", "tiny", "no resize", "nearest", "box", "png"],
+    ids=["small", "small turned", "no resize", "nearest", "png"],
 )
 def test_bit_for_bit(data: bytes, spec: PreprocessSpec) -> None:
     """Small pictures, other formats, and rows that need single pixels have the full decode's bits."""
@@ -216,7 +196,7 @@ def refusal(data: bytes, *, reduce: bool) -> tuple[str, str]:
 @pytest.mark.parametrize("options", [{}, {"progressive": True}], ids=["baseline", "progressive"])
 def test_truncated(options: dict[str, Any]) -> None:
     """A photo cut short anywhere is refused just where, and as, the full decode refuses it."""
-    data = photo((2000, 1500), **options)
+    data = photo((1200, 900), **options)
     for kept in (*(int(len(data) * part / 8) for part in range(8)), len(data) - 400, len(data) - 2, len(data) - 1):
         assert refusal(data[:kept], reduce=True) == refusal(data[:kept], reduce=False)
     with pytest.raises(InputError, match="cut short"):

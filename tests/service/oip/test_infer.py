@@ -116,24 +116,15 @@ def test_parameters(live: Live, client: Any) -> None:
     rows = [make_input("image", PIXELS)]
     found = client.infer("digits", rows, outputs=make_outputs("block?"), parameters={"pool": "gem", "normalize": True})
     assert same(read_outputs(found), native(live, "block?", pool="gem", normalize=True))
+    change = [{"layer": "block2", "op": "zero", "channels": [1]}]
+    asked = {"objective": "logit", "class": 3, "interventions": change}
+    found = client.infer("digits", rows, outputs=make_outputs("block3:grad_output"), parameters=asked)
+    objective = {"kind": "logit", "class": 3}
+    assert same(read_outputs(found), native(live, "block3:grad_output", objective=objective, interventions=change))
     found = client.infer("digits", rows, outputs=make_outputs("block1"), parameters={"dtype": "int8"})
     expected = native(live, "block1", dtype="int8")
     assert same(read_outputs(found), expected)
     assert set(expected) == {"block1", "block1.scale"}
-
-
-def test_gradients(live: Live, client: Any) -> None:
-    """Objectives and interventions are parameters too."""
-    rows = [make_input("image", PIXELS)]
-    change = [{"layer": "block2", "op": "zero", "channels": [1]}]
-    found = client.infer(
-        "digits",
-        rows,
-        outputs=make_outputs("block3:grad_output"),
-        parameters={"objective": "logit", "class": 3, "interventions": change},
-    )
-    expected = native(live, "block3:grad_output", objective={"kind": "logit", "class": 3}, interventions=change)
-    assert same(read_outputs(found), expected)
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1)])
@@ -178,7 +169,6 @@ def test_several_inputs(live: Live, client: Any) -> None:
     assert same(read_outputs(found), expected)
 
 
-@pytest.mark.parametrize("binary", [True, False])
 @pytest.mark.parametrize(
     ("model", "values"),
     [
@@ -192,12 +182,13 @@ def test_several_inputs(live: Live, client: Any) -> None:
         ("float64", np.array([[0.1, -1e38, 5e-324]], np.float64)),
     ],
 )
-def test_datatypes(typed: Live, model: str, values: Array, binary: bool) -> None:
+def test_datatypes(typed: Live, model: str, values: Array) -> None:
     """Numbers of each datatype come to the model as they are."""
-    with connect(typed) as client:
-        found = client.infer(model, [make_input("x", values, binary=binary)], outputs=make_outputs(".:input"))
-    (reply,) = read_outputs(found).values()
-    assert np.array_equal(reply, values.astype(reply.dtype))
+    for binary in (True, False):
+        with connect(typed) as client:
+            found = client.infer(model, [make_input("x", values, binary=binary)], outputs=make_outputs(".:input"))
+        (reply,) = read_outputs(found).values()
+        assert np.array_equal(reply, values.astype(reply.dtype))
 
 
 def test_bfloat16(typed: Live) -> None:
@@ -211,8 +202,7 @@ def test_bfloat16(typed: Live) -> None:
     assert "BF16" in read_error(refused, 400)
 
 
-@pytest.mark.parametrize("asked", [None, "gzip", "deflate"])
-@pytest.mark.parametrize("packed", [None, "gzip"])
+@pytest.mark.parametrize(("packed", "asked"), [("gzip", None), (None, "deflate"), ("gzip", "gzip")])
 def test_compression(live: Live, client: Any, packed: str | None, asked: str | None) -> None:
     """Bodies packed by the client are taken, and whatever replies it asks for it can read."""
     for binary in (True, False):
@@ -226,18 +216,17 @@ def test_compression(live: Live, client: Any, packed: str | None, asked: str | N
         assert same(read_outputs(found), native(live, *LAYERS))
 
 
-@pytest.mark.parametrize("coding", ["gzip", "zstd"])
 @pytest.mark.parametrize("binary", [True, False])
-def test_packed_replies(live: Live, coding: str, binary: bool) -> None:
+def test_packed_replies(live: Live, binary: bool) -> None:
     """A reply in JSON is packed for whoever asks for that, and holds what it holds unpacked; bytes are never packed."""
     request = {"name": "image", "shape": [1, 3, 32, 32], "datatype": "FP32", "data": PIXELS[0].reshape(-1).tolist()}
     sent = body(request, outputs=[{"name": "block3"}], parameters={"binary_data_output": binary})["content"]
     plain, packed = (
         live.client.post("/v2/models/digits/infer", content=sent, headers={"accept-encoding": accepted})
-        for accepted in ("identity", coding)
+        for accepted in ("identity", "gzip")
     )
     assert "content-encoding" not in plain.headers
-    assert packed.headers.get("content-encoding") == (None if binary else coding)
+    assert packed.headers.get("content-encoding") == (None if binary else "gzip")
     assert packed.content == plain.content
     assert (packed.num_bytes_downloaded < plain.num_bytes_downloaded) == (not binary)
     assert packed.headers.get(HEADER) == plain.headers.get(HEADER)

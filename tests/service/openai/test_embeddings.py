@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -104,15 +103,6 @@ def test_layer(served: Live, client: OpenAI) -> None:
         assert reply.model == f"digits:{layer}"
 
 
-def test_encodings(client: OpenAI) -> None:
-    """Numbers and base64 are the same bits."""
-    plain = client.embeddings.create(model="digits", input=uri(PICTURES[0]), encoding_format="float")
-    coded = client.embeddings.create(model="digits", input=uri(PICTURES[0]), encoding_format="base64")
-    assert isinstance(coded.data[0].embedding, str)
-    decoded = np.frombuffer(base64.b64decode(coded.data[0].embedding), "<f4")
-    assert vectors(plain)[0].tobytes() == decoded.tobytes()
-
-
 def test_many_inputs(served: Live, client: OpenAI) -> None:
     """More inputs than a request may have are answered all the same, a part after another."""
     given = [uri(PICTURES[place % 5]) for place in range(11)]
@@ -186,30 +176,20 @@ def test_models(served: Live, client: OpenAI) -> None:
 REFUSED: dict[str, tuple[Json, type[openai.APIStatusError], str | None, str]] = {
     "unknown model": ({"model": "digit"}, openai.NotFoundError, None, "'digits'"),
     "unknown layer": ({"model": "digits:block9"}, openai.BadRequestError, "model", "block1"),
-    "no layer of vectors": ({"model": "digits:block1:grad_output"}, openai.BadRequestError, "model", "embedding"),
     "a text": ({"input": "a cat"}, openai.BadRequestError, "input[0]", "takes no text"),
     "no picture": ({"input": [uri(b"none")]}, openai.BadRequestError, "input[0]", "not a picture"),
-    "a picture for texts": ({"model": "bert"}, openai.BadRequestError, "input[0]", "text"),
     "a URL": ({"input": [{"image": "http://example.org/a.png"}]}, openai.BadRequestError, "input[0]", "URL"),
     "tokens": ({"model": "bert", "input": [1, 2, 3]}, openai.BadRequestError, "input[0]", "own tokenizer"),
-    "tokens for pictures": (
-        {"input": [1, 2, 3], "extra_body": {"modality": "tokens"}},
-        openai.BadRequestError,
-        "input[0]",
-        "takes no text",
-    ),
     "a text for tokens": (
         {"model": "bert", "input": "hello", "extra_body": {"modality": "tokens"}},
         openai.BadRequestError,
         "input[0]",
         "not a list of token ids",
     ),
-    "no tokens": ({"input": [[1, 2**80]]}, openai.BadRequestError, "input", "token ids"),
     "nothing": ({"input": []}, openai.BadRequestError, "input", "at least 1"),
     "too many": ({"input": ["a"] * 2049}, openai.BadRequestError, "input", "2048"),
     "untrained dimensions": ({"dimensions": 32}, openai.BadRequestError, None, "dimensions: [64, 128, 256]"),
     "other dimensions": ({"model": "short", "dimensions": 32}, openai.BadRequestError, None, "has 1, 16, 63, 64"),
-    "dimensions of a layer": ({"model": "short:head", "dimensions": 1}, openai.BadRequestError, None, "has 10"),
     "not loaded": ({"model": "never"}, openai.InternalServerError, None, "could not be loaded"),
 }
 
@@ -225,19 +205,6 @@ def test_errors(client: OpenAI, case: str) -> None:
     assert isinstance(error, dict)
     assert set(error) == {"message", "type", "param", "code"}
     assert error["param"] == parameter
-
-
-@pytest.mark.parametrize("modality", ["text", "image"])
-def test_modality(served: Live, client: OpenAI, modality: str) -> None:
-    """A caller says what strings are: texts that begin as pictures do, or pictures in bare base64."""
-    text = "data: what was measured"
-    body: Json = (
-        {"model": "bert", "inputs": [{"text": text}]} if modality == "text" else {"inputs": [image(PICTURES[0])]}
-    )
-    given = text if modality == "text" else text64(PICTURES[0])
-    model = body.get("model", "digits")
-    reply = client.embeddings.create(model=model, input=given, extra_body={"modality": modality})
-    np.testing.assert_allclose(vectors(reply), native(served, **body), atol=1e-6)
 
 
 def test_other_errors(served: Live, client: OpenAI) -> None:
