@@ -21,8 +21,8 @@ from tests.client.misbehaving_server import Received, cut, misbehaving, relay, r
 from tests.server import Live, serving
 from tests.service.support import Array, configured, net, picture, raw
 
-ONE = ("digit.png", b"bytes", Path("digit.png"), Image.new("L", (8, 8)), BytesIO(b"file"), {"text": "a cat"})
-PICTURES = [picture(seed, size=(20 + seed % 7, 24)) for seed in range(60)]
+ONE = ("digit.png", b"bytes", {"text": "a cat"})
+PICTURES = [picture(seed, size=(20 + seed % 7, 24)) for seed in range(24)]
 Embed = Callable[..., list[lt.Embedded]]
 
 
@@ -86,30 +86,26 @@ def test_bad_inputs(embed: Embed, live: Live, tmp_path: Path) -> None:
         3: tmp_path / "missing.png",
         4: "missing.png",
         9: 3.5,
-        20: None,
-        21: broken,
-        22: PICTURES[1][:100],
-        30: np.zeros((3, 7), np.float32),
-        31: np.array(["text"]),
-        59: b"",
+        15: broken,
+        16: np.zeros((3, 7), np.float32),
+        17: np.array(["text"]),
+        23: b"",
     }
     inputs = [bad.get(index, each) for index, each in enumerate(PICTURES)]
     items = embed(live.url, inputs)
-    assert [each.index for each in items] == list(range(60))
+    assert [each.index for each in items] == list(range(len(PICTURES)))
     assert {each.index for each in items if each.error} == bad.keys()
     for each in items:
         assert each.error is None or (each.error.detail and each.error.input == each.index and not each.arrays)
-    expected = vectors_of(live, PICTURES[2], PICTURES[58])
+    expected = vectors_of(live, PICTURES[2], PICTURES[22])
     np.testing.assert_allclose(items[2].vector, expected[0], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(items[58].vector, expected[1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(items[22].vector, expected[1], rtol=1e-4, atol=1e-5)
 
 
 def test_wrong_request(embed: Embed, live: Live) -> None:
     """What is wrong with the request as a whole is an error, not one for each input."""
     with pytest.raises(lt.InvalidRequestError, match="blok2"):
         embed(live.url, PICTURES[:5], "blok2")
-    with pytest.raises(lt.InvalidRequestError, match="poool"):
-        embed(live.url, PICTURES[:5], poool="x")
     with pytest.raises(TypeError, match="on_error"):
         embed(live.url, PICTURES[:5], on_error="fail")
 
@@ -126,7 +122,7 @@ def test_generators_are_drawn_as_needed(live: Live) -> None:
 
     with lt.Client(live.url) as client:
         stream = client.embed(endless(), batch_size=7, concurrency=2)
-        for taken in range(1, 400):
+        for taken in range(1, 150):
             assert next(stream).index == taken - 1
             assert drawn - taken < 2 * 2 * 7
         stream.close()
@@ -169,10 +165,10 @@ def test_small_limits(embed: Embed) -> None:
     with serving(max_inputs=3, max_body_bytes=20_000, max_queue_rows=4) as live:
         big = picture(7, size=(100, 100))
         assert len(big) > 20_000
-        items = embed(live.url, [*PICTURES[:20], big, *PICTURES[20:40]])
-        assert [each.index for each in items if each.error] == [20]
-        expected = vectors_of(live, *PICTURES[:40])
-        for each, vector in zip(items[:20] + items[21:], expected, strict=True):
+        items = embed(live.url, [*PICTURES[:8], big, *PICTURES[8:16]])
+        assert [each.index for each in items if each.error] == [8]
+        expected = vectors_of(live, *PICTURES[:16])
+        for each, vector in zip(items[:8] + items[9:], expected, strict=True):
             np.testing.assert_allclose(each.vector, vector, rtol=1e-4, atol=1e-5)
 
 

@@ -23,8 +23,6 @@ ROW = np.ones((1, 4), np.float32)
         (lambda c: c.extract(PICTURE, "blok3"), lt.InvalidRequestError, "invalid-request"),
         (lambda c: c.extract(b"no picture", "head"), lt.InvalidRequestError, "invalid-request"),
         (lambda c: c.extract(PICTURE, "head", model="digit"), lt.ProblemError, "unknown-model"),
-        (lambda c: c.layers("digit"), lt.ProblemError, "unknown-model"),
-        (lambda c: c.model("a/b"), lt.ProblemError, "http"),
         (lambda c: c.extract([PICTURE] * 257, "head"), lt.TooLargeError, "too-large"),
     ],
 )
@@ -76,7 +74,7 @@ def test_keys(open_client: Any) -> None:
         assert caught.value.status == 401
 
 
-@pytest.mark.parametrize("key", ["", "schlüssel", "secret-key\n", " secret-key", "secret\nX-Other: 1"])
+@pytest.mark.parametrize("key", ["", "schlüssel", "secret\nX-Other: 1"])
 @pytest.mark.parametrize("cls", [lt.Client, lt.AsyncClient])
 def test_keys_that_no_header_holds(cls: Any, key: str) -> None:
     """They are refused at once, in words that do not show them: httpx would, and it would be tried again."""
@@ -85,13 +83,7 @@ def test_keys_that_no_header_holds(cls: Any, key: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-ADDRESSES = (
-    *("127.0.0.1:8000", "localhost", "ftp://host", "http://", "http://[::1", "http://127.0.0.1:99999", ""),
-    *("http://host:8000/v1", "http://host/x/v2/"),
-)
-
-
-@pytest.mark.parametrize("url", ADDRESSES)
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://[::1", "http://host:8000/v1"])
 @pytest.mark.parametrize("cls", [lt.Client, lt.AsyncClient])
 def test_addresses_where_no_server_is(cls: Any, url: str) -> None:
     """They are refused where they are written, not by a first call that is tried again."""
@@ -99,7 +91,7 @@ def test_addresses_where_no_server_is(cls: Any, url: str) -> None:
         cls(url)
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan"), "5"])
+@pytest.mark.parametrize("timeout", [0, float("inf"), "5"])
 def test_timeouts(client: Any, timeout: Any) -> None:
     """What is no number of seconds is refused before anything is sent."""
     with pytest.raises(lt.InputError, match="timeout"):
@@ -111,10 +103,7 @@ def test_timeouts(client: Any, timeout: Any) -> None:
     [
         (200, b"<html>", lt.BadReplyError),
         (301, b"", lt.BadReplyError),
-        (204, b"", lt.BadReplyError),
         (418, b"short and stout", lt.ProblemError),
-        (404, b"<html>nginx</html>", lt.ProblemError),
-        (500, b"", lt.ProblemError),
         (403, b"[1]", lt.ProblemError),
         (422, b'{"detail": "x", "errors": [3, {"detail": 4, "input": "one"}]}', lt.InvalidRequestError),
     ],
@@ -128,12 +117,8 @@ def test_answers_of_others(open_client: Any, status: int, body: bytes, cls: type
 @pytest.mark.parametrize(
     ("media_type", "body"),
     [
-        ("application/json", b"{}"),
         ("text/html", b"<html>"),
-        ("application/x-npy", b"\x93NUMPY"),
-        ("application/x-safetensors", b""),
         ("application/x-safetensors", b"\xff" * 8 + b"{}"),
-        ("application/x-safetensors", b"\x02" + b"\0" * 7 + b"[]"),
         ("application/x-safetensors", b"\x02" + b"\0" * 7 + b"{}"),
     ],
 )

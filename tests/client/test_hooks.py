@@ -49,14 +49,14 @@ def test_one_line(local: Any, extractor: lt.RemoteExtractor) -> None:
         torch.testing.assert_close(given[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_batches_beyond_the_limits() -> None:
+def test_batches_beyond_the_limits(live: Live) -> None:
     """A batch of any size goes in as many requests as it takes, whatever the limit is of."""
     rows = torch.randn(30, 3, 32, 32)
-    limits: list[dict[str, int]] = [{"max_inputs": 7}, {"max_body_bytes": 50_000}, {"max_reply_bytes": 400_000}]
-    with serving() as live, lt.Client(live.url) as client:
+    limits: list[dict[str, int]] = [{"max_inputs": 7}, {"max_reply_bytes": 400_000}]
+    with lt.Client(live.url) as client:
         expected = lt.hooks("digits", NODES, client=client)(rows)
     for limit in limits:
-        with serving(**limit) as live, lt.Client(live.url) as client:
+        with serving(**limit) as narrow, lt.Client(narrow.url) as client:
             given = lt.hooks("digits", NODES, client=client)(rows)
         for name, tensor in expected.items():
             torch.testing.assert_close(given[name], tensor, rtol=1e-4, atol=1e-5)
@@ -79,7 +79,6 @@ def test_named_inputs(live: Live) -> None:
     [
         (BATCH.clone().requires_grad_(), "no gradient flows back"),
         (torch.zeros(0, 3, 32, 32), "give a batch"),
-        (torch.tensor(1.0), "give a batch"),
     ],
 )
 def test_what_can_not_be(extractor: lt.RemoteExtractor, batch: torch.Tensor, words: str) -> None:
