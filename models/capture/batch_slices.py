@@ -1,4 +1,4 @@
-"""Several requests in one forward: which rows are whose, and what each gets of what the hooks captured."""
+"""Several requests in one forward: the rows of each, and its share of what the hooks captured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from layertap.models.selection.poolings import POOLINGS
 
 @dataclass(frozen=True)
 class RequestSlice:
-    """One request's part of a forward: rows ``start`` to ``stop``, what it wants of them, what it changes there.
+    """One request's part of a forward: rows ``start`` to ``stop``, its captures and its interventions.
 
     ``objective`` is what it differentiates, where it wants gradients; ``row_offset`` is its first row's number in the
     request.
@@ -41,9 +41,9 @@ class RequestSlice:
 def find_spans(slices: Iterable[RequestSlice], row_count: int) -> dict[Capture, tuple[Span, ...]]:
     """The rows that each capture is wanted for.
 
-    Neighbours that want the same are taken in one piece where that makes no other bits: sums and powers of several rows
-    are rounded otherwise than those of one, and an answer must not depend on its neighbours. What does not belong to
-    single rows (``row_axis`` None, ``crosses_rows``) is taken whole.
+    Adjacent requests with the same capture share a span if that does not change bits: sums and powers of several rows
+    are rounded differently from those of one, and an answer must not depend on its neighbours. Tensors that do not
+    divide into rows (``row_axis`` None, ``crosses_rows``) are taken whole.
     """
     spans_by_capture: dict[Capture, list[Span]] = {}
     for each in sorted(slices, key=lambda each: each.start):
@@ -120,23 +120,23 @@ def _select_reduced(reduced: ReducedTensor, capture: Capture, span: Span, wanted
 
 
 class JoinedRows:
-    """Results as if all rows had been in one forward: each part is copied to its place as it comes.
+    """Results as if all rows had been in one forward: each part is copied into the whole as it arrives.
 
-    So what waits for other parts is in memory once, and keeps no other request's rows there. Threads may add parts of
-    different rows at once.
+    Results that wait for other parts are thus in memory once, and keep no other request's rows alive. Threads may add
+    parts of different rows concurrently.
     """
 
     def __init__(self, row_count: int) -> None:
-        """Room for so many rows; it is taken when the first part comes."""
+        """The whole has ``row_count`` rows; its memory is allocated when the first part arrives."""
         self._row_count = row_count
         self._whole: dict[Capture, ReducedTensor] = {}
         self._lock = threading.Lock()
 
     def add(self, start: int, stop: int, part: Mapping[Capture, ReducedTensor]) -> dict[Capture, ReducedTensor]:
-        """Take rows ``start`` to ``stop``; the whole, in which rows that are not added yet have any numbers.
+        """Add rows ``start`` to ``stop``; returns the whole, in which rows not added yet are uninitialised.
 
-        A part of all rows is the whole. What is the same for all rows is that of the first part. A part that is added
-        again replaces itself.
+        A part of all rows is the whole. Tensors that are the same for all rows come from the first part. A part may be
+        added again.
         """
         if stop - start == self._row_count:
             return dict(part)

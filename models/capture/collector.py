@@ -1,4 +1,4 @@
-"""Collector: what one forward owes to the requests that share it, and what its hooks do at each call."""
+"""Collector: the pending work of one forward for the requests that share it, done by hooks at each call."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GradientAnchor:
 
 @dataclass
 class CallActions:
-    """What is wanted of one call of a module, on one side; the order of fields is the order in which it is done.
+    """The work at one call of a module, on one side; it is done in the order of the fields.
 
     ``objectives`` are the indices of the slices whose objectives look at it.
     """
@@ -95,9 +95,9 @@ def group_actions(
 
 
 class Collector:
-    """What one forward owes: hooks close over it, nothing of it is stored on the model.
+    """The pending work of one forward: hooks close over it, nothing of it is stored on the model.
 
-    ``results`` are the captures that are there already, reduced span by span.
+    ``results`` are the captures made so far, reduced span by span.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Collector:
 
     def set_grad_mode(self) -> AbstractContextManager[object]:
         """How the forward runs: with a graph only where something is differentiated."""
-        # Not inference mode: what a model keeps of a forward (tables, caches) must be fit for one with a graph.
+        # Not inference mode: tensors that a model keeps (tables, caches) must be usable in a forward with a graph.
         return torch.enable_grad() if self._has_graph else torch.no_grad()
 
     def list_callbacks(self) -> Iterator[tuple[nn.Module, Side, OnCall]]:
@@ -134,7 +134,7 @@ class Collector:
             yield module, side, partial(self._on_call, calls, self._calls_run[module, side])
 
     def list_recompute_callbacks(self) -> Iterator[tuple[nn.Module, Side, OnCall]]:
-        """For the backward, in which a model that checkpoints computes again what it did not keep."""
+        """For the backward, in which a model with activation checkpointing recomputes activations."""
         for (module, side), calls in self._actions.items():
             changing = {call: actions for call, actions in calls.items() if actions.interventions or actions.anchors}
             if changing and self._has_graph:
@@ -163,7 +163,7 @@ class Collector:
                 self._reduce(capture, span, gradient)
 
     def find_unreached(self) -> set[HookPoint]:
-        """What is differentiated without a graph to the first point where that is wanted: zero may be no answer."""
+        """Objectives' points without a graph to the first point whose gradient is wanted: zero may be wrong there."""
         unreached = set()
         for each in self._slices:
             anchors = {
@@ -174,7 +174,7 @@ class Collector:
         return unreached
 
     def release_graph(self) -> None:
-        """Detach the graph from buffers that the forward wrote to: the model would keep it."""
+        """Detach buffers that the forward wrote to: the model would keep the graph alive."""
         if self._has_graph:
             for module in set(self._modules.values()):
                 for name, buffer in module._buffers.items():
@@ -184,7 +184,7 @@ class Collector:
     def _on_call(
         self, calls: Mapping[CallKey, CallActions], calls_run: set[CallKey], call: CallKey, value: object
     ) -> Changes | None:
-        """Do what is wanted of a call; gives back what goes on in place of its tensors."""
+        """Do the work at a call; returns the tensors that replace the call's own."""
         calls_run.add(call)
         actions = calls.get(call)
         if actions is None:
@@ -212,7 +212,7 @@ class Collector:
         keys = {
             (each[0], *call[1:]) if isinstance(each, tuple) and isinstance(call, tuple) else each for each in calls_run
         }
-        if len(keys) > 1:  # segments are computed again last first: nothing tells which call it is
+        if len(keys) > 1:  # segments are recomputed in reverse: the call can't be identified
             point = next(iter(calls.values())).point
             self._stop(
                 f"the model computes {point.escaped_text} again in its backward, where its calls can't be told apart",

@@ -18,9 +18,9 @@ from layertap.models.selection.hook_points import HookPoint
 
 
 class FeatureExtractor:
-    """Takes tensors and gradients out of a module's forward, changes values in it; the module is left as it was.
+    """Captures tensors and gradients in a module's forward, and changes values; the module is left as it was.
 
-    Not for several threads at once: hooks are seen by every forward through the module.
+    Not thread-safe: hooks run in every forward through the module.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""A captured tensor made into what the request asked for, on its device: narrow, pool, normalise, cast.
+"""Reduce a captured tensor on its device as the request asked: narrow, pool, normalise, cast.
 
 ``selection/poolings.py`` has the poolings and ``selection/statistics.py`` what may be asked for in their place. Tokens
 that only pad a text stay out of both; the first token of a text is the first that its mask keeps. Floating results are
@@ -38,7 +38,7 @@ def clone_reduced(reduced: ReducedTensor) -> ReducedTensor:
 
 
 def own_memory(reduced: ReducedTensor, captured: Tensor | None = None) -> ReducedTensor:
-    """The same numbers in memory that holds nothing else, and that is not the captured tensor's."""
+    """The same numbers in memory of their own, shared neither with other data nor with the captured tensor."""
     parts = [reduced.values] if reduced.scale is None else [reduced.values, reduced.scale]
     # A slice pins the whole storage that it looks into, and what the model owns may still change.
     alone = all(part.untyped_storage().nbytes() == part.nbytes for part in parts)

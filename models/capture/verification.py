@@ -1,9 +1,9 @@
-"""A check of what hooks captured: put back in its place in a second forward, it must give the model's output again.
+"""Check captures: if they replace the layers' outputs in a second forward, the model's output must be the same.
 
-Every layer's output is put back, so each must also come out as it did: a wrong one would hide behind a later one.
+Every layer's output is replaced, so each must also be computed as before: a later one would hide a wrong one.
 
-A model that gives something else in every forward can't be checked, and one that writes to a layer's output under
-another name fails: what it goes on with is no longer what left the layer.
+A non-deterministic model can't be checked, and a model that writes to a layer's output through another variable
+fails: the value that the forward continues with is not the one that left the layer.
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ InferredLayout = tuple[str | None, str | None]  # what a module's type tells, an
 
 
 class CallRecorder:
-    """Notes order, shapes and layouts; given the recorder of one row alone, also which axis holds the rows.
+    """Records order, shapes and layouts; given the recorder of a one-row forward, also which axis holds the rows.
 
-    Its own forward then has ROWS rows, that row in the middle: what either neighbour does to it shows. With
-    ``functions`` it notes what these take and return, too.
+    Its own forward then has ROWS rows with that row in the middle, so that effects of either neighbour show. With
+    ``functions`` it records what functions take and return, too.
     """
 
     def __init__(self, module: nn.Module, alone: CallRecorder | None = None, *, functions: bool = False) -> None:
@@ -56,7 +56,7 @@ class CallRecorder:
         self._recent_known: dict[int, Observation] = {}  # the last of which the layout was known then
 
     def describe_calls(self) -> dict[nn.Module, list[tuple[set[Path], set[Path], int]]]:
-        """Which modules were called, how often, and with and for what kind of value; how often they attended."""
+        """The modules that were called: for each call, paths of inputs and outputs, and the number of attentions."""
         return {module: [call.describe_tensors() for call in calls] for module, calls in self.calls.items()}
 
     def release(self) -> None:

@@ -79,7 +79,7 @@ class RowTensor:
         return value
 
     def strip(self) -> Iterator[RowTensor]:
-        """Row by row what belongs to it, as it would be without padding."""
+        """Each row without its padding."""
         for number, axes in enumerate(self.list_own_tokens()):
             row = self.select((number, number + 1)).value
             for axis, tokens in axes:
@@ -87,12 +87,12 @@ class RowTensor:
             yield RowTensor(row, replace(self.info, shape=tuple(row.shape)))
 
     def list_own_tokens(self) -> Iterator[list[tuple[int, Tensor]]]:
-        """For each row the axes of tokens, with the indices along each that are the row's own."""
+        """For each row, its token axes with the indices of tokens that are not padding."""
         for tokens in self._get_row_mask():
             yield [(axis, tokens.nonzero().flatten()) for axis in self.info.token_axes]
 
     def truncate(self, length: int) -> RowTensor:
-        """So many tokens of each row, 0 if one of them only pads it."""
+        """The first ``length`` tokens of each row, 0 for padding."""
         if self.token_mask is None:
             return self
         value, mask = self.value, self.token_mask[:, :length]
@@ -141,9 +141,9 @@ class RowTensor:
         return self.group().movedim(letters.index(along) + 2, 1).flatten(2)[:, :, skip:].contiguous()
 
     def at(self, position: Position | None) -> RowTensor:
-        """What is at a position, a token or a pixel, without the axes along which it is.
+        """The values at a token or a pixel, without the axes of the position.
 
-        What has no other axis, (rows · classes,), has those of each row: (rows, classes).
+        A tensor with no other axis, (rows · classes,), becomes (rows, classes).
         """
         value = self.value
         axes = find_position_axes(self.info, position) if position is not None else None

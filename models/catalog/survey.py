@@ -1,9 +1,9 @@
-"""Three small forwards that tell everything a catalogue knows.
+"""Build a catalogue from three small forwards.
 
-One takes a single row, one is timed, and one takes the same row between two others: what grew is the row axis, and
-what the row left behind when it was alone must be there again, or rows are not independent. A model that can't take
-several rows, or takes another course with them, is catalogued from the first and runs one row at a time. What a
-device raises, for want of memory or for good, says nothing of the model and goes through.
+One takes a single row, one is timed, and one takes the same row between two others: the axis that grew is the row
+axis, and the row's values must be the same as before, or rows are not independent. A model that can't take
+several rows, or makes other calls with them, is catalogued from the first and runs one row at a time. Device
+errors, out of memory or fatal, say nothing about the model and are not caught.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def survey(
 
 
 def _time_calls(module: nn.Module, run: Forward, row: Mapping[str, Tensor], device: torch.device) -> CallTimer:
-    """The quickest of a few forwards, of one where it takes long: whatever disturbs a machine only adds."""
+    """The fastest of a few forwards, or a single slow one: noise only adds time."""
     timers: list[CallTimer] = []
     while len(timers) < MAX_TIMED and sum(timer.total for timer in timers) < ENOUGH_S:
         timers.append(CallTimer(module, run, row, device))

@@ -1,4 +1,4 @@
-"""How many tokens the texts of a request have, and which indices and shapes of tensors it may name therefore."""
+"""The token counts of a request's texts, and checks of its indices and shapes against them."""
 
 from __future__ import annotations
 

@@ -46,9 +46,9 @@ class RepeatedRun:
         return self._run(rows)
 
     def find_outputs(self) -> tuple[tuple[Path, Outputs], ...]:
-        """Which of the returned tensors are probabilities of classes, or their logarithms, by their paths.
+        """Which of the returned tensors are class probabilities, or log-probabilities, by path.
 
-        What adds up to 1 along an axis is, and what a sigmoid has made, which another forward tells.
+        Those are tensors that sum to 1 along an axis, and outputs of a sigmoid, which a second forward detects.
         """
         found: dict[Path, Outputs] = {}
         unsure = []
@@ -78,9 +78,9 @@ class RepeatedRun:
             return TensorsByPath((path, tensor.clone()) for path, tensor in iterate_tensors(output))
 
     def put_back_state(self) -> tuple[StateKey, ...]:
-        """Give what changed after the first forward the values that it had before; its names.
+        """Restore state that changed after the first forward; returns its names.
 
-        The first one may fill a cache, which need not be put back where answers are the same.
+        The first forward may fill a cache, which need not be restored if outputs are the same.
         """
         is_cache = self.is_same and not self._loaded.find_other_parts()
         earlier = self._settled if is_cache else self._loaded
@@ -90,7 +90,7 @@ class RepeatedRun:
 
 
 class SigmoidResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Which memory holds what a sigmoid has returned last; for one forward."""
+    """Tracks the storages that hold the output of a sigmoid, during one forward."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

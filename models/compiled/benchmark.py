@@ -1,6 +1,6 @@
-"""A warm plan's graphs beside the hooked forward: whether both give the same numbers, and what both take.
+"""Compare a warm plan's graphs with the hooked forward: whether results are equal, and how long each takes.
 
-What they take is kept in a file beside the graphs.
+The measured times are kept in a file beside the graphs.
 """
 
 from __future__ import annotations

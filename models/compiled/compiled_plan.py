@@ -34,7 +34,7 @@ class CompiledPlan:
 
 
 def find_compiled_plan(compiled: Iterable[CompiledPlan | None], plan: Plan) -> CompiledPlan | None:
-    """The cheapest that gives what a plan wants; None if the model itself has to run."""
+    """The cheapest compiled plan that covers a plan; None if the model itself has to run."""
     covering = [each for each in compiled if each is not None and each.covers(plan)]
     return min(covering, key=lambda each: each.costs.estimate_seconds(1), default=None)
 

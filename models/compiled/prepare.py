@@ -242,7 +242,7 @@ def _run_compiler(sender: Connection, folders: Sequence[str], options: CompilerO
 
 
 def _end_with_parent() -> None:
-    """Have this process ended as by SIGTERM once the one that started it is gone: who is killed ends no children."""
+    """Send this process SIGTERM when its parent dies: a killed parent does not terminate its children."""
     if (parent := parent_process()) is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,6 +1,6 @@
-"""What forwards of a model take in time: measured when it is loaded, not guessed, and kept from load to load.
+"""Times of a model's forwards: measured when it is loaded, and kept from load to load.
 
-Of several loads' readings the median counts: one that noise fooled is outvoted by the others.
+The median of several loads' readings is used, so that a noisy one does not count.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def measure_forward(
 
 
 def make_costs(readings: Sequence[ForwardSeconds], row_bytes: int) -> Costs:
-    """What several readings say together: the median of each figure; a speedup that does not pay is none."""
+    """The costs from several readings: the median of each figure; a speedup below ``MIN_SPEEDUP`` counts as 1."""
     one = median(reading.one for reading in readings)
     per_row = min(median(reading.per_row for reading in readings), one)
     speedup = median(reading.speedup for reading in readings)

@@ -104,19 +104,19 @@ def use_threads(count: int) -> Iterator[None]:
 
 
 def describe_processor(device: torch.device) -> list[str]:
-    """What code for one processor may not run on another for."""
+    """The features that decide whether code compiled for one processor runs on another."""
     if device.type == "cuda":
         return [torch.cuda.get_device_name(device), str(torch.version.cuda)]
     return [platform.machine(), torch.backends.cpu.get_cpu_capability(), _digest_cpu_lines(FEATURE_LINES)]
 
 
 def describe_speed(device: torch.device) -> list[str]:
-    """What forwards of one processor may take other times on another for."""
+    """The features that decide how long forwards take on a processor."""
     return [*describe_processor(device), _digest_cpu_lines(MODEL_LINES), _read_quota()]
 
 
 def _digest_cpu_lines(names: tuple[str, ...]) -> str:
-    """What the system says of the first core, of some lines: each kind of processor has some of them."""
+    """A digest of these lines of /proc/cpuinfo for the first core; no processor has all of them."""
     try:
         first_core, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
     except OSError:

@@ -1,6 +1,6 @@
 """Batches to a device and results from it, on a GPU in the order of the stream of the thread that asks.
 
-This is the room of what only a GPU needs: for another device there is nothing to wait for or to release. The GPU itself
+Code that only a GPU needs is in this module: other devices have nothing to wait for or to release. The GPU itself
 reads and writes pinned memory, while threads go on. torch keeps what was pinned once and hands it out again, but not
 while a copy from or to it is under way; it never goes back to the system. Hence ``MAX_PINNED_BYTES`` for each piece;
 how many there are at a time depends on the requests whose results wait to be sent.
@@ -21,30 +21,30 @@ MAX_PINNED_BYTES = 2**26  # of one batch, or of one batch's results; what is lar
 
 
 def create_stream(device: torch.device) -> torch.cuda.Stream:
-    """A new stream: what is begun there follows each other, and waits for no other."""
+    """A new stream: its operations run in order, and do not wait for other streams."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def use_own_stream(device: torch.device) -> None:
-    """Let all that this thread does on a GPU follow each other, and wait for no other thread."""
+    """Give this thread its own stream on a GPU, so that it does not wait for other threads."""
     if device.type == "cuda":
         torch.cuda.set_stream(create_stream(device))
 
 
 def synchronize(device: torch.device) -> None:
-    """Until all that any thread has begun on a device is done; raises what went wrong there."""
+    """Wait until the work of all threads on a device is done; raises the device's errors."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def synchronize_stream(device: torch.device) -> None:
-    """Until all that this thread has begun on a device is done; raises what went wrong there."""
+    """Wait until this thread's work on a device is done; raises the device's errors."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def release_memory(device: torch.device) -> None:
-    """Let other threads have the memory of a device that torch keeps to use it again."""
+    """Release torch's cached memory of a device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -1,6 +1,6 @@
-"""The kinds of hook, a class and a row of a table for each side: how it attaches, what its callback gets.
+"""The kinds of hook, a class and a table row for each side: how it attaches, what its callback receives.
 
-What a callback gets must be read or copied at once: in-place operations later in the forward write to the same memory.
+A callback must read or copy its value at once: later in-place operations in the forward write to the same memory.
 A hook of ours returns None (anything else replaces the value), unless the callback gives back what to put in its place,
 path by path.
 """
@@ -37,7 +37,7 @@ Attach = Callable[[ExitStack, nn.Module, OnCall], None]  # until the stack ends
 
 
 class StopForward(BaseException):
-    """Nothing is pending: leave the forward. Not an Exception, which models catch."""
+    """Raised to leave the forward when nothing is pending. Not an Exception, which models catch."""
 
 
 class _OutputCall(RunningCall):

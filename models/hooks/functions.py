@@ -1,4 +1,4 @@
-"""Functions that a module's own forward calls, ``torch.cat`` or ``+=``: their names, what sees and changes them.
+"""Functions that a module's own forward calls, ``torch.cat`` or ``+=``: name, observe and change them.
 
 Named as torch names them, one name for a function, its method, its operator and what these do in place.
 """

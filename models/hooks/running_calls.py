@@ -1,4 +1,4 @@
-"""One machine for hooks on a module: its calls by number, those that run now, and what runs within them.
+"""Shared machinery of hooks on a module: number its calls, and track the running call and submodules inside it.
 
 Calls are numbered in the order in which they begin, so that a call has the same number whatever looks at it. Scripted
 modules refuse hooks by their own methods, and run those that nn.Module's add; their parts run none.

@@ -1,4 +1,4 @@
-"""JPEGs decoded and preprocessed on a GPU: all that wait in one go, since nvJPEG decodes several at once."""
+"""JPEGs decoded and preprocessed on a GPU: all waiting ones in one batch, as nvJPEG decodes several at once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Picture:
 
 
 class DeviceDecoder:
-    """One for a model on a GPU. Any thread may ask; the one that has the turn decodes for all that wait.
+    """The decoder of a model on a GPU. Any thread may call it; the one that holds the lock decodes for all waiting.
 
     On a CPU torchvision's other decoder does the same, so that all but the GPU itself can be tested there.
     """

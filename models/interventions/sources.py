@@ -1,4 +1,4 @@
-"""Tensors that a change takes of another input: where they are captured, and the part that goes on in its place."""
+"""Tensors that an intervention takes from another input: where to capture them, and which part to insert."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layertap.models.selection.plan import Capture, ResolvedIntervention, get_bo
 
 
 def find_source(match: SelectorMatch, operation: Operation, catalog: Catalog) -> Capture | None:
-    """What is captured of another input for a change at a point; None if nothing is.
+    """The capture of another input that an intervention needs; None if it needs none.
 
     SelectorError if it is no tensor of single rows, or its part has another shape than the one that is changed.
     """

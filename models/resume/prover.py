@@ -1,4 +1,4 @@
-"""Whether forwards can go on from a layer's output: tried once, before anybody gets an answer.
+"""Whether forwards can resume from a layer's output: tried once, before the first answer.
 
 A whole forward is compared with one that goes on from what left the layer in it, tensor by tensor. The modules that
 are skipped in the second one were seen with another row: whatever of theirs comes through makes a difference. So does
@@ -84,7 +84,7 @@ def verify_resumable(
 
 @dataclass(frozen=True)
 class TensorMark:
-    """What tells whether a tensor is the same as another; ``tainted``: it depends on what stands in for a value."""
+    """A sketch that tells whether two tensors are equal; ``tainted``: the tensor depends on a placeholder."""
 
     sketch: Sketch
     infinite: int
@@ -96,7 +96,7 @@ class TensorMark:
         return cls(Sketch.from_tensor(tensor), int(tensor.isinf().sum()), tainted or bool(tensor.isnan().any()))
 
     def matches(self, other: TensorMark) -> bool:
-        """Never where there is a NaN, or what stands in for a value: it is what must not show."""
+        """Whether both are equal; never if either has a NaN or depends on a placeholder."""
         is_same = self.infinite == other.infinite and self.sketch.matches(other.sketch)
         return is_same and not self.tainted and not other.tainted
 

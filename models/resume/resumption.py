@@ -1,8 +1,8 @@
 """Forwards that begin in the middle: a layer's output is given, and only what comes after it runs.
 
-Python decides while it runs what a forward calls, so nobody can enter one in the middle. It is run from its beginning,
-and every module that would have ended before the layer is skipped: it gives NaN in the shapes that it has. What follows
-from the layer's output alone comes out as in a whole forward; ``prover.py`` finds out what that is.
+A forward is Python code and can't be entered in the middle. It runs from the beginning, and every module that would
+end before the layer is skipped: it returns NaN in the shapes of its output. Values that depend on the layer's output
+alone are the same as in a whole forward; ``prover.py`` determines which these are.
 """
 
 from __future__ import annotations

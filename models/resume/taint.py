@@ -1,4 +1,4 @@
-"""What is computed from some tensors, followed from operation to operation while a forward runs."""
+"""Taint tracking: which tensors were computed from marked ones, operation by operation, during a forward."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from layertap.models.hooks.tensor_tree import iterate_tensors
 class Taint(DispatchMode):
     """While it is entered: which storages hold what was computed from tensors that were marked.
 
-    From a number that Python took out of one (``item()``, ``if mask.any():``) everything later follows. What it takes
-    by ``tolist()`` or ``numpy()`` is not seen.
+    Once Python reads a number from a tainted tensor (``item()``, ``if mask.any():``), all later results are tainted.
+    Reads by ``tolist()`` or ``numpy()`` are not detected.
     """
 
     def __init__(self) -> None:

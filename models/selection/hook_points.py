@@ -1,4 +1,4 @@
-"""The nouns of a request: where to look, and what to do with the tensor there; plain data, needs no torch."""
+"""The parts of a request: hook points, and what to do with the tensors there; plain data, needs no torch."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class HookPoint:
         return (self.call, self.function, SITES[self.site].side) if self.function else self.call
 
     def locate(self, modules: Mapping[str, Module]) -> tuple[Module, Side, CallKey, tuple[str, ...]]:
-        """What hooks go by, for a tied module has several names; ``modules`` are by name, the whole one as ``.``."""
+        """The location by module, as a tied one has several names; ``modules``: by name, the root as ``.``."""
         return modules[self.layer], self.side, self.call_key, self.path
 
 
@@ -297,7 +297,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class InputOptions:
-    """What an input wants of its own: an objective in place of its request's, changes after those of its request."""
+    """One input's own options: an objective that replaces the request's, and further interventions after these."""
 
     objective: Objective | None = None
     interventions: tuple[Intervention, ...] = ()

@@ -1,4 +1,4 @@
-"""What one request wants of a forward, as plain data: captures, changes, an objective, sizes."""
+"""The plan of one request's forward, as plain data: captures, interventions, an objective, sizes."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Plan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """That tensors are left out, or that a change does not reach all who read a value; the first few by name."""
+        """Warnings: omitted tensors, and changes that other readers of a value do not see; the first few by name."""
         warnings = {
             f"{len(self.left_out)} matching tensors are left out": self.left_out,
             "others read these inputs too, without the change": self.shared,
@@ -179,7 +179,7 @@ class Plan:
 
     @cached_property
     def scores(self) -> Capture | None:
-        """What tells the class of each row, where the objective is of its highest."""
+        """The capture of the scores that choose each row's class, if the objective's class is "top"."""
         if self.objective is None or self.objective.objective.klass != "top":
             return None
         position = self.objective.objective.position or ()

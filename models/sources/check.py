@@ -1,6 +1,6 @@
 """Mistakes in the entry of a model that can be found before anything is loaded, or torch imported.
 
-Nothing is refused that would load: where a look from outside can't tell, it says nothing.
+An entry that would load is never refused: if a mistake can't be detected from outside, none is reported.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How a configuration writes sources, weights and devices, and which mistakes in these show without torch.
 
-Nothing is refused that would load: where a look from outside can't tell, a check says nothing.
+An entry that would load is never refused: if a mistake can't be detected from outside, none is reported.
 """
 
 from __future__ import annotations

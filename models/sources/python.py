@@ -70,10 +70,10 @@ def list_search_folders() -> list[str]:
 
 
 class _Finder:
-    """Finds the packages that factories are in where they are searched, before any that is installed.
+    """Finds factories' packages in the search folders, before installed ones.
 
-    Only packages that a configuration names: in such a folder may lie files with the names of what torch and others
-    import. What these packages import themselves is found at the end of the path, where it hides nothing.
+    Only packages that a configuration names: files in such a folder may have the names of modules that torch and others
+    import. Imports of these packages are found through the end of ``sys.path``, where they hide nothing.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class _Finder:
         return package not in self._names and PathFinder.find_spec(package, self.folders) is not None
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """What Python's import asks."""
+        """Called by Python's import system."""
         found = PathFinder.find_spec(name, self.folders) if name in self._names else None
         # A folder that is no package may be a checkout of the one that is installed: Python finds better itself.
         return found if found is not None and found.origin is not None else None

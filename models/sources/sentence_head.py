@@ -1,4 +1,4 @@
-"""What stands behind the transformer in a sentence-transformers folder: pooling, dense layers, normalisation.
+"""The modules after the transformer in a sentence-transformers folder: pooling, dense layers, normalisation.
 
 The formulas are those of sentence-transformers 6.2, ``sentence_transformer/modules/pooling.py``.
 """

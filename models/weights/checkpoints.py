@@ -162,7 +162,7 @@ class Placeholder:
         """Take whatever the class would be called with."""
 
     def __setstate__(self, state: object) -> None:
-        """Forget it."""
+        """Ignore the pickled state."""
 
 
 def _read_pickle(path: Path) -> object:

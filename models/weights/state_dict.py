@@ -45,7 +45,7 @@ class LoadReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What every answer has to say: the values of missing tensors were drawn at random."""
+        """The warning of every answer if tensors were missing: their values are random."""
         if not self.missing:
             return ()
         shown = format_names([escape(name) for name in self.missing])
@@ -127,7 +127,7 @@ def _add_shared_tensors(module: nn.Module, state: StateDict) -> StateDict:
 
 
 def _get_identity(value: object) -> object:
-    """What two tensors have in common where they are the same."""
+    """A key that is equal for two names of the same tensor."""
     if isinstance(value, Tensor) and not is_lazy(value) and not value.is_meta and value.numel():
         return value.data_ptr(), value.dtype, value.shape, value.stride()
     return id(value)
@@ -167,7 +167,7 @@ def _list_different(module: nn.Module, state: StateDict, label: str, min_bits: i
 
 
 def _list_converting_prefixes(module: nn.Module) -> Iterator[str]:
-    """How names of those parts begin that do something of their own with what is loaded into them."""
+    """The name prefixes of submodules that convert tensors on loading."""
     for name, part in module.named_modules(remove_duplicate=False):
         methods = (type(part)._load_from_state_dict, type(part).load_state_dict)
         overridden = not all(method.__module__.startswith("torch.") for method in methods)
