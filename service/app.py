@@ -1,4 +1,4 @@
-"""Where everything is put together."""
+"""Builds the application: settings, engine, routes and middleware."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def create_app(
     *,
     warm: bool = True,
 ) -> FastAPI:
-    """The application; its models begin to load when it starts. ConfigError where the configuration makes no sense.
+    """The application; its models begin to load when it starts. ConfigError if the configuration is invalid.
 
     ``on_settled`` is called on the event loop once each of these models is loaded or has failed. ``warm`` as of
     ``create_engine``.
@@ -86,12 +86,12 @@ def create_app(
         exception_handlers=problems.EXCEPTION_HANDLERS,
         lifespan=lifespan,
         redirect_slashes=False,
-        generate_unique_id_function=lambda route: route.name,  # generated clients call operations so
-        separate_input_output_schemas=False,  # what has a default is not always there
-        openapi_url=None,  # our own, as the pages are
+        generate_unique_id_function=lambda route: route.name,  # operation names in generated clients
+        separate_input_output_schemas=False,  # fields with a default may be missing in replies
+        openapi_url=None,  # we serve our own document and pages
         docs_url=None,
         redoc_url=None,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # our own; FastAPI's is looked up each time
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # FastAPI's costs a look-up per request
     )
     app.state.engine = engine
     app.state.prober = Prober(engine)
@@ -101,7 +101,7 @@ def create_app(
         app.include_router(router)
     openapi.install(app)
     pages.install(app, settings.root_path)
-    # Around FastAPI's own middleware, not inside it: an extraction needs none of that.
+    # Outside FastAPI's own middleware, which an extraction does not need.
     stack: Any = RequestContextMiddleware(
         app.build_middleware_stack(),
         engine=engine,

@@ -1,4 +1,4 @@
-"""A layertap server that a command asks, or the application in this process: both by ``layertap_client``."""
+"""Clients for commands: of a layertap server, or of the application in this process; both use ``layertap_client``."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from layertap_client.transport import KEY_VARIABLE
 if TYPE_CHECKING:  # it imports torch
     from layertap.service.engine.models.model_manager import ModelManager
 
-LOCAL = "http://127.0.0.1"  # what the application in this process is called
+LOCAL = "http://127.0.0.1"  # base URL of the application in this process
 LOCAL_TIMEOUT_S = 3600.0
-MARGIN_S = 120.0  # beyond the server's own deadline: for the way of large bodies
+MARGIN_S = 120.0  # beyond the server's own deadline, to transfer large bodies
 UNAUTHORIZED = 401
 LONG_WAIT_S = 2.0  # shorter ones are not reported
-UNBOUNDED = 2**40  # bytes: here nobody else needs them
+UNBOUNDED = 2**40  # bytes; there is only one caller
 
 
 @asynccontextmanager
 async def open_client(url: str, tell: Callable[[str], None]) -> AsyncIterator[lt.AsyncClient]:
-    """A client of a server, whose deadline it has; ``tell`` hears of long waits. LayertapError, of the block too."""
+    """A client with the server's deadline; ``tell`` is called for long waits. LayertapError, also from the block."""
 
     def tell_wait(error: lt.LayertapError, seconds: float) -> None:
         if seconds >= LONG_WAIT_S:
@@ -45,9 +45,9 @@ async def open_client(url: str, tell: Callable[[str], None]) -> AsyncIterator[lt
 
 @asynccontextmanager
 async def open_local_client(settings: Settings, model: str | None) -> AsyncIterator[lt.AsyncClient]:
-    """A client of the application in this process, with a model loaded; LayertapError, of the block too.
+    """A client of the application in this process, with a model loaded; LayertapError, also from the block.
 
-    None is the default one. ``settings`` holds, but for keys and for limits of time and bytes: there is one caller.
+    None is the default model. Of ``settings``, keys and limits of time and bytes are ignored: there is only one caller.
     """
     from layertap.service.app import create_app  # imports torch
 
@@ -57,7 +57,7 @@ async def open_local_client(settings: Settings, model: str | None) -> AsyncItera
     app = create_app(settings.model_copy(update=alone | bounds), warm=False)
     engine = app.state.engine
     try:
-        await _load(engine.manager, model)  # not by a request, whose problem would be cut
+        await _load(engine.manager, model)  # not by a request, whose error would be shortened
         with convert_errors(None):
             async with lt.AsyncClient(
                 LOCAL,
@@ -72,7 +72,7 @@ async def open_local_client(settings: Settings, model: str | None) -> AsyncItera
 
 
 async def _load(manager: ModelManager, name: str | None) -> None:
-    """Load a model; LayertapError, the one with the cause where there is one, and no word in a log that is not read."""
+    """Load a model without logging; LayertapError, the original one if there is a cause."""
     log = logging.getLogger("layertap")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -87,7 +87,7 @@ async def _load(manager: ModelManager, name: str | None) -> None:
 
 @contextmanager
 def convert_errors(url: str | None, hint: str = "") -> Iterator[None]:
-    """Raise the client's errors as LayertapError; ``url`` and ``hint`` as of ``convert_error``."""
+    """Raise the client's errors as LayertapError; ``url`` and ``hint`` as for ``convert_error``."""
     try:
         yield
     except lt.LayertapError as error:
@@ -95,9 +95,9 @@ def convert_errors(url: str | None, hint: str = "") -> Iterator[None]:
 
 
 def convert_error(error: lt.LayertapError, url: str | None, hint: str = "") -> LayertapError:
-    """What a client has raised, for whoever typed the command.
+    """Convert a client's error into a LayertapError for the user of the command.
 
-    ``url`` is the server's, None where it is this process; ``hint`` is for one that does not answer, or not now.
+    ``url`` is the server's, None for this process; ``hint`` is added if the server does not answer or is unavailable.
     """
     if isinstance(error, lt.ProblemError):
         if url is None:

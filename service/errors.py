@@ -1,20 +1,20 @@
-"""What can go wrong in the service, on top of ``layertap.models.errors``.
+"""Errors of the service, in addition to ``layertap.models.errors``.
 
 LayertapError
 ├── BadRequestError            not JSON, broken multipart                        400
 ├── KeyMissingError            no key, or an unknown one                         401
 ├── ForbiddenError             a good key that may not do this                   403
-├── ConflictError              not as long as something else goes on            409
+├── ConflictError              excluded by something else in progress           409
 ├── NotAcceptableError         no format on offer suits                          406
 ├── BodyTimeoutError           the body came too slowly                          408
-├── UnsupportedMediaError      the body's type is not taken                      415
-├── NotInstalledError          a package that it needs is not installed here     501
+├── UnsupportedMediaError      content type not accepted                         415
+├── NotInstalledError          a required package is not installed               501
 ├── RetryLaterError            carries seconds for Retry-After
 │   ├── QueueFullError         no room for the request                           429
 │   │   └── QueueTooLongError  the deadline would pass                            429
 │   ├── UnavailableError       model loading or failed, server draining          503
 │   └── DeadlineError          time ran out                                      504
-└── ClientGoneError            nobody is there to be answered                    499
+└── ClientGoneError            the client has disconnected                       499
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ForbiddenError(LayertapError):
 
 
 class ConflictError(LayertapError):
-    """It can't be done beside something else that goes on, or in a server of this kind."""
+    """The operation conflicts with one in progress, or this kind of server does not support it."""
 
 
 class NotAcceptableError(LayertapError):
@@ -54,15 +54,15 @@ class BodyTimeoutError(LayertapError):
 
 
 class UnsupportedMediaError(LayertapError):
-    """A body of this content type is not taken."""
+    """The body's content type is not accepted."""
 
 
 class NotInstalledError(LayertapError):
-    """It needs a package that is not installed here."""
+    """A required package is not installed."""
 
 
 class RetryLaterError(LayertapError):
-    """Not now; ``retry_after`` is in seconds."""
+    """The request can't be served now; ``retry_after`` is in seconds."""
 
     def __init__(self, detail: str, *, retry_after: float, hint: str = "") -> None:
         super().__init__(detail, hint=hint)
@@ -74,7 +74,7 @@ class QueueFullError(RetryLaterError):
 
 
 class QueueTooLongError(QueueFullError):
-    """So much is to be done that the deadline would pass; the answer is expected to take ``needed_s`` seconds."""
+    """The deadline would pass in the queue; the answer is expected to take ``needed_s`` seconds."""
 
     def __init__(self, detail: str, *, retry_after: float, needed_s: float, hint: str = "") -> None:
         super().__init__(detail, retry_after=retry_after, hint=hint)
@@ -86,28 +86,28 @@ class UnavailableError(RetryLaterError):
 
 
 def failure_error(reason: str) -> UnavailableError:
-    """The answer where this process can't go on."""
+    """The error if this process has failed for good."""
     return UnavailableError(reason, hint="the server has to be restarted", retry_after=FAILURE_RETRY_S)
 
 
 def ending_error() -> UnavailableError:
-    """The answer of a process that ends."""
+    """The error while this process shuts down."""
     return UnavailableError("the server is shutting down", retry_after=RESTART_S)
 
 
 def unloading_error(name: str, seconds: float) -> UnavailableError:
-    """The answer where a model is about to go, once it has done what it has: in so many seconds."""
+    """The error while a model finishes its queue, in so many seconds, to be unloaded."""
     return UnavailableError(f"model {name} is being unloaded", retry_after=seconds)
 
 
 def unloaded_error(name: str) -> UnavailableError:
-    """The answer for a model of the start that an administrator has unloaded."""
+    """The error for a model that an administrator has unloaded."""
     hint = f"POST /models/{name}/load with an administrator's key; only models with 'load: lazy' load by a request"
     return UnavailableError(f"model {name} was unloaded", hint=hint, retry_after=60.0)
 
 
 class DeadlineError(RetryLaterError):
-    """The request's time ran out before its answer; how much it would have needed nobody knows."""
+    """The deadline passed before the answer; it is unknown how long the request would have taken."""
 
     needed_s = 0.0
 

@@ -1,4 +1,4 @@
-"""What a request gets back, before it is bytes: numpy arrays and where each came from."""
+"""The results of a request before encoding: numpy arrays, each with a receipt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from layertap.models.spec import Preprocessed
 from layertap.service.probes import Probe
 
 Array = NDArray[Any]
-# An array of numbers to those who generate clients: some make of a pair what they can't compare with one.
+# An array in the OpenAPI schema: some client generators mishandle a tuple of two.
 GridSize = Annotated[tuple[int, int], WithJsonSchema({"type": "array", "items": {"type": "integer"}})]
 
 
@@ -25,26 +25,23 @@ class Receipt:
     """Where one result came from and what was done to it.
 
     ``captured`` and ``dtype`` are those of the tensor the hook saw, before pooling and casting; where inputs have
-    several shapes ``captured`` is that of one input, None where they differ, and ``fingerprints`` has each row's,
-    where these do. ``path`` leads into a structured value ("[logits]") and is empty for a single tensor. ``function``
-    ("add#0") is there where the value is that of a function which the layer calls. ``row_axis`` is the axis of the
-    result that holds the rows, None where it is the same for all of them; of ``entries_per_row`` there, those of a row
-    stand side by side, unless ``row_order`` is "forward": all are then as a hook on the model has them. ``stats``
-    names the columns of a result that is statistics, ``by`` and ``over`` what they are of,
-    ``edges`` between which a histogram counts.
-    ``how`` tells where attention comes from: "observed" (the model's own softmax), "recomputed" (beside a fused
-    kernel) or "unfused" (for its gradient or a change, without that kernel). ``resumed`` names the layer whose output
-    was sent in place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered.
-    ``classes``: of a gradient, the class of each row whose score was its highest, where the objective is of that,
-    ``labels`` their names. ``rows_per_forward`` is there where rows of the model affect each other.
-    ``token_counts``: of texts, how many tokens each row has of its own, what lies behind them being padding.
-    ``truncated``: how many tokens were left out of each text, where one was too long.
-    ``channels`` to ``keys`` are the indices that were kept, in their order, and ``reply_dtype`` what the result was
-    cast to. ``prefix_tokens`` stand before the patches, of tokens or of attention's keys; ``grid_size`` are the rows
-    and columns of these, where they are known. ``probe`` is what the fixed input gives there, where it was asked for.
-    ``method``: of which explanation the result is the map.
-    ``metric``: of a sweep, the kind of objective that was measured; ``axes`` are those behind the inputs.
-    ``preprocessed`` is "caller" where rows were sent as tensors, "mixed" where only some were.
+    several shapes ``captured`` is that of one input, None where they differ, and ``fingerprints`` has each row's, where
+    these do. ``path`` leads into a structured value ("[logits]") and is empty for a single tensor. ``function``
+    ("add#0") is set if the value belongs to a function that the layer calls. ``row_axis`` is the axis of the result
+    that holds the rows, None if all rows share it. Each row has ``entries_per_row`` consecutive entries on it, unless
+    ``row_order`` is "forward": then in the order that a hook on the model sees. ``stats`` names the columns of
+    statistics, ``by`` and ``over`` what they are grouped by and computed over, ``edges`` the bins of a histogram.
+    ``how`` says where attention comes from: "observed" (the model's own softmax), "recomputed" (beside a fused kernel)
+    or "unfused" (for its gradient or a change, without that kernel). ``resumed`` names the layer whose output was sent
+    in place of the model's inputs. ``forward`` is "compiled" if a warm plan's graph answered. ``classes``: for
+    gradients of the highest score, the top class of each row; ``labels`` their names. ``rows_per_forward`` is set if
+    rows affect each other. ``token_counts``: how many tokens each text has without padding. ``truncated``: how many
+    tokens each text was truncated by, if any was. ``channels`` to ``keys`` are the indices that were kept, in their
+    order, and ``reply_dtype`` what the result was cast to. ``prefix_tokens``: how many tokens or attention keys precede
+    the patches; ``grid_size``: rows and columns of patches, if known. ``probe``: the result for the fixed input, if
+    requested. ``method``: the explanation method, if the result is its map. ``metric``: the kind of objective that a
+    sweep measured; ``axes``: the axes after that of the inputs. ``preprocessed`` is "caller" if rows were sent as
+    tensors, "mixed" if only some were.
     """
 
     layer: str
@@ -90,7 +87,7 @@ class Receipt:
     fingerprints: tuple[str, ...] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; what has its default is left out."""
+        """Plain data for JSON; default values are left out."""
         values = {key: value for key, value in vars(self).items() if key not in DEFAULTS or value != DEFAULTS[key]}
         return values if self.probe is None else {**values, "probe": asdict(self.probe)}
 
@@ -100,9 +97,9 @@ DEFAULTS = {each.name: each.default for each in fields(Receipt) if each.default 
 
 @dataclass(frozen=True)
 class TopClass:
-    """One of a row's best classes: its score as the model gives it, its name if any.
+    """One of a row's top classes: its raw score, and its name if known.
 
-    ``probability`` is its share by softmax over all classes, None where there is no other.
+    ``probability`` is the softmax over all classes, None if there is only one class.
     """
 
     number: int
@@ -119,7 +116,7 @@ class TopClass:
 
 @dataclass(frozen=True)
 class TopEffect:
-    """One of an input's largest effects in a sweep: where, indices along the result's axes, edited less unedited."""
+    """One of an input's largest effects in a sweep: key, indices along the axes, edited minus unedited."""
 
     key: str
     index: tuple[int, ...]
@@ -132,13 +129,12 @@ class Features:
 
     ``arrays`` holds one C-contiguous little-endian array per key, in the order asked for; ``scales`` one float32 array
     for each int8 key, to multiply along axis 0; ``rows`` counts the inputs that were used; ``errors`` names the others.
-    ``verified``: outputs, put back in a second forward, gave the model's own again. ``interventions`` names, for each
-    that was asked for, what it changed. ``warnings`` say where an answer may mislead. ``input_index`` is set for
-    features of a single input, beside others of other shapes; ``by_input`` are the keys of results of one such input.
-    ``tokens`` counts those of all texts, special ones among them, padding not; ``cut`` says how many were left out of
-    each row's text, () where none was.
-    ``top_classes`` has each row's best classes, the best one first, ``top_effects`` its largest effects, where they
-    were asked for.
+    ``verified``: putting captured outputs back in a second forward reproduced the model's output. ``interventions``
+    lists what each requested intervention changed. ``warnings`` say where an answer may mislead. ``input_index`` is set
+    for features of a single input among inputs of several shapes; ``by_input`` has the keys of results of one such
+    input. ``tokens`` counts all tokens of texts, special ones included, padding excluded; ``cut``: how many tokens each
+    row's text was truncated by, () if none was. ``top_classes`` has each row's top classes, best first, ``top_effects``
+    its largest effects, if requested.
     """
 
     model: str
@@ -159,7 +155,7 @@ class Features:
     top_effects: tuple[tuple[TopEffect, ...], ...] = ()
 
     def has_at_most(self, results: int, numbers: int) -> bool:
-        """Whether it has so few results, and so few numbers in all."""
+        """Whether it has at most this many results, and this many numbers in all."""
         arrays = self.arrays.values()
         return len(arrays) <= results and sum(array.size for array in arrays) <= numbers
 
@@ -175,12 +171,12 @@ class Features:
 
 
 def list_skipped(faults: Iterable[Fault]) -> tuple[int, ...]:
-    """The indexes in a request of the inputs that faults are of."""
+    """The indexes of the inputs that faults name."""
     return tuple(sorted({fault.input for fault in faults if fault.input is not None}))
 
 
 def merge_results(first: Features, second: Features, digest: Callable[[Iterable[str]], str]) -> Features:
-    """Other results of the same rows beside those of one; ``digest`` makes the fingerprint of all receipts'."""
+    """Merge results of the same rows; ``digest`` combines the fingerprints of all receipts."""
     receipts = first.receipts | second.receipts
     return replace(
         first,
@@ -193,7 +189,7 @@ def merge_results(first: Features, second: Features, digest: Callable[[Iterable[
 
 
 def join_features(parts: Sequence[Features]) -> Features:
-    """The features of several requests for the same layers of one model as those of one, rows in order."""
+    """Join the features of several requests for the same layers of one model along the rows, in order."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -211,7 +207,7 @@ def join_features(parts: Sequence[Features]) -> Features:
 
 
 def join_cuts(parts: Sequence[Features]) -> tuple[int, ...]:
-    """How many tokens were left out of each row's text; () where none was."""
+    """How many tokens each row's text was truncated by; () if none was."""
     if not any(part.cut for part in parts):
         return ()
     return tuple(chain.from_iterable(part.cut or (0,) * part.rows for part in parts))
@@ -226,6 +222,6 @@ def _concatenate(arrays: Sequence[Array], axis: int | None) -> Array:
 
 
 def warn_of_cuts(features: Features) -> tuple[str, ...]:
-    """A warning if texts were cut."""
+    """A warning if texts were truncated."""
     texts = sum(map(bool, features.cut))
     return (f"{texts} of {features.rows} texts truncated, by up to {max(features.cut)} tokens",) if texts else ()

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from layertap.service.access_log import REQUEST, SLOW_REQUEST, format_request
 
-# Not orjson: it refuses lone surrogates, and leaves U+2028 as it is, which some take for the end of a line.
+# Not orjson: it refuses lone surrogates, and does not escape U+2028, which some readers take for a line break.
 ENCODER = json.JSONEncoder(default=str)
 SENTENCES: dict[tuple[str, str], Callable[[Mapping[str, object]], str]] = {
     # of our loggers' messages whose fields people would have to put together
@@ -27,7 +27,7 @@ SENTENCES: dict[tuple[str, str], Callable[[Mapping[str, object]], str]] = {
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one JSON object; what it says is escaped by JSON itself."""
+    """Formats a record as one JSON object; JSON escapes its text."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line without a line break in it."""
@@ -44,10 +44,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A record as a line for people; what a terminal might obey is escaped."""
+    """Formats a record as a line for people; control characters are escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The time of day here and what is said; an exception stands in lines of its own."""
+        """Local time and message; a traceback follows on lines of its own."""
         level = record.levelname
         text = (
             _format_sentence(record)
@@ -61,25 +61,25 @@ class TextFormatter(logging.Formatter):
 
 
 def wants_text(log_format: str) -> bool:
-    """Whether the log is for people."""
+    """Whether to log text rather than JSON."""
     return log_format == "text" or (log_format == "auto" and sys.stderr.isatty())
 
 
 def configure(level: str, text: bool) -> None:
     """Send this process's logs to stderr, as text or as JSON."""
-    # As the library's documentation has it for speed: no line tells of threads, processes, tasks or source files.
+    # Recommended by the logging documentation for speed: no line names threads, processes, tasks or source files.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextFormatter() if text else JsonFormatter())
     logging.captureWarnings(True)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    if text and level == "info":  # uvicorn tells of its steps; ours say the same
+    if text and level == "info":  # our own messages cover uvicorn's
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 def escape_unprintable(text: str) -> str:
-    """A text of one line that no terminal takes for more than letters."""
+    """One line of text with unprintable characters escaped."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
 
 
@@ -99,6 +99,6 @@ def _format_sentence(record: logging.LogRecord) -> str:
 
 
 def _get_fields(record: logging.LogRecord) -> dict[str, object]:
-    """What our own records carry beside their message; others may call something else so."""
+    """The ``fields`` of our own records; other loggers may use the attribute differently."""
     fields = getattr(record, "fields", None)
     return fields if isinstance(fields, dict) else {}

@@ -1,4 +1,4 @@
-"""What the server counts and measures, for Prometheus. One ``Metrics`` for each application: nothing is shared."""
+"""Prometheus metrics of the server. Each application has its own ``Metrics``: nothing is shared."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHER = "other"
 Reason = Literal["queue_rows", "queue_bytes", "deadline"]
 Cause = Literal["memory", "error"]
-Task = Literal["tidy", "once"]  # what unloads idle models, again and again; whatever runs once beside requests
+Task = Literal["tidy", "once"]  # the periodic task that unloads idle models; one-time background tasks
 ConnectionReason = Literal["bad_request", "head_timeout", "head_too_large", "limit"]
 
 
 @dataclass(frozen=True)
 class ModelLoad:
-    """How much a loaded model has to do: rows that are admitted, those of them that wait, seconds until all are done.
+    """The load of a model: admitted rows, how many of them wait, and seconds until all are done.
 
-    ``replicas`` are how many batches it runs at once, of which ``busy_replicas`` do.
+    ``replicas``: how many batches it can run at once; ``busy_replicas``: how many run now.
     """
 
     admitted_rows: int = 0
@@ -39,7 +39,7 @@ class ModelLoad:
 class Snapshot:
     """Current gauge values; rows, bytes and hooks are counts, mappings are keyed by model name.
 
-    What begins with ``max`` is a limit of the settings, of rows for each model; ``device_slots`` are by device.
+    ``max…`` fields are limits from the settings; ``max_queue_rows`` is per model, ``device_slots`` by device.
     """
 
     queue_rows: int = 0
@@ -58,10 +58,10 @@ class Snapshot:
 
 
 class Metrics:
-    """Every figure of one application.
+    """All metrics of one application.
 
-    Any thread may call anything. Model names are those of the configuration, routes those of the application: each
-    value of a label that is new stays for as long as the process lives.
+    Thread-safe. Label values must come from the configuration (models) or the application (routes), because each new
+    one stays until the process ends.
     """
 
     def __init__(self) -> None:
@@ -82,10 +82,10 @@ class Metrics:
     def observe_request(
         self, route: str, status: int, seconds: float, steps: Mapping[str, float], body_bytes: int, reply_bytes: int
     ) -> None:
-        """A request that has ended.
+        """Record a finished request.
 
-        ``route`` is a template or ``OTHER``; ``status`` 0 where no reply was begun; ``steps`` has milliseconds by name,
-        of which those that are not in ``STEPS`` are left out.
+        ``route`` is a template or ``OTHER``; ``status`` is 0 if no reply was begun; ``steps`` has milliseconds by name,
+        and names outside ``STEPS`` are ignored.
         """
         key = (route, status)
         requests = self._statuses.get(key) or self._statuses.setdefault(key, self._families.requests.labels(*key))
@@ -102,10 +102,9 @@ class Metrics:
     def observe_batch(
         self, model: str, rows: int, max_rows: int, requests: int, depth: float, seconds: float, why: BatchReason
     ) -> None:
-        """A batch that has ended: its rows, the most that it might have had (at least 1), how many requests'.
+        """Record a finished batch: its rows, the limit of rows (at least 1), and how many requests it had.
 
-        ``depth`` is the share of the model's cost before it stopped, 0 to 1; ``why`` tells why just these requests
-        shared a forward.
+        ``depth``: share of the full forward's cost that was run, 0 to 1; ``why``: why these requests shared a forward.
         """
         metrics = self._get_model(model)
         metrics.batches[why].inc()
@@ -116,61 +115,61 @@ class Metrics:
         metrics.seconds.observe(seconds)
 
     def count_answered(self, model: str, rows: int) -> None:
-        """Rows whose features were handed back: each once, however many forwards it took part in."""
+        """Count rows whose features were returned, each once, however many forwards it took."""
         self._get_model(model).answered.inc(rows)
 
     def count_refused(self, reason: Reason) -> None:
-        """A request that found no place in the queue."""
+        """Count a request that was not admitted to the queue."""
         self._refused[reason].inc()
 
     def add_connections(self, change: int) -> None:
-        """So many connections more, or fewer, are open."""
+        """Change the number of open connections."""
         self._families.connections.inc(change)
 
     def count_refused_connection(self, reason: ConnectionReason) -> None:
-        """A connection that was closed before it had a request, or in place of one."""
+        """Count a connection that was closed without an answered request."""
         self._refused_connections[reason].inc()
 
     def add_busy_seconds(self, model: str, device: str, seconds: float) -> None:
-        """So long slots of a device, each for itself, decoded or computed for a model."""
+        """Add seconds, summed over slots, in which a device decoded or computed for a model."""
         key = (model, device)
         busy = self._busy.get(key) or self._busy.setdefault(key, self._families.busy_seconds.labels(*key))
         busy.inc(seconds)
 
     def count_cached(self, result: CacheResult) -> None:
-        """A request that was looked up among the answers that are kept."""
+        """Count a look-up in the answer cache."""
         self._cached[result].inc()
 
     def count_expired(self, model: str) -> None:
-        """A request whose deadline passed while it was in the queue."""
+        """Count a request whose deadline passed in the queue."""
         self._get_model(model).expired.inc()
 
     def count_cancelled(self, model: str) -> None:
-        """A request whose client went away while it was in the queue."""
+        """Count a request whose client disconnected while it was in the queue."""
         self._get_model(model).cancelled.inc()
 
     def count_splits(self, model: str, cause: Cause, count: int) -> None:
-        """So many times a batch was run again in parts."""
+        """Count how often a batch was split and rerun."""
         self._get_model(model).split[cause].inc(count)
 
     def count_worker_restart(self, model: str, reason: RestartReason) -> None:
-        """A worker process that ended, or was ended, and was replaced."""
+        """Count a worker process that ended or was killed, and was replaced."""
         self._get_model(model).worker_restarts[reason].inc()
 
     def count_task_failure(self, task: Task) -> None:
-        """A task of the server that runs beside requests has raised something."""
+        """Count a background task that raised an error."""
         self._task_failures[task].inc()
 
     def count_out_of_memory(self, model: str, count: int) -> None:
-        """So many forwards that the device had no memory for."""
+        """Count forwards that ran out of memory."""
         self._get_model(model).out_of_memory.inc(count)
 
     def register_gauges(self, read: Callable[[], Snapshot]) -> None:
-        """Have the gauges read at every scrape, in the thread that renders; ValueError the second time."""
+        """Register what the gauges call at each scrape, in the rendering thread; ValueError the second time."""
         self._registry.register(_GaugeCollector(read))
 
     def render(self) -> bytes:
-        """Everything in Prometheus' text format, of type ``CONTENT_TYPE``; computes, so it belongs in a thread."""
+        """All metrics in Prometheus' text format, of type ``CONTENT_TYPE``; CPU-bound, so call it in a thread."""
         return generate_latest(self._registry)
 
     def _get_route(self, route: str) -> _RouteMetrics:
@@ -185,7 +184,7 @@ class Metrics:
 
 
 class _SeriesRegistry(CollectorRegistry):
-    """Leaves out when each series began: the library writes that as one more series each."""
+    """Drops the ``_created`` series that the library adds to each series."""
 
     def collect(self) -> Iterator[Metric]:
         for metric in super().collect():
@@ -194,7 +193,7 @@ class _SeriesRegistry(CollectorRegistry):
 
 
 class _GaugeCollector(Collector):
-    """Gauges that are read only when somebody asks for them."""
+    """Gauges whose values are read only at a scrape."""
 
     def __init__(self, read: Callable[[], Snapshot]) -> None:
         self._read_snapshot = read
@@ -303,8 +302,8 @@ class _MetricFamilies:
         self.out_of_memory = counter("out_of_memory_total", "Forwards that had too little memory.", "model")
 
 
-# Finding a labelled series takes longer than adding to it, so each is looked up once. All of a model begin together,
-# at 0: a rate needs a value before the first event.
+# Looking up a labelled series takes longer than adding to it, so each is looked up once. All series of a model start at
+# 0: a rate needs a value before the first event.
 
 
 @dataclass(frozen=True)

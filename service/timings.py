@@ -1,4 +1,4 @@
-"""What a request was about, and how long its steps took: filled on its road, read once it has ended."""
+"""Facts about a request and the durations of its steps: filled while it runs, read when it has ended."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from operator import attrgetter
 from typing import NamedTuple
 
 STEPS = ("unpack", "parse", "load", "fetch", "decode", "queue", "forward", "copy", "encode")  # in this order
-MAX_SPANS = 64  # of a request: an explanation may have hundreds of forwards, which its sums have all
+MAX_SPANS = 64  # per request: an explanation may have hundreds of forwards; the sums count all
 
 
 @dataclass
 class RequestFacts:
-    """What a request was about, as far as it came.
+    """Facts about a request, as far as it got.
 
-    ``model`` is its model's own name, of one that there is not what it asks for; ``layers`` a short digest of what it
-    wants of layers, the same on every server, and ``selectors`` how many entries that has; ``rows`` are its inputs',
-    where it was answered those in the answer; ``batch_rows`` the most rows that shared a forward with some of its own.
+    ``model`` is the model's configured name, or the requested one if unknown. ``layers`` is a short digest of the
+    requested layers, the same on every server, and ``selectors`` their number. ``rows``: rows in the answer, or of the
+    inputs if there was none. ``batch_rows``: the most rows in a forward with some of its own.
     """
 
     model: str = ""
@@ -30,9 +30,9 @@ class RequestFacts:
 
 
 class Span(NamedTuple):
-    """A part of a step: when it began and ended, on the clock of ``time.perf_counter``, in seconds.
+    """A part of a step: its start and end in seconds on the clock of ``time.perf_counter``.
 
-    ``rows`` shared it, where it is a forward; else 0.
+    ``rows``: the rows of a forward; else 0.
     """
 
     step: str
@@ -43,9 +43,9 @@ class Span(NamedTuple):
 
 @dataclass
 class Timings:
-    """Milliseconds by step, in the order in which the steps ended; ``notes`` says things that are no times.
+    """Milliseconds by step, in the order in which the steps ended; ``notes`` has facts that are not times.
 
-    ``spans`` has when the first ``MAX_SPANS`` parts of steps began and ended, ``facts`` what it was all about.
+    ``spans`` has the first ``MAX_SPANS`` parts of steps, ``facts`` what the request was about.
     """
 
     steps: dict[str, float] = field(default_factory=dict)
@@ -63,28 +63,28 @@ class Timings:
             self.add_span(name, started, time.perf_counter())
 
     def add_span(self, name: str, started: float, ended: float) -> None:
-        """Add a part that began and ended then to a step."""
+        """Add a part with this start and end to a step."""
         self.add(name, ended - started, (Span(name, started, ended),))
 
     def add(self, name: str, seconds: float, spans: Sequence[Span] = ()) -> None:
-        """Add to a step what its parts, which may have been side by side, took together."""
+        """Add to a step the total of its parts, which may overlap."""
         self.steps[name] = self.steps.get(name, 0.0) + seconds * 1000
         self.spans.extend(spans[: MAX_SPANS - len(self.spans)])
 
     def add_parts(self, queued: float, spans: Iterable[Span]) -> None:
-        """Add what the parts of a request took that was ``queued`` then; each second counts once.
+        """Add the parts of a request that was ``queued`` at that moment; each second counts once.
 
-        Until the last part began, it waited whenever none was under way. Spans that ended at 0 never were; several
-        parts may have shared one.
+        Until the last part began, time outside all parts counts as waiting. Spans that ended at 0 never ran; several
+        parts may share a span.
         """
         for part, seconds in split_time(queued, {span for span in spans if span.ended}):
             self.add(part.step, seconds, (part,))
 
 
 def split_time(queued: float, spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
-    """Each span, and each wait before one, in order of time, with the seconds that count for it.
+    """Each span, and each wait before one, in order of time, with its share of the seconds.
 
-    What several have at once counts for the first of them that began.
+    Time in which spans overlap counts for the one that began first.
     """
     reached = queued
     for span in sorted(spans, key=attrgetter("started", "ended", "step")):

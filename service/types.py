@@ -1,16 +1,16 @@
-"""Words that requests, the engine and the figures share."""
+"""Literal types shared by requests, the engine and the metrics."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 Priority = Literal["interactive", "bulk"]
-# A worker's native code crashed; it took too long to decode; it took too long for all who waited; the system ended it,
-# most often for want of memory; it exited; a model broke itself; nobody knows.
+# A worker's native code crashed; decoding took too long; the request's deadline passed; the system killed it, mostly
+# when out of memory; it exited; a model broke itself; the reason is unknown.
 RestartReason = Literal["crash", "decode_timeout", "timeout", "killed", "exit", "failure", "unknown"]
-CacheResult = Literal["hit", "shared", "miss"]  # kept; of an equal request that came first; computed
+CacheResult = Literal["hit", "shared", "miss"]  # cached; shared with an equal request; computed
 BatchReason = Literal[
     "isolated", "single", "same_depth", "sharing_pays", "sharing_costs"
 ]  # why a batch has just these rows
 
-TILES, MAX_TILES = 16, 256  # of each result in a picture: channels of a map, heads of attention
+TILES, MAX_TILES = 16, 256  # per result in a picture: channels of a map, heads of attention

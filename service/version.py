@@ -1,4 +1,4 @@
-"""Which layertap this is."""
+"""The version of layertap."""
 
 from __future__ import annotations
 
