@@ -96,7 +96,7 @@ class Job:
 
 
 def _check_reductions(question: Question, out: Path, layout: str | None) -> None:
-    """LayertapError if the reductions, the output and the layout cannot be combined."""
+    """LayertapError if a reduction is unknown or named twice, or other options do not fit reductions."""
     if unknown := [name for name in question.reduce if name not in REDUCTIONS]:
         raise LayertapError(f"there is no reduction {escape(unknown[0])}", hint=f"one of: {', '.join(REDUCTIONS)}")
     if len(set(question.reduce)) < len(question.reduce):

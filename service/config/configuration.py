@@ -144,7 +144,7 @@ def _check_aliases(aliases: Mapping[str, str], names: Sequence[str]) -> Iterator
 def _check_loading(
     specs: Sequence[ModelSpec], mistakes: Iterable[Mistake], folders: Sequence[Path]
 ) -> Iterator[Mistake]:
-    """Mistakes that only loading would show, except where an entry already has one."""
+    """Unavailable architectures, devices and files, found before loading, unless an entry already has a mistake."""
     places = {place for place, _ in mistakes}
     for place, error in find_mistakes(dict(enumerate(specs)), folders):
         if ("models", *place) not in places:

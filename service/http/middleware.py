@@ -102,7 +102,7 @@ class RequestContextMiddleware:
             trace.end(record, route)
 
     async def _call_app(self, scope: Scope, exchange: Exchange) -> None:
-        """Call the app. An exception is a bug in it or a model: log it and reply with a generic error."""
+        """Call the app. Expected errors become replies; others are bugs in it or a model: they are logged too."""
         send = compress_replies(scope, exchange.send, self._run_in_thread)
         try:
             if scope["path"] == DIRECT and scope["method"] == "POST":
