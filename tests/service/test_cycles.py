@@ -14,9 +14,9 @@ from tests.service.gated_server import wait_until
 from tests.service.load_server import END_S, Usage, process
 from tests.service.support import npy, raw
 
-FIRST, CYCLES = 3, 4  # until allocators and caches have what they need; after that
+FIRST, CYCLES = 6, 8  # until allocators, caches and pools of threads have what they need; after that
 OUTPUTS = 400_000
-SLACK_BYTES = 12 * 2**20  # less than half of the weights for each cycle
+SLACK_BYTES = 12 * 2**20  # a quarter of the weights for each cycle
 SPEC = ModelSpec(
     "linear",
     "python:torch.nn:Linear",
