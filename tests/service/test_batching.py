@@ -177,7 +177,9 @@ def fixed(serve: Serve) -> Iterator[Live]:
 
 FIXED: tuple[tuple[int, str, Json], ...] = (
     (3, "conv,act,norm", {"pool": "mean", "normalize": "true"}),
+    (1, "conv,norm", {"pool": "gem"}),
     (5, "conv,norm,table", {}),
+    (8, "act,norm", {"pool": "mean"}),
     (11, "conv,norm", {"pool": "mean", "dtype": "int8"}),
     (2, "act,tail", {"pool": "flatten", "normalize": "true"}),
 )

@@ -18,11 +18,13 @@ import httpx
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
+from layertap.models.digits import spec as digits
 from layertap.service.logs import JsonFormatter
 from layertap.service.version import get_version
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import hold_model, post_rows, wait_until
+from tests.service.load_server import process
 from tests.service.otlp_receiver import Collector, collecting, read
 from tests.service.support import arrays_of, configured, image, net, npy, picture, raw, rows, text64
 
@@ -210,10 +212,11 @@ def test_worker_processes(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
-def test_collector_that_is_gone(serve: Serve) -> None:
+def test_collector_that_is_gone(tmp_path: Path) -> None:
     """Where nobody takes the traces requests are answered all the same, and the server ends soon."""
-    with serve(otlp_endpoint="http://127.0.0.1:9") as live:
-        assert live.client.get("/models").status_code == 200
+    with process([digits()], tmp_path, LAYERTAP_OTLP_ENDPOINT="http://127.0.0.1:9", LAYERTAP_WORKERS="0") as server:
+        assert httpx.get(f"{server.url}/models").status_code == 200
+        assert server.end() == 0
 
 
 @pytest.mark.slow
