@@ -33,12 +33,12 @@ class ReducedTensor:
 
 
 def clone_reduced(reduced: ReducedTensor) -> ReducedTensor:
-    """The same numbers in memory of their own."""
+    """A copy of the values and the scale."""
     return ReducedTensor(reduced.values.clone(), None if reduced.scale is None else reduced.scale.clone())
 
 
 def own_memory(reduced: ReducedTensor, captured: Tensor | None = None) -> ReducedTensor:
-    """The same numbers in memory of their own, shared neither with other data nor with the captured tensor."""
+    """The result itself, or a copy if its memory is shared with the captured tensor or holds anything else."""
     parts = [reduced.values] if reduced.scale is None else [reduced.values, reduced.scale]
     # A slice pins the whole storage that it looks into, and what the model owns may still change.
     alone = all(part.untyped_storage().nbytes() == part.nbytes for part in parts)

@@ -45,7 +45,7 @@ _loading = Lock()
 
 
 def open_folder(path: Path) -> Path:
-    """The folder for graphs, made where it is missing; WarmError if strangers could write to it: what is there runs.
+    """Create the folder for graphs if needed; WarmError if other users could write to it, since its files are code.
 
     A group that this process is in may write to it: volumes of Kubernetes (``fsGroup``) are shared like that.
     """

@@ -327,7 +327,7 @@ def keep_dense(module: nn.Module) -> None:
 def _zero_padding(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
     """The last layer's output as a nested tensor would be filled up behind it.
 
-    None if torch makes no nested tensor: with a mask of its own, for a graph, for a row whose padding is not last.
+    None if torch makes no nested tensor: with a ``src_mask``, under autograd, or if padding is not at the end of a row.
     """
     mask = kwargs.get("src_key_padding_mask")
     if mask is None or kwargs.get("src_mask") is not None or output.ndim != 3:

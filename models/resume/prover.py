@@ -161,7 +161,7 @@ class MarkRecorder:
         return run_tainted
 
     def get_output(self) -> Tensor:
-        """What left the point, in memory of its own; LookupError if nothing did."""
+        """A copy of the tensor at the point; LookupError if no call reached it."""
         if self._output is None:
             raise LookupError
         return self._output

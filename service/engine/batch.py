@@ -159,7 +159,7 @@ class Job:
     The rest is for the reply. ``fingerprints``: by result key. ``mask`` names the model input that is the attention
     mask. ``rows_per_forward``: how many rows a forward has, if rows affect each other. ``preprocessed`` says who
     preprocessed the rows. ``labels`` names the model's classes. ``input_index`` is set if each input is a job of its
-    own. ``changed`` names what each intervention of the request changes, without those of its own input. ``tokens``
+    own. ``changed``: for each intervention of the request, but not of single inputs, the points it changes. ``tokens``
     counts the tokens of its texts without padding. ``cut``: how many tokens each text was truncated by.
     """
 

@@ -27,9 +27,7 @@ from tests.service.support import Array, Json
 
 FACTORY = "python:tests.service.nets_http:Gated"
 WAITING = "python:tests.service.nets_http:waiting"  # the same once the fixture ``gate`` is open
-WIDE = "python:tests.service.nets_http:Wide"
 GATED_BYTES = 4 * (3 * 4 + 3)  # weights and biases of a linear layer from four numbers to three
-WIDE_BYTES = GATED_BYTES + 4 * (300 * 4 + 300)
 LETTERS = "abc"
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import Tensor, nn
 
 from tests.nets import Mean
 from tests.service.nets_http import Gated, Log
 
-SLOW_S = 0.02  # of a row of ``Slow``
 LIMIT = 1000  # the survey's noise is far below
 TOO_MUCH = 2**46  # numbers: more than an address can reach
 
@@ -62,26 +59,6 @@ class Stages(Gated):
             self.ran.append((name, len(x)))
             x = getattr(self, name)(x)
         return x
-
-
-class Uphill(Gated):
-    """Two parts: the way to the second is longer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.late = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.late(super().forward(x))
-        return out
-
-
-class Slow(Gated):
-    """As long for each row."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(SLOW_S * len(x))
-        return super().forward(x)
 
 
 class Hungry(Gated):

@@ -48,14 +48,6 @@ class Gated(Scores):
         return super().forward(x)
 
 
-class Wide(Gated):
-    """Takes more memory, which no forward needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = nn.Linear(4, 300)
-
-
 def wait_for_file(path: str) -> nn.Module:
     """A model that is made once a file is there, in whatever process."""
     pause, file = Event(), Path(path)
@@ -155,20 +147,6 @@ class Branches(nn.Module):
         if x.shape[3] > 16:
             x = self.wide(self.wide(x))
         return x.mean((2, 3))
-
-
-class Filing(nn.Module):
-    """Its layers have names that files of results need for themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.files = nn.Conv2d(3, 2, 1)
-        self.fingerprint = nn.Conv2d(2, 2, 1)
-        self.skipped = nn.Conv2d(2, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.skipped(self.fingerprint(self.files(x)))
-        return out
 
 
 class Never(nn.Module):

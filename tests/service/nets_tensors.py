@@ -106,19 +106,6 @@ class Odd(nn.Module):
         return scores
 
 
-class OneNumber(nn.Module):
-    """One number a row, whose gradient by a sum is one number expanded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 20), nn.Linear(20, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(rows, 1)."""
-        score: Tensor = self.head(self.body(x.flatten(1)))
-        return score
-
-
 class Numbers(nn.Module):
     """Means of colours, their logarithms and roots where these are none, zeros, and numbers beyond float16."""
 

@@ -35,7 +35,6 @@ from tests.service.support import ROW, Json, configured, npy, problem, raw, rows
 
 DIGIT = raw(Path("examples/digit.png").read_bytes(), "image/png", layers="pool", model="digits")
 SMALL_BYTES, LARGE_BYTES = 400, 30 * 2**20
-WAIT_S = 60.0
 
 
 def slow_spec(factory: str, name: str, **fields: Any) -> ModelSpec:
