@@ -18,14 +18,14 @@ WAIT_S = 60.0
 
 def test_failure_while_decoding(serve: Serve) -> None:
     """A bug of ours in a decode is that request's alone: its slot is free again, and the server lives."""
-    with serving_nets(serve, "uphill", cpu_threads=1) as live:
-        handle = live.engine.manager.handles["uphill"]
+    with serving_nets(serve, "tower", cpu_threads=1) as live:
+        handle = live.engine.manager.handles["tower"]
         decode = partial(live.engine.manager.scheduler.decode, handle.key)
         for _ in range(3):
             with pytest.raises(TypeError):
                 live.run(decode(cast("Any", None), handle.model.model_inputs, "interactive", time.monotonic() + WAIT_S))
         assert live.client.get("/livez").status_code == 200
-        assert post(live, extract_request(random_rows(1), "uphill", "linear")).status_code == 200
+        assert post(live, extract_request(random_rows(1), "tower", "linear")).status_code == 200
 
 
 SIZES: dict[tuple[int, int, int], list[int]] = {  # of the groups, by items, slots, and the most that one may have
