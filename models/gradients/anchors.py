@@ -1,4 +1,4 @@
-"""Gradients of one forward: anchors in its graph, the sum that is differentiated, what each anchor gets."""
+"""Gradients of one forward: anchors in its graph, the objective, and the gradient at each anchor."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from layertap.models.selection.hook_points import HookPoint, Objective
 class GradientAnchors:
     """The anchors and the objective of one forward.
 
-    An anchor stands where a value left a module, or came to it; what goes on is a copy, so that operations in place
-    write to memory of their own, and whoever else uses the value adds nothing to its gradient.
+    An anchor is a module's input or output. The forward goes on with a copy of it, so that in-place operations do not
+    overwrite the anchor, and other uses of the value add nothing to its gradient.
     """
 
     def __init__(self) -> None:
@@ -34,16 +34,16 @@ class GradientAnchors:
         self._totals: dict[HookPoint, Tensor] = {}
 
     def anchor(self, key: Location, value: Tensor, changes: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
-        """Keep a value as an anchor; what is returned goes on in its place.
+        """Keep a value as an anchor and return the copy that replaces it in the forward.
 
-        ``changes`` are made to its gradient, the last one first.
+        ``changes`` are applied to its gradient, the last one first.
         """
-        # Where nothing before it is differentiated the graph begins here: weights are frozen, inputs may be integers.
+        # If nothing before it requires grad the graph begins here: weights are frozen, inputs may be integers.
         anchor = value.clone() if value.requires_grad else value.detach().clone().requires_grad_()
         self._anchors[key] = anchor
         changed, successor = None, anchor.clone()
         for change in changes:
-            # Not on the anchor: whether autograd looks at a tensor before or after its own hooks is its affair.
+            # Not on the anchor: autograd does not promise to read a tensor's gradient after the tensor's own hooks.
             successor.register_hook(change)  # type: ignore[no-untyped-call]
             changed, successor = successor, successor.clone()
         if changed is not None:
@@ -51,23 +51,23 @@ class GradientAnchors:
         return successor
 
     def add(self, point: HookPoint, objective: Tensor) -> None:
-        """Differentiate an objective that looks at a point, too."""
+        """Add an objective that is computed from a point's tensor to what is differentiated."""
         self._totals[point] = self._totals[point] + objective if point in self._totals else objective
 
     def reaches(self, point: HookPoint, anchors: Collection[Location]) -> bool:
-        """Whether a graph leads from what was differentiated at a point to the earliest call that is anchored so."""
+        """Whether the objective at a point depends on the earliest anchored call among ``anchors``."""
         first = next(key for key in self._anchors if key in anchors)[:3]
         ends = {get_gradient_edge(anchor).node for key, anchor in self._anchors.items() if key[:3] == first}
         return not ends.isdisjoint(_collect_nodes(self._totals[point]))
 
     def compute_gradients(self) -> Mapping[Location, Tensor]:
-        """The gradient at each anchor: zero, changed too, where the objective does not depend on it. Ends the graph.
+        """The gradient at each anchor; frees the graph. InputError if the model can't be differentiated.
 
-        InputError if the model computes what has no derivative.
+        If the objective does not depend on an anchor, its gradient is zero with the changes applied.
         """
         anchors = list(self._anchors.values())
         totals = [total for total in self._totals.values() if total.requires_grad]
-        # Autograd calls no hook where no gradient arrives: it would depend on the rows beside whether a change is made.
+        # Autograd calls no hook without a gradient: whether a change is applied would depend on the rest of the batch.
         seeds = [None] * len(totals) + [torch.zeros_like(changed) for changed in self._changed]
         if not seeds:
             return {key: torch.zeros_like(anchor) for key, anchor in self._anchors.items()}
@@ -87,13 +87,13 @@ class GradientAnchors:
 
 
 def compute_objective(rows: RowTensor, objective: Objective) -> Tensor:
-    """The sum of an objective over a request's rows, in float32 or wider; each row's is that of it without padding."""
+    """The sum of an objective over a request's rows, in float32 or wider; padding is left out of each row."""
     sums = [each.sum() for each in _compute_parts(rows, objective)]
     return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
 
 
 def compute_objectives(rows: RowTensor, objective: Objective) -> Tensor:
-    """An objective of each of a request's rows, (rows,), in float32 or wider, of each without padding."""
+    """An objective for each row of a request, (rows,), in float32 or wider; padding is left out."""
     parts = [each.flatten() for each in _compute_parts(rows, objective)]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
@@ -119,10 +119,10 @@ def _collect_nodes(end: Tensor) -> set[Any]:
 def find_unreachable(
     forward: Callable[[], object], modules: Mapping[str, nn.Module], points: Collection[HookPoint]
 ) -> list[HookPoint]:
-    """Those of some outputs that no graph leads to, though one began at the model's input, or where it looks up tables.
+    """The points that no autograd graph reaches, though one began at the model's input or its embedding tables.
 
-    Runs a forward up to the last of them, with a graph, where there are any. The list is empty if no graph could
-    begin; it names all of them where the forward does not run with one.
+    Runs the forward with grad enabled, up to the last point; without points it runs nothing. The list is empty if no
+    graph could begin, and has all points if the forward fails with grad enabled.
     """
     if not points:
         return []
@@ -131,7 +131,7 @@ def find_unreachable(
 
     def begin_graph(call: int, value: object) -> Changes:
         nonlocal graph_began
-        # In a mode of the model's own nothing would come of it.
+        # Inside the model's own no_grad a graph would not begin.
         tensors = dict(iterate_tensors(value)) if torch.is_grad_enabled() else {}
         changes = {
             path: tensor.detach().clone().requires_grad_().clone()
@@ -157,5 +157,5 @@ def find_unreachable(
         except RuntimeError as error:
             if is_device_error(error):
                 raise
-            return list(points)  # what can't be computed with a graph is computed without one
+            return list(points)  # the forward only runs without a graph
     return [point for point, is_reached in reached.items() if graph_began and not is_reached]

@@ -1,6 +1,6 @@
-"""Scalars to differentiate: a function and a row of a table for each.
+"""Scalars to differentiate: a function and an entry of a table for each.
 
-A function gives numbers for each row, or their sum, so that a row's gradient is its own whatever shares the batch.
+A function returns a number for each row, so that a row's gradient does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from layertap.models.selection.hook_points import LossReduction, Objective, Obje
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """A kind of objective; ``compute`` gets a request's rows in float32 or wider, and gives a number for each row.
+    """A kind of objective; ``compute`` takes a request's rows in float32 or wider and returns a number for each row.
 
-    ``of_classes``: it needs an output (rows, classes), and takes a class. ``layer``: whether it takes the name of a
-    layer in place of the model's output. ``target``: what may be given in place of a class. ``takes_terms``: so may
-    several classes or channels with weights. ``compares``: it is by softmax, which is 1 for a lone class.
-    ``of_probabilities``: it is of probabilities, so it matters whether the model's output is some already.
+    ``of_classes``: it needs an output (rows, classes) and takes a class. ``layer``: whether it takes a layer's name
+    instead of using the model's output. ``target``: what may be given instead of a class. ``takes_terms``: weighted
+    classes or channels may be given too. ``compares``: it uses softmax, which is 1 for a single class.
+    ``of_probabilities``: it uses probabilities, so it matters whether the model already returns them.
     ``reductions``: how a row's loss may be reduced over its classes, the default first; each row counts as a batch.
     """
 
@@ -98,10 +98,10 @@ def _keep(value: Tensor) -> Tensor:
 
 
 def _take_logarithm(value: Tensor) -> Tensor:
-    return value.clamp_min(torch.finfo(value.dtype).tiny).log()  # that of 0 would make all gradients NaN
+    return value.clamp_min(torch.finfo(value.dtype).tiny).log()  # log(0) would make all gradients NaN
 
 
-# Probabilities, and their logarithms, of what a model gives for classes.
+# From what a model returns for classes to probabilities, and to their logarithms.
 _PROBABILITIES: Mapping[Outputs | None, Callable[[Tensor], Tensor]] = {
     None: lambda value: value.softmax(1),
     "probabilities": _keep,
@@ -115,7 +115,7 @@ _LOGARITHMS: Mapping[Outputs | None, Callable[[Tensor], Tensor]] = {
 
 
 def _choose_scores(rows: RowTensor, scores: Tensor, objective: Objective) -> Tensor:
-    """Of scores (rows, classes) that of each row's class, or the weighted sum of several."""
+    """The score of each row's class, or the weighted sum of several; ``scores`` are (rows, classes)."""
     if isinstance(objective.klass, tuple):
         return _weigh(scores, objective.klass)
     return scores.gather(1, _get_classes(rows, objective)[:, None])
@@ -129,7 +129,7 @@ def _weigh(values: Tensor, terms: Terms) -> Tensor:
 
 def _make_target(rows: RowTensor, objective: Objective) -> Tensor:
     """A number for each row and class; the target of a class is one-hot."""
-    if objective.target == "unedited":  # of the unedited row itself
+    if objective.target == "unedited":  # these rows are the unedited ones
         return make_target(rows.value, objective)
     if objective.target is not None:
         return rows.value.new_tensor(objective.target).expand_as(rows.value)
@@ -137,14 +137,14 @@ def _make_target(rows: RowTensor, objective: Objective) -> Tensor:
 
 
 def make_target(scores: Tensor, objective: Objective) -> Tensor:
-    """What an objective's target "unedited" is of the scores (rows, classes) of unedited rows."""
+    """The target that "unedited" stands for, computed from the scores (rows, classes) of unedited rows."""
     is_distribution = OBJECTIVES[objective.kind].target == "distribution"
     return _PROBABILITIES[objective.outputs](scores) if is_distribution else scores
 
 
 def _get_classes(rows: RowTensor, objective: Objective) -> Tensor:
     """A class for each row."""
-    highest = rows.value.detach().float().argmax(1)  # as whoever reads the scores in a reply finds it
+    highest = rows.value.detach().float().argmax(1)  # the argmax of the float32 scores that a reply has
     return highest.fill_(objective.klass) if isinstance(objective.klass, int) else highest
 
 

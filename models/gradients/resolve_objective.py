@@ -1,4 +1,4 @@
-"""A request's objective against a catalogue: the tensor that is differentiated, and where it has gradients."""
+"""Look up a request's objective in a catalogue: its tensor, its settings, and where it has gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPREAD = 1e-3  # how far from 1 a target's probabilities may add up
 
 
 def resolve_objective(objective: Objective, catalog: Catalog, lengths: TextLengths | None = None) -> ResolvedObjective:
-    """What gradients are of. SelectorError if the objective does not fit the model's output, or its layer's."""
+    """The objective with its tensor. SelectorError if it does not fit the model's or the layer's output."""
     target = _find_tensor(objective, catalog)
     if OBJECTIVES[objective.kind].of_classes and objective.klass is None and objective.target is None:
         objective = replace(objective, klass="top")
@@ -33,20 +33,20 @@ def resolve_objective(objective: Objective, catalog: Catalog, lengths: TextLengt
 
 
 def find_outputs(catalog: Catalog) -> Outputs:
-    """What the model's output has for classes."""
+    """Whether the model's output has logits, probabilities or log probabilities for its classes."""
     info = _choose_output(catalog, Objective())
     return dict(catalog.traits.outputs).get(info.path, "logits") if info is not None else "logits"
 
 
 def count_classes(catalog: Catalog) -> int | None:
-    """How many classes the model's output has scores of, for each row, token or pixel; None if it has none."""
+    """How many classes the model's output scores for each row, token or pixel; None if it has no class axis."""
     info = _choose_output(catalog, Objective())
     info = describe_position(info, None) if info is not None else None
     return info.size("C") if info is not None and info.row_axis is not None and info.has_axis("C") else None
 
 
 def check_gradient(tap: Tap, objective: ResolvedObjective | None, catalog: Catalog) -> None:
-    """SelectorError if there is no gradient at a point: no objective, or none that depends on it row by row."""
+    """SelectorError if a point has no gradient: no objective is given, or it does not depend on the point by row."""
     if objective is None:
         raise SelectorError(
             f"site {escape(tap.point.site)} needs an objective to differentiate",
@@ -65,7 +65,7 @@ def check_gradient(tap: Tap, objective: ResolvedObjective | None, catalog: Catal
 
 
 def _find_tensor(objective: Objective, catalog: Catalog) -> Tap:
-    """The tensor that an objective looks at: a layer's only output, or of the model's outputs the one that suits."""
+    """The tensor that an objective is computed from: a layer's only output, or the best of the model's outputs."""
     if objective.selector is not None:
         matches, _ = find_matches(objective.selector, catalog)
         floating = [match for match in matches if match.info.is_floating and match.point.site == "output"]
@@ -81,7 +81,7 @@ def _find_tensor(objective: Objective, catalog: Catalog) -> Tap:
 
 
 def _choose_output(catalog: Catalog, objective: Objective) -> TensorInfo | None:
-    """Of the model's floating outputs logits by name, then by shape, then the first; None if there are none."""
+    """The model's floating output named ``logits``, else one shaped like scores, else the first; None without any."""
     outputs = [info for info in catalog.outputs if info.is_floating]
     of_classes = OBJECTIVES[objective.kind].of_classes
 
@@ -131,17 +131,17 @@ def _check_objective(objective: Objective, info: TensorInfo, catalog: Catalog, l
 
 
 def _describe_rowless(info: TensorInfo) -> str:
-    """Why a tensor without an axis for rows has none."""
+    """Why a tensor has no row axis."""
     return "is made of all rows of a forward together" if info.crosses_rows else "is the same for all rows"
 
 
 def _list_indices(chosen: int | Terms) -> tuple[int, ...]:
-    """The class or channel, or those that have weights."""
+    """The class or channel, or each of the weighted ones."""
     return (chosen,) if isinstance(chosen, int) else tuple(index for _, index in chosen)
 
 
 def _check_channel(channel: int, info: TensorInfo | None, lengths: TextLengths | None) -> None:
-    """``info`` is the layer's tensor, None if the objective is of no layer."""
+    """``info`` is the layer's tensor, None if the objective takes no layer."""
     size = with_common_length(info, lengths).size("C") if info is not None and info.has_axis("C") else 0
     if not -size <= channel < size:
         raise SelectorError(
@@ -162,13 +162,13 @@ def _check_position(position: Position, info: TensorInfo, catalog: Catalog, leng
 
 
 def _offer_positions(info: TensorInfo) -> list[str]:
-    """How a position of a tensor is named, where it has any."""
+    """A hint for each kind of position that the tensor has."""
     examples = {1: 'add "position": -1, a token', 2: 'add "position": [0, 0], a row and a column'}
     return [examples[numbers] for numbers in POSITION_AXES if find_position_axes(info, (0,) * numbers) is not None]
 
 
 def _check_target(objective: Objective) -> None:
-    """What a target must be, however many classes there are."""
+    """The checks of a target that do not need the number of classes."""
     if objective.target is None:
         return
     allowed = OBJECTIVES[objective.kind].target
