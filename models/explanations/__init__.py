@@ -1,1 +1,1 @@
-"""Maps that explain an answer, and the layers that they are made of."""
+"""Explanation maps, and the layers that they are computed from."""

@@ -1,6 +1,6 @@
-"""The layers that maps are made of: those with attention, those that return maps, those that an objective depends on.
+"""The layers that maps are computed from: with attention, with maps, and the last one that an objective depends on.
 
-The last are found by gradients, never by names.
+The last one is found by gradients, never by names.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from layertap.models.inputs.geometry import find_grid
 from layertap.models.selection.hook_points import HookPoint, Objective, Reduction
 from layertap.models.selection.plan import Capture, ResolvedObjective, Tap, get_boundary
 
-MAX_TOGETHER = 16  # maps that one backward looks at
-MAX_MAPS = 65  # maps looked at in all: a block of a transformer returns 14
+MAX_TOGETHER = 16  # maps whose gradients one backward captures
+MAX_MAPS = 65  # maps tried in all: a transformer block returns 14
 SPATIAL = ("NCHW", "NHWC", "NTC")
 
 
 def find_attention(catalog: Catalog, prefix: int) -> list[Tap]:
-    """Every attention of a forward in its order; SelectorError if they are not all over one grid of patches."""
+    """Every attention of a forward, in order; SelectorError if they are not all over the same grid of patches."""
     taps = list(_list_taps(catalog, "attention"))
     infos = [tap.info for _, tap in taps]
     if len({info.shape[-2:] for info in infos}) != 1 or not all(_covers_patches(info, prefix) for info in infos):
@@ -37,7 +37,7 @@ def find_attention(catalog: Catalog, prefix: int) -> list[Tap]:
 
 
 def _list_taps(catalog: Catalog, site: Site) -> Iterator[tuple[float, Tap]]:
-    """Every tensor at a site, and when its call ends among the forward's."""
+    """Every tensor at a site, with the order in which its call ends in the forward."""
     for layer in catalog.layers.values():
         for number, call in enumerate(layer.calls):
             boundary = call.get_boundary(site)
@@ -63,9 +63,9 @@ def is_map(info: TensorInfo) -> bool:
 
 
 def find_map_layers(catalog: Catalog, end: HookPoint) -> list[Tap]:
-    """The layers of a forward that return maps, up to one of its points, the last one first; SelectorError.
+    """The layers that return maps, up to the point ``end``, the last one first; SelectorError if there are none.
 
-    Parts of an attention are left out where there are others: an entry of a query, key or value is no channel.
+    Layers inside an attention are left out if others remain: an entry of a query, key or value is no channel.
     """
     last = get_boundary(end, catalog).order
     maps = [
@@ -77,12 +77,12 @@ def find_map_layers(catalog: Catalog, end: HookPoint) -> list[Tap]:
         raise SelectorError("no layer of this model returns a map", hint="use method 'saliency'")
     attention = tuple(f"{name}." for name, layer in catalog.layers.items() if layer.has_attention and name != ".")
     outside = [each for each in maps if not each[1].point.layer.startswith(attention)]
-    # Of a layer and what it is the last part of, the outer one: it returns last.
+    # A layer that ends with its last child comes before that child: it returns later.
     return [tap for _, tap in sorted(outside or maps, key=itemgetter(0), reverse=True)]
 
 
 def make_trial_objective(objective: ResolvedObjective) -> ResolvedObjective:
-    """The objective that stands in while layers are tried: the top class, since noise may saturate a chosen one."""
+    """The objective used while layers are tried: the top class, because noise may saturate the requested one."""
     of_classes = OBJECTIVES[objective.objective.kind].of_classes
     return replace(objective, objective=Objective(position=objective.objective.position)) if of_classes else objective
 
@@ -93,10 +93,10 @@ def find_last_sensitive(
     maps: Sequence[Tap],
     objective: ResolvedObjective,
 ) -> Tap | None:
-    """The first of some maps where the objective has a gradient at any position that is no prefix token's.
+    """The first of ``maps`` where the objective has a nonzero gradient at any position; prefix tokens do not count.
 
-    ``maps`` begin with what is returned last; ``forward`` runs one row, and more than once. None if the first few
-    have none, or where the model itself cuts the graph.
+    ``maps`` begin with the layer that returns last; ``forward`` runs one row, and is called more than once. None if
+    none of the first ``MAX_MAPS`` has a gradient, or if the model itself cuts the graph.
     """
     starts = range(1, min(len(maps), MAX_MAPS), MAX_TOGETHER)
     for chunk in (maps[:1], *(maps[start : start + MAX_TOGETHER] for start in starts)):
@@ -113,6 +113,6 @@ def find_last_sensitive(
 
 
 def _capture_extremes(tap: Tap) -> Capture:
-    """The least and the greatest gradient at a map: both 0 if all are."""
+    """Capture the smallest and the largest gradient at a map: both are 0 if all gradients are."""
     patches = tuple(range(tap.info.prefix, tap.info.shape[1])) if tap.info.layout == "NTC" else None
     return Capture(replace(tap.point, site="grad_output"), tap.info, Reduction(tokens=patches, stats=("min", "max")))

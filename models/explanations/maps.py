@@ -1,7 +1,7 @@
-"""Maps that explain an answer, made of what was captured; nothing is hooked for them beside that.
+"""Explanation maps, computed from captured arrays alone.
 
-Each function takes float arrays with rows first and gives a new float32 array. SelectorError if nothing tells how
-patches stand, and they make no square.
+Each function takes float arrays, rows first, and returns a new float32 array. SelectorError if the grid of the patches
+is unknown and they form no square.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Array = NDArray[Any]
 
 
 def grad_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
-    """Where a layer speaks for the objective: its channels weighted by their mean gradients, what is below 0 cut off.
+    """ReLU of a layer's channels weighted by their mean gradients.
 
-    ``values`` and ``gradients`` are of that layer; the result is (N, H, W) in the layer's own pixels, or patches of a
-    token grid, 0 and above. Selvaraju et al., "Grad-CAM", 2017, equations 1 and 2.
+    ``values`` and ``gradients`` are that layer's; the result is (N, H, W) in its own pixels, or patches of its token
+    grid, 0 and above. Selvaraju et al., "Grad-CAM", 2017, equations 1 and 2.
     """
     maps, slopes = (_move_channels_first(each.astype(np.float32), info) for each in (values, gradients))
     return _weigh_channels(maps, slopes.mean((2, 3), keepdims=True))
@@ -48,7 +48,7 @@ def layer_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
 
 
 def xgrad_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
-    """As Grad-CAM, a channel's weight being its gradients' mean weighted by its values; 0 if these add up to 0.
+    """As Grad-CAM, but gradients are averaged weighted by the channel's values; 0 if these add up to 0.
 
     (N, H, W), 0 and above. Fu et al., "Axiom-based Grad-CAM", 2020, equation 8.
     """
@@ -58,15 +58,15 @@ def xgrad_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
 
 
 def weigh_by_drops(values: Array, drops: Array, info: TensorInfo) -> Array:
-    """As Grad-CAM of one row, (1, H, W), a channel's weight being how far the score drops without it, (channels,)."""
+    """As Grad-CAM of one row, (1, H, W), each channel weighted by the score's drop without it; drops (channels,)."""
     return _weigh_channels(_move_channels_first(values.astype(np.float32), info), drops[None, :, None, None])
 
 
 def eigen_cam(values: Array, info: TensorInfo) -> Array:
-    """Where a layer's values vary together most: their projection on the first principal component over positions.
+    """A layer's values projected on their first principal component over positions.
 
-    (N, H, W), 0 and above, NaN for a row with a value that is not finite; its sign is the one that agrees with the
-    channels' mean. Muhammad and Yeasin, "Eigen-CAM", 2020, of values less their mean, as pytorch-grad-cam has it.
+    (N, H, W), 0 and above, NaN for a row with a value that is not finite; the sign agrees with the channels' mean.
+    Muhammad and Yeasin, "Eigen-CAM", 2020, with the mean subtracted, as in pytorch-grad-cam.
     """
     maps = _move_channels_first(values, info)
     result = np.full((len(maps), *maps.shape[2:]), np.nan, np.float32)
@@ -75,7 +75,7 @@ def eigen_cam(values: Array, info: TensorInfo) -> Array:
         if not np.isfinite(flat).all():
             continue
         centred = flat - flat.mean(1, keepdims=True)
-        if len(centred) <= centred.shape[1]:  # the smaller of the two products has the component as well
+        if len(centred) <= centred.shape[1]:  # either product gives the component: take the smaller one
             component = np.linalg.eigh(centred @ centred.T).eigenvectors[:, -1] @ centred
         else:
             direction = np.linalg.eigh(centred.T @ centred).eigenvectors[:, -1]
@@ -88,9 +88,9 @@ def eigen_cam(values: Array, info: TensorInfo) -> Array:
 def grad_cam_plusplus(values: Array, gradients: Array, info: TensorInfo, epsilon: float = 0.0) -> Array:
     """As Grad-CAM, each position's gradient weighted so that small evidence counts as much as large.
 
-    (N, H, W), 0 and above. Chattopadhay et al., "Grad-CAM++", 2018, equations 10 and 19: of Y = exp(S) with S linear in
-    the layer's values, so that Y's derivatives are powers of S's gradient times Y. That factor of each row is left out,
-    as it only scales its map and soon overflows. pytorch-grad-cam adds 1e-6, ``epsilon``, to what it divides by.
+    (N, H, W), 0 and above. Chattopadhay et al., "Grad-CAM++", 2018, equations 10 and 19, for Y = exp(S) with S linear
+    in the layer's values, so that Y's derivatives are powers of S's gradient times Y. The factor Y is left out: it only
+    scales a row's map, and soon overflows. ``epsilon`` is added to the denominator: 1e-6 in pytorch-grad-cam.
     """
     maps, slopes = (_move_channels_first(each.astype(np.float64), info) for each in (values, gradients))
     below = 2 * slopes**2 + maps.sum((2, 3), keepdims=True) * slopes**3 + epsilon
@@ -99,16 +99,16 @@ def grad_cam_plusplus(values: Array, gradients: Array, info: TensorInfo, epsilon
 
 
 def input_gradient(gradients: Array, info: TensorInfo) -> Array:
-    """Gradients at the model's input as they are: (N, C, H, W), signed.
+    """Gradients at the model's input: (N, C, H, W), signed.
 
-    Guided backpropagation's (Springenberg et al., "Striving for simplicity", 2014, section 3.4) where each ReLU has cut
-    off what is below 0 of the gradient that it was given.
+    This is guided backpropagation (Springenberg et al., "Striving for simplicity", 2014, section 3.4) if every ReLU set
+    negative gradients to 0.
     """
     return np.ascontiguousarray(_move_channels_first(gradients.astype(np.float32), info))
 
 
 def saliency(gradients: Array, info: TensorInfo) -> Array:
-    """How much each pixel of the model's input moves the objective: the largest absolute gradient of its channels.
+    """The largest absolute gradient over the channels of each pixel of the model's input.
 
     (N, H, W), 0 and above. Simonyan et al., "Deep inside convolutional networks", 2013, section 3.1.
     """
@@ -117,11 +117,11 @@ def saliency(gradients: Array, info: TensorInfo) -> Array:
 
 
 def rollout(layers: Sequence[Array], discard: float, prefix: int, grid: Grid | None = None) -> Array:
-    """How much each patch reaches the answer through all layers: their attention, with the shortcut, multiplied up.
+    """Attention rollout: the product of all layers' attention matrices, each with the identity added.
 
-    ``layers`` are (N, T, T) in the order of the forward, one weight for each pair of tokens, 0 and above; of each row's
-    matrix the lowest share ``discard`` is taken for 0. The result is (N, H, W) over the ``grid`` of patches (None: a
-    square): what the first of ``prefix`` tokens looks at, or all tokens on average where there is none. Abnar and
+    ``layers`` are (N, T, T) in the order of the forward, one weight for each pair of tokens, 0 and above; the lowest
+    share ``discard`` of each row's matrix is set to 0. The result is (N, H, W) over the ``grid`` of patches (None: a
+    square): the attention of the first of ``prefix`` tokens, or the mean of all tokens if ``prefix`` is 0. Abnar and
     Zuidema, "Quantifying attention flow in transformers", 2020, section 3.
     """
     product: Array | None = None
@@ -137,9 +137,9 @@ def rollout(layers: Sequence[Array], discard: float, prefix: int, grid: Grid | N
 def vit_explain_rollout(
     layers: Sequence[Array], discard: float, prefix: int, grid: Grid | None = None, *, keeps_first: bool
 ) -> Array:
-    """As a rollout by the code of vit-explain: columns are divided by the sums of rows, the map by its maximum.
+    """Rollout as vit-explain computes it: columns are divided by the sums of rows, the map by its maximum.
 
-    ``keeps_first``: what the first token looks at in itself is not discarded.
+    ``keeps_first``: the first token's attention to itself is never discarded.
     """
     product: Array = np.eye(layers[0].shape[-1], dtype=np.float32)
     for layer in layers:
@@ -155,10 +155,10 @@ def vit_explain_rollout(
 
 
 def relevance(layers: Sequence[Array], prefix: int, grid: Grid | None = None) -> Array:
-    """How much each patch bears on the answer through all layers: R, at first one, becomes R + A R with each.
+    """Relevance over all layers: R starts as the identity, and each layer's A makes it R + A R.
 
-    ``layers`` are as a rollout takes them, and so is what is read off R; nothing is normalised. Chefer et al., "Generic
-    attention-model explainability", 2021, equation 6.
+    ``layers`` and the result are as in ``rollout``; nothing is normalised. Chefer et al., "Generic attention-model
+    explainability", 2021, equation 6.
     """
     total: Array = np.broadcast_to(np.eye(layers[0].shape[-1], dtype=np.float32), layers[0].shape)
     for layer in layers:
@@ -173,7 +173,7 @@ def average_heads(weights: Array) -> Array:
 
 
 def weight_by_gradient(weights: Array, gradients: Array) -> Array:
-    """(N, heads, T, T) to (N, T, T): the mean over heads of weight times gradient, where that is above 0.
+    """(N, heads, T, T) to (N, T, T): the mean over heads of weight times gradient, negative products set to 0.
 
     Chefer et al., "Generic attention-model explainability", 2021, equation 5.
     """
@@ -182,27 +182,27 @@ def weight_by_gradient(weights: Array, gradients: Array) -> Array:
 
 
 def differentiate_scores(weights: Array, gradients: Array) -> Array:
-    """Gradients with respect to what softmax was taken of, from those with respect to weights, (N, heads, T, T)."""
+    """Gradients with respect to softmax's input, from those with respect to its output, (N, heads, T, T)."""
     weights, gradients = weights.astype(np.float32), gradients.astype(np.float32)
     result: Array = weights * (gradients - (weights * gradients).sum(-1, keepdims=True))
     return result
 
 
 def _weigh_channels(maps: Array, weights: Array) -> Array:
-    """The weighted sum over channels, (N, H, W); what is below 0 is cut off."""
+    """ReLU of the weighted sum over channels, (N, H, W)."""
     result: Array = np.maximum((weights * maps).sum(1), 0.0).astype(np.float32)
     return result
 
 
 def _read_patches(mixed: Array, prefix: int, grid: Grid | None) -> Array:
-    """The row of the first token, or the mean of all where there is no prefix, as a grid."""
+    """The first token's row as a grid of patches; without a prefix the mean of all rows."""
     attention = mixed[:, 0] if prefix else mixed.mean(1)
     patches = attention[:, prefix:]
     return patches.reshape(len(patches), *_find_grid(patches.shape[1], grid))
 
 
 def _find_grid(patches: int, known: Grid | None) -> Grid:
-    """The rows and columns of patches; SelectorError if nothing tells, and they make no square."""
+    """The rows and columns of patches; SelectorError if the grid is unknown and they form no square."""
     grid = find_grid(patches, known)
     if grid is None:
         raise SelectorError(
@@ -229,7 +229,7 @@ def find_zero_rows(maps: Array) -> list[int]:
 
 
 def _move_channels_first(values: Array, info: TensorInfo) -> Array:
-    """(N, C, H, W); prefix tokens are left out, the others stand in their grid."""
+    """(N, C, H, W); prefix tokens are dropped, the others are put in their grid."""
     if info.layout == "NTC":
         patches = values[:, info.prefix :]
         values = patches.reshape(len(patches), *_find_grid(patches.shape[1], info.grid_size), patches.shape[2])

@@ -1,8 +1,8 @@
-"""Explanations of what a model gives for changed inputs: the rows to try, and what is made of the answers; numpy alone.
+"""Explanations that run a model on perturbed inputs: they make the rows and add up the results; numpy only.
 
-Each class is of one row, a float array (1, …) in the model's own layout. It makes changed rows by their numbers, any
-few at a time, takes what the model gave for them, and keeps one sum in float64: memory does not grow with their number.
-It measures a gradient as the row is for each changed row, or a score, and goes by some of the settings, its options.
+An object explains one row, a float array (1, …) in the model's own layout. It makes perturbed rows by number, any few
+at a time, takes the model's results, and keeps one sum in float64: memory does not grow with the number of rows.
+``measures``: a gradient, shaped like the row, or a score for each perturbed row. ``options``: the settings it uses.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from layertap.models.selection.hook_points import Explanation, InputBaseline
 
 Array = NDArray[Any]
 BLURS_ACROSS = 20  # a blur's deviation is the shorter side divided by this
-WINDOWS_ACROSS = 8  # where no window is named it is that part of the shorter side, and half of it the stride
+WINDOWS_ACROSS = 8  # the default window is the shorter side divided by this, the default stride half of that
 
 
 @dataclass(frozen=True)
 class PerturbationSettings:
-    """What changed rows are made by: the options of an explanation, defaults filled in.
+    """The options of an explanation, with defaults filled in.
 
-    ``channels`` are those of the layer that is changed, 0 if none is; ``reference`` is the row of another input,
-    (1, …), where ``baseline`` is that.
+    ``channels``: how many the ablated layer has, 0 without one. ``reference``: the row of another input, (1, …), if
+    ``baseline`` is "input".
     """
 
     steps: int
@@ -47,7 +47,7 @@ class PerturbationSettings:
     def fill_in(
         cls, asked: Explanation, shape: Sequence[int], layout: str, channels: int = 0, reference: Array | None = None
     ) -> PerturbationSettings:
-        """What is asked for rows of a shape."""
+        """The settings that a request asks for, with defaults for rows of a shape."""
         window = asked.window if asked.window is not None else max(min(_find_sides(shape, layout)) // WINDOWS_ACROSS, 1)
         stride = asked.stride if asked.stride is not None else max(window // 2, 1)
         return cls(
@@ -63,13 +63,13 @@ class PerturbationSettings:
         )
 
     def format(self, options: Sequence[str]) -> str:
-        """Some of them, by name: ``window 28 stride 14``; None is left out."""
+        """Some settings as text: ``window 28 stride 14``; those that are None are left out."""
         chosen = {name: getattr(self, name) for name in options}
         return " ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
 
 
 class IntegratedGradients:
-    """The gradient's mean on the straight way from a baseline, times the difference: it sums up to the score's change.
+    """The mean gradient on the straight line from a baseline, times the difference; its sum is the score's change.
 
     Sundararajan et al., "Axiomatic attribution for deep networks", 2017, equation 1, by Gauss-Legendre quadrature.
     """
@@ -78,7 +78,7 @@ class IntegratedGradients:
 
     @staticmethod
     def count(settings: PerturbationSettings, shape: Sequence[int], layout: str) -> int:
-        """How many changed rows there are."""
+        """How many perturbed rows there are."""
         return settings.steps
 
     def __init__(self, row: Array, info: TensorInfo, settings: PerturbationSettings, score: float) -> None:
@@ -88,12 +88,12 @@ class IntegratedGradients:
         self._mean = np.zeros_like(self._change)
 
     def make_rows(self, numbers: range) -> Array:
-        """Points on the way from the baseline to the row."""
+        """Points on the line from the baseline to the row."""
         shares = _broadcast_over_rows(self._shares[list(numbers)], self._change)
         return (self._baseline + shares * self._change).astype(np.float32)
 
     def add(self, numbers: range, measured: Array) -> None:
-        """Take what the model gave for those."""
+        """Add the model's results for these rows."""
         weights = _broadcast_over_rows(self._weights[list(numbers)], self._change)
         self._mean += (weights * measured).sum(0, keepdims=True)
 
@@ -104,17 +104,17 @@ class IntegratedGradients:
 
 
 class SmoothGrad:
-    """The gradient's mean over copies of the input with noise, whose deviation is a share of the input's range.
+    """The mean gradient over noisy copies of the input; the noise's deviation is a share of the input's range.
 
-    Smilkov et al., "SmoothGrad", 2017. Sample k adds ``numpy.random.default_rng([seed, k]).standard_normal``, whatever
-    rows it is computed with.
+    Smilkov et al., "SmoothGrad", 2017. Sample k adds ``numpy.random.default_rng([seed, k]).standard_normal``, which
+    does not depend on how samples are batched.
     """
 
     measures, options = "gradient", ("samples", "noise", "seed")
 
     @staticmethod
     def count(settings: PerturbationSettings, shape: Sequence[int], layout: str) -> int:
-        """How many changed rows there are."""
+        """How many perturbed rows there are."""
         return settings.samples
 
     def __init__(self, row: Array, info: TensorInfo, settings: PerturbationSettings, score: float) -> None:
@@ -128,7 +128,7 @@ class SmoothGrad:
         return (self._row + self._deviation * np.concatenate(noise)).astype(np.float32)
 
     def add(self, numbers: range, measured: Array) -> None:
-        """Take what the model gave for those."""
+        """Add the model's results for these rows."""
         self._total += measured.sum(0, dtype=np.float64, keepdims=True)
 
     def finish(self) -> Array:
@@ -138,7 +138,7 @@ class SmoothGrad:
 
 
 class Occlusion:
-    """How much the score drops where a window of the input is a baseline; the mean over windows that cover a pixel.
+    """How far the score drops if a baseline covers a window of the input; the mean over the windows on each pixel.
 
     Zeiler and Fergus, "Visualizing and understanding convolutional networks", 2014, section 4.2. Windows begin at
     multiples of the stride, until one reaches the edge, where it is cut. The result is (1, H, W).
@@ -148,7 +148,7 @@ class Occlusion:
 
     @staticmethod
     def count(settings: PerturbationSettings, shape: Sequence[int], layout: str) -> int:
-        """How many changed rows there are."""
+        """How many perturbed rows there are."""
         down, across = (_count_windows(side, settings) for side in _find_sides(shape, layout))
         return down * across
 
@@ -171,7 +171,7 @@ class Occlusion:
         return rows
 
     def add(self, numbers: range, measured: Array) -> None:
-        """Take what the model gave for those."""
+        """Add the model's results for these rows."""
         for number, score in zip(numbers, measured, strict=True):
             window = (0, *self._find_window(number))
             self._total[window] += self._score - float(score)
@@ -188,17 +188,17 @@ class Occlusion:
 
 
 class AblationCam:
-    """A layer's channels weighted by how far the score drops where one is 0, as a share of it; what is above 0.
+    """ReLU of a layer's channels, each weighted by the score's relative drop if the channel is set to 0.
 
     Ramaswamy et al., "Ablation-CAM", 2020, equations 1 and 2. Row k is the row itself, run without channel k of the
-    layer; ``layer`` has what the layer gives of it, and its description. The result is (1, H, W) in its pixels.
+    layer; ``layer``: the layer's output for the row, and its description. The result is (1, H, W) in its pixels.
     """
 
     measures, options = "score", ()
 
     @staticmethod
     def count(settings: PerturbationSettings, shape: Sequence[int], layout: str) -> int:
-        """How many changed rows there are."""
+        """How many perturbed rows there are."""
         return settings.channels
 
     def __init__(
@@ -213,11 +213,11 @@ class AblationCam:
         self._drops = np.zeros(settings.channels)
 
     def make_rows(self, numbers: range) -> Array:
-        """The row as often as asked."""
+        """The row, repeated."""
         return np.repeat(self._row.astype(np.float32), len(numbers), 0)
 
     def add(self, numbers: range, measured: Array) -> None:
-        """Take what the model gave for those."""
+        """Add the model's results for these rows."""
         if self._score:
             self._drops[list(numbers)] = (self._score - measured) / self._score
 
@@ -230,9 +230,9 @@ Perturbation = IntegratedGradients | SmoothGrad | Occlusion | AblationCam
 
 
 def make_baseline(row: Array, layout: str, settings: PerturbationSettings) -> Array:
-    """What a row, (1, …), is compared with, float64: zeros, one value, another row, or the row blurred by a Gaussian.
+    """The baseline of a row, (1, …), float64: zeros, one value, another row, or the row blurred by a Gaussian.
 
-    Its deviation is a twentieth of the shorter side; what lies beyond an edge is mirrored.
+    The Gaussian's deviation is a twentieth of the shorter side; it is mirrored at the edges.
     """
     if settings.reference is not None:
         return settings.reference.astype(np.float64)
@@ -257,13 +257,13 @@ def _make_blur(side: int, deviation: float) -> Array:
 
 @lru_cache(maxsize=32)
 def _find_nodes(steps: int) -> tuple[Array, Array]:
-    """Points between 0 and 1 and their weights; cached, as hundreds of steps take long."""
+    """Gauss-Legendre nodes between 0 and 1 and their weights; cached, as hundreds of steps take long."""
     nodes, weights = np.polynomial.legendre.leggauss(steps)
     return (nodes + 1) / 2, weights / 2  # from (-1, 1)
 
 
 def _broadcast_over_rows(numbers: Array, row: Array) -> Array:
-    """A number for each row, to multiply rows with."""
+    """Reshape a number for each row so that it multiplies the rows."""
     return numbers.reshape(-1, *(1,) * (row.ndim - 1))
 
 
