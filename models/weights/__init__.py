@@ -1,1 +1,1 @@
-"""Checkpoints on disk, and weights in a module."""
+"""Checkpoints on disk, loaded into modules."""

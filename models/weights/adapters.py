@@ -1,4 +1,4 @@
-"""Adapters as PEFT saves them, merged into the weights that they were trained beside."""
+"""Adapters as PEFT saves them, merged into the weights of the base model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from layertap.models.turns import construct_alone
 from layertap.models.weights.checkpoints import read_checkpoint
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
-KINDS = ("LORA", "IA3", "LOHA", "LOKR", "OFT")  # of PEFT's types, those that become part of weights
-NAME = "default"  # PEFT's name of an adapter that has none
+KINDS = ("LORA", "IA3", "LOHA", "LOKR", "OFT")  # the PEFT types that can be merged into weights
+NAME = "default"  # PEFT's name for an unnamed adapter
 PREFIX = "base_model.model."
 BASE_HINT = (
     "source, args and weights are those of the model that it was trained beside: its adapter_config.json names it"
@@ -30,12 +30,12 @@ UNMERGED_HINT = (
 
 
 def list_adapter_names(names: Iterable[str]) -> list[str]:
-    """Those names of tensors that are an adapter's, or of a layer that has one."""
+    """The tensor names that belong to an adapter, or to a layer with an adapter."""
     return [name for name in names if any(part == "base_layer" or part[:5] == "lora_" for part in name.split("."))]
 
 
 def make_unmerged_error(names: Iterable[str], label: str) -> LoadError:
-    """The refusal of a checkpoint with an adapter's tensors, which do not say by which factor they count."""
+    """The error for a checkpoint with an adapter's tensors, which do not include its scaling factor."""
     shown = format_names([escape(name) for name in sorted(names)])
     detail = f"{escape(label)} has a LoRA adapter that is not merged ({shown}), and not its lora_alpha"
     return LoadError(detail, hint=UNMERGED_HINT)
@@ -43,7 +43,7 @@ def make_unmerged_error(names: Iterable[str], label: str) -> LoadError:
 
 @label_failures("weights")
 def merge_adapter(module: nn.Module, folder: Path) -> None:
-    """Merge a folder's adapter into a module's weights as PEFT does; LoadError if it can't be, or does not fit."""
+    """Merge a folder's adapter into a module's weights with PEFT; LoadError if it can't be merged or does not fit."""
     shown = escape(folder.name)
     file = next((folder / name for name in FILES if (folder / name).is_file()), None)
     if file is None:
@@ -60,9 +60,9 @@ def merge_adapter(module: nn.Module, folder: Path) -> None:
 
 @contextmanager
 def insert_adapter(module: nn.Module, folder: Path) -> Iterator[Any]:
-    """Have PEFT, which is returned, insert a folder's adapter into a module, and merge it at the end; LoadError.
+    """Insert a folder's adapter into a module with PEFT, yield the peft library, and merge at the end; LoadError.
 
-    Of the folder only its adapter_config.json is read. In between the tensors of the module are those of a training.
+    Only adapter_config.json is read from the folder. Inside, the module has the tensor names it had in training.
     """
     shown = f"adapter {escape(folder.name)}"
     try:
@@ -74,7 +74,7 @@ def insert_adapter(module: nn.Module, folder: Path) -> Iterator[Any]:
         if kind not in KINDS:
             hint = f"types that are merged here: {', '.join(KINDS)}"
             raise LoadError(f"{shown} is of the type {escape(str(kind))}, which is not merged into weights", hint=hint)
-        with construct_alone(0):  # some adapters begin at a part of the weights, which may be drawn
+        with construct_alone(0):  # some adapters are initialised from random parts of the weights
             config = peft.PeftConfig.from_pretrained(str(folder))
             config.inference_mode = True
             tuner = peft.PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](module, {NAME: config}, NAME)

@@ -1,4 +1,4 @@
-"""Checkpoints on disk, read as plain tensors: no code in them is run, and tensors that nobody takes are not read."""
+"""Checkpoints on disk, read as plain tensors: no code in them is run, and unused tensors are not read."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from layertap.models.sources.grammar import CHECKPOINT_HINT, get_base_name, refu
 INDEX = ".index.json"
 SHARDS = (".safetensors", ".bin")
 FILES = ("model.safetensors", f"model.safetensors{INDEX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX}")
-# Which dictionary is read: the first of these. Averaged weights come before others: they are what is evaluated.
+# The first of these keys is read. Averaged weights come first, because models are evaluated with them.
 AVERAGED = ("state_dict_ema", "model_ema_state_dict", "ema_state_dict", "model_ema", "ema_model", "ema", "params_ema")
 PLAIN = (
     *("state_dict", "model_state_dict", "model_state", "model", "net_state_dict", "net", "network"),
     *("module", "weights", "params"),
 )
-SWAPPED = "message_hub"  # MMEngine, which has this, exchanges the two: its state_dict is the averaged one
-PARALLEL = "module."  # of DistributedDataParallel, DataParallel and averaged models
-COMPILED = "_orig_mod"  # of torch.compile, before whatever was compiled
-COUNTERS = frozenset({"n_averaged", "steps"})  # of averaged models, beside what is averaged
+SWAPPED = "message_hub"  # MMEngine's files have this, and swap the two: state_dict holds the averaged weights
+PARALLEL = "module."  # the prefix of DistributedDataParallel, DataParallel and averaged models
+COMPILED = "_orig_mod"  # torch.compile puts this before the names of a compiled module
+COUNTERS = frozenset({"n_averaged", "steps"})  # counters that averaged models save with their weights
 HEADS = {"backbone.": "head."}  # MMPretrain keeps a classifier in two parts
-MIN_SHARE = 0.5  # of a module's names have to be there under a prefix, else it is none
+MIN_SHARE = 0.5  # the share of a module's names that must occur under a prefix for it to count as one
 MAX_DEPTH = 3
 MAX_SHOWN = 3
 Container = Callable[[], object]
-_lock = Lock()  # what torch takes for safe is so for the whole process
+_lock = Lock()  # torch's list of safe globals is process-wide
 
 
 class StateDict(dict[str, Tensor]):
-    """Tensors by name, and what is known of where they are from.
+    """Tensors by name, and where they are from.
 
-    ``key``: the dictionary in the file that they were in; ``prefix``: what was taken off their names; ``unread``:
-    names of what else the file has; ``shared_names``: for each name that was left out, one of the same tensor.
+    ``key``: the dictionary in the file that held them; ``prefix``: the prefix removed from their names; ``unread``:
+    names of the file's other entries; ``shared_names``: for each name left out, another name of the same tensor.
     """
 
     key: str = ""
@@ -63,7 +63,7 @@ class StateDict(dict[str, Tensor]):
         return renamed
 
     def take_prefixes(self, *prefixes: str) -> StateDict:
-        """The tensors whose names begin with one of these, without it; LoadError if there are none."""
+        """The tensors whose names begin with one of the prefixes, which is removed; LoadError if there are none."""
         if not any(name.startswith(prefixes) for name in self):
             firsts = Counter(f"{name.partition('.')[0]}." for name in self if "." in name)
             hint = f"they begin with {', '.join(escape(first) for first, _ in firsts.most_common(3))}" if firsts else ""
@@ -80,9 +80,9 @@ class StateDict(dict[str, Tensor]):
 def read_checkpoint(path: Path | str, prefix: str = "") -> StateDict:
     """The tensors of a checkpoint by name, on the CPU; code in it is never run, other parts of it are not read.
 
-    It is a file, an index of shards, or a folder with either as the hub lays it out.
-    Out of a training script's dictionaries comes the first that holds a model's tensors, averaged ones before others,
-    or those at ``prefix``; what torch.compile and data parallelism put before names is taken off.
+    ``path`` is a file, an index of shards, or a folder with either as the hub lays it out.
+    Of a training script's dictionaries the first that holds a model's tensors is read, averaged weights first, or the
+    one at ``prefix``; the prefixes of torch.compile and data parallelism are removed.
     Raises LoadError, which names the file without its directory.
     """
     shown = escape(get_base_name(str(path)))
@@ -90,7 +90,7 @@ def read_checkpoint(path: Path | str, prefix: str = "") -> StateDict:
 
 
 def find_weights(folder: Path) -> Path:
-    """The file of a folder's weights, or their index: the first of ``FILES`` that is there; LoadError."""
+    """The file of a folder's weights, or their index: the first of ``FILES`` that exists; LoadError if none does."""
     for name in FILES:
         if (folder / name).is_file():
             return folder / name
@@ -100,7 +100,7 @@ def find_weights(folder: Path) -> Path:
 
 
 def _read(path: Path, shown: str) -> object:
-    """What a file holds, or the shards of an index, or what is found in a folder."""
+    """The contents of a file, of an index's shards, or of the weights in a folder."""
     if path.is_dir():
         path = find_weights(path)
     if path.name.endswith(INDEX) and path.is_file():
@@ -120,7 +120,7 @@ def _read(path: Path, shown: str) -> object:
 
 
 def _join_shards(index: Path) -> StateDict:
-    """The tensors of the shards beside an index; LoadError if it is none, or names others."""
+    """The tensors of the shards beside an index; LoadError if it is no index, or names shards that are elsewhere."""
     try:
         names: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
         shards = sorted({str(name) for name in names.values()})
@@ -146,9 +146,9 @@ def _read_safetensors(path: Path) -> StateDict:
 
 
 class Placeholder:
-    """Stands for an object of a class that is not read; ``pickled_name`` is the class's, and its contents are gone.
+    """Replaces an unpickled object of any class; ``pickled_name`` is the class's name, the contents are dropped.
 
-    ``container`` makes what stands for it in place of this, where it is filled like a dictionary or a list.
+    If the pickle fills the object like a dictionary or a list, ``container`` makes one to replace it.
     """
 
     pickled_name = ""
@@ -166,10 +166,10 @@ class Placeholder:
 
 
 def _read_pickle(path: Path) -> object:
-    """What torch.save wrote: tensors, numbers, texts, lists and dictionaries of them, and a Placeholder for all else.
+    """A file that torch.save wrote: tensors, numbers, strings, lists and dictionaries; all else is a Placeholder.
 
-    Tensors are mapped: the bytes of one are read when it is used. Only files that torch wrote before version 1.6 are
-    read in whole, and may have no other objects. Raises whatever torch.load does; LoadError for a TorchScript archive.
+    Tensors are memory-mapped: their bytes are read on use. Files of torch before 1.6 are read whole, and may not hold
+    other objects. Raises whatever torch.load does; LoadError for a TorchScript archive.
     """
     if not is_zipfile(path):
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -181,13 +181,13 @@ def _read_pickle(path: Path) -> object:
         names = get_unsafe_globals_in_checkpoint(path)
         containers: dict[str, Container] = {}
         while True:
-            # No class or function that the file names is looked up: each is a placeholder, which does nothing.
+            # No class or function that the file names is imported: each becomes a placeholder, which does nothing.
             placeholders: list[Any] = [(_make_placeholder(name, containers.get(name)), name) for name in names]
             try:
                 with safe_globals(placeholders):
                     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             except Exception as error:
-                # A subclass of dict or list shows itself when it is filled, which torch does to no other object.
+                # Only subclasses of dict or list are filled, so torch's error shows which placeholder must be one.
                 message = str(error)
                 name = next((each for each in names if f"<class '{each}'>" in message), None)
                 if name is None or name in containers:
@@ -196,16 +196,16 @@ def _read_pickle(path: Path) -> object:
 
 
 def _make_placeholder(name: str, container: Container | None) -> type[Placeholder]:
-    """A placeholder that errors call by the class's own name."""
+    """A placeholder class that has the original's name, for error messages."""
     module, _, last = name.rpartition(".")
     fields = {"pickled_name": name, "container": staticmethod(container) if container else None}
     return type(last, (Placeholder,), {"__module__": module, "__qualname__": last, **fields})
 
 
 def _find_state_dict(loaded: object, shown: str, prefix: str = "") -> StateDict:
-    """The tensors that a file is read for, under the keys that scripts use for them, or those at ``prefix``.
+    """The state dict in a loaded file: the one under a key that training scripts use, or the one at ``prefix``.
 
-    A prefix is of names as they stand in the file: keys of dictionaries first, if any, then how names begin.
+    A prefix is matched against names in the file: first keys of nested dictionaries, then the beginning of names.
     LoadError if there is no dictionary of tensors.
     """
     prefix = prefix and f"{prefix.removesuffix('.')}."
@@ -236,7 +236,7 @@ def _find_path(value: object, path: tuple[str, ...]) -> tuple[str, ...] | None:
 
 
 def _list_unread(loaded: dict[Any, Any], path: tuple[str, ...]) -> Iterator[str]:
-    """What stands beside each dictionary on the way to the one that is read."""
+    """The other keys of each dictionary on the path to the one that is read."""
     for depth, key in enumerate(path):
         yield from (".".join((*path[:depth], str(other))) for other in loaded if other != key)
         loaded = loaded[key]
@@ -261,7 +261,7 @@ def _make_refusal(loaded: object, shown: str) -> LoadError:
 
 
 def _describe_conversion(load: str) -> str:
-    """What to run, where the file is trusted, to get the tensors out of a module that is code."""
+    """The code that extracts the tensors from a pickled module; only for trusted files."""
     return (
         f"convert it where you trust it, for this runs its code: import torch; module = {load}; "
         "torch.save(module.state_dict(), 'weights.pth')"
@@ -269,7 +269,7 @@ def _describe_conversion(load: str) -> str:
 
 
 def _drop_wrapper_names(state: StateDict) -> StateDict:
-    """The tensors without what torch.compile, DistributedDataParallel and averaged models put before their names."""
+    """Remove the prefixes that torch.compile, DistributedDataParallel and averaged models put before names."""
     if any(COMPILED in name.split(".") for name in state):
         state = state.rename(_drop_compiled, f"{COMPILED}.")
     while any("." in name for name in state) and all(name.startswith(PARALLEL) or name in COUNTERS for name in state):
@@ -278,9 +278,9 @@ def _drop_wrapper_names(state: StateDict) -> StateDict:
 
 
 def fit_names(state: StateDict, wanted: Collection[str]) -> StateDict:
-    """The tensors by the names that a module has, where one prefix makes most of them so.
+    """Remove the prefix under which most of a module's names occur, if there is one.
 
-    What the prefix is not before is unread. LoadError if several prefixes do as well.
+    Tensors without the prefix become unread. LoadError if several prefixes fit equally well.
     """
     counts = Counter(name.removesuffix(tail) for name in state for tail in _list_tails(name) if tail in wanted)
     most = max(counts.values(), default=0)

@@ -1,4 +1,4 @@
-"""State dicts loaded into modules, and what a module then holds compared with them, bit for bit."""
+"""Load state dicts into modules, and compare the loaded weights with the given ones, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from layertap.models.hooks.tensor_tree import view_bytes
 from layertap.models.weights.adapters import insert_adapter, list_adapter_names, make_unmerged_error
 from layertap.models.weights.checkpoints import StateDict, fit_names
 
-MAX_NAMES = 100  # of a report
-MAX_COMPARED_NAMES = 20  # of missing names: comparing takes time
+MAX_NAMES = 100  # in a report
+MAX_COMPARED_NAMES = 20  # missing names that are compared: it takes time
 FIT_HINT = "for another variant give its constructor's arguments by args:, or type python:package.module:factory"
 STRICT_HINT = "type strict: false to take what fits; missing ones are then as random:0 draws them"
 TIE_HINT = "give weights that were saved from this architecture, or a factory whose model does not share the tensor"
@@ -29,11 +29,11 @@ TIE_HINT = "give weights that were saved from this architecture, or a factory wh
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a module took of a checkpoint.
+    """Which tensors of a checkpoint were loaded into a module.
 
-    ``key``: the dictionary in the file; ``prefix``: what was taken off names; ``missing``: the module's names that the
-    file does not have; ``left_over``: the file's that the module does not; ``unread``: what else stands in the file;
-    ``adapter``: the folder of the adapter that was merged.
+    ``key``: the dictionary in the file; ``prefix``: the prefix removed from names; ``missing``: the module's names that
+    the file lacks; ``left_over``: the file's names that the module lacks; ``unread``: the file's other entries;
+    ``adapter``: the folder of the merged adapter.
     """
 
     key: str = ""
@@ -45,14 +45,14 @@ class LoadReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The warning of every answer if tensors were missing: their values are random."""
+        """The warning in every reply if tensors were missing: their values are random."""
         if not self.missing:
             return ()
         shown = format_names([escape(name) for name in self.missing])
         return (f"the checkpoint lacks weights of this model, which are random: {shown}",)
 
     def describe(self) -> dict[str, Any]:
-        """The report for JSON, without what is empty; of names how many there are, and the first of them."""
+        """The report for JSON, without empty fields; lists of names become their count and the first names."""
         facts = {each.name: getattr(self, each.name) for each in fields(self)}
         return {
             name: {"count": len(value), "names": list(value[:MAX_NAMES])} if isinstance(value, tuple) else value
@@ -74,11 +74,11 @@ def load_state_dict(
 ) -> LoadReport:
     """Copy a state dict into a module, every name and shape matched; each tensor keeps the module's dtype.
 
-    A prefix that stands before the module's names is dropped. Of tensors that share their values one is enough. What
-    the module holds then is compared with what was given. Without ``strict`` names may differ, shapes may not.
-    An adapter among them is merged into the rest as the folder ``adapter`` has it configured.
-    LoadError with a few of the names that differ, or whose floating numbers have fewer than ``min_bits``; ``classes``
-    is the constructor's argument for how many a head has.
+    A prefix before the module's names is dropped. Of tensors that share memory one is enough. Afterwards the module's
+    values are compared with the given ones. Without ``strict`` names may differ, shapes may not.
+    Adapter tensors are merged into the others as configured in the folder ``adapter``.
+    LoadError lists a few of the names that differ, or whose floats have fewer than ``min_bits``; ``classes`` is the
+    constructor's argument for the number of classes.
     """
     state = fit_names(tensors if isinstance(tensors, StateDict) else StateDict(tensors), module.state_dict().keys())
     if adapted := list_adapter_names(state.keys() - module.state_dict().keys()):
@@ -98,22 +98,22 @@ def load_state_dict(
 
 
 def raise_for_different(names: list[str], shown: str) -> None:
-    """LoadError if there are names of tensors that are not as the file has them."""
+    """LoadError if any tensor differs from the file's; ``names`` are those that do."""
     if names:
         detail = f"the model does not hold the weights of {shown}: {format_names([escape(name) for name in names])}"
         raise LoadError(detail, hint="load it again")
 
 
 def has_same_values(held: Tensor, given: Tensor) -> bool:
-    """Whether a tensor has exactly the values that were given for it, in its own dtype."""
+    """Whether a tensor has exactly the given values, cast to its own dtype."""
     cast = given.to(held.device, held.dtype)
     return held.shape == cast.shape and torch.equal(view_bytes(held), view_bytes(cast))
 
 
 def _add_shared_tensors(module: nn.Module, state: StateDict) -> StateDict:
-    """A state dict with the names that were left out because another tensor is the same one.
+    """Add the names that a state dict leaves out because their tensors are shared with others.
 
-    The file says which (as safetensors' ``save_model`` has it), or it is so in the module.
+    Sharing is read from the file (as safetensors' ``save_model`` writes it) or found in the module.
     """
     tensors = module.state_dict(keep_vars=True)
     names = {_get_identity(value): name for name, value in tensors.items() if name in state}
@@ -127,27 +127,27 @@ def _add_shared_tensors(module: nn.Module, state: StateDict) -> StateDict:
 
 
 def _get_identity(value: object) -> object:
-    """A key that is equal for two names of the same tensor."""
+    """A key that is equal for two names of one tensor."""
     if isinstance(value, Tensor) and not is_lazy(value) and not value.is_meta and value.numel():
         return value.data_ptr(), value.dtype, value.shape, value.stride()
     return id(value)
 
 
 def _load(module: nn.Module, state: StateDict, strict: bool) -> tuple[list[str], list[str]]:
-    """Names that are missing, and those that are left over: none with ``strict``."""
+    """Load a state dict; return missing and left-over names, which are empty with ``strict``."""
     try:
         return module.load_state_dict(state, strict)  # type: ignore[no-any-return]
     except ValueError:
-        # torchvision's MNASNet refuses tensors without the version of its class, for which safetensors has no place.
+        # torchvision's MNASNet refuses a state dict without its class's version, which safetensors can't store.
         versioned: Any = OrderedDict(state)
         versioned._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
         return module.load_state_dict(versioned, strict)  # type: ignore[no-any-return]
 
 
 def _list_different(module: nn.Module, state: StateDict, label: str, min_bits: int) -> list[str]:
-    """Names of tensors that a module does not hold as they were given, or in too few bits.
+    """Names of tensors whose values in the module differ from the given ones, or have too few bits.
 
-    LoadError if the module has one tensor for two that differ.
+    LoadError if the module shares one tensor between two names whose given values differ.
     """
     converted = tuple(_list_converting_prefixes(module))
     held = {
@@ -181,7 +181,7 @@ def _make_fit_hint(module: nn.Module, state: StateDict, classes: str) -> str:
     if count := _find_class_count(shapes) if tensors.keys() == state.keys() else None:
         return f"type args: {{{classes}: {count}}}"
     if pairs := _pair_alike(tensors, state):
-        # Never to do without: what would be drawn at random is there.
+        # Do not suggest strict: false: it would draw at random what the file has under another name.
         renamed = format_names([f"{escape(other)} to {escape(name)}" for name, other in pairs.items()])
         return f"rename {renamed} in the file, for they look alike; {FIT_HINT}"
     fits = bool(shapes) and all(held == given for held, given in shapes)
@@ -189,7 +189,7 @@ def _make_fit_hint(module: nn.Module, state: StateDict, classes: str) -> str:
 
 
 def _pair_alike(tensors: Mapping[str, Tensor], state: StateDict) -> dict[str, str]:
-    """The first few missing names that look like one left over of the same shape, with that."""
+    """The first few missing names, each with the similar left-over name of the same shape."""
     pairs: dict[str, str] = {}
     for name in [name for name in tensors if name not in state][:MAX_COMPARED_NAMES]:
         rest = state.keys() - tensors.keys() - set(pairs.values())
@@ -199,7 +199,7 @@ def _pair_alike(tensors: Mapping[str, Tensor], state: StateDict) -> dict[str, st
 
 
 def _find_class_count(shapes: list[tuple[torch.Size, torch.Size]]) -> int | None:
-    """How many classes a state dict's heads have, where nothing but that number differs from the module's."""
+    """How many classes a state dict's heads have, if only that number differs from the module's."""
     pairs = [(held, given) for held, given in shapes if held != given]
     counts = {(held[0], given[0]) for held, given in pairs if held and given and held[1:] == given[1:]}
     alike = all(held and given and held[1:] == given[1:] for held, given in pairs)
@@ -223,15 +223,14 @@ def _describe_differences(module: nn.Module, state: StateDict) -> str:
 def digest_weights(module: nn.Module, *, saved_only: bool = False) -> str:
     """SHA-256, in hex, of all parameters and buffers: name, dtype, shape and little-endian bytes of each, by name.
 
-    Equal on every machine for equal weights, whatever device they are on and however they came there. ``saved_only``:
-    without buffers that a checkpoint does not hold. They are no part of the state dict, but of what own code computes;
-    those of a library follow from its architecture, and come and go with its versions.
+    Equal for equal weights on every machine and device. ``saved_only``: without non-persistent buffers. These affect
+    what a user's own code computes; a library's follow from its architecture, and differ between its versions.
     """
     hasher = hashlib.sha256()
     made = {} if saved_only else dict(module.named_buffers(remove_duplicate=False))
     tensors = {**module.state_dict(), **made}
     for name, value in sorted(tensors.items()):
-        # A module's extra state may be any object, and only tensors have bytes that are the same everywhere.
+        # A module's extra state may be any object, and only tensors have the same bytes everywhere.
         if isinstance(value, Tensor):
             header = [name, str(value.dtype).removeprefix("torch."), list(value.shape)]
             hasher.update(json.dumps(header).encode())
