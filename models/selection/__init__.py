@@ -1,1 +1,1 @@
-"""What a request names, looked up in a catalogue, and what is captured for it."""
+"""Selectors looked up in a catalogue, and the captures that they ask for."""

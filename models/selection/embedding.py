@@ -19,9 +19,9 @@ OUTPUT = "the model's output: nothing else is known to be an embedding; 'embeddi
 
 @dataclass(frozen=True)
 class EmbeddingChoice:
-    """A layer whose tensor is a model's embedding, and why; ``pool`` None: the one that makes a vector of it.
+    """A layer whose tensor is a model's embedding, and why; ``pool`` None: chosen so that a row becomes a vector.
 
-    ``guessed``: nothing of the model says so.
+    ``guessed``: the model itself does not say that this is its embedding.
     """
 
     layer: str
@@ -36,7 +36,7 @@ JOINT = (EmbeddingChoice(".[text_embeds]", "both towers together return it as te
 
 @dataclass(frozen=True)
 class ModelEmbedding:
-    """A model's embedding: its selector, with what makes a vector of it, why it is this one, why it may mislead."""
+    """A model's embedding: the selector, which pools it to a vector, the reason for this choice, and warnings."""
 
     selector: Selector
     reason: str
@@ -44,7 +44,7 @@ class ModelEmbedding:
 
 
 def choose_embedding(choices: tuple[EmbeddingChoice, ...], classifier: bool, catalog: Catalog) -> ModelEmbedding | None:
-    """The first choice that the model has; else of a classifier what its head takes, else the output.
+    """The first choice that the model has, else a classifier's input to its head, else the output.
 
     None if none of them has one entry for each input.
     """
@@ -55,15 +55,15 @@ def choose_embedding(choices: tuple[EmbeddingChoice, ...], classifier: bool, cat
 
 
 def find_choice(choice: EmbeddingChoice, catalog: Catalog) -> ModelEmbedding:
-    """The embedding that a choice names; UnknownLayerError, SelectorError as ``find_embedding`` raises them."""
+    """The embedding that a choice names; raises what ``find_embedding`` raises."""
     selector = reduce_embedding(find_embedding(choice.layer, catalog), Embedding(choice.pool, choice.normalize))
     return ModelEmbedding(selector, choice.reason, (f"embedding: {choice.reason}",) if choice.guessed else ())
 
 
 def find_embedding(text: str, catalog: Catalog) -> Selector:
-    """The selector of an embedding, with the pool that makes a vector of each row.
+    """The selector of an embedding, with the pool that turns each row into a vector.
 
-    UnknownLayerError, SelectorError if it names not just one tensor with an entry for each row.
+    UnknownLayerError or SelectorError unless it names exactly one tensor, with an entry for each row.
     """
     selector = parse_selector(text)
     if selector.site not in ALLOWED_SITES:
@@ -81,11 +81,11 @@ def find_embedding(text: str, catalog: Catalog) -> Selector:
 
 
 def reduce_embedding(selector: Selector, embedding: Embedding) -> Selector:
-    """The selector of an embedding with what a request wants done to it: a pool of its own leaves the model's out."""
+    """The selector of an embedding with a request's options: the request's pool replaces the model's."""
     pool = embedding.pool or selector.reduction.pool
     normalize = embedding.normalize or (embedding.pool is None and selector.reduction.normalize)
     if embedding.pool is None and normalize and pool == "none":
-        pool = "flatten"  # the same numbers; only what is pooled is normalised
+        pool = "flatten"  # the same numbers; only pooled results are normalised
     reduction = Reduction(pool=pool, normalize=normalize, dtype=embedding.dtype)
     return replace(selector, reduction=reduction, alias=embedding.alias)
 
@@ -97,7 +97,7 @@ def _choose_pool(info: TensorInfo) -> Pool:
 
 
 def _find_head(catalog: Catalog) -> Iterator[EmbeddingChoice]:
-    """The input of the last layer with weights, where its output is the model's, or is pooled to be."""
+    """The input of the last layer with weights, if its output, pooled or not, is the model's output."""
     last = max(catalog.layers.values(), key=_get_end)
     if last.type in ("Linear", "Conv2d"):
         made = last.calls[-1].output.tensors[0].shape
@@ -112,5 +112,5 @@ def _list_outputs(catalog: Catalog) -> Iterator[EmbeddingChoice]:
 
 
 def _get_end(layer: Layer) -> float:
-    """When a layer with weights of its own ends, for the last time."""
+    """When the last call of a layer with weights ends; -1 for other layers."""
     return layer.calls[-1].output.order if layer.calls and layer.is_leaf and layer.parameters else -1

@@ -1,4 +1,4 @@
-"""The parts of a request: hook points, and what to do with the tensors there; plain data, needs no torch."""
+"""The parts of a request: hook points and the operations on their tensors; plain data, without torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Op = Literal["zero", "scale", "add", "clamp", "relu", "square", "tanh", "replace
 ObjectiveKind = Literal[
     "logit", "probability", "binary", "cross_entropy", "kl_div", "mse", "sum", "mean", "norm", "layer"
 ]
-LossReduction = Literal["mean", "batchmean", "sum"]  # of a loss, as torch has them
-Terms = tuple[tuple[float, int], ...]  # a weight and a class, or a channel, each
+LossReduction = Literal["mean", "batchmean", "sum"]  # as in torch's losses
+Terms = tuple[tuple[float, int], ...]  # (weight, class) or (weight, channel) pairs
 By = Literal["channel", "head"]
-BY_AXIS: dict[By, str] = {"channel": "C", "head": "A"}  # its letter in a layout
-Class = int | Literal["top"]  # by its number, or the row's own highest
+BY_AXIS: dict[By, str] = {"channel": "C", "head": "A"}  # the axis's letter in a layout
+Class = int | Literal["top"]  # an index, or the row's highest class
 Method = Literal[
     "grad_cam",
     "grad_cam_plusplus",
@@ -40,7 +40,7 @@ Method = Literal[
     "gradient_rollout",
     "relevance",
 ]
-Rule = Literal["vit-explain", "pytorch-grad-cam"]  # whose arithmetic makes a map, where it is not the paper's
+Rule = Literal["vit-explain", "pytorch-grad-cam"]  # the library whose arithmetic is used instead of the paper's
 Module = TypeVar("Module")
 
 
@@ -48,7 +48,7 @@ Module = TypeVar("Module")
 class HookPoint:
     """One tensor of one call of one layer: ``layer3.0.relu``, call 2, path ``()``, site ``output``.
 
-    Or of a ``function`` that the layer calls in that call, by name and number: ``add#0``; "" for the layer itself.
+    ``function``: a function that the layer calls in that call, by name and number: ``add#0``; "": the layer itself.
     """
 
     layer: str
@@ -59,21 +59,21 @@ class HookPoint:
 
     @property
     def text(self) -> str:
-        """The selector that names this and nothing else."""
+        """The selector that names this point only."""
         return f"{self.format_name(f'#{self.call}')}:{self.site}"
 
     def format_name(self, call: str = "") -> str:
-        """Layer, function and path, with the layer's call as it is to be written."""
+        """Layer, function and path; ``call`` is the text of the layer's call."""
         return f"{self.layer}{call}{'/' if self.function else ''}{self.function}{format_path(self.path)}"
 
     @property
     def escaped_text(self) -> str:
-        """The same in quotes, safe to show."""
+        """``text`` in quotes, safe to show."""
         return escape(self.text)
 
     @property
     def side(self) -> Side:
-        """The kind of hook that sees this value, or the one whose gradient it is."""
+        """The kind of hook that sees this value, or the value whose gradient this is."""
         return "function" if self.function else SITES[self.site].side
 
     @property
@@ -82,7 +82,7 @@ class HookPoint:
         return (self.call, self.function, SITES[self.site].side) if self.function else self.call
 
     def locate(self, modules: Mapping[str, Module]) -> tuple[Module, Side, CallKey, tuple[str, ...]]:
-        """The location by module, as a tied one has several names; ``modules``: by name, the root as ``.``."""
+        """The location by module, because a tied module has several names; ``modules`` has the root as ``.``."""
         return modules[self.layer], self.side, self.call_key, self.path
 
 
@@ -101,9 +101,9 @@ class TensorData:
 
 @dataclass(frozen=True)
 class LinearStep:
-    """A linear map of channels as torch.nn.Linear has it, ``weight`` (K, C) and ``bias`` (K,), or one of the two.
+    """A linear map of channels as in torch.nn.Linear: ``weight`` (K, C), ``bias`` (K,), or only one of them.
 
-    ``name`` is one of the model's projections, before its tensors are looked up; then there is neither of the two.
+    ``name`` names one of the model's projections; then both tensors are None until it is looked up.
     """
 
     weight: TensorData | None = None
@@ -113,7 +113,7 @@ class LinearStep:
 
     @property
     def channels(self) -> tuple[int, int]:
-        """How many it takes, and how many it gives."""
+        """How many channels it takes, and how many it returns."""
         tensor = self.weight or self.bias
         return (tensor.shape[-1], tensor.shape[0]) if tensor is not None else (0, 0)
 
@@ -125,12 +125,12 @@ Projection = tuple[LinearStep, ...]  # steps in order
 class Reduction:
     """What happens to a captured tensor on its device: project, narrow, pool, normalise, cast.
 
-    ``project`` maps its channels to others; all that follows is of these.
+    Steps run in the order of the fields. ``project`` maps the channels to others, which the later steps see.
     ``channels`` to ``keys`` keep those indices along their axis, in the order given, negative ones counted from the
-    end; the last three are of attention. The order of steps is the order of fields. ``normalize`` is L2 over the last
-    axis of a pooled result. ``stats`` are columns in the order given, in place of pooling and all that follows it: of
-    each row, or of each channel or head of it (``by``); ``over``: of all rows of the request together; ``edges``: of
-    the histogram's bins. ``metric`` is the number of each row that an objective gives, in place of all else.
+    end; the last three apply to attention. ``normalize`` is L2 over the last axis of a pooled result. ``stats``, one
+    column each in the order given, replace pooling and all later steps: for each row, or for each of its channels or
+    heads (``by``); ``over``: all rows of the request together; ``edges``: the edges of the histogram's bins.
+    ``metric``: an objective's value for each row replaces everything else.
     """
 
     project: Projection | None = None
@@ -150,7 +150,7 @@ class Reduction:
 
     @property
     def indices(self) -> dict[str, tuple[int, ...]]:
-        """What is kept along each axis that is narrowed, by the option that says so."""
+        """The kept indices along each narrowed axis, by option name."""
         return _get_indices(self)
 
     @property
@@ -166,7 +166,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A function that a layer's own forward calls, and which of its calls; ``number`` None or "*": every one."""
+    """A function that a layer's own forward calls, and which call; ``number`` None or "*": every call."""
 
     name: str
     number: int | Literal["*"] | None = None
@@ -176,9 +176,9 @@ class FunctionCall:
 class Selector:
     """One entry of a request's ``layers``, parsed but not yet looked up.
 
-    ``text`` is the request's own spelling; ``call`` None means the last one, "*" every one; ``path`` None means every
-    tensor; ``alias`` is the key asked for by ``as``. Of an intervention's selector ``call`` None means every call.
-    ``function`` None means the layer itself. A glob leaves the ``excluded`` points out, each for the reason beside it.
+    ``text`` is the request's own spelling; ``call`` None means the last call (in an intervention every call), "*" every
+    call; ``path`` None means every tensor; ``alias`` is the key asked for by ``as``. ``function`` None means the layer
+    itself. ``excluded``: points that a glob leaves out, each with the reason.
     """
 
     text: str
@@ -200,9 +200,9 @@ class Selector:
 
 @dataclass(frozen=True)
 class Embedding:
-    """A model's own embedding, asked for in place of layers or before them, or what one ``layer`` gives as one.
+    """A model's embedding, asked for instead of layers or before them; ``layer``: a layer to use as the embedding.
 
-    ``pool`` None: the one that makes a vector of it. ``alias`` is the key asked for; None: its selector's text.
+    ``pool`` None: chosen so that a row becomes a vector. ``alias`` is the key asked for; None: its selector's text.
     """
 
     pool: Pool | None = None
@@ -214,7 +214,7 @@ class Embedding:
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor of another input of the request, ``input`` being its place; without a selector at the same point."""
+    """A tensor of another input of the request; ``input``: its index; ``selector`` None: the same point."""
 
     input: int
     selector: Selector | None = None
@@ -222,12 +222,12 @@ class TensorSource:
 
 @dataclass(frozen=True)
 class Operation:
-    """How a value in flight is changed: ``op`` with its own parameters, on the part of it that is named.
+    """How an activation is changed: ``op`` with its parameters, on the named part of the tensor.
 
-    ``channels`` to ``keys`` are indices along their axis, the last three of attention; ``region`` is top, left, bottom,
-    right in the layer's own pixels, the last two not included. Each is everything where None. ``source`` says of which
-    input a tensor is taken. ``each`` names options whose indices are changed one by one, row by row; ``row``: all rows
-    get the noise of that one. ``project``: what the value is replaced by, or what is added, is the value projected.
+    ``channels`` to ``keys`` are indices along their axis, the last three for attention; ``region`` is top, left,
+    bottom, right in the layer's own pixels, the last two exclusive. None means everything. ``source``: the input whose
+    tensor is used. ``each`` names options whose indices are changed one at a time, one in each row; ``row``: all rows
+    get the noise of this row. ``project``: the value is replaced by its projection, or its projection is added.
     """
 
     op: Op
@@ -251,7 +251,7 @@ class Operation:
 
     @property
     def indices(self) -> dict[str, tuple[int, ...]]:
-        """What is changed along each axis that is narrowed, by the option that says so."""
+        """The changed indices along each narrowed axis, by option name."""
         return _get_indices(self)
 
     @property
@@ -274,15 +274,14 @@ class Intervention:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is differentiated: a number for each row, of the model's output or of one layer's.
+    """What is differentiated: a number for each row, computed from the model's or a layer's output.
 
-    ``klass`` is a class, several with weights, or "top" for the row's own highest, which None comes to; ``target`` has
-    a number for each class, a probability but for ``mse``; ``selector`` names a layer, and ``channel`` its channel, or
-    several with weights (None: all of it), for the kind ``layer``.
-    ``position`` is where it looks: a token of each row, or the row and the column of a map. Below 0 they count from the
-    end. ``reduction`` is that of a row's loss over its classes (None: the kind's own).
-    ``outputs``: what the numbers of classes are (None: logits).
-    A ``target`` "unedited" is what the same input gives without the edits of a sweep.
+    ``klass`` is a class, several with weights, or "top", the default: the row's highest class. ``target`` has a number
+    for each class: probabilities, or values for ``mse``; "unedited": what the same input gives without a sweep's edits.
+    ``selector`` names a layer; ``channel``, for the kind ``layer``, is one of its channels, or several with weights
+    (None: all). ``position``: a token of each row, or the row and column of a map; negative ones count from the end.
+    ``reduction``: how a row's loss is reduced over its classes (None: the kind's default).
+    ``outputs``: whether the model returns logits (None), probabilities or log probabilities.
     """
 
     kind: ObjectiveKind = "logit"
@@ -297,7 +296,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class InputOptions:
-    """One input's own options: an objective that replaces the request's, and further interventions after these."""
+    """One input's options: an objective that replaces the request's, and interventions that run after the request's."""
 
     objective: Objective | None = None
     interventions: tuple[Intervention, ...] = ()
@@ -305,9 +304,9 @@ class InputOptions:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Edits that are tried one by one: at each of ``places`` (whose operations name what is tried ``each`` by itself).
+    """Edits that are tried one at a time at each of ``places``; an operation's ``each`` names what is tried singly.
 
-    ``values`` are tried in place of the operation's own number, ``number``. ``top``: how many of an input's largest
+    ``values`` replace the operation's parameter ``number`` one after the other. ``top``: how many of an input's largest
     effects are named.
     """
 
@@ -318,35 +317,35 @@ class Sweep:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The names of what is tried one by one."""
+        """The names of the axes whose entries are tried one at a time."""
         names = {indices: name for name, indices in EACH.items()}
         return tuple(names[indices] for indices in self.places[0].operation.each or ())
 
     @property
     def tried(self) -> tuple[float | None, ...]:
-        """What takes the place of the operation's number, one after the other; None: nothing does."""
+        """The values of the operation's number, one after the other; None: its own."""
         return self.values or (None,)
 
 
 @dataclass(frozen=True)
 class InputBaseline:
-    """An input of the request, by its index, that others are compared with."""
+    """The index of the input that serves as the baseline of others."""
 
     input: int
 
 
-Baseline = float | Literal["blur"] | InputBaseline  # one value everywhere, the picture blurred, or another one
+Baseline = float | Literal["blur"] | InputBaseline  # one value everywhere, the blurred picture, or another input
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Maps that are asked for: how each is made, and of which layer (None: the method's own choice).
+    """The requested maps: the methods, and the layer (None: each method chooses).
 
-    ``classes`` are in place of the objective's class, with a map of each; ``top_classes`` is how many of a row's best
-    classes are named. ``discard`` is the share of each layer's lowest attention that a rollout leaves out, 0 up to, not
-    including, 1. ``steps`` are those of integrated gradients; ``samples``, ``noise`` (a share of the row's range) and
-    ``seed`` are of SmoothGrad; ``window`` and ``stride`` of occlusion, in the input's pixels; ``baseline`` is of it and
-    of integrated gradients; ``rule`` of the methods that have it, beside others. None: the default.
+    ``classes`` replace the objective's class, with a map for each; ``top_classes``: how many of a row's best classes
+    are named. ``discard``: the share of each layer's lowest attention that a rollout sets to 0, from 0 to below 1.
+    Integrated gradients take ``steps`` and ``baseline``; SmoothGrad takes ``samples``, ``noise`` (a share of the row's
+    range) and ``seed``; occlusion takes ``window`` and ``stride``, in the input's pixels, and ``baseline``; methods
+    with a library's variant take ``rule``. None: the default.
     """
 
     methods: tuple[Method, ...]

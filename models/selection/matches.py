@@ -1,4 +1,4 @@
-"""Selectors looked up in a catalogue: the hook points that they name; names are keys there, never attributes."""
+"""Look up selectors in a catalogue. Names are dictionary keys, never attributes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from layertap.models.selection.hook_points import FunctionCall, HookPoint, Selec
 from layertap.models.selection.plan import Tap
 
 MAX_SHOWN = 5  # names in a hint
-MAX_SUGGESTED = 3  # names that look like another
+MAX_SUGGESTED = 3  # similar names
 EVERY_LAYER = "GET /models/MODEL/layers, or `layertap layers MODEL`, lists every layer"
 SCRIPTED = "scripted: hooks on its parts never run"
 
 
 @dataclass(frozen=True)
 class SelectorMatch(Tap):
-    """A tensor that a selector named, the key that it gets in the reply, and its module's class."""
+    """A tensor that a selector names, its key in the reply, and its module's class."""
 
     key: str
     module: str
 
 
 def find_matches(selector: Selector, catalog: Catalog) -> tuple[list[SelectorMatch], list[str]]:
-    """The hook points that a selector names, in execution order, and the names a glob passed over.
+    """The hook points that a selector names, in execution order, and the layers that a glob skipped.
 
-    A glob passes over layers that never run, and over what has no plain memory. Where nothing is left: SelectorError if
-    that is a sparse or nested tensor, else UnknownLayerError, with near matches.
+    A glob skips layers that never run and tensors that are not dense. If nothing is left: SelectorError for a sparse or
+    nested tensor, else UnknownLayerError with near matches.
     """
     selector = prefer_layer(selector, catalog)
     if selector.function is not None:
@@ -49,7 +49,7 @@ def find_matches(selector: Selector, catalog: Catalog) -> tuple[list[SelectorMat
 def check_matches(
     matches: Sequence[SelectorMatch], check: Callable[[SelectorMatch], None]
 ) -> tuple[list[SelectorMatch], list[tuple[SelectorMatch, SelectorError]]]:
-    """Those that a check lets through, and each other one with the SelectorError that it raises."""
+    """The matches that pass a check, and the others, each with its SelectorError."""
     kept, refused = list[SelectorMatch](), list[tuple[SelectorMatch, SelectorError]]()
     for match in matches:
         try:
@@ -62,7 +62,7 @@ def check_matches(
 
 
 def suggest_type(kind: str | None, catalog: Catalog) -> str:
-    """What types there are, those first that look like this one; nothing where a layer has it, or none is asked for."""
+    """A hint with similar and existing types; empty if ``kind`` is None or a layer has that type."""
     types = {each.lower(): each for each in catalog.types}
     if kind is None or kind in types.values():
         return ""
@@ -71,7 +71,7 @@ def suggest_type(kind: str | None, catalog: Catalog) -> str:
 
 
 def filter_layers(catalog: Catalog, match: str | None, kind: str | None, leaf: bool | None) -> list[Layer]:
-    """The layers that fit a glob, have a type and are leaves or not; UnknownLayerError for a type that none has."""
+    """The layers that match a glob, a type and ``leaf``; UnknownLayerError if no layer has the type."""
     if hint := suggest_type(kind, catalog):
         raise UnknownLayerError(f"no layer of this model has type {escape(kind or '')}", hint=hint)
     return [
@@ -84,7 +84,7 @@ def filter_layers(catalog: Catalog, match: str | None, kind: str | None, leaf: b
 
 
 def prefer_layer(selector: Selector, catalog: Catalog) -> Selector:
-    """The selector as of a layer whose name has a slash, where there is one, though it reads like a function's."""
+    """Read ``a/b`` as the layer of that name if there is one, rather than as function ``b`` of layer ``a``."""
     function = selector.function
     if function is None or f"{selector.pattern}/{function.name}" not in catalog.layers:
         return selector
@@ -93,7 +93,7 @@ def prefer_layer(selector: Selector, catalog: Catalog) -> Selector:
 
 
 def matches_glob(pattern: str, name: str) -> bool:
-    """Whether a name fits a glob in which only ``*`` and ``?`` are special; time at most len(pattern) × len(name)."""
+    """Whether a name matches a glob of ``*`` and ``?``; takes at most len(pattern) × len(name) steps."""
     position, star, resume = 0, -1, 0
     index = 0
     while index < len(name):
@@ -140,7 +140,7 @@ def _get_layer(name: str, catalog: Catalog) -> Layer:
 
 
 def _list_running(catalog: Catalog) -> str:
-    """A hint: the parts of a tower that run."""
+    """A hint that lists the tower's parts that run."""
     parts = [escape(name) for name, layer in catalog.layers.items() if layer.calls and "." not in name]
     return f"of the model's parts these do: {', '.join(parts[:MAX_SHOWN])}"
 
@@ -201,7 +201,7 @@ def _find_in_layer(selector: Selector, layer: Layer, catalog: Catalog) -> Iterat
 
 
 def _find_functions(function: FunctionCall, call: Call) -> Mapping[str, Call]:
-    """The functions of a call that have a name, or the one of a number, below 0 counted from the last."""
+    """The functions of a call with a name, or the one with a number; negative numbers count from the last."""
     named = [each for each in call.functions if each.rpartition("#")[0] == function.name]
     if isinstance(function.number, int):
         from_end = named[function.number] if -len(named) <= function.number < 0 else ""
@@ -226,9 +226,9 @@ def _find_calls(selector: Selector, layer: Layer) -> range | tuple[int, ...]:
 
 
 def _refused_error(selector: Selector, layer: Layer, call: int) -> SelectorError | None:
-    """Why a call has nothing to give at a path, where that is for want of plain memory."""
+    """The error for a path whose tensor is not dense; None if there is no such tensor."""
     boundary, wanted = layer.calls[call].get_boundary(selector.site), selector.path or ()
-    # Within what is wanted, or around it.
+    # The refused tensor is inside the wanted path, or contains it.
     refused = (each for each in boundary.refused if all(a == b for a, b in zip(each[0], wanted, strict=False)))
     path, kind = next(refused, ((), None))
     if kind is None:
@@ -298,7 +298,7 @@ def _no_function_error(selector: Selector, function: FunctionCall, layer: Layer,
 
 
 def _make_key(selector: Selector, layer: Layer, point: HookPoint, several: bool) -> str:
-    """Literals keep the request's spelling where it names one tensor; everything else gets its canonical name."""
+    """The request's own spelling if it names exactly one tensor, else the canonical name."""
     number = selector.function.number if selector.function is not None else None
     if not selector.is_glob and not several and "*" not in (selector.call, number):
         return selector.text
@@ -310,7 +310,7 @@ def _make_key(selector: Selector, layer: Layer, point: HookPoint, several: bool)
 
 
 def _apply_alias(alias: str, matches: list[SelectorMatch]) -> list[SelectorMatch]:
-    """A name of the client's own: of the only result, of the only layer, or before the names of several layers."""
+    """Use the client's alias as the only result's key, in place of the only layer's name, or before several names."""
     if len(matches) == 1:
         return [replace(matches[0], key=alias)]
     if len({match.point.layer for match in matches}) > 1:

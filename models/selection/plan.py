@@ -19,28 +19,28 @@ MAX_SHOWN = 10  # names in a warning
 
 @dataclass(frozen=True)
 class Tap:
-    """A tensor of a forward: where a hook finds it, and what the catalogue says of it."""
+    """A tensor of a forward: the point where it is hooked, and its description in the catalogue."""
 
     point: HookPoint
     info: TensorInfo
 
 
 def get_call(point: HookPoint, catalog: Catalog) -> Call:
-    """The call of a layer, or of its function, where a point is; LookupError if a forward of this shape has none."""
+    """The call that a point is at, of a layer or a function; LookupError if this shape's forward has none."""
     call = catalog.layers[point.layer].calls[point.call]
     return call.functions[point.function] if point.function else call
 
 
 def get_boundary(point: HookPoint, catalog: Catalog) -> CallBoundary:
-    """The side of a call where a point is; LookupError if there is none."""
+    """The boundary of a call that a point is at; LookupError if there is none."""
     return get_call(point, catalog).get_boundary(point.site)
 
 
 @dataclass(frozen=True)
 class Capture(Tap):
-    """One tensor to take and what to do with it; several results may share a capture.
+    """One tensor to capture and its reduction; several results may share a capture.
 
-    ``length``: tokens of the request's longest text, where the tensor has positions; what lies beyond only pads it.
+    ``length``: tokens of the request's longest text, if the tensor has a token axis; tokens beyond are padding.
     """
 
     reduction: Reduction
@@ -48,14 +48,14 @@ class Capture(Tap):
 
     @property
     def unpadded(self) -> TensorInfo:
-        """The tensor without what only pads it."""
+        """The tensor's description without padding."""
         return self.info.with_length(self.length)
 
     @cached_property
     def reduced_info(self) -> TensorInfo:
-        """What the reduction gives: its shape is that of one row.
+        """The result's description, with the shape of one row.
 
-        Integers and booleans keep their dtype, unless averages or statistics are made of them.
+        Integers and booleans keep their dtype, unless they are averaged or reduced to statistics.
         """
         reduction, pooling = self.reduction, POOLINGS[self.reduction.pool]
         info = describe_projection(self.unpadded, reduction.project)
@@ -72,16 +72,16 @@ class Capture(Tap):
         return TensorInfo(info.path, shape, dtype, 0 if reduction.is_by_row else info.row_axis)
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        """The result's shape for so many rows."""
+        """The result's shape for ``rows`` rows."""
         return self.reduced_info.shape_for(rows)
 
     def reply_shape(self, rows: int) -> tuple[int, ...]:
-        """The shape that a reply has: without rows where they are merged."""
+        """The shape in a reply: without the row axis if rows are merged."""
         return self.shape(rows)[1:] if self.reduction.over else self.shape(rows)
 
     @property
     def reply_rows_axis(self) -> int | None:
-        """The axis of what is replied that holds the rows; None if it is the same, or one, for all of them."""
+        """The row axis in a reply; None if the tensor is the same for all rows, or rows are merged."""
         return None if self.reduction.over else self.reduced_info.row_axis
 
     @property
@@ -98,7 +98,7 @@ class Capture(Tap):
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the result is int8 made of floating values, with a scale beside it."""
+        """Whether the result is int8, quantised from floating values with a scale."""
         return self.is_float and self.reduction.dtype == "int8"
 
     def nbytes(self, rows: int) -> int:
@@ -110,9 +110,9 @@ class Capture(Tap):
 
 @dataclass(frozen=True)
 class ResolvedIntervention(Tap):
-    """One tensor to change on its way, and how; ``source`` is where another input has the tensor that it takes.
+    """One tensor to change, and how; ``source`` captures the tensor of another input that the change uses.
 
-    ``is_view``: its function returns memory that it takes.
+    ``is_view``: the function returns a view of its input.
     """
 
     operation: Operation
@@ -122,7 +122,7 @@ class ResolvedIntervention(Tap):
 
 @dataclass(frozen=True)
 class ResolvedObjective(Tap):
-    """What is differentiated: an objective and the tensor that it looks at."""
+    """An objective and the tensor that it is computed from."""
 
     objective: Objective
 
@@ -138,14 +138,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one request wants of a forward.
+    """What one request needs from a forward.
 
-    ``results`` are in the order asked for; ``stops_at`` names the point after which nothing is pending, ``cost`` is
-    the share of a whole forward's time spent by then; ``skipped`` are layers that globs matched but that never run.
-    ``interventions`` has the changes that each one makes; ``objective`` is there where a gradient is asked for.
-    ``anchors_views``: it has gradients at functions that return memory that they take.
-    ``extra`` captures are for changes of other inputs; ``left_out`` says of each tensor that globs matched, but that
-    can't be given, why; ``shared`` of each changed input that others read too, where it comes from.
+    ``results`` are in the order asked for; ``stops_at`` is the last point needed, ``cost`` the share of a whole
+    forward's time spent until then; ``skipped`` are layers that globs matched but that never run. ``interventions`` has
+    the changes of each intervention; ``objective`` is set if a gradient is asked for. ``anchors_views``: gradients are
+    taken at functions that return views of their inputs. ``extra`` captures feed changes of other inputs. ``left_out``:
+    tensors that globs matched but that can't be returned, with the reasons. ``shared``: changed inputs that other
+    layers read too, with their origin.
     """
 
     results: tuple[Result, ...]
@@ -161,7 +161,7 @@ class Plan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings: omitted tensors, and changes that other readers of a value do not see; the first few by name."""
+        """Warnings about omitted tensors and about changes that other layers do not see, with the first few names."""
         warnings = {
             f"{len(self.left_out)} matching tensors are left out": self.left_out,
             "others read these inputs too, without the change": self.shared,
@@ -174,7 +174,7 @@ class Plan:
 
     @cached_property
     def resolved_interventions(self) -> tuple[ResolvedIntervention, ...]:
-        """All changes in the order in which they are made."""
+        """All changes, in order."""
         return tuple(change for changes in self.interventions for change in changes)
 
     @cached_property
@@ -195,11 +195,11 @@ class Plan:
 
     @property
     def projected_bytes(self) -> int:
-        """Bytes that projections of one row take for a while, beside what is kept: a step's input and its result."""
+        """Temporary bytes that the projections of one row need: a step's input and its result."""
         return 2 * sum(count_projected_bytes(info, projection) for info, projection in self.list_projections())
 
     def list_projections(self) -> list[tuple[TensorInfo, Projection | None]]:
-        """What is projected, and how."""
+        """Each capture's and each change's tensor, with its projection or None."""
         steps = [(each.unpadded, each.reduction.project) for each in self.captures]
         return steps + [(each.info, each.operation.project) for each in self.resolved_interventions]
 
@@ -229,10 +229,10 @@ class Plan:
 
     @cached_property
     def may_share(self) -> bool:
-        """Whether its rows may run beside others': nothing that it changes belongs to more rows than its own.
+        """Whether its rows may share a forward with others: its changes must affect no other request's rows.
 
-        Attention that runs unfused is rounded otherwise for every row. Where a function returns a view, what is put in
-        its place is no view for any row: a later write in place would miss what it is a view of.
+        Unfused attention changes the rounding of every row. A change to a function that returns a view replaces the
+        view by a copy for every row: a later in-place write would no longer reach the original.
         """
         return (
             self.may_split
@@ -242,7 +242,7 @@ class Plan:
         )
 
     def count_numbers(self, rows: int) -> int:
-        """How many numbers all results hold."""
+        """How many numbers all results have together."""
         return self._size(rows)[0]
 
     def nbytes(self, rows: int) -> int:
@@ -250,7 +250,7 @@ class Plan:
         return self._size(rows)[1]
 
     def _size(self, rows: int) -> tuple[int, int]:
-        """Numbers and bytes; kept, as each request asks several times and plans are used again."""
+        """Numbers and bytes; cached, as each request asks several times and plans are reused."""
         size = self._sizes.get(rows)
         if size is None:
             captures = [result.capture for result in self.results]
@@ -260,5 +260,5 @@ class Plan:
 
     @cached_property
     def _sizes(self) -> dict[int, tuple[int, int]]:
-        """By rows; as many as a request may have inputs."""
+        """Sizes by number of rows; at most as many entries as a request may have inputs."""
         return {}

@@ -1,9 +1,9 @@
-"""What makes a vector of each row of a captured tensor: one function and one row of a table each.
+"""Poolings, which turn each row of a captured tensor into a vector: a function and an entry of a table for each.
 
-A function gets the rows and how many prefix tokens to leave out, and uses what a tensor itself offers. ``mean``,
-``max`` and ``gem`` reduce every axis but rows and channels to (N, C); ``mean_all`` is ``mean`` with prefix tokens.
-``cls`` is the first token as (N, C), ``last`` the last
-one that is no padding. ``flatten`` is (N, everything else). ``none`` keeps the tensor as the hook saw it.
+A function gets the rows and the number of prefix tokens to leave out, and calls only tensor methods. ``mean``, ``max``
+and ``gem`` reduce every axis but rows and channels to (N, C); ``mean_all`` is ``mean`` with prefix tokens.
+``cls`` is the first token as (N, C), ``last`` the last token that is no padding. ``flatten`` is (N, everything else).
+``none`` keeps the tensor as the hook saw it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ GEM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Pooling:
-    """A pooling and what follows from it: ``compute`` is None if the tensor stays as it is.
+    """A pooling and its properties; ``compute`` is None if the tensor stays as it is.
 
-    ``by_channel``: the result is (N, C), so that axes must be known. ``combines``: a number is made of several, so that
-    padding must be left out and neighbours in a batch kept apart. ``averages``: integers become floating numbers.
-    ``skips_prefix``: class and register tokens are left out. ``first_token``, ``last_token``: a token
-    is taken by its place; the last one stands before the padding of its row.
+    ``by_channel``: the result is (N, C), so the layout must be known. ``combines``: values are combined, so padding
+    must be left out and the rows of a batch kept apart. ``averages``: integers become floats.
+    ``skips_prefix``: class and register tokens are left out. ``first_token``, ``last_token``: the first token is
+    taken, or the last one before the row's padding.
     """
 
     compute: Callable[[RowTensor, int], Tensor] | None
@@ -49,7 +49,7 @@ def _max(rows: RowTensor, skip: int) -> Tensor:
 
 def _gem(rows: RowTensor, skip: int) -> Tensor:
     mean = to_floating(rows.positions(skip)).clamp(min=GEM_EPS).pow(GEM_P).mean(-1)
-    # A root of several numbers at once is rounded otherwise than that of one: in float64 the difference is cut off.
+    # Vectorised pow rounds differently from scalar pow: float64 makes the result the same for any batch.
     return mean.double().pow(1.0 / GEM_P).to(mean.dtype)
 
 

@@ -18,18 +18,18 @@ from layertap.models.errors import LoadError, SelectorError, TooLargeError, esca
 from layertap.models.selection.hook_points import LinearStep, Operation, Projection, Reduction, TensorData
 from layertap.models.weights.checkpoints import read_checkpoint
 
-Projections = Mapping[str, LinearStep]  # a model's own, by name
+Projections = Mapping[str, LinearStep]  # a model's projections, by name
 NO_PROJECTIONS: Projections = {}
 T = TypeVar("T", Reduction, Operation)
 MAX_BYTES = 2**30  # of one row after any step
 MAX_WEIGHTS, MAX_PRODUCTS = (
     2**28,
     2**36,
-)  # numbers in all steps of a request, and what they are multiplied with in a row
+)  # weights in all steps of a request, and multiplications for each row
 
 
 def check_step(step: LinearStep) -> LinearStep:
-    """The same; SelectorError if its weight and bias do not fit each other."""
+    """Return the step; SelectorError if its weight and bias do not fit each other."""
     shapes = [(tensor.shape, axes) for tensor, axes in ((step.weight, 2), (step.bias, 1)) if tensor is not None]
     fits = all(all(shape) and len(shape) == axes for shape, axes in shapes)
     if not fits or len({shape[0] for shape, _ in shapes}) > 1:
@@ -40,7 +40,7 @@ def check_step(step: LinearStep) -> LinearStep:
 
 
 def read_projection(name: str, path: str) -> LinearStep:
-    """The ``weight`` and the ``bias``, if there is one, of a checkpoint of a linear layer; LoadError."""
+    """The ``weight`` and optional ``bias`` in a linear layer's checkpoint; LoadError if it holds anything else."""
     try:
         tensors = read_checkpoint(path)
         finite = all(value.is_floating_point() and bool(value.isfinite().all()) for value in tensors.values())
@@ -65,7 +65,7 @@ def find_projection(owner: T, known: Projections) -> T:
 
 
 def check_projection(name: str, info: TensorInfo, projection: Projection, sizes_known: bool) -> TensorInfo:
-    """The projected tensor; SelectorError if steps do not fit its channels or each other, or make too much of it."""
+    """The projected tensor's description; SelectorError if steps do not fit, or their results are too large."""
     size = get_size(name, info, "project", "C")
     if not info.is_floating or info.axis("C") in (info.row_axis, *info.token_axes):
         raise SelectorError(f"{name} has no floating channels to project", hint="leave 'project' out")
@@ -91,19 +91,19 @@ def describe_projection(info: TensorInfo, projection: Projection | None) -> Tens
 
 
 def count_projected_bytes(info: TensorInfo, projection: Projection | None) -> int:
-    """Bytes of one row after the step that gives the most channels."""
+    """Bytes of one row after the step that returns the most channels."""
     widest = max((step.channels[1] for step in projection or ()), default=0)
     return 4 * prod(info.shape) // info.size("C") * widest if widest else 0
 
 
 def count_weights(projection: Projection | None) -> int:
-    """The numbers of all steps."""
+    """How many weights and biases all steps have."""
     tensors = (tensor for step in projection or () for tensor in (step.weight, step.bias) if tensor is not None)
     return sum(prod(tensor.shape) for tensor in tensors)
 
 
 def check_work(projected: Iterable[tuple[TensorInfo, Projection | None]]) -> None:
-    """TooLargeError if the projections of a request take too long, or too much memory, for each input."""
+    """TooLargeError if a request's projections have too many weights or multiplications for each input."""
     sizes = [(count_weights(steps), prod(info.shape) // info.size("C")) for info, steps in projected if steps]
     weights, products = sum(size for size, _ in sizes), sum(size * positions for size, positions in sizes)
     for count, limit, what in ((weights, MAX_WEIGHTS, "weights"), (products, MAX_PRODUCTS, "multiplications")):
@@ -129,6 +129,6 @@ def project(rows: RowTensor, projection: Projection) -> RowTensor:
 
 
 def to_tensor(data: TensorData, like: Tensor) -> Tensor:
-    """What came from outside, on the device and of the dtype of another tensor."""
+    """A request's tensor on the device and in the dtype of another tensor."""
     numbers = np.frombuffer(data.data, "<f4").reshape(data.shape).astype(np.float32, copy=True)
     return torch.from_numpy(numbers).to(like)

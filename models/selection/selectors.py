@@ -1,7 +1,7 @@
 """The grammar of selectors: ``PATTERN[#CALL][/FUNCTION[#NUMBER]][PATH][:SITE]``.
 
-No part of a selector is ever an attribute name, a file or a regular expression: names are looked up in a dictionary,
-globs are compared character by character.
+No part of a selector is used as an attribute name, a file name or a regular expression: names are looked up in a
+dictionary, globs are compared character by character.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EXAMPLE = "for example 'layer4', 'layer3.*.bn2', 'relu#0', 'encoder[0]:input', '
 
 
 def parse_selector(text: str) -> Selector:
-    """A selector from its text; SelectorError if it does not fit the grammar."""
+    """Parse a selector; SelectorError if the text does not follow the grammar."""
     if not text or len(text) > MAX_TEXT:
         raise SelectorError(f"a layer selector has 1 to {MAX_TEXT} characters, this one has {len(text)}", hint=EXAMPLE)
     rest, site = _split_site(text)
@@ -36,7 +36,7 @@ def parse_selector(text: str) -> Selector:
 
 
 def make_selector(point: HookPoint, alias: str) -> Selector:
-    """A selector that names a point and nothing else."""
+    """A selector that names one point only."""
     name, _, number = point.function.rpartition("#")
     function = FunctionCall(name, int(number)) if name else None
     return Selector(point.text, point.layer, point.call, point.path, point.site, alias=alias, function=function)
@@ -69,7 +69,7 @@ def parse_site(text: str) -> Site:
 
 
 def _split_function(rest: str, text: str) -> tuple[str, FunctionCall | None]:
-    """What stands before a function, and this; a slash before what is no name is part of a layer's."""
+    """Split off the function; a slash that no identifier follows belongs to the layer's name."""
     layer, slash, tail = rest.rpartition("/")
     name, number = _split_call(tail, text) if slash else ("", None)
     return (layer, FunctionCall(name, number)) if layer and name.isidentifier() else (rest, None)
@@ -77,7 +77,7 @@ def _split_function(rest: str, text: str) -> tuple[str, FunctionCall | None]:
 
 def _split_site(text: str) -> tuple[str, Site]:
     head, colon, site = text.rpartition(":")
-    if not colon or "]" in site:  # a colon inside a path is a key's
+    if not colon or "]" in site:  # a colon inside a path belongs to a key
         return text, "output"
     return head, parse_site(site)
 

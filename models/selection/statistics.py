@@ -1,8 +1,8 @@
-"""Statistics of each row of a tensor, in place of the tensor: a function and a row of a table each.
+"""Statistics of each row of a tensor, returned instead of it: a function and an entry of a table for each.
 
-A function gets floating (rows, values of each row, at least one), gives (rows,) or (rows, columns), and uses what a
-tensor itself offers. All but the histogram are over all values of the row, so that one NaN shows in each of them. Sums
-and squares are made in the dtype that is given: of float32 values above 1e19 ``l2`` and ``std`` may be infinite.
+A function gets floats (rows, values), at least one value a row, returns (rows,) or (rows, columns), and calls only
+tensor methods. All but the histogram use all values of the row, so that one NaN shows in each of them. Sums and squares
+are computed in the input's dtype: for float32 values above 1e19 ``l2`` and ``std`` may be infinite.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Merge = Callable[[Numbers, Numbers, Numbers], Numbers]
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic; ``bins``: how many columns it has, None for one without a number.
+    """A statistic; ``bins``: how many numbered columns it has, None for one column without a number.
 
-    ``merge`` makes that of all rows of those of each row, on axis 0, of their means and of how many values they are of;
-    None if it doesn't follow from these. ``in_all``: it is among those that ``true`` stands for.
+    ``merge`` computes the statistic of all rows from each row's statistic (axis 0), mean and number of values; None if
+    these are not enough. ``in_all``: it is among the statistics that ``true`` stands for.
     """
 
     compute: Callable[[Tensor], Tensor]
@@ -38,9 +38,9 @@ class Statistic:
 
 
 def get_statistic(name: str, edges: Sequence[float] | None = None, keys: int | None = None) -> Statistic:
-    """A statistic by its name; ``edges`` are those of the histogram's bins, which merge if they are given.
+    """A statistic by name; ``edges``: the edges of the histogram's bins; a histogram with given edges can be merged.
 
-    ``keys``: how many values in a row are the attention weights of one query; None: all.
+    ``keys``: how many consecutive values are the attention weights of one query; None: all.
     """
     if name == "entropy":
         return replace(STATISTICS[name], compute=partial(_entropy, keys=keys))
@@ -50,7 +50,7 @@ def get_statistic(name: str, edges: Sequence[float] | None = None, keys: int | N
 
 
 def list_columns(stats: Iterable[str], edges: Sequence[float] | None = None) -> tuple[str, ...]:
-    """The name of each column of some statistics: a statistic's own, ``histogram[0]`` and so on for bins."""
+    """The column names of some statistics: the statistic's name, or ``histogram[0]`` and so on for bins."""
     return tuple(column for name in stats for column in _list_columns(name, get_statistic(name, edges).bins))
 
 
@@ -67,7 +67,7 @@ def _mean(values: Tensor) -> Tensor:
 
 
 def _std(values: Tensor) -> Tensor:
-    """Of the population: divided by the number of values."""
+    """The population's deviation: divided by the number of values."""
     return values.std(-1, correction=0)
 
 
@@ -80,9 +80,9 @@ def _max(values: Tensor) -> Tensor:
 
 
 def _entropy(values: Tensor, keys: int | None = None) -> Tensor:
-    """Of attention, in nats: over the keys of each query, the mean of queries; NaN if one has no weight at all.
+    """Attention entropy over keys, in nats, averaged over queries; NaN if a query's weights are all 0.
 
-    Each query's weights are scaled to the sum 1: sinks, chosen keys and changes leave another.
+    Each query's weights are scaled to sum to 1: with sinks, selected keys or interventions they do not.
     """
     weights = values.reshape(*values.shape[:-1], -1, keys or values.shape[-1])
     weights = weights / weights.sum(-1, keepdim=True)
@@ -106,12 +106,12 @@ def _nonfinite(values: Tensor) -> Tensor:
 
 
 def _histogram(values: Tensor) -> Tensor:
-    """Counts of the finite values in equal bins from the least to the greatest of them, the last closed on both sides.
+    """Counts of the finite values in equal bins from their minimum to their maximum, the last closed on both sides.
 
-    Where they are all equal they are in the first bin.
+    If all are equal they are in the first bin.
     """
     other = ~values.isfinite()
-    # Halves: the difference of two large numbers may be beyond the largest number.
+    # Halved, because the difference of two large numbers may overflow.
     low = values.masked_fill(other, inf).amin(-1, keepdim=True) / 2
     width = values.masked_fill(other, -inf).amax(-1, keepdim=True) / 2 - low
     bins = ((values / 2 - low) / width).nan_to_num_(0.0).mul_(BINS).clamp_(max=BINS - 1)
@@ -120,7 +120,7 @@ def _histogram(values: Tensor) -> Tensor:
 
 
 def _count_between(values: Tensor, edges: Sequence[float]) -> Tensor:
-    """Counts of the values in bins between ``edges``, the last closed on both sides; those outside count nowhere."""
+    """Counts of the values in bins between ``edges``, the last closed on both sides; values outside are not counted."""
     limits = torch.tensor(edges, dtype=values.dtype, device=values.device)
     bins = torch.bucketize(values, limits, right=True)
     bins = bins.masked_fill_(values == limits[-1], len(edges) - 1)
@@ -131,9 +131,9 @@ def _count_between(values: Tensor, edges: Sequence[float]) -> Tensor:
 def merge_rows(
     values: NDArray[np.float32], names: Sequence[str], counts: Sequence[int] | None = None
 ) -> NDArray[np.float32]:
-    """Statistics of all rows together, (…, columns), of those of each, (rows, …, columns), whose names these are.
+    """Statistics of all rows together, (…, columns), from each row's, (rows, …, columns); ``names``: the columns.
 
-    ``counts`` are in proportion to the numbers of values that each row's are of; None if these are the same.
+    ``counts`` are proportional to each row's number of values; None if rows have equally many.
     """
     weights = np.ones(len(values)) if counts is None else np.array(counts, np.float64)
     columns = {name: values[..., column].astype(np.float64) for column, name in enumerate(names)}
@@ -153,7 +153,7 @@ def _merge_mean(values: Numbers, _: Numbers, weights: Numbers) -> Numbers:
 
 
 def _merge_std(values: Numbers, means: Numbers, weights: Numbers) -> Numbers:
-    """By the variance within rows and that between them: no difference of squares, which would lose digits."""
+    """From the variances within and between rows: a difference of squares would lose digits."""
     between = _merge_mean((means - _merge_mean(means, means, weights)) ** 2, means, weights)
     merged: Numbers = np.sqrt(_merge_mean(values**2, means, weights) + between)
     return merged
