@@ -40,11 +40,11 @@ def list_documented() -> dict[str, set[str]]:
     ``tests/service/test_metrics.py`` compares the reference with a server's.
     """
     found: dict[str, set[str]] = {}
-    row = r"^\| `(layertap_\w+)` \| (.*?) ?\| (.*) \|$"
+    row = r"^\| `(layertap_\w+)(?:{(.*)})?` \| (.*) \|$"
     for name, labels, what in re.findall(row, METRICS.read_text(), re.MULTILINE):
         parts = {"_bucket": {"le"}, "_sum": set(), "_count": set()} if what.startswith("histogram") else {"": set()}
         for part, more in parts.items():
-            found[name + part] = {*re.findall(r"`(\w+)`", labels), "instance", "job", *more}
+            found[name + part] = {*re.findall(r"\w+", labels), "instance", "job", *more}
     return found
 
 
