@@ -1,4 +1,4 @@
-"""A batch in a replica's thread: one forward for all, and what to do where it fails."""
+"""Runs a batch in a replica's thread: one forward for all rows; if it fails, smaller ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Part = tuple[int, RowSlice]  # rows of a slice, and the slice's index in the bat
 
 
 class BatchRunner:
-    """Runs one batch; created and used in the thread of its replica. ``note`` hears of each failure as it happens."""
+    """Runs one batch; created and used in the thread of its replica. ``note`` is called after each failure."""
 
     def __init__(
         self,
@@ -45,35 +45,35 @@ class BatchRunner:
         self._note = note
 
     def run(self, parts: Sequence[Part] = ()) -> BatchResult:
-        """One result or several for each slice of the batch, or only for these; nothing is raised."""
+        """One result or several for each slice of the batch, or of ``parts``; nothing is raised."""
         parts = parts or list(enumerate(self._batch.slices))
         try:
             results = self._attempt(parts)
-        except BaseException as error:  # not of a forward: a device that is lost, or memory that ran out beside it
+        except BaseException as error:  # not from a forward: a lost device, or out of memory outside a forward
             wrapped = wrap_error(error)
             self._failure = self._failure or find_lasting_failure(wrapped, self._model, self._replica)
             results = _refuse(parts, wrapped)
         return BatchResult(results, self._failures, self._failure)
 
     def _attempt(self, parts: Sequence[Part]) -> list[SliceResult]:
-        """Whatever can't run together is tried in two halves, until a request stands alone with what it caused."""
+        """Run these parts in one forward; if it fails, in two halves, until the failing request is alone."""
         outcome = RuntimeError(self._failure) if self._failure else self._try(parts)
         if isinstance(outcome, list):
             return outcome
-        # Here, outside the except block, all that the failed forward held is let go.
+        # Outside the except block, so that the failed forward's tensors are freed.
         if isinstance(outcome, OutOfMemoryError):
             return self._retry_smaller(parts, outcome)
         half = len(parts) // 2
-        if not half or isinstance(outcome.__cause__, torch.AcceleratorError):  # else the halves tell who is to blame
+        if not half or isinstance(outcome.__cause__, torch.AcceleratorError):  # else the halves show which one fails
             self._failure = self._failure or find_lasting_failure(outcome, self._model, self._replica)
         if not half or self._failure:
             return _refuse(parts, outcome)
-        del outcome  # its traceback holds what the forward held
+        del outcome  # its traceback holds the forward's tensors
         self._count_failure(error_splits=1)
         return [*self._attempt(parts[:half]), *self._attempt(parts[half:])]
 
     def _retry_smaller(self, parts: Sequence[Part], error: OutOfMemoryError) -> list[SliceResult]:
-        """The same without padding, or in two halves by rows; a row that has no room alone is to blame itself."""
+        """Retry without padding, or in two halves of the rows; a row that does not fit alone is refused."""
         rows = max(self._padded_rows or 0, _count_rows(parts))
         pieces: Sequence[Sequence[Part]] | None = (parts,)
         if rows <= _count_rows(parts):
@@ -104,7 +104,7 @@ class BatchRunner:
             clear_tracebacks(error)  # its frames hold the batch
             error.__cause__ = error.__context__ = None
             return error
-        except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio has its own
+        except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio uses these
             if not memory.is_out_of_memory(error):
                 return wrap_error(error, ForwardError)
         return out_of_memory_error(_count_rows(parts))
@@ -135,7 +135,7 @@ class BatchRunner:
 
     def _forward(self, pieces: list[Rows], requests: list[RequestSlice], first: ForwardSpec) -> BatchActivations:
         resumption = first.resumption
-        if first.verified_by is None:  # who asks for it is alone
+        if first.verified_by is None:  # a request that is verified runs alone
             graphs = self._model.graphs[first.compiled.index] if first.compiled else None
             return self._model.run(self._replica, pieces, requests, self._padded_rows, resumption, graphs)
         return self._model.run_verified(
@@ -144,7 +144,7 @@ class BatchRunner:
 
 
 def refuse(batch: Batch, error: LayertapError | RuntimeError) -> BatchResult:
-    """An error for all that a batch has."""
+    """The same error for every slice of a batch."""
     return BatchResult(_refuse(list(enumerate(batch.slices)), error))
 
 
@@ -154,7 +154,7 @@ def _refuse(parts: Sequence[Part], error: LayertapError | RuntimeError, rows: in
 
 
 def _make_request_slice(each: RowSlice, stop: int) -> RequestSlice:
-    """The rows that end at ``stop`` in a forward, and what they ask of it."""
+    """The rows that end at ``stop`` in a forward, with their request's captures, interventions and objective."""
     plan = each.spec.plan
     return RequestSlice(
         stop - each.rows, stop, plan.captures, plan.resolved_interventions, plan.objective, each.first_row
@@ -166,12 +166,12 @@ def _count_rows(parts: Sequence[Part]) -> int:
 
 
 def _keep(row_slice: RowSlice, results: Results, shared: bool) -> Results:
-    """A request's results, with those of some of its rows among them.
+    """The results of a slice, or of its whole job if other slices have results too.
 
     Results of a forward that was ``shared`` are copied, so that a kept result holds no other request's memory.
     """
     joined = row_slice.job.joined
-    if joined is None:  # in a worker: what is sent is copied anyway
+    if joined is None:  # in a worker: sending copies them anyway
         return results
     if row_slice.rows < row_slice.job.rows:
         return joined.add(row_slice.start, row_slice.stop, results)
@@ -179,10 +179,10 @@ def _keep(row_slice: RowSlice, results: Results, shared: bool) -> Results:
 
 
 def find_lasting_failure(error: BaseException, model: LoadedModel, replica: Replica) -> str:
-    """Why nothing can be answered until the process is started anew, after an error of a forward; or nothing.
+    """Why this process must be restarted after a forward's error; empty if it can go on.
 
-    A failed assertion in a kernel lasts, and what a model has done to itself; an odd input that no kernel can be
-    started for does not.
+    A failed assertion in a kernel lasts, and so does damage that a model did to itself; an odd input for which no
+    kernel can be started does not.
     """
     if isinstance(error, LayertapError) or error.__cause__ is None:
         return ""

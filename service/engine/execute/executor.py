@@ -1,6 +1,6 @@
-"""Where a model's forwards and functions run and its inputs are decoded: here in threads, on one device or several.
+"""Executors run a model's forwards and functions and decode its inputs: here in threads, on one or several devices.
 
-``processes/executors.py`` has the executor whose forwards run in worker processes.
+``processes/executors.py`` has the executors that use worker processes.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from layertap.service.settings import Settings
 T = TypeVar("T")
 P = ParamSpec("P")
 ModelFunction = Callable[[LoadedModel], Any]
-Extend = Callable[[], Batch | None]  # has what waits join a batch that was started; what joins, as a batch
+Extend = Callable[[], Batch | None]  # lets waiting rows join a batch that was started; returns them as a batch
 
 
 class ModelLostError(Exception):
-    """The process that had loaded the model has ended: what was asked of it may be asked again once it is back."""
+    """The process that had loaded the model has ended: retry once the model is loaded again."""
 
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """What a function of the model gave, or raised; ``failure`` says why nothing can be answered any more."""
+    """What a function of the model returned or raised; ``failure``: why this process can't answer any more, if so."""
 
     result: Any | LayertapError | RuntimeError
     failure: str = ""
 
 
 class Executor(ABC):
-    """Runs what a model computes, in so many replicas at once. For the event loop only, but for its creation.
+    """Runs a model in one or several replicas. For the event loop only, except its creation.
 
-    ``model``: what is known of the model; ``devices``: where each replica runs, by name. ``decodes_batches``: whether a
-    batch may have pictures that are still encoded. ``max_decode_items``: how many items it decodes at a time, at most.
+    ``model``: the model's description; ``devices``: the device name of each replica. ``decodes_batches``: whether a
+    batch may contain encoded pictures. ``max_decode_items``: the most items per call of ``decode``.
     """
 
     model: ModelInfo
@@ -63,56 +63,56 @@ class Executor(ABC):
     @property
     @abstractmethod
     def memory_bytes(self) -> int:
-        """What the model takes in memory, with processes that it has; any thread may ask."""
+        """Bytes that the model takes, its worker processes included; any thread may ask."""
 
     @abstractmethod
     def start(self, on_idle: Callable[[], None]) -> None:
-        """Begin to answer; ``on_idle`` is called when there is a new replica, which is idle."""
+        """Begin to answer; ``on_idle`` is called when a new, idle replica is added."""
 
     @abstractmethod
     def count_idle(self) -> Mapping[str, int]:
-        """How many replicas are idle, by device."""
+        """The number of idle replicas on each device."""
 
     @abstractmethod
     def run(self, batch: Batch, extend: Extend) -> Awaitable[BatchResult]:
-        """One forward for all rows of a batch, or more where it can't be done in one, in an idle replica of its device.
+        """Run a batch on an idle replica of its device: in one forward, or in several if that fails.
 
-        The replica is idle no more once this returns. Whoever decodes pictures of a batch calls ``extend`` before its
-        forward, until nothing joins it. What goes wrong is in the result.
+        The replica is no longer idle when this returns. An executor that decodes a batch's pictures calls ``extend``
+        before the forward until no rows join. Errors are in the result.
         """
 
     @abstractmethod
     async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
-        """A function of the model, on a replica once that is idle; it can be pickled, as its result can.
+        """Call a picklable function with a picklable result on the next idle replica.
 
-        It may be ended after so many seconds. ForwardError where it ends its process, ModelLostError, UnavailableError.
+        It may be stopped after so many seconds. ForwardError if it ends its process, ModelLostError, UnavailableError.
         """
 
     @abstractmethod
     async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
-        """Items as rows, or why there are none.
+        """Decode items: their rows or their errors.
 
-        Of several items some may have no attempts: another one killed their process. They are to be sent again, alone.
-        ModelLostError, UnavailableError.
+        If an item kills the process, the others may have no attempts: retry each of them alone. ModelLostError,
+        UnavailableError.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of the model; nothing of it runs any more once this returns."""
+        """Release the model; none of its code runs once this returns."""
 
-    def note_waiting_rows(self, rows_wait: bool) -> None:  # noqa: B027  (of no use where no batch grows)
-        """Know whether rows of the model are in no batch yet."""
+    def note_waiting_rows(self, rows_wait: bool) -> None:  # noqa: B027  (only for batches that can grow)
+        """Note whether rows of the model wait that are in no batch yet."""
 
     async def wait_until_lost(self) -> None:
-        """Return once the model is not there any more, since its process has ended: never where that is this one."""
+        """Return once the model is lost because its process has ended; never if it is in this process."""
         await asyncio.Event().wait()
 
-    async def restart(self) -> None:  # noqa: B027  (of no use where the model is not lost)
-        """Load a model that was lost again; LoadError where it can't be, or is another one now."""
+    async def restart(self) -> None:  # noqa: B027  (only for models that can be lost)
+        """Load a lost model again; LoadError if that fails or gives another model."""
 
 
 class InProcessExecutor(Executor):
-    """Forwards in a thread for each replica, on one device or several; decoding in a pool of threads.
+    """Runs forwards in one thread per replica, on one device or several; decodes in a thread pool.
 
     Batches come decoded: decoding here takes turns with other models' forwards.
     """
@@ -134,32 +134,32 @@ class InProcessExecutor(Executor):
     def start(self, on_idle: Callable[[], None]) -> None:
         """Start the threads.
 
-        None of them is the one that loaded the model: one that computed on all cores keeps helpers, and libgomp lets
-        none spin where there are more of these than cores, which makes every other model's rows on all cores slower.
+        None of them loaded the model: a thread that computed on all cores keeps helper threads, and libgomp stops
+        spinning when these outnumber the cores, which slows down all other models' rows that use all cores.
         """
-        del on_idle  # no replica is new later
+        del on_idle  # no replica is added later
         self._threads = [
             WorkerThread(f"model-{number}-{self.model.spec.name}", partial(_begin, part.device))
             for number, (part, _) in enumerate(self._replicas)
         ]
 
     def count_idle(self) -> Mapping[str, int]:
-        """The threads of each device that have nothing to do."""
+        """The number of idle threads for each device."""
         return Counter(self.devices[number] for number in self._list_idle())
 
     def run(self, batch: Batch, extend: Extend) -> Awaitable[BatchResult]:
-        """The batch as it is, in the thread of its device's first idle replica: its rows are decoded."""
+        """Run a decoded batch in the thread of the device's first idle replica."""
         del extend
         number = next(number for number in self._list_idle() if self.devices[number] == batch.device)
         return self._threads[number].run(BatchRunner(*self._replicas[number], batch).run)
 
     async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
-        """The function, in the first replica's thread, after what that does; a thread can't be ended."""
+        """Call the function in the first replica's thread, after its queued tasks; a thread can't be stopped."""
         del seconds
         return await self._threads[0].run(partial(call_model, *self._replicas[0], function))
 
     async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
-        """The items' rows, in a thread of the pool."""
+        """Decode the items in a thread of the pool."""
 
         def decode() -> ItemAttempts:
             return [try_to_decode(item, inputs, self._settings) for item in items]
@@ -177,19 +177,19 @@ class InProcessExecutor(Executor):
 
 
 def _begin(device: torch.device) -> None:
-    """Begin a replica's thread."""
+    """Set up a replica's thread."""
     start_single_threaded()
     transfer.use_own_stream(device)
 
 
 def call_model(model: LoadedModel, replica: Replica, function: ModelFunction) -> CallOutcome:
-    """Call a function of a model in its replica's thread; it has its result once the device has computed it."""
+    """Call a function of a model in its replica's thread; returns once the device has computed the result."""
     try:
         result = function(model)
         transfer.synchronize_stream(model.device)  # threads with other streams may use the result
     except LayertapError as error:
         return CallOutcome(error)
-    except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio has its own
+    except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio uses these
         wrapped = wrap_error(error)
         return CallOutcome(wrapped, find_lasting_failure(wrapped, model, replica))
     return CallOutcome(result)
@@ -198,5 +198,5 @@ def call_model(model: LoadedModel, replica: Replica, function: ModelFunction) ->
 def ask_catalogs(
     model: LoadedModel, method: Callable[Concatenate[ModelCatalogs, P], T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """What a method of the model's catalogues gives, or raises, that runs it."""
+    """Call a method of the model's catalogues."""
     return method(model.catalogs, *args, **kwargs)

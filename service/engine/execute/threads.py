@@ -1,4 +1,4 @@
-"""Threads of this process: how they begin, and how the event loop has something done in one."""
+"""Threads of this process: how they start, and how the event loop runs a function in one."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ T = TypeVar("T")
 
 
 def start_single_threaded() -> None:
-    """Begin a thread: the system shows its name, and torch's operations in it use no other thread."""
+    """Set up a thread: publish its name, and let torch's operations in it use no other thread."""
     publish_name()
     torch.set_num_threads(1)
 
 
 def publish_name() -> None:
-    """Have the system's tools (``top -H``) know this thread by its name, to 15 letters; Python 3.14 does so itself."""
+    """Show this thread's name, up to 15 characters, in system tools (``top -H``); Python 3.14 does so itself."""
     with suppress(OSError):  # other systems have no such file
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(threading.current_thread().name[:15])
 
 
 def wrap_error(error: BaseException, kind: type[RuntimeError] = RuntimeError) -> RuntimeError:
-    """What to hand on instead of an error that would mean something else to its receiver."""
+    """The error, or a wrapper if its receiver would mistake it for one of its own."""
     wrapped = kind(f"the model raised {type(error).__name__}")
     wrapped.__cause__ = error
     return wrapped
@@ -38,8 +38,8 @@ def wrap_error(error: BaseException, kind: type[RuntimeError] = RuntimeError) ->
 class WorkerThread:
     """A daemon thread that runs one function after another for the event loop.
 
-    Not an executor of the standard library: Python waits at its end for the threads of these, and a forward, or a
-    model's loading, may take for ever.
+    Not an executor of the standard library: at exit Python waits for the threads of these, and a forward, or a model's
+    loading, may take forever.
     """
 
     def __init__(self, name: str, initialize: Callable[[], None] = publish_name) -> None:
@@ -52,7 +52,7 @@ class WorkerThread:
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run a function after all that was given before; the future has what it gives or raises."""
+        """Run a function after all earlier ones; the future has its result or error."""
         future = self._loop.create_future()
         self._running += 1
         self._tasks.put((future, function))
@@ -60,15 +60,15 @@ class WorkerThread:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has done all that was given."""
+        """Whether all its functions have ended."""
         return not self._running
 
     def shutdown(self) -> None:
-        """End the thread after what was given."""
+        """End the thread after the functions that were submitted."""
         self._tasks.put(None)
 
     async def close(self) -> None:
-        """Return once the thread has done what was given, and has ended."""
+        """Return once the thread has run all its functions and has ended."""
         self.shutdown()
         await asyncio.shield(self._ended)
 
@@ -76,7 +76,7 @@ class WorkerThread:
         failure: Exception | None = None
         try:
             self._initialize()
-        except BaseException as error:  # whatever it is given fails then
+        except BaseException as error:  # then every function fails with it
             failure = wrap_error(error)
         while (task := self._tasks.get()) is not None:
             future, function = task
@@ -85,7 +85,7 @@ class WorkerThread:
             except BaseException as error:
                 clean = error if isinstance(error, Exception) and not isinstance(error, StopIteration) else None
                 self._tell(future, clean or wrap_error(error), None)
-            del task, future, function  # or what they hold would live until the next one comes
+            del task, future, function  # or their objects would live until the next task
         self._tell(self._ended, None, None)
 
     def _tell(self, future: asyncio.Future[Any], error: Exception | None, result: Any) -> None:
@@ -103,7 +103,7 @@ class WorkerThread:
 
 
 async def run_in_new_thread(name: str, function: Callable[[], T]) -> T:
-    """What a function gives or raises that may take long, in a thread that ends with it."""
+    """Run a function that may take long in a new thread that ends with it."""
     thread = WorkerThread(name)
     try:
         return await thread.run(function)

@@ -1,6 +1,6 @@
-"""Messages between two processes of one server: pickled, what is large in shared memory.
+"""Messages between two processes of one server: pickled, with large buffers in shared memory.
 
-Only these processes write here: nothing that comes from outside is ever unpickled.
+Only these processes write here: nothing from outside is ever unpickled.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from layertap.models.hooks.tensor_tree import view_bytes
 from layertap.models.selection.hook_points import TensorData
 from layertap.service.inputs.items import ImageItem
 
-HEADER = struct.Struct("=QQQ")  # bytes of the pickle, of the shared memory, how many buffers are there
+HEADER = struct.Struct("=QQQ")  # bytes of the pickle, bytes of the shared memory, number of buffers
 FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-MAX_INLINE_BYTES = 64 * 1024  # of a message's buffers that its pickle has; more are in memory that both processes map
-LARGE_BYTES = 2**20  # of tensors and pictures: these are copied in a thread, beside the event loop
+MAX_INLINE_BYTES = 64 * 1024  # of a message's buffers that stay in its pickle; more go into shared memory
+LARGE_BYTES = 2**20  # of tensors and pictures: copied in a thread, so that the event loop goes on
 ALIGNMENT = 64
 PADDING = memoryview(bytes(ALIGNMENT))
-MAX_VECTORS = os.sysconf("SC_IOV_MAX")  # of one call of the system
+MAX_VECTORS = os.sysconf("SC_IOV_MAX")  # of one system call
 LOST = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF})  # the last: closed at this end
-ANCILLARY_BYTES = socket.CMSG_SPACE(3 * array("i").itemsize)  # of the descriptors that come with one message
-SIZE_BYTES = 8  # of a buffer's size
+ANCILLARY_BYTES = socket.CMSG_SPACE(3 * array("i").itemsize)  # of the descriptors of one message
+SIZE_BYTES = 8  # of one buffer's size
 
 
 class References:
-    """Objects of classes that both ends know, and that cross as references; here there are none."""
+    """Objects that both ends know, sent as references; in this base class there are none."""
 
     def find(self, value: object) -> Any:
-        """The reference to an object; None where it crosses as it is."""
+        """The reference to an object; None if the object itself is sent."""
         return None
 
     def get(self, reference: Any) -> object:
@@ -55,15 +55,15 @@ class References:
 
 
 class UnsentError(Exception):
-    """A message was not sent, since this process has no descriptor or no memory for it: the other end is well."""
+    """A message was not sent because this process is out of descriptors or memory; the other end is well."""
 
 
 class Channel:
     """One end of a connection. One thread at a time may use it, and the two ends take turns.
 
-    EOFError where the other end is gone, TimeoutError where it does not read or send a whole message in time: the
-    connection is of no use any more then. Any other OSError is this process's own, which has no descriptor left for
-    one: the other end is well, and the message was not sent, or is lost.
+    EOFError if the other end is gone, TimeoutError if it does not read or send a whole message in time: the connection
+    is unusable after either. Any other OSError means that this process is out of descriptors: the other end is well,
+    and the message was not sent, or is lost.
     """
 
     def __init__(self, connection: socket.socket, references: References | None = None) -> None:
@@ -75,7 +75,7 @@ class Channel:
         self.connection.close()
 
     def send(self, message: object, descriptors: Sequence[int] = (), timeout: float | None = None) -> None:
-        """Send a message within so many seconds, and with it descriptors of files, which stay the caller's."""
+        """Send a message, and descriptors of files, which stay the caller's, within ``timeout`` seconds."""
         deadline = _set_deadline(timeout)
         data, buffers = _pickle(message, self._references)
         with _end_where_lost(), closing(Outgoing(data, descriptors, _share(buffers))) as outgoing:
@@ -83,16 +83,16 @@ class Channel:
                 self._wait(select.POLLOUT, deadline)  # the socket is full; most messages are smaller than it
 
     def ask(self, message: object, timeout: float | None, descriptors: Sequence[int] = ()) -> Any:
-        """Send a message and receive the next one, each within so many seconds."""
+        """Send a message and receive the next one, each within ``timeout`` seconds."""
         self.send(message, descriptors, timeout)
         return self.receive(timeout)
 
     def receive(self, timeout: float | None = None) -> Any:
-        """The next message, waited for so many seconds at most; its tensors are the caller's."""
+        """The next message, within ``timeout`` seconds; its tensors belong to the caller."""
         return self.receive_with_descriptors(timeout)[0]
 
     def receive_with_descriptors(self, timeout: float | None = None) -> tuple[Any, list[int]]:
-        """The next message, and the descriptors that came with it, which are the caller's."""
+        """The next message and the descriptors sent with it, which belong to the caller."""
         deadline, incoming = _set_deadline(timeout), Incoming()
         with _end_where_lost():
             try:
@@ -111,7 +111,7 @@ class Channel:
 
 
 class LoopChannel:
-    """The event loop's end of a connection. Raises what ``Channel`` raises, but no TimeoutError.
+    """The event loop's end of a connection. Raises what ``Channel`` raises, except TimeoutError.
 
     One task at a time may use it. ``on_lost`` is called once the other end is gone.
     """
@@ -123,7 +123,7 @@ class LoopChannel:
         self._on_lost = on_lost
         self._incoming = Incoming()
         self._messages: deque[tuple[Any, Exception | None]] = deque()
-        self._changed = asyncio.Event()  # a message has come, the socket may be written to, or the other end is gone
+        self._changed = asyncio.Event()  # a message has arrived, the socket is writable, or the other end is gone
         self._lost = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(connection, self._read)
@@ -158,7 +158,7 @@ class LoopChannel:
                         self._loop.remove_writer(self._socket)
 
     async def receive(self) -> Any:
-        """The next message; its tensors are the caller's."""
+        """The next message; its tensors belong to the caller."""
         while not self._messages:
             await self._wait()
         message, error = self._messages.popleft()
@@ -167,7 +167,7 @@ class LoopChannel:
         return message
 
     async def _pack(self, message: object) -> Outgoing:
-        """The message ready to be sent; what is large is copied in a thread."""
+        """The message ready to be sent; large buffers are copied in a thread."""
         try:
             data, buffers = _pickle(message, self._references)
             if sum(buffer.nbytes for buffer in buffers) <= LARGE_BYTES:
@@ -182,19 +182,19 @@ class LoopChannel:
             raise UnsentError(error.strerror if isinstance(error, OSError) else "no memory") from error
 
     async def _wait(self) -> None:
-        """Return once something has changed; EOFError."""
+        """Return once ``_changed`` is set; EOFError."""
         if self._lost:
             raise EOFError("the other process has ended")
         self._changed.clear()
         await self._changed.wait()
 
     def _read(self) -> None:
-        """Take what has come; called by the loop."""
+        """Read what has arrived; called by the loop."""
         try:
             while self._incoming.read(self._socket):
                 incoming, self._incoming = self._incoming, Incoming()
                 self._messages.append(self._unpack(incoming))
-        except Exception:  # also where there is no memory for the message: what follows could not be told from it
+        except Exception:  # also if the message does not fit in memory: the start of the next one would be unknown
             self._loop.remove_reader(self._socket)
             self._lost = True
             self._on_lost()
@@ -204,7 +204,7 @@ class LoopChannel:
     def _unpack(self, incoming: Incoming) -> tuple[Any, Exception | None]:
         try:
             return incoming.unpack(self._references), None
-        except Exception as error:  # no descriptor, or no memory: the other end is well
+        except Exception as error:  # out of descriptors or memory: the other end is well
             incoming.close()
             return None, error
 
@@ -215,9 +215,9 @@ def _close_shared(sharing: asyncio.Future[int | None]) -> None:
 
 
 class Outgoing:
-    """A message on its way out: its bytes, and the descriptors that go with the first of them.
+    """A message being sent: its bytes, and the descriptors that go with the first of them.
 
-    The caller's stay open, and that of its ``memory`` is closed with it: whoever received the memory has mapped it.
+    The caller's descriptors stay open; the descriptor of its ``memory`` is closed: the receiver has mapped it.
     """
 
     def __init__(self, data: memoryview, descriptors: Sequence[int], memory: int | None) -> None:
@@ -227,7 +227,7 @@ class Outgoing:
         self._ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)] if numbers else []
 
     def write(self, connection: socket.socket) -> bool:
-        """Send as much as there is room for; whether that is all."""
+        """Send as much as the socket takes; return whether the message is complete."""
         while self._rest:
             try:
                 sent = connection.sendmsg([self._rest], self._ancillary, socket.MSG_DONTWAIT)
@@ -237,14 +237,14 @@ class Outgoing:
         return True
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Close the shared memory."""
         if self._memory is not None:
             os.close(self._memory)
             self._memory = None
 
 
 class Incoming:
-    """A message on its way in, as much of it as has come; ``descriptors`` came with it and are the reader's."""
+    """A message being received, so far; ``descriptors`` came with it and belong to the reader."""
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
@@ -253,7 +253,7 @@ class Incoming:
         self._head: tuple[int, int, int] | None = None
 
     def read(self, connection: socket.socket) -> bool:
-        """Take what has come; whether the message is whole. EOFError."""
+        """Read what has arrived; return whether the message is complete. EOFError."""
         while True:
             while self._received < len(self._data):
                 rest = self._data[self._received :]
@@ -273,7 +273,7 @@ class Incoming:
             self._data, self._received = memoryview(bytearray(SIZE_BYTES * count + body_bytes)), 0
 
     def unpack(self, references: References) -> Any:
-        """The message; OSError where this process had no number for the descriptor of its memory."""
+        """The message; OSError if this process had no free descriptor for its memory."""
         if self._head is None:
             raise ValueError("the message is not whole")
         body_bytes, memory_bytes, _ = self._head
@@ -282,30 +282,30 @@ class Incoming:
         return _Unpickler(references, io.BytesIO(body), buffers=buffers).load()
 
     def close(self) -> None:
-        """Close what came with it."""
+        """Close the message's descriptors."""
         while self.descriptors:
             os.close(self.descriptors.pop())
 
 
 def connect() -> tuple[Channel, socket.socket]:
-    """A channel, and the socket of its other end, for another process."""
+    """A channel, and the socket of its other end for another process."""
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return Channel(own), other
 
 
 class RemoteTracebackError(Exception):
-    """Where an error was raised in another process, as text."""
+    """The traceback of an error in another process, as text."""
 
 
 class _Pickler(pickle.Pickler):
-    """Writes references, the numbers of tensors and the bytes of pictures; of errors also what they came from."""
+    """Pickles references, tensors' numbers and pictures' bytes; with an error also its cause."""
 
     def __init__(self, references: References, file: io.BytesIO, **options: Any) -> None:
         super().__init__(file, protocol=5, **options)
         self._references = references
 
     def reducer_override(self, value: Any) -> Any:
-        # Not persistent_id, which is called for every number and text of a message, too.
+        # Not persistent_id, which is also called for every number and text of a message.
         if (reference := self._references.find(value)) is not None:
             return _refer, (reference,)
         if isinstance(value, Tensor):
@@ -332,12 +332,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _refer(reference: Any) -> object:
-    """Stands in a message for the other end's ``References.get``."""
+    """In a message, stands for a call of the other end's ``References.get``."""
     raise pickle.UnpicklingError(f"unknown reference {reference!r}")
 
 
 def _pickle(message: object, references: References) -> tuple[memoryview, list[memoryview]]:
-    """The bytes of a message, and its buffers that are not among these, since they are large."""
+    """The pickle of a message, and its buffers that are too large for it."""
     room = MAX_INLINE_BYTES
     buffers: list[memoryview] = []
 
@@ -361,16 +361,16 @@ def _pickle(message: object, references: References) -> tuple[memoryview, list[m
 
 
 def _share(buffers: Sequence[memoryview]) -> int | None:
-    """The descriptor of memory with buffers, if there are any, each of which begins at a multiple of ``ALIGNMENT``.
+    """Copy buffers, if any, into shared memory, each aligned to ``ALIGNMENT``; return its descriptor.
 
-    OSError where there is no descriptor, or no memory.
+    OSError if no descriptor or no memory is left.
     """
     if not buffers:
         return None
     memory = os.memfd_create("layertap", os.MFD_CLOEXEC)
     try:
         rest = deque(part for each in buffers for part in (each, PADDING[: -each.nbytes % ALIGNMENT]) if part.nbytes)
-        while rest:  # in few calls: at each one other threads take their turn
+        while rest:  # in few calls: other threads take their turn at each
             written = os.writev(memory, list(islice(rest, MAX_VECTORS)))
             while rest and written >= rest[0].nbytes:
                 written -= rest.popleft().nbytes
@@ -383,8 +383,8 @@ def _share(buffers: Sequence[memoryview]) -> int | None:
 
 
 def _map(size: int, descriptors: list[int]) -> memoryview:
-    """The memory that came with a message."""
-    if not descriptors:  # the system leaves out what this process has no number for
+    """Map the memory that came with a message."""
+    if not descriptors:  # the kernel drops descriptors when this process has no free number
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     memory = descriptors.pop()
     try:
@@ -427,10 +427,10 @@ def _split(payload: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
 
 @contextmanager
 def _end_where_lost() -> Iterator[None]:
-    """EOFError for whatever the system calls a connection that one of its ends has closed."""
+    """EOFError for each error by which the system reports a closed connection."""
     try:
         yield
-    except (OSError, ValueError) as error:  # poll's ValueError, of a socket that this end has closed
+    except (OSError, ValueError) as error:  # poll raises ValueError for a socket closed at this end
         if isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno not in LOST):
             raise
         raise EOFError("the other process has ended") from error

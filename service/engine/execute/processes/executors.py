@@ -1,6 +1,6 @@
-"""Where each model runs: here in threads, with worker processes that decode, or in worker processes.
+"""Executors with worker processes, and the choice of an executor for each model.
 
-What crashes, hangs or eats memory in a worker process costs the inputs that did it.
+An input that crashes, hangs or exhausts the memory of a worker process is refused; nothing else fails.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ from layertap.service.metrics import Metrics
 from layertap.service.settings import MIN_WORKER_MEMORY_BYTES, Settings
 
 DIED = "the model's process ended"
-MEMORY_SHARE = 0.5  # of what is free when a model is loaded: what its workers may take, each its part
+MEMORY_SHARE = 0.5  # of the memory that is free at loading: the share of all workers of a model
 MAX_DECODE_ITEMS = 8  # of a request in one message
-TRIES = 2  # a worker may die of something else
+TRIES = 2  # a worker may die for another reason than its item
 PARTS_AT_ONCE = 2  # threads that turn arrays into rows
 
 
 def load(spec: ModelSpec, settings: Settings, metrics: Metrics, *, warm: bool = True) -> ModelInfo:
-    """Load a model where it is to run; LoadError where it can't be. ``metrics`` count its workers' restarts.
+    """Load a model where it will run; LoadError. ``metrics`` count its workers' restarts.
 
-    Models on a GPU run in this process: a device's memory can't be copied with a process. Without ``warm`` they all run
-    with hooks.
+    Models on a GPU run in this process: a forked process can't use the device's memory. Without ``warm``, all models
+    run with hooks.
     """
     plans, costs = settings.cache_dir / "plans" if warm else None, settings.cache_dir / "costs"
     if settings.workers and not spec.devices and resolve_device(spec.device).type == "cpu":
         return load_in_host(spec, settings, plans, metrics.count_worker_restart)
-    replicas = 1 if spec.devices else settings.replicas  # a stand-in for a GPU runs a forward at a time as well
+    replicas = 1 if spec.devices else settings.replicas  # a CPU that stands in for a GPU runs one, too
     options = (replicas, settings.cpu_threads, settings.gpu_streams, plans, costs)
     if not spec.devices:
         return load_ready_model(spec, *options)
@@ -78,9 +78,9 @@ def load(spec: ModelSpec, settings: Settings, metrics: Metrics, *, warm: bool = 
 
 
 def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> Executor:
-    """What runs a model where it was loaded; ``metrics`` as for ``load``.
+    """The executor of a loaded model; ``metrics`` as for ``load``.
 
-    Where its device, or the first of several, is no CPU, workers decode its pictures.
+    If the model's device, or the first of several, is not the CPU, worker processes decode its pictures.
     """
     if isinstance(model, HostedModel):
         return ProcessExecutor(model, settings)
@@ -94,18 +94,18 @@ def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> E
 
 @dataclass(frozen=True, kw_only=True)
 class HostedModel(ModelInfo):
-    """A model that its host process has loaded."""
+    """A model loaded by its host process."""
 
     host: ModelHost
 
     @property
     def hooks(self) -> int:
-        """Hooks of ours that are on the model in its workers after their last batches: 0."""
+        """Our hooks that are on the model in its workers after their last batches: 0."""
         return sum(worker.progress.hooks for worker in list(self.host.workers.values()))
 
 
 def load_in_host(spec: ModelSpec, settings: Settings, plans: Path | None, on_restart: OnRestart) -> HostedModel:
-    """Load a model in a process of its own; LoadError where it can't be.
+    """Load a model in a process of its own; LoadError.
 
     ``plans`` as for ``HostOptions``, ``on_restart`` as for ``ModelHost``.
     """
@@ -116,7 +116,7 @@ def load_in_host(spec: ModelSpec, settings: Settings, plans: Path | None, on_res
 
 
 def choose_worker_bytes(settings: Settings) -> int:
-    """How much memory each worker of a model that is loaded now may take."""
+    """The memory limit in bytes of each worker of a model that is loaded now."""
     if settings.worker_memory_bytes is not None:
         return settings.worker_memory_bytes
     free = memory.measure_available_bytes(torch.device("cpu"))
@@ -124,7 +124,7 @@ def choose_worker_bytes(settings: Settings) -> int:
 
 
 class WorkerExecutor(Executor):
-    """What has workers, which decode: any of them that is idle does what comes next; their host may be lost."""
+    """An executor whose workers decode: any idle one takes the next message; their host may be lost."""
 
     max_decode_items = MAX_DECODE_ITEMS
     _workers: WorkerPool
@@ -132,15 +132,15 @@ class WorkerExecutor(Executor):
     _pool: ThreadPoolExecutor
 
     async def wait_until_lost(self) -> None:
-        """Return once the host has ended, and with it all workers."""
+        """Return once the host and all its workers have ended."""
         await self._workers.wait_until_lost()
 
     async def restart(self) -> None:
-        """Load what the host had again, and start the workers; LoadError."""
+        """Start the host and its workers again; LoadError."""
         await self._workers.restart()
 
     async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
-        """Items in a worker, on the GPU, or in a thread; a worker dies twice of an item before that is refused."""
+        """Decode items in a worker, on the GPU, or in a thread; an item that kills two workers is refused."""
 
         def decode_here() -> list[Sequence[Attempt] | None]:
             return [self._decode_here(item, inputs) for item in items]
@@ -157,7 +157,7 @@ class WorkerExecutor(Executor):
         """Whether workers decode an item, unless a GPU does."""
 
     def _decode_here(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt] | None:
-        """What is made of an item in this process; None where a worker is to decode it."""
+        """The rows or error of an item that this process decodes; None if a worker decodes it."""
         if not self._is_for_workers(item, inputs):
             return try_to_decode(item, inputs, self._settings)
         try:
@@ -169,7 +169,7 @@ class WorkerExecutor(Executor):
     async def _decode(self, items: Sequence[LocalItem], tries: int = TRIES) -> ItemAttempts:
         """Decode items in a worker; an item that kills ``tries`` workers is refused.
 
-        Once a worker has died, the other items have no attempts: they are to be sent again, each alone. ModelLostError,
+        Once a worker has died, the other items have no attempts: retry each of them alone. ModelLostError,
         UnavailableError.
         """
         try:
@@ -189,25 +189,25 @@ class WorkerExecutor(Executor):
             return attempts
 
     def _make_refusal(self, error: WorkerDiedError) -> InputError:
-        """Why an item that a worker died of is refused."""
+        """The refusal of an item that killed a worker."""
         if self._is_out_of_time(error):
             limit = self._settings.decode_timeout_s
             return InputError(f"this input takes longer than {limit:g} s to decode", hint="send a smaller one")
         return InputError("this input ends the process that decodes it", hint="send it in another format")
 
     def _is_out_of_time(self, error: WorkerDiedError) -> bool:
-        """Whether a worker died because it decoded too long, and another would."""
+        """Whether a worker died because its item takes too long to decode, as it would in another worker."""
         return error.decode_seconds >= self._settings.decode_timeout_s
 
 
 class ProcessExecutor(WorkerExecutor):
-    """Workers of one model run its forwards, too."""
+    """Runs a model's forwards in its workers, too."""
 
     model: HostedModel
     decodes_batches = True
 
     def __init__(self, model: HostedModel, settings: Settings) -> None:
-        """Start the workers; LoadError where they can't be started."""
+        """Start the workers; LoadError."""
         self.model = model
         self.devices = (CPU,) * settings.workers
         self._settings = settings
@@ -216,26 +216,26 @@ class ProcessExecutor(WorkerExecutor):
 
     @property
     def memory_bytes(self) -> int:
-        """What the host had for itself when it had loaded the model, and what its workers have now."""
+        """Bytes of the host alone, measured after loading, and of its workers now."""
         return (self.model.process_bytes or self.model.memory_bytes) + self._workers.host.measure_worker_bytes()
 
     def start(self, on_idle: Callable[[], None]) -> None:
-        """Begin to ask the workers."""
+        """Begin to send messages to the workers."""
         self._workers.start(on_idle)
 
     def count_idle(self) -> Mapping[str, int]:
-        """The idle workers."""
+        """The number of idle workers."""
         return {CPU: self._workers.idle}
 
     def run(self, batch: Batch, extend: Extend) -> Awaitable[BatchResult]:
-        """The batch, in a worker. If that dies, the slice that it was decoding is blamed, or else each slice."""
+        """Run a batch in a worker. If that dies, blame the slice that it was decoding, or else try each slice alone."""
         return self._run(batch, extend, self._workers.take())
 
     async def _run(self, batch: Batch, extend: Extend, worker: WorkerProcess) -> BatchResult:
         try:
             deadline = batch.deadline + GRACE_SECONDS
             result: BatchResult = await self._workers.ask(batch, deadline=deadline, worker=worker, extend=extend)
-            return await self._join(batch, replace(result, failure=""))  # that ended with its worker
+            return await self._join(batch, replace(result, failure=""))  # the failure ended with its worker
         except ModelLostError:
             return BatchResult(again=(batch,))
         except UnavailableError as error:
@@ -244,19 +244,19 @@ class ProcessExecutor(WorkerExecutor):
             return replace(self._blame(batch, error), failures=error.failures)
 
     def note_waiting_rows(self, rows_wait: bool) -> None:
-        """Workers look at it when they have decoded a batch."""
+        """Workers check the flag after decoding a batch's pictures."""
         self._workers.note_waiting_rows(rows_wait)
 
     async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
-        """The function, in a worker, which is ended after so many seconds."""
+        """Call the function in a worker, which is killed after so many seconds."""
         try:
             outcome: CallOutcome = await self._workers.ask(CallModel(function), seconds=seconds)
         except WorkerDiedError:
             raise ForwardError(DIED) from None
-        return replace(outcome, failure="")  # that ended with its worker
+        return replace(outcome, failure="")  # the failure ended with its worker
 
     def _is_for_workers(self, item: LocalItem, inputs: ModelInputs) -> bool:
-        """Pictures and texts are, and arrays where decoded pictures go through a library's processor."""
+        """True of pictures and texts, and of arrays if decoded pictures go through a library's processor."""
         arrays = isinstance(item, ArraysItem) and isinstance(inputs.preprocess, LibraryProcessor)
         return inputs is self.model.model_inputs and (arrays or isinstance(item, (ImageItem, TextItem)))
 
@@ -266,7 +266,7 @@ class ProcessExecutor(WorkerExecutor):
         await self._workers.close()
 
     async def _join(self, batch: Batch, result: BatchResult) -> BatchResult:
-        """The result with each slice's rows among those of its request; what is large is copied in a thread."""
+        """Join each slice's rows with those of its job; large results are copied in a thread."""
         join = partial(_join_rows, batch, result)
         try:
             copied = any(each.job.joined is not None and each.rows < each.job.rows for each in batch.slices)
@@ -305,13 +305,13 @@ def _join_rows(batch: Batch, result: BatchResult) -> BatchResult:
 
 
 class DecodingExecutor(WorkerExecutor, InProcessExecutor):
-    """For a model that takes pictures, on whatever device. What its GPU decodes is decoded there, as without workers.
+    """For a model that takes pictures, on any device. A GPU that can decode some pictures decodes them itself.
 
-    Texts become tokens here: a tokenizer can't be sent to another process.
+    Texts are tokenized here, because a tokenizer can't be sent to another process.
     """
 
     def __init__(self, model: LoadedModel | MultiDeviceModel, settings: Settings, on_restart: OnRestart) -> None:
-        """Start the workers; LoadError where they can't be started. ``on_restart`` as for ``ModelHost``."""
+        """Start the workers; LoadError. ``on_restart`` as for ``ModelHost``."""
         super().__init__(model, settings)
         pictures = replace(model.model_inputs.pictures, text=None, decoder=None)
         options = HostOptions(model.spec, settings, (), choose_worker_bytes(settings), plans=None, pictures=pictures)
@@ -321,16 +321,16 @@ class DecodingExecutor(WorkerExecutor, InProcessExecutor):
 
     @property
     def memory_bytes(self) -> int:
-        """The weights and buffers, wherever they are, and what the workers have now."""
+        """Bytes of the weights and buffers on all devices, and of the workers now."""
         return super().memory_bytes + self._workers.host.measure_worker_bytes()
 
     def start(self, on_idle: Callable[[], None]) -> None:
-        """Start the threads, and begin to ask the workers."""
+        """Start the threads, and begin to send messages to the workers."""
         super().start(on_idle)
         self._workers.start()
 
     def _is_for_workers(self, item: LocalItem, inputs: ModelInputs) -> bool:
-        """Pictures are."""
+        """True of pictures."""
         return inputs is self.model.model_inputs and isinstance(item, ImageItem)
 
     async def close(self) -> None:

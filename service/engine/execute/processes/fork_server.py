@@ -1,6 +1,6 @@
-"""The process that hosts are forked from, and these, as the server sees them; at the end what it does itself.
+"""The fork server, from which hosts are forked: the server's view of it and of the hosts; at the end, its own code.
 
-It has imported what hosts need, and has one thread of Python.
+It has imported the libraries that hosts need, and runs one thread of Python.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from layertap.service.engine.execute.processes.host import run_model_host
 from layertap.service.engine.execute.processes.messages import HostOptions, WaitForProcess
 
 FAILED = "the process that starts models' processes failed"
-# It has the server's search path, and not the working directory before all else; signals are ignored from the first.
+# It gets the server's search path, without the working directory in front; signals are ignored from the start.
 RUN = f"""
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -39,12 +39,12 @@ from {forking.__name__} import run_and_exit
 from {__name__} import run
 run_and_exit(lambda: run(int(sys.argv[1])), {FAILED!r})
 """
-STARTS = 2  # the fork server may have died since it was used last
-START_SECONDS = 300.0  # for a fork server that imports libraries first, on a machine that does much else
+STARTS = 2  # the fork server may have died since its last use
+START_SECONDS = 300.0  # for a fork server that imports libraries first, on a busy machine
 END_SECONDS = 60.0  # for a process that has been killed
 DESCRIPTORS = Path("/proc/self/fd")
 STDERR = 2
-IMPORTS: Mapping[str, Callable[[], object]] = {  # what hosts need, by the kind of their model's source
+IMPORTS: Mapping[str, Callable[[], object]] = {  # the libraries that hosts need, by the kind of their model's source
     "torchvision": lambda: import_module("torchvision.models"),
     "timm": lambda: import_module("timm"),
     "transformers": lambda: import_module("transformers.models.auto.modeling_auto"),
@@ -52,7 +52,7 @@ IMPORTS: Mapping[str, Callable[[], object]] = {  # what hosts need, by the kind 
 
 
 class ForkServer:
-    """The process that starts hosts; any thread may use it. EOFError where it is gone, or does not answer in time."""
+    """The process that starts hosts; any thread may use it. EOFError if it is gone, or does not answer in time."""
 
     def __init__(self, channel: Channel, end: Callable[[], object]) -> None:
         """``end`` kills the process, and returns when it has ended."""
@@ -61,39 +61,39 @@ class ForkServer:
         self._lock = threading.Lock()
 
     def ask(self, message: object, timeout: float, descriptors: Sequence[int] = ()) -> Any:
-        """Its answer within so many seconds."""
+        """The answer to a message, within ``timeout`` seconds."""
         with self._lock:
             try:
                 return self._channel.ask(message, timeout, descriptors)
             except TimeoutError as error:
-                self._channel.close()  # what it answers later would be taken for another answer
+                self._channel.close()  # a late answer would be taken for the next one
                 raise EOFError("the fork server does not answer") from error
 
     def forget(self) -> None:
-        """In a copy of the process that has started it: that one goes on using it."""
+        """Close this end in a forked process; the parent goes on using the fork server."""
         self._channel.close()
 
     def close(self) -> None:
-        """End it, and with it its hosts."""
-        self._end()  # also one that is stopped, or that asks nobody whether it should
+        """End the fork server and its hosts."""
+        self._end()  # kill also a stopped or disconnected process
         self._channel.close()
 
 
 class HostProcess:
-    """A host's process; whoever started it ends it. ``descriptor`` can be read once it has ended."""
+    """A host's process; whoever started it ends it. ``descriptor`` becomes readable when it ends."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self._server = server
         self._pid = pid
-        self.descriptor = os.pidfd_open(pid)  # nobody waits for it before ``end`` does: the number is still its own
+        self.descriptor = os.pidfd_open(pid)  # only ``end`` waits for the process, so the pid is not reused before
 
     def kill(self) -> None:
-        """End it at once; any thread may, also beside ``end``."""
+        """Kill the process; any thread may, also during ``end``."""
         with suppress(OSError):
             signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
 
     def end(self, seconds: float = 0.0) -> int | None:
-        """Its exit status; it is killed if it has not ended in so many seconds. None where nobody knows."""
+        """The exit status; kills the process after ``seconds``. None if the status is unknown."""
         poll = select.poll()
         poll.register(self.descriptor, select.POLLIN)
         poll.poll(seconds * 1000)
@@ -107,7 +107,7 @@ class HostProcess:
 
 
 class _ForkServers:
-    """The fork server of this process, and after its death the next one."""
+    """The current fork server of this process; a new one replaces it if it dies."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -119,14 +119,14 @@ class _ForkServers:
             return self._current
 
     def close(self, server: ForkServer | None = None) -> None:
-        """End this one, or whichever there is."""
+        """End this fork server, or the current one."""
         with self._lock:
             if self._current is not None and server in (None, self._current):
                 self._current.close()
                 self._current = None
 
     def forget(self) -> None:
-        """In a copy of this process: it has none, and whoever held the lock is not in it."""
+        """Reset this object in a forked process: the thread that held the lock does not exist there."""
         self._lock = threading.Lock()
         if self._current is not None:
             self._current.forget()
@@ -139,16 +139,16 @@ os.register_at_fork(after_in_child=_servers.forget)
 
 
 def fork_this_process(source: str = "") -> None:
-    """Have the fork server be a copy of this process: nothing is imported twice, and what is imported is stored once.
+    """Fork the fork server from this process, so that imported libraries are loaded and stored once.
 
-    It begins to import what a host of the model ``source`` needs. This process must have one thread of Python, and must
-    have computed nothing on several threads; the other ends with this thread.
+    It begins to import the libraries that a host of the model ``source`` needs. This process must have one thread of
+    Python and must not have computed on several threads; the fork server ends with this thread.
     """
     _servers.get(partial(_fork, source))
 
 
 def start_host(connection: socket.socket, options: HostOptions) -> HostProcess:
-    """A new host, which loads a model and says so over this connection; LoadError where it can't be started."""
+    """Start a host, which loads a model and reports on ``connection``; LoadError if it can't be started."""
     for _ in range(STARTS):
         server = _servers.get(_start_python)
         try:
@@ -164,7 +164,7 @@ def start_host(connection: socket.socket, options: HostOptions) -> HostProcess:
 
 
 def _fork(source: str) -> ForkServer:
-    """A copy of this process."""
+    """Fork this process."""
     channel, connection = connect()
     with closing(connection):
         pid = fork(partial(run, connection.fileno(), source), FAILED)
@@ -178,7 +178,7 @@ def _fork(source: str) -> ForkServer:
 
 
 def _start_python() -> ForkServer:
-    """A Python of its own, wherever this process is with its threads."""
+    """Start a new Python process; this one may have any number of threads."""
     channel, connection = connect()
     with closing(connection):
         number = connection.fileno()
@@ -197,18 +197,18 @@ _imported: set[str] = set()
 
 
 def run(descriptor: int, source: str = "") -> None:
-    """Start hosts until the server closes the connection, which is the socket of this number.
+    """Start hosts until the server closes the connection, which is the socket ``descriptor``.
 
-    What a host of the model ``source`` needs is imported first.
+    The libraries that a host of the model ``source`` needs are imported first.
     """
     leave_signals_to_server()
-    # A collector that writes to what is shared would make copies of it, and close what has the number of a descriptor
-    # that is closed here.
+    # A collection would write to shared pages, which copies them, and might close a descriptor whose number is
+    # already reused here.
     gc.freeze()
     gc.enable()
     for other in [int(each.name) for each in DESCRIPTORS.iterdir()]:
         if other > STDERR and other != descriptor:
-            with suppress(OSError):  # of the one that listed them
+            with suppress(OSError):  # the descriptor of the directory itself, closed by now
                 os.close(other)
     _import_library(source)
     with suppress(EOFError):
@@ -226,11 +226,11 @@ def _serve(channel: Channel) -> None:
 
 
 def _import_library(source: str) -> None:
-    """Import what a model's host needs, once for all; a broken library stops no host but those that need it."""
+    """Import the library of a model's source once, for all hosts; if it is broken, only hosts that need it fail."""
     kind = source.partition(":")[0]
     if kind in IMPORTS and kind not in _imported:
         _imported.add(kind)
-        gc.disable()  # it would look at what is imported again and again, for a fifth of the time
+        gc.disable()  # collections during imports take a fifth of the time
         with suppress(Exception):
             IMPORTS[kind]()
         gc.freeze()
@@ -238,7 +238,7 @@ def _import_library(source: str) -> None:
 
 
 def _start_host(channel: Channel, connection: int, options: HostOptions) -> int | LoadError:
-    """A new host's number, or why there is none: other models' hosts go on."""
+    """A new host's pid, or the error; other models' hosts go on."""
     try:
         return fork(partial(_run_host, channel, connection, options), "a model's process failed", options.spec.name)
     except OSError as error:

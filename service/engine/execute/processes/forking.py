@@ -1,4 +1,4 @@
-"""Copies of a process: how one begins and ends, and what the system makes sure of in it."""
+"""Forked processes: how they start and end, and their limits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ log = logging.getLogger("layertap")
 
 
 def fork(work: Callable[[], object], failure: str, model: str = "") -> int:
-    """Have a copy of this process do something and end, and end also when this thread does; the copy's number.
+    """Run ``work`` in a forked process, which also ends when this thread does; returns its pid.
 
-    What ``work`` raises goes to the log as ``failure``. OSError where the system allows no more processes.
+    Errors of ``work`` are logged as ``failure``. OSError if the system allows no more processes.
     """
     parent = os.getpid()
 
@@ -37,7 +37,7 @@ def fork(work: Callable[[], object], failure: str, model: str = "") -> int:
 
 
 def run_and_exit(work: Callable[[], object], failure: str, model: str = "") -> NoReturn:
-    """Do something, and end this process at once: libraries would write on the terminal while they end."""
+    """Run ``work``, then exit at once: libraries would print messages during a normal exit."""
     status = 1
     try:
         work()
@@ -49,7 +49,7 @@ def run_and_exit(work: Callable[[], object], failure: str, model: str = "") -> N
 
 
 def wait_for_child(pid: int) -> int | None:
-    """The exit status of a process that ends; None for one that this process has not started."""
+    """The exit status of an ending process; None if this process did not start it."""
     try:
         _, status = os.waitpid(pid, 0)
     except ChildProcessError:
@@ -58,36 +58,36 @@ def wait_for_child(pid: int) -> int | None:
 
 
 def leave_signals_to_server() -> None:
-    """Ignore a terminal's Ctrl+C, a service manager's SIGTERM and SIGHUP, which go to all processes."""
+    """Ignore Ctrl+C in the terminal, and SIGTERM and SIGHUP of a service manager, which are sent to all processes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def end_with_parent(parent: int) -> None:
-    """Have this process killed when the thread that started it ends; ``parent`` is the number of its process."""
+    """Have this process killed when the thread that started it ends; ``parent`` is that thread's process."""
     leave_signals_to_server()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before that
+    if os.getppid() != parent:  # the parent has ended already
         os._exit(1)
 
 
 def be_killed_first() -> None:
-    """Have the system, where it runs out of memory, end this process rather than one that others depend on."""
+    """Let the kernel kill this process first when the system is out of memory."""
     with suppress(OSError):
         OOM_SCORE.write_text(WORKER_OOM_SCORE)
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Let this process have so many bytes more than now: what asks for more gets a MemoryError."""
+    """Let this process allocate at most ``more_bytes`` more than now; beyond that, MemoryError."""
     now = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmData:"))
     limit = int(now.split()[1]) * 1024 + more_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a dump would have the pictures of others
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would contain users' pictures
 
 
 @contextmanager
 def limit_seconds(seconds: float) -> Iterator[None]:
-    """End the process where the block takes longer, whatever code it is in."""
+    """Kill this process if the block takes longer, whatever code it runs."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield

@@ -1,7 +1,7 @@
-"""A model's host: a process that loads the model and is copied for each worker, so that weights are stored once.
+"""A model's host: a process that loads the model and is forked for each worker, so that weights are stored once.
 
-It has one thread of Python, and runs operations on one thread: after a forward on several, a copy's own forward on
-several would never end, since libgomp believes in threads that a copy does not have.
+It has one thread of Python, and computes on one thread: after a forward on several threads, a forward on several
+threads in a forked process would hang, because libgomp expects threads that do not exist there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CreateWorker = Callable[[Progress], DecodingWorker]
 
 
 def run_model_host(connection: socket.socket, options: HostOptions) -> None:
-    """Load a model, or nothing, tell the server of it, and start workers until the server closes the connection."""
+    """Load a model, if any, describe it to the server, and start workers until the server closes the connection."""
     logs.configure(options.settings.log_level, logs.wants_text(options.settings.log_format))
     allocator.keep_large_blocks()
     add_search_folders(options.folders)
@@ -47,19 +47,19 @@ def run_model_host(connection: socket.socket, options: HostOptions) -> None:
     channel = Channel(connection)
     try:
         info, create_worker = _load(options, channel)
-    except BaseException as error:  # a third party's code may raise anything
+    except BaseException as error:  # third-party code may raise anything
         with suppress(EOFError):
             channel.send(_to_load_error(error))
         return
     gc.collect()
-    gc.freeze()  # a collector that writes to what is shared would make copies of it
+    gc.freeze()  # a collection would write to shared pages, which copies them
     with suppress(EOFError):
         channel.send(info)
         _serve(channel, create_worker, options)
 
 
 def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo | None, CreateWorker]:
-    """What to tell the server of the model, if one is loaded, and what makes its workers in their processes."""
+    """The description of the model, if one is loaded, and the factory of its workers."""
     settings = options.settings
     if options.pictures is not None:
         return None, partial(DecodingWorker, options.pictures, settings)
@@ -78,7 +78,7 @@ def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo | None, Cre
 
 @contextmanager
 def _take_turn(channel: Channel) -> Iterator[None]:
-    """Wait for other models' hosts as ``turns.take_turn`` does for models of one process: the server knows of all."""
+    """Wait for other models' hosts, all known to the server, as ``turns.take_turn`` does for models of one process."""
     channel.ask(Turn(wanted=True), timeout=None)
     try:
         yield
@@ -87,9 +87,9 @@ def _take_turn(channel: Channel) -> Iterator[None]:
 
 
 def run_in_copy(function: Callable[[], T]) -> T:
-    """What a function gives or raises in a copy of this process; LoadError where it ends the copy, or raises no error.
+    """Call a function in a forked process: its picklable result or its error.
 
-    What it gives can be pickled.
+    LoadError if the function ends the process, or raises another error than a LayertapError.
     """
     channel, connection = connect()
     with closing(connection):
@@ -118,12 +118,12 @@ def _answer(function: Callable[[], object], channel: Channel, connection: socket
 
 
 def _to_load_error(error: BaseException) -> LayertapError:
-    """What to tell the server of an error."""
+    """The error as the server receives it."""
     return error if isinstance(error, LayertapError) else make_load_error(error)
 
 
 def _describe(model: LoadedModel) -> ModelInfo:
-    """The model as the server sees it: texts and pictures are made into rows here, by what the model brought along."""
+    """The model as the server sees it, without a tokenizer or library processor: the workers run these."""
     gc.collect()
     info = ModelInfo(**{each.name: getattr(model, each.name) for each in fields(ModelInfo)})
     info = replace(info, process_bytes=measure_private_bytes())
@@ -136,12 +136,12 @@ def _describe(model: LoadedModel) -> ModelInfo:
 
 
 def refuse_here(given: object, *_: object) -> NoReturn:
-    """Stands for a tokenizer or an image processor that only the model's own process has."""
+    """Takes the place of a tokenizer or an image processor that exists only in the model's own process."""
     raise NotImplementedError(f"a {type(given).__name__} is to be sent to a worker")
 
 
 def _serve(channel: Channel, create_worker: CreateWorker, options: HostOptions) -> NoReturn:
-    """Start workers, and tell how they ended, as the server asks; EOFError once it closes the connection."""
+    """Start workers and report how they ended, on the server's request; EOFError once it closes the connection."""
     while True:
         message, descriptors = channel.receive_with_descriptors()
         if isinstance(message, WaitForProcess):
@@ -149,7 +149,7 @@ def _serve(channel: Channel, create_worker: CreateWorker, options: HostOptions) 
         else:
             connection, memory = descriptors
             work = partial(_work, channel, connection, memory, create_worker, options.worker_bytes)
-            pid: int | None = None  # where the system allows no more processes: the other workers go on
+            pid: int | None = None  # None if the system allows no more processes: the other workers go on
             with suppress(OSError):
                 pid = fork(work, "a worker failed", options.spec.name)
             os.close(connection)

@@ -1,4 +1,4 @@
-"""What the server asks of its other processes, and what they answer: plain data."""
+"""Messages from the server to its other processes, and their answers: plain data."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from layertap.service.settings import Settings
 
 @dataclass(frozen=True)
 class HostOptions:
-    """To the fork server: start a host; the descriptor of its connection comes along.
+    """To the fork server: start a host; its connection's descriptor is sent along.
 
-    The answer is the number of its process, or a LoadError. The host loads ``spec``, and says over its connection what
-    is known of the model, or the error. ``folders``: where own models are found. ``worker_bytes``: how much memory each
-    worker may take beside what it shares. ``plans``: the folder of the graphs of warm plans; without it they run with
-    hooks. ``pictures``: the model is in the server's own process, the host loads nothing and says None, and its workers
-    only make rows of pictures for these inputs. ``reload``: requests wait for a model that was loaded before, so that
-    nothing is compiled, and no turn waited for.
+    The answer is its pid, or a LoadError. The host loads ``spec`` and sends the model's description or the error over
+    its connection. ``folders``: search folders for users' own models. ``worker_bytes``: the memory that each worker may
+    allocate. ``plans``: the folder of the graphs of warm plans; without it they run with hooks. ``pictures``: the model
+    is in the server's own process, the host loads nothing and sends None, and its workers only decode pictures for
+    these inputs. ``reload``: requests wait for a model that was loaded before, so nothing is compiled, and the host
+    waits for no turn.
     """
 
     spec: ModelSpec
@@ -39,7 +39,7 @@ class HostOptions:
 class Turn:
     """From a host: whether it wants to measure its model while no other is measured.
 
-    The answer, None, gives it the turn until it wants none any more, or says what became of the model.
+    The answer, None, gives it the turn until it wants none any more, or sends the model's description or error.
     """
 
     wanted: bool
@@ -47,9 +47,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class WaitForProcess:
-    """To the process that started a host or a worker: wait for it, it ends.
+    """To the process that started a host or a worker: wait until that ends.
 
-    The answer is its exit status, below 0 where a signal ended it; None where another process started it.
+    The answer is its exit status, negative after a signal; None if another process started it.
     """
 
     pid: int
@@ -57,15 +57,15 @@ class WaitForProcess:
 
 @dataclass(frozen=True)
 class StartWorker:
-    """To a model's host: start one more worker; its connection's descriptor, and its progress's, come along.
+    """To a model's host: start a worker; the descriptors of its connection and its progress are sent along.
 
-    The answer is the number of its process; the worker says None over its connection when it is ready.
+    The answer is its pid; the worker sends None over its connection when it is ready.
     """
 
 
 @dataclass(frozen=True)
 class DecodeItems:
-    """To a worker: make rows of items. Its answer is an ``ItemAttempts``."""
+    """To a worker: decode items. Its answer is an ``ItemAttempts``."""
 
     items: Sequence[LocalItem]
 
@@ -79,7 +79,7 @@ class CallModel:
 
 @dataclass(frozen=True)
 class BatchDecoded:
-    """From a worker, where rows wait: the pictures of its batch are decoded. It waits for a batch of what joins."""
+    """From a worker, if rows wait: its batch's pictures are decoded. It waits for a batch of the rows that join."""
 
 
-ToWorker = DecodeItems | Batch | CallModel  # the answer to a batch is one ``BatchResult``, or several
+ToWorker = DecodeItems | Batch | CallModel  # a batch is answered by one ``BatchResult`` or several

@@ -1,4 +1,4 @@
-"""A model's host as the server sees it: the process that loads the model and starts workers."""
+"""The server's view of a model's host: the process that loads the model and starts workers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from layertap.service.engine.execute.processes.messages import HostOptions, Star
 from layertap.service.engine.execute.processes.progress import Progress, create_progress
 from layertap.service.types import RestartReason
 
-START_SECONDS = 60.0  # for a copy of a process to say that it is ready, on a machine that does much else
-LOAD_SECONDS = 3600.0  # for a host to load its model, which may be downloaded first
+START_SECONDS = 60.0  # for a forked process to get ready, on a busy machine
+LOAD_SECONDS = 3600.0  # for a host to load its model, including a download
 MIN_RELOAD_SECONDS = 120.0
-RELOAD_FACTOR = 10.0  # loading again may take so many times what it took at first
+RELOAD_FACTOR = 10.0  # a reload may take so many times as long as the first load
 OnRestart = Callable[[str, RestartReason], None]
 
 
 @dataclass(frozen=True)
 class StartedWorker:
-    """A worker that has just been started: its process's number, the connection to it, and what it tells."""
+    """A worker that has just been started: its pid, its connection and its shared state."""
 
     pid: int
     connection: socket.socket
@@ -41,8 +41,8 @@ class StartedWorker:
 class ModelHost:
     """The process that has loaded a model, or only decodes for one, and starts workers.
 
-    ``workers`` are those that it has started, by their processes' numbers, until they have been waited for. Its methods
-    wait for the process: they belong into threads, of which any may call them.
+    ``workers``: the started workers, by pid, until their exit status is read. The methods block, so they belong in
+    threads; any thread may call them.
     """
 
     def __init__(self, options: HostOptions, on_restart: OnRestart) -> None:
@@ -53,42 +53,42 @@ class ModelHost:
         self._options = options
         self._lock = threading.Lock()
         self._closed = False
-        self._identity: object = None  # of the model as it was loaded first
-        self._load_seconds = 0.0  # that this took
+        self._identity: object = None  # of the model at its first load
+        self._load_seconds = 0.0  # of the first load
         self._descriptor: int | None = None
-        self._channel, unused = connect()  # each process has one of its own
+        self._channel, unused = connect()  # closed, so that each process gets a channel of its own
         unused.close()
         self._process: HostProcess | None = None
 
     def load(self) -> ModelInfo | None:
-        """Start the process, and wait until it has loaded the model, if it is to.
+        """Start the process, and wait until it has loaded the model, if it has one to load.
 
-        LoadError where it can't, or has loaded another model than before; of the kind "killed" where the process was
-        killed, does not answer, or could not be started: that may pass.
+        LoadError if it can't, or if the model has changed; of the kind "killed" if the process was killed, does not
+        answer, or could not be started: a retry may help.
         """
         with self._lock:
             if self._closed:
                 raise LoadError(f"model {self.name} is unloaded")
-            for worker in list(self.workers.values()):  # of the host before; other threads still wait for some
+            for worker in list(self.workers.values()):  # of the previous host; other threads still wait for some
                 worker.connection.close()
             self._end()
             try:
                 return self._load()
             except BaseException as error:
                 self._end()
-                if isinstance(error, OSError):  # no descriptor is left in this process
+                if isinstance(error, OSError):  # this process is out of descriptors
                     raise _refuse(f"no process can be started to load it ({error.strerror})") from error
                 raise
 
     def start_worker(self) -> StartedWorker:
-        """Start a worker; LoadError where the host is gone, or has no process for it."""
+        """Start a worker; LoadError if the host is gone, or can't fork."""
         if self._closed:
             raise LoadError(f"model {self.name} is unloaded")
         pid: int | None = None
         try:
             channel, connection = connect()
             try:
-                with closing(connection):  # else it would not show here that the other end is gone
+                with closing(connection):  # else a closed other end would go unnoticed here
                     progress, memory = create_progress()
                     try:
                         pid = cast("int | None", self._ask(StartWorker(), (connection.fileno(), memory)))
@@ -103,12 +103,12 @@ class ModelHost:
                 channel.close()
                 raise
         except (EOFError, OSError) as error:
-            if pid is not None:  # its connection is closed, so that it ends
+            if pid is not None:  # its connection is closed, so it ends
                 self.wait_for_worker(pid)
             raise _refuse(f"no worker of model {self.name} can be started") from error
 
     def wait_for_worker(self, pid: int) -> int | None:
-        """The exit status of a worker that ends; None where nobody knows."""
+        """The exit status of an ending worker; None if unknown."""
         status: int | None = None
         with suppress(EOFError, OSError):
             status = self._ask(WaitForProcess(pid))
@@ -116,22 +116,22 @@ class ModelHost:
         return status
 
     def measure_worker_bytes(self) -> int:
-        """Memory of the workers that no other process has."""
+        """Bytes of the workers that are not shared with other processes."""
         return sum(map(measure_private_bytes, list(self.workers)))
 
     def take_descriptor(self) -> int | None:
-        """A descriptor that can be read once the process has ended, from now on the caller's; None where it has."""
+        """A descriptor that becomes readable when the process ends, now owned by the caller; None if it has ended."""
         descriptor, self._descriptor = self._descriptor, None
         return descriptor
 
     def close(self) -> None:
-        """End the process, after its workers, which nobody asks any more: none is started from now on."""
+        """End the workers, which nobody uses any more, and then the process; no worker starts from now on."""
         self._closed = True
-        if self._lock.locked() and self._process is not None:  # it loads: nobody waits for that any more
+        if self._lock.locked() and self._process is not None:  # nobody waits for this load any more
             self._process.kill()
         for worker in list(self.workers.values()):
-            worker.connection.close()  # of one that was started when the server began to end, too
-            self.wait_for_worker(worker.pid)  # as long as the host can: nobody else would where this is PID 1
+            worker.connection.close()  # also a worker that started while the server began to shut down
+            self.wait_for_worker(worker.pid)  # only the host can reap it if this process is PID 1
         with self._lock:
             self._end()
 
@@ -142,7 +142,7 @@ class ModelHost:
         seconds = max(MIN_RELOAD_SECONDS, RELOAD_FACTOR * self._load_seconds) if again else LOAD_SECONDS
         with closing(connection), label_failures("killed"):
             self._process = start_host(connection, replace(self._options, reload=again))
-            if self._closed:  # meanwhile: whoever closed this found no process to end
+            if self._closed:  # meanwhile: ``close`` found no process to end
                 raise LoadError(f"model {self.name} is unloaded")
         try:
             answer = self._receive_model(started + seconds)
@@ -164,10 +164,10 @@ class ModelHost:
         return answer
 
     def _receive_model(self, deadline: float) -> ModelInfo | LayertapError | None:
-        """What the host says when it has loaded the model; before that it asks for turns with other models."""
+        """The host's answer once it has loaded the model; until then, grant it turns with other models."""
         with ExitStack() as turn:
             if self._options.pictures is None:
-                turn.enter_context(build_beside())  # until it wants to measure
+                turn.enter_context(build_beside())  # until the host wants to measure
             while True:
                 message = self._channel.receive(max(deadline - time.monotonic(), 0.0))
                 if not isinstance(message, Turn):
@@ -179,7 +179,7 @@ class ModelHost:
                     self._channel.send(None)
 
     def _ask(self, message: object, descriptors: Sequence[int] = ()) -> Any:
-        """The process's answer; it is ended where it is gone or gives none in time: a later one would be mistaken."""
+        """The process's answer; if it is gone or late, end it: a late answer would be taken for the next one."""
         with self._lock:
             try:
                 return self._channel.ask(message, START_SECONDS, descriptors)
@@ -198,12 +198,12 @@ class ModelHost:
 
 
 def _refuse(detail: str) -> LoadError:
-    """What may pass: a process was killed, does not answer, or could not be started."""
+    """An error that a retry may fix: a process was killed, does not answer, or could not be started."""
     refusal = LoadError(detail)
     refusal.kind = "killed"
     return refusal
 
 
 def _identify(info: ModelInfo | None) -> object:
-    """What must be the same of a model that is loaded again: its weights, and which of its warm plans have graphs."""
+    """What must not change when a model is reloaded: its weights, and which of its warm plans have graphs."""
     return info and (info.identity, tuple(each is None for each in info.compiled))

@@ -1,6 +1,6 @@
 """State that a worker and the server share through mapped memory.
 
-The worker, also once it is dead: which item it decoded, and since when, and what had gone wrong in its batch. The
+From the worker, readable even after its death: the item being decoded, since when, and its batch's failures. From the
 server: whether rows wait for the model.
 """
 
@@ -20,12 +20,12 @@ NOTHING = -1
 
 
 class Progress(Structure):
-    """What two processes see, as plain numbers.
+    """The shared state, as plain numbers.
 
-    ``item``: the number of the one that is being decoded, or was when the process ended, -1 where none is; ``since``
-    when, on the clock of ``time.monotonic``, which all processes share. ``taken``: how many messages the worker has
-    taken. ``hooks`` of ours that were on the model after its last batch: 0. ``rows_wait``: whether rows of the model
-    are in no batch yet, as the server said last.
+    ``item``: the number of the item being decoded, also when the process ended; -1 if there is none; ``since``: when it
+    began, on the clock of ``time.monotonic``, which all processes share. ``taken``: how many messages the worker has
+    received. ``hooks``: ours that are on the model after its last batch: 0. ``rows_wait``: whether rows of the model
+    wait that are in no batch yet.
     """
 
     item: int
@@ -33,7 +33,7 @@ class Progress(Structure):
     taken: int
     hooks: int
     rows_wait: bool
-    _failures: Array[c_int64]  # 0 for no number
+    _failures: Array[c_int64]  # 0 for None
     _fields_ = (
         ("item", c_int64),
         ("since", c_double),
@@ -45,7 +45,7 @@ class Progress(Structure):
 
     @contextmanager
     def decoding(self, number: int) -> Iterator[None]:
-        """Say which item is decoded until the block ends."""
+        """Note the item that the block decodes."""
         self.since, self.item = time.monotonic(), number
         try:
             yield
@@ -54,22 +54,22 @@ class Progress(Structure):
 
     @property
     def failures(self) -> BatchFailures:
-        """What has gone wrong in the batch that runs, or ran last."""
+        """The failures of the current or last batch."""
         out_of_memory, memory_splits, error_splits, too_many_rows = self._failures
         return BatchFailures(out_of_memory, memory_splits, error_splits, too_many_rows or None)
 
     def note_failures(self, failures: BatchFailures) -> None:
-        """Say what has gone wrong in the batch that runs."""
+        """Store the failures of the current batch."""
         self._failures[:] = [count or 0 for count in astuple(failures)]
 
 
 def map_progress(descriptor: int) -> Progress:
-    """One in the memory of a descriptor, which the caller closes."""
+    """The progress in the memory of a descriptor, which the caller closes."""
     return Progress.from_buffer(mmap.mmap(descriptor, sizeof(Progress)))
 
 
 def create_progress() -> tuple[Progress, int]:
-    """One that is of no item yet, and the descriptor of its memory, which is the caller's to close."""
+    """A progress without an item, and the descriptor of its memory, which the caller closes."""
     descriptor = os.memfd_create("layertap", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, bytes(Progress(NOTHING)))

@@ -1,4 +1,4 @@
-"""What the server and a worker both know: specs, which cross once, and captures, which cross as their numbers."""
+"""References that the server and a worker share: specs, each sent once, and captures, sent as numbers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from layertap.service.engine.execute.processes.channel import References
 
 MAX_SPECS = 64  # that a worker keeps when it gets a batch
 MAX_WEIGHTS = 2**26  # numbers of their projections: 256 MiB
-Captures = tuple[Capture, ...]  # of a spec, in one order: a set has another elsewhere
+Captures = tuple[Capture, ...]  # of a spec, in the order of one process: a set's order differs in another
 Key = tuple[int, int, int, int]
-CaptureNumber = tuple[int, int]  # of a spec, and among its captures
+CaptureNumber = tuple[int, int]  # the spec's number, and the index among its captures
 
 
 class ServerReferences(References):
-    """The specs that a worker has been sent. Results come back under the numbers of captures."""
+    """The specs that a worker has received. Results come back under the numbers of captures."""
 
     def __init__(self) -> None:
         self._numbers: dict[Key, int] = {}
@@ -25,20 +25,20 @@ class ServerReferences(References):
         self._weights = 0
 
     def clear(self) -> None:
-        """Begin anew; the worker forgets its specs with the next one that it gets."""
+        """Forget all specs; the worker forgets its own when it receives the next one."""
         self._numbers.clear()
         self._specs.clear()
         self._weights = 0
 
     @property
     def is_full(self) -> bool:
-        """Whether they should begin anew with the next batch."""
+        """Whether to call ``clear`` before the next batch."""
         return len(self._specs) >= MAX_SPECS or self._weights > MAX_WEIGHTS
 
     def find(self, value: object) -> Any:
-        """The number of a spec; the first time what a worker makes of it, too.
+        """The number of a spec; the first time, with its content.
 
-        One that changes or differentiates never comes again, and may have large tensors: it crosses as it is.
+        A spec with interventions or an objective is never used again, and may have large tensors: it is sent as it is.
         """
         if type(value) is not ForwardSpec or value.plan.resolved_interventions or value.plan.objective is not None:
             return None
@@ -47,7 +47,7 @@ class ServerReferences(References):
             return number
         number, captures = len(self._specs), tuple(value.plan.captures)
         self._numbers[key] = number
-        self._specs.append((value, captures))  # and its parts: nothing else has their ids
+        self._specs.append((value, captures))  # keeps the parts alive, so that their ids stay unique
         self._weights += sum(count_weights(capture.reduction.project) for capture in captures)
         return number, vars(value), captures
 
@@ -58,18 +58,18 @@ class ServerReferences(References):
 
 
 class WorkerReferences(References):
-    """The specs that the server has sent; with number 0 it begins anew, and all others are forgotten."""
+    """The specs that the server has sent; a spec with number 0 replaces all earlier ones."""
 
     def __init__(self) -> None:
         self._specs: list[ForwardSpec] = []
         self._captures: dict[Capture, CaptureNumber] = {}
 
     def find(self, value: object) -> CaptureNumber | None:
-        """The number of a capture of a spec that has one."""
+        """The number of a capture, if its spec has one."""
         return self._captures.get(value) if type(value) is Capture else None
 
     def get(self, reference: Any) -> ForwardSpec:
-        """The spec of a number, which may be new."""
+        """The spec of a reference, stored if it is new."""
         if isinstance(reference, int):
             return self._specs[reference]
         number, parts, captures = reference

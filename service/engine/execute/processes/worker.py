@@ -1,4 +1,4 @@
-"""A worker: a process that decodes what is sent to a model and runs its forwards, one message at a time."""
+"""A worker: a process that decodes a model's inputs and runs its forwards, one message at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from layertap.service.settings import Settings
 
 
 class DecodingWorker:
-    """Decodes what the server sends."""
+    """A worker that only decodes."""
 
     def __init__(self, inputs: ModelInputs, settings: Settings, progress: Progress) -> None:
         self._inputs = inputs
@@ -59,7 +59,7 @@ class DecodingWorker:
 
 
 class Worker(DecodingWorker):
-    """Answers also what the server asks of a model in this process."""
+    """A worker that also runs forwards and functions of a model in this process."""
 
     def __init__(self, model: LoadedModel, settings: Settings, progress: Progress) -> None:
         super().__init__(model.model_inputs, settings, progress)
@@ -75,14 +75,14 @@ class Worker(DecodingWorker):
 
     def _call(self, message: CallModel) -> CallOutcome:
         outcome = call_model(self._model, self._model.replicas[0], message.function)
-        if isinstance(outcome.result, Resumption):  # what calls returned may be of any type, and stays here
+        if isinstance(outcome.result, Resumption):  # the results of calls may be of any type, and stay here
             return replace(outcome, result=replace(outcome.result, skipped={}))
         return outcome
 
     def _run(self, batch: Batch, channel: Channel) -> BatchResult:
-        """The batch, after its pictures are decoded; what can't be prepared is refused, and the others run.
+        """Decode the batch's pictures, refuse the slices that fail, and run the others.
 
-        Whatever waits by then may join it: a batch grows until its forward begins.
+        Waiting rows may join after the decoding: a batch grows until its forward begins.
         """
         refused: list[SliceResult] = []
         ready: list[Part] = []
@@ -98,7 +98,7 @@ class Worker(DecodingWorker):
                     refused.append(SliceResult(len(decodes), 0, each.rows, error, 1))
                 decodes.append((started, time.perf_counter()) if each.encoded else NEVER)
             joining = ()
-            if may_grow and self._progress.rows_wait:  # else nothing would join: the forward begins without a question
+            if may_grow and self._progress.rows_wait:  # else nothing would join: start the forward without asking
                 channel.send(BatchDecoded())
                 more: Batch = channel.receive()
                 joining, batch = more.slices, replace(batch, slots=more.slots)
@@ -113,10 +113,10 @@ class Worker(DecodingWorker):
         return replace(result, results=results)
 
     def _prepare(self, index: int, each: RowSlice) -> RowSlice:
-        """A slice with all that its forward needs; LayertapError, UndecodedError.
+        """A slice with everything that its forward needs; LayertapError, UndecodedError.
 
-        Another worker may have found out how forwards go on from a layer. Nothing that goes wrong is kept: a lack of
-        memory passes.
+        The resumption may be from another worker, so it is verified here. Errors are not cached: a lack of memory
+        passes.
         """
         job, known = each.job, each.spec.resumption
         if known is not None:
@@ -128,7 +128,7 @@ class Worker(DecodingWorker):
         return replace(each, job=job)
 
     def _decode_pictures(self, index: int, each: RowSlice) -> Rows:
-        """The rows of a slice's pictures; UndecodedError for the first one that has none."""
+        """The rows of a slice's pictures; UndecodedError for the first bad one."""
         parts: list[Rows] = []
         for row, picture in enumerate(each.encoded, each.first_row):
             (attempt,) = self._decode_item(index, picture)
@@ -139,7 +139,7 @@ class Worker(DecodingWorker):
 
 
 def split_results(result: BatchResult) -> Iterator[BatchResult]:
-    """A result as messages: what is large comes by itself, so that nobody who keeps a part of it keeps all."""
+    """Split a result into messages: large slices get their own, so that keeping one frees the others."""
     part: list[SliceResult] = []
     nbytes = 0
     for each in result.results:

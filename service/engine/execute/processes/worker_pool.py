@@ -26,8 +26,8 @@ from layertap.service.engine.execute.threads import run_in_new_thread
 from layertap.service.errors import UnavailableError
 from layertap.service.types import RestartReason
 
-GRACE_SECONDS = 1.0  # beyond the moment at which nobody waits any more
-BORROW_SECONDS = 300.0  # for a worker to be idle: longer than any batch has that anybody waits for
+GRACE_SECONDS = 1.0  # after the deadline
+BORROW_SECONDS = 300.0  # to wait for an idle worker: longer than any batch that somebody waits for
 SEND_TRIES = 3
 RETRY_SECONDS = 5.0
 SIGNALS: Mapping[int, RestartReason] = {signal.SIGALRM: "decode_timeout", signal.SIGKILL: "killed"}
@@ -36,11 +36,11 @@ log = logging.getLogger("layertap")
 
 @dataclass(eq=False)
 class WorkerDiedError(Exception):
-    """A worker ended, or was ended, before it answered.
+    """A worker ended, or was killed, before it answered.
 
-    ``taken``: it may have died of the message; else it was dead before. ``timed_out``: it was given all the time that
-    there was. ``decoding`` is the number of the item that it decoded then, and ``decode_seconds`` for how long; -1
-    where it decoded none. ``failures`` had gone wrong in its batch.
+    ``taken``: it may have died because of the message; else it was dead before. ``timed_out``: it exceeded its time
+    limit. ``decoding``: the number of the item that it was decoding, and ``decode_seconds`` for how long; -1 if it was
+    decoding none. ``failures``: those of its batch until then.
     """
 
     taken: bool
@@ -51,24 +51,24 @@ class WorkerDiedError(Exception):
 
 
 def find_reason(status: int | None) -> RestartReason:
-    """Why a worker ended that the server has not ended."""
+    """Why a worker ended that the server did not kill."""
     if status is None:
         return "unknown"
     return SIGNALS.get(-status, "crash") if status < 0 else "exit"
 
 
 class WorkerProcess:
-    """A worker as the event loop asks it, one message at a time.
+    """The event loop's end of a worker, for one message at a time.
 
-    ``pid`` is its process's number, and ``progress`` what it tells without a message.
+    ``pid``: its process; ``progress``: its shared state.
     """
 
     def __init__(self, started: StartedWorker, on_lost: Callable[[WorkerProcess], None]) -> None:
-        """``on_lost`` is called with it when it has died."""
+        """``on_lost`` is called with this object when the worker has died."""
         self.pid = started.pid
         self.progress = started.progress
-        self._process: int | None = None  # a descriptor: its number may be another process's by now
-        with suppress(ProcessLookupError):  # it has died since: the next message tells
+        self._process: int | None = None  # a pidfd: the pid may be another process's by now
+        with suppress(ProcessLookupError):  # it has died already: the next message shows it
             self._process = os.pidfd_open(self.pid)
         self._references = ServerReferences()
         self._channel = LoopChannel(started.connection, self._references, lambda: on_lost(self))
@@ -79,13 +79,13 @@ class WorkerProcess:
         return self._channel.is_closed
 
     async def ask(self, message: ToWorker, deadline: float, extend: Extend = lambda: None) -> Any:
-        """Its answer; WorkerDiedError where it has died, or has not answered at a moment on the monotonic clock.
+        """The answer to a message; WorkerDiedError if the worker dies or misses the deadline (monotonic).
 
-        ``extend`` gives what joins a batch whose pictures are decoded. UnsentError where it has not got the message,
-        and is well. After any other error it may be in the midst of an answer, and is of no use any more.
+        ``extend`` returns the rows that join a batch whose pictures are decoded. UnsentError if the message was not
+        sent; the worker is well. After any other error it may be in the middle of an answer, and is unusable.
         """
         taken, results = self.progress.taken, list[SliceResult]()
-        if self._references.is_full:  # not between a batch and what joins it: the worker answers for both
+        if self._references.is_full:  # not between a batch and the rows that join it: the worker answers both together
             self._references.clear()
         try:
             async with asyncio.timeout_at(_to_loop_time(deadline)) as limit:
@@ -111,7 +111,7 @@ class WorkerProcess:
                 decode_seconds=time.monotonic() - since if decoding >= 0 else 0.0,
                 failures=self.progress.failures,
             ) from error
-        except UnsentError:  # the specs of the message did not reach the worker
+        except UnsentError:  # the message's specs did not reach the worker
             self._references.clear()
             raise
         return replace(answer, results=[*results, *answer.results]) if results else answer
@@ -119,11 +119,11 @@ class WorkerProcess:
     async def _send_more(self, more: Batch) -> None:
         try:
             await self._channel.send(more)
-        except UnsentError as error:  # the worker waits for it
+        except UnsentError as error:  # the worker waits for this message
             raise OSError(str(error)) from error
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self._channel.close()
         if self._process is not None:
             with suppress(ProcessLookupError):
@@ -133,20 +133,20 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """So many workers, which ``host`` starts. For the event loop only, but for its creation."""
+    """A fixed number of workers, started by ``host``. For the event loop only, except its creation."""
 
     def __init__(self, host: ModelHost, count: int) -> None:
-        """Start the workers; LoadError where they can't be started."""
+        """Start the workers; LoadError."""
         self._on_idle: Callable[[], None] = lambda: None
         self.host = host
         self._count = count
         self._workers: list[WorkerProcess] = []
-        self._idle: list[WorkerProcess] = []  # the one whose memory was used last comes last, and is taken first
+        self._idle: list[WorkerProcess] = []  # the most recently used comes last, and is taken first
         self._waiting: deque[asyncio.Future[WorkerProcess]] = deque()
         self._rows_wait = False
         self._lost = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._descriptor: int | None = None  # that can be read once the host has ended
+        self._descriptor: int | None = None  # becomes readable when the host ends
         try:
             self._started = self._start_workers()
         except BaseException:
@@ -154,12 +154,12 @@ class WorkerPool:
             raise
 
     def start(self, on_idle: Callable[[], None] = lambda: None) -> None:
-        """Begin to ask the workers that were started, and to look whether their host is there.
+        """Begin to send messages to the started workers, and watch for the end of their host.
 
-        ``on_idle`` is called when there is a new one, which is idle.
+        ``on_idle`` is called when a new, idle worker is added.
         """
         self._on_idle = on_idle
-        self._lost = asyncio.Event()  # of this host: tasks of the one before keep theirs
+        self._lost = asyncio.Event()  # of this host: tasks of the previous host keep their own event
         started, self._started = self._started, []
         self._descriptor = self.host.take_descriptor()
         if self._descriptor is None:
@@ -170,7 +170,7 @@ class WorkerPool:
             self._add(WorkerProcess(each, self._bury))
 
     def note_waiting_rows(self, rows_wait: bool) -> None:
-        """Let the workers know whether rows of their model are in no batch yet."""
+        """Tell the workers whether rows of their model wait that are in no batch yet."""
         if rows_wait != self._rows_wait:
             self._rows_wait = rows_wait
             for worker in self._workers:
@@ -178,7 +178,7 @@ class WorkerPool:
 
     @property
     def idle(self) -> int:
-        """How many workers are idle, and not waited for."""
+        """The number of idle workers that no message waits for."""
         return 0 if self._waiting else len(self._idle)
 
     def take(self) -> WorkerProcess:
@@ -194,12 +194,12 @@ class WorkerPool:
         worker: WorkerProcess | None = None,
         extend: Extend = lambda: None,
     ) -> Any:
-        """The answer of a worker that was taken, or else of one that is idle, once one is; as ``WorkerProcess.ask``.
+        """The answer of a worker that was taken, or else of the next idle one; as ``WorkerProcess.ask``.
 
-        It has until ``deadline``, and so many ``seconds`` once a worker is there. One that was dead before it had the
-        message is passed over.
+        It has until ``deadline``, and at most ``seconds`` once a worker is idle. If the worker was dead before the
+        message, another one gets it.
 
-        WorkerDiedError; ModelLostError where the host has ended; UnavailableError where nothing can be passed on.
+        WorkerDiedError; ModelLostError if the host has ended; UnavailableError if nothing can be sent.
         """
         for _ in range(SEND_TRIES):
             worker = worker or await self._borrow()
@@ -217,7 +217,7 @@ class WorkerPool:
                 raise UnavailableError(
                     f"nothing can be passed to a worker ({error})", retry_after=RETRY_SECONDS
                 ) from error
-            except BaseException as error:  # of this process, in the midst of the answer
+            except BaseException as error:  # of this process, in the middle of an answer
                 self._replace(worker, "failure")
                 if isinstance(error, (OSError, MemoryError)):
                     raise UnavailableError("an answer could not be received", retry_after=RETRY_SECONDS) from error
@@ -231,7 +231,7 @@ class WorkerPool:
         raise UnavailableError("workers end before they are asked", retry_after=RETRY_SECONDS)
 
     async def wait_until_lost(self) -> None:
-        """Return once the host has ended, and with it all workers."""
+        """Return once the host and all its workers have ended."""
         await self._lost.wait()
 
     async def restart(self) -> None:
@@ -250,7 +250,7 @@ class WorkerPool:
         return [self.host.start_worker() for _ in range(self._count)]
 
     async def _borrow(self) -> WorkerProcess:
-        """A worker for the caller alone, once one is idle; ModelLostError."""
+        """An idle worker, for this caller alone; ModelLostError."""
         if self._lost.is_set():
             raise ModelLostError
         if self._idle and not self._waiting:
@@ -262,13 +262,13 @@ class WorkerPool:
                 return await waiting
         except (TimeoutError, asyncio.CancelledError) as error:
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
-                self._add(waiting.result())  # it came at the same moment
+                self._add(waiting.result())  # it became idle at the same moment
             if isinstance(error, TimeoutError):
                 raise UnavailableError("no worker is idle", retry_after=RETRY_SECONDS) from None
             raise
 
     def _add(self, worker: WorkerProcess) -> None:
-        """Have a worker be asked next."""
+        """Give a worker to the next caller that waits, or make it idle."""
         if worker not in self._workers:
             if self._lost.is_set():
                 worker.close()
@@ -286,13 +286,13 @@ class WorkerPool:
         self._idle.append(worker)
 
     def _bury(self, worker: WorkerProcess) -> None:
-        """A worker has died while it did nothing."""
+        """Replace a worker that died while it was idle."""
         if worker in self._idle:
             self._idle.remove(worker)
             self._replace(worker)
 
     def _replace(self, worker: WorkerProcess, reason: RestartReason | None = None) -> None:
-        """End a worker, and have another one take its place; without a reason it has ended by itself."""
+        """End a worker and start another one in its place; without ``reason``, it has ended by itself."""
         worker.close()
         if worker in self._workers:
             self._workers.remove(worker)
@@ -302,7 +302,7 @@ class WorkerPool:
             task.add_done_callback(self._tasks.discard)
 
     async def _start_another(self, pid: int, reason: RestartReason | None, lost: asyncio.Event) -> None:
-        """Have another worker take the place of a dead one, tried until its host is ``lost``."""
+        """Start a worker in the place of a dead one; retry until the host is ``lost``."""
         name = self.host.name
         status = await run_in_new_thread(f"end-{name}", partial(self.host.wait_for_worker, pid))
         reason = reason or find_reason(status)
@@ -318,7 +318,7 @@ class WorkerPool:
                     return
                 try:
                     self._add(WorkerProcess(started, self._bury))
-                except OSError:  # no descriptor is left for it
+                except OSError:  # this process is out of descriptors
                     started.connection.close()  # so that it ends
                     await run_in_new_thread(f"end-{name}", partial(self.host.wait_for_worker, started.pid))
                     raise
@@ -331,7 +331,7 @@ class WorkerPool:
                     await asyncio.wait_for(lost.wait(), RETRY_SECONDS)
 
     def _bury_host(self) -> None:
-        """The host has died, and its workers with it; nobody knows why."""
+        """The host has died, and its workers with it; the reason is unknown."""
         for _ in self._workers:
             self.host.on_restart(self.host.name, "unknown")
         self._lose()
@@ -350,7 +350,7 @@ class WorkerPool:
         self._refuse(ModelLostError)
 
     def _refuse(self, make_error: Callable[[], Exception]) -> None:
-        """Tell whoever waits for a worker that there is none."""
+        """Raise the error for all callers that wait for a worker, if there is none."""
         if not self._workers or self._lost.is_set():
             while self._waiting:
                 waiting = self._waiting.popleft()
@@ -359,5 +359,5 @@ class WorkerPool:
 
 
 def _to_loop_time(deadline: float) -> float | None:
-    """A moment on the monotonic clock on the event loop's; None where it never comes."""
+    """Convert a deadline from the monotonic clock to the event loop's; None if infinite."""
     return None if math.isinf(deadline) else asyncio.get_running_loop().time() + deadline - time.monotonic()
