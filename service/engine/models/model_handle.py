@@ -1,4 +1,4 @@
-"""The owner of a model: its life from loading to the end, and what requests may want to know of it."""
+"""The handle of a model: its state from loading to unloading, and what requests may ask of it."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from layertap.service.settings import Settings
 
 T = TypeVar("T")
 log = logging.getLogger("layertap")
-LONGEST_LOAD_S = 60.0  # that a caller is told to wait for a model that loads
-FIRST_PAUSE_S = 1.0  # until a model is loaded again whose process was killed; twice as long each time
+LONGEST_LOAD_S = 60.0  # the longest wait that a caller is told while a model loads
+FIRST_PAUSE_S = 1.0  # before reloading a model whose process was killed; doubled each time
 LONGEST_PAUSE_S = 60.0
 FAILED_RETRY_S = 60.0
-OWN_CODE = frozenset[Failure]({"code", "forward", "other"})  # failures of what the operator has written, or may have
+OWN_CODE = frozenset[Failure]({"code", "forward", "other"})  # failures of the operator's own code, certain or possible
 Answers = Literal["all", "held", "none"]
 _GENERATIONS = itertools.count(1)
 
 
 class ModelState(Enum):
-    """Where a model is in its life: a lost one loads again, and so does a failed one whose process was killed."""
+    """The state of a model: a lost one loads again, and so does a failed one whose process was killed."""
 
     LOADING = "loading"
     READY = "ready"
@@ -57,13 +57,12 @@ class ModelState(Enum):
 
 
 class ModelHandle:
-    """One model, from its loading on. For the event loop only.
+    """One loaded version of a model, or one that is loading. For the event loop only.
 
-    ``entry`` is its model's, whatever requests mean by the name. ``error`` says why it has failed. It answers ``all``
-    requests, those that have held it before, or none any more. ``rows`` are admitted and not answered, ``holders`` are
-    requests that it is to answer. ``isolated``: every request must have its forwards for itself, so that its
-    bits are always the same. ``generation`` is a number that no other handle of this process has, ``key`` the name with
-    it.
+    ``entry`` stays its own, even if the name means another version by now. ``error``: why it failed. ``answers``: all
+    requests, only those that hold it, or none. ``rows``: admitted and unanswered ones; ``holders``: unfinished requests
+    that hold it. ``isolated``: no requests may share a forward, so that a request's bits never vary. ``generation``: a
+    number unique in this process; ``key``: the name with it.
     """
 
     def __init__(
@@ -74,9 +73,9 @@ class ModelHandle:
         settings: Settings,
         make_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin to load the model by ``load``, in a thread; it raises LayertapError where that can't be done.
+        """Begin to load the model in a thread by ``load``, which may raise LayertapError.
 
-        ``make_room`` is called before it is loaded again after a failure: UnavailableError where others have its room.
+        ``make_room`` is called before it is reloaded after a failure: UnavailableError if other models use the memory.
         """
         self.entry = entry
         self.name = entry.spec.name
@@ -105,60 +104,60 @@ class ModelHandle:
 
     @property
     def executor(self) -> Executor:
-        """What runs the model; UnavailableError where it was never loaded."""
+        """The model's executor; UnavailableError if it was never loaded."""
         if self._executor is None:
             raise self.make_error()
         return self._executor
 
     @property
     def model(self) -> ModelInfo:
-        """The model; UnavailableError where it was never loaded."""
+        """The model; UnavailableError if it was never loaded."""
         return self.executor.model
 
     @property
     def is_active(self) -> bool:
-        """Whether its model is loaded."""
+        """Whether the model is loaded."""
         return self.state is ModelState.READY
 
     @property
     def is_settled(self) -> bool:
-        """Whether its model is loaded, or has failed."""
+        """Whether the model has loaded or failed."""
         return self.state is not ModelState.LOADING
 
     @property
     def failed(self) -> bool:
-        """Whether its model could not be loaded, or is lost."""
+        """Whether the model could not be loaded, or is lost."""
         return self.state is ModelState.FAILED
 
     @property
     def seconds_to_load(self) -> float:
-        """Seconds until its model may be expected: as many again as it has been loading; 0 where it no longer loads."""
+        """Estimated seconds until the model is loaded: as many as it has been loading; 0 if it is not loading."""
         return 0.0 if self.is_settled else min(time.monotonic() - self._began, LONGEST_LOAD_S)
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Where its model is, each device once; none where it is not loaded."""
+        """The model's devices, each once; none if it is not loaded."""
         return tuple(dict.fromkeys(self.executor.devices)) if self.is_active else ()
 
     @property
     def seconds_per_row(self) -> float:
-        """Seconds that a row takes its device."""
+        """The seconds of device time that a row takes."""
         return self.pace.seconds_per_row if self.is_active else 0.0
 
     @property
     def is_unused(self) -> bool:
-        """Whether it is loaded and no request, no forward and no next version needs it."""
+        """Whether it is loaded, and no request, forward or next version needs it."""
         replacement = self.entry.replacement
         is_replaced = replacement is not None and replacement.state != "failed"
         in_use = self.answers == "none" or self.rows or self.holders or is_replaced or not self.is_active
         return not in_use and self._scheduler.is_idle(self.key)
 
     def shares_device(self, other: ModelHandle) -> bool:
-        """Whether another model is on a device of this one."""
+        """Whether the two models have a device in common."""
         return not set(self.devices).isdisjoint(other.devices)
 
     def make_error(self) -> UnavailableError:
-        """Why it can't be asked."""
+        """The error for requests to a model that is not available."""
         if self.error is None:
             return unloading_error(self.name, 1.0)
         detail = f"model {self.name} could not be loaded: {self.error.detail}"
@@ -166,9 +165,9 @@ class ModelHandle:
         return UnavailableError(detail, hint=hint, retry_after=FAILED_RETRY_S)
 
     async def survey(self, shapes: Shapes, deadline: float, *, functions: bool = False) -> Catalog:
-        """What the model does with rows of a shape; InputError where it does not take them, DeadlineError.
+        """The catalogue of rows of a shape; InputError if the model does not take them, DeadlineError.
 
-        With ``functions`` it says what these return.
+        With ``functions`` it has the return values of functions.
         """
         catalogs = self.model.catalogs
         find, keep = partial(catalogs.get_catalog, shapes, functions=functions), partial(catalogs.put_catalog, shapes)
@@ -176,14 +175,14 @@ class ModelHandle:
         return await self._find_or_call(find, function, keep, deadline)
 
     async def verify_resumption(self, start: Tap, shapes: Shapes, deadline: float) -> Resumption:
-        """How forwards of rows of a shape go on from a tensor; SelectorError where they can't, DeadlineError."""
+        """How forwards of a shape resume from a tensor; SelectorError if they can't, DeadlineError."""
         known, key = self.model.catalogs.resumptions, (start.point, shapes)
         find, keep = partial(known.get, key), partial(known.put, key)
         function = partial(ask_catalogs, method=ModelCatalogs.verify_resumption, start=start, shapes=shapes)
         return await self._find_or_call(find, function, keep, deadline)
 
     async def find_grad_cam_layer(self, objective: ResolvedObjective, deadline: float) -> Tap:
-        """The last layer of maps that an objective depends on; SelectorError where there is none, DeadlineError."""
+        """The last layer with maps on which an objective depends; SelectorError if there is none, DeadlineError."""
         known = self.model.catalogs.grad_cam_layers
         find, keep = partial(known.get, objective), partial(known.put, objective)
         function = partial(ask_catalogs, method=ModelCatalogs.find_grad_cam_layer, objective=objective)
@@ -191,7 +190,7 @@ class ModelHandle:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Let it be there for a request until the block ends, also where another version takes its place."""
+        """Keep the model loaded for a request until the block ends, even if another version replaces it."""
         self.holders += 1
         try:
             yield
@@ -201,27 +200,27 @@ class ModelHandle:
             self.notify()
 
     def add_rows(self, count: int) -> None:
-        """So many rows more are admitted; less than 0 where some were answered, or given up."""
+        """Add to the number of admitted rows; a negative count removes rows that were answered or cancelled."""
         self.rows += count
         if not self.rows:
             self.notify()
 
     async def wait_until_settled(self) -> None:
-        """Return once its model is loaded, or has failed."""
+        """Return once the model has loaded or failed."""
         await self.wait_for(lambda: self.is_settled)
 
     async def wait_for(self, is_so: Callable[[], bool]) -> None:
-        """Return once something is so; whatever it depends on is this handle's, or is followed by ``notify``."""
+        """Return once a condition holds; it depends on this handle's state, or its changes call ``notify``."""
         while not is_so():
             await self._changed.wait()
 
     def notify(self) -> None:
-        """Have whoever waits look again."""
+        """Let everyone who waits check their condition again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def ask_again(self, ask: Callable[[], Awaitable[T]], deadline: float) -> T:
-        """What ``ask`` gives, asked once more where the model was lost meanwhile; DeadlineError, UnavailableError."""
+        """The result of ``ask``, called again if the model was lost meanwhile; DeadlineError, UnavailableError."""
         try:
             return await ask()
         except ModelLostError:
@@ -232,12 +231,12 @@ class ModelHandle:
             raise self.make_error() from None
 
     def let_go(self) -> None:
-        """Answer only those requests that hold it."""
+        """Answer only the requests that hold it."""
         self.answers = "held"
         self.notify()
 
     async def stop(self, limit_s: float | None) -> None:
-        """Finish what was given, then let go of the model; wait for that at most ``limit_s`` seconds."""
+        """Finish admitted work for at most ``limit_s`` seconds, then release the model."""
         self.answers = "none"
         self.notify()
         with suppress(TimeoutError):
@@ -252,7 +251,7 @@ class ModelHandle:
         self._set(ModelState.GONE)
 
     async def _live(self) -> None:
-        """Load the model, and load it again where its process is lost, until it can't be."""
+        """Load the model, and reload it each time its process dies, until that fails for good."""
         pause, began, quick = FIRST_PAUSE_S, -math.inf, False
         while True:
             try:
@@ -276,11 +275,11 @@ class ModelHandle:
             self._began = time.monotonic()
             self.entry.state = "loading"
             self._set(ModelState.LOADING)
-            if self.error is None and quick:  # it was lost not long ago, too
+            if self.error is None and quick:  # it was lost a short time ago, too
                 await asyncio.sleep(pause)
 
     async def _begin(self) -> None:
-        """Load the model for the first time, and have it take batches."""
+        """Load the model for the first time, and schedule its batches."""
         executor = await run_in_new_thread(f"load-{self.name}", self._load)
         model, size, budget = executor.model, self.entry.memory_bytes, self._settings.model_memory_bytes
         try:
@@ -289,7 +288,7 @@ class ModelHandle:
                 raise LoadError(detail, hint="set LAYERTAP_MODEL_MEMORY_BYTES")
             self.batch_keys = BatchKeys(model, self.key, executor.devices, self._settings)
             key = self.batch_keys.create(model.catalog, model.catalog.costs)
-            # On a GPU forwards only overlap.
+            # On a GPU, forwards only overlap.
             parallel = sum(device == CPU for device in executor.devices) or len(set(executor.devices))
             self.pace = Pace(model, key, len(executor.devices), parallel)
             self._scheduler.add_model(self.key, self.name, executor, self.pace, self.notify)
@@ -302,7 +301,7 @@ class ModelHandle:
         self._executor = executor
 
     async def _try_padding(self, rows: int) -> None:
-        """See whether rows keep their bits in a batch of so many: else each request runs alone. LoadError."""
+        """If padding to ``rows`` rows changes the bits of results, isolate all requests; LoadError."""
         function = partial(LoadedModel.is_batch_invariant, rows=rows)
         try:
             is_invariant = await self._scheduler.call(self.key, function, lambda _: None, float("inf"), float("inf"))
@@ -339,7 +338,7 @@ class ModelHandle:
         log.info("a model is loaded", extra={"fields": fields})
 
     def _fail(self, error: Exception) -> LayertapError:
-        """Note why the model can't be loaded; whoever waits for it hears that."""
+        """Note why the model can't be loaded, and fail the requests that wait for it."""
         refusal = error if isinstance(error, LayertapError) else make_load_error(error.__cause__ or error)
         fields = {"model": self.name, "reason": refusal.detail, "hint": refusal.hint}
         own_code = not isinstance(refusal, LoadError) or refusal.kind in OWN_CODE
@@ -354,14 +353,14 @@ class ModelHandle:
     async def _find_or_call(
         self, find: Callable[[], T | None], function: ModelFunction, keep: Callable[[T], None], deadline: float
     ) -> T:
-        """What ``find`` gives, or a function of the model, which is kept; raises what that does, DeadlineError."""
+        """The result of ``find``, or else of a function of the model, which is then kept; DeadlineError, its errors."""
         if (found := find()) is not None:
             return found
         limit_s = max(deadline - time.monotonic(), self._settings.deadline_s)
         call = partial(self._scheduler.call, self.key, function, keep, deadline, limit_s)
         await wait_until(deadline, self._calling.acquire())  # one at a time, as long as its caller waits
         try:
-            found = find()  # whoever had its turn before may have asked the same
+            found = find()  # the previous caller may have asked the same
             return found if found is not None else cast("T", await self.ask_again(call, deadline))
         finally:
             self._calling.release()
@@ -369,7 +368,7 @@ class ModelHandle:
     def _end_loading(self) -> None:
         if self._life is not None:
             self._life.cancel()
-            self._life = None  # its frames hold this handle, and with it the model
+            self._life = None  # its frames hold this handle, and therefore the model
 
     def _set(self, state: ModelState) -> None:
         self.state = state

@@ -1,4 +1,4 @@
-"""The models of this process: loaded when wanted, found by name, replaced, unloaded."""
+"""The models of this process: loaded on demand or at the start, found by name, replaced, unloaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from layertap.service.settings import Settings
 from layertap.service.timings import Timings
 
 log = logging.getLogger("layertap")
-ABORT_S = 2.0  # for forwards that nobody waits for
+ABORT_S = 2.0  # for forwards whose requests are gone
 TIDY_INTERVAL_S = 1.0
 NO_ROOM_RETRY_S = 5.0
 COME_AGAIN = "come again later, or use a model that GET /models calls ready"
@@ -40,15 +40,15 @@ NO_ROOM_HINT = "POST /models/{}/unload first, or raise LAYERTAP_MODEL_MEMORY_BYT
 
 
 class ModelManager:
-    """The handles of this process by the names of their models. Used on the event loop, which it never blocks.
+    """The handles of this process, by model name. For the event loop, which it never blocks.
 
-    ``handles`` answer new requests; ``list_handles`` also has those that load to take another's place, or finish what
-    they have. ``on_unload`` hears of each handle that is gone, by its generation.
+    ``handles`` answer new requests; ``list_handles`` also has replacements that are loading and handles that finish
+    their requests. ``on_unload`` is called with the generation of each unloaded handle.
 
-    How many stay, of how many bytes and how long, the settings say. Everything counts that is in memory, or is about to
-    be: by what it took when it was measured, and while it loads by what it is thought to take. A model that answers, or
-    is to answer, stays; so does one whose next version loads, and one that is loaded at the start, unless it has a
-    time-out of its own. Of the others the one that was not used for the longest time goes first.
+    The settings limit the number of models, their bytes and their idle time. All loaded and loading models count: with
+    their measured bytes, or the expected ones while they load. These stay: a model with unanswered requests, one whose
+    next version is loading, and one loaded at the start, unless it has a time-out of its own. Of the others, the least
+    recently used one goes first.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class ModelManager:
         )
         self._all: set[ModelHandle] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._startup: set[str] = set()  # models that were wanted from the start
-        self._unseen: set[str] = set()  # those of them that were never there
+        self._startup: set[str] = set()  # models to load at the start
+        self._unseen: set[str] = set()  # those of them that have not loaded yet
         self._unloaded: set[str] = set()  # by an administrator, and not lazy
         self._has_unloaded = False
         self._is_over_budget = False
@@ -81,7 +81,7 @@ class ModelManager:
         self._create_executor = create_executor
 
     def start(self) -> None:
-        """Begin to load the models that are wanted from the start."""
+        """Begin to load the models that are configured to load at the start."""
         self._startup = {entry.spec.name for entry in self.registry if entry.spec.load == "startup"}
         self._unseen = set(self._startup)
         for name in self._startup:
@@ -89,25 +89,25 @@ class ModelManager:
         self.run_beside(self._keep_tidy())
 
     async def wait_until_loaded(self) -> None:
-        """Return once every model that began to load is loaded or has failed."""
+        """Return once every model that is loading has loaded or failed."""
         for handle in list(self.handles.values()):
             await handle.wait_until_settled()
 
     @property
     def ready(self) -> bool:
-        """Whether every model wanted from the start was loaded or has failed, and the server is not draining."""
+        """Whether all models to load at the start have loaded or failed, and the server is not draining."""
         unseen = [handle for name in self._unseen if (handle := self.handles.get(name)) is not None]
         self._unseen -= {handle.name for handle in unseen if handle.is_active}
         return all(handle.is_settled for handle in unseen) and not self.draining and not self._ending
 
     @property
     def failures(self) -> list[ModelEntry]:
-        """The models wanted from the start that could not be loaded, or broke later."""
+        """The models to load at the start that could not be loaded, or broke later."""
         return [entry for entry in self.registry if entry.spec.name in self._startup and entry.state == "failed"]
 
     @property
     def load_failures(self) -> list[ModelEntry]:
-        """Those of the failed models that keep the server from being ready, as the settings say."""
+        """The failed models that keep the server from being ready, by the settings."""
         failures = self.failures
         match self._settings.ready_when:
             case "all":
@@ -120,21 +120,21 @@ class ModelManager:
 
     @property
     def alive(self) -> bool:
-        """Whether nothing failed for good; asked by any thread."""
+        """Whether the process can go on; any thread may ask."""
         return not self.scheduler.failure
 
     def withdraw_readiness(self) -> None:
-        """Requests are served as before, but the server is not ready any more: it will end soon."""
+        """Report that the server is not ready, because it will end soon; requests are still served."""
         self._ending = True
 
     def abort_loading(self) -> None:
-        """The process is about to end: whoever waits for a model to be loaded is told so; called on the event loop."""
+        """Fail the requests that wait for a model to load, because the process is about to end; on the event loop."""
         self._aborted = True
         for handle in self._all:
             handle.notify()
 
     async def close(self) -> None:
-        """Finish what was submitted, then end the threads; of a process that ends, those that soon can be."""
+        """Finish admitted work, then end the threads; in a process that ends, only within a short time."""
         self.draining = True
         limit_s = 0.0 if not self.alive else ABORT_S if self._aborted else self._settings.deadline_s
         await asyncio.gather(*(self._stop(handle, limit_s) for handle in self.list_handles()))
@@ -142,24 +142,24 @@ class ModelManager:
             task.cancel()
 
     def list_handles(self) -> list[ModelHandle]:
-        """All that are loaded or load; called by any thread."""
+        """All handles that are loaded or loading; any thread may ask."""
         return list(self._all.copy())
 
     def find_handle(self, name: str | None) -> ModelHandle | None:
-        """The handle that answers for a model's name or alias (None: the default), where there is one."""
+        """The handle that answers for a model's name or alias (None: the default); None if there is none."""
         return self.handles.get(self.find_name(name))
 
     def find_name(self, name: str | None) -> str:
-        """A model's own name by its name or alias (None: the default); an unknown name is returned as it is."""
+        """The model's name for a name or alias (None: the default); an unknown name is returned unchanged."""
         name = self.default if name is None else name
         return self.registry.aliases.get(name, name)
 
     async def get_handle(self, name: str | None, deadline: float, timings: Timings | None = None) -> ModelHandle:
-        """The handle of a model by its name or alias (None: the default), loaded if it is not yet.
+        """The handle of a model by its name or alias (None: the default), loaded if necessary.
 
-        Whoever awaits something else while he uses it holds it (``ModelHandle.hold``). UnknownModelError;
-        UnavailableError while draining, where the model was unloaded by an administrator, where loading failed, or
-        where it lasts beyond the deadline.
+        A caller that awaits anything else while using it must hold it (``ModelHandle.hold``). UnknownModelError;
+        UnavailableError while draining, after an administrator unloaded the model, if loading failed, or if it takes
+        longer than the deadline.
         """
         while True:
             entry = self.registry.get_entry(self.default if name is None else name)
@@ -178,20 +178,20 @@ class ModelManager:
             if not handle.is_settled:
                 with (timings or Timings()).step("load"):
                     await self._wait_for(handle, deadline)
-            if handle.failed:  # a new error each time: one that many requests raise keeps the frames of all of them
+            if handle.failed:  # a new error each time: a shared one would keep the frames of all requests that raise it
                 raise handle.make_error()
             if handle.answers == "all":
                 return handle
 
     async def load(self, name: str, deadline: float) -> None:
-        """Load a model, also one whose loading failed before."""
+        """Load a model, also one that failed to load."""
         if self.registry.get_entry(name).state == "failed":
             await self.unload(name)
         self._unloaded.discard(self.registry.get_entry(name).spec.name)
         await self.get_handle(name, deadline)
 
     async def unload(self, name: str) -> None:
-        """Finish the model's queue, then forget it; only ``load`` brings back one that is not lazy."""
+        """Finish the model's queue, then unload it; if it is not lazy, only ``load`` brings it back."""
         entry = self.registry.get_entry(name)
         if entry.spec.load != "lazy":
             self._unloaded.add(entry.spec.name)
@@ -199,13 +199,13 @@ class ModelManager:
         if handle is not None:
             await self._stop(handle, None)
 
-    # Models that come and go while others serve
+    # Models that are replaced, added and removed while others serve
 
     async def exchange(self, entry: ModelEntry) -> None:
-        """Load a model beside the one of its name; once it is there new requests are its own.
+        """Load a new version of a model; once it is loaded, it gets new requests.
 
-        Requests that the other one has are answered by it, then it is let go. LoadError where it can't be loaded,
-        UnavailableError where there is no room for it, and all is as it was.
+        The old version answers its own requests and is then unloaded. LoadError if the new one can't be loaded,
+        UnavailableError if there is no room for it; in both cases nothing changes.
         """
         self._make_room(entry, NO_ROOM_HINT.format(entry.spec.name))
         handle = self._create_handle(entry)
@@ -219,9 +219,9 @@ class ModelManager:
         self.handles[handle.name] = handle
 
     def put_entry(self, entry: ModelEntry) -> None:
-        """Let an entry take the place of the one of its name, or be one more, and load it if it is to be at the start.
+        """Add an entry, or replace the one with its name, and load it if it is to be loaded at the start.
 
-        What answered for the name is let go.
+        The old handle of the name finishes its requests and is unloaded.
         """
         self._let_go(entry.spec.name)
         self.registry.put_entry(entry)
@@ -229,19 +229,19 @@ class ModelManager:
             self._start(entry)
 
     def remove_entry(self, name: str) -> None:
-        """Let a model go for good: new requests don't find it, those that it has are answered."""
+        """Remove a model: new requests don't find it, its own are answered."""
         self.registry.remove_entry(name)
         self._let_go(name)
 
-    # Which of them stay
+    # Which models stay
 
     @property
     def used_bytes(self) -> int:
-        """What all models take, and those that load are thought to take."""
+        """Bytes of all models, with the expected ones of models that are loading."""
         return _count_bytes(self._list_counted())
 
     def tidy(self) -> None:
-        """Unload what was not used for too long, and while more bytes are used than may be, what is not in use."""
+        """Unload models that exceed their idle time, and unused ones while all models exceed the memory limit."""
         now = time.monotonic()
         for handle in list(self.handles.values()):
             timeout_s = self._get_timeout(handle)
@@ -260,7 +260,7 @@ class ModelManager:
     def _make_room(self, entry: ModelEntry, hint: str = COME_AGAIN) -> None:
         """Unload models until one more may be loaded.
 
-        UnavailableError with the hint, and none is unloaded, where those that are in use leave no room.
+        UnavailableError with the hint, and nothing is unloaded, if the models in use leave no room.
         """
         staying, unused, going = self._list_counted(), self._list_unused(), list[ModelHandle]()
         while shortage := self._find_shortage(entry, staying):
@@ -272,10 +272,10 @@ class ModelManager:
             self._unload_now(handle)
 
     def _find_shortage(self, entry: ModelEntry, staying: Iterable[ModelHandle]) -> str:
-        """What there is too little of to load one more beside others; nothing where there is room."""
+        """What is missing to load one more model beside others; empty if there is room."""
         limit, budget = self._settings.max_loaded_models, self._settings.model_memory_bytes
         name, used = entry.spec.name, _count_bytes(staying)
-        if len({handle.name for handle in staying} - {name}) >= limit:  # a next version is no further model
+        if len({handle.name for handle in staying} - {name}) >= limit:  # a next version is not an additional model
             return f"{limit} models are loaded and in use, as many as may be"
         if budget is not None and used + entry.memory_bytes > budget:
             taken = f"model {name} took {entry.memory_bytes} bytes when it was loaded last, and "
@@ -286,7 +286,7 @@ class ModelManager:
         return [handle for handle in self._all if not handle.failed]
 
     def _list_unused(self) -> list[ModelHandle]:
-        """Those that may be unloaded to make room, in the order in which they go."""
+        """The models that may be unloaded to make room, the first to go first."""
         unused = [each for each in self.handles.values() if each.entry.spec.load == "lazy" and each.is_unused]
         return sorted(unused, key=lambda handle: handle.last_used)
 
@@ -296,10 +296,10 @@ class ModelManager:
             return spec.idle_timeout_s
         return self._settings.model_idle_timeout_s
 
-    # What goes on beside requests
+    # Background tasks
 
     def run_beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run something beside requests, until it ends or the server does."""
+        """Run a background task until it or the server ends."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._end_task)
@@ -323,10 +323,10 @@ class ModelManager:
         log.info("a model's former version is unloaded", extra={"fields": {"model": handle.name}})
 
     async def _keep_tidy(self) -> None:
-        """Unload what is not used, as long as the server lasts; go on where that raises."""
+        """Unload unused models for as long as the server runs, even after an error."""
         while True:
             try:
-                if self._has_unloaded:  # and by now let go of what it had
+                if self._has_unloaded:  # and their memory is free by now
                     self._has_unloaded = False
                     await asyncio.to_thread(allocator.release_memory)
                 self.tidy()
@@ -336,16 +336,16 @@ class ModelManager:
             await asyncio.sleep(TIDY_INTERVAL_S)
 
     def _fail_all(self, reason: str) -> None:
-        """No model can be relied on, as long as this process lasts."""
+        """Mark all models as failed: the process must be restarted."""
         log.critical("the server has to be restarted", extra={"fields": {"reason": reason}})
         for entry in self.registry:
             if entry.model is not None:
                 entry.fail(reason)
 
     async def _wait_for(self, handle: ModelHandle, deadline: float) -> None:
-        """Return once a model is loaded or has failed, or another version has taken its place.
+        """Return once a model has loaded or failed, or another version has replaced it.
 
-        UnavailableError where that lasts too long, or is given up.
+        UnavailableError if that takes too long, or is aborted.
         """
         with suppress(DeadlineError), handle.hold():
             awaited = handle.wait_for(lambda: handle.is_settled or handle.answers != "all" or self._aborted)
@@ -359,7 +359,7 @@ class ModelManager:
 
     def _create_handle(self, entry: ModelEntry) -> ModelHandle:
         def make_room() -> None:
-            if entry.spec.load == "lazy":  # models of the start are loaded however many they are
+            if entry.spec.load == "lazy":  # models that load at the start have no limit
                 self._make_room(entry)
 
         self._unloaded.discard(entry.spec.name)
@@ -368,25 +368,25 @@ class ModelManager:
         return handle
 
     def _load(self, entry: ModelEntry) -> Executor:
-        """What runs a model, once it is loaded, whatever that takes; LayertapError. In a thread."""
+        """Load a model and create its executor; LayertapError. In a thread."""
         model = self.registry.load_entry(entry)
-        entry.state = "loading"  # until it can be asked
+        entry.state = "loading"  # until requests may use it
         if model.report is not None and (report := model.report.describe()):
             log.info("a checkpoint was read", extra={"fields": {"model": entry.spec.name, **report}})
         executor = self._create_executor(model)
         entry.memory_bytes = executor.memory_bytes
-        transfer.synchronize(model.device)  # threads with streams of their own use what this one has made
+        transfer.synchronize(model.device)  # threads with streams of their own use its tensors
         transfer.release_memory(model.device)
         return executor
 
     def _unload_now(self, handle: ModelHandle) -> None:
-        """Let go of a handle that nobody uses."""
+        """Unload a handle that nobody uses."""
         log.info("a model is unloaded", extra={"fields": {"model": handle.name}})
         self._forget(handle)
         self.run_beside(handle.stop(None))
 
     async def _stop(self, handle: ModelHandle, limit_s: float | None) -> None:
-        # The handle keeps its place until its threads have ended: others would be more threads in the model.
+        # The handle keeps its place until its threads have ended, so that no others compute the model meanwhile.
         await handle.stop(limit_s)
         self._forget(handle)
 

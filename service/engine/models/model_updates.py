@@ -1,4 +1,4 @@
-"""Models that are exchanged, added and removed while others answer: one by its entry, all by the configuration file."""
+"""Replaces, adds and removes models while others answer: one by its entry, all by the configuration file."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ Exchange = asyncio.Task[LayertapError | None]
 
 
 class ModelUpdates:
-    """Changes which models there are, and their versions. For the event loop only, which it never blocks.
+    """Changes the models and their versions. For the event loop only, which it never blocks.
 
-    A model's next version loads beside the one that answers, and takes its place when it is there: no request fails,
-    and each is answered by one version. Where it can't be loaded all stays as it was.
+    A model's next version loads beside the current one and replaces it once loaded: no request fails, and each is
+    answered by one version. If the load fails, nothing changes.
     """
 
     def __init__(
         self, manager: ModelManager, configuration: Configuration, path: Path | None, run_in_thread: RunInThread
     ) -> None:
-        """``path`` is that of the configuration's file, None where there is none."""
+        """``path`` is the configuration file's, None if there is none."""
         self._manager = manager
         self._configuration = configuration
         self._path = path
@@ -54,18 +54,18 @@ class ModelUpdates:
         self._reading = asyncio.Lock()
 
     async def exchange(self, name: str, data: object, deadline: float) -> Exchange:
-        """Begin to load a model's next version by its entry.
+        """Begin to load a model's next version from its entry.
 
-        The task gives None once new requests are its own, or why it could not be loaded. ForbiddenError, RequestError,
-        UnknownModelError; ConflictError where another one loads, the name is an alias, or the model is about to go;
-        DeadlineError where what the entry names can't be looked at in time.
+        The task returns None once the new version gets new requests, or the error of its load. ForbiddenError,
+        RequestError, UnknownModelError; ConflictError if another version is loading, the name is an alias, or the model
+        is about to be removed; DeadlineError if the entry's files can't be checked in time.
         """
         while True:
             configuration = self._configuration
             configured, allowed = self._find_configured(name)
             parse = partial(_parse_version, name, data, configured, allowed, configuration.folder or Path.cwd())
-            spec = await self._run_in_thread(parse, deadline)  # folders may be far away
-            if self._configuration is configuration:  # else it was read anew meanwhile
+            spec = await self._run_in_thread(parse, deadline)  # folders may be on a network
+            if self._configuration is configuration:  # else it was reloaded meanwhile
                 break
         running = self._manager.registry.get_entry(name)
         specs = [spec if entry is running else entry.spec for entry in self._manager.registry]
@@ -74,10 +74,10 @@ class ModelUpdates:
         return self._begin_exchange(running, spec)
 
     async def reload(self) -> tuple[Changes, asyncio.Task[None]]:
-        """Read the configuration's file anew, and begin to make models what it says; the task ends once they are that.
+        """Reload the configuration file and begin to apply it; the task ends once that is done.
 
-        It waits for models of a former reading that load. ConflictError where there is no file; ConfigError, and
-        nothing changes, where it makes no sense.
+        Waits for models that an earlier reload is loading. ConflictError if there is no file; ConfigError, and nothing
+        changes, if it is invalid.
         """
         path = self._path
         if path is None:
@@ -92,12 +92,12 @@ class ModelUpdates:
             changes = compare(specs.values(), manager.default, manager.registry.aliases, configuration)
             self._configuration = configuration
             log.info("the configuration is read anew", extra={"fields": changes.describe()})
-            loading = self._begin_changes(configuration, changes)  # now: an exchange that begins first would refuse it
+            loading = self._begin_changes(configuration, changes)  # now, or an exchange could begin first and refuse it
             self._applying = manager.run_beside(self._apply(configuration, changes, loading))
             return changes, self._applying
 
     def reload_beside(self) -> None:
-        """The same where nobody waits for the answer: the log has it."""
+        """Call ``reload`` in the background; the outcome is only logged."""
         self._manager.run_beside(self._reload_and_log())
 
     async def _reload_and_log(self) -> None:
@@ -107,12 +107,12 @@ class ModelUpdates:
             log.error("the configuration is not read anew", extra={"fields": {"reason": error.detail}})
 
     async def _wait_for_changes(self) -> None:
-        """Return once no model is exchanged, and the configuration that was read before is in effect."""
+        """Return once no model is being replaced, and the previous configuration is in effect."""
         while pending := [task for task in (*self._exchanges.values(), self._applying) if task and not task.done()]:
             await asyncio.wait(pending)  # others may begin meanwhile
 
     def _find_configured(self, name: str) -> tuple[ModelSpec, Allowed]:
-        """What the configuration says of a model that is to be exchanged, and what it allows."""
+        """The configured spec of a model to replace, and what the configuration allows."""
         allowed = self._configuration.allowed
         if allowed is None:
             hint = "who runs the server adds 'allow' to the configuration file"
@@ -122,7 +122,7 @@ class ModelUpdates:
             hint = f"name the model, {model}; aliases are changed in the configuration file"
             raise ConflictError(f"{name} is an alias", hint=hint)
         configured = {spec.name: spec for spec in self._configuration.models}
-        if name not in configured:  # it would come back
+        if name not in configured:  # the next reload would bring it back
             raise ConflictError(f"model {name} is about to go: the configuration has it no more", hint="add it there")
         return configured[name], allowed
 
@@ -146,7 +146,7 @@ class ModelUpdates:
         return None
 
     def _begin_changes(self, configuration: Configuration, changes: Changes) -> list[asyncio.Future[Any]]:
-        """Begin to load what is new in a configuration, or failed before; what ends when that is loaded, or failed."""
+        """Begin to load the models that are new, changed or failed before; returns futures of their loads."""
         manager, specs = self._manager, {spec.name: spec for spec in configuration.models}
         entries = {entry.spec.name: entry for entry in manager.registry}
         failed = [name for name, entry in entries.items() if entry.state == "failed"]
@@ -171,7 +171,7 @@ class ModelUpdates:
     async def _apply(
         self, configuration: Configuration, changes: Changes, loading: Sequence[asyncio.Future[Any]]
     ) -> None:
-        """Make models what a configuration says: once what is new has loaded, what is no more goes."""
+        """Apply a configuration: once new models have loaded, switch names and remove models."""
         manager = self._manager
         if loading:
             await asyncio.wait(loading)
@@ -181,12 +181,12 @@ class ModelUpdates:
         manager.default = self._choose_target("the default", manager.default, configuration.default)
         manager.registry.aliases = {name: target for name, target in targets.items() if target != name}
         for name in changes.removed:
-            if name not in {manager.default, *targets.values()}:  # else it goes when the file is read again
+            if name not in {manager.default, *targets.values()}:  # else it is removed at the next reload
                 manager.remove_entry(name)
         log.info("the configuration is in effect", extra={"fields": {"models": len(configuration.models)}})
 
     def _choose_target(self, name: str, former: str, target: str) -> str:
-        """What a name means from now on: not a model that could not be loaded, where it meant another before."""
+        """The new target of a name; the former one if the new one failed to load."""
         states = {entry.spec.name: entry.state for entry in self._manager.registry}
         if former == target or former not in states or states[target] != "failed":
             return target
@@ -195,7 +195,7 @@ class ModelUpdates:
 
 
 def _parse_version(name: str, data: object, configured: ModelSpec, allowed: Allowed, folder: Path) -> ModelSpec:
-    """A model's next version by its entry; ForbiddenError, RequestError. It looks at files: not on the event loop."""
+    """A model's next version from its entry; ForbiddenError, RequestError. Reads files, so not for the event loop."""
     if not isinstance(data, dict) or data.get("name", name) != name:
         raise RequestError("the body is the model's entry, by the name in the path", hint="leave 'name' out")
     spec = parse_entry({**data, "name": name}, folder)
@@ -204,14 +204,14 @@ def _parse_version(name: str, data: object, configured: ModelSpec, allowed: Allo
 
 
 def _read_again(path: Path) -> Configuration:
-    with suppress(OSError):  # of what is not there the reading tells
-        if not S_ISREG(path.stat().st_mode):  # a pipe would hold the thread for ever
+    with suppress(OSError):  # the read below reports a missing file
+        if not S_ISREG(path.stat().st_mode):  # a pipe would block the thread forever
             raise ConfigError(f"can't read {path} again: it is no file")
     return read_configuration(path, before_loading=True)
 
 
 def _find_mistakes(specs: Sequence[ModelSpec], default: str, running: Mapping[str, ModelSpec]) -> list[str]:
-    """What is wrong with models together, or can't be changed while others run."""
+    """The mistakes of models together, and changes that are impossible while others run."""
     mistakes = [text for _, text in check_models(specs, default)]
     if any(spec.tf32 != running[spec.name].tf32 for spec in specs if spec.name in running):
         mistakes.append("tf32 holds for the whole process: change it by a restart")
