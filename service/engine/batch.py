@@ -27,7 +27,7 @@ from layertap.service.types import BatchReason, Priority
 CPU = "cpu"  # the device on which pictures are decoded
 MIN_EFFICIENT_ROWS = 4  # of an efficient forward, even if its fixed cost is zero
 MAX_FIXED_COST_RATIO = 0.1  # in an efficient forward: a row's share of the fixed cost, divided by the row's own cost
-CAPTURED_BYTES_PER_S = 1e9  # roughly: reduced, copied to the host and kept for the answer
+CAPTURED_BYTES_PER_S = 1e9  # roughly: to reduce captures, copy them to the host and keep them for the answer
 SHORT_BATCH_RATIO = 3.0  # seconds of a short batch, divided by those of a single row
 SMOOTHING = 0.2  # weight of the newest batch in a moving average
 FIRST_PAUSE_S = 60.0  # between running out of memory and a trial of more rows; doubled by each trial that fails
@@ -293,12 +293,12 @@ def _make_slice(key: BatchKey, rows: int, fields: Mapping[str, Any]) -> RowSlice
 
 @dataclass(eq=False)
 class Batch:
-    """Rows that share a forward; where pictures are decoded first, others may join until it begins.
+    """Rows that share a forward; if pictures are decoded first, others may join until it begins.
 
     ``slots``: how many slots of its ``device`` it takes; ``slots_alone``: how many one of its rows would take alone.
     ``depth``: that of its deepest request. ``seconds``: its expected duration. ``reason``: why it has these rows.
-    ``padded_rows``: the number of rows that its forward is padded to. ``tries``: how often it ran
-    alone, and its process died.
+    ``padded_rows``: the number of rows that its forward is padded to. ``tries``: how often it ran alone and killed its
+    process.
     """
 
     key: BatchKey
@@ -366,7 +366,7 @@ class SliceResult:
 class BatchFailures:
     """Failures of a batch: forwards out of memory, splits because of memory, and splits because of other errors.
 
-    ``too_many_rows``: the size of a batch that ran out of memory though its rows fit one by one.
+    ``too_many_rows``: the size of a batch that ran out of memory although its rows fit one by one.
     """
 
     out_of_memory: int = 0
@@ -380,7 +380,7 @@ class BatchResult:
     """Outcome of a batch: one result or several for each slice that is not in ``again``.
 
     ``again``: batches to rerun because their process died. ``failure``: why this process can't answer any more, if so.
-    ``more``: results of the same batch follow.
+    ``more``: more results of the batch follow.
     """
 
     results: Sequence[SliceResult] = ()

@@ -1,4 +1,4 @@
-"""What a request asks for."""
+"""A parsed request."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from layertap.service.types import TILES, Priority
 
 @dataclass(frozen=True)
 class ReplyOptions:
-    """How the reply is written, and at most how many bytes it may have; None is any number.
+    """The format of the reply, and its most bytes; None is unlimited.
 
-    ``by_input``: a result whose shape is not that of the first
-    input's has an entry for each input; else such inputs are left out. ``tiles``: of each result in a picture.
+    ``by_input``: results whose shape differs from the first input's get an entry for each input; else such inputs are
+    left out. ``tiles``: of each result in a picture.
     """
 
     format: ReplyFormat = FORMATS["json"]
@@ -42,17 +42,16 @@ class ReplyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractRequest:
-    """What a request asks for, parsed and validated, whatever it was sent as.
+    """A parsed and validated request, the same for all protocols.
 
-    ``items`` carry their indexes in the request; ``faults`` are of inputs that were already left out; ``resume`` names
-    the layer whose outputs the items are, if they are not the model's inputs; ``embedding`` is asked for before
-    ``selectors``, ``explanation`` made of what is captured; ``sweep``: edits that are tried one by one; ``isolated``
-    shares a forward with no other request;
-    ``decode_with_batch`` has its pictures decoded where such a forward runs: for one who keeps all slots busy anyway;
-    ``prompt`` names what the model's folder has to be put in front of each text; None: its default.
-    ``truncate`` says what is done to texts that are too long; None: what the model's folder says.
-    ``verify`` puts outputs back in one; ``probe`` adds what the fixed input gives; ``dry_run`` runs none.
-    ``input_options`` has the options of single inputs, by their indexes: each input is then a job of its own.
+    ``items`` have their indexes in the request; ``faults``: inputs already left out; ``resume``: the layer whose
+    outputs the items are, if they are not the model's inputs; ``embedding`` comes before ``selectors`` in the reply;
+    ``explanation`` is computed from captures; ``sweep``: edits to try one by one; ``isolated``: share no forward with
+    other requests; ``decode_with_batch``: let the isolated batch decode its pictures, for callers that keep all slots
+    busy anyway; ``prompt``: the name of a prompt in the model's folder, put before each text; None: the default one.
+    ``truncate``: how to cut long texts; None: as the model's folder says. ``verify``: put captured outputs back;
+    ``probe``: add the results of the fixed input; ``dry_run``: run nothing. ``input_options``: options of single
+    inputs, by index; each input is then a job of its own.
     """
 
     model: str | None
@@ -80,16 +79,16 @@ class ExtractRequest:
 
     @property
     def local_items(self) -> list[tuple[int, LocalItem]]:
-        """The items that came with it: all but those at URLs."""
+        """The items that need no fetch."""
         return [(index, item) for index, item in self.items if not isinstance(item, UrlItem)]
 
     @property
     def has_urls(self) -> bool:
-        """Whether some items are at URLs."""
+        """Whether some items are URLs."""
         return len(self.local_items) < len(self.items)
 
     def for_input(self, input_index: int) -> ExtractRequest:
-        """The request as it is for one input: with this input's own options."""
+        """The request with the options of one input."""
         options = self.input_options.get(input_index)
         if options is None:
             return self
@@ -97,7 +96,7 @@ class ExtractRequest:
         return replace(self, objective=options.objective or self.objective, interventions=changes)
 
     def list_selectors(self) -> list[Selector]:
-        """What it names in a forward: to return, to change and to take for that, to differentiate."""
+        """The selectors of results, of changes and their sources, and of objectives."""
         options = (InputOptions(self.objective, self.interventions), *self.input_options.values())
         changes = [change for each in options for change in each.interventions]
         changes += self.sweep.places if self.sweep is not None else ()
@@ -106,7 +105,7 @@ class ExtractRequest:
         return [*self.selectors, *(change.selector for change in changes), *filter(None, named)]
 
     def digest_layers(self) -> str:
-        """Eight hex digits for logs: the layers that it names, as it spells them, and the maps that it wants."""
+        """Eight hex digits for logs: a digest of the layers, as the request spells them, and of its methods."""
         texts = [selector.text for selector in self.selectors]
         if self.embedding is not None:
             texts.append(f"embedding {self.embedding.layer}")
@@ -118,7 +117,7 @@ class ExtractRequest:
         return blake2b("\n".join(texts).encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
 
     def leave_out(self, error: LayertapError) -> ExtractRequest:
-        """The request whose globs leave out the points that an error names; the error where they do so already."""
+        """The request whose globs exclude the points that an error names; raises the error if they already do."""
         selectors = tuple(
             replace(each, excluded=tuple({**error.points, **dict(each.excluded or ())}.items()))
             if each.is_glob
@@ -130,7 +129,7 @@ class ExtractRequest:
         return replace(self, selectors=selectors)
 
     def locate(self, error: RequestError, input_index: int) -> RequestError:
-        """The error of ``for_input``'s request with pointers into this one."""
+        """Move the pointers of an error of ``for_input``'s request to this request."""
         options, count = self.input_options.get(input_index, InputOptions()), len(self.interventions)
         own = {f"/interventions/{count + k}": f"interventions/{k}" for k in range(len(options.interventions))}
         if options.objective is not None:

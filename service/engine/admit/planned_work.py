@@ -33,7 +33,7 @@ class WorkPlan:
 
 @dataclass(eq=False)
 class PlannedWork:
-    """Changed inputs that a request queues a few at a time; ``smaller`` is a hint how to have fewer.
+    """Changed inputs that a request queues a few at a time; ``smaller`` is a hint how to need fewer.
 
     ``seconds``: estimate for all forwards on one thread, by the load-time measurement. ``found``: rows known to be
     needed; ``done``: rows answered. ``begun``: it has had its first turn or waits for it.
@@ -114,7 +114,7 @@ class PlannedWork:
 
 
 def check_changed_inputs(count: int, rows: int, settings: Settings, smaller: str) -> None:
-    """TooLargeError if there are more changed inputs than allowed; ``smaller`` is a hint how to have fewer."""
+    """TooLargeError if there are more changed inputs than allowed; ``smaller`` is a hint how to need fewer."""
     limit = settings.max_changed_inputs
     if count > limit:
         most = rows * limit // count

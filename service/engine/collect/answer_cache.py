@@ -1,8 +1,8 @@
-"""Recent answers, keyed by a digest of everything that decides them, so that equal requests are computed once.
+"""Recent results, keyed by a digest of everything that affects them, so that equal requests are computed once.
 
 The cache holds features, not replies: every protocol shares them, their arrays are sent as they are, and each client
-chooses its own compression. A hit still costs the encoding. The reply's format is part of the key all the same, because
-it decides what is refused: a reply that would be too large, a name that it reserves.
+chooses its own compression. A hit still costs the encoding. The reply's format is part of the key nevertheless, because
+it decides what is refused: a reply that would be too large, a reserved name.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class AnswerCache:
         outcome: Outcome = "given up"  # if this task is cancelled
         try:
             features = await compute()
-            if features.errors:  # some inputs failed, and may not fail the next time
+            if features.errors:  # some inputs failed, but may succeed the next time
                 outcome = "refused"
             else:
                 outcome = features
@@ -156,7 +156,7 @@ def _copy_arrays(arrays: dict[str, Array]) -> dict[str, Array]:
 
 
 def digest_request(request: ExtractRequest) -> str:
-    """The digest of everything in a request that decides its answer, input bytes included; the model is left out.
+    """The digest of everything in a request that affects its answer, input bytes included; the model is left out.
 
     Long requests belong in a thread. TypeError for a field of an unknown type.
     """

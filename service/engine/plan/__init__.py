@@ -1,1 +1,1 @@
-"""Plans: what a request names, resolved to what is captured for it."""
+"""Plans: the selectors of a request, resolved to captures."""

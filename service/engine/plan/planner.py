@@ -45,9 +45,9 @@ from layertap.service.schemas.base import read_field
 from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap")
-SHORT_NUMBERS = 2**17  # so many are looked through in less than half a millisecond
+SHORT_NUMBERS = 2**17  # checking so many takes less than half a millisecond
 SMALL = 8  # pixels or tokens: axes no longer than this may have that size for any input
-GROWTH = 0.75  # of how much more a row holds: borders and rounding take some of it
+GROWTH = 0.75  # of the growth of a row: borders and rounding take some of it
 MAX_PLANS, MAX_LAYERS = 256, 64  # that are kept: plans of a model, and results of each
 Fingerprints = Mapping[str, str]  # of results, by key
 PlanKey = tuple[int, str, tuple[Selector, ...], int | None]
@@ -55,7 +55,7 @@ PlanKey = tuple[int, str, tuple[Selector, ...], int | None]
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRequest:
-    """A request with its plan, as far as its rows are known.
+    """A request with its plan, by what is known of its rows so far.
 
     The plan has the options of the input at ``input_index``. ``inputs`` describes the rows, which may be outputs of a
     layer; ``tower`` is the part of it that these rows have, if the model has two towers. ``catalog`` was measured with
@@ -172,11 +172,11 @@ class Planner:
     async def _get_plan(
         self, planned: PlannedRequest, lengths: TextLengths | None, deadline: float
     ) -> tuple[Plan, Fingerprints]:
-        """The plan of what a request's input asks for of its catalogue; RequestError, TooLargeError."""
+        """The plan of a request's input by its catalogue; RequestError, TooLargeError."""
         request, catalog, identity = planned.request.for_input(planned.input_index), planned.catalog, planned.identity
         is_small = _is_small(request)
         plans = self._plans.setdefault(planned.handle, LRUCache(MAX_PLANS))
-        # Without numbered tokens, a plan depends on nothing of the lengths but how many positions are kept.
+        # Without numbered tokens, the only property of lengths that a plan uses is how many positions are kept.
         key = id(catalog), identity, request.selectors, lengths.kept if lengths is not None else None
         if is_small and (kept := plans.get(key)) is not None:
             return kept[1:]
@@ -186,7 +186,7 @@ class Planner:
         except RequestError as error:
             raise planned.request.locate(error, planned.input_index) from None
         if is_small and len(plan.results) <= MAX_LAYERS:
-            plans.put(key, (catalog, plan, fingerprints))  # an id is another's once its catalogue is gone
+            plans.put(key, (catalog, plan, fingerprints))  # the entry keeps the catalogue alive, and its id unique
         return plan, fingerprints
 
     async def survey(self, handle: ModelHandle, shapes: Shapes, deadline: float, *, functions: bool = False) -> Catalog:
@@ -202,13 +202,13 @@ class Planner:
     async def _name_embedding(
         self, request: ExtractRequest, handle: ModelHandle, tower: ModelInputs, deadline: float
     ) -> ExtractRequest:
-        """The request with the embedding that it asks for, if any, as its first selector."""
+        """The request with its embedding, if any, as its first selector."""
         embedding, model = request.embedding, handle.model
         if embedding is None:
             return request
         own = model.for_tower(tower).model_embedding
         selector = own.selector if own is not None else None
-        if embedding.layer:  # named behind the model's name
+        if embedding.layer:  # given after the model's name
             catalog = model.get_catalog(tower)
             if read_field("/model", lambda: parse_selector(embedding.layer)).function is not None:
                 catalog = await self.survey(handle, tower.shapes, deadline, functions=True)
@@ -235,8 +235,8 @@ class Planner:
         return catalog, shapes
 
     async def _scale(self, plan: Plan, shapes: Shapes, tower: ModelInputs, deadline: float) -> Plan:
-        """The least that a plan for the configured shape gives for rows of another shape."""
-        if tower.text is not None:  # the mask shows which tokens are a text's own, and the plan accounts for it
+        """A plan for the configured shape with sizes scaled to rows of another shape, as lower bounds."""
+        if tower.text is not None:  # the mask shows which tokens are not padding, and the plan accounts for it
             shapes = tuple(map(min, shapes, tower.shapes))
         return await self._run_in_thread(partial(_scale_plan, plan, shapes, tower.shapes), deadline)
 
@@ -319,7 +319,7 @@ def find_tower(model: ModelInfo, selectors: Iterable[Selector]) -> ModelInputs:
 
 
 def needs_functions(request: ExtractRequest) -> bool:
-    """Whether a request names what functions take or return, or changes what they may read too: a survey shows it."""
+    """Whether a request uses arguments or return values of functions, or changes what they may read: needs a survey."""
     changes = [*request.interventions, *(each for own in request.input_options.values() for each in own.interventions)]
     return any(selector.function is not None for selector in request.list_selectors()) or any(
         change.selector.site == "input" for change in changes
@@ -342,7 +342,7 @@ def _names_unseen_calls(request: ExtractRequest, catalog: Catalog) -> bool:
 
 
 def _complete_texts(request: ExtractRequest, model: ModelInfo) -> ExtractRequest:
-    """The request with its prompt, or the model's default, before each text, and with what is cut; RequestError."""
+    """The request with its prompt, or the model's default, before each text, and with ``truncate``; RequestError."""
     prompts, prompt = model.text.prompts if model.text else {}, model.text.default_prompt if model.text else ""
     if request.prompt is not None:
         if request.prompt not in prompts:

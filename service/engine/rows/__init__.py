@@ -1,1 +1,1 @@
-"""Items made into rows."""
+"""Items converted to rows."""

@@ -1,4 +1,4 @@
-"""Inputs at URLs are fetched and become pictures, before anything of the request is decoded."""
+"""Fetches the inputs at URLs, before anything of the request is decoded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from layertap.service.fetch.urls import FetchTarget
 from layertap.service.inputs.items import ImageItem, InputItem, UrlItem
 
 Targets = Sequence[tuple[int, Fetched | FetchTarget]]  # with their indexes in the request
-MAX_PARALLEL = 8  # fetches of one request at a time, so that none takes all that the server allows
+MAX_PARALLEL = 8  # fetches of one request at a time, so that no request uses the server's whole limit
 
 
 async def fetch_inputs(

@@ -1,6 +1,6 @@
-"""A request's items made into jobs: decoded on the slots that the scheduler gives, then planned by their rows.
+"""Makes a request's items into jobs: decodes them in the scheduler's slots, then plans them by their rows.
 
-Pictures that their batch decodes, and dry runs, are jobs of a request as it was planned first.
+Dry runs, and pictures that their batch decodes, become jobs by the request's first plan.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ HINT = "send one shape a request"
 
 @dataclass(frozen=True)
 class DecodedRows:
-    """Rows of one shape, the items that they were made of, and the first item's index in the request.
+    """Rows of one shape, their items, and the first item's index in the request.
 
-    ``cut``: of texts, how many tokens were left out of each.
+    ``cut``: for texts, how many tokens each was truncated by.
     """
 
     rows: dict[str, Tensor]
@@ -63,12 +63,12 @@ class DecodedRows:
 
     @property
     def shapes(self) -> Shapes:
-        """The shape of one row, input by input."""
+        """The shape of one row for each input of the model."""
         return get_row_shapes(self.rows)
 
 
 class JobMaker:
-    """Makes jobs of items; used on the event loop."""
+    """Makes jobs of items; for the event loop."""
 
     def __init__(self, scheduler: Scheduler, planner: Planner, run_in_thread: RunInThread, max_results: int) -> None:
         self._scheduler = scheduler
@@ -77,11 +77,11 @@ class JobMaker:
         self._max_results = max_results
 
     async def make_jobs(self, planned: PlannedRequest, items: Items, deadline: float) -> list[Job]:
-        """The jobs of items, planned anew where their rows are not what was expected.
+        """The jobs of items, replanned if their rows are not as predicted.
 
-        Rows of one shape are one job. Of several, or with options of their own, each input is one, and those of one
-        shape meet in a batch: each is planned, numbered and answered as it would be alone. RequestError, TooLargeError:
-        no input is good, or one is not and the request leaves none out.
+        Rows of one shape are one job. If shapes differ, or inputs have their own options, each input is a job, and
+        those of one shape may share a batch: each is planned, numbered and answered as if alone. RequestError,
+        TooLargeError: no input is good, or one is bad and the request leaves none out.
         """
         planned, parts = await self._decode(planned, items, deadline)
         return await self._make_jobs(planned, parts, deadline)
@@ -89,9 +89,9 @@ class JobMaker:
     async def _decode(
         self, planned: PlannedRequest, items: Items, deadline: float
     ) -> tuple[PlannedRequest, Sequence[DecodedRows]]:
-        """The rows of all good inputs, and the request with the faults of all others.
+        """The rows of all good inputs, and the request with the faults of the others.
 
-        In one part where they have one shape and want the same, else in one for each input.
+        In one part if they have one shape and no options of their own, else in one per input.
         """
         with planned.request.timings.step("decode"):
             # Inputs that name another share its item, which is decoded once.
@@ -167,9 +167,9 @@ class JobMaker:
     async def _plan_inputs(
         self, planned: PlannedRequest, parts: Sequence[DecodedRows], deadline: float
     ) -> list[PlannedRequest | LayertapError]:
-        """A plan for each input, or why the model takes none of its shape where such inputs are to be left out.
+        """A plan for each input, or the error of its shape if the request leaves such inputs out.
 
-        One after another: a shape that is not known takes the model's time.
+        One after another, because surveying a new shape blocks the model.
         """
         plans: dict[object, PlannedRequest | LayertapError] = {}
         keys = []
@@ -207,22 +207,22 @@ class JobMaker:
 
 
 def refuse_picture(items: Items, error: UndecodedError) -> Items:
-    """Items with why one of them can't be decoded in its place, where it is known which: the others may be good."""
+    """The items with the refused picture replaced by its error, if it is known which one: the others may be good."""
     refused = 0 if len(items) == 1 else error.row
     return [(index, error.refusal if row == refused else item) for row, (index, item) in enumerate(items)]
 
 
 def make_encoded_job(planned: PlannedRequest, items: Items, deadline: float) -> Job | None:
-    """The job of pictures that their batches decode, of which all is known of the rows that they become.
+    """The job of pictures that their batches decode; their rows must be known in advance.
 
-    None where they are to be decoded first: those of which some have options of their own, or whose own size decides
-    the size of their rows; and, side by side, a few pictures, whose forwards run one after another on all cores, and
-    several that share their forwards with nobody, which are as large as memory allows (``decode_with_batch`` excepted).
+    None if they must be decoded first: inputs with options of their own; pictures whose size decides that of their
+    rows; a few pictures, which run one after another on all cores; several that share no forwards, whose batches are as
+    large as memory allows (``decode_with_batch`` excepted).
     """
     pictures = tuple(item for _, item in items if isinstance(item, ImageItem))
     preprocess = planned.inputs.preprocess
     sized = preprocess is not None and compute_output_size(preprocess) is not None
-    once = len(set(map(id, pictures))) == len(pictures)  # a repeated picture is decoded first, once
+    once = len(set(map(id, pictures))) == len(pictures)  # a repeated picture is decoded first, and once
     known = planned.shapes == planned.catalog_shapes and sized and once and not planned.request.input_options
     if not known or not planned.handle.executor.decodes_batches or not len(pictures) == len(items) == planned.rows:
         return None
@@ -241,9 +241,9 @@ def make_job(
     input_index: int | None = None,
     cut: tuple[int, ...] = (),
 ) -> Job:
-    """The job of a request whose rows are there, or will be, or, for a dry run, are not; any thread may make it.
+    """The job of a request whose rows exist, are still encoded, or, in a dry run, do not exist; any thread may call it.
 
-    TooLargeError, InputError where the rows that must share a forward are more than one may have.
+    TooLargeError, InputError if the rows that must share a forward exceed its limit.
     """
     request, plan, catalog, handle = planned.request, planned.plan, planned.catalog, planned.handle
     text = handle.model.text
@@ -258,7 +258,7 @@ def make_job(
             check_batch(planned.rows, batch_key)
         else:
             check_rows_fit(plan, catalog, planned.rows, batch_key.max_rows)
-    # Tokens that are numbered for one text are so for all of a forward: layers of positions take other shapes then.
+    # Explicit position ids apply to all rows of a forward, and change the shapes in position layers.
     isolated = request.isolated or request.verify or handle.isolated or numbers
     fingerprints = planned.fingerprints
     if unsplittable:
@@ -296,28 +296,28 @@ def make_job(
 
 
 def _count_row_bytes(planned: PlannedRequest, compiled: CompiledPlan | None) -> int:
-    """Bytes that are kept of each row, or that projections make of it."""
+    """Bytes of each row's captures, or of the inputs of its projections."""
     plan = planned.plan
-    if compiled:  # a graph gives all its captures, whoever wants which
+    if compiled:  # a graph returns all its captures, whatever the request needs
         return sum(capture.nbytes(1) for capture in compiled.captures)
     extra = verification.list_extra_captures(plan, planned.catalog) if planned.request.verify else ()
     return plan.nbytes(1) + plan.projected_bytes + 2 * sum(capture.nbytes(1) for capture in extra)
 
 
 def _count_tokens(inputs: Mapping[str, Tensor], text: TextSpec | None) -> int:
-    """How many tokens the texts have of which rows were made; 0 where they were made of something else."""
+    """The number of tokens without padding in texts' rows; 0 for other rows."""
     if text is None or not text.is_read or not inputs:
         return 0
     return inputs[text.ids].numel() if text.mask is None else int(inputs[text.mask].count_nonzero())
 
 
 def _find_compiled(planned: PlannedRequest) -> CompiledPlan | None:
-    """The graph that answers a request, where one does."""
+    """The graph for a request, if any."""
     model = planned.handle.model
     request = planned.request
     if request.verify or request.resume is not None or planned.shapes != model.shapes:
         return None
-    if request.input_options:  # all inputs of a request by the same road: some may be changed, and are compared
+    if request.input_options:  # the results of changed and unchanged inputs are compared, so that all run with hooks
         return None
     return find_compiled_plan(model.compiled, planned.plan)
 
@@ -325,7 +325,7 @@ def _find_compiled(planned: PlannedRequest) -> CompiledPlan | None:
 def _leave_out(
     planned: PlannedRequest, parts: Sequence[DecodedRows], plans: Sequence[PlannedRequest | LayertapError]
 ) -> tuple[PlannedRequest, Sequence[DecodedRows]]:
-    """What is left without the inputs that the model does not take; RequestError where that is none."""
+    """The inputs without those that the model does not take; RequestError if none is left."""
     left, faults = [], []
     for part, plan in zip(parts, plans, strict=True):
         if isinstance(plan, LayertapError):
@@ -339,7 +339,7 @@ def _leave_out(
 
 
 def _check(planned: PlannedRequest) -> None:
-    """RequestError where an input can't be answered beside those of other shapes."""
+    """RequestError if an input can't be answered beside inputs of other shapes."""
     request, catalog = planned.request, planned.catalog
     if request.isolated and catalog.batches and catalog.crosses_rows:
         detail = (
@@ -355,9 +355,9 @@ def _check(planned: PlannedRequest) -> None:
 
 
 def join_decoded(parts: Sequence[DecodedRows], inputs: ModelInputs) -> list[DecodedRows]:
-    """All rows of a request in one part where they have one shape, else as they are.
+    """All rows of a request in one part if they have one shape, else unchanged.
 
-    Where some are arrays its pictures are normalised, or both could not be in one tensor.
+    If only some are arrays, pictures are normalised first: one tensor has one dtype.
     """
     if len({part.shapes for part in parts}) > 1:
         return list(parts)
@@ -370,14 +370,14 @@ def join_decoded(parts: Sequence[DecodedRows], inputs: ModelInputs) -> list[Deco
 
 
 def add_faults(planned: PlannedRequest, faults: Sequence[Fault]) -> PlannedRequest:
-    """A planned request of which more inputs are left out; all faults in the order of the inputs."""
+    """A planned request with more inputs left out; all faults in the order of the inputs."""
     request = planned.request
     every = tuple(sorted((*request.faults, *faults), key=lambda fault: fault.input or 0))
     return planned if every == request.faults else replace(planned, request=replace(request, faults=every))
 
 
 def split_evenly(items: Sequence[LocalItem], slots: int, limit: int) -> list[Sequence[LocalItem]]:
-    """Groups of at most so many items, as many for each slot, so that all slots end at about the same time."""
+    """Split items into groups of at most ``limit``, equally many for each slot, so that all slots end together."""
     rounds = math.ceil(len(items) / (slots * limit))
     count = min(slots * rounds, len(items))
     bounds = [len(items) * group // max(count, 1) for group in range(count + 1)]
@@ -385,14 +385,14 @@ def split_evenly(items: Sequence[LocalItem], slots: int, limit: int) -> list[Seq
 
 
 def _number(items: Items, attempts: Sequence[Sequence[Attempt]]) -> Iterator[tuple[int, Fetched, Attempt]]:
-    """Each input's index, its item and its attempt; a batch is one item of several inputs."""
+    """Each input's index, item and attempt; an item that is a batch has several inputs."""
     for (input_index, item), item_attempts in zip(items, attempts, strict=True):
         for row, attempt in enumerate(item_attempts):
             yield input_index + row, item, attempt
 
 
 def _find_misfit(planned: PlannedRequest, rows: Rows, input_index: int) -> Fault | None:
-    """What is wrong with the shape of rows: that of a layer's output is fixed."""
+    """The fault of rows with another shape than the layer's output that they replace."""
     inputs, shapes = planned.inputs, get_row_shapes(rows)
     if planned.request.resume is not None and inputs.text is None and shapes != inputs.shapes:
         detail = f"an output of {inputs.specs[0].name!r} has another shape than {show_shapes(shapes)}"

@@ -1,4 +1,4 @@
-"""What is known of rows before items are decoded: the tower that takes them, their shape and their number."""
+"""Predicts rows before items are decoded: the tower that takes them, their shape and their number."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def predict_rows(items: Iterable[object], inputs: ModelInputs) -> PredictedRows:
 
 
 def count_numbers(shapes: Shapes) -> int:
-    """How many numbers a row of a shape has, in all its inputs."""
+    """How many numbers a row of a shape has, over all inputs of the model."""
     return sum(prod(shape) for shape in shapes)
 
 

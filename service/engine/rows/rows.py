@@ -1,4 +1,4 @@
-"""Items made into rows, for each input of a model a tensor with the rows on axis 0: decoded, preprocessed, checked.
+"""Converts items to rows, a tensor for each input of the model with the rows on axis 0: decodes, preprocesses, checks.
 
 Runs in the decode pool.
 """
@@ -45,18 +45,18 @@ from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, Text
 from layertap.service.settings import Settings
 
 Rows = Mapping[str, Tensor]
-Attempt = Rows | LayertapError  # the rows of an item, or why there are none
+Attempt = Rows | LayertapError  # the rows of an item, or its error
 ItemAttempts = list[Sequence[Attempt]]  # of each item, which may be a batch
 Fetched = LocalItem | LayertapError  # an input, or why it can't be fetched
 Items = Sequence[tuple[int, Fetched]]  # with their indexes in the request
 
-CHARACTERS = 16  # of a text, for each token that a model takes: bounds the time that a tokenizer takes
+CHARACTERS = 16  # of a text, for each token that a model takes: bounds the time of the tokenizer
 CUT_HINT = ', or cut it by "truncate": "end"'
 CUT_CHARACTERS = 2**20  # of a text that may be cut: a tokenizer reads all of it
 
 
 class TextRows(dict[str, Tensor]):
-    """The row of a text, of which ``cut`` tokens were left out."""
+    """The row of a text; ``cut`` is the number of tokens that were truncated."""
 
     def __init__(self, rows: Rows = MappingProxyType({}), cut: int = 0) -> None:
         super().__init__(rows)
@@ -70,7 +70,7 @@ def count_rows(attempts: ItemAttempts) -> int:
 
 
 def get_row_shapes(rows: Rows) -> Shapes:
-    """The shape of one row, input by input."""
+    """The shape of one row for each input of the model."""
     return tuple(tuple(value.shape[1:]) for value in rows.values())
 
 
@@ -82,7 +82,7 @@ def join_rows(parts: Sequence[Rows]) -> dict[str, Tensor]:
 
 
 def try_to_decode(item: LocalItem, inputs: ModelInputs, settings: Settings) -> Sequence[Attempt]:
-    """One item as rows, or why there are none; raises nothing that its sender should not see."""
+    """Decode one item: its rows or its error; raises nothing that the sender should not see."""
     try:
         return decode_item(item, inputs, settings)
     except (InputError, TooLargeError) as error:
@@ -94,7 +94,7 @@ def try_to_decode(item: LocalItem, inputs: ModelInputs, settings: Settings) -> S
 
 
 def decode_item(item: LocalItem, inputs: ModelInputs, settings: Settings) -> list[Attempt]:
-    """One item as rows; InputError, TooLargeError.
+    """Decode one item; InputError, TooLargeError.
 
     A batch comes in one piece. If some of its rows are not finite it comes row by row, with an error in place of each
     of these. The numbers of a batch with more rows than allowed are not checked.
@@ -184,7 +184,7 @@ def decode_on_device(item: ImageItem, inputs: ModelInputs, settings: Settings) -
 
 
 def normalize_rows(rows: Rows, inputs: ModelInputs) -> Rows:
-    """Rows as the model takes them: rows of pixels are normalised, others stay as they are.
+    """Normalise the rows that are pixels; return others unchanged.
 
     Arrays have their input's dtype by now, and no input of pictures is one of bytes.
     """
@@ -231,7 +231,7 @@ def _convert_arrays(item: ArraysItem, inputs: ModelInputs, settings: Settings) -
         rows[text.mask] = _make_mask(rows[text.ids], text)
     lengths = set()
     for spec, value in zip(inputs.specs, rows.values(), strict=True):
-        pixels = prod(value.shape[2:])  # height and width may be others than the configured ones, but not any
+        pixels = prod(value.shape[2:])  # height and width may differ from the configured ones, up to a limit
         if pixels > max(settings.max_resized_pixels, prod(spec.shape[1:])):
             raise TooLargeError(
                 f"input '{spec.name}' has {pixels} pixels, the limit is {settings.max_resized_pixels}",
@@ -266,13 +266,13 @@ def _to_tensor(array: Array, spec: InputSpec, may_batch: bool) -> Tensor:
     if batch.dtype.kind == "u" and batch.dtype.itemsize > 1:
         batch = batch.astype(np.int64)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the array is read-only; the cast below or the model's copy owns
+        warnings.simplefilter("ignore", UserWarning)  # the array is read-only; the cast below or the model makes a copy
         tensor = torch.from_numpy(np.ascontiguousarray(batch))
     return tensor.to(dtype)
 
 
 def _make_mask(ids: Tensor, text: TextSpec) -> Tensor:
-    """The mask of texts that come without one: each is as long as its tensor.
+    """The mask of texts that come without one: each text has the length of its tensor.
 
     InputError if a layer's output ends like the padding of a shorter text among longer ones.
     """
@@ -286,7 +286,7 @@ def _make_mask(ids: Tensor, text: TextSpec) -> Tensor:
 
 
 def _pad_in_front(rows: dict[str, Tensor], text: TextSpec) -> None:
-    """Put the padding id wherever the mask leaves out tokens in front; InputError if the model can't take any."""
+    """Put the padding id where the mask leaves out leading tokens; InputError if the model can't take any."""
     if text.left_padding == "refused":
         raise InputError(
             "the mask begins with 0, and this model would count the tokens in front of the text as its own",
@@ -297,7 +297,7 @@ def _pad_in_front(rows: dict[str, Tensor], text: TextSpec) -> None:
 
 
 def _cut_padding(rows: dict[str, Tensor], text: TextSpec) -> dict[str, Tensor]:
-    """Rows without the padding behind their texts, for a model that can't take any; InputError if lengths differ."""
+    """Rows without trailing padding, for a model that can't take any; InputError if lengths differ."""
     if text.mask is None:
         return rows
     mask = rows[text.mask].bool()
@@ -309,7 +309,7 @@ def _cut_padding(rows: dict[str, Tensor], text: TextSpec) -> dict[str, Tensor]:
 
 
 def _tokenize(item: TextItem | TokensItem, inputs: ModelInputs) -> TextRows:
-    """One text as a row, as long as it is; InputError if the model does not take it."""
+    """Tokenize one text without padding; InputError if the model does not take it."""
     text = inputs.text
     if text is None or not text.is_read:
         raise InputError(f"model {inputs.model} takes no text", hint=f"send {_describe_inputs(inputs)}")
@@ -334,7 +334,7 @@ def _encode_text(item: TextItem, text: TextSpec, name: str) -> tuple[list[int], 
         )
     try:
         tokens, cut = text.encode(item.text, text.max_tokens, truncate)
-    except Exception as error:  # a tokenizer of a third party; lone surrogates, for one
+    except Exception as error:  # third-party tokenizers raise for lone surrogates, for example
         raise InputError(f"the text can't be tokenized ({type(error).__name__})") from error
     if not tokens:
         raise InputError("the text has no tokens", hint="send a text that is not empty")
@@ -342,9 +342,9 @@ def _encode_text(item: TextItem, text: TextSpec, name: str) -> tuple[list[int], 
 
 
 def pad_texts(items: Items, attempts: Sequence[Sequence[Attempt]], text: TextSpec) -> list[Sequence[Attempt]]:
-    """The rows of items with texts and tokens padded to one length; arrays of ids stay as they are.
+    """The rows of items with texts and tokens padded to one length; arrays of ids stay unchanged.
 
-    So do all arrays that a layer made of texts, and all texts of a model that runs each at its own length.
+    Arrays that a layer made of texts are padded too; texts of a model that runs each at its own length are not.
     """
     kinds = (TextItem, TokensItem) if text.is_read else (ArraysItem,)
     texts = [number for number, (_, item) in enumerate(items) if isinstance(item, kinds)]
@@ -359,7 +359,7 @@ def pad_texts(items: Items, attempts: Sequence[Sequence[Attempt]], text: TextSpe
 
 
 def _pad_rows(rows: Rows, size: int, text: TextSpec) -> dict[str, Tensor]:
-    """Rows with padding behind their tokens, which the mask leaves out."""
+    """Rows with trailing padding, which the mask leaves out."""
     pads, axes = {text.ids: text.pad if text.is_read else 0}, {text.ids: 1 + text.axis}
 
     def fill(name: str, value: Tensor) -> Tensor:
@@ -372,11 +372,11 @@ def _pad_rows(rows: Rows, size: int, text: TextSpec) -> dict[str, Tensor]:
 
 
 def _format_hint(text: TextSpec) -> str:
-    """What to send to a model of texts."""
+    """A hint how to send texts to a model."""
     return 'send {"text": "a cat"}' if text.encode else 'send token ids: {"tokens": [0, 5]}'
 
 
 def _describe_inputs(inputs: ModelInputs) -> str:
-    """What a model takes, input by input."""
+    """A description of each input of a model."""
     pictures = "pictures, or " if inputs.preprocess is not None else ""
     return pictures + "; ".join(f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in inputs.specs)

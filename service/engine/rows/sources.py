@@ -1,4 +1,4 @@
-"""Inputs whose changes take tensors of other inputs of the request: which run first, and what goes on to others."""
+"""Inputs whose interventions take tensors of other inputs of the request: their order, and the tensors to pass on."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from layertap.service.engine.batch import Job, Results
 
 
 def plan_stages(jobs: Sequence[Job]) -> list[list[Job]]:
-    """The jobs of a request, those together that may run together, after those whose tensors they take.
+    """The jobs of a request in stages: each stage runs together, after the jobs whose tensors it takes.
 
-    RequestError where a source is left out, or waits in turn.
+    RequestError if a source is left out, or sources form a cycle.
     """
     by_input = {job.input_index: job for job in jobs}
     sorter = TopologicalSorter[int | None]()
@@ -43,7 +43,7 @@ def plan_stages(jobs: Sequence[Job]) -> list[list[Job]]:
 
 
 def prepare_sources(jobs: Sequence[Job]) -> list[Job]:
-    """The jobs with captures of what others take of them, and with fingerprints that tell how that was made."""
+    """The jobs with extra captures for other jobs, and with fingerprints that cover their sources' interventions."""
     in_order = [job for stage in plan_stages(jobs) for job in stage]
     extra = _collect_sources(jobs)
     changes: dict[int | None, str | None] = {}
@@ -63,12 +63,12 @@ def prepare_sources(jobs: Sequence[Job]) -> list[Job]:
 
 
 def count_taken_bytes(job: Job) -> int:
-    """Bytes of what a job's changes take of other inputs, at least."""
+    """Bytes of the tensors that a job takes of other inputs, at least."""
     return sum(4 * prod(compute_part_shape(change.info, change.operation)) for change in _list_taking(job))
 
 
 def fill_tensors(job: Job, answers: Iterable[tuple[Job, Results]]) -> Job:
-    """A job whose changes have what they take of others; RequestError where a text has other tokens than another."""
+    """A job with the tensors it takes of others; RequestError if the numbers of tokens of two texts differ."""
     if not _list_sources(job):
         return job
     by_input = {source.input_index: (source, results) for source, results in answers}
@@ -90,7 +90,7 @@ def fill_tensors(job: Job, answers: Iterable[tuple[Job, Results]]) -> Job:
 
 
 def _collect_sources(jobs: Sequence[Job]) -> Mapping[int | None, set[Capture]]:
-    """What is captured of each input for others; RequestError where it has another shape than theirs has there."""
+    """The captures of each input for other inputs; RequestError if their shapes differ."""
     by_input = {job.input_index: job for job in jobs}
     captures: dict[int | None, set[Capture]] = defaultdict(set)
     for job in jobs:
@@ -103,7 +103,7 @@ def _collect_sources(jobs: Sequence[Job]) -> Mapping[int | None, set[Capture]]:
 
 
 def _check_shape(job: Job, source: Capture, taken: Job) -> None:
-    """RequestError where inputs of several shapes have several shapes at what is taken, too."""
+    """RequestError if two inputs of different shapes also differ in shape at the source's point."""
     if taken.catalog is job.catalog or not taken.catalog.sizes_known:
         return
     there, here = find_tensor(source.point, taken.catalog), source.info

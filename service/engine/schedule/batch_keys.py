@@ -1,4 +1,4 @@
-"""What is known of one model's rows: the batch keys by which they share forwards, and how quick they are."""
+"""The batch keys of one model, and its speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layertap.models.spec import Shapes
 from layertap.service.engine.batch import SMOOTHING, Batch, BatchKey
 from layertap.service.settings import Settings
 
-MAX_KEYS = 4 * MAX_CATALOGS  # with a graph and without, from the beginning and from a layer, compiled
+MAX_KEYS = 4 * MAX_CATALOGS  # with and without a graph, from the input or from a layer, compiled
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}  # of the memory that is free at loading: the share for forwards
 KeyParts = tuple[int, Shapes, bool, CompiledPlan | None, bool]
 
@@ -24,7 +24,7 @@ class BatchKeys:
     """The batch keys of one model; created in its thread, right after it is loaded. Any thread may ask for one."""
 
     def __init__(self, model: ModelInfo, model_key: str, devices: Sequence[str], settings: Settings) -> None:
-        """``model_key`` is the handle's; ``devices`` has one for each replica."""
+        """``model_key``: the handle's; ``devices``: one for each replica."""
         self._model = model
         self._model_key = model_key
         self._devices = tuple(dict.fromkeys(devices))
@@ -76,10 +76,10 @@ class BatchKeys:
 
 
 class Pace:
-    """What a row of one model takes the device: a mean of recent batches."""
+    """The device time of one row of a model: a mean of recent batches."""
 
     def __init__(self, model: ModelInfo, key: BatchKey, replicas: int, parallel: int) -> None:
-        """``key`` is that of the configured shape; ``parallel`` replicas compute side by side."""
+        """``key``: for the configured shape; ``parallel`` replicas compute side by side."""
         costs = model.catalog.costs
         self._model = model
         self._replicas = replicas
@@ -90,11 +90,11 @@ class Pace:
 
     @property
     def seconds_per_row(self) -> float:
-        """Seconds that a row takes the device."""
+        """The seconds of device time that a row takes."""
         return self._batch_seconds + self._decode_seconds
 
     def estimate_seconds(self, seconds: float) -> float:
-        """What forwards take the device now that took so many seconds one by one when the model was loaded."""
+        """Current device time of forwards that took ``seconds`` one by one when the model was loaded."""
         return seconds * self._batch_seconds / self._alone
 
     def estimate_least_seconds(self, seconds: float) -> float:
@@ -102,11 +102,11 @@ class Pace:
         return min(self.estimate_seconds(seconds), seconds / self._parallel)
 
     def add_batch(self, batch: Batch, seconds: float, parallel: int, *, decoded: bool) -> None:
-        """Note how long a batch took, beside as many others as the device computes at the same time.
+        """Note a batch's duration, which it shared with the other batches in parallel on its device.
 
-        ``decoded``: decoding its pictures was a part of it, and took no time before.
+        ``decoded``: the duration includes decoding its pictures, which then takes no time of its own.
         """
-        # In rows of the configured shape: a few large pictures say nothing of the small ones that wait.
+        # In rows of the configured shape, because a few large pictures say little about waiting small ones.
         weight = batch.key.costs.per_row / self._model.catalog.costs.per_row
         spent = seconds / min(parallel, self._replicas) / batch.rows / weight
         self._batch_seconds += SMOOTHING * (spent - self._batch_seconds)
@@ -120,7 +120,7 @@ class Pace:
 
 
 def _measure_max_bytes(devices: Sequence[str], replicas: int, settings: Settings) -> int:
-    """The bytes that one forward may use beside the others of its device, by the device that has least."""
+    """The bytes that one forward may use beside the others of its device, by the device with the least."""
     if settings.batch_memory_bytes is not None:
         return settings.batch_memory_bytes
     known = [resolve_device(name) for name in devices]

@@ -1,4 +1,4 @@
-"""Starts what the batcher says: batches in the executors of their models, decoding and calls on slots of the CPU."""
+"""Starts what the batcher selects: batches in their models' executors, decoding and calls on slots of the CPU."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from layertap.service.timings import Span
 from layertap.service.types import Priority
 
 T = TypeVar("T")
-LONGEST_S = 86_400.0  # a timer takes no infinity
-EARLY_S = 0.05  # an event loop counts from where its turn began, in milliseconds: its timers may end so much too soon
+LONGEST_S = 86_400.0  # a timer can't be infinite
+EARLY_S = 0.05  # event loop timers may end so much too soon, because its clock has milliseconds
 log = logging.getLogger("layertap")
 
 
 @dataclass(eq=False)
 class ScheduledModel:
-    """A model that takes batches: ``busy`` counts what runs of it, ``on_idle`` is called when that is nothing any more.
+    """A model that takes batches; ``busy`` counts its running tasks, ``on_idle`` is called when it has none.
 
-    ``make_error`` is there where the model can't be asked now.
+    ``make_error`` is set while the model can't be asked.
     """
 
     key: str
@@ -53,13 +53,13 @@ class ScheduledModel:
 
 @dataclass(eq=False, kw_only=True)
 class Turn(DecodeTask):
-    """Something that wants a slot of the CPU; ``begun`` is set once it has one."""
+    """A wait for a slot of the CPU; ``begun`` is set once it has one."""
 
     begun: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class InFlight:
-    """The jobs of a request that wait for their forwards, or run; ``answer`` has each job's results in the end.
+    """The jobs of a request that wait or run; ``answer`` gets the results of each job.
 
     ``started``: a batch with some of them has begun.
     """
@@ -74,7 +74,7 @@ class InFlight:
         self._parts: list[SliceResult] = []
 
     def add(self, job: Job, batch: Batch, result: SliceResult) -> None:
-        """Keep what became of some rows; the answer is there with the first error, or with the last rows."""
+        """Store the results of some rows; the answer is set by the first error, or by the last rows."""
         self._parts.append(result)
         job.timings.notes.update(fill=f"{result.rows}/{batch.key.max_rows}", depth=f"{batch.depth:.4g}")
         outcome = result.results
@@ -89,16 +89,16 @@ class InFlight:
             self.answer.set_result([self._results[each] for each in self.jobs])
 
     def fail(self, error: Exception) -> None:
-        """Answer with an error, where there is no answer yet."""
+        """Set the answer to an error, if there is none yet."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
     def expire(self) -> None:
-        """Answer that the deadline has passed, where there is no answer yet."""
+        """Set the answer to DeadlineError, if there is none yet."""
         self.fail(deadline_error())
 
     def record(self) -> None:
-        """Note in the request's timings how long each step took."""
+        """Add the duration of each step to the request's timings."""
         timings, parts = self.jobs[0].timings, self._parts
         if parts:
             spans = (
@@ -112,11 +112,11 @@ class InFlight:
 
 
 class Scheduler:
-    """One for a process. For the event loop only.
+    """Starts the batches, decodes and calls of all models. For the event loop only.
 
-    ``failure`` says why this process can't go on, where that is so (CUDA asks for a new one after some errors of a
-    device): nothing is answered any more. ``on_failure`` is called with it once. ``gpu_streams``: forwards that a GPU
-    may have begun at a time. ``batcher`` says what waits, and what runs next.
+    ``failure``: why this process can't answer any more, if so (CUDA needs a new process after some device errors);
+    ``on_failure`` is called with it once. ``gpu_streams``: the most forwards that run on a GPU at once. ``batcher``
+    decides what waits and what runs next.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Scheduler:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def add_model(self, key: str, name: str, executor: Executor, pace: Pace, on_idle: Callable[[], None]) -> None:
-        """Have a model take batches from now on; ``key`` is what one loading of it has and no other."""
+        """Start scheduling batches of a model; ``key`` is unique to this loaded version."""
         self._models[key] = ScheduledModel(key, name, executor, pace, on_idle)
         for device in set(executor.devices) - {CPU}:
             self.batcher.add_device(device, DeviceSlots(self._gpu_streams, parallel=False))
@@ -146,17 +146,17 @@ class Scheduler:
         self._dispatch()
 
     def remove_model(self, key: str) -> None:
-        """Forget a model of which nothing waits or runs."""
+        """Forget a model without waiting or running work."""
         if self._models.pop(key, None) is not None:
             self.batcher.remove_model(key)
 
     def is_idle(self, key: str) -> bool:
-        """Whether nothing of a model waits or runs."""
+        """Whether a model has no waiting or running work."""
         model = self._models.get(key)
         return model is None or (not model.busy and not self.batcher.count_waiting_rows(key))
 
     def refuse(self, key: str, make_error: Callable[[], Exception] | None) -> None:
-        """Answer all jobs of a model with an error, also those that come, until that is None again."""
+        """Fail all current and future jobs of a model with an error; None ends this."""
         if (model := self._models.get(key)) is not None:
             model.make_error = make_error
         for job, flight in list(self._in_flight.items()):
@@ -164,7 +164,7 @@ class Scheduler:
                 flight.fail(make_error())
 
     def fail_permanently(self, reason: str) -> None:
-        """Nothing can be answered any more: whoever waits gets UnavailableError."""
+        """Stop answering for good: all waiting requests get UnavailableError."""
         if not self.failure:
             self.failure = reason
             self._on_failure(reason)
@@ -172,16 +172,16 @@ class Scheduler:
             flight.fail(failure_error(reason))
 
     async def run(self, jobs: Sequence[Job]) -> list[Results]:
-        """The results of jobs of a request, in the host's memory.
+        """The results of a request's jobs, in host memory.
 
-        Cancelled, or past the deadline (DeadlineError), what still waits never runs.
+        If cancelled, or past the deadline (DeadlineError), the waiting rows never run.
         """
         if self.failure:
             raise failure_error(self.failure)
         self._get_model(jobs[0].key.model)
         flight = InFlight(jobs)
         left = max(jobs[0].deadline - time.monotonic(), 0.0)
-        # For a future that nobody else sees this is what ``wait_until`` does, in a third of the time.
+        # What ``wait_until`` does, in a third of the time; possible because nobody else sees the future.
         timer = asyncio.get_running_loop().call_later(min(left, LONGEST_S), flight.expire)
         try:
             for job in jobs:
@@ -195,7 +195,7 @@ class Scheduler:
                 self._in_flight.pop(job, None)
                 self.batcher.remove(job)
             flight.record()
-            if not flight.started:  # the request never came to a forward
+            if not flight.started:  # no forward of the request began
                 late = time.monotonic() >= jobs[0].deadline - EARLY_S
                 (self._metrics.count_expired if late else self._metrics.count_cancelled)(jobs[0].key.name)
             self._note_idle(jobs[0].key.model)
@@ -203,9 +203,9 @@ class Scheduler:
     async def decode(
         self, key: str, items: Sequence[LocalItem], inputs: ModelInputs, priority: Priority, deadline: float
     ) -> ItemAttempts:
-        """The rows of items of a model, decoded when the batcher lets them.
+        """Decode items of a model when the batcher starts them.
 
-        Cancelled before their turn, or past the deadline (DeadlineError), they never are. ModelLostError,
+        If cancelled before that, or past the deadline (DeadlineError), they are not decoded. ModelLostError,
         UnavailableError.
         """
         model = self._get_model(key)
@@ -223,9 +223,9 @@ class Scheduler:
     async def call(
         self, key: str, function: ModelFunction, keep: Callable[[Any], None], deadline: float, limit_s: float
     ) -> Any:
-        """What a function of a model gives, or raises. ``keep`` is called with it even if the caller has gone.
+        """The result of a function of a model. ``keep`` is called with it even if the caller has gone.
 
-        DeadlineError; ModelLostError. It may be ended after ``limit_s`` seconds.
+        DeadlineError; ModelLostError. The call may be stopped after ``limit_s`` seconds.
         """
         model = self._get_model(key)
 
@@ -244,7 +244,7 @@ class Scheduler:
     async def _take_turn(
         self, model: ScheduledModel, work: Callable[[], Coroutine[Any, Any, T]], priority: Priority, deadline: float
     ) -> T:
-        """What ``work`` gives once it has a slot of the CPU, which it keeps to its end though nobody waits for it."""
+        """The result of ``work``, run in a slot of the CPU; it runs to its end even if the caller is gone."""
         turn = Turn(priority=priority)
         self.batcher.add_decode(turn)
         model.busy += 1
@@ -276,7 +276,7 @@ class Scheduler:
         return model
 
     def _dispatch(self) -> None:
-        """Start all that may start now."""
+        """Start everything that may start now."""
         models = self._models if not self.failure else {}
         while starting := self.batcher.start_next({key: each.executor.count_idle() for key, each in models.items()}):
             if isinstance(starting, Batch):
@@ -285,7 +285,7 @@ class Scheduler:
                 self._note_started(starting.slices)
                 running = model.executor.run(starting, partial(self._extend, starting))
                 self._start_task(self._run(model, starting, running))
-            elif (turn := cast("Turn", starting)).begun.done():  # given up just now
+            elif (turn := cast("Turn", starting)).begun.done():  # cancelled just now
                 self.batcher.finish(turn, 0.0)
             else:
                 turn.begun.set_result(None)
@@ -293,7 +293,7 @@ class Scheduler:
             model.executor.note_waiting_rows(self.batcher.count_waiting_rows(key) > 0)
 
     def _extend(self, batch: Batch) -> Batch | None:
-        """Have waiting rows join a batch that has begun, and not its forward; what joins, as a batch, if anything."""
+        """Add waiting rows to a batch whose forward has not begun; returns them as a batch, or None."""
         joining = self.batcher.extend(batch)
         if not joining:
             return None
@@ -315,14 +315,14 @@ class Scheduler:
     def _forget_task(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever waited has it
+            task.exception()  # the caller has it
 
     async def _run(self, model: ScheduledModel, batch: Batch, running: Awaitable[BatchResult]) -> None:
-        """A batch, from its start to its answers. Whatever goes wrong is its own."""
+        """Run a batch and answer its jobs; an error fails only these."""
         started = time.perf_counter()
         try:
             result = await running
-        except (Exception, asyncio.CancelledError) as error:  # a pool that is shut down cancels
+        except (Exception, asyncio.CancelledError) as error:  # a pool that shuts down cancels
             log.exception("a batch failed", extra={"fields": {"model": model.name}})
             result = refuse(batch, error if isinstance(error, LayertapError) else wrap_error(error))
         seconds = time.perf_counter() - started
@@ -358,7 +358,7 @@ class Scheduler:
                 self.batcher.add_again(again.take(waiting, again.tries))
 
     def _leave(self, model: ScheduledModel) -> None:
-        """Something of a model has ended: others may start."""
+        """Note that a task of a model has ended: others may start."""
         model.busy -= 1
         self._dispatch()
         self._note_idle(model.key)
@@ -369,7 +369,7 @@ class Scheduler:
             model.on_idle()
 
     def _record(self, batch: Batch, failures: BatchFailures, seconds: float) -> None:
-        """Count a batch, which took so long, and what went wrong in it."""
+        """Count a batch, its seconds and its failures in the metrics."""
         metrics, model = self._metrics, batch.key.name
         requests = len({each.job for each in batch.slices})
         max_rows, depth = max(batch.key.max_rows, batch.rows), min(batch.depth, 1.0)
