@@ -1,1 +1,1 @@
-"""Where architectures come from: torchvision, timm, a directory of transformers, or a factory in a Python module."""
+"""Sources of architectures: torchvision, timm, a transformers directory, or a factory in a Python module."""

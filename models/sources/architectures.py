@@ -1,4 +1,4 @@
-"""Architectures of torchvision and timm that a checkpoint fits, by names and shapes; no values are in memory."""
+"""Architectures of torchvision and timm that a checkpoint fits, by names and shapes, without loading values."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from layertap.models.errors import LoadError, escape
 from layertap.models.sources import torchvision
 from layertap.models.weights.checkpoints import StateDict, fit_names
 
-MAX_DIFFERENT = 6  # parameters of other shapes: those of heads, the first convolution, positions
+MAX_DIFFERENT = 6  # parameters whose shapes may differ: heads, the first convolution, positions
 Shapes = Mapping[str, tuple[int, ...]]
-Build = Callable[[Mapping[str, Any]], nn.Module]  # with a constructor's arguments
+Build = Callable[[Mapping[str, Any]], nn.Module]  # takes a constructor's arguments
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A source whose tensors have the names and shapes of a checkpoint's, with these arguments.
+    """A source that, with these arguments, has the names and shapes of a checkpoint's tensors.
 
-    ``prefix`` is what comes off names. ``has_weights``: it is the folder that the checkpoint is in, and needs no
+    ``prefix`` is removed from names. ``has_weights``: the source is the checkpoint's own folder, and needs no
     ``weights``.
     """
 
@@ -48,9 +48,9 @@ class Fit:
 
 
 def find_fits(path: Path, state: StateDict) -> list[Fit]:
-    """What a folder's config.json says, else all architectures that fit; those that a file's name has in it come first.
+    """What a folder's config.json says, else all architectures that fit; those named in the file's name come first.
 
-    LoadError if there are none, and a checkpoint has what would fit under several prefixes.
+    LoadError if none fits because the checkpoint has the model's tensors under several prefixes.
     """
     if (path / "config.json").is_file():
         try:
@@ -73,13 +73,13 @@ def find_fits(path: Path, state: StateDict) -> list[Fit]:
 
 
 def _rank(fit: Fit, path: Path) -> int:
-    """Names that stand in a file's name, or begin with it, come first; all others stay as they are."""
+    """Sort key: architectures that the file's name contains, or that begin with it, come first."""
     name, stem = fit.source.partition(":")[2], path.name.partition(".")[0]
     return -min(len(name), len(stem)) if name in stem or name.startswith(stem) else 0
 
 
 def _list_architectures(state: StateDict) -> Iterator[tuple[str, Build]]:
-    """Everything that may fit, by its source; timm's only where timm is installed."""
+    """Every architecture that may fit, by source; timm's only if timm is installed."""
     for name in torchvision.list_offered():
         yield f"torchvision:{name}", partial(torchvision.construct, name, state)
     try:
@@ -95,7 +95,7 @@ def _construct_timm(timm: Any, name: str, args: Mapping[str, Any]) -> nn.Module:
 
 
 def find_fit(source: str, build: Build, state: StateDict) -> Fit | None:
-    """The architecture with the arguments with which it fits; None if there are none."""
+    """The architecture with arguments that make it fit; None if none do."""
     module = _build(build, {}, state)
     if module is None:
         return None
@@ -111,21 +111,21 @@ def find_fit(source: str, build: Build, state: StateDict) -> Fit | None:
 
 
 def _build(build: Build, args: Mapping[str, Any], state: StateDict) -> nn.Module | None:
-    """A module without values; None for one that shows itself another before it is whole, or takes no such argument."""
+    """Construct a module without values; None if its shapes differ too much, or its constructor raises."""
     with warnings.catch_warnings(action="ignore"), _stop_at_difference(state):
         try:
             try:
                 with torch.device("meta"):
                     return build(args)
-            except NotImplementedError:  # it looks at values while it is constructed
+            except NotImplementedError:  # its constructor reads values, which the meta device lacks
                 return build(args)
-        except Exception:  # of a third party's constructor, or ours: it does not fit
+        except Exception:  # raised by the constructor, or by the check: it does not fit
             return None
 
 
 @contextmanager
 def _stop_at_difference(state: StateDict) -> Iterator[None]:
-    """Have the construction of a module end once several parameters have shapes that a checkpoint has not."""
+    """Stop a module's construction once too many parameters have shapes that the checkpoint does not have."""
     shapes = {tuple(value.shape) for value in state.values()}
     different = 0
 
@@ -143,12 +143,12 @@ def _stop_at_difference(state: StateDict) -> Iterator[None]:
 
 
 def _list_shapes(tensors: Mapping[str, Any]) -> Shapes:
-    """Of tensors, not of what a module may keep beside them."""
+    """Shapes of the tensors; a module's extra state is left out."""
     return {name: tuple(value.shape) for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
 def _guess_arguments(wanted: Shapes, given: Shapes) -> dict[str, Any]:
-    """Arguments that may make up for what differs: classes, channels, the size of pictures; nothing where none does."""
+    """Constructor arguments that may explain the differences: classes, channels, image size; empty if none do."""
     if wanted.keys() > given.keys():
         return {"num_classes": 0}
     if wanted.keys() != given.keys():
@@ -171,7 +171,7 @@ def _guess_channels(wanted: tuple[int, ...], given: tuple[int, ...], shapes: Sha
 
 
 def _guess_side(wanted: tuple[int, ...], given: tuple[int, ...], shapes: Shapes) -> int | None:
-    """Of square pictures, from positions of patches and of a few tokens before them."""
+    """The side of square pictures, from the positions of the patches and of a few tokens before them."""
     patches = shapes.get(PATCHES)
     if patches is None or len(given) != 3 or (wanted[0], wanted[2]) != (given[0], given[2]):
         return None

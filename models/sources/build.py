@@ -1,4 +1,4 @@
-"""Modules built by the source that a configuration names, and what all sources share."""
+"""Build a model from the source that a configuration names; helpers that all sources share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from layertap.models.weights.adapters import merge_adapter
 from layertap.models.weights.checkpoints import StateDict, read_checkpoint
 from layertap.models.weights.state_dict import LoadReport, load_state_dict
 
-FLOAT_BITS = 32  # of the floating numbers of a module as torchvision and timm construct it
+FLOAT_BITS = 32  # torchvision and timm construct modules in float32
 WEIGHTS_HINT = "type DEFAULT, PATH.safetensors, PATH.pth or random:SEED"
 DOWNLOAD_HINT = "give a .safetensors path, or random:SEED"
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -41,16 +41,16 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A module with its weights in, and what is known about it.
+    """A module with its weights, and its metadata.
 
-    ``module`` is on the CPU, in eval mode, in the dtype it was constructed in, and no parameter of it asks for a
-    gradient. ``pictures``: how they become rows; a text, which may be empty, says why they can't. ``weights`` is a
-    label for people and holds no directory. ``named``: ``architecture`` is a library's name for the structure, which
-    with ``settings`` stands for it in fingerprints; otherwise the structure itself does. ``settings`` are those that
-    the module tree may not show. ``prefix_tokens`` counts class and register tokens in front of the patch tokens.
-    ``text`` is None if text can't be taken. ``report`` tells what was taken of a checkpoint. ``labels`` are what the
-    source knows of the classes, for as many as the module may not have. ``embedding`` None: what its class says.
-    ``two_towers``: its forward takes texts or pictures without the other.
+    ``module`` is on the CPU, in the configured mode (eval by default), in the dtype it was constructed in, and no
+    parameter requires grad. ``pictures``: the preprocessing, or a text, which may be empty, with the reason why there
+    is none. ``weights`` is a label for people, without a directory. ``named``: ``architecture`` is a library's name for
+    the structure, and identifies it in fingerprints together with ``settings``; otherwise the structure itself is
+    used. ``settings`` are those that the module tree may not show. ``prefix_tokens`` counts class and register tokens
+    before the patches. ``text`` is None if texts can't be sent. ``report``: which tensors of a checkpoint were loaded.
+    ``labels``: the source's class names; the module may have another number. ``embedding`` None: use its class's.
+    ``two_towers``: its forward takes texts or pictures alone.
     """
 
     module: nn.Module
@@ -69,16 +69,16 @@ class BuiltModel:
 
     @property
     def preprocess(self) -> Preprocessing | None:
-        """How pictures become rows; None if they can't."""
+        """The preprocessing of pictures; None if they can't be sent."""
         return None if isinstance(self.pictures, str) else self.pictures
 
     @property
     def no_pictures(self) -> str:
-        """Why pictures can't be taken."""
+        """Why pictures can't be sent."""
         return self.pictures if isinstance(self.pictures, str) else ""
 
 
-# What ToTensor makes of a picture of one channel: there is nothing to choose, so a model takes it without steps.
+# The same as ToTensor for a picture of one channel: there is nothing to choose, so it needs no configuration.
 TO_TENSOR = PreprocessSpec(mean=(0.0,), std=(1.0,), channels="gray")
 
 
@@ -92,11 +92,11 @@ def build_model(spec: ModelSpec) -> BuiltModel:
     if source is not SOURCES["transformers"] and (spec.interpolate_pos_encoding or spec.image_backend != "pil"):
         hint = "leave them out, or type source: transformers:PATH"
         raise LoadError("image_backend and interpolate_pos_encoding are of transformers' models", hint=hint)
-    # A name of the table: nothing of a configuration, or of a request, is imported here.
+    # The module's name comes from our table, never from a configuration or a request.
     built: BuiltModel = import_module(source.module).build(ident, spec)
     if spec.adapter:
         folder, report = Path(spec.adapter), built.report or LoadReport()
-        if not report.adapter:  # else it was merged when the checkpoint was read, which holds it
+        if not report.adapter:  # else the checkpoint held the adapter, and loading merged it
             merge_adapter(built.module, folder)
         report = replace(report, adapter=folder.name)
         built = replace(built, weights=f"{built.weights} + {folder.name}", report=report)
@@ -113,9 +113,9 @@ def construct_module(
     min_bits: int = 0,
     classes: str = "num_classes",
 ) -> tuple[Any, LoadReport | None]:
-    """The module that a function constructs, with random numbers of the configured seed, or a state dict in it.
+    """Construct a module with random weights of the configured seed, or load a state dict into it.
 
-    Tensors that the state dict may lack have the same values each time. ``min_bits`` and ``classes`` are those of
+    Tensors that the state dict lacks have the same values each time. ``min_bits`` and ``classes`` are as in
     ``load_state_dict``. LoadError if it can't be constructed, or the state dict does not fit.
     """
     weights = parse_weights(spec.weights)
@@ -141,10 +141,10 @@ def refuse_named_weights(weights: WeightsSource, shown: str, hint: str = WEIGHTS
 
 
 def list_default_architectures() -> list[str]:
-    """The image classification architectures of torchvision, sorted: what the default configuration lists."""
+    """The image classification architectures of torchvision, sorted: the models of the default configuration."""
     names = list_architectures("torchvision", "*.py")
     if not names:
-        # Here: it takes longer to import than torch, and torchvision's files mostly tell.
+        # Imported here: it takes longer to import than torch, and is rarely needed.
         from layertap.models.sources import torchvision
 
         return torchvision.list_classifiers()
@@ -152,7 +152,7 @@ def list_default_architectures() -> list[str]:
 
 
 def import_library(name: str) -> Any:
-    """An optional library; LoadError if it is not installed. By name: type checkers take minutes to read some."""
+    """Import an optional library; LoadError if it is not installed. By name, because type checkers are slow on some."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -161,7 +161,7 @@ def import_library(name: str) -> Any:
 
 @contextmanager
 def wrap_build_errors(what: str, note: str = "") -> Iterator[None]:
-    """Call a third party's builder inside: whatever it raises becomes a LoadError without its words, and with ours."""
+    """Turn any exception of a third party's builder into a LoadError with our message instead of theirs."""
     try:
         yield
     except LoadError:
@@ -174,7 +174,7 @@ def wrap_build_errors(what: str, note: str = "") -> Iterator[None]:
 
 @contextmanager
 def wrap_download_errors(weights: str, what: str) -> Iterator[None]:
-    """Fetch weights inside: whatever goes wrong becomes a LoadError that says what to do instead."""
+    """Turn any exception while fetching weights into a LoadError that says what to do instead."""
     try:
         yield
     except LoadError:
@@ -188,13 +188,13 @@ def wrap_download_errors(weights: str, what: str) -> Iterator[None]:
 
 
 def list_parameters(*called: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of what can be given by name to any of these."""
+    """The names of the keyword parameters of any of these callables."""
     signatures = [inspect.signature(each).parameters.values() for each in called]
     return tuple(dict.fromkeys(each.name for parameters in signatures for each in parameters if each.kind in NAMED))
 
 
 def refuse_unknown_arguments(args: Mapping[str, Any], known: Collection[str], shown: str) -> None:
-    """LoadError if a constructor does not take an argument, with the nearest names that it takes, or all."""
+    """LoadError if a constructor does not take an argument; the hint lists the nearest known names, or all."""
     for name in args:
         if name not in known:
             hint = suggest(find_nearest(name, known, 3)) or f"it takes {', '.join(known) or 'none'}"
@@ -202,20 +202,20 @@ def refuse_unknown_arguments(args: Mapping[str, Any], known: Collection[str], sh
 
 
 def refuse_reserved_arguments(args: Mapping[str, Any], reserved: Mapping[str, str], shown: str) -> None:
-    """LoadError if another field of the configuration decides an argument; ``reserved`` says what to type."""
+    """LoadError if another field of the configuration sets an argument; ``reserved`` has the hint for each."""
     for name in args:
         if name in reserved:
             raise LoadError(f"args of {shown} can't have {escape(name)}", hint=reserved[name])
 
 
 def describe_arguments(args: Mapping[str, Any], without: Collection[str] = ()) -> str:
-    """The arguments ``without`` some as text, the same in any order; empty if there are none."""
+    """The arguments, ``without`` some, as text that does not depend on their order; empty if there are none."""
     described = {name: value for name, value in args.items() if name not in without}
     return json.dumps(described, sort_keys=True) if described else ""
 
 
 def _apply_configuration(built: BuiltModel, spec: ModelSpec) -> BuiltModel:
-    """The source's answer, overridden by what the configuration says about inputs and preprocessing."""
+    """The built model with the configuration's inputs and preprocessing."""
     if spec.inputs is not None:
         check_examples(spec.inputs)
         built = replace(built, inputs=spec.inputs)

@@ -1,4 +1,4 @@
-"""Mistakes in the entry of a model that can be found before anything is loaded, or torch imported.
+"""Mistakes in a model's entry that can be found before anything is loaded or torch is imported.
 
 An entry that would load is never refused: if a mistake can't be detected from outside, none is reported.
 """
@@ -35,16 +35,16 @@ DRIVER = "libcuda.so.1"
 
 
 def find_mistakes(specs: Mapping[int, ModelSpec], folders: Sequence[Path]) -> Iterator[tuple[Place, LayertapError]]:
-    """The mistakes in numbered entries: the path to the field, which begins with the number, and the refusal.
+    """The mistakes in numbered entries: the path to the field, which begins with the entry's number, and the error.
 
-    Factories are looked for in ``folders`` too.
+    Factories are searched in ``folders`` too.
     """
     registers = any(_may_register(spec, folders) for spec in specs.values())
     for number, spec in specs.items():
         for place, check in _list_checks(spec, folders, registers):
             try:
                 check()
-            except OSError as error:  # a path is too long, or a folder may not be entered
+            except OSError as error:  # a path is too long, or a folder is not accessible
                 mistake: LayertapError = AbsentError(f"{error.filename} can't be read: {error.strerror}")
             except LayertapError as error:
                 mistake = error
@@ -89,7 +89,7 @@ def _check_installed(library: str) -> None:
 
 
 def _may_register(spec: ModelSpec, folders: Sequence[Path]) -> bool:
-    """Whether a factory's module may register architectures: one that is not there registers none."""
+    """Whether a factory's module may register architectures: a missing module registers none."""
     kind, _, ident = spec.source.partition(":")
     with suppress(LayertapError):
         return kind == "python" and is_importable(parse_factory(ident)[0].partition(".")[0], folders)
@@ -120,7 +120,7 @@ def _check_devices(spec: ModelSpec) -> None:
 
 
 def _may_have_gpu() -> bool:
-    """False only where torch finds none for certain: it is built for none, or there is no driver."""
+    """False only if torch certainly finds no GPU: it is built without support, or there is no driver."""
     torch_spec = find_spec("torch")
     if torch_spec is None or torch_spec.origin is None:
         return True

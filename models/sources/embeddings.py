@@ -1,4 +1,4 @@
-"""What the classes of libraries return or take as an embedding, in the order in which it is looked for."""
+"""Where the model classes of libraries have their embedding."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NO_HEAD = "no head over classes: the output is what forward_head(pre_logits=True
 
 @dataclass(frozen=True)
 class KnownEmbedding:
-    """Where a class has its embedding, the surest first; ``classifier``: its output are scores of classes."""
+    """Where a class has its embedding, most reliable first; ``classifier``: its output is class scores."""
 
     choices: tuple[EmbeddingChoice, ...] = ()
     classifier: bool = False
 
 
 def find_known_embedding(module: nn.Module, row: Tensor) -> KnownEmbedding:
-    """What the library that a module's class is from, or derived from, says of its embedding; nothing of others.
+    """Where a module's class has its embedding, if it is or derives from a known library's class, else nothing.
 
     ``row`` is a batch of one; forwards run on one thread.
     """
@@ -50,7 +50,7 @@ def _find_in_timm(module: Any, row: Tensor) -> KnownEmbedding:
     classifier = [name for name, part in module.named_modules() if part is first]
     try:
         takers = _find_takers(module, row)
-    except Exception as error:  # a class of somebody's own may have made its forward another
+    except Exception as error:  # a user's subclass may have another forward
         if is_device_error(error):
             raise
         takers = []

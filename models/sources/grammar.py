@@ -1,4 +1,4 @@
-"""How a configuration writes sources, weights and devices, and which mistakes in these show without torch.
+"""The syntax of sources, weights and devices in a configuration, and the mistakes that can be found without torch.
 
 An entry that would load is never refused: if a mistake can't be detected from outside, none is reported.
 """
@@ -22,7 +22,7 @@ CHECKPOINT_HINT = (
     "an index of shards, a folder with a slash at its end, or random:SEED"
 )
 ADAPTER_CONFIG = "adapter_config.json"
-MIN_ARCHITECTURES = 10  # a library whose files name fewer has them elsewhere
+MIN_ARCHITECTURES = 10  # fewer names in a library's files: it registers them elsewhere
 NAMED = re.compile(r'^@register_model\(name="([^"]+)"\)', re.MULTILINE)
 DECORATED = re.compile(r"^@register_model\b(?:.*\n)+?def (\w+)", re.MULTILINE)
 RENAMED = re.compile(r"^register_model_deprecations\(__name__, \{(.*?)^\}", re.MULTILINE | re.DOTALL)
@@ -31,15 +31,15 @@ OLD_NAME = re.compile(r"['\"](\w+)['\"]\s*:")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """One kind of source, which a configuration writes in front of a colon.
+    """One kind of source, which a configuration writes before a colon; the text after it is the ``ident``.
 
-    ``example`` shows how it is written. ``module`` has ``build(ident, spec)``, which gives a BuiltModel, and is
-    imported when it is first used. ``check`` refuses, with a LoadError, mistakes that show without torch: it
-    gets what follows the colon, the folders in which factories are looked for, and whether a factory of the
-    configuration may register architectures of a library, which can't be told from outside.
-    ``extra`` is the library, and the extra of this package, that it needs. ``find_path`` gives the path that what
-    follows the colon is, or begins with; empty if there is none. ``downloads``: weights that are neither a file nor
-    a seed come from the network.
+    ``example`` shows the syntax. ``module`` is imported on first use; its ``build(ident, spec)`` returns a
+    BuiltModel. ``check`` raises LoadError for mistakes that can be found without torch: it takes the ident, the
+    folders that are searched for factories, and whether a factory of the configuration may register a library's
+    architectures, which can't be told from outside.
+    ``extra`` is the library, and the extra of this package, that it needs. ``find_path`` returns the path that the
+    ident is or begins with; empty if there is none. ``downloads``: weights that are neither a file nor a seed come
+    from the network.
     """
 
     example: str
@@ -50,13 +50,13 @@ class ModelSource:
     downloads: bool = False
 
     def show(self, ident: str) -> str:
-        """What anyone may see of what follows the colon: of a path its last part, without the ending of code."""
+        """The ident, safe to show: only the last part of a path, without ``.py``."""
         path = self.find_path(ident)
         return get_base_name(path).removesuffix(".py") + ident[len(path) :]
 
 
 def parse_source(text: str) -> tuple[ModelSource, str]:
-    """A source's row and what follows the colon; LoadError if it is not KIND:NAME with a kind that there is."""
+    """Split KIND:NAME into the kind's ModelSource and the name; LoadError if it is malformed or the kind is unknown."""
     kind, _, ident = text.partition(":")
     source = SOURCES.get(kind)
     if source is not None and ident:
@@ -74,7 +74,7 @@ def parse_source(text: str) -> tuple[ModelSource, str]:
 class WeightsSource:
     """Where weights come from: a seed, a checkpoint, or, with neither, a name that the source knows.
 
-    ``label`` is for people: it never holds a directory.
+    ``label`` is shown to people: it never contains a directory.
     """
 
     label: str
@@ -83,15 +83,15 @@ class WeightsSource:
 
     @property
     def is_named(self) -> bool:
-        """Whether the source has to know them."""
+        """Whether the weights are a name that the source must know."""
         return self.seed is None and self.path is None
 
 
 @label_failures("weights")
 def parse_weights(text: str) -> WeightsSource:
-    """What a configuration's ``weights`` means.
+    """Parse a configuration's ``weights``.
 
-    Raises LoadError for a seed that is no whole number and for a file of a kind that is not read.
+    LoadError for a seed that is no integer and for an unsupported kind of file.
     """
     kind, _, seed = text.partition(":")
     if kind == "random":
@@ -112,7 +112,7 @@ def is_checkpoint(text: str) -> bool:
 
 
 def parse_device(name: str) -> tuple[str, int]:
-    """The kind of device and its number; LoadError if it is no device's name. ``auto`` is a kind."""
+    """The kind of device, which may be ``auto``, and its number; LoadError if the name is invalid."""
     kind, _, index = name.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and (kind == "auto" or not index.isdecimal())):
         raise LoadError(f"{escape(name)} is no device", hint="use auto, cpu, cuda or cuda:1")
@@ -120,7 +120,7 @@ def parse_device(name: str) -> tuple[str, int]:
 
 
 def parse_devices(names: Sequence[str]) -> tuple[tuple[str, int], ...]:
-    """The kinds and numbers of several devices; nothing for ``all``, every GPU. LoadError if they make no sense."""
+    """The kinds and numbers of several devices; empty for ``all``, every GPU. LoadError if the list is invalid."""
     if tuple(names) == ("all",):
         return ()
     devices = tuple(parse_device(name) for name in names)
@@ -132,7 +132,7 @@ def parse_devices(names: Sequence[str]) -> tuple[tuple[str, int], ...]:
 
 
 def parse_factory(ident: str) -> tuple[str, str]:
-    """The module, or the path of its file, and the name of a factory; LoadError if it is not written as these."""
+    """The module, or its file's path, and the name of a factory; LoadError if the syntax is wrong."""
     name, _, factory = ident.rpartition(":")
     if not factory.isidentifier() or not (is_file(name) or all(part.isidentifier() for part in name.split("."))):
         hint = "type python:package.module:factory or python:PATH.py:factory"
@@ -146,27 +146,27 @@ def is_file(name: str) -> bool:
 
 
 def get_base_name(text: str) -> str:
-    """The last part of a path of either kind, or the text itself."""
+    """The last part of a POSIX or Windows path, or the text itself."""
     return PureWindowsPath(text).name
 
 
 def unknown_name_error(kind: str, ident: str, names: Iterable[str]) -> LoadError:
-    """The refusal of an architecture that a source does not have, with the exact strings of near matches."""
+    """The error for an architecture that a source does not have, with near matches to copy."""
     shown = get_base_name(ident)
     matches = tuple(f"{kind}:{name}" for name in find_nearest(shown, names, 3))
     return LoadError(f"{kind} has no architecture {escape(shown)}", hint=suggest(matches))
 
 
 def not_installed_error(library: str) -> AbsentError:
-    """The refusal of a source whose library is not here."""
+    """The error for a source whose library is not installed."""
     return AbsentError(f"{library} is not installed here", hint=f'type pip install "layertap[{library}]"')
 
 
 @cache
 def list_architectures(library: str, files: str = "**/*.py") -> frozenset[str]:
-    """The architectures that a library's files register, read without importing it; none where that can't be told.
+    """The architectures that a library's files register, read without importing it; empty if unknown.
 
-    Of torchvision those for image classification are in ``files`` "*.py", others in folders of their own.
+    ``files`` "*.py" selects torchvision's for image classification: its others are in subfolders.
     """
     package = find_spec(library)
     if package is None or package.origin is None:
@@ -180,7 +180,7 @@ def list_architectures(library: str, files: str = "**/*.py") -> frozenset[str]:
 
 
 def is_importable(package: str, folders: Sequence[Path]) -> bool:
-    """Whether a package is installed, or lies in one of the folders."""
+    """Whether a package is installed, or is in one of the folders."""
     if package in sys.modules or PathFinder.find_spec(package, [str(folder) for folder in folders]) is not None:
         return True
     return find_spec(package) is not None
@@ -195,25 +195,25 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def _check_architecture(library: str, ident: str, folders: Sequence[Path], registers: bool) -> None:
-    """LoadError if a library has no architecture of that name, a tag aside, AbsentError if there is no folder."""
+    """LoadError if a library has no architecture of that name (without its tag), AbsentError for a missing folder."""
     if SOURCES[library].find_path(ident):
         _check_directory(ident, folders, registers)
         return
-    name = ident.partition(".")[0] if library == "timm" else ident  # others have no tags
+    name = ident.partition(".")[0] if library == "timm" else ident  # only timm has tags
     names = frozenset[str]() if registers else list_architectures(library)
     if names and name not in names:
         raise unknown_name_error(library, ident, sorted(names))
 
 
 def _check_directory(ident: str, folders: Sequence[Path], registers: bool) -> None:
-    """AbsentError if there is no directory as the hub lays it out, or as sentence-transformers once did."""
+    """AbsentError if there is no directory in the hub's layout, or in the older sentence-transformers layout."""
     if not any((Path(ident) / name).is_file() for name in ("config.json", "modules.json")):
         refuse_adapter(Path(ident))
         raise AbsentError(f"there is no directory with a config.json at {ident}")
 
 
 def _check_factory(ident: str, folders: Sequence[Path], registers: bool) -> None:
-    """LoadError if a factory is not written as one, AbsentError if there is no such package or file."""
+    """LoadError if a factory's syntax is wrong, AbsentError if its package or file is missing."""
     name, _ = parse_factory(ident)
     if is_file(name):
         if not Path(name).is_file():

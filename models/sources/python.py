@@ -29,14 +29,14 @@ from layertap.models.sources.build import (
 from layertap.models.sources.grammar import SOURCES, is_file, parse_factory, parse_weights
 from layertap.models.spec import ModelSpec
 
-PACKAGE_PREFIX = "layertap."  # the digests of our own models are of a time when the package had no name in front
+PACKAGE_PREFIX = "layertap."  # digests of our own models are older than this package prefix
 
 
 def build(ident: str, spec: ModelSpec) -> BuiltModel:
-    """What ``factory(**args)`` returns; DEFAULT leaves the weights as it made them, and ``inputs`` must be configured.
+    """The model that ``factory(**args)`` returns; DEFAULT keeps its weights, and ``inputs`` must be configured.
 
-    An attribute ``num_prefix_tokens`` of the module, where there is one, says how many tokens stand before the patches.
-    Raises LoadError if the module, the factory, its result, the inputs or the weights are not as they should be.
+    The module's optional attribute ``num_prefix_tokens`` is the number of tokens before the patches.
+    LoadError if the module, the factory, its result, the inputs or the weights are invalid.
     """
     if not spec.inputs:
         hint = "add inputs: name, shape and dtype of each"
@@ -60,20 +60,20 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
 
 
 def add_search_folders(folders: Iterable[Path | str]) -> None:
-    """Have factories found in these folders too, the first of them first, in this process."""
+    """Search for factories in these folders too, in their order, for the rest of this process."""
     _FINDER.folders = list(dict.fromkeys((*map(str, folders), *_FINDER.folders)))
 
 
 def list_search_folders() -> list[str]:
-    """The folders in which factories are found."""
+    """The folders that are searched for factories."""
     return list(_FINDER.folders)
 
 
 class _Finder:
     """Finds factories' packages in the search folders, before installed ones.
 
-    Only packages that a configuration names: files in such a folder may have the names of modules that torch and others
-    import. Imports of these packages are found through the end of ``sys.path``, where they hide nothing.
+    It finds only packages that a configuration names, because other files there may have the names of modules that
+    torch and others import. What these packages import is found at the end of ``sys.path``, where it hides nothing.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class _Finder:
         self._names: set[str] = set()
 
     def add(self, package: str) -> None:
-        """Let a package be found, unless something else of that name is at work already."""
+        """Let a package be found, unless its name is already taken by an imported module, the stdlib or a source."""
         if package not in sys.modules and package not in sys.stdlib_module_names and package not in SOURCES:
             self._names.add(package)
         if self not in sys.meta_path:
@@ -90,13 +90,13 @@ class _Finder:
         importlib.invalidate_caches()
 
     def hides(self, package: str) -> bool:
-        """Whether a package of that name stands where factories are searched, but another one is imported."""
+        """Whether the search folders have a package of that name, but another one is imported."""
         return package not in self._names and PathFinder.find_spec(package, self.folders) is not None
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Called by Python's import system."""
         found = PathFinder.find_spec(name, self.folders) if name in self._names else None
-        # A folder that is no package may be a checkout of the one that is installed: Python finds better itself.
+        # A folder that is no package may be the checkout of an installed one: leave it to Python's own finders.
         return found if found is not None and found.origin is not None else None
 
 
@@ -133,10 +133,10 @@ def _check_arguments(factory: Callable[..., Any], args: Mapping[str, Any], shown
 
 
 def _hides_parts(module: nn.Module) -> bool:
-    """Whether a module's forward is compiled, so that hooks that come later are ignored."""
+    """Whether a module's forward is compiled, so that hooks registered later are ignored."""
     if module._compiled_call_impl is not None:  # its own hooks too
         return True
-    # A wrapper by torch.compile has such a forward, and what it wraps as a part. One that never compiles does no harm.
+    # torch.compile's wrapper has such a forward, and the wrapped module as a child. A disabled one does no harm.
     forward = getattr(module, "forward", None)
     compiled = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
     return compiled and next(module.children(), None) is not None
@@ -163,7 +163,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """The module of a file, under a name that no other has; what lies beside the file is found at the path's end."""
+    """Import a file as a module with a unique name; the file's folder is added to the end of ``sys.path``."""
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -173,7 +173,7 @@ def _import_file(path: Path) -> ModuleType:
         raise LoadError(detail, hint="a relative path is beside the configuration")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    # Classes look for the module that they are of: while it is being imported too.
+    # Dataclasses look up their module in sys.modules, also while it is being imported.
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -187,7 +187,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _missing_module_error(name: str, missing: str) -> LoadError:
-    """The refusal of a module that is not there, or imports one that is not; a note says where it was looked for."""
+    """The error for a missing module, or one that imports a missing one; a note lists the searched folders."""
     detail = f"there is no Python module {escape(missing)}"
     if name != missing and not name.startswith(f"{missing}."):
         detail = f"{detail}, which {escape(name)} imports"

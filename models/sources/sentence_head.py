@@ -39,9 +39,9 @@ MIN_COUNT = 1e-9
 class SentenceFolder:
     """A folder as sentence-transformers saves it.
 
-    ``transformer`` is the folder of the transformer and its tokenizer, ``parts`` the configurations of what stands
-    behind it, each with its kind and its folder. ``max_tokens``: longer texts are cut to it. ``prompts`` are texts to
-    put in front of a text, by name; ``default_prompt`` is that of a text that names none.
+    ``transformer`` is the folder of the transformer and its tokenizer; ``parts`` are the configurations of the modules
+    after it, each with its kind and folder. Texts are cut to ``max_tokens``. ``prompts`` are prefixes for texts, by
+    name; ``default_prompt`` is used if a request names none.
     """
 
     transformer: Path
@@ -53,13 +53,13 @@ class SentenceFolder:
     dimensions: int | None = None
 
     def describe(self) -> str:
-        """What of it decides the embedding, its weights left out."""
+        """The settings that affect the embedding, without weights."""
         parts = [(kind, config) for kind, _, config in self.parts]
         return json.dumps([parts, self.max_tokens, self.lowercase, self.default_prompt, self.dimensions])
 
 
 def read_sentence_folder(folder: Path, shown: str) -> SentenceFolder | None:
-    """What a folder's modules.json names; None if it has none, LoadError if it names what is not built here."""
+    """Read a folder's modules.json; None if there is none, LoadError if it names unsupported modules."""
     if not (folder / "modules.json").is_file():
         return None
     with _name_file(NEWER_FILE, shown):
@@ -69,7 +69,7 @@ def read_sentence_folder(folder: Path, shown: str) -> SentenceFolder | None:
     with _name_file("modules.json", shown):
         modules = _read_json(folder / "modules.json")
         kinds = [(str(each["type"]), folder / _check_path(str(each["path"]))) for each in modules]
-    if saved == "CrossEncoder" and len(kinds) == 1:  # the transformer itself gives the scores
+    if saved == "CrossEncoder" and len(kinds) == 1:  # the transformer itself returns the scores
         return None
     if saved != "SentenceTransformer":
         raise _refuse(shown, f"is a {escape(saved)}, which is not built here")
@@ -93,7 +93,7 @@ def read_sentence_folder(folder: Path, shown: str) -> SentenceFolder | None:
     if any(config.get("include_prompt") is False for _, _, config in parts):
         if default:
             raise _refuse(shown, "pools a text without its prompt, which is not built here")
-        prompts = {}  # a prompt is refused; without one nothing is left out
+        prompts = {}  # requests with a prompt are refused; without one all tokens are pooled
     return SentenceFolder(
         transformer=transformer,
         parts=tuple(parts[1:]),
@@ -126,18 +126,18 @@ class SentenceHead(nn.Module):
 
 
 class Pooling(nn.Module):
-    """One vector of each text's tokens by each mode, side by side: (N, T, C) and (N, T) → (N, modes · C)."""
+    """Pool each text's tokens in one or more modes, concatenated: (N, T, C) and (N, T) → (N, modes · C)."""
 
     def __init__(self, modes: tuple[str, ...]) -> None:
         super().__init__()
         self.modes = modes
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Sums are made in float32 at least."""
+        """Sums are computed in float32 or wider; the result has the tokens' dtype."""
         return torch.cat([MODES[mode](tokens, mask).to(tokens.dtype) for mode in self.modes], -1)
 
     def extra_repr(self) -> str:
-        """The modes."""
+        """The modes, for repr."""
         return ", ".join(self.modes)
 
 
@@ -167,7 +167,7 @@ class Normalize(nn.Module):
 
 
 def attach_head(module: Any, folder: SentenceFolder, shown: str) -> None:
-    """Let a transformer's forward run the head behind it, as its last layer, and return its output beside its own."""
+    """Make a transformer's forward run the head as its last layer, and return the head's output with its own."""
     parts = {}
     for number, (kind, part_folder, config) in enumerate(folder.parts, 1):
         with _name_file(f"{part_folder.name}/config.json", shown):
@@ -204,7 +204,7 @@ def _build_part(kind: str, part_folder: Path, config: dict[str, Any], shown: str
 
 
 def _read_modes(config: Mapping[str, Any], shown: str) -> tuple[str, ...]:
-    """The modes in the order of their results: a newer folder names them, an older one has a switch for each."""
+    """The pooling modes in the order of their results: newer folders name them, older ones have a flag for each."""
     modes = config.get("pooling_mode")
     if modes is None:
         modes = [mode for key, mode in OLDER_MODES.items() if config.get(key)] or ["mean"]
@@ -215,7 +215,7 @@ def _read_modes(config: Mapping[str, Any], shown: str) -> tuple[str, ...]:
 
 
 def _check_transformer(config: Mapping[str, Any], shown: str) -> None:
-    """LoadError if the transformer is asked for something else than its last hidden states."""
+    """LoadError if the folder uses anything but the transformer's last hidden states."""
     for key in DECLINED:
         if config.get(key):
             raise _refuse(shown, f"has {key}, which are not read here")
@@ -237,7 +237,7 @@ def _read_json(path: Path) -> Any:
 
 @contextmanager
 def _name_file(name: str, shown: str) -> Iterator[None]:
-    """Use what a file says inside: LoadError that names it, whatever is raised."""
+    """Turn any exception inside into a LoadError that names the file."""
     try:
         yield
     except LoadError:
@@ -262,7 +262,7 @@ def _take(tokens: Tensor, positions: Tensor) -> Tensor:
 
 
 def _sum(tokens: Tensor, weights: Tensor, power: float = 1.0) -> Tensor:
-    """The weighted sum of a text's tokens, over a power of the weights' own."""
+    """The weighted sum of a text's tokens, divided by a power of the sum of the weights."""
     tokens = tokens if tokens.dtype == torch.float64 else tokens.float()
     weights = weights.to(tokens.dtype)[..., None]
     return (tokens * weights).sum(1) / weights.sum(1).clamp(min=MIN_COUNT).pow(power)
@@ -279,7 +279,7 @@ def _list_activations() -> dict[str, Callable[[], nn.Module]]:
     return {f"{each.__module__}.{each.__name__}": each for each in (*classes, nn.Identity)}
 
 
-PARTS = ("Transformer", "Pooling", "Dense", "Normalize")  # the first two once each, in this order
+PARTS = ("Transformer", "Pooling", "Dense", "Normalize")  # a folder has the first two once, in this order
 TEXT = {"method": "forward", "method_output_name": "last_hidden_state"}
 MODES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cls": lambda tokens, mask: _take(tokens, _find_first(mask)),

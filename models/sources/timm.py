@@ -40,7 +40,7 @@ from layertap.models.weights.state_dict import LoadReport
 
 FOLDER_HINT = "type timm:FOLDER/ of what timm's save_for_hf wrote; a relative one is beside the configuration"
 CHANNELS = 3  # of a picture
-OF_BUILDER = ("features_only", "out_indices")  # what timm takes for every architecture
+OF_BUILDER = ("features_only", "out_indices")  # arguments that timm takes for every architecture
 RESERVED = dict.fromkeys(
     ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"),
     "type weights: beside args:",
@@ -48,10 +48,10 @@ RESERVED = dict.fromkeys(
 
 
 def build(ident: str, spec: ModelSpec) -> BuiltModel:
-    """The timm model ``ARCH`` or ``ARCH.TAG``; DEFAULT is timm's own weights of that tag, or of its first.
+    """The timm model ``ARCH`` or ``ARCH.TAG``; DEFAULT is timm's own weights of that tag, or of the first tag.
 
-    A folder as timm's ``save_for_hf`` writes it, with its config.json, is built as that says; DEFAULT is its weights.
-    Raises LoadError if timm is not installed or does not know the name, or weights can't be read or downloaded.
+    A folder that timm's ``save_for_hf`` wrote is built from its config.json; DEFAULT is the folder's weights.
+    LoadError if timm is not installed or does not know the name, or weights can't be read or downloaded.
     """
     timm = import_library("timm")
     shown = f"timm:{SOURCES['timm'].show(ident)}"
@@ -86,7 +86,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
 
 
 def read_transform(timm: Any, config: Mapping[str, Any]) -> Preprocessing | str:
-    """What timm's own evaluation transform does; a text that says why where it takes no pictures."""
+    """The evaluation transform of timm as preprocessing; a text with the reason if it takes no pictures."""
     try:
         transform = timm.data.create_transform(**config, is_training=False)
     except Exception as error:
@@ -96,7 +96,7 @@ def read_transform(timm: Any, config: Mapping[str, Any]) -> Preprocessing | str:
 
 
 def _read_folder(timm: Any, folder: Path, shown: str) -> tuple[str, dict[str, Any]]:
-    """The architecture and its constructor's arguments, as a folder's config.json has them; LoadError without these."""
+    """The architecture and constructor arguments in a folder's config.json; LoadError if it has none."""
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
         architecture, args = config.get("architecture"), dict(config.get("model_args") or {})
@@ -113,7 +113,7 @@ def _read_folder(timm: Any, folder: Path, shown: str) -> tuple[str, dict[str, An
 
 
 def _find_labels(timm: Any, module: Any, *, released: bool) -> Labels | None:
-    """The classes that a folder's config.json names, or of timm's own weights those of their ImageNet."""
+    """The class names in a folder's config.json, or those of the ImageNet subset of timm's own weights."""
     config = module.pretrained_cfg
     names, subset = config.get("label_names"), timm.data.infer_imagenet_subset(config)
     if isinstance(names, (list, tuple)):
@@ -126,7 +126,7 @@ def _find_labels(timm: Any, module: Any, *, released: bool) -> Labels | None:
 
 
 def _check_name(timm: Any, ident: str) -> None:
-    """Refuse what is not in timm's own registry: it would take hub names and directories too."""
+    """LoadError for names that are not in timm's registry: timm would also accept hub names and directories."""
     name, tag = timm.models.split_model_name_tag(ident)
     if not timm.is_model(name):
         raise unknown_name_error("timm", ident, timm.list_models())
@@ -139,7 +139,7 @@ def _check_name(timm: Any, ident: str) -> None:
 
 
 def _get_size(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The size of pictures that a module is constructed for, where its arguments say it, as timm's data module asks."""
+    """The image size in a module's arguments, in the form that ``resolve_data_config`` takes; empty if not given."""
     size = args.get("img_size")
     if isinstance(size, (list, tuple)):
         return {"input_size": (args.get("in_chans", CHANNELS), *size)}
@@ -149,7 +149,7 @@ def _get_size(args: Mapping[str, Any]) -> dict[str, Any]:
 def _create_module(timm: Any, ident: str, spec: ModelSpec, shown: str) -> tuple[Any, LoadReport | None]:
     """The module with weights of a file or a seed, or timm's own; LoadError.
 
-    Of another number of classes than these have timm would draw the head at random.
+    Another number of classes than timm's weights have is refused: timm would draw the head at random.
     """
     create = partial(_construct, timm, ident, spec.args, shown)
     if not parse_weights(spec.weights).is_named:

@@ -38,7 +38,7 @@ QUANTIZED = "quantized_"
 RESERVED = dict.fromkeys(
     ("weights", "weights_backbone", "pretrained", "pretrained_backbone", "progress"), "type weights: beside args:"
 )
-OF_CONSTRUCTION = frozenset({"weights_backbone", "init_weights"})  # nothing of these is left where weights come after
+OF_CONSTRUCTION = frozenset({"weights_backbone", "init_weights"})  # no effect once other weights are loaded
 OLD_DENSE = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
 REFUSED = {
     "ObjectDetection": "detection takes a list of images with their boxes, not a batch",
@@ -48,10 +48,10 @@ State = Mapping[str, Tensor] | None
 
 
 def build(ident: str, spec: ModelSpec) -> BuiltModel:
-    """The torchvision model ``ARCH``, as ``get_model`` gives it for the same weights.
+    """The torchvision model ``ARCH``, the same as ``get_model`` returns for the same weights.
 
-    Without released weights it is ``get_model(ARCH, weights=None)``; a file with the name of released weights is
-    taken for them. Raises LoadError for what is unknown, not offered, or can't be read or downloaded.
+    Without released weights it is ``get_model(ARCH, weights=None)``; a file with the name of released weights counts
+    as these. LoadError if the model or weights are unknown, not offered, or can't be read or downloaded.
     """
     shown, kind = f"torchvision:{ident}", _find_kind(ident)
     released = _find_released(ident, spec)
@@ -80,12 +80,12 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
 
 
 def list_classifiers() -> list[str]:
-    """Architectures for image classification, sorted; those made for quantisation left out."""
+    """Architectures for image classification, sorted, without quantised ones."""
     return [name for name in list_offered() if _get_preset_name(name) == "ImageClassification"]
 
 
 def _find_kind(ident: str) -> str:
-    """The class name of the architecture's preset, which says what it takes."""
+    """The class name of the architecture's preset, which tells the kind of input."""
     if ident not in list_models():
         raise unknown_name_error("torchvision", ident, list_offered())
     if ident.startswith(QUANTIZED):
@@ -107,7 +107,7 @@ def _get_preset_name(name: str) -> str:
 
 
 def _find_released(ident: str, spec: ModelSpec) -> Any | None:
-    """The weights that torchvision publishes and that are meant, by name or by their file's name."""
+    """The configured weights among those that torchvision publishes, by their name or their file's name."""
     weights, members = parse_weights(spec.weights), get_model_weights(ident).__members__
     if weights.path is not None:
         return next((each for each in members.values() if each.url.rpartition("/")[2] == weights.path.name), None)
@@ -122,19 +122,19 @@ def _find_released(ident: str, spec: ModelSpec) -> Any | None:
 
 
 def _read_state(ident: str, released: Any | None, spec: ModelSpec) -> StateDict | None:
-    """The tensors of a file or of released weights, as torchvision's own builders rename and drop some of them."""
+    """The tensors of a file or of released weights; some are renamed or dropped as in torchvision's builders."""
     state = read_weights(spec)
     if state is None and released is not None:
-        # The builders' own download would unpickle whatever lies in torch's cache; this one reads tensors only.
+        # The builders' own download would unpickle any file in torch's cache; this one reads tensors only.
         with wrap_download_errors(spec.weights, f"torchvision:{ident}"):
             options = {"progress": False, "check_hash": True, "map_location": "cpu", "weights_only": True}
             state = StateDict(released.get_state_dict(**options))
     if state is None:
         return None
-    if ident == "googlenet" and released is not None:  # its file holds heads that are dropped once they are loaded
+    if ident == "googlenet" and released is not None:  # torchvision drops these heads after loading
         for name in [name for name in state if name.startswith(("aux1.", "aux2."))]:
             del state[name]
-    if ident.startswith("densenet"):  # its files have names from before dots in module names were forbidden
+    if ident.startswith("densenet"):  # its files are older than torch's ban on dots in module names
         for name in list(state):
             state[OLD_DENSE.sub(r"\1\2", name)] = state.pop(name)
     return state
@@ -146,7 +146,7 @@ def _make_options(ident: str, kind: str, state: State, released: Any | None) -> 
 
 
 def construct(ident: str, state: State, args: Mapping[str, Any], released: Any | None = None) -> nn.Module:
-    """The architecture as a state dict has it, with the caller's arguments.
+    """The architecture that a state dict fits, with the caller's arguments.
 
     LoadError for an argument that it does not take, or would ignore.
     """
@@ -168,7 +168,7 @@ def _list_arguments(ident: str, module: nn.Module) -> list[str]:
 
 
 def _googlenet(state: State, released: Any | None) -> dict[str, Any]:
-    # Only the released weights come without auxiliary heads, and they were trained on inputs scaled another way.
+    # Only the released weights have no auxiliary heads, and they were trained on differently scaled inputs.
     aux = _has_prefix(state, "aux1.", otherwise=True)
     return {"aux_logits": aux, "transform_input": released is not None or not aux, "init_weights": state is None}
 
@@ -179,13 +179,13 @@ def _inception(state: State, released: Any | None) -> dict[str, Any]:
 
 
 def _segmentation(state: State, released: Any | None) -> dict[str, Any]:
-    # Without this the builder would download the backbone's weights only to have them overwritten.
+    # Without this the builder would download backbone weights, which are overwritten anyway.
     options: dict[str, Any] = {"weights_backbone": None}
     return options | ({"aux_loss": True} if _has_prefix(state, "aux_classifier.", otherwise=False) else {})
 
 
 def _vision_transformer(state: State, released: Any | None) -> dict[str, Any]:
-    """The image size that a state dict's positions were made for: a square of patches, and the class token."""
+    """The image size that follows from a state dict's positions: a square of patches and the class token."""
     shapes = [_find_shape(state or {}, name) for name in (POSITIONS, PATCHES)]
     if not all(shapes):
         return {}
@@ -194,7 +194,7 @@ def _vision_transformer(state: State, released: Any | None) -> dict[str, Any]:
 
 
 def _has_prefix(state: State, prefix: str, *, otherwise: bool) -> bool:
-    """Whether names begin so, whatever training has put before them."""
+    """Whether any name begins with a prefix, after whatever training has put before it."""
     return otherwise if state is None else any(f".{prefix}" in f".{name}" for name in state)
 
 
@@ -203,7 +203,7 @@ def _find_shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
 
 
 def _fit_image_size(module: nn.Module, shape: tuple[int, ...], transforms: Any) -> tuple[int, ...]:
-    """The weights' shape; of a transformer made for another size than theirs that one, which their transforms get."""
+    """The weights' input shape, or a transformer's own if it differs; then the transforms are set to it."""
     if not isinstance(module, VisionTransformer) or shape[1] == module.image_size:
         return shape
     side = int(module.image_size)
@@ -212,7 +212,7 @@ def _fit_image_size(module: nn.Module, shape: tuple[int, ...], transforms: Any) 
 
 
 def read_transforms(transforms: Any) -> Preprocessing | str:
-    """What the weights' own transforms do; a text that says why where they take no pictures."""
+    """The weights' own transforms as preprocessing; a text with the reason if they take no pictures."""
     name, nearest = type(transforms).__name__, from_torchvision(transforms)
     return choose_preprocessing(name, repr(transforms), transforms, nearest, f"torchvision's {name}")
 
@@ -223,7 +223,7 @@ OPTIONS: dict[str, Callable[[State, Any | None], dict[str, Any]]] = {
     "SemanticSegmentation": _segmentation,
     "vit": _vision_transformer,
 }
-# Of one item, by what the weights' transforms make and their meta data say; scenes may have any size.
+# The shape of one item, from the weights' transforms and meta data; segmentation takes any size.
 SHAPES: dict[str, Callable[[Any, Mapping[str, Any]], tuple[int, ...]]] = {
     "ImageClassification": lambda preset, meta: (3, preset.crop_size[0], preset.crop_size[0]),
     "SemanticSegmentation": lambda preset, meta: (3, preset.resize_size[0], preset.resize_size[0]),

@@ -1,6 +1,6 @@
 """Models of the transformers library, which is an optional dependency, from a local directory.
 
-Nothing is fetched, no code of the directory is run, nothing is unpickled.
+Nothing is downloaded, no code in the directory is run, nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ FIT_HINT = "save the whole model with save_pretrained, or name the saved class i
 def build(ident: str, spec: ModelSpec) -> BuiltModel:
     """The model in the directory ``ident``: config.json, model.safetensors or its shards, tokenizer, preprocessor.
 
-    Its class is the first of the configuration's ``architectures`` that transformers has, else AutoModel's. DEFAULT
-    takes the directory's own weights. LoadError if transformers is not installed, the directory is not as it should
-    be, weights are missing or do not fit, or what the model takes can't be told from its class.
+    Its class is the first of the configuration's ``architectures`` if transformers has it, else AutoModel's. DEFAULT is
+    the directory's own weights. LoadError if transformers is not installed, the directory is invalid, weights are
+    missing or do not fit, or the model's inputs can't be told from its class.
     """
     library = import_library("transformers")
     logs = importlib.import_module("transformers.utils.logging")
-    logs.set_verbosity_error()  # its warnings name directories
+    logs.set_verbosity_error()  # its warnings contain directories
     logs.disable_progress_bar()
     folder, shown = Path(ident), escape(f"transformers:{get_base_name(ident)}")
     sentence = read_sentence_folder(folder, shown)
@@ -151,7 +151,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
 
 
 def _interpolate_positions(module: nn.Module) -> None:
-    """Have each forward interpolate its position tables for pictures of other sizes; LoadError if it can't."""
+    """Make each forward interpolate position tables for pictures of other sizes; LoadError if it can't."""
     if INTERPOLATE not in inspect.signature(module.forward).parameters:
         detail = f"{type(module).__name__} has no {INTERPOLATE}"
         raise LoadError(detail, hint=f"leave {INTERPOLATE} out: it takes other sizes as it is, or none")
@@ -165,7 +165,7 @@ def _find_labels(config: Any) -> Labels | None:
 
 
 def _set_plain_outputs(module: Any) -> None:
-    """Nothing is kept from call to call, nothing is returned beside what the model computes, no directory is known."""
+    """Turn off caches and extra outputs, and remove the directory's name."""
     for part in module.modules():
         if not hasattr(part, "config"):
             continue
@@ -177,10 +177,10 @@ def _set_plain_outputs(module: Any) -> None:
 
 
 def _always_mask_attention(library: Any, module: Any, inputs: Sequence[InputSpec]) -> None:
-    """Give attention a mask even where nothing is padded, as long as that changes no value.
+    """Always pass attention a mask, even if nothing is padded, unless that changes the model's values.
 
-    Left to itself the library leaves it out then, so that neighbours in a batch decide which arguments layers get, and
-    which kernel runs. Some classes compute otherwise where their attention has another name, or a mask.
+    By default the library omits an all-ones mask, so that the other rows of a batch decide which arguments layers get
+    and which kernel runs. Some classes compute differently if attention has another name, or a mask.
     """
     parts = [part for part in module.modules() if isinstance(part, library.PreTrainedModel)]
     for part in parts:
@@ -198,7 +198,7 @@ def _always_mask_attention(library: Any, module: Any, inputs: Sequence[InputSpec
     specs = [replace(spec, shape=(min(trials.SHORT, spec.shape[0]),)) if spec.longest else spec for spec in inputs]
     row = make_noise_row(specs, module.device, module.dtype)
     run = partial(call_module, module=module.eval())
-    # On one thread: a process that is copied after operations on several can use several no more.
+    # On one thread: a process that forks after multithreaded operations can't use several threads in the child.
     with torch.no_grad(), use_threads(1):
         alone = trials.try_forward(run, row)
         module.set_attn_implementation(MASKED)
@@ -207,15 +207,15 @@ def _always_mask_attention(library: Any, module: Any, inputs: Sequence[InputSpec
 
 
 def _describe_settings(config: Any) -> str:
-    """Settings of the configuration that change what is computed and are not the library's defaults, as text."""
+    """The configuration's settings that affect results and differ from the library's defaults, as text."""
     settings = {name: value for name, value in config.to_diff_dict().items() if name not in IRRELEVANT}
     return json.dumps(settings, sort_keys=True, default=str)
 
 
 def _load_saved(architecture: Any, folder: Path, config: Any, spec: ModelSpec, shown: str) -> tuple[Any, LoadReport]:
-    """The module with the directory's weights: transformers would draw what is missing at random, and only warn."""
-    file = find_weights(folder)  # read here, whatever it is: the library is given tensors, and no pickle
-    # In another dtype the library would make it the whole process's default while it constructs the module.
+    """The module with the directory's weights; LoadError for missing ones, which transformers would draw at random."""
+    file = find_weights(folder)  # read by our own code: the library gets tensors, never a pickle
+    # For any other dtype the library would change the process's default dtype while it constructs the module.
     options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with wrap_build_errors(shown), construct_alone(None if spec.strict else 0):
         module, info = architecture.from_pretrained(
@@ -232,15 +232,15 @@ def _load_saved(architecture: Any, folder: Path, config: Any, spec: ModelSpec, s
     if differences:
         raise LoadError(f"the weights of {shown} do not fit its config.json: {differences}", hint=FIT_HINT)
     for value in (*module.parameters(), *module.buffers()):
-        # Some are mapped from the file: a write to it would change the model, or end the process.
+        # Some are memory-mapped: a write to the file would change the model or crash the process.
         value.data = value.data.clone()
-    # Read again: tensors that the library was given may be those that it holds, and has changed.
+    # Read again: the library may hold, and have changed, the very tensors that it was given.
     raise_for_different(_list_different(module, read_checkpoint(file)), shown)
     return module, LoadReport(missing=tuple(missing), left_over=tuple(sorted(info["unexpected_keys"])))
 
 
 def _drop_unsaved_pooler(module: Any, missing: Set[str]) -> Set[str]:
-    """The missing names that remain once a pooler is removed that was not saved (``add_pooling_layer=False``)."""
+    """Remove a pooler that was not saved (``add_pooling_layer=False``); return the names that are still missing."""
     names = {name for name in module.state_dict() if name.startswith("pooler.")}
     if names and names <= missing and "add_pooling_layer" in inspect.signature(type(module)).parameters:
         module.pooler = None
@@ -249,20 +249,20 @@ def _drop_unsaved_pooler(module: Any, missing: Set[str]) -> Set[str]:
 
 
 def _list_different(module: Any, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of the directory's tensors whose values differ in the module, which must have a tensor of that name.
+    """Names of the directory's tensors whose values differ in the module; names that the module lacks are skipped.
 
-    They are compared as the module would be saved: some models merge, split or rename what is in the file. Some classes
-    write 0 to the row of padding of what they load.
+    The module is compared in the form in which it would be saved: some models merge, split or rename tensors. Some
+    classes set the padding's row of a loaded table to 0.
     """
     state = module.state_dict()
     tables = ((name, part) for name, part in module.named_modules() if isinstance(part, torch.nn.Embedding))
     padding = {f"{name}.weight": part.padding_idx for name, part in tables if part.padding_idx is not None}
-    with suppress(Exception):  # what a model does with them may be of a kind that is not undone
+    with suppress(Exception):  # some conversions can't be reverted
         state = importlib.import_module("transformers.core_model_loading").revert_weight_conversion(module, state)
     prefix, tied = f"{module.base_model_prefix}.", module.all_tied_weights_keys
     wrong = []
     for key, given in tensors.items():
-        # A head's file may be read for its base, and the base's for its head.
+        # A base model may load the file of a model with a head, and the other way round.
         name = next((each for each in (key, prefix + key, key.removeprefix(prefix)) if each in state), None)
         if name is None or name in tied:
             continue
@@ -277,15 +277,15 @@ def _list_different(module: Any, tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _is_unchanged(held: Tensor, given: Tensor, dtype: torch.dtype | None) -> bool:
-    """Whether a tensor has a file's values, rounded no further than to its model's dtype."""
+    """Whether a tensor has a file's values, rounded at most to its model's dtype."""
     rounded = held.is_floating_point() and held.dtype.itemsize < FLOAT_BYTES and held.dtype != dtype
     return not held.is_meta and not rounded and has_same_values(held, given)
 
 
 def _find_architecture(library: Any, config: Any, *, encoder: bool) -> Any:
-    """The class that wrote the directory, where it is one of the library's own models, else the one of AutoModel.
+    """The class that wrote the directory if it is one of the library's own models, else AutoModel's.
 
-    An ``encoder`` is AutoModel's, unless the library has one without a decoder (T5EncoderModel).
+    For an ``encoder`` it is AutoModel's, unless the library has a class without the decoder (T5EncoderModel).
     """
     name = next(iter(config.architectures or ()), None)
     if encoder:
@@ -293,7 +293,7 @@ def _find_architecture(library: Any, config: Any, *, encoder: bool) -> Any:
     found = getattr(library, name, None) if isinstance(name, str) and name.isidentifier() else None
     if isinstance(found, type) and issubclass(found, library.PreTrainedModel):
         return found
-    # AutoModel itself would look for adapters beside weights, also where it is given tensors.
+    # AutoModel itself would search for adapters beside the weights, even if it is given tensors.
     return importlib.import_module("transformers.models.auto.auto_factory")._get_model_class(
         config, library.MODEL_MAPPING
     )

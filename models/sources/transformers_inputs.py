@@ -1,4 +1,4 @@
-"""What a model of the transformers library takes: tokens, pictures, or both, as its class and its directory tell."""
+"""The inputs of a transformers model: tokens, pictures or both, read from its class and its directory."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ SIDES: dict[str, Truncate] = {"left": "start", "right": "end"}
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model"),
 )
-DEFAULT_MAX_TOKENS = 512  # of a model that names no limit
-CODE_POINTS = 0x110000  # of Unicode: the ids of a model without a vocabulary, CANINE
+DEFAULT_MAX_TOKENS = 512  # for a model without a limit
+CODE_POINTS = 0x110000  # Unicode's: the ids of a model without a vocabulary, CANINE
 INPUTS_HINT = "add inputs: name, shape and dtype of each"
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What a directory says of texts.
+    """A directory's tokenizer.
 
-    ``encode`` and ``is_fast`` as those of TextSpec; ``side`` is the one at which the library cuts. ``fill`` has
-    ``encode`` fill up texts of fewer tokens; None if the model is given a mask.
+    ``encode`` and ``is_fast`` are as in TextSpec; ``side`` is the side at which the library truncates. ``fill`` is
+    ``encode`` that also pads shorter texts; None if the model takes a mask.
     """
 
     encode: Encode
@@ -57,16 +57,16 @@ class Tokenizer:
 
 
 def load_tokenizer(library: Any, folder: Path, shown: str, sentence: SentenceFolder | None = None) -> Tokenizer | None:
-    """The tokenizer in a directory; None if there is none, or it gives types of tokens; LoadError for a broken one.
+    """The tokenizer in a directory; None if there is none, or it needs token types; LoadError for a broken one.
 
-    Of a sentence-transformers folder texts are in small letters where that says so, and its own limit holds.
+    A sentence-transformers folder's own limit and lowercasing apply.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     with wrap_build_errors(f"the tokenizer of {shown}"):
         whole = library.AutoTokenizer.from_pretrained(str(folder), **LOCAL)
         if any(whole("a").get("token_type_ids", ())) or (sentence is not None and not whole.is_fast):
-            return None  # no model is given types of tokens here; ids can be sent
+            return None  # token types are not supported; requests can send ids
         limit = (sentence.max_tokens if sentence else None) or int(whole.model_max_length)
         if not whole.is_fast:
             settings = {name: value for name, value in whole.init_kwargs.items() if str(folder) not in str(value)}
@@ -74,7 +74,7 @@ def load_tokenizer(library: Any, folder: Path, shown: str, sentence: SentenceFol
             digest = hashlib.sha256(repr(described).encode()).hexdigest()
             encode = partial(_encode_slowly, whole, Lock())
             return Tokenizer(encode, whole.pad_token_id, limit, digest, SIDES[whole.truncation_side], is_fast=False)
-        # Its own copy: the library's wrapper sets truncation and padding at each call, which threads can't share.
+        # A copy: the library's wrapper sets truncation and padding at each call, which is not thread-safe.
         own = type(whole.backend_tokenizer).from_str(whole.backend_tokenizer.to_str())
         own.no_truncation()
         own.no_padding()
@@ -108,7 +108,7 @@ def _encode_and_fill(own: Any, side: str, pad: int, text: str, limit: int, trunc
 
 
 def _encode_slowly(whole: Any, lock: Lock, text: str, limit: int, truncate: Truncate) -> tuple[list[int], int]:
-    with lock:  # one in Python may keep something from call to call
+    with lock:  # a tokenizer in Python may keep state between calls
         ids: list[int] = whole(text)["input_ids"]
         excess = len(ids) - limit
         if excess <= 0 or truncate == "none":
@@ -118,7 +118,7 @@ def _encode_slowly(whole: Any, lock: Lock, text: str, limit: int, truncate: Trun
 
 
 def _lower(tokenizer: Any) -> None:
-    """Put small letters before all else that a tokenizer does to a text, unless it does so already."""
+    """Let a tokenizer lowercase texts before all other steps, unless it does already."""
     normalizers = importlib.import_module("tokenizers.normalizers")
     own = tokenizer.normalizer
     steps = [] if own is None else list(own) if isinstance(own, normalizers.Sequence) else [own]
@@ -131,7 +131,7 @@ def _list_arguments(module: Any) -> frozenset[str]:
 
 
 def find_modality(module: Any) -> Modality:
-    """What a model's class takes."""
+    """The kind of input that a model's class takes."""
     names, main = _list_arguments(module), module.main_input_name
     if names & FURTHER or hasattr(module.config, "num_frames"):
         return "other"
@@ -145,10 +145,10 @@ def find_modality(module: Any) -> Modality:
 
 
 def make_text_spec(module: Any, tokenizer: Tokenizer | None, sentence: SentenceFolder | None = None) -> TextSpec:
-    """How a model takes text, with the tokenizer where there is one.
+    """How a model takes text, with or without a tokenizer.
 
-    sentence-transformers cuts what is longer than the tokenizer's limit or the model's positions. Where the tokenizer
-    gives no mask, and its limit is that of a table of positions, texts are filled up to it, as for SigLIP's processor.
+    sentence-transformers truncates texts to the tokenizer's limit or the model's positions. If the tokenizer returns no
+    mask, and its limit is the size of a position table, texts are padded to it, as by SigLIP's processor.
     """
     vocabulary = _count_ids(module)
     config = module.config.get_text_config()
@@ -179,9 +179,9 @@ def make_text_spec(module: Any, tokenizer: Tokenizer | None, sentence: SentenceF
 
 
 def split_towers(module: Any) -> bool:
-    """Whether a model has a tower for texts and one for pictures; its forward then takes the inputs of one alone.
+    """Whether a model has a text and a picture tower; if so its forward is changed to accept either's inputs alone.
 
-    It returns what the class itself computes of them: ``get_text_features``, ``get_image_features``.
+    For one tower it returns ``get_text_features`` or ``get_image_features``.
     """
     whole = type(module)
     if not hasattr(whole, "get_text_features") or not hasattr(whole, "get_image_features"):
@@ -189,7 +189,7 @@ def split_towers(module: Any) -> bool:
 
     @wraps(whole.forward)
     def forward(self: Any, *single: Any, **rows: Any) -> Any:
-        if single:  # a lone input comes by position
+        if single:  # a single input is passed by position
             rows[PIXELS if single[0].is_floating_point() else IDS] = single[0]
         if PIXELS not in rows:
             return self.get_text_features(**{name: value for name, value in rows.items() if name in (IDS, MASK)})
@@ -202,12 +202,12 @@ def split_towers(module: Any) -> bool:
 def _count_ids(module: Any) -> int:
     try:
         return int(module.get_input_embeddings().num_embeddings)
-    except (AttributeError, NotImplementedError):  # of two towers, or a table of another kind
+    except (AttributeError, NotImplementedError):  # it has two towers, or another kind of table
         return int(getattr(module.config.get_text_config(), "vocab_size", None) or CODE_POINTS)
 
 
 def _count_positions(module: nn.Module, config: Any) -> int:
-    """How many tokens there are positions for: some tables begin after the padding's."""
+    """How many tokens have positions: some tables begin after the padding's index."""
     size = getattr(config, "max_position_embeddings", None)
     sizes = [size] if isinstance(size, int) and size > 0 else [DEFAULT_MAX_TOKENS]
     for name, part in module.named_modules():
@@ -219,7 +219,7 @@ def _count_positions(module: nn.Module, config: Any) -> int:
 def make_input_specs(
     module: Any, text: TextSpec | None, pictures: Preprocessing | str, shown: str
 ) -> tuple[InputSpec, ...]:
-    """The inputs of a model of texts, pictures, or pictures and tokens; LoadError if its class does not tell."""
+    """The inputs of a model that takes texts, pictures, or both; LoadError if its class does not tell."""
     modality = find_modality(module)
     if modality == "text" and text is not None:
         return text.inputs()
@@ -235,7 +235,7 @@ def _get_picture_shape(config: Any, pictures: Preprocessing | str, shown: str) -
     vision = next((each for each in configs if getattr(each, "image_size", None) is not None), None)
     side: Any = None if isinstance(pictures, str) else compute_output_size(pictures)
     side = side or (vision.image_size if vision is not None else None)
-    if side is None and isinstance(pictures, LibraryProcessor):  # its rows are as large as pictures: any size will do
+    if side is None and isinstance(pictures, LibraryProcessor):  # rows are as large as pictures: take any size
         side = list(pictures.make_row(Image.new("RGB", (SIDE, SIDE))).shape[1:])
     if isinstance(side, int):
         side = (side, side)
@@ -245,9 +245,9 @@ def _get_picture_shape(config: Any, pictures: Preprocessing | str, shown: str) -
 
 
 def read_preset(library: Any, folder: Path, backend: ImageBackend) -> Preprocessing | str:
-    """The preprocessing that a directory has saved; where pictures can't be taken a text that says why.
+    """The preprocessing saved in a directory; a text with the reason if pictures can't be taken.
 
-    With the ``backend`` of the library that is asked for, or the other where it has only that.
+    Uses the requested ``backend`` of the library, or the other one if the processor has only that.
     """
     file = next((name for name in PROCESSOR_FILES if (folder / name).is_file()), None)
     if file is None:
@@ -255,10 +255,10 @@ def read_preset(library: Any, folder: Path, backend: ImageBackend) -> Preprocess
     try:
         processor = library.AutoImageProcessor.from_pretrained(str(folder), backend=backend, **LOCAL)
         settings = json.dumps(processor.to_dict(), sort_keys=True, default=str)
-    except Exception as error:  # of a version, or of a model, that the library has no processor for
+    except Exception as error:  # the library has no processor for this version or model
         return f"image_processor_type of {file} names none that transformers can make ({type(error).__name__})"
     name, nearest = type(processor).__name__, None
-    with suppress(TypeError, ValueError, AttributeError):  # settings of another kind
+    with suppress(TypeError, ValueError, AttributeError):  # unknown settings
         nearest = from_transformers(processor)
     shown = f"{name}, which image_processor_type of {file} names,"
     return choose_preprocessing(name, settings, partial(_run_processor, processor), nearest, shown)
