@@ -1,1 +1,1 @@
-"""Explanations and probes: requests to the engine, and what they make of its features."""
+"""Explanations and probes: requests to the engine, and results computed from its features."""

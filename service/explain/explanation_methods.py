@@ -1,4 +1,4 @@
-"""The methods of ``/explain``: where each looks, what is captured there, and the map made of it."""
+"""The methods of ``/explain``: the tensors that each captures, and how it computes a map from them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MAX_NAMED = 5  # layers in a hint
 
 @dataclass(frozen=True)
 class Captured:
-    """What was captured for a method, point by point in the order of the forward; empty if it takes none."""
+    """The captures of a method, point by point in the order of the forward; empty if it captures nothing there."""
 
     values: Sequence[Array]
     gradients: Sequence[Array]
@@ -52,11 +52,11 @@ class Captured:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """Where a method looks, at which sites of each point (None: at the point itself), and the map that it makes.
+    """The tensors of a method, its sites at each point (None: the point itself), and its computation of a map.
 
-    ``options`` are the fields of ``Explanation`` that it takes. A method of changed inputs has a ``perturbation``
-    instead of ``make_map``. ``guided``: negative gradients at ReLUs are clamped to 0. ``rules`` make the map in place
-    of ``make_map``, by their names.
+    ``options``: the fields of ``Explanation`` that apply to it. A method that changes inputs has a ``perturbation``
+    instead of ``make_map``. ``guided``: negative gradients at ReLUs are clamped to 0. ``rules``: functions by name that
+    replace ``make_map``.
     """
 
     find_taps: Callable[[Explanation, ModelInfo], list[Tap]]
@@ -70,17 +70,17 @@ class MethodSpec:
 
     @property
     def measures_scores(self) -> bool:
-        """Whether its maps are made of scores of changed inputs: no backward, and all classes at once."""
+        """Whether its maps use only the scores of changed inputs: no backward, and all classes at once."""
         return self.perturbation is not None and self.perturbation.measures == "score"
 
     @property
     def has_objective(self) -> bool:
-        """Whether a map is of an objective."""
+        """Whether its maps depend on an objective."""
         return self.measures_scores or bool(GRADIENTS & set(self.sites.values()))
 
     @property
     def takes_layer(self) -> bool:
-        """Whether it looks at one layer, which may be named."""
+        """Whether it explains by one layer, which a request may name."""
         return "selector" in self.options
 
 
@@ -107,7 +107,7 @@ def guide_gradients(catalog: Catalog, objective: ResolvedObjective) -> tuple[Int
 
 
 def find_unguided(catalog: Catalog) -> list[str]:
-    """The layers in whose own forwards a ReLU is a function, which guided backpropagation does not see."""
+    """The layers whose own forwards call a ReLU as a function, which guided backpropagation can't hook."""
     return [
         name
         for name, layer in catalog.layers.items()
@@ -116,8 +116,8 @@ def find_unguided(catalog: Catalog) -> list[str]:
 
 
 def _find_layer(explanation: Explanation, model: ModelInfo) -> list[Tap]:
-    """The layer asked for."""
-    if explanation.selector is None:  # of a method with an objective the layer is found by gradients, and named then
+    """The requested layer."""
+    if explanation.selector is None:  # with an objective, ``_find_default_layer`` finds the layer by gradients
         return find_map_layers(model.catalog, HookPoint(".", 0, (), "output"))[:1]
     matches, _ = find_matches(explanation.selector, model.catalog)
     of_maps = [match for match in matches if is_map(match.info) and match.point.site == "output"]
@@ -141,7 +141,7 @@ def _find_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
 
 
 def _find_only_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
-    """The model's input, which must be the only one: others would stay as they are while it changes."""
+    """The model's input, which must be the only one: other inputs would not change with it."""
     taps = _find_input(explanation, model)
     if len(model.inputs) != 1 or not taps[0].info.has_axis("H"):
         raise SelectorError("this method changes pictures, and this model takes more", hint="use method 'saliency'")
@@ -149,7 +149,7 @@ def _find_only_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
 
 
 def _find_input_and_layer(explanation: Explanation, model: ModelInfo) -> list[Tap]:
-    """The model's input, and the layer asked for."""
+    """The model's input, and the requested layer."""
     return [*_find_only_input(explanation, model), *_find_layer(explanation, model)]
 
 
@@ -169,7 +169,7 @@ def _roll_out_gradients(captured: Captured) -> Array:
 
 
 def _roll_out_as_vit_explain(captured: Captured) -> Array:
-    """Of attention, or of it times gradients before softmax, as its hooks get them: the last layer's first."""
+    """Rollout of attention, or of attention times gradients before softmax in vit-explain's reversed order."""
     layers = [maps.average_heads(weights) for weights in captured.values]
     if captured.gradients:
         slopes = [maps.differentiate_scores(*each) for each in zip(captured.values, captured.gradients, strict=True)]
@@ -186,7 +186,7 @@ def _find_relevance(captured: Captured) -> Array:
 
 
 def _weight_by_gradients(captured: Captured) -> list[Array]:
-    pairs = zip(captured.values, captured.gradients, strict=True)  # by layer: a backward runs the other way
+    pairs = zip(captured.values, captured.gradients, strict=True)  # in layer order: a backward runs in reverse
     return [maps.weight_by_gradient(*pair) for pair in pairs]
 
 

@@ -1,4 +1,4 @@
-"""Explanations: for each method and class, what is captured and the map made of it; and each row's best classes."""
+"""Explanations: the captures and the map of each method and class, and each row's best classes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def explain(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticke
 async def _explain(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticket: Ticket) -> Features:
     explanation = _get_explanation(request)
     handle = await engine.get_handle(request.model, ticket)
-    if request.reply.format.is_picture:  # what is captured is not drawn
+    if request.reply.format.is_picture:  # captures are not drawn
         request = replace(request, reply=replace(request.reply, format=FORMATS["npz"]))
     work = await engine.run_in_thread(partial(_plan_work, plan, request, explanation, handle), ticket.deadline)
     made: Features | None = None
@@ -94,7 +94,7 @@ async def _explain(engine: Engine, plan: WorkPlan, request: ExtractRequest, tick
 
 
 def _plan_work(plan: WorkPlan, request: ExtractRequest, explanation: Explanation, handle: ModelHandle) -> PlannedWork:
-    """The changed inputs of all maps, as far as shapes are known."""
+    """Plan the changed inputs of all maps, as far as shapes are known."""
     model = _get_model(handle, request)
     changed = map_requests.list_changed_rows(list_maps(request, explanation), request, model)
     seconds = sum(each.estimate_seconds(model) for each in changed)
@@ -120,7 +120,7 @@ async def _make_maps(
     work: PlannedWork,
     top_classes: int,
 ) -> Features:
-    """The maps of all inputs that are made of the same forwards."""
+    """The maps that use the same forwards, for all inputs."""
     method, request, handle = asked.spec, asked.request, work.handle
     model = _get_model(handle, request)
     objective = request.objective or Objective() if method.has_objective else None
@@ -189,14 +189,14 @@ def _join_features(made: Sequence[Features], asked: MapRequest, taps: Sequence[T
         warnings += _warn(rows, key, asked, taps)
     return replace(
         join_inputs(made),
-        interventions=(),  # those of guided backpropagation were not asked for
+        interventions=(),  # the client did not ask for those of guided backpropagation
         warnings=tuple(warnings),
         top_classes=tuple(row for part in made for row in part.top_classes),
     )
 
 
 def _make_features(parts: Sequence[Features], asked: MapRequest, taps: Sequence[Tap], prefix_tokens: int) -> Features:
-    """The features of all inputs, with maps in place of what was captured."""
+    """The features of all inputs, with maps instead of captures."""
     return _join_features([_make_map(part, asked, taps, prefix_tokens) for part in parts], asked, taps)
 
 
@@ -229,7 +229,7 @@ def _make_map(features: Features, asked: MapRequest, taps: Sequence[Tap], prefix
 
 
 def _warn(rows: Sequence[int], key: str, asked: MapRequest, taps: Sequence[Tap]) -> Iterator[str]:
-    """A warning of maps that are all zeros: they explain nothing, which does not show once they are drawn."""
+    """Warnings about maps of zeros, which explain nothing and look valid when drawn."""
     if rows:
         shown = ", ".join(map(str, rows[:MAX_SHOWN])) + (" and others" if len(rows) > MAX_SHOWN else "")
         which = f"the maps of rows {shown} are" if len(rows) > 1 else f"the map of row {shown} is"
@@ -241,7 +241,7 @@ def _warn(rows: Sequence[int], key: str, asked: MapRequest, taps: Sequence[Tap])
 
 
 def _warn_of_unguided(catalog: Catalog) -> tuple[str, ...]:
-    """A warning of the layers whose ReLUs are functions, which let negative gradients through."""
+    """A warning about layers that call ReLU as a function, which lets negative gradients through."""
     names = [escape(name) for name in find_unguided(catalog)]
     if not names:
         return ()
@@ -258,7 +258,7 @@ def _make_selectors(taps: Sequence[Tap], method: MethodSpec) -> tuple[Selector, 
 
 
 def _find_scores(model: ModelInfo) -> Selector | None:
-    """A selector of a model's scores of classes; None if it has none, or not one for each row."""
+    """A selector of a model's class scores; None if it has none, or not one set for each row."""
     try:
         return make_selector(resolve_objective(Objective(), model.catalog).point, SCORES)
     except LayertapError:
@@ -266,7 +266,7 @@ def _find_scores(model: ModelInfo) -> Selector | None:
 
 
 def _take_top_classes(parts: Sequence[Features], count: int, labels: Labels | None, outputs: Outputs) -> list[Features]:
-    """Parts with the best classes of each row in place of their scores, if these were captured."""
+    """Replace the scores in parts, if captured, by the best classes of each row."""
     taken = []
     for part in parts:
         arrays, receipts = dict(part.arrays), dict(part.receipts)

@@ -1,4 +1,4 @@
-"""The maps that a request for explanations asks for, the changed inputs that they need, and what is refused of them."""
+"""The maps of a request for explanations, their changed inputs, and checks before any forward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from layertap.service.settings import Settings
 
 MAX_SIMILAR = 2  # methods in a hint
 
-# The fields of an explanation that some methods take, by their name in a body, and what they are for.
+# Fields of an explanation that apply to some methods only: their names in a body, and these methods.
 OPTIONS = {
     "selector": ("layer", "CAMs"),
     "discard": ("discard_ratio", "rollouts"),
@@ -37,16 +37,16 @@ OPTIONS = {
 
 SMALLER = "ask for fewer methods, classes, 'steps' or 'samples', or a larger 'stride'"
 
-# How a request gets by with fewer changed inputs, by the option that a method takes.
+# How to need fewer changed inputs, by the option of the method.
 SAVINGS = {"steps": "fewer 'steps'", "samples": "fewer 'samples'", "window": "a larger 'window' and 'stride'"}
 
 
 @dataclass(frozen=True)
 class MapRequest:
-    """Maps of one method that are made of the same forwards.
+    """The maps of one method that use the same forwards.
 
-    ``requests`` has, by each map's key in the reply, the request with the map's objective: several if all of them are
-    made of one set of scores.
+    ``requests``: for each map's key in the reply, the request with the map's objective; several if all use one set of
+    scores.
     """
 
     method: Method
@@ -55,7 +55,7 @@ class MapRequest:
 
     @property
     def spec(self) -> MethodSpec:
-        """The method's row in the table."""
+        """The method's entry in the table."""
         return METHODS[self.method]
 
     @property
@@ -73,14 +73,14 @@ class MapRequest:
 
 @dataclass(frozen=True)
 class ChangedRows:
-    """Changed inputs of a shape (1, …), for gradients or only for scores."""
+    """A number of changed inputs of a shape (1, …), for gradients or only for scores."""
 
     count: int
     shape: tuple[int, ...]
     has_graph: bool
 
     def estimate_seconds(self, model: ModelInfo) -> float:
-        """A low estimate of the seconds of their forwards on one thread, by what was measured at loading."""
+        """A low estimate of the seconds of their forwards on one thread, by the load-time measurement."""
         shapes = (self.shape[1:],)
         surveyed = model.catalogs.get_catalog(shapes)
         catalog = surveyed or model.catalog
@@ -90,7 +90,7 @@ class ChangedRows:
 
 
 def list_maps(request: ExtractRequest, explanation: Explanation) -> list[MapRequest]:
-    """Every map: of each method for each class; a single one of a method without an objective."""
+    """All maps: one for each method and class; a single one for a method without an objective."""
     return [each for method in explanation.methods for each in _list_of_method(method, request, explanation)]
 
 
@@ -111,7 +111,7 @@ def _set_class(request: ExtractRequest, klass: Class) -> ExtractRequest:
 
 
 def list_changed_rows(asked: Sequence[MapRequest], request: ExtractRequest, model: ModelInfo) -> list[ChangedRows]:
-    """The changed inputs that some maps take, as far as shapes are known; SelectorError."""
+    """The changed inputs of some maps, as far as shapes are known; SelectorError."""
     rows = Counter[tuple[int, ...]]()
     for _, item in request.items:
         predicted = predict_rows([item], model.model_inputs)
@@ -129,7 +129,7 @@ def list_changed_rows(asked: Sequence[MapRequest], request: ExtractRequest, mode
 
 
 def name_savings(request: ExtractRequest, explanation: Explanation, model: ModelInfo) -> str:
-    """What a request with too many changed inputs may ask for instead."""
+    """A hint how the request can use fewer changed inputs."""
     methods = [METHODS[method] for method in explanation.methods if METHODS[method].perturbation is not None]
     rows = predict_rows([item for _, item in request.items], model.model_inputs).count
     savings = [saving for option, saving in SAVINGS.items() if any(option in each.options for each in methods)]
@@ -213,7 +213,7 @@ def _check_classes(request: ExtractRequest, explanation: Explanation, model: Mod
 
 
 def _find_wrong_objectives(request: ExtractRequest, model: ModelInfo) -> Iterator[Fault]:
-    """What is wrong with objectives that inputs have of their own."""
+    """The errors of the inputs' own objectives."""
 
     @cache
     def find_error(objective: Objective) -> RequestError | None:

@@ -1,4 +1,4 @@
-"""Explanations by changed inputs: tensor rows that are extracted like those of any request, a few at a time."""
+"""Explanations by changed inputs: extracted as tensor rows like any request, a few at a time."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ X, SLOPES, OF_LAYER = f"{VALUES}0", f"{GRADIENT_VALUES}0", f"{VALUES}1"
 class PerturbedMethod:
     """A method that changes inputs, for the maps of a request.
 
-    ``objective`` is that of the first map. Those of the others differ in their classes alone, so that all look at one
-    tensor. ``tap`` is the model's input, ``layer`` one of which each changed row lacks a channel, if there is one.
+    ``objective`` is that of the first map. The others differ only in their classes, so all use one tensor. ``tap`` is
+    the model's input; ``layer``, if any: each changed row has one of its channels set to 0.
     """
 
     asked: MapRequest
@@ -67,12 +67,12 @@ class PerturbedMethod:
 
     @property
     def by_score(self) -> bool:
-        """Whether it takes scores of changed rows, without a backward; else gradients."""
+        """Whether it needs only the scores of changed rows, without a backward; else gradients."""
         return self.perturbation.measures == "score"
 
     @property
     def measured(self) -> Selector:
-        """What is captured of changed rows."""
+        """The selector to capture for changed rows."""
         if self.by_score:
             return make_selector(self.objective.point, SCORE)
         return make_selector(replace(self.tap.point, site="grad_input"), SLOPES)
@@ -140,7 +140,7 @@ async def perturb(
 
 @dataclass(frozen=True)
 class _Row:
-    """One row, (1, …), the objectives of its maps, and what the layer that is changed gives of it."""
+    """One row, (1, …), the objectives of its maps, and its output of the changed layer."""
 
     method: PerturbedMethod
     settings: PerturbationSettings
@@ -149,14 +149,14 @@ class _Row:
     of_layer: Array | None
 
     def make_perturbations(self, scores: Array | None) -> list[Perturbation]:
-        """One for each map; ``scores`` are the row's own."""
+        """A perturbation for each map; ``scores`` are the unchanged row's."""
         own = [math.nan] * len(self.objectives) if scores is None else self.compute_scores(scores)[0]
         layer = {} if self.method.layer is None else {"layer": (self.of_layer, self.method.layer.info)}
         make: Callable[..., Perturbation] = self.method.perturbation
         return [make(self.values, self.method.tap.info, self.settings, float(score), **layer) for score in own]
 
     def make_chunk(self, rows: Array, numbers: range) -> ExtractRequest:
-        """The request for some changed rows: of each its channel is 0 in the layer that is changed, if one is."""
+        """The request for some changed rows; in the changed layer, if any, each row's channel is set to 0."""
         items = ((0, ArraysItem({None: rows}, may_batch=True)),)
         changes: tuple[Intervention, ...] = ()
         if self.method.layer is not None:
@@ -165,7 +165,7 @@ class _Row:
         return replace(self.make_request(), items=items, interventions=changes)
 
     def make_request(self) -> ExtractRequest:
-        """A request for what is measured of changed rows, without any."""
+        """A request for changed rows, still without inputs."""
         return replace(
             self.method.asked.request,
             selectors=(self.method.measured,),
@@ -179,7 +179,7 @@ class _Row:
         )
 
     def compute_scores(self, values: Array) -> Array:
-        """Each objective of each row of a tensor that all of them look at, (rows, objectives)."""
+        """Each objective of each row of the tensor that all of them use, (rows, objectives)."""
         resolved, rows = self.method.objective, torch.split(torch.from_numpy(np.array(values)), 1)
         objectives = [replace(each, outputs=resolved.objective.outputs) for each in self.objectives]
         return np.array(
@@ -187,14 +187,14 @@ class _Row:
         )
 
     def add(self, made: Sequence[Perturbation], numbers: range, parts: Sequence[Features]) -> None:
-        """Give each map what was measured of some changed rows."""
+        """Pass the captures of some changed rows to each map."""
         arrays = join_inputs(parts).arrays
         measured = self.compute_scores(arrays[SCORE]).T if self.method.by_score else [arrays[SLOPES]]
         for each, values in zip(made, measured, strict=True):
             each.add(numbers, values)
 
     def finish(self, made: Sequence[Perturbation]) -> list[Array]:
-        """The attributions map by map, those in the layout of the input signed by pixel."""
+        """The attributions for each map; those in the input's layout become (N, C, H, W)."""
         info, results = self.method.tap.info, [each.finish() for each in made]
         return [maps.input_gradient(each, info) if each.ndim == len(info.layout or "") else each for each in results]
 
@@ -250,7 +250,7 @@ def _find_classes(resolved: ResolvedObjective, part: Features) -> tuple[int, ...
 def _list_objectives(
     method: PerturbedMethod, part: Features, receipts: Mapping[str, Receipt], number: int
 ) -> list[Objective]:
-    """The objective of each map of a row: of the unchanged row's class, even if a changed row scores another higher."""
+    """The objective of each map of a row: of the unchanged row's class, even if changes make another one higher."""
     objectives = []
     for key, objective in method.asked.list_objectives(part.input_index).items():
         classes = receipts[key].classes
@@ -261,5 +261,5 @@ def _list_objectives(
 
 
 def _join_rows(results: Sequence[Sequence[Array]]) -> list[Array]:
-    """The maps, (N, …), float32, of those of each row."""
+    """Join the maps of each row: (N, …), float32."""
     return [np.ascontiguousarray(np.concatenate(of_map).astype(np.float32)) for of_map in zip(*results, strict=True)]

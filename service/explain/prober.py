@@ -1,6 +1,6 @@
-"""Probes of what requests ask for: a fixed input, alone in its forward, once for each result.
+"""Probes: the results for a fixed input, alone in its forward, computed once for each result.
 
-The fixed inputs are the same on every machine and for ever, because they depend on nothing but the numbers here.
+The fixed inputs never change and are the same on every machine: they depend only on the numbers here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FLOATS = ("float16", "float32", "float64")
 
 
 class Prober:
-    """Answers what layers give for the fixed input, and caches it. Used on the event loop, which it never blocks."""
+    """Computes and caches the results of layers for the fixed input. For the event loop, which it never blocks."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -56,9 +56,9 @@ class Prober:
         preprocessed: bool = False,
         sent: Sequence[object] = (),
     ) -> Features:
-        """The fixed input's features, with a probe in each receipt; any error of the tree.
+        """The fixed input's features, with a probe in each receipt; any LayertapError.
 
-        ``preprocessed``: it is sent as tensors, not as a picture or text; ``sent``: to the tower that takes such items.
+        ``preprocessed``: send it as tensors, not as a picture or text; ``sent``: items that determine its tower.
         """
         with self._engine.admission.admit(deadline) as ticket:
             return await self._probe(model, selectors, embedding, ticket, preprocessed, sent)
@@ -88,7 +88,7 @@ class Prober:
         return probed
 
     async def add_probes(self, features: Features, request: ExtractRequest, ticket: Ticket) -> Features:
-        """The features of a request with a probe in each receipt; any error of the tree."""
+        """The features of a request with a probe in each receipt; any LayertapError."""
         keys = {key: (features.model, receipt.fingerprint) for key, receipt in features.receipts.items()}
         known = {key: probe for key, each in keys.items() if (probe := self._probes.get(each)) is not None}
         if len(known) == len(keys):
@@ -103,7 +103,7 @@ class Prober:
 
 
 def check_probed(request: ExtractRequest) -> None:
-    """RequestError if a request with probes asks for what a fixed input can't show."""
+    """RequestError if a request with probes uses options that a fixed input can't show."""
     for what, given in (
         ("interventions", request.interventions),
         ("an objective", request.objective),
@@ -158,7 +158,7 @@ def _make_arrays(inputs: ModelInputs) -> ArraysItem:
 
 
 def _make_array(spec: InputSpec) -> Array:
-    """The example of an input, else uniform numbers of variance 1, or integers that the model takes."""
+    """The input's example, else uniform numbers of variance 1, or integers that the model accepts."""
     if (example := find_example(spec)) is not None:
         found: Array = example[0].float().numpy() if example.is_floating_point() else example[0].numpy()
         return found
@@ -170,5 +170,5 @@ def _make_array(spec: InputSpec) -> Array:
 
 
 def _draw(count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """Random integers of 64 bits. numpy promises that a bit generator never changes, and nothing above it."""
+    """Random 64-bit integers. numpy guarantees the output of bit generators, but not of the layers above."""
     return np.random.PCG64(0).random_raw(count)
