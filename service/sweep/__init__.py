@@ -1,1 +1,1 @@
-"""Sweeps: one edit of a forward, tried place by place and index by index, each on a row of its own."""
+"""Sweeps: one edit, tried at each place and index, each time on a row of its own."""

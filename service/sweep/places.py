@@ -1,4 +1,4 @@
-"""What a sweep tries on one input: its places, how many entries each has, and what is measured."""
+"""The edits of a sweep on one input: its places, their numbers of entries, and the metric."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from layertap.models.selection.hook_points import HookPoint, Intervention, Objec
 from layertap.models.selection.plan import Capture, ResolvedIntervention, ResolvedObjective, Result, get_boundary
 from layertap.service.engine.batch import Job
 
-METRIC = "metric"  # the key of the unedited one; no layer is called so where it is edited
+METRIC = "metric"  # the key of the unedited metric; places never have this key
 MAX_FAULTS = 16
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where edits are tried: the changes at every call of a layer, and how many ``sizes`` entries along each axis."""
+    """A place for edits: the changes at every call of a layer, and ``sizes``, the number of entries along each axis."""
 
     key: str
     changes: tuple[ResolvedIntervention, ...]
@@ -40,9 +40,9 @@ class Place:
 
 @dataclass(frozen=True)
 class SweptInput:
-    """An input's unedited job, what is measured of it, and the places where it is edited; none: it is a source.
+    """An input's unedited job, its metric, and the places of its edits; without places it is a source.
 
-    ``fingerprint`` is that of the metric with what edits take of sources; only ``sweeping.prepare`` knows it.
+    ``fingerprint``: of the metric, including the sources of edits; set by ``sweeping.prepare``.
     """
 
     job: Job
@@ -52,14 +52,14 @@ class SweptInput:
 
     @property
     def metric(self) -> Result:
-        """What is measured in each forward."""
+        """The result that each forward computes."""
         point, info = self.objective.point, self.objective.info
         capture = Capture(point, info, Reduction(metric=self.objective.objective))
         return Result(METRIC, capture, self.job.catalog.layers[point.layer].type)
 
     @property
     def scores(self) -> Capture | None:
-        """What the class or the target of the objective is found in, where the unedited row decides that."""
+        """The scores that determine the objective's class or target, if the unedited row does."""
         objective = self.objective.objective
         if not (objective.klass == "top" or objective.target == "unedited"):
             return None
@@ -68,12 +68,12 @@ class SweptInput:
         return Capture(self.objective.point, self.objective.info, reduction)
 
     def count(self, sweep: Sweep) -> int:
-        """How many edits are tried."""
+        """The number of edits."""
         return len(sweep.tried) * sum(prod(place.sizes) for place in self.places)
 
 
 class PlaceFinder:
-    """Finds the places of a sweep for the inputs of a request; those of one shape and length have the same."""
+    """Finds the places of a sweep for a request's inputs; inputs of one shape and length share them."""
 
     def __init__(self, sweep: Sweep, text: TextSpec | None) -> None:
         self._sweep = sweep
@@ -81,7 +81,7 @@ class PlaceFinder:
         self._found: dict[object, tuple[Place, ...]] = {}
 
     def describe(self, job: Job, objective: Objective) -> SweptInput:
-        """What is tried on a job's row; RequestError with the pointers of a sweep's body."""
+        """The edits of a job's row; RequestError with pointers into the sweep's body."""
         text = self._text if self._text is not None and self._text.ids in job.inputs else None
         lengths = measure_lengths(job.inputs, text) if text is not None else None
         try:
@@ -125,7 +125,7 @@ def _find_source(place: Intervention) -> int | None:
 
 
 def _find_places(place: Intervention, job: Job, metric: HookPoint, lengths: TextLengths | None) -> list[Place]:
-    """The places that one entry names: each tensor of each layer, at all calls where the entry names none."""
+    """The places of one entry: each tensor of each layer, at all calls if the entry names none."""
     selector = place.selector
     if selector.site in GRADIENTS:
         raise SelectorError("a sweep edits values, not gradients", hint="name an output, an input or attention")
@@ -143,7 +143,7 @@ def _find_places(place: Intervention, job: Job, metric: HookPoint, lengths: Text
         groups.setdefault(name, []).append(change)
     names_one = not selector.is_glob and len(groups) == 1
     says_site = selector.site in ("output", selector.text.rpartition(":")[2])
-    if names_one and says_site:  # the key is spelled as in the request, like an extract's
+    if names_one and says_site:  # the key is spelled as in the request, as for extract
         groups = {selector.text: ends}
     return [_make_place(key, tuple(each), job) for key, each in groups.items()]
 
@@ -160,5 +160,5 @@ def _make_place(key: str, changes: tuple[ResolvedIntervention, ...], job: Job) -
 
 
 def freeze_noise(changes: Sequence[ResolvedIntervention], row: int) -> tuple[ResolvedIntervention, ...]:
-    """Changes whose noise is that of one row of the request, whatever row they are made on."""
+    """Changes that use the noise of one row of the request for all rows."""
     return tuple(replace(each, operation=replace(each.operation, row=row)) for each in changes)

@@ -1,4 +1,4 @@
-"""A sweep's road: the unedited rows, then the edited rows, one edit per row, a few at a time."""
+"""Runs a sweep: the unedited rows, then the edited rows, one edit per row, a few at a time."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from layertap.service.inputs.items import ArraysItem
 from layertap.service.settings import Settings
 from layertap.service.sweep.places import METRIC, Place, PlaceFinder, SweptInput, freeze_noise
 
-CHUNK_S = 0.25  # that rows which are queued together are to take, where more than CHUNK_ROWS do
-CHUNK_BYTES = 2**26  # of inputs that are queued together
-CHUNK_JOBS = 64  # of different places
+CHUNK_S = 0.25  # duration of the rows that are queued together, unless CHUNK_ROWS take longer
+CHUNK_BYTES = 2**26  # of the inputs of rows that are queued together
+CHUNK_JOBS = 64  # that are queued together, each with its own place
 SMALLER = "fewer 'layers', or only some 'channels', 'heads' or 'tokens' of them, or fewer 'values' or inputs"
-OnProgress = Callable[[int, int], None]  # edits that are done, and all
+OnProgress = Callable[[int, int], None]  # edits done, and all edits
 
 
 @dataclass(frozen=True)
 class PreparedSweep:
-    """A sweep whose rows are decoded and whose places are found; none of its forwards has run."""
+    """A sweep with decoded rows and known places, before its forwards."""
 
     request: ExtractRequest
     sweep: Sweep
@@ -58,9 +58,9 @@ class PreparedSweep:
 
 
 async def prepare(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticket: Ticket) -> PreparedSweep:
-    """A request's sweep, checked before any forward, those that survey a new shape excepted.
+    """Check and plan a request's sweep; no forward runs, except to survey a new shape.
 
-    RequestError, TooLargeError, QueueTooLongError where it can't be done in time, and what ``Engine.dry_run`` raises.
+    RequestError, TooLargeError, QueueTooLongError if it can't be done in time, and what ``Engine.dry_run`` raises.
     """
     sweep = request.sweep
     if sweep is None:
@@ -74,7 +74,7 @@ async def prepare(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticke
         await engine.planner.survey(handle, _get_model(handle, request).shapes, ticket.deadline, functions=True)
     asked = await engine.run_in_thread(partial(_make_unedited, request, handle), ticket.deadline)
     jobs = await engine.dry_run(asked, ticket, tuple)
-    request.timings.facts.rows = 0  # they are counted when they are answered
+    request.timings.facts.rows = 0  # rows are counted when they are answered
     find = partial(_describe_inputs, request, sweep, jobs, handle, engine.settings)
     inputs = await engine.run_in_thread(find, ticket.deadline)
     work = _plan_work(plan, request, sweep, handle, inputs)
@@ -88,7 +88,7 @@ async def prepare(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticke
 async def run(
     engine: Engine, prepared: PreparedSweep, ticket: Ticket, on_progress: OnProgress = lambda done, count: None
 ) -> Features:
-    """The metric of each edit under its place's key, float32 (inputs, *axes), and of the unedited inputs.
+    """The metric of each edit by its place's key, float32 (inputs, *axes), and of the unedited inputs.
 
     What ``Engine.extract`` raises.
     """
@@ -116,7 +116,7 @@ async def _run(engine: Engine, prepared: PreparedSweep, ticket: Ticket, on_progr
 
 @dataclass(frozen=True)
 class SweptRow:
-    """An input whose unedited answer is there: its job, with what its changes take of others, and room for metrics."""
+    """An input with its unedited results: its job, with the tensors for its changes, and arrays for the metrics."""
 
     swept: SweptInput
     job: Job
@@ -128,7 +128,7 @@ class SweptRow:
 
 @dataclass(frozen=True)
 class Edit:
-    """Some entries of one place, ``start`` and those after it, edited with one value, a row each."""
+    """Edits of one place with one value: ``count`` entries from ``start`` on, each on a row of its own."""
 
     row: SweptRow
     place: int
@@ -159,7 +159,7 @@ class Edit:
         )
 
     def keep(self, results: Results) -> None:
-        """Put what was measured where it belongs."""
+        """Store the metrics of these rows."""
         array = self.row.arrays[self.place]
         measured = results[self.row.swept.metric.capture].values.numpy()
         array[self.start : self.start + self.count, self.value] = measured
@@ -170,7 +170,7 @@ def _make_jobs(chunk: Sequence[Edit]) -> list[Job]:
 
 
 def _split_batch(request: ExtractRequest, inputs: ModelInputs, settings: Settings) -> ExtractRequest:
-    """The same with an item for each row, where a body of one array is a batch; TooLargeError."""
+    """The request with one item for each row if its body is a batch in one array; TooLargeError."""
     (_, item), *others = request.items
     if others or not isinstance(item, ArraysItem) or not item.may_batch:
         return request
@@ -188,7 +188,7 @@ def _split_batch(request: ExtractRequest, inputs: ModelInputs, settings: Setting
 
 
 def _check_source(request: ExtractRequest, sweep: Sweep) -> None:
-    """RequestError where what is put in comes from no input, or none is left to edit."""
+    """RequestError if the source of the edits is not an input, or no other input is left to edit."""
     inputs = [index for index, _ in request.items]
     source = sweep.places[0].operation.source
     if source is not None and (source.input not in inputs or len(inputs) == 1):
@@ -197,7 +197,7 @@ def _check_source(request: ExtractRequest, sweep: Sweep) -> None:
 
 
 def _make_unedited(request: ExtractRequest, handle: ModelHandle) -> ExtractRequest:
-    """A request for the unedited metric, each input by itself; RequestError where the model has no such objective."""
+    """A request for the unedited metric of each input; RequestError if the model has no such objective."""
     objective = request.for_input(request.items[0][0]).objective or Objective()
     try:
         resolved = resolve_objective(objective, _get_model(handle, request).catalog)
@@ -224,7 +224,7 @@ def _get_model(handle: ModelHandle, request: ExtractRequest) -> ModelInfo:
 def _describe_inputs(
     request: ExtractRequest, sweep: Sweep, jobs: Sequence[Job], handle: ModelHandle, settings: Settings
 ) -> list[SweptInput]:
-    """What is tried on each input; RequestError, TooLargeError."""
+    """The edits of each input; RequestError, TooLargeError."""
     finder = PlaceFinder(sweep, handle.model.text)
     inputs = [finder.describe(job, request.for_input(job.input_index or 0).objective or Objective()) for job in jobs]
     check_results(1 + max(len(each.places) for each in inputs), settings.max_results)
@@ -234,7 +234,7 @@ def _describe_inputs(
 def _plan_work(
     plan: WorkPlan, request: ExtractRequest, sweep: Sweep, handle: ModelHandle, inputs: Sequence[SweptInput]
 ) -> PlannedWork:
-    """What is to be run; TooLargeError where that, or the reply, would be over a limit."""
+    """The planned work of all edits; TooLargeError if it, or the reply, exceeds a limit."""
     counts = [each.count(sweep) for each in inputs]
     count, numbers = sum(counts), sum(counts) + len(inputs)
     check_changed_inputs(count, sum(map(bool, counts)), plan.settings, f"try {SMALLER}")
@@ -244,7 +244,7 @@ def _plan_work(
 
 
 def _prepare_sources(inputs: Sequence[SweptInput], edited: Sequence[Job]) -> list[SweptInput]:
-    """The inputs with captures of what edits take of them, and with fingerprints that tell how that was made."""
+    """The inputs with captures for the edits of others, and with fingerprints that include their sources."""
     prepared = prepare_sources(edited)
     return [
         replace(each, job=replace(each.job, spec=_add_extra(each.job, job)), fingerprint=job.fingerprints[METRIC])
@@ -253,12 +253,12 @@ def _prepare_sources(inputs: Sequence[SweptInput], edited: Sequence[Job]) -> lis
 
 
 def _add_extra(job: Job, edited: Job) -> ForwardSpec:
-    """What a job's unedited forward gives, with what edited ones take of it."""
+    """The spec of a job's unedited forward with the captures that edited jobs take of it."""
     return replace(job.spec, plan=replace(job.spec.plan, extra=edited.spec.plan.extra))
 
 
 def _list_edited(inputs: Sequence[SweptInput]) -> list[Job]:
-    """Each input's job with all edits of the sweep at once: never run, but looked at for what they take of others."""
+    """Each input's job with all edits at once: never run, only used to find what they take of other inputs."""
     return [_make_edited(each) for each in inputs]
 
 
@@ -269,7 +269,7 @@ def _make_edited(swept: SweptInput) -> Job:
 
 
 def _make_base(swept: SweptInput, work_rows: int) -> Job:
-    """The job of an unedited input, with what its objective's class or target is found in."""
+    """The job of an unedited input, with the scores that determine its objective's class or target."""
     plan, scores = swept.job.spec.plan, swept.scores
     extra = plan.extra | ({scores} if scores is not None else set())
     plan = replace(plan, results=(swept.metric,), extra=frozenset(extra))
@@ -277,7 +277,7 @@ def _make_base(swept: SweptInput, work_rows: int) -> Job:
 
 
 def _begin(prepared: PreparedSweep, answers: Sequence[Answer]) -> list[SweptRow]:
-    """Each input with its unedited answer, and what its edits take of others'."""
+    """Each input with its unedited results and the tensors that its edits take of others."""
     rows = []
     for swept, (job, results) in zip(prepared.inputs, answers, strict=True):
         places = tuple(_fill(place, job, answers) for place in swept.places)
@@ -287,7 +287,7 @@ def _begin(prepared: PreparedSweep, answers: Sequence[Answer]) -> list[SweptRow]
 
 
 def _fill(place: Place, job: Job, answers: Sequence[Answer]) -> Place:
-    """A place whose changes have what they take of other inputs; RequestError where that has another length."""
+    """A place with the tensors that its changes take of other inputs; RequestError if their lengths differ."""
     plan = replace(job.spec.plan, interventions=(place.changes,))
     filled = fill_tensors(replace(job, spec=replace(job.spec, plan=plan)), answers)
     return replace(place, changes=filled.spec.plan.resolved_interventions)
@@ -299,7 +299,7 @@ def _settle(swept: SweptInput, results: Results) -> SweptInput:
     if scores is None:
         return swept
     position = objective.position
-    captured = (0,) if position is not None and len(position) == 1 else position  # of one, only that was captured
+    captured = (0,) if position is not None and len(position) == 1 else position  # a single token is captured alone
     values = RowTensor(results[scores].values.float(), scores.info).at(captured).value
     if objective.target == "unedited":
         objective = replace(objective, target=tuple(make_target(values, objective)[0].tolist()))
@@ -309,21 +309,21 @@ def _settle(swept: SweptInput, results: Results) -> SweptInput:
 
 
 def _estimate_seconds(job: Job) -> float:
-    """A low estimate of the seconds of one edited row on one thread, by what was measured at loading."""
+    """A low estimate of the seconds of one edited row on one thread, by the load-time measurement."""
     rows = 1 if job.catalog.crosses_rows else CHUNK_ROWS
     return job.spec.plan.cost * job.catalog.costs.estimate_seconds(rows) / rows
 
 
 def _count_chunk_rows(prepared: PreparedSweep, settings: Settings) -> int:
-    """How many rows are queued at a time: more of a quick model, and never more than leave room for other requests."""
+    """The number of rows to queue at a time: more for a fast model, at most half of the queue."""
     job, room = prepared.inputs[0].job, settings.max_queue_rows // 2
-    rows = max(CHUNK_ROWS, int(CHUNK_S / max(_estimate_seconds(job), 1e-9)))  # a metric may cost nothing
+    rows = max(CHUNK_ROWS, int(CHUNK_S / max(_estimate_seconds(job), 1e-9)))  # a metric may take no time
     of_row = sum(each[:1].nbytes for each in job.inputs.values())
     return max(min(rows, room, CHUNK_BYTES // max(of_row, 1)), 1)
 
 
 def _cut(rows: Sequence[SweptRow], size: int) -> Iterator[list[Edit]]:
-    """All edits, so many rows at a time, or a few more jobs than that has room for."""
+    """All edits in chunks of at most ``size`` rows and ``CHUNK_JOBS`` jobs."""
     chunk: list[Edit] = []
     for edit in _list_edits(rows, size):
         if chunk and (sum(each.count for each in chunk) + edit.count > size or len(chunk) == CHUNK_JOBS):
@@ -344,7 +344,7 @@ def _list_edits(rows: Sequence[SweptRow], size: int) -> Iterator[Edit]:
 
 
 def _collect(prepared: PreparedSweep, rows: Sequence[SweptRow]) -> Features:
-    """The features of all inputs; those that others take of have their unedited metric everywhere."""
+    """The features of all inputs; source inputs have their unedited metric everywhere."""
     edited = next(row for row in rows if row.places)
     parts = [_collect_row(prepared, row, edited, swept) for row, swept in zip(rows, prepared.inputs, strict=True)]
     features = join_inputs(parts)
@@ -393,7 +393,7 @@ def _collect_row(prepared: PreparedSweep, row: SweptRow, edited: SweptRow, swept
 
 
 def _make_receipt(job: Job, place: Place, digest: str) -> Receipt:
-    """Where a place is; what is there is not in the reply."""
+    """The receipt of a place, whose tensor is not in the reply."""
     tap = place.changes[0]
     result = Result(place.key, Capture(tap.point, tap.info, Reduction()), job.catalog.layers[tap.point.layer].type)
     receipt = make_receipt(replace(job, fingerprints={place.key: digest}), result)
