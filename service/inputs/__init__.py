@@ -1,1 +1,1 @@
-"""What a request sends in: pictures still encoded, arrays, texts, tokens."""
+"""The inputs of a request: encoded pictures, arrays, texts, tokens."""

@@ -1,4 +1,4 @@
-"""Arrays out of the formats a request may carry them in; nothing here unpickles or trusts a header's sizes."""
+"""Reads arrays from the formats of requests; nothing here unpickles or trusts the sizes in a header."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Array = NDArray[Any]
 _MAX_RANK = 8
 _MAX_AXIS = 2**31 - 1
 _MAX_ENTRIES = 256
-_MAX_SAFETENSORS_HEADER = 1 << 20  # of safetensors; its own limit is a hundred times that
+_MAX_SAFETENSORS_HEADER = 1 << 20  # of safetensors; the library's own limit is a hundred times that
 _MAX_NPY_HEADER = 4096  # numpy.save writes 118 bytes or so
 NPY_MAGIC = b"\x93NUMPY"
 _NPY_STARTS = frozenset(NPY_MAGIC + version for version in (b"\x01\x00", b"\x02\x00", b"\x03\x00"))
-# As numpy.save and what imitates it write it. numpy's own reader evaluates it as a Python literal and makes a dtype of
-# any string in it: some of those end the process (numpy 2.4: ``numpy.dtype("8<2T ").newbyteorder("=")``).
+# As numpy.save and similar writers write it. numpy's own reader evaluates the header as a Python literal, and makes
+# a dtype of any string, which may crash the process (numpy 2.4: ``numpy.dtype("8<2T ").newbyteorder("=")``).
 _NPY_HEADER = re.compile(
     rb"""\s*+\{\s*+['"]descr['"]\s*+:\s*+['"](?P<dtype>[<>=|]?(?:f[248]|[iu][1248]|b1))['"]\s*+,"""
     rb"""\s*+['"]fortran_order['"]\s*+:\s*+(?P<fortran>True|False)\s*+,"""
@@ -66,8 +66,8 @@ def read_npy(data: bytes) -> Array:
 def read_safetensors(data: bytes) -> dict[str | None, Array]:
     """The arrays of a safetensors file by name; bfloat16 is widened to float32.
 
-    InputError: not such a file, empty, or with a dtype that numpy has no counterpart for.
-    TooLargeError: its header is longer than 1 MiB, or names more than 256 tensors.
+    InputError: not such a file, empty, or with a dtype that numpy does not have. TooLargeError: its header is longer
+    than 1 MiB, or names more than 256 tensors.
     """
     length = int.from_bytes(data[:8], "little")
     if _MAX_SAFETENSORS_HEADER < length <= len(data):
@@ -117,7 +117,7 @@ def _make_array(
         detail = f"shape {list(shape)} of {name} takes {expected} bytes; {actual} were given"
         raise InputError(detail, hint="send exactly the bytes of the array")
     array: Array = np.ndarray(tuple(shape), dtype, buffer=data, offset=offset, order=order)
-    if dtype.kind == "b":  # any other byte than 0 and 1 is a boolean that neither numpy nor torch expects
+    if dtype.kind == "b":  # bytes other than 0 and 1 are invalid booleans in numpy and torch
         array = array.view(np.uint8) != 0
     return np.require(array, dtype.newbyteorder("="), ["C_CONTIGUOUS", "ALIGNED"])
 
@@ -125,7 +125,7 @@ def _make_array(
 def _count_elements(shape: Sequence[int]) -> int:
     if len(shape) > _MAX_RANK:
         raise InputError(f"the shape has {len(shape)} axes; at most {_MAX_RANK} are taken")
-    # The second product leaves out zeros: numpy refuses an empty array of too long axes as well.
+    # The second product ignores zeros, because numpy also refuses an empty array with too long axes.
     if not all(type(n) is int and 0 <= n <= _MAX_AXIS for n in shape) or math.prod(n or 1 for n in shape) >= 2**48:
         raise InputError("the shape makes no sense", hint="send a list of whole numbers, none negative")
     return math.prod(shape)

@@ -1,7 +1,7 @@
-"""Encoded pictures become upright RGB.
+"""Decodes pictures to upright RGB.
 
-A picture is known by its first bytes and handed straight to that format's plugin, so that no label and no other
-decoder (EPS starts Ghostscript) has a say.
+The first bytes decide the format, whose plugin alone decodes the picture: neither a label nor another decoder (EPS
+would start Ghostscript) is used.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ CheckSize = Callable[[int, int], None]
 class Picture:
     """A decoded picture, upright and RGB.
 
-    ``size`` is the width and height that it has in full. Where it was decoded smaller, ``box`` is the part of
-    ``image`` that they became: the last column and row of a reduced image may stand for less than a pixel's width.
+    ``size``: its full width and height. If it was decoded smaller, ``box`` is the part of ``image`` with the picture:
+    the last column and row of a reduced image may be only partly covered.
     """
 
     image: Image.Image
@@ -56,13 +56,11 @@ def decode_image(
 ) -> Image.Image:
     """The first frame or page of an encoded picture as 8-bit RGB, fully loaded and upright by its EXIF orientation.
 
-    Alpha is dropped, or what is transparent shows ``background``; 16-bit gray is scaled to 8 bits, an EXIF block that
-    makes no sense is ignored. ``check_size`` gets the stored width and height before anything is decoded, and raises
-    where the picture is of no use.
+    Alpha is dropped, or transparent pixels show ``background``; 16-bit gray is scaled to 8 bits, an invalid EXIF block
+    is ignored. ``check_size`` gets the stored width and height before decoding, and raises if the picture is unusable.
 
-    InputError: not one of the formats, damaged, cut short, or of another kind.
-    TooLargeError: more than ``max_pixels``, by the header and before anything is decoded; or what ``image_limits``
-    refuses.
+    InputError: an unknown format, damaged, cut short, or an unsupported kind. TooLargeError: more than ``max_pixels``,
+    by the header and before decoding; or refused by ``image_limits``.
     """
     return _decode_whole(_open(data, max_pixels, check_size), background)
 
@@ -74,13 +72,13 @@ def decode_reduced(
     check_size: CheckSize = lambda width, height: None,
     background: Color | None = None,
 ) -> Picture:
-    """The same, but a large JPEG at a half, a quarter or an eighth of its width and height.
+    """As ``decode_image``, but a large JPEG is decoded at a half, a quarter or an eighth of its width and height.
 
-    libjpeg leaves out the higher frequencies of each block, which is less work than to decode and average them.
-    ``choose_least_size`` gets the upright picture's width and height and returns the least ones that do, or None where
-    all of it is needed.
+    libjpeg leaves out the higher frequencies of each block, which is less work than decoding and averaging them.
+    ``choose_least_size`` gets the upright picture's width and height and returns the least sufficient ones, or None if
+    the full size is needed.
 
-    Errors as for ``decode_image``; ``max_pixels`` counts the picture in full.
+    Errors as for ``decode_image``; ``max_pixels`` limits the full size.
     """
     image = _open(data, max_pixels, check_size)
     if not isinstance(image, JpegImageFile):
@@ -96,7 +94,7 @@ def decode_reduced(
     except InputError:
         if margins is None:
             raise
-        # A lossless JPEG has no scales. What is broken is refused here, by what refuses it in full.
+        # A lossless JPEG can't be scaled. For a damaged one, full decoding raises the error.
         whole = decode_image(data, max_pixels)
         return Picture(whole, whole.size)
     return Picture(reduced, size, _cut_margins(reduced, turn_margins(margins, turn)) if margins else None)
@@ -105,10 +103,10 @@ def decode_reduced(
 def get_plain_jpeg_size(
     data: bytes, max_pixels: int, check_size: CheckSize = lambda width, height: None
 ) -> tuple[int, int] | None:
-    """Width and height of a JPEG that any decoder should make the same picture of; None for all other bytes.
+    """Width and height of a JPEG that all decoders should decode alike; None for all other bytes.
 
-    It is whole to its end, upright, gray or of luma and two chromas, and says so in no odd way. ``check_size`` and
-    TooLargeError as for ``decode_image``; what is damaged, the others refuse.
+    It is complete, upright, gray or YCbCr, with consistent headers. ``check_size`` and TooLargeError as for
+    ``decode_image``; damaged files are left to the other decoders.
     """
     if not data.startswith(_JPEG_START) or not data.endswith(_JPEG_END):
         return None
@@ -121,7 +119,7 @@ def get_plain_jpeg_size(
 
 
 def _is_ycc(image: JpegImageFile) -> bool:
-    """Whether three components are luma and chroma by every sign there is: decoders weigh contrary ones differently."""
+    """Whether three components are YCbCr by every marker; decoders resolve contradictory ones differently."""
     transform, ids = image.info.get("adobe_transform"), tuple(part[0] for part in image.layer)
     declared = "jfif" in image.info or transform == 1
     return image.layers == 3 and transform in (None, 1) and (declared or "adobe" not in image.info) and ids == (1, 2, 3)
@@ -138,9 +136,9 @@ def _open(data: bytes, max_pixels: int, check_size: CheckSize) -> ImageFile:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         detail = f"the picture has more than {Image.MAX_IMAGE_PIXELS} pixels; the limit is {max_pixels}"
         raise TooLargeError(detail, hint=_SMALLER_HINT) from error
-    except Exception as error:  # a plugin raises whatever a broken header leads it to
+    except Exception as error:  # a plugin may raise anything for a broken header
         raise damaged_error() from error
-    # All of it is here: piece by piece, every piece would give Python's lock away and wait for it again.
+    # Read in one piece: at each piece the decoder would release the GIL and wait for it again.
     image.decodermaxblock = max(len(data), image.decodermaxblock)
     width, height = image.size
     if width * height > max_pixels:
@@ -164,13 +162,13 @@ def _choose_plugin(data: bytes) -> type[ImageFile]:
 
 
 def _list_brands(data: bytes) -> Iterator[bytes]:
-    """What a file in boxes says that it is: its major brand, then those that it is compatible with."""
+    """The brands of an ISO media file: the major one, then the compatible ones."""
     end = min(int.from_bytes(data[:4], "big"), MAX_BRANDS * 4, len(data))
     return (data[at : at + 4] for at in (8, *range(16, end, 4)))
 
 
 def _get_avif() -> type[ImageFile]:
-    AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # pictures are decoded beside each other already
+    AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # several pictures are decoded at once already
     return AvifImageFile
 
 
@@ -184,17 +182,17 @@ def _get_heif() -> type[ImageFile]:
 
 
 def _raise_pillow_limit(max_pixels: int) -> None:
-    # Pillow warns, and above twice as many pixels raises, by a threshold of its own that GIF consults again while it
-    # loads. Only ever raised, and under a lock: concurrent callers can't lower it for each other.
+    # Pillow has its own limit, at which it warns, and raises at twice as many pixels; GIF checks it again while it
+    # loads. It is only raised, and under a lock, so that concurrent callers can't lower it for each other.
     with _pillow_limit:
         if Image.MAX_IMAGE_PIXELS is not None and max_pixels > Image.MAX_IMAGE_PIXELS:
             Image.MAX_IMAGE_PIXELS = max_pixels
 
 
 def _reduce(image: JpegImageFile, least_size: tuple[int, int]) -> Box | None:
-    """Have a picture decoded smaller; None where it is too small for that.
+    """Set up a picture to be decoded smaller; None if it is too small for that.
 
-    Returns how far the image's sides then are beyond the picture's: the scales round sizes up.
+    Returns by how much the image's sides then exceed the picture's, because scaled sizes are rounded up.
     """
     full_size = image.size
     draft = image.draft(None, least_size)
@@ -205,30 +203,30 @@ def _reduce(image: JpegImageFile, least_size: tuple[int, int]) -> Box | None:
 
 
 def _cut_margins(image: Image.Image, margins: Box) -> Box:
-    """The picture in an image whose sides are so far beyond it."""
+    """The part of an image without its margins."""
     left, upper, right, lower = margins
     return left, upper, image.width - right, image.height - lower
 
 
 def _decode_whole(image: ImageFile, background: Color | None) -> Image.Image:
     with _translate_errors():
-        # PNG may hold its EXIF after the pixels: the turn is read only then.
+        # PNG may store its EXIF after the pixels: read the orientation last.
         pixels = image.width * image.height
         rgb = load_rgb(image, background)
-        if rgb.width * rgb.height != pixels:  # a box may say another size than the pixels in it have
+        if rgb.width * rgb.height != pixels:  # an ISO box may give another size than the pixels have
             raise damaged_error()
         return apply_turn(rgb, read_turn(image))
 
 
 @contextmanager
 def _translate_errors() -> Iterator[None]:
-    """Decode inside: whatever broken data leads a decoder to raise becomes an InputError."""
+    """Convert any error of a decoder in the block to an InputError."""
     try:
         yield
     except (LayertapError, MemoryError):
         raise
-    except Exception as error:  # a decoder raises whatever broken data leads it to
-        if "truncated" in str(error):  # as Pillow says it, also of a JPEG that lacks no more than its end marker
+    except Exception as error:  # decoders may raise anything for broken data
+        if "truncated" in str(error):  # Pillow's word, also for a JPEG that lacks only its end marker
             raise InputError("the picture is cut short", hint=FORMATS_HINT) from error
         raise damaged_error() from error
 
@@ -257,7 +255,7 @@ _TURNS: dict[object, Image.Transpose] = {
     8: Image.Transpose.ROTATE_90,
 }
 _SIDEWAYS = frozenset(_TURNS[orientation] for orientation in (5, 6, 7, 8))
-_SIDES: dict[Image.Transpose | None, tuple[int, int, int, int]] = {  # which side before is left, upper, right, lower
+_SIDES: dict[Image.Transpose | None, tuple[int, int, int, int]] = {  # for each side, its index before the turn
     None: (0, 1, 2, 3),
     Image.Transpose.FLIP_LEFT_RIGHT: (2, 1, 0, 3),
     Image.Transpose.ROTATE_180: (2, 3, 0, 1),
@@ -270,13 +268,13 @@ _SIDES: dict[Image.Transpose | None, tuple[int, int, int, int]] = {  # which sid
 
 
 def read_turn(image: ImageFile) -> Image.Transpose | None:
-    """What turns a picture upright; None where it is, or says nothing that makes sense.
+    """The transpose that turns a picture upright; None if there is none, or its EXIF is invalid.
 
-    To be called once: for an EXIF block that is broken Pillow may answer otherwise the second time.
+    Call it once: for a broken EXIF block, Pillow may return something else the second time.
     """
     try:
         value: object = image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # whatever is wrong with the EXIF block, the picture itself is fine
+    except Exception:  # a broken EXIF block does not affect the picture
         return None
     return _TURNS.get(value) if isinstance(value, int) else None
 
@@ -299,21 +297,21 @@ def turn_margins(margins: Box, turn: Image.Transpose | None) -> Box:
 
 
 _CHUNK = 1 << 20
-_ALPHA = {"RGBA": "RGBA", "LA": "LA", "PA": "RGBA"}  # modes, and what has their alpha
+_ALPHA = {"RGBA": "RGBA", "LA": "LA", "PA": "RGBA"}  # modes with alpha, and the mode that keeps it
 _KEYED = frozenset({"1", "L", "P", "RGB"})  # modes that may have a transparent colour
 
 
 def load_rgb(image: ImageFile, background: Color | None = None) -> Image.Image:
     """Decode a picture whose header was read; alpha is dropped, or shows a ``background``.
 
-    Whatever broken data leads a decoder to raise comes through.
+    Any error of the decoder is raised unchanged.
     """
     image.load()
     if background is not None and (image.mode in _ALPHA or (image.mode in _KEYED and "transparency" in image.info)):
         canvas = Image.new("RGBA", image.size, (*background, 255))
         opaque = Image.alpha_composite(canvas, image.convert(_ALPHA.get(image.mode, "RGBA")).convert("RGBA"))
         return opaque.convert("RGB")
-    # A transparent colour is of no use for RGB, and Pillow warns where it can't carry it over.
+    # RGB needs no transparent colour, and Pillow warns if it can't convert it.
     image.info.pop("transparency", None)
     if image.mode.startswith("I;16"):
         return _convert_gray16(image)
@@ -321,11 +319,11 @@ def load_rgb(image: ImageFile, background: Color | None = None) -> Image.Image:
 
 
 def _convert_gray16(image: Image.Image) -> Image.Image:
-    """Scaled so that 65535 is 255; ``convert`` would clip at 255 instead."""
+    """Scale 65535 to 255; ``convert`` would clip at 255 instead."""
     table = ((np.arange(65536, dtype=np.uint32) * 255 + 32767) // 65535).astype(np.uint8)
     values: NDArray[Any] = np.asarray(image)
     gray = np.empty(values.shape, np.uint8)
     source, target = values.reshape(-1), gray.reshape(-1)
-    for start in range(0, source.size, _CHUNK):  # indices are widened to 64 bits: not for the whole picture at once
+    for start in range(0, source.size, _CHUNK):  # in chunks, because indices are widened to 64 bits
         target[start : start + _CHUNK] = table[source[start : start + _CHUNK]]
     return Image.fromarray(gray).convert("RGB")

@@ -1,4 +1,4 @@
-"""What a request sends in: pictures still encoded, or where they are, arrays as the model takes them, texts, tokens."""
+"""The items of a request: encoded pictures, URLs, arrays, texts, tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ArraysItem:
     """One array for each of the model's inputs, not preprocessed; the key None means its only input.
 
     ``may_batch``: an array with one axis more than the model's input is a batch of items. ``by_name``: even a single
-    array is of the input whose name it has; otherwise it is of the only one, whatever it is called.
+    array belongs to the input of its name; otherwise to the only input, whatever its name.
     """
 
     arrays: dict[str | None, NDArray[Any]] = field(repr=False)
@@ -33,14 +33,14 @@ class ArraysItem:
 
 @dataclass(frozen=True)
 class TextItem:
-    """A text, to be tokenized; ``truncate``: what is left out if it is too long, None: what the model's folder says."""
+    """A text to tokenize; ``truncate``: how to cut a long one, None: as the model's folder says."""
 
     text: str = field(repr=False)
     truncate: Truncate | None = None
 
     @classmethod
     def decode(cls, data: bytes) -> TextItem:
-        """A text of bytes; InputError where they are not UTF-8."""
+        """A text from UTF-8 bytes; InputError if they are not UTF-8."""
         try:
             return cls(data.decode())
         except UnicodeDecodeError:
@@ -49,14 +49,14 @@ class TextItem:
 
 @dataclass(frozen=True)
 class TokensItem:
-    """The tokens of a text, the special ones among them."""
+    """The tokens of a text, special tokens included."""
 
     tokens: tuple[int, ...] = field(repr=False)
 
 
 @dataclass(frozen=True)
 class UrlItem:
-    """Where a picture is; once it is fetched it is an ImageItem."""
+    """The URL of a picture; fetching it gives an ImageItem."""
 
     url: str = field(repr=False)
 
