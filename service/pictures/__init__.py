@@ -1,1 +1,1 @@
-"""Pictures for people, of arrays: colours, tiles, sheets. Knows numpy and Pillow, neither torch nor HTTP."""
+"""Draws arrays for people: colours, tiles, sheets. Uses numpy and Pillow, neither torch nor HTTP."""

@@ -1,8 +1,7 @@
 """Charts by matplotlib (the extra ``charts``): vectors, histograms, statistics of each channel.
 
-Neither pyplot nor rcParams, which belong to the whole process: so several threads may draw, each figures of its own.
-``Figure.draw`` takes matplotlib's lock of the fonts. No text of a request is drawn: matplotlib would look for formulas
-in it.
+Uses neither pyplot nor rcParams, which are global, so that several threads may draw their own figures. ``Figure.draw``
+takes matplotlib's font lock. No text of a request is drawn, because matplotlib would parse formulas in it.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ BAR = "#467cb8"
 LOST = "#{:02x}{:02x}{:02x}".format(*NOT_FINITE)
 HEAD, PLOT, STRIP, FOOT = 22, 140, 48, 40  # pixels: above axes, of axes, of low ones, below the last axes
 LEFT, RIGHT = 64, 20  # beside axes, for their numbers
-MOST = 1e300  # numbers beyond are drawn as this: their differences are finite
+MOST = 1e300  # larger numbers are clipped to this, so that differences are finite
 
 
 def check_installed() -> None:
-    """NotInstalledError where there is no matplotlib; it is not imported, which takes long."""
+    """NotInstalledError if matplotlib is missing; does not import it, which takes long."""
     if find_spec("matplotlib") is None:
         raise NotInstalledError(
             "charts of vectors and statistics need matplotlib, which is not installed here",
@@ -46,7 +45,7 @@ def check_installed() -> None:
 def _list_plots(info: ResultInfo) -> list[tuple[str, int, int]]:
     """The plots of a result from top to bottom: the column that each shows, the pixels above it, and its height.
 
-    A vector is one column without a name; all statistics of a result share one plot where they are not by channel.
+    A vector is one column without a name; all statistics of a result share one plot unless they are by channel.
     """
     if info.columns is None:
         return [("", HEAD, PLOT)]
@@ -57,15 +56,15 @@ def _list_plots(info: ResultInfo) -> list[tuple[str, int, int]]:
 
 
 def measure_chart(info: ResultInfo) -> int:
-    """How many pixels high the chart of a result is."""
+    """The height in pixels of a result's chart."""
     return sum(head + height for _, head, height in _list_plots(info)) + FOOT
 
 
 def draw_chart(info: ResultInfo, values: Array, size: Size) -> Image.Image:
-    """The chart of what one input has of a result, in so many pixels.
+    """The chart of a result for one input, of ``size`` pixels.
 
-    Where numbers are not finite, bars of a colour of their own go over the whole height. Where there are more numbers
-    than columns of pixels, neighbours share a bar.
+    Bars in another colour and of full height mark numbers that are not finite. If there are more numbers than pixel
+    columns, neighbours share a bar.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -73,7 +72,7 @@ def draw_chart(info: ResultInfo, values: Array, size: Size) -> Image.Image:
     names = info.columns or ("",)
     table = np.asarray(values, np.float64).reshape(-1, len(names))
     columns = dict(zip(names, np.where(np.isfinite(table), table.clip(-MOST, MOST), table).T, strict=True))
-    figure = Figure((size[0] / 72, size[1] / 72), dpi=72)  # a point is a pixel
+    figure = Figure((size[0] / 72, size[1] / 72), dpi=72)  # one point per pixel
     canvas = FigureCanvasAgg(figure)
     top = 0
     for name, head, height in _list_plots(info):
@@ -89,7 +88,7 @@ def draw_chart(info: ResultInfo, values: Array, size: Size) -> Image.Image:
 
 
 def _draw_bars(axes: Axes, name: str, values: Array, info: ResultInfo) -> None:
-    """Numbers as bars from zero; the index of the greatest of a vector stands above it."""
+    """Draw numbers as bars from zero; above a vector's greatest number stands its index."""
     _number(axes, len(values), info)
     axes.set_title(name, loc="left", fontsize=SMALL)
     _scale(axes, values)
@@ -102,7 +101,7 @@ def _draw_bars(axes: Axes, name: str, values: Array, info: ResultInfo) -> None:
 
 
 def _draw_statistics(axes: Axes, columns: dict[str, Array]) -> None:
-    """The bins of a histogram as bars, and above them the other statistics in words."""
+    """Draw the bins of a histogram as bars, and above them the other statistics as text."""
     words = [f"{name}\xa0{format_number(value)}" for name, [value] in columns.items() if not name.startswith(HISTOGRAM)]
     axes.set_title("\n".join(wrap("   ".join(words), round(axes.bbox.width / 7))), loc="left", fontsize=SMALL)
     bins = np.array([value for name, [value] in columns.items() if name.startswith(HISTOGRAM)])
@@ -119,10 +118,10 @@ def _draw_statistics(axes: Axes, columns: dict[str, Array]) -> None:
 
 
 def _fill(axes: Axes, low: Array, high: Array) -> None:
-    """Bars over the whole width, each from one number to another; over the whole height where these are not finite."""
+    """Fill the width with bars from ``low`` to ``high``; of full height if these are not finite."""
     edges, lost = np.linspace(*axes.get_xlim(), len(low) + 1), ~np.isfinite(low + high)
     axes.stairs(np.where(lost, nan, high), edges, baseline=np.where(lost, 0.0, low), fill=True, color=BAR)
-    if axes.bbox.width >= 4 * len(low):  # there is room for a pixel between two
+    if axes.bbox.width >= 4 * len(low):  # room for a gap of a pixel
         axes.vlines(edges[1:-1], np.minimum(low[:-1], low[1:]), np.maximum(high[:-1], high[1:]), PAPER, linewidth=1)
     if lost.any():
         transform = axes.get_xaxis_transform()
@@ -130,7 +129,7 @@ def _fill(axes: Axes, low: Array, high: Array) -> None:
 
 
 def _scale(axes: Axes, values: Array) -> None:
-    """Make room for some numbers, and for zero."""
+    """Set the limits of the y axis to include all numbers and zero."""
     shown = np.append(values[np.isfinite(values)], 0.0)
     low, high = float(shown.min()), float(shown.max())
     room = (high - low) / 20 or 1.0
@@ -138,7 +137,7 @@ def _scale(axes: Axes, values: Array) -> None:
 
 
 def _join(axes: Axes, values: Array, join: np.ufunc) -> Array:
-    """Numbers, NaN where not finite; neighbours are joined where there are more than columns of pixels."""
+    """Replace numbers that are not finite by NaN; join neighbours if there are more than pixel columns."""
     most = round(axes.bbox.width)
     values = np.where(np.isfinite(values), values, nan)
     joined: Array = values if len(values) <= most else join.reduceat(values, np.arange(most) * len(values) // most)
@@ -146,7 +145,7 @@ def _join(axes: Axes, values: Array, join: np.ufunc) -> Array:
 
 
 def _number(axes: Axes, count: int, info: ResultInfo) -> None:
-    """Number what stands from left to right: by the numbers of channels where these are known, else from 0."""
+    """Label the x axis: with the numbers of channels if known, else from 0."""
     from matplotlib.ticker import MaxNLocator
 
     names = info.channels if info.channels is not None and len(info.channels) == count else range(count)
@@ -157,7 +156,7 @@ def _number(axes: Axes, count: int, info: ResultInfo) -> None:
 
 
 def _add_axes(figure: Figure, top: int, height: int) -> Axes:
-    """Axes so many pixels below the top, without numbers below them."""
+    """Axes ``top`` pixels below the top, without tick labels on x."""
     from matplotlib.ticker import MaxNLocator
 
     width, whole = figure.bbox.size

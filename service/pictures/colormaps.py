@@ -1,7 +1,7 @@
-"""Colours of numbers: one map for amounts, one for what lies on both sides of zero; both even in lightness.
+"""Colour maps: one for amounts, one for numbers on both sides of zero; both have even steps of lightness.
 
 Colours were chosen in OKLab, in which equal steps look equal (Björn Ottosson, "A perceptual color space for image
-processing", 2020). Neither map needs red told from green: blue to yellow, and blue to orange.
+processing", 2020). Neither map contrasts red with green: blue to yellow, and blue to orange.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Colors = NDArray[np.uint8]  # (…, 3), sRGB
 
-STEPS = 257  # an odd number: zero has a colour of its own
+STEPS = 257  # odd, so that zero has its own colour
 NOT_FINITE = (214, 39, 190)
 
 
 def _interpolate(colors: str) -> Colors:
-    """A table through colours of equal distances, from the first to the last."""
+    """A table of evenly spaced steps through these colours."""
     anchors = np.array([list(bytes.fromhex(color)) for color in colors.split()])
     places = np.linspace(0, len(anchors) - 1, STEPS)
     columns = [np.interp(places, np.arange(len(anchors)), anchors[:, channel]) for channel in range(3)]
@@ -40,7 +40,7 @@ DIVERGING = _interpolate(
 
 @dataclass(frozen=True)
 class Scale:
-    """Which numbers the first and the last colour stand for; ``diverging``: zero is in the middle."""
+    """The numbers of the first and the last colour; ``diverging``: zero is in the middle."""
 
     low: float
     high: float
@@ -52,7 +52,7 @@ class Scale:
         return DIVERGING if self.diverging else SEQUENTIAL
 
     def to_places(self, values: Array) -> Array:
-        """Numbers as places on the scale, 0 to 1; all are 0 (of a diverging scale: in the middle) where it is empty."""
+        """Positions on the scale, 0 to 1; all 0 (on a diverging scale: the middle) if the scale is empty."""
         width = self.high - self.low
         if not width > 0:
             return np.full(values.shape, 0.5 if self.diverging else 0.0)
@@ -61,7 +61,7 @@ class Scale:
         return places
 
     def to_colors(self, values: Array) -> Colors:
-        """The colour of each number, (…, 3); NaN and infinite ones have a colour that is in neither table."""
+        """The colour of each number, (…, 3); NaN and infinity have a colour that is in neither table."""
         finite = np.isfinite(values)
         places = self.to_places(np.where(finite, values, 0.0))
         colors: Colors = self.table[np.rint(places * (STEPS - 1)).astype(np.intp)]
@@ -70,9 +70,9 @@ class Scale:
 
 
 def find_scale(values: Array, signed: bool = False) -> Scale:
-    """The scale of some numbers: around zero where some are below it, or where they are ``signed`` by nature.
+    """The scale of some numbers: around zero if any are negative or they are ``signed`` by nature.
 
-    Else from the least to the greatest. Numbers that are not finite do not count.
+    Else from the least to the greatest. Only finite numbers count.
     """
     finite = values[np.isfinite(values)].astype(np.float64)
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""How a sheet is laid out and written: cells make blocks, blocks of one size a section beneath its head."""
+"""The layout and text of a sheet: cells form blocks, and blocks of one size a section below its head."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Place = tuple[int, int]
 Size = tuple[int, int]
 
 PAPER, INK, GREY, LINE = "#ffffff", "#18181b", "#71717a", "#d4d4d8"
-TITLE, TEXT, SMALL = 18, 14, 12  # sizes of letters
+TITLE, TEXT, SMALL = 18, 14, 12  # font sizes
 MARGIN, GAP = 28, 6
-WIDTH = 900  # of a sheet, where an input alone does not need more
-HEAD = TITLE + TEXT + 22  # above the blocks of a section: its title, and what it is
-WORDS = SMALL + 4  # a line above a cell or a block
+WIDTH = 900  # of a sheet; more if a single input needs it
+HEAD = TITLE + TEXT + 22  # above the blocks of a section: its title and description
+WORDS = SMALL + 4  # a line of text above a cell or a block
 SCALE = (220, 10)
 SCALE_HEIGHT = SCALE[1] + 4 + SMALL + 3  # with the numbers below it
 SEPARATOR = "   \N{MIDDLE DOT}   "
@@ -30,7 +30,7 @@ SEPARATOR = "   \N{MIDDLE DOT}   "
 
 @dataclass(frozen=True)
 class Cell:
-    """An image, with lines of words above it and a scale below it where the layout has room for them."""
+    """An image, with lines of text above it and a scale below it if the layout has room for them."""
 
     image: Image.Image
     words: Sequence[str] = ()
@@ -39,9 +39,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Content:
-    """What a section shows: its title, what that is, a scale of colours where all of it has one, and ``blocks``.
+    """The content of a section: its title, description, a colour scale if all cells share one, and ``blocks``.
 
-    A block is a caption and cells; of a layout that ``leads`` the first one may be missing.
+    A block is a caption and cells; if the layout ``leads``, the first cell may be None.
     """
 
     title: str
@@ -52,10 +52,10 @@ class Content:
 
 @dataclass(frozen=True)
 class Layout:
-    """A head, and below it ``rows`` blocks of ``cells`` in ``columns``, whose images have at most a ``size``.
+    """A head, and below it ``rows`` blocks of ``cells`` in ``columns``, with images of at most ``size``.
 
-    ``leads``: one cell more stands before the others, in a column of its own. ``captioned``: blocks have captions.
-    ``lines`` of words stand above each image, and where it is ``scaled`` a scale below it.
+    ``leads``: one more cell comes before the others, in a column of its own. ``captioned``: blocks have captions.
+    ``lines`` of text above each image; ``scaled``: a scale below it.
     """
 
     rows: int
@@ -69,13 +69,13 @@ class Layout:
 
     @property
     def whole(self) -> Size:
-        """Width and height of all."""
+        """Width and height of the whole section."""
         (width, height), across = self._block, self._across
         return across * (width + MARGIN) - MARGIN, HEAD + ceil(self.rows / across) * height
 
     @property
     def _cell(self) -> Size:
-        """Width and height of a cell, and of the gaps after it."""
+        """Width and height of a cell, including the gaps after it."""
         below = (GAP + SCALE_HEIGHT) * self.scaled + GAP
         return self.size[0] + GAP, WORDS * self.lines + self.size[1] + below
 
@@ -88,11 +88,11 @@ class Layout:
 
     @property
     def _across(self) -> int:
-        """How many blocks stand beside each other."""
+        """The number of blocks side by side."""
         return max(1, min(self.rows, (2 * WIDTH) // (self._block[0] + MARGIN)))
 
     def draw(self, image: Image.Image, top: int, content: Content) -> None:
-        """Draw it from some height down."""
+        """Draw the section from ``top`` downwards."""
         room, scale = image.width - 2 * MARGIN, content.scale
         if scale is not None:
             room -= SCALE[0] + MARGIN
@@ -126,18 +126,18 @@ class Layout:
 
 
 def split_evenly(count: int, most: int) -> int:
-    """How many columns make about even lines of so many cells, and are at most so many."""
+    """The number of columns, at most ``most``, that fills all lines about evenly."""
     return ceil(count / ceil(count / most)) if count else 1
 
 
 def draw_tile(values: NDArray[Any], scale: Scale, zoom: int) -> Image.Image:
-    """Numbers, (H, W), each a square of ``zoom`` pixels in its colour."""
+    """Draw numbers, (H, W), each as a square of ``zoom`` pixels in its colour."""
     colors = scale.to_colors(values)
     return Image.fromarray(np.ascontiguousarray(colors.repeat(zoom, 0).repeat(zoom, 1)))
 
 
 def draw_scale(image: Image.Image, scale: Scale, place: Place, width: int) -> None:
-    """The colours of a scale from left to right, and what its ends and its middle stand for."""
+    """Draw a colour scale from left to right, with the numbers at its ends and its middle."""
     (left, top), height = place, SCALE[1]
     colors = scale.table[np.rint(np.linspace(0, STEPS - 1, width)).astype(int)]
     ImageDraw.Draw(image).rectangle([left - 1, top - 1, left + width, top + height], outline=LINE)
@@ -149,7 +149,7 @@ def draw_scale(image: Image.Image, scale: Scale, place: Place, width: int) -> No
 
 
 def write(image: Image.Image, place: Place, text: str, size: int, color: str, width: int) -> None:
-    """Write a line of text that is no wider than so many pixels: what is too long ends in dots."""
+    """Write a line of text of at most ``width`` pixels: longer text ends in dots."""
     font = _get_font(size)
     text = "".join(each if each.isprintable() else "?" for each in text[:512])
     if font.getlength(text) > width:
@@ -161,22 +161,22 @@ def write(image: Image.Image, place: Place, text: str, size: int, color: str, wi
 
 @cache
 def _get_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Pillow's own letters."""
+    """Pillow's own font."""
     return ImageFont.load_default(size)
 
 
 def join_words(words: Sequence[str]) -> str:
-    """Words in a line, without those that are empty."""
+    """Join words in a line, without the empty ones."""
     return SEPARATOR.join(filter(None, words))
 
 
 def format_number(value: float) -> str:
-    """Four digits of a number; of one that has five or six before the point all of these."""
+    """A number with four digits, or with all five or six digits before the point."""
     return f"{value:.0f}" if 1e4 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
 def format_range(values: NDArray[Any]) -> str:
-    """The least and the greatest of some numbers, and what else is to be said of them."""
+    """The least and the greatest of some numbers, and remarks such as NaN."""
     finite = values[np.isfinite(values)]
     parts = [f"{format_number(finite.min())} to {format_number(finite.max())}" if finite.size else "no finite number"]
     if finite.size < values.size:

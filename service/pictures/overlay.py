@@ -1,4 +1,4 @@
-"""Pictures that were sent, what a model sees of them, and maps over it."""
+"""The pictures of a request, the part that the model sees, and maps drawn over it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from layertap.service.pictures.colormaps import Scale, find_scale
 Array = NDArray[Any]
 
 OVERLAY = 288  # pixels a side of a picture with a map over it, and of the picture beside it
-COMMON = 0.99  # the share of a map's numbers that its scale is made for
-STRONGEST = 0.85  # how much the strongest place covers the picture
-UNSEEN = 0.35  # how bright is what the model does not see
-PALE = 0.45  # of a picture's contrast beneath colours around zero, whose middle is white and whose ends are dark
+COMMON = 0.99  # the share of a map's numbers that its scale covers
+STRONGEST = 0.85  # opacity of the strongest place over the picture
+UNSEEN = 0.35  # brightness outside the part that the model sees
+PALE = 0.45  # contrast of the picture under a diverging scale, which is white in the middle and dark at its ends
 
 
 @dataclass(frozen=True)
 class Original:
-    """A picture that was sent, upright and RGB, and the part of it that the model sees, in its pixels."""
+    """A picture of the request, upright and RGB, and the part that the model sees, in its pixels."""
 
     image: Image.Image
     seen: Box
 
     @property
     def is_seen_whole(self) -> bool:
-        """Whether the model sees all of it."""
+        """Whether the model sees the whole picture."""
         left, upper, right, lower = map(round, self.seen)
         return left <= 0 and upper <= 0 and right >= self.image.width and lower >= self.image.height
 
@@ -47,10 +47,10 @@ class SentPicture:
     max_pixels: int
 
     def decode(self, side: int, max_pixels: int) -> tuple[Original, int]:
-        """The picture, upright, and how many pixels it has in full.
+        """The upright picture and the number of its pixels at full size.
 
-        It is made smaller so that it fits into a square of so many pixels a side, or a whole number of times larger.
-        InputError; TooLargeError, before it is decoded, where these are more than ``max_pixels``.
+        It is scaled down to fit into a square of ``side`` pixels, or up by an integer. InputError; TooLargeError,
+        before decoding, if it has more than ``max_pixels``.
         """
         picture = decode_reduced(self.data, min(max_pixels, self.max_pixels), lambda width, height: (side, side))
         image = picture.image
@@ -68,9 +68,9 @@ class SentPicture:
 
 
 def lay_over(original: Original, values: Array, scale: Scale) -> Image.Image:
-    """A map, (H, W), in the colours of a scale over what the model sees of a picture; the rest of it is dark.
+    """Draw a map, (H, W), over the part of a picture that the model sees; the rest is dark.
 
-    Where the map is low (of a diverging scale: near zero) the picture shows, in grey.
+    Where the map is low (on a diverging scale: near zero), the picture shows, in grey.
     """
     base = Image.fromarray(np.rint(np.asarray(original.image) * UNSEEN).astype(np.uint8))
     left, upper, right, lower = (round(side) for side in original.seen)
@@ -84,28 +84,28 @@ def lay_over(original: Original, values: Array, scale: Scale) -> Image.Image:
         (inside[2] - left) * across,
         (inside[3] - upper) * down,
     )
-    part = stretch(values, (inside[2] - inside[0], inside[3] - inside[1]), box)  # however far the crop goes beyond
+    part = stretch(values, (inside[2] - inside[0], inside[3] - inside[1]), box)  # the crop may exceed the picture
     base.paste(_mix(original.image.crop(inside), part, scale), inside[:2])
     return base
 
 
 def crop_seen(original: Original, size: tuple[int, int]) -> Image.Image:
-    """What the model sees of a picture, in so many columns and rows; black where it sees beyond the picture."""
+    """The part of a picture that the model sees, resized to ``size``; black outside the picture."""
     box = tuple(round(side) for side in original.seen)
     seen = original.image.crop((box[0], box[1], max(box[2], box[0] + 1), max(box[3], box[1] + 1)))
     return seen.resize(size, Image.Resampling.BICUBIC)
 
 
 def lay_grid_over(seen: Image.Image, values: Array, scale: Scale) -> Image.Image:
-    """A grid, (H, W), over what the model sees, in pixels a whole number of times as many: each number a square."""
+    """Draw a grid, (H, W), over what the model sees, whose size is an integer multiple: each number is a square."""
     zoom = seen.height // values.shape[0]
     return _mix(seen, values.repeat(zoom, 0).repeat(zoom, 1), scale)
 
 
 def find_map_scale(values: Array, is_share: bool, signed: bool = False) -> Scale:
-    """The scale of a map's numbers: a few far from all others do not set it.
+    """The scale of a map's numbers, not affected by a few outliers.
 
-    It begins at zero, which stands for nothing; of shares of attention, of which none is nothing, at the least one.
+    It begins at zero, which means no effect; for shares of attention, which are never zero, at the least one.
     """
     finite = values[np.isfinite(values)].astype(np.float64)
     bound = np.quantile(np.abs(finite), COMMON) if finite.size else 0.0
@@ -114,7 +114,7 @@ def find_map_scale(values: Array, is_share: bool, signed: bool = False) -> Scale
 
 
 def _mix(image: Image.Image, values: Array, scale: Scale) -> Image.Image:
-    """A number's colour for each pixel, which covers it the more, the farther the number is from nothing."""
+    """Blend each pixel with its number's colour: the farther from neutral the number, the more opaque."""
     grey = np.asarray(image.convert("L"), np.float64)[..., None]
     grey = 255 * (1 - PALE) + PALE * grey if scale.diverging else grey
     places = scale.to_places(np.where(np.isfinite(values), values, 0.0))
@@ -124,7 +124,7 @@ def _mix(image: Image.Image, values: Array, scale: Scale) -> Image.Image:
 
 
 def stretch(values: Array, size: tuple[int, int], box: Box | None = None) -> Array:
-    """A map, or a ``box`` of it, in so many columns and rows, smooth and never beyond its numbers; NaN is 0."""
+    """Resize a map, or a ``box`` of it, smoothly and within the range of its numbers; NaN counts as 0."""
     finite = np.where(np.isfinite(values), values, 0.0).astype(np.float32)
     image = Image.fromarray(finite).resize(size, Image.Resampling.BICUBIC, box)
     smooth: Array = np.asarray(image).clip(finite.min(), finite.max())

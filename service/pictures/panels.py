@@ -1,6 +1,6 @@
-"""What a result looks like: which of its numbers stand beside each other in tiles, by its layout.
+"""How each kind of result is drawn: which numbers form tiles, by its layout.
 
-A kind of result is a row of ``KINDS``. Arrays here are of one input, without an axis of rows.
+Each kind is a row of ``KINDS``. Arrays here belong to one input, without a row axis.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ Array = NDArray[Any]
 Shape = tuple[int, ...]
 Drawing = Literal["tiles", "charts", "maps"]
 ROLLOUTS = frozenset({"attention_rollout", "gradient_rollout", "relevance"})
-HISTOGRAM = "histogram["  # how the names of a histogram's columns begin
+HISTOGRAM = "histogram["  # prefix of the names of a histogram's columns
 GRADIENTS = frozenset({"grad_output", "grad_input", "attention_grad"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResultInfo:
-    """What decides how a result is drawn; ``shape`` has the rows on ``row_axis``, None where there are none.
+    """The properties that determine a result's drawing; ``row_axis`` is the axis of rows in ``shape``, or None.
 
-    ``prefix_tokens`` stand before the patches of tokens or of attention, ``grid_size`` are the rows and columns of
-    these patches where the model tells. ``whole``: no tokens, queries, keys or heads were chosen, and nothing is
-    pooled. ``columns`` names those of statistics, ``channels`` the numbers of channels; ``captions`` say something of
-    each row, ``places`` are those of the inputs in the request, of each of which there may be several rows, such as
-    windows.
-    ``method``: the result is the map of an explanation.
+    ``prefix_tokens``: the number before the patches of tokens or attention; ``grid_size``: the rows and columns of
+    patches, if the model says. ``whole``: no tokens, queries, keys or heads were selected, and nothing is pooled.
+    ``columns``: the names of statistics; ``channels``: the numbers of channels; ``captions``: a text for each row;
+    ``places``: the inputs' indexes in the request; each input may have several rows, such as windows. ``method``: the
+    result is an explanation's map.
     """
 
     name: str
@@ -52,30 +51,30 @@ class ResultInfo:
 
     @property
     def rows(self) -> int:
-        """How many inputs it has something of; 1 where it is of all together."""
+        """The number of rows; 1 if all inputs share one result."""
         return 1 if self.row_axis is None else self.shape[self.row_axis]
 
     @property
     def row_shape(self) -> Shape:
-        """The shape of what one input has."""
+        """The shape of one input's result."""
         return tuple(size for axis, size in enumerate(self.shape) if axis != self.row_axis)
 
     @property
     def is_signed(self) -> bool:
-        """Whether its numbers lie on both sides of zero by nature."""
+        """Whether its numbers are on both sides of zero by nature."""
         return self.site in GRADIENTS and not self.method
 
     @property
     def parts(self) -> int:
-        """How many rows there are of each input."""
+        """The number of rows for each input."""
         return max(self.rows // len(self.places), 1) if self.places else 1
 
     def find_place(self, row: int) -> int:
-        """Which input of the request a row is of."""
+        """The index in the request of a row's input."""
         return self.places[row // self.parts] if row // self.parts < len(self.places) else row
 
     def name_row(self, row: int) -> str:
-        """Which input a row is of, and which part of it; nothing where there is one alone."""
+        """The input of a row, and its part of the input; empty if there is only one row."""
         if self.rows == 1:
             return ""
         of_part = f", part {row % self.parts}" if self.parts > 1 else ""
@@ -83,18 +82,18 @@ class ResultInfo:
 
     @property
     def is_share(self) -> bool:
-        """Whether its numbers are shares of attention, of which none is nothing."""
+        """Whether its numbers are shares of attention, which are never zero."""
         return self.method in ROLLOUTS or self.site == "attention"
 
     def split(self, array: Array) -> list[Array]:
-        """What each input has of the result's array; views."""
+        """The result of each input in the array; views."""
         return [array] if self.row_axis is None else list(np.moveaxis(array, self.row_axis, 0))
 
 
 def is_over_pictures(info: ResultInfo) -> bool:
-    """Whether tiles are grids of the patches of the inputs' pictures, so that they may be laid over these.
+    """Whether tiles are grids of patches of the inputs' pictures, which can be drawn over these.
 
-    The model must tell how patches stand: as many tokens as make a square may be anything.
+    The model must give the grid size: a square number of tokens may not be a grid.
     """
     return (
         _is_attention(info)
@@ -105,7 +104,7 @@ def is_over_pictures(info: ResultInfo) -> bool:
 
 
 def _find_grid(info: ResultInfo, tokens: int) -> Grid | None:
-    """How the patches among some tokens stand; None where there are no several."""
+    """The grid of the patches among some tokens; None if there are fewer than two."""
     patches = tokens - info.prefix_tokens
     return find_grid(patches, info.grid_size) if patches > 1 else None
 
@@ -151,7 +150,7 @@ def _measure_attention(info: ResultInfo) -> tuple[int, int, int]:
 
 
 def _cut_attention(info: ResultInfo, array: Array) -> Array:
-    """What the first token attends to, or all on average where there is no prefix, over the patches."""
+    """The first token's attention over the patches; without a prefix, the average over all tokens."""
     if _find_attention_grid(info) is None:
         return array
     weights = array[:, 0] if info.prefix_tokens else array.astype(np.float32).mean(1)
@@ -169,13 +168,13 @@ def _cut_matrix(info: ResultInfo, array: Array) -> Array:
 
 
 def _cut_explanation(info: ResultInfo, array: Array) -> Array:
-    """A map; of one with a number for each channel their sum."""
+    """An explanation's map; channels are summed."""
     return (array.sum(0) if array.ndim == 3 else array)[None]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind: whether it ``fits``, how many tiles of which height and width there are, and how to cut them."""
+    """A kind of drawing: whether it ``fits``, the number, height and width of tiles, and how to cut them."""
 
     fits: Callable[[ResultInfo], bool]
     drawing: Drawing = "tiles"
@@ -185,9 +184,9 @@ class Kind:
 
 
 def _is_chart(info: ResultInfo) -> bool:
-    """Whether it is statistics, or has one axis that is longer than 1."""
+    """Whether it is statistics, or has only one axis longer than 1."""
     shape = info.row_shape
-    if info.columns is not None and len(shape) == 2:  # histograms of channels are a table of channels and bins
+    if info.columns is not None and len(shape) == 2:  # histograms of channels form a table of channels and bins
         return not all(name.startswith(HISTOGRAM) for name in info.columns)
     return info.columns is not None or prod(shape) == max(shape, default=1)
 
@@ -203,5 +202,5 @@ KINDS = (
 
 
 def find_kind(info: ResultInfo) -> Kind:
-    """How a result is drawn."""
+    """The kind of drawing of a result."""
     return next(kind for kind in KINDS if kind.fits(info))

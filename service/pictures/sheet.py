@@ -1,7 +1,7 @@
-"""A sheet: results below each other, each with a title and a scale of colours, inputs beside each other.
+"""A sheet: results one below the other, each with a title and a colour scale; inputs side by side.
 
-A section is a result as tiles or as charts, or explanations as maps beside the picture that they are of. How its cells
-are laid out follows from what is known of results without any number.
+A section is a result as tiles or as charts, or explanations as maps beside their picture. The layout of cells depends
+on the properties of results only, not on their numbers.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from layertap.service.types import TILES
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
 Infos = Sequence[ResultInfo]
-Originals = Mapping[int, Original]  # by the places of inputs in the request
+Originals = Mapping[int, Original]  # by the inputs' indexes in the request
 
 MAX_PIXELS = 16 * 10**6
-MAX_SIDE = 16_383  # of WebP; none of PNG, but who would look at it
-TILE, COLUMNS = 96, (8, 4)  # pixels of a tile's longer side, about; how many of one input, of several
-HEAD_TILE, HEAD_COLUMNS = 140, (6, 4)  # of heads over pictures: a patch is to be seen, and what is in it
+MAX_SIDE = 16_383  # of WebP; PNG has none, but nobody would look at more
+TILE, COLUMNS = 96, (8, 4)  # approximate pixels of a tile's longer side; columns for one input, for several
+HEAD_TILE, HEAD_COLUMNS = 140, (6, 4)  # for heads over pictures, where patches must be recognisable
 MAP_COLUMNS = 4
 NARROW = 436  # charts of several inputs
 _HINT = "ask for fewer layers, tiles, inputs, methods or classes, or use application/x-npz (format=npz)"
 
 
 def check_sheet(infos: Infos, tiles: int = TILES) -> None:
-    """Refuse a sheet of so many tiles of each result if it can't be drawn.
+    """Refuse a sheet with so many tiles of each result if it can't be drawn.
 
-    The inputs' pictures are not known: there must be room for any.
+    The inputs' pictures are unknown here, so all sizes of these must fit.
 
-    TooLargeError: more pixels than it may have. NotInstalledError: charts, and no matplotlib.
+    TooLargeError: too many pixels. NotInstalledError: charts without matplotlib.
     """
     width, height = _measure(_make_sections(infos, tiles, None))
     if width * height > MAX_PIXELS:
@@ -75,15 +75,15 @@ def check_sheet(infos: Infos, tiles: int = TILES) -> None:
 
 
 def shows_originals(infos: Infos) -> bool:
-    """Whether a sheet of some results shows the inputs' pictures too, where these are known."""
+    """Whether a sheet of some results also shows the inputs' pictures, if known."""
     return any(find_kind(info).drawing == "maps" or is_over_pictures(info) for info in infos)
 
 
 def draw_sheet(infos: Infos, arrays: Arrays, tiles: int = TILES, originals: Originals | None = None) -> Image.Image:
     """The sheet of some results, RGB; refused as by ``check_sheet``.
 
-    ``originals`` are the pictures of the inputs by their places in the request, where they are known, in a square of
-    ``OVERLAY`` a side.
+    ``originals``: the known pictures of the inputs by their indexes in the request, each in a square of ``OVERLAY`` a
+    side.
     """
     check_sheet(infos, tiles)
     sections = _make_sections(infos, tiles, originals or {})
@@ -99,9 +99,9 @@ def draw_sheet(infos: Infos, arrays: Arrays, tiles: int = TILES, originals: Orig
 
 
 def _make_sections(infos: Infos, tiles: int, originals: Originals | None) -> list[Section]:
-    """What stands below each other: each result, or all maps of the same inputs.
+    """The sections from top to bottom: each result, or all maps of the same inputs.
 
-    Without ``originals`` it is not known which inputs have pictures.
+    Without ``originals``, any input may have a picture.
     """
     groups: dict[object, list[ResultInfo]] = {}
     for info in infos:
@@ -116,7 +116,7 @@ def _measure(sections: Sequence[Section]) -> tuple[int, int]:
 
 
 class _Tiles:
-    """A cell for each tile, all of one scale; where heads are over pictures, what the model sees of these leads."""
+    """A cell for each tile, all with one scale; heads over pictures have a leading cell with what the model sees."""
 
     def __init__(self, infos: Infos, tiles: int, originals: Originals | None) -> None:
         [self.info] = infos
@@ -171,15 +171,15 @@ class _Charts:
     def fill(self, arrays: Arrays) -> Content:
         info, size = self.info, self.layout.size
         rows = info.split(arrays[info.name])
-        values = format_range(_join(rows)) if info.columns is None else ""  # statistics are each of another kind
+        values = format_range(_join(rows)) if info.columns is None else ""  # each statistic has its own meaning
         blocks = ((_caption(info, row), [Cell(draw_chart(info, each, size))]) for row, each in enumerate(rows))
         return Content(info.name, [*_describe(info), values], None, blocks)
 
 
 class _Maps:
-    """A cell for each map of the same inputs, after their pictures: a line for each method of a few classes.
+    """A cell for each map of the same inputs, after their pictures: a line per method if there are few classes.
 
-    Each map has one scale for all inputs. It lies over the picture, or is alone where there is none.
+    Each map has one scale for all inputs. It is drawn over the picture, or alone if there is none.
     """
 
     def __init__(self, infos: Infos, tiles: int, originals: Originals | None) -> None:
@@ -230,7 +230,7 @@ def _show(original: Original | None) -> Cell | None:
 
 
 def _draw_map(values: Array, scale: Scale) -> Image.Image:
-    """A map alone, of about ``OVERLAY`` pixels a side, and of no more."""
+    """A map alone, scaled to almost ``OVERLAY`` pixels a side and no more."""
     height, width = values.shape
     if max(height, width) > OVERLAY:
         shrink = OVERLAY / max(height, width)
@@ -243,13 +243,13 @@ def _has_pictures(info: ResultInfo, originals: Originals | None) -> bool:
 
 
 def _describe(info: ResultInfo) -> list[str]:
-    """What a result is: its module, its site, its shape."""
+    """A result's module, site and shape."""
     is_told = bool(info.method) or info.name.endswith(f":{info.site}")
     return [info.module, "" if is_told else info.site, " x ".join(map(str, info.shape))]
 
 
 def _caption(info: ResultInfo, row: int) -> str:
-    """What a row is of: its input, and a class where one is told."""
+    """The caption of a row: its input, and its class if known."""
     return join_words([info.name_row(row), *info.captions[row : row + 1]])
 
 
