@@ -1,1 +1,1 @@
-"""Warm plans: what layers give, as a graph that was exported with the hooks on it and compiled, kept on disk."""
+"""Warm plans: captures as graphs that are exported with the hooks attached, compiled, and kept on disk."""

@@ -31,17 +31,17 @@ from layertap.models.selection.plan import Plan
 if TYPE_CHECKING:
     from layertap.models.loaded_model import LoadedModel
 
-MAX_PAIRS, PAIRS_S = 40, 6.0  # of a batch with hooks and by a graph, and seconds after which there are no more
+MAX_PAIRS, PAIRS_S = 40, 6.0  # pairs of a run with hooks and one by a graph; seconds after which no new pair starts
 log = logging.getLogger("layertap")
-RECIPE = 2  # to be raised where seconds are measured otherwise
+RECIPE = 2  # raise it when the way of measuring changes
 BATCH_ROWS = 8  # rows of the larger batch
 
 
 @dataclass(frozen=True)
 class PairedSeconds:
-    """Seconds of a batch with hooks and by a graph, one right after the other: medians of many pairs.
+    """Seconds of a batch with hooks and by a graph, run in pairs: the medians of many pairs.
 
-    ``speedup`` is the median of the pairs' ratios: how many times as long hooks take.
+    ``speedup`` is the median of the pairs' ratios, hooks over graph.
     """
 
     __pydantic_config__ = ONLY_FIGURES
@@ -53,7 +53,7 @@ class PairedSeconds:
 
 @dataclass(frozen=True)
 class PlanBenchmark:
-    """What one row takes, and ``BATCH_ROWS`` of them (None if they would take too long), on one thread.
+    """The times of one row and of ``BATCH_ROWS`` rows (None if these would take too long), on one thread.
 
     ``costs`` is a reading of the graph alone.
     """
@@ -66,29 +66,29 @@ class PlanBenchmark:
 
     @property
     def by_rows(self) -> dict[int, PairedSeconds]:
-        """The pairs that were measured, by the rows of their batch."""
+        """The measured pairs, by batch size."""
         return {rows: pairs for rows, pairs in ((1, self.one), (BATCH_ROWS, self.several)) if pairs}
 
     @property
     def speedup(self) -> float:
-        """How much quicker the graph is than hooks: the geometric mean over both batches."""
+        """The graph's speedup over hooks: the geometric mean over both batch sizes."""
         return geometric_mean(pairs.speedup for pairs in self.by_rows.values())
 
     @property
     def pays(self) -> bool:
-        """Whether the graph is the quicker one."""
+        """Whether the graph is faster than hooks."""
         return self.speedup > 1
 
 
 def locate_benchmark(paths: Sequence[Path], cuda_graphs: Iterable[int], threads: int, device: torch.device) -> Path:
-    """Where the benchmark of graphs in these files is kept: beside them, by all that their times depend on."""
+    """The file for the graphs' benchmark: beside them, named by a digest of everything that affects their times."""
     names = [path.name for path in paths]
     text = json.dumps([RECIPE, names, sorted(cuda_graphs), threads, describe_speed(device)])
     return paths[0].with_name(f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json")
 
 
 def read_benchmark(path: Path) -> PlanBenchmark | None:
-    """What is kept in a file; None if there is none, or it can't be read."""
+    """The benchmark in a file; None if there is none, or it can't be read."""
     try:
         return read_figures(path, PlanBenchmark)
     except OSError as error:
@@ -97,7 +97,7 @@ def read_benchmark(path: Path) -> PlanBenchmark | None:
 
 
 def keep_benchmark(path: Path, benchmark: PlanBenchmark) -> PlanBenchmark:
-    """Keep a benchmark for later starts; what another process has kept meanwhile counts, so that all agree."""
+    """Store a benchmark for later starts; if another process has stored one meanwhile, use that, so that all agree."""
     kept = read_benchmark(path)
     if kept is not None:
         return kept
@@ -112,7 +112,7 @@ def keep_benchmark(path: Path, benchmark: PlanBenchmark) -> PlanBenchmark:
 def measure_plan(
     model: LoadedModel, plan: Plan, graphs: PlanGraphs, clock: Callable[[], float] = time.perf_counter
 ) -> PlanBenchmark:
-    """Run a plan with hooks and by graphs in turn, in the first replica's thread; raises what a forward does.
+    """Run a plan with hooks and by graphs in turn, in the first replica's thread; raises what a forward raises.
 
     ``clock`` gives seconds.
     """
@@ -142,7 +142,7 @@ def _measure_pairs(
         transfer.synchronize(model.device)
         return max(clock() - start, 1e-6)
 
-    for chosen in (None, graphs):  # first runs allocate memory, and choose algorithms
+    for chosen in (None, graphs):  # first runs allocate memory and select algorithms
         measure(chosen)
     pairs: list[tuple[float, float]] = []
     start = clock()
@@ -159,7 +159,7 @@ def _measure_pairs(
 def check_against_hooks(
     model: LoadedModel, plan: Plan, graphs: PlanGraphs, replica: Replica, counts: Sequence[int]
 ) -> None:
-    """WarmError if a graph gives something else than hooks, for batches of so many rows, one after the other."""
+    """WarmError if graphs and hooks differ for any of the batch sizes ``counts``."""
     batch = make_noise(model.inputs, model.device, model.dtype)
     batches = []
     for rows in counts:
@@ -167,7 +167,7 @@ def check_against_hooks(
         part = {name: value[index % len(value)] for name, value in batch.items()}
         batches.append((part, RequestSlice(0, rows, plan.captures)))
     with use_threads(model.threads):
-        # All graphs first: what one gives must last while others run.
+        # Run all graphs first: later runs must not overwrite an earlier result.
         results = [model.run(replica, [part], [share], graphs=graphs).select(share) for part, share in batches]
         expected = [model.run(replica, [part], [share]).select(share) for part, share in batches]
     for actual, wanted in zip(results, expected, strict=True):
@@ -177,9 +177,9 @@ def check_against_hooks(
 
 
 def _is_close(actual: ReducedTensor, expected: ReducedTensor, tolerance: float) -> bool:
-    """Whether results are alike: integers exactly, floats within a tolerance, int8 within that and a step of its scale.
+    """Whether results agree: integers exactly, floats within a tolerance, int8 within that plus a step of its scale.
 
-    ``tolerance`` is a part of the largest number.
+    ``tolerance`` is relative to the value and to the largest value.
     """
     found, wanted = actual.values, expected.values
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
@@ -196,5 +196,5 @@ def _is_close(actual: ReducedTensor, expected: ReducedTensor, tolerance: float) 
 
 
 def _align(scale: Tensor, values: Tensor) -> Tensor:
-    """Scales, one for each index of axis 0, beside values."""
+    """Reshape scales, one for each index of axis 0, to broadcast over values."""
     return scale.reshape(-1, *[1] * (values.ndim - 1)) if values.ndim else scale

@@ -1,6 +1,6 @@
-"""Graphs of a plan's captures: exported, compiled ahead of time, kept in a folder by what they are made of, and opened.
+"""Export graphs of a plan's captures, compile them ahead of time, keep them in a folder by digest, and open them.
 
-A forward is exported with hooks on, and what comes after the last of them is cut off.
+A forward is exported with hooks attached; operations that no capture needs are removed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from layertap.models.replica import call_module
 from layertap.models.selection.plan import Capture
 
 MIN_ROWS = 2  # of a dynamic batch: torch.export specialises on sizes 0 and 1
-RECIPE = 2  # to be raised where graphs are made otherwise
-THREADS = {"cpp.dynamic_threads": True}  # as many as there are when a graph runs
-# Freezing lays weights out for the processor: quicker for several rows, and much slower for a single one.
+RECIPE = 2  # raise it when graphs are compiled differently
+THREADS = {"cpp.dynamic_threads": True}  # use the number of threads that is set when a graph runs
+# Freezing packs weights for the processor: faster for several rows, and much slower for a single one.
 OPTIONS: Mapping[str, Mapping[str, object]] = {"one": THREADS, "several": {**THREADS, "freezing": True}}
-# Headers compiled beforehand take longer to make than the two graphs of a plan gain by them.
+# Precompiling headers takes longer than it saves for a plan's two graphs.
 BUILD: Mapping[str, object] = {"aot_inductor.precompile_headers": False}
 RUNNER = Path(__file__).with_name("runner.cpp")
 COMPILER_TIMEOUT_S = 300.0
@@ -45,9 +45,9 @@ _loading = Lock()
 
 
 def open_folder(path: Path) -> Path:
-    """Create the folder for graphs if needed; WarmError if other users could write to it, since its files are code.
+    """Create the folder for graphs if needed; WarmError if other users could write to it, because its files are code.
 
-    A group that this process is in may write to it: volumes of Kubernetes (``fsGroup``) are shared like that.
+    A group of this process may write to it: Kubernetes shares volumes that way (``fsGroup``).
     """
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -61,7 +61,7 @@ def open_folder(path: Path) -> Path:
 
 
 def _describe_exposure(status: os.stat_result) -> str:
-    """Why what is in a folder may come from strangers, and the command that ends it; empty if it may not."""
+    """Why other users may have written a folder's files, and the command that prevents it; empty if they can't."""
     if status.st_uid != os.getuid():
         return f"belongs to another user: chown {os.getuid()}"
     if status.st_mode & stat.S_IWOTH:
@@ -72,12 +72,12 @@ def _describe_exposure(status: os.stat_result) -> str:
 
 
 def compute_key(model: LoadedModel, captures: Sequence[Capture], rows: str) -> str:
-    """What a graph is made of, as one digest: weights, captures, shapes, versions, and the kind of processor."""
+    """A digest of everything that a graph depends on: weights, captures, shapes, versions and the kind of processor."""
     parts = [
         *(RECIPE, model.identity, rows, torch.__version__, OPTIONS, describe_processor(model.device)),
         [[spec.name, spec.shape, spec.dtype] for spec in model.inputs],
         [asdict(capture) for capture in captures],
-        model.spec.memory_format,  # a graph is made for weights as they lie
+        model.spec.memory_format,  # a graph is compiled for the weights' memory format
     ]
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -86,9 +86,9 @@ def compute_key(model: LoadedModel, captures: Sequence[Capture], rows: str) -> s
 def export_graph(
     model: LoadedModel, captures: Sequence[Capture], rows: Mapping[str, Tensor]
 ) -> torch.export.ExportedProgram:
-    """The graph from a batch to its reduced captures; for any number of rows, or for one where one is given.
+    """Export the graph from a batch to its reduced captures: for one row if ``rows`` has one, else for two or more.
 
-    Raises whatever the export does: a model may decide by values, or do what can't be exported.
+    Raises whatever torch.export does: a model may branch on values, or use what can't be exported.
     """
     from torch.export import Dim, export
 
@@ -102,7 +102,7 @@ def export_graph(
             dynamic_shapes=(dynamic,) if dynamic else None,
             strict=False,
         )
-        # Without writes in place the export shows which operations are unused, and drops them.
+        # Decomposition removes in-place writes; then unused operations are detected and dropped.
         pruned: torch.export.ExportedProgram = program.run_decompositions({})
         return pruned
 
@@ -117,27 +117,27 @@ class _CapturingModule(nn.Module):
         self._captures = captures
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
-        """All captures of a batch, reduced; scales behind their values."""
+        """All captures of a batch, reduced; each scale follows its values."""
         reduced: dict[Capture, ReducedTensor] = {}
         modules = {name or ".": part for name, part in self.model.named_modules(remove_duplicate=False)}
 
         def capture_tensor(capture: Capture, tensor: Tensor) -> None:
-            # A copy: what the forward writes there later is another value.
+            # A copy, because the forward may overwrite the tensor later.
             reduced[capture] = apply_reduction(RowTensor(tensor.clone(), capture.info), capture.reduction)
 
         with ExitStack() as stack:
             attach_at(stack, {each: each.point.locate(modules) for each in self._captures}, capture_tensor)
-            # To its end: an export that is left midway fails. What is not captured is cut off the graph afterwards.
+            # Run to the end: an interrupted export fails. Operations after the last capture are dropped afterwards.
             call_module(dict(zip(self._names, inputs, strict=True)), self.model)
         results = (reduced[capture] for capture in self._captures)
         return [tensor for each in results for tensor in (each.values, each.scale) if tensor is not None]
 
 
 def compile_graph(program: torch.export.ExportedProgram, path: Path, options: Mapping[str, object]) -> None:
-    """Compile a graph into a file, which is there whole or not at all; raises whatever the compiler does."""
+    """Compile a graph into a file, which is written atomically; raises whatever the compiler raises."""
     from torch._inductor import aoti_compile_and_package
 
-    # Where gradients may be wanted the compiler leaves freezing out without a word.
+    # With grad enabled the compiler silently skips freezing.
     with torch.no_grad(), tempfile.TemporaryDirectory(dir=path.parent) as folder:
         configs = {**options, **BUILD}
         made = aoti_compile_and_package(program, package_path=f"{folder}/{path.name}", inductor_configs=configs)
@@ -145,15 +145,15 @@ def compile_graph(program: torch.export.ExportedProgram, path: Path, options: Ma
 
 
 def open_graph(path: Path, runners: int, device: torch.device, single: bool = False) -> Graph:
-    """A compiled graph on a device, which so many threads may run at once; WarmError if it does not load.
+    """Load a compiled graph on a device, for ``runners`` threads at once; WarmError if it does not load.
 
-    ``single``: one thread only, and nothing that would keep others apart.
+    ``single``: for one thread only, without synchronisation between threads.
     """
     load_runner(path.parent)
     try:
-        if device.type == "cuda":  # kernels are read when they run first; torch's own copy of the files stays till then
+        if device.type == "cuda":  # kernels are read on first use, from a copy of the files that torch keeps
             return _load_graph(path, runners, -1 if device.index is None else device.index, single)
-        # Files that are loaded may go: a process that is killed later leaves none.
+        # Loaded files can be deleted at once, so that a killed process leaves none behind.
         with tempfile.TemporaryDirectory() as folder, ZipFile(path) as archive:
             archive.extractall(folder)
             return _load_graph(next(Path(folder).iterdir()), runners, -1, single)
@@ -167,11 +167,11 @@ def _load_graph(path: Path, runners: int, device_index: int, single: bool) -> Gr
 
 
 def load_runner(folder: Path) -> None:
-    """Load what runs graphs, compiled first where it is not there; WarmError. Once a process: it names a class."""
+    """Load the C++ runner of graphs, once for each process, and compile it if needed; WarmError if that fails."""
     with _loading:
         try:
             loaded = torch.classes.layertap.Graph
-        except RuntimeError:  # how torch says that there is no such class
+        except RuntimeError:  # torch raises this for an unknown class
             loaded = None
         if loaded is not None:
             return

@@ -1,4 +1,4 @@
-"""What is known of a warm plan that compiled graphs answer: plain data, which may go to another process."""
+"""A warm plan with compiled graphs. ``CompiledPlan`` is plain data and may be sent to another process."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class CompiledPlan:
-    """One of its model's warm plans, by its index: all that its graphs give, and what these cost."""
+    """One of a model's warm plans, by index: the captures that its graphs return, and their costs."""
 
     index: int
     captures: tuple[Capture, ...]
     costs: Costs
 
     def covers(self, plan: Plan) -> bool:
-        """Whether it gives all that a plan wants."""
+        """Whether its graphs return every capture of a plan that has no interventions or objective."""
         return not plan.resolved_interventions and plan.objective is None and plan.captures <= frozenset(self.captures)
 
 
@@ -44,7 +44,7 @@ class WarmError(LayertapError):
 
 
 class Graph(Protocol):
-    """What runs a compiled graph; several threads may."""
+    """A loaded graph; several threads may run it."""
 
     def run(self, inputs: list[Tensor]) -> list[Tensor]:
         """The graph's outputs for its inputs."""
@@ -52,9 +52,9 @@ class Graph(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PlanGraphs:
-    """Graphs that give captures, in their order, for the inputs of a model by name.
+    """Graphs that return ``captures``, in order, for a model's ``inputs``, by name.
 
-    ``cuda_graphs``: what a GPU keeps of them for some sizes of batches, by replica.
+    ``cuda_graphs``: CUDA graphs of them for some batch sizes, by replica.
     """
 
     captures: tuple[Capture, ...]
@@ -64,12 +64,12 @@ class PlanGraphs:
     cuda_graphs: Mapping[Replica, CudaGraphs] = field(default_factory=dict)
 
     def get_padded_rows(self, rows: int, replica: Replica) -> int:
-        """To how many rows a replica's batch is best filled up."""
+        """The number of rows to pad a replica's batch to."""
         graphs = self.cuda_graphs.get(replica)
         return graphs.get_padded_rows(rows) if graphs else rows
 
     def run(self, batch: Mapping[str, Tensor], rows: int, replica: Replica | None = None) -> BatchActivations:
-        """All captures of a batch of so many rows, on the device; raises what the graph does."""
+        """All captures of a batch of ``rows`` rows, on the device; raises what the graph raises."""
         inputs = [batch[name] for name in self.inputs]
         cuda_graphs = self.cuda_graphs.get(replica) if replica else None
         graph = self.single_row if rows == 1 else self.batch

@@ -1,4 +1,4 @@
-"""A model's warm plans made ready: found on disk or compiled, compared with the hooked forward, measured beside it."""
+"""Prepare a model's warm plans: find graphs on disk or compile them, then compare and benchmark them against hooks."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ T = TypeVar("T")
 log = logging.getLogger("layertap")
 SITES = frozenset({"output", "input"})
 KINDS = ("one", "several")
-REPORT_INTERVAL_S = 15.0  # between two words on a graph that takes long
-CHECKED_ROWS = (1, 2, 3)  # rows of the batches that are compared
-CompilerOptions = tuple[ModelSpec, Catalog, Path, int, Sequence[str]]  # of ``compile_warm_plans``
+REPORT_INTERVAL_S = 15.0  # between two log lines on a graph that takes long
+CHECKED_ROWS = (1, 2, 3)  # batch sizes that are compared
+CompilerOptions = tuple[ModelSpec, Catalog, Path, int, Sequence[str]]  # arguments of ``compile_warm_plans``
 PreparedPlan = tuple[CompiledPlan | None, PlanGraphs | None, PlanBenchmark | None]
 
 
 class RunTrial(Protocol):
-    """Calls a function that runs forwards, here or in a copy of this process."""
+    """Calls a function that runs forwards, in this process or in a fork of it."""
 
     def __call__(self, function: Callable[[], T], /) -> T:
-        """What the function gives; raises what it does."""
+        """Return what the function returns; raises what it raises."""
 
 
 def prepare_warm_plans(
@@ -77,11 +77,11 @@ def prepare_warm_plans(
     take_turn: TakeTurn = take_turn,
     open_only: bool = False,
 ) -> LoadedModel:
-    """The model with compiled graphs for its warm plans; of those that have none one line says why.
+    """The model with compiled graphs for its warm plans; a plan without graphs is logged with the reason.
 
-    ``run_trial`` runs what compares and measures them, on as many threads as the model may use, and no model is
-    measured beside one that has the turn which ``take_turn`` waits for. ``open_only``: a plan that was not compiled
-    and measured before runs with hooks. LoadError if a plan names what is not there.
+    ``run_trial`` runs the comparison and the benchmark, on as many threads as the model may use; ``take_turn`` waits
+    until no other model is measured. ``open_only``: a plan that was not compiled and measured before runs with hooks.
+    LoadError if a plan names a layer that does not exist.
     """
     preparation = _Preparation(model, folder, run_trial, take_turn, open_only)
     with devices.use_device(model.device):
@@ -92,17 +92,17 @@ def prepare_warm_plans(
 
 @dataclass(frozen=True)
 class _Preparation:
-    """What makes a model's warm plans ready, as ``prepare_warm_plans`` has it."""
+    """The arguments of ``prepare_warm_plans``, and the failures so far."""
 
     model: LoadedModel
     folder: Path
     run_trial: RunTrial
     take_turn: TakeTurn
     open_only: bool
-    failures: dict[str, str] = field(default_factory=dict)  # why there is no graph, by the name of its file
+    failures: dict[str, str] = field(default_factory=dict)  # why a graph failed to compile, by file name
 
     def prepare(self, warm: WarmSpec, index: int) -> PreparedPlan:
-        """One of the plans; LoadError if it names what is not there."""
+        """Prepare one plan; LoadError if it names a layer that does not exist."""
         try:
             plan = make_warm_plan(self.model, warm)
         except RequestError as error:
@@ -110,18 +110,18 @@ class _Preparation:
         if not warm.compile:
             return None, None, None
         traits = self.model.catalog.traits
-        if traits.state or not traits.deterministic:  # a graph would keep what is put back
+        if traits.state or not traits.deterministic:  # a graph's state changes would not be undone
             self._log_hooks("its forwards change the model, or are not deterministic")
             return None, None, None
         try:
             graphs, benchmark = self._choose_graphs(plan, warm)
-        except Exception as error:  # a compiler may raise anything; the hooked forward answers as well
+        except Exception as error:  # a compiler may raise anything; the plan then runs with hooks
             self._log_hooks(error.detail if isinstance(error, LayertapError) else type(error).__name__)
             return None, None, None
         if graphs is None:
             self._log_hooks(f"its graph takes {1 / benchmark.speedup:.2f} times as long as hooks")
             return None, None, benchmark
-        # Of memory a graph takes no more than the whole forward with hooks.
+        # A graph takes no more memory than the whole forward with hooks.
         graph_costs = costs.make_costs([benchmark.costs], self.model.catalog.costs.row_bytes)
         return CompiledPlan(index, graphs.captures, graph_costs), graphs, benchmark
 
@@ -130,7 +130,7 @@ class _Preparation:
         log.warning("a warm plan runs with hooks", extra={"fields": fields})
 
     def _choose_graphs(self, plan: Plan, warm: WarmSpec) -> tuple[PlanGraphs | None, PlanBenchmark]:
-        """Graphs, None if hooks are quicker: measured at the first start, and kept, as bits depend on it."""
+        """The graphs, or None if hooks are faster. The first start's benchmark is kept, as the choice affects bits."""
         model, folder = self.model, open_folder(self.folder)
         captures = _list_captures(model, plan)
         paths = {kind: folder / f"{compute_key(model, captures, kind)}.pt2" for kind in KINDS}
@@ -150,7 +150,7 @@ class _Preparation:
     def _open_or_compile(
         self, plan: Plan, warm: WarmSpec, captures: tuple[Capture, ...], paths: Mapping[str, Path]
     ) -> PlanGraphs:
-        """Graphs that give what hooks do. Raises whatever compiling does."""
+        """Graphs whose results match the hooks'. Raises whatever compiling raises."""
         model = self.model
         missing = [path for path in paths.values() if not path.exists()]
         if missing and not any(path.name in self.failures for path in missing):
@@ -166,7 +166,7 @@ class _Preparation:
 
 
 def make_warm_plan(model: ModelInfo, warm: WarmSpec) -> Plan:
-    """The plan that an entry means; RequestError if there is no such layer."""
+    """The plan of an entry of ``warm``; RequestError if there is no such layer."""
     reduction = Reduction(pool=warm.pool, normalize=warm.normalize, dtype=warm.dtype)
     return make_plan([replace(parse_selector(text), reduction=reduction) for text in warm.layers], model.catalog)
 
@@ -174,9 +174,9 @@ def make_warm_plan(model: ModelInfo, warm: WarmSpec) -> Plan:
 def _compile_in_processes(model: LoadedModel, folder: Path) -> dict[str, str]:
     """Compile all graphs in other processes, so that the compiler's memory is freed when they end.
 
-    Returns why a graph can't be compiled, by the name of its file; WarmError if a process can't say. On a CPU graphs of
-    single rows are compiled beside the others. The processes end with this one, if that is sooner, however that ends.
-    Meanwhile the log says how far they are.
+    Returns the reason for each graph that failed, by file name; WarmError if a process fails as a whole. On a CPU
+    the graphs for single rows are compiled in parallel to the others. The processes are terminated if this one ends
+    first, even if it is killed. Progress is logged.
     """
     context = get_context("spawn")
     started: list[tuple[SpawnProcess, Connection]] = []
@@ -199,15 +199,15 @@ def _compile_in_processes(model: LoadedModel, folder: Path) -> dict[str, str]:
             failures |= found
     finally:
         for process, _ in started:
-            process.terminate()  # the one that is not waited for any more
+            process.terminate()  # after an error another one may still be running
             process.join()
     return failures
 
 
 def wait_for_compiler(receiver: Connection, model: str) -> dict[str, str] | str:
-    """What a compiler's process says at its end: why graphs can't be compiled, or none can. Until then it counts them.
+    """Log a compiler process's progress until it ends; return its failures by file name, or one reason for all graphs.
 
-    The reasons are by the names of the graphs' files.
+    EOFError if the process dies.
     """
     start = time.monotonic()
     log.info("compiling warm plans, which may take minutes", extra={"fields": {"model": model}})
@@ -224,12 +224,12 @@ def wait_for_compiler(receiver: Connection, model: str) -> dict[str, str] | str:
 
 
 def _run_compiler(sender: Connection, folders: Sequence[str], options: CompilerOptions) -> None:
-    """Compile, and tell how far it is, then what can't be compiled and why; a server's log has a form: print nothing.
+    """Compile, and send progress, then the failures. Output is discarded, because a server's log is structured.
 
-    Ended by SIGTERM, it removes what it has begun to write.
+    On SIGTERM it removes unfinished files.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both: the server ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes: the server terminates this one
     with Path(os.devnull).open("w") as devnull:
         os.dup2(devnull.fileno(), 1)
         os.dup2(devnull.fileno(), 2)
@@ -256,16 +256,15 @@ def compile_warm_plans(
     kinds: Sequence[str],
     report: Callable[[int, int], None],
 ) -> dict[str, str]:
-    """Compile all graphs of a model, of these kinds, that are not there yet.
+    """Compile a model's missing graphs of some kinds.
 
-    Returns the reason for each graph that failed, keyed by its file's name. ``catalog`` is the
-    model's, found out where it was loaded first. ``report`` is called before each graph with its number among those of
-    all kinds, and how many these are.
+    Returns the reason for each graph that failed, by file name. ``catalog`` is the one from the model's survey, which
+    is not repeated. ``report`` is called before each graph with its number and the total, both counted over all kinds.
     """
     model = load_model(spec, 1, threads, run_survey=lambda _: catalog)
     plans = []
     for warm in (warm for warm in spec.warm if warm.compile):
-        with suppress(WarmError):  # logged when that plan's turn comes; the others are compiled
+        with suppress(WarmError):  # logged when that plan is prepared; the others are compiled
             plans.append(_list_captures(model, make_warm_plan(model, warm)))
     paths = {
         (captures, kind): folder / f"{compute_key(model, captures, kind)}.pt2" for captures in plans for kind in KINDS
@@ -296,7 +295,7 @@ def _is_wanted(warm: WarmSpec, benchmark: PlanBenchmark) -> bool:
 
 
 def _list_captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
-    """A plan's captures in order; WarmError if a graph can't give one."""
+    """A plan's captures in order; WarmError if a graph can't return one of them."""
     if model.catalog.crosses_rows:
         raise WarmError("rows of this model run one at a time")
     if model.text is not None:
