@@ -1,1 +1,1 @@
-"""Devices: which there are, copies to and from them, threads, memory, and what a forward costs there."""
+"""Devices: their names, copies to and from them, threads, memory, and the costs of forwards."""

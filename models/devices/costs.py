@@ -1,6 +1,6 @@
-"""Times of a model's forwards: measured when it is loaded, and kept from load to load.
+"""Times of a model's forwards: measured at each load, and kept in a file.
 
-The median of several loads' readings is used, so that a noisy one does not count.
+The median of several loads' readings is used, so that a noisy one has no effect.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from layertap.models.devices.memory import Forward, Inputs
 
 log = logging.getLogger("layertap")
 BATCH_ROWS = 4  # rows of the larger forward
-MIN_ROUNDS, MAX_QUICK_ROUNDS, ROUNDS_S = 2, 8, 0.5  # rounds of forwards, and seconds after which there are no more
-MIN_PAIRS, MAX_ROUNDS, PAIRS_S = 5, 25, 3.0  # the same of one row on one core and on all
-ROUNDS_AGAIN = 3  # where other loads have measured it
-CLEAR_SHARE = 0.8  # of these rounds: they agree
+MIN_ROUNDS, MAX_QUICK_ROUNDS, ROUNDS_S = 2, 8, 0.5  # fewest and most rounds, and seconds after which none starts
+MIN_PAIRS, MAX_ROUNDS, PAIRS_S = 5, 25, 3.0  # the same for pairs of one row on one core and on all cores
+ROUNDS_AGAIN = 3  # rounds if earlier loads have readings
+CLEAR_SHARE = 0.8  # the share of rounds that must agree
 MAX_FORWARD_S = 3.0  # a larger forward that is expected to take longer is not run
-MIN_THREADED_S = 0.005  # a quicker forward has too little to share out
-MIN_SPEEDUP = 1.15  # all threads must be that much quicker than one, or one does
-MAX_READINGS = 9  # of a model that are kept: the newest
+MIN_THREADED_S = 0.005  # a faster forward has too little work for several threads
+MIN_SPEEDUP = 1.15  # if all threads are not this much faster than one, one is used
+MAX_READINGS = 9  # newest readings that are kept for a model
 MAX_FILES = 1000  # in a folder
 MAX_FILE_BYTES = 2**16
-RECIPE = 1  # to be raised where seconds are measured otherwise
+RECIPE = 1  # raise it when the way of measuring changes
 T = TypeVar("T")
-Figure = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]  # one that was measured
-ONLY_FIGURES = ConfigDict(extra="forbid")  # of a dataclass of figures in a file
+Figure = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]  # a measured number
+ONLY_FIGURES = ConfigDict(extra="forbid")  # for dataclasses that are stored as JSON
 Rounds = dict[str, list[float]]  # seconds, by kind of forward
 
 
 @dataclass(frozen=True)
 class ForwardSeconds:
-    """One reading: seconds of a forward of one row, of a row more, and how much quicker one row was on all cores.
+    """One reading: seconds of a forward of one row, of each further row, and the speedup of one row on all cores.
 
     ``speedup`` may be below 1.
     """
@@ -62,17 +62,16 @@ class ForwardSeconds:
 def measure_forward(
     forward: Forward, row: Inputs, device: torch.device, *, crosses_rows: bool, max_threads: int, again: bool = False
 ) -> ForwardSeconds:
-    """How long forwards take; ``row`` is a batch of one, which stays as it is.
+    """Measure how long forwards take; ``row`` is a batch of one, which is not modified.
 
-    Runs some forwards, without a graph, in the thread that owns the module: of one row, of several, and on a CPU of
-    one with ``max_threads`` threads, in turn. The least of the seconds counts, for noise
-    only adds; of what all threads gain, the median of forwards that ran one right after the other. ``again``: there
-    are readings of other loads, which this one need not outdo, and a few rounds do.
+    Runs forwards without grad, in the calling thread, which must own the module: in turn one row, several rows, and on
+    a CPU one row with ``max_threads`` threads. The minimum counts, because noise only adds time; the speedup is the
+    median over pairs of consecutive forwards. ``again``: a few rounds are enough, because earlier loads have readings.
     """
     with torch.no_grad(), use_threads(1):
         start = time.thread_time()
         one = _measure_seconds(forward, row, device)
-        busy = time.thread_time() - start  # on a busy machine waiting is no work that could be shared out
+        busy = time.thread_time() - start  # CPU time only: waiting on a busy machine can't be parallelised
         if one > MAX_FORWARD_S:
             return ForwardSeconds(one, one)
         kinds = {"one": (row, 1)}
@@ -96,7 +95,7 @@ def make_costs(readings: Sequence[ForwardSeconds], row_bytes: int) -> Costs:
 
 
 def _list_speedups(rounds: Rounds) -> list[float]:
-    """How much quicker a row was on all cores than on one, round by round."""
+    """The speedup of a row on all cores over one core, round by round."""
     return [one / all_cores for one, all_cores in zip(rounds["one"], rounds.get("all_cores", ()), strict=False)] or [
         1.0
     ]
@@ -105,7 +104,7 @@ def _list_speedups(rounds: Rounds) -> list[float]:
 def _measure_rounds(
     forward: Forward, kinds: Mapping[str, tuple[Inputs, int]], device: torch.device, most: int
 ) -> Rounds:
-    """The seconds of each kind of forward, rows and threads, round by round, of which there are so many at most."""
+    """Seconds of each kind of forward, round by round, in ``most`` rounds at most; ``kinds``: inputs and threads."""
     rounds: Rounds = {name: [] for name in kinds}
     start = time.perf_counter()
     for number in range(most):
@@ -118,7 +117,7 @@ def _measure_rounds(
 
 
 def _is_measured_again(name: str, number: int, seconds: float, rounds: Rounds) -> bool:
-    """Whether a round has a kind of forward: all in short, and pairs for longer while it is not clear what they say."""
+    """Whether a round runs a kind of forward: first all kinds, then only pairs until their speedups are clear."""
     if number < MIN_ROUNDS or (seconds < ROUNDS_S and number < MAX_QUICK_ROUNDS):
         return True
     if name == "several" or "all_cores" not in rounds:
@@ -127,7 +126,7 @@ def _is_measured_again(name: str, number: int, seconds: float, rounds: Rounds) -
 
 
 def _is_clear(speedups: Sequence[float]) -> bool:
-    """Whether most rounds agree on whether all cores pay."""
+    """Whether most rounds agree on whether all cores are worth using."""
     share = sum(speedup >= MIN_SPEEDUP for speedup in speedups) / len(speedups)
     return max(share, 1 - share) >= CLEAR_SHARE
 
@@ -145,15 +144,15 @@ def _now(device: torch.device) -> float:
 
 
 def locate_history(folder: Path, *parts: object) -> Path:
-    """The file in a folder for readings of what these parts say: all that a forward's time depends on."""
+    """The file for a model's readings, named by a digest of ``parts``: everything that affects a forward's time."""
     text = json.dumps([RECIPE, *parts], default=str)
     return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 def add_reading(path: Path, reading: ForwardSeconds) -> Sequence[ForwardSeconds]:
-    """A reading after the newest of those before it in a JSON file, and kept there with them.
+    """Append a reading to a JSON file; return the newest readings, this one last.
 
-    A file that can't be read or written costs nothing but the readings of other loads.
+    If the file can't be read or written, only this reading is returned.
     """
     try:
         readings = [*(read_figures(path, list[ForwardSeconds]) or ()), reading][-MAX_READINGS:]
@@ -168,7 +167,7 @@ def add_reading(path: Path, reading: ForwardSeconds) -> Sequence[ForwardSeconds]
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Make room for one more file; each is written again whenever it is used."""
+    """Make room for one more file; the modification time is that of the last use, which rewrites a file."""
     with suppress(FileNotFoundError):  # another process may remove them too
         files = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)
         for file in files[: max(len(files) - MAX_FILES + 1, 0)]:
@@ -176,7 +175,7 @@ def _remove_oldest(folder: Path) -> None:
 
 
 def read_figures(path: Path, kind: type[T]) -> T | None:
-    """What a file holds; None if there is none, or a damaged one; OSError if it can't be read: keep it."""
+    """The figures in a file; None if it is missing or damaged; OSError if it can't be read and should be kept."""
     if path.exists() and not path.is_file():  # reading a pipe would wait for a writer
         raise OSError("it is no regular file")
     try:
@@ -190,14 +189,14 @@ def read_figures(path: Path, kind: type[T]) -> T | None:
 
 
 def write_figures(path: Path, value: object) -> None:
-    """Replace a file by plain data as JSON; OSError if it can't be written."""
+    """Write plain data as JSON, replacing the file atomically; OSError if it can't be written."""
     folder = path.parent
     with NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
         part = Path(file.name)
         try:
             json.dump(value, file)
             file.flush()
-            part.chmod(stat.S_IMODE(folder.stat().st_mode) & 0o666)  # others share a folder that is theirs too
+            part.chmod(stat.S_IMODE(folder.stat().st_mode) & 0o666)  # users who share the folder can read the file
             part.replace(path)
         except BaseException:
             part.unlink(missing_ok=True)

@@ -21,9 +21,9 @@ TORCH_DTYPES = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
 FLOATS = ("float32", "float16", "bfloat16", "float64")
-# Those that rows are sent in, and that replies carry.
+# The dtypes of requests and replies.
 DTYPES = {name: TORCH_DTYPES[name] for name in (*FLOATS, "int8", "int16", "int32", "int64", "uint8", "bool")}
-# By precision, of a tensor's largest number: what kernels, sizes of batches and padding move at most.
+# By precision, relative to a tensor's largest number: the most that kernels, batch sizes and padding change a value.
 TOLERANCE = {"float32": 1e-4, "tf32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}
 
 
@@ -34,9 +34,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @label_failures("device")
 def resolve_device(name: str) -> torch.device:
-    """The device that a configuration names; LoadError for no device.
+    """The device that a configuration names; LoadError if it does not exist.
 
-    ``auto`` is the GPU that has most memory free, the CPU where there is none.
+    ``auto`` is the GPU with the most free memory, or the CPU if there is no GPU.
     """
     if name == "auto":
         return _choose_device()
@@ -50,7 +50,7 @@ def resolve_device(name: str) -> torch.device:
 
 @label_failures("device")
 def list_devices(names: Sequence[str]) -> tuple[str, ...]:
-    """Several devices by the names that each has alone; of ``all`` every GPU. LoadError if one is not there."""
+    """The full names of several devices, ``cuda:0``; ``all`` is every GPU. LoadError if one does not exist."""
     devices = parse_devices(names) or tuple(("cuda", index) for index in range(torch.cuda.device_count()))
     if not devices:
         raise LoadError("there is no GPU on this machine", hint="use device: auto or cpu")
@@ -61,26 +61,26 @@ def list_devices(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _choose_device() -> torch.device:
-    """The GPU with the most free memory."""
+    """The GPU with the most free memory, or the CPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count > 1:  # looking at one takes some of its memory
+    if count > 1:  # querying a GPU takes some of its memory
         return torch.device("cuda", max(range(count), key=lambda index: torch.cuda.mem_get_info(index)[0]))
     return torch.device("cuda", 0) if count else torch.device("cpu")
 
 
 def use_device(device: torch.device) -> AbstractContextManager[object]:
-    """Let a device be this thread's own until the block ends: compiled graphs ask for the stream of that one."""
+    """Make a device this thread's current one until the block ends: compiled graphs use its current stream."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Let products and convolutions of float32 on GPUs keep 10 bits of mantissa, or all: for the whole process.
+    """Allow or forbid TF32 (10 bits of mantissa) in float32 matmuls and convolutions on GPUs, for the whole process.
 
-    By itself torch would let convolutions: not what an offline forward in float32 gives.
+    torch's default allows it in convolutions, so that results would differ from a forward in full float32.
     """
-    # These set the younger ``fp32_precision`` too; setting that would make reading these, as compilers do, an error.
+    # These set the newer ``fp32_precision`` too; setting that instead would make reading these, as compilers do, fail.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # some versions say that there is a younger one
+        warnings.simplefilter("ignore", UserWarning)  # some versions warn about the newer setting
         torch.backends.cudnn.allow_tf32 = allowed
         torch.backends.cuda.matmul.allow_tf32 = allowed
 
@@ -92,7 +92,7 @@ def count_cores() -> int:
 
 @contextmanager
 def use_threads(count: int) -> Iterator[None]:
-    """Let operations of this thread use ``count`` threads, and restore the number afterwards."""
+    """Let this thread's operations use ``count`` threads, and restore the number afterwards."""
     before = torch.get_num_threads()
     if count != before:
         torch.set_num_threads(count)
@@ -111,12 +111,12 @@ def describe_processor(device: torch.device) -> list[str]:
 
 
 def describe_speed(device: torch.device) -> list[str]:
-    """The features that decide how long forwards take on a processor."""
+    """The features that affect how long forwards take on a processor."""
     return [*describe_processor(device), _digest_cpu_lines(MODEL_LINES), _read_quota()]
 
 
 def _digest_cpu_lines(names: tuple[str, ...]) -> str:
-    """A digest of these lines of /proc/cpuinfo for the first core; no processor has all of them."""
+    """A digest of these lines of the first core in /proc/cpuinfo; no processor has all of them."""
     try:
         first_core, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
     except OSError:
@@ -126,7 +126,7 @@ def _digest_cpu_lines(names: tuple[str, ...]) -> str:
 
 
 def _read_quota() -> str:
-    """The share of the processor that a container has; empty if none is set or can be read."""
+    """A container's CPU quota; empty if none is set or it can't be read."""
     try:
         return Path("/sys/fs/cgroup/cpu.max").read_text().strip()
     except OSError:

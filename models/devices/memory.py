@@ -1,4 +1,4 @@
-"""Memory of a device: how much is free, how much a forward takes, and which errors say that there is none."""
+"""Device memory: how much is free, how much a forward takes, and which errors mean out of memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Inputs = Mapping[str, Tensor]  # a batch, by the names of a model's inputs
 Forward = Callable[[Inputs], object]
 OUT_OF_MEMORY_MESSAGES = (
     *("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
-    "CUDA error: out of memory",  # of the driver, where torch's allocator was not asked
+    "CUDA error: out of memory",  # from the driver, if torch's allocator was not involved
 )
 PRIVATE_PAGES = frozenset({"Private_Clean", "Private_Dirty"})
-# Of oneDNN, which does not say why: where a process may not have more memory that is why.
+# oneDNN gives no reason: if the process has a memory limit, these mean out of memory.
 LIMITED_MESSAGES = ("could not create a primitive", "could not create a memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, this machine or this process has too little memory."""
+    """Whether an error means that a device, this machine or this process is out of memory."""
     limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
     messages = OUT_OF_MEMORY_MESSAGES + (LIMITED_MESSAGES if limited else ())
     is_named = isinstance(error, RuntimeError) and any(words in str(error) for words in messages)
@@ -34,12 +34,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Whether an error says something of the device, and nothing of the model that ran there."""
+    """Whether an error is the device's fault, not the model's."""
     return is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
 
 
 def measure_peak_bytes(forward: Forward, rows: Inputs, module: nn.Module, device: torch.device) -> int:
-    """The most memory that a forward's inputs and intermediate values take at one time, weights not counted."""
+    """The peak memory of a forward's inputs and activations, without weights."""
     batch = {name: value.clone() for name, value in rows.items()}
     input_bytes = sum(value.nbytes for value in batch.values())
     if device.type == "cuda":
@@ -54,7 +54,7 @@ def measure_peak_bytes(forward: Forward, rows: Inputs, module: nn.Module, device
 
 
 class _PeakMemory(DispatchMode):
-    """Adds up the storages that operations make, as long as each lives."""
+    """Adds up the storages that operations allocate, while they are alive."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ class _PeakMemory(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation and look at what it made: views of what was there before, a model's table, are not made."""
+        """Run an operation and count its new storages, not views of existing ones, such as a model's table."""
         given = {value.untyped_storage()._cdata for value in tree_leaves((args, kwargs)) if _has_storage(value)}
         made = func(*args, **(kwargs or {}))
         for value in tree_leaves(made):
@@ -89,12 +89,12 @@ class _PeakMemory(DispatchMode):
 
 
 def _has_storage(value: object) -> TypeGuard[Tensor]:
-    """Whether a value is a tensor in plain memory; the parts of a sparse one are seen when they are made."""
+    """Whether a value is a strided tensor; a sparse one's parts are counted when they are created."""
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def count_module_bytes(module: nn.Module) -> int:
-    """What a module's parameters and buffers take, on whatever device; what they share counts once."""
+    """Bytes of a module's parameters and buffers, on any device; shared memory counts once."""
     storages = {}
     for value in (*module.parameters(), *module.buffers()):
         if _has_storage(value):
@@ -104,13 +104,13 @@ def count_module_bytes(module: nn.Module) -> int:
 
 
 def measure_private_bytes(pid: int | Literal["self"] = "self") -> int:
-    """Memory of a process that no other process has; 0 if the system does not tell."""
+    """A process's private memory, not shared with others, in bytes; 0 if the system does not tell."""
     lines = (line.partition(":") for line in _read_lines(Path(f"/proc/{pid}/smaps_rollup")))
     return sum(int(rest.split()[0]) * 1024 for name, _, rest in lines if name in PRIVATE_PAGES)
 
 
 def measure_available_bytes(device: torch.device) -> int:
-    """Memory that is free now, on a GPU or, within what this process's group may have, on this machine."""
+    """Bytes that are free now: on a GPU, or on this machine within the limit of this process's cgroup."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = [*_read_machine(), *_read_cgroup()]

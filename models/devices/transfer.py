@@ -1,9 +1,9 @@
-"""Batches to a device and results from it, on a GPU in the order of the stream of the thread that asks.
+"""Copy batches to a device and results from it; on a GPU in the current stream of the calling thread.
 
-Code that only a GPU needs is in this module: other devices have nothing to wait for or to release. The GPU itself
-reads and writes pinned memory, while threads go on. torch keeps what was pinned once and hands it out again, but not
-while a copy from or to it is under way; it never goes back to the system. Hence ``MAX_PINNED_BYTES`` for each piece;
-how many there are at a time depends on the requests whose results wait to be sent.
+Code that only a GPU needs is in this module: other devices have nothing to wait for or to release. Copies from and to
+pinned memory run while threads go on. torch caches pinned memory and reuses it once no copy uses it, but never returns
+it to the system. Therefore each piece is limited to ``MAX_PINNED_BYTES``; how many pieces there are at a time depends
+on how many requests have results that wait to be sent.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from layertap.models.hooks.tensor_tree import view_bytes
 
-ALIGNMENT = 16  # bytes: any dtype may begin at a multiple of it
-MAX_PINNED_BYTES = 2**26  # of one batch, or of one batch's results; what is larger goes through other memory
+ALIGNMENT = 16  # bytes; enough for every dtype
+MAX_PINNED_BYTES = 2**26  # of one batch, or of one batch's results; larger ones use pageable memory
 
 
 def create_stream(device: torch.device) -> torch.cuda.Stream:
-    """A new stream: its operations run in order, and do not wait for other streams."""
+    """A new stream, which does not wait for other streams."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def use_own_stream(device: torch.device) -> None:
-    """Give this thread its own stream on a GPU, so that it does not wait for other threads."""
+    """Give this thread its own stream on a GPU, so that it does not wait for other threads' work."""
     if device.type == "cuda":
         torch.cuda.set_stream(create_stream(device))
 
@@ -50,13 +50,13 @@ def release_memory(device: torch.device) -> None:
 
 
 def to_device(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Stack rows into a batch on a device, in memory of its own; the copy may still run when this returns.
+    """Concatenate rows into a batch on a device, always a copy, which may still be running when this returns.
 
-    Rows may be on the device already: whichever thread made them has waited for them.
+    Rows may be on the device already, if the thread that made them has synchronised.
     """
     if device.type != "cuda":
         whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-        # Contiguous: in another memory format kernels round otherwise, and a neighbour would choose it for the batch.
+        # Contiguous: kernels round differently in other memory formats, and one row would set the batch's format.
         return whole.to(device, dtype, copy=len(parts) == 1, memory_format=torch.contiguous_format)
     if any(part.device.type == "cuda" for part in parts):
         return torch.cat([_move_part(part, dtype, device) for part in parts]).contiguous()
@@ -72,12 +72,12 @@ def to_device(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device)
 def _move_part(part: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if part.device.type != "cuda":
         return to_device([part], dtype, device)
-    part.record_stream(torch.cuda.current_stream(device))  # or its memory could go to its own thread's next rows
+    part.record_stream(torch.cuda.current_stream(device))  # else its own thread could reuse the memory too early
     return part.to(device, dtype)
 
 
 def join_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Rows one after the other; where any is on a GPU all are, and there when this returns."""
+    """Concatenate rows; if any is on a GPU the result is too, and complete when this returns."""
     device = next((part.device for part in parts if part.device.type == "cuda"), None)
     if device is None:
         return torch.cat(list(parts))
@@ -87,7 +87,7 @@ def join_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def to_host(data: Tensor) -> Tensor:
-    """A tensor of a GPU as one of the host, there when this returns."""
+    """Copy a tensor from a GPU to the host; complete when this returns."""
     host = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.nbytes <= MAX_PINNED_BYTES)
     host.copy_(data, non_blocking=True)
     synchronize_stream(data.device)
@@ -95,14 +95,14 @@ def to_host(data: Tensor) -> Tensor:
 
 
 def copy_packed(tensors: list[Tensor]) -> list[Tensor]:
-    """Tensors of one device as tensors of the host: one copy for all of them, none where they are there already."""
+    """Copy tensors of one device to the host in a single copy; tensors on the host are returned as they are."""
     if not tensors or tensors[0].device.type == "cpu":
         return tensors
     return unpack(to_host(pack(tensors)), tensors)
 
 
 def pack(tensors: list[Tensor]) -> Tensor:
-    """The bytes of all tensors in one, each begun at a multiple of ``ALIGNMENT``."""
+    """The bytes of all tensors in one tensor, each starting at a multiple of ``ALIGNMENT``."""
     parts = []
     for tensor in tensors:
         flat = view_bytes(tensor)
@@ -111,7 +111,7 @@ def pack(tensors: list[Tensor]) -> Tensor:
 
 
 def unpack(data: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
-    """The inverse of ``pack``: views of its bytes in the shapes and dtypes of the tensors given."""
+    """The inverse of ``pack``: views of its bytes with the shapes and dtypes of ``like``."""
     tensors, start = [], 0
     for tensor in like:
         tensors.append(data[start : start + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape))
