@@ -1,32 +1,57 @@
-"""Tensors in JSON, base64, finite numbers, and arrays that are damaged anywhere."""
+"""Tensors in JSON, .npy and safetensors files, base64: what is read, by whomever it was written, and what is refused.
+
+Files that are hostile ``tests/service/test_hostile_tensors.py`` sends, and damaged ones ``tests/fuzz`` reads.
+"""
 
 from __future__ import annotations
 
 import base64
-import random
+import struct
 from collections.abc import Callable
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from layertap.models.errors import InputError, LayertapError
-from layertap.service.inputs.arrays import (
-    decode_base64,
-    read_npy,
-    read_safetensors,
-    read_tensor,
-    require_finite,
-)
+from layertap.models.errors import InputError
+from layertap.service.inputs.arrays import decode_base64, read_npy, read_safetensors, read_tensor, require_finite
 from layertap.service.inputs.items import ArraysItem, ImageItem
-from tests.service.inputs.array_files import DTYPES, is_same, make_array, make_npy
+from tests.service.support import Array, npy
+
+NUMBERS = [1.5, -2, 0, 7, 100, 3]
+DTYPES = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?"]
+
+
+def make_array(dtype: str) -> Array:
+    return np.array(NUMBERS).astype("i8" if dtype.startswith("u") else dtype).astype(dtype).reshape(2, 3)
+
+
+def make_npy_file(text: str, body: bytes = b"", version: bytes = b"\x01\x00") -> bytes:
+    return b"\x93NUMPY" + version + struct.pack("<H", len(text)) + text.encode() + body
+
+
+def make_described_npy(descr: str, shape: str, body: bytes = b"") -> bytes:
+    return make_npy_file(f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n", body)
+
+
+def make_safetensors(text: str, body: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode() + body
+
+
+def is_same(found: Array, expected: Array) -> bool:
+    """Equal bits, native byte order, C order."""
+    native = expected.astype(expected.dtype.newbyteorder("="))
+    plain = found.dtype.isnative and found.flags.c_contiguous
+    same_kind = (found.dtype, found.shape) == (native.dtype, native.shape)
+    return plain and same_kind and found.tobytes() == native.tobytes()
 
 
 def test_booleans() -> None:
     """Of a boolean's byte, as in C, anything but zero is true, and it is true as 1 from there on."""
     assert read_tensor("bool", [4], b"\x00\x01\x02\xff").tobytes() == b"\x00\x01\x01\x01"
-    assert read_npy(make_npy(np.array([2, 0], "u1")).replace(b"|u1", b"|b1")).tobytes() == b"\x01\x00"
+    assert read_npy(npy(np.array([2, 0], "u1")).replace(b"|u1", b"|b1")).tobytes() == b"\x01\x00"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -113,35 +138,105 @@ def test_base64_refused(text: str) -> None:
     assert "standard base64" in caught.value.hint
 
 
-def outcome(read: Callable[[bytes], object], data: bytes) -> str:
-    try:
-        read(data)
-    except LayertapError as error:
-        return error.detail
-    return ""
-
-
-READERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
-    "npy": (read_npy, make_npy(make_array("f4"))),
-    "safetensors": (read_safetensors, safetensors.numpy.save({"x": make_array("f4"), "y": make_array("i4")})),
-}
-
-
-@pytest.mark.parametrize("kind", READERS)
-def test_damaged(kind: str) -> None:
-    """Whatever bytes of a file are changed, it is read or refused in the tree's own errors."""
-    chance = random.Random(kind)
-    read, whole = READERS[kind]
-    for _ in range(400):
-        data = bytearray(whole[: chance.randrange(len(whole))] if chance.random() < 0.2 else whole)
-        for _ in range(chance.randint(1, 4)):
-            if data:
-                data[chance.randrange(len(data))] = chance.randrange(256)
-        assert len(outcome(read, bytes(data))) < 400
-
-
 def test_items_hide_their_contents() -> None:
     """An item's text form shows none of the input, so that no log can."""
     shown = repr(ImageItem(b"secret")) + repr(ArraysItem({None: np.array([123456])}))
     assert "secret" not in shown
     assert "123456" not in shown
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_npy(dtype: str, order: str) -> None:
+    """A .npy file of any number type and byte order gives its array, native-endian."""
+    array = make_array(dtype).astype(np.dtype(order + dtype))
+    assert is_same(read_npy(npy(array)), array)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.asfortranarray(make_array("f4")),
+        np.array(3.5, "f4"),
+        np.zeros((0, 3), "f4"),
+        np.zeros((3, 0), "i8", order="F"),
+    ],
+    ids=["fortran", "no axis", "no items", "empty fortran"],
+)
+def test_npy_shapes(array: Array) -> None:
+    """Column order, no axes and axes of length zero are read as what they are."""
+    assert is_same(read_npy(npy(array)), np.asarray(array, order="C"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{'descr':'<f4','fortran_order':False,'shape':(2,3)}",
+        '{ "descr" : "=f4" , "fortran_order" : True , "shape" : ( 2 , 3 , ) , }  \n',
+        "{'descr': 'f4', 'fortran_order': False, 'shape': (6,), }",
+    ],
+    ids=["dense", "loose", "no byte order"],
+)
+def test_npy_by_other_writers(text: str) -> None:
+    """Headers in other spellings mean what they mean to numpy."""
+    data = make_npy_file(text, make_array("f4").tobytes())
+    assert is_same(read_npy(data), np.load(BytesIO(data)))
+
+
+BAD_NPY = {
+    "empty": b"",
+    "text": b"hello",
+    "magic only": b"\x93NUMPY",
+    "version": make_npy_file("{}", version=b"\x09\x00"),
+    "bytes": npy(np.array([b"a"])),
+    "void": npy(np.zeros(2, "V4")),
+    "structured": npy(np.zeros(2, [("a", "f4"), ("b", "i4")])),
+    "complex": npy(np.zeros(2, "c8")),
+    "subarray": make_described_npy("('<f4', (2,))", "(1,)", bytes(8)),
+    "boolean axis": make_described_npy("'<f4'", "(True, 1)", bytes(4)),
+    "fields by comma": make_described_npy("'f4,f4'", "(1,)", bytes(8)),
+    "ends numpy's process": make_described_npy("'8<2T '", "()", bytes(16)),
+    "no shape": make_npy_file("{'descr': '<f4', 'fortran_order': False}", bytes(4)),
+    "another key": make_npy_file("{'descr': '<f4', 'fortran_order': False, 'shape': (1,), 'x': 'y'}", bytes(4)),
+    "a version to come": npy(make_array("f4")).replace(b"\x93NUMPY\x01\x00", b"\x93NUMPY\x01\x07"),
+    "more behind it": make_npy_file("{'descr': '<f4', 'fortran_order': False, 'shape': (1,)} + {}", bytes(4)),
+    "long header": make_npy_file("{'descr': '<f4', 'fortran_order': False, 'shape': (1,)}" + " " * 5000, bytes(4)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_safetensors(dtype: str) -> None:
+    """A safetensors file of any number type gives its arrays by name."""
+    arrays = {"x": make_array(dtype), "empty": np.zeros((0, 2), dtype), "no axis": np.array(1, dtype)}
+    found = read_safetensors(safetensors.numpy.save(arrays))
+    assert found.keys() == arrays.keys()
+    assert all(is_same(found[name], arrays[name]) for name in arrays)
+
+
+def test_safetensors_bfloat16() -> None:
+    """A bfloat16 tensor is widened to the float32 of the same value."""
+    body = np.array([0x3FC0, 0xC000, 0x7F80, 0x0001], "<u2").tobytes()
+    found = read_safetensors(make_safetensors('{"x":{"dtype":"BF16","shape":[2,2],"data_offsets":[0,8]}}', body))
+    assert is_same(found["x"], np.array([[1.5, -2.0], [np.inf, 2.0**-133]], "f4"))
+
+
+BAD_SAFETENSORS = {
+    "empty": b"",
+    "text": b"hello, this is no tensor",
+    "no tensors": make_safetensors("{}"),
+    "list": make_safetensors("[]"),
+    "float8": make_safetensors('{"x":{"dtype":"F8_E4M3","shape":[2],"data_offsets":[0,2]}}', bytes(2)),
+    "complex": make_safetensors('{"x":{"dtype":"C64","shape":[1],"data_offsets":[0,8]}}', bytes(8)),
+}
+
+
+FILES = [(read_npy, data, f"npy {kind}") for kind, data in BAD_NPY.items()]
+FILES += [(read_safetensors, data, f"safetensors {kind}") for kind, data in BAD_SAFETENSORS.items()]
+
+
+@pytest.mark.parametrize(("read", "data"), [each[:2] for each in FILES], ids=[each[2] for each in FILES])
+def test_files_refused(read: Callable[[bytes], object], data: bytes) -> None:
+    """What is no plain array of numbers, or lies about its size, is refused without allocating."""
+    with pytest.raises(InputError) as caught:
+        read(data)
+    assert len(caught.value.detail) < 400
