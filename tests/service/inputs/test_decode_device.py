@@ -1,14 +1,11 @@
-"""``decode: device``: which files a GPU is given, and that all others, and all on a CPU, are decoded as ever."""
+"""``decode: device``: which files a GPU is given, and that all others are decoded as ever."""
 
 from __future__ import annotations
 
 import struct
 from dataclasses import replace
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -19,14 +16,12 @@ from layertap.models.errors import InputError, TooLargeError
 from layertap.models.inputs.device_decoder import DeviceDecoder
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.spec import ModelSpec, PreprocessSpec
-from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.engine.rows.rows import decode_item, normalize_rows
 from layertap.service.inputs.images import get_plain_jpeg_size
 from layertap.service.inputs.items import ImageItem
 from layertap.service.settings import Settings
 from tests.loading import load_model
-from tests.service.conftest import Serve
-from tests.service.support import arrays_of, image, problem, raw
+from tests.service.inputs.test_images import encode, oriented
 
 LIMIT = 1_000_000
 CHINA = Image.fromarray(load_sample_image("china.jpg").copy())
@@ -35,15 +30,7 @@ HOW = PreprocessSpec(resize=40, crop=32, mean=(0, 0, 0), std=(1, 1, 1))
 
 
 def saved(form: str = "JPEG", mode: str = "RGB", **options: Any) -> bytes:
-    stream = BytesIO()
-    CHINA.convert(mode).save(stream, form, **options)
-    return stream.getvalue()
-
-
-def oriented(value: object) -> Image.Exif:
-    exif = Image.Exif()
-    exif[0x0112] = value
-    return exif
+    return encode(CHINA.convert(mode), form, **options)
 
 
 def adobe(data: bytes, transform: int) -> bytes:
@@ -145,23 +132,3 @@ def test_limits(placed: LoadedModel) -> None:
     for limits in ({"max_pixels": 1000}, {"max_resized_pixels": 1000}):
         with pytest.raises(TooLargeError, match="the limit is 1000"):
             row(placed, JPEG, **limits)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu(serve: Serve, tmp_path: Path) -> None:
-    """On a CPU every picture has the bits of ``exact``, and the fingerprint tells what was asked for."""
-    entry = "{{name: {0}, source: 'python:layertap.models.digits:digits', weights: 'random:0', decode: {0}, {1}}}"
-    how = "inputs: [{name: image, shape: [3, 32, 32]}], preprocess: {resize: 32, crop: 32}"
-    file = tmp_path / "models.yaml"
-    file.write_text(f"models: [{entry.format('exact', how)}, {entry.format('device', how)}]", encoding="utf-8")
-    with serve(Configuration((digits(), *read_configuration(file).models), "exact")) as live:
-        replies = {}
-        for name in ("exact", "device"):
-            body = {"model": name, "layers": ["block1:input"], "inputs": [image(JPEG), image(OTHERS["PNG"])]}
-            replies[name] = live.client.post("/extract", json=body)
-            assert live.client.get(f"/models/{name}").json()["preprocess"]["decode"] == name
-        one, other = (next(iter(arrays_of(reply).values())) for reply in replies.values())
-        assert np.array_equal(one, other)
-        assert replies["exact"].json()["fingerprint"] != replies["device"].json()["fingerprint"]
-        refused = live.client.post("/extract", **raw(JPEG[:900], "image/jpeg", model="device", layers="pool"))
-        assert "cut short" in problem(refused, 422)["errors"][0]["detail"]

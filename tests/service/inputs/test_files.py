@@ -11,19 +11,16 @@ from layertap.service.inputs.files import FileError, read_regular_file
 LIMIT = 32 * 2**20
 
 
-@pytest.mark.parametrize("size", [0, 1, 999, 1000])
-def test_within_the_limit(tmp_path: Path, size: int) -> None:
-    """All bytes are there."""
-    data = bytes(number % 251 for number in range(size))
-    (tmp_path / "a").write_bytes(data)
-    assert read_regular_file(tmp_path / "a", 1000) == read_regular_file(tmp_path / "a") == data
-
-
-def test_beyond_the_limit(tmp_path: Path) -> None:
-    """One byte more is refused."""
-    (tmp_path / "a").write_bytes(bytes(1001))
-    with pytest.raises(FileError, match="more than 1000 bytes"):
-        read_regular_file(tmp_path / "a", 1000)
+@pytest.mark.parametrize("size", [0, 1, 1000, 1001])
+def test_limit(tmp_path: Path, size: int) -> None:
+    """All bytes are there; one more than the limit is refused."""
+    (tmp_path / "a").write_bytes(data := bytes(number % 251 for number in range(size)))
+    assert read_regular_file(tmp_path / "a") == data
+    if size <= 1000:
+        assert read_regular_file(tmp_path / "a", 1000) == data
+    else:
+        with pytest.raises(FileError, match="more than 1000 bytes"):
+            read_regular_file(tmp_path / "a", 1000)
 
 
 def test_a_file_without_a_size() -> None:
