@@ -1,4 +1,4 @@
-"""The server as a process: asked to end under load, or brought down by what it runs."""
+"""The server as a process: brought down by what it runs, or asked to end while it compiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 
 from layertap.models.spec import ModelSpec, WarmSpec
@@ -20,14 +19,10 @@ from tests.service.fatal_models import LIMIT
 from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT, process
 from tests.service.server_process import (
-    CLIENTS,
-    build_row_request,
     descendants,
     fatal_model_spec,
-    run_crowd,
-    send_when_accepted,
 )
-from tests.service.support import arrays_of, configured, npy, problem, raw, rows
+from tests.service.support import configured, npy, problem, raw, rows
 
 END_S, LOST_S = 30, 5
 FAILING = """
@@ -74,32 +69,6 @@ def test_failure_that_lasts(serve: Serve) -> None:
             body = doomed.client.get(f"/models/{name}").json()
             assert (body["state"], body["hooks"]) == ("failed", 0)
             assert body["reason"]
-
-
-@pytest.mark.slow
-def test_end_under_load(tmp_path: Path) -> None:
-    """SIGTERM amid many requests: each that was accepted is answered in full, nobody else; the status is 0.
-
-    All that the server says is in its log, in JSON.
-    """
-    with process([fatal_model_spec("Unhurried")], tmp_path, **DEADLINE) as server:
-        request = build_row_request(server.url, "unhurried")
-        reply = send_when_accepted(request)
-        assert reply is not None
-        wanted = arrays_of(reply)[""]
-        assert httpx.get(f"{server.url}/livez", headers={"x": "a" * 100_000}).status_code == 431
-        with run_crowd(request) as crowd:
-            wait_until(lambda: crowd.waiting == CLIENTS and bool(crowd.replies))
-            answered = len(crowd.replies)
-            server.running.send_signal(signal.SIGTERM)
-        assert server.running.wait(END_S) == 0
-        assert crowd.waiting == 0
-        assert len(crowd.replies) > answered
-        for each in crowd.replies.values():
-            np.testing.assert_allclose(arrays_of(each)[""], wanted, rtol=1e-5, atol=1e-6)
-        said = [line["message"] for line in server.logged() if line["level"] in ("warning", "error", "critical")]
-        assert [message[:16] for message in said] == ["refused with 431"]
-        assert server.out.read_bytes() == b""
 
 
 @pytest.mark.slow

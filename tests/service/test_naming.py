@@ -66,24 +66,6 @@ def test_two_reductions(live: Live, entry: Json) -> None:
         assert sorted(array.tobytes() for array in found.values()) == values
 
 
-@pytest.mark.parametrize(
-    ("layer", "hint"),
-    [
-        ("bloc1", "block1"),
-        ("block2.relu#2", "#0 to #1"),
-        ("pool[0]", "leave the path out"),
-        ("pool:grad_output", '"objective"'),
-        ("pool:outptu", "'attention_sink' or 'attention_grad'"),
-        ("#0", "layer4"),
-    ],
-)
-def test_hints(live: Live, layer: str, hint: str) -> None:
-    """A name that does not fit is answered with what to type instead, and with where it stands."""
-    body = problem(extract(live, "pool", layer), 422)
-    assert body["errors"][0]["pointer"] == "/layers/1"
-    assert hint in body["errors"][0]["hint"]
-
-
 def test_every_bad_name_is_told(live: Live) -> None:
     """Bad names are told at once, as many as fit; of very many the first sixteen."""
     body = problem(extract(live, "pool", "bad1", "head", "bad2"), 422)

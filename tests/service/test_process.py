@@ -9,19 +9,22 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.service.gated_server import wait_until
 from tests.service.load_server import process
-from tests.service.support import net, npy, rows
+from tests.service.server_process import fatal_model_spec
+from tests.service.support import Array, net, npy, rows
 
 END_S = 60
 KEPT, FRESH = 4, 4
 DELAY_S = 2.0
-PATH = "/extract?layers=linear"
+PATH = "/extract?layers=linear&format=npy"
 HEADERS = {"Content-Type": "application/x-npy"}
 MOST = 100_000  # requests of a client
 pytestmark = pytest.mark.slow
@@ -29,13 +32,13 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class Client:
-    """One client's replies until it gets no connection any more: their status, and whether they said that it ends.
+    """One client's replies until it gets no connection any more: their arrays, and whether they said that it ends.
 
     ``refused`` is when that was: a listener that closes resets who has just connected. ``reused`` is how many requests
     went over a connection that had one before.
     """
 
-    statuses: list[int] = field(default_factory=list)
+    replies: list[Array] = field(default_factory=list)
     endings: list[bool] = field(default_factory=list)
     reused: int = 0
     refused: float = 0.0
@@ -54,9 +57,9 @@ class Client:
                         raise
                     self.refused = time.monotonic()
                     return
-                reply.read()
+                assert reply.status == 200
+                self.replies.append(np.load(BytesIO(reply.read())))
                 self.reused += known is not None
-                self.statuses.append(reply.status)
                 self.endings.append(reply.will_close)
                 if not keep:
                     connection.close()
@@ -64,23 +67,29 @@ class Client:
 
 
 def test_served_until_balancers_know(tmp_path: Path) -> None:
-    """After SIGTERM /readyz is 503 and every request is served, until the delay is over; none is reset or lost."""
-    with process([net("net", "Gated")], tmp_path, LAYERTAP_DRAIN_DELAY_S=str(DELAY_S)) as server:
+    """After SIGTERM /readyz is 503 and every request is served, until the delay is over; none is reset or lost.
+
+    All that the server says is in its log, in JSON.
+    """
+    with process([fatal_model_spec("Unhurried")], tmp_path, LAYERTAP_DRAIN_DELAY_S=str(DELAY_S)) as server:
         port, clients = httpx.URL(server.url).port or 0, [Client() for _ in range(KEPT + FRESH)]
         with ThreadPoolExecutor(len(clients)) as pool:
             ends = [pool.submit(client.send, port, number < KEPT) for number, client in enumerate(clients)]
-            wait_until(lambda: all(len(client.statuses) > 3 for client in clients))
+            wait_until(lambda: all(len(client.replies) > 3 for client in clients))
             assert not any(any(client.endings) for client in clients[:KEPT])
             begun = time.monotonic()
             server.running.send_signal(signal.SIGTERM)
             wait_until(lambda: httpx.get(f"{server.url}/readyz").status_code == 503)
-            counts = [len(client.statuses) for client in clients]
-            wait_until(lambda: all(len(client.statuses) > count for client, count in zip(clients, counts, strict=True)))
+            counts = [len(client.replies) for client in clients]
+            wait_until(lambda: all(len(client.replies) > count for client, count in zip(clients, counts, strict=True)))
             for end in ends:
                 end.result()
         assert server.running.wait(END_S) == 0
+        assert [line for line in server.logged() if line["level"] in ("warning", "error", "critical")] == []
+        assert server.out.read_bytes() == b""
     for client in clients:
-        assert set(client.statuses) == {200}
+        for reply in client.replies:
+            np.testing.assert_allclose(reply, clients[0].replies[0], rtol=1e-5, atol=1e-6)
         assert client.refused - begun >= DELAY_S
     assert all(client.reused for client in clients[:KEPT])
     assert all(client.endings[-1] for client in clients[:KEPT])

@@ -193,6 +193,8 @@ def test_rows_that_affect_each_other(local: Live) -> None:
         assert reply.json()["receipts"][f"means.input{place}"]["rows_per_forward"] == 1
     found = problem(post(local, inputs, ".", model="meeting", isolated=True), 422)
     assert "several shapes" in found["detail"]
+    found = problem(post(local, inputs[:1], ".:grad_input", model="meeting", objective={"kind": "sum"}), 422)
+    assert "of all rows of a forward together" in found["detail"]
 
 
 def test_pictures(local: Live, module: Any) -> None:

@@ -106,9 +106,20 @@ def close(found: Array, expected: Array) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
+def make_transparent(data: bytes) -> bytes:
+    """A picture as a PNG that lets more through from line to line."""
+    drawn, stream = Image.open(BytesIO(data)), BytesIO()
+    drawn.putalpha(Image.linear_gradient("L").resize(drawn.size))
+    drawn.save(stream, "PNG")
+    return stream.getvalue()
+
+
 def test_pictures_and_texts(live: Live, clip: Towers) -> None:
-    """Alone, several, and beside each other: what the library's functions give, in one space."""
-    pictures = [PICTURE, picture(2, (64, 96))]
+    """Alone, several, and beside each other: what the library's functions give, in one space.
+
+    A transparent picture is laid onto white, as its processor does.
+    """
+    pictures = [PICTURE, make_transparent(picture(2, (64, 96)))]
     of_pictures = np.concatenate([clip.of_picture(data) for data in pictures])
     of_texts = np.concatenate([clip.of_text(sentence) for sentence in SENTENCES])
     close(extract(live, *map(image, pictures), layers=[SHARED])[SHARED], of_pictures)
@@ -180,13 +191,3 @@ def test_tensors(live: Live, clip: Towers) -> None:
     found = send(".", *arrays)
     for name in ("logits_per_image", "image_embeds", "text_embeds"):
         close(found[f".[{name}]"], whole[name].numpy())
-
-
-@pytest.mark.slow
-def test_another_class(serve: Serve, tmp_path: Path) -> None:
-    """Another class with the same two functions."""
-    towers = save_towers("siglip", tmp_path)
-    with serve(configured(towers_spec(towers))) as live:
-        close(extract(live, image(PICTURE))[SHARED], towers.of_picture(PICTURE))
-        close(extract(live, {"text": SENTENCES[0]})[SHARED], towers.of_text(SENTENCES[0]))
-        close(embed(live, [text64(PICTURE)], modality="image"), unit(towers.of_picture(PICTURE)))
