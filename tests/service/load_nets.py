@@ -98,12 +98,7 @@ def _net(name: str, factory: str, **fields: object) -> Served:
 
 SERVED = (
     Served(
-        "digits",
-        "layertap.models.digits:digits",
-        digits.INPUTS,
-        shapes=((3, 24, 40),),
-        often=4,
-        weights=digits.WEIGHTS,
+        "digits", "layertap.models.digits:digits", digits.INPUTS, shapes=((3, 24, 40),), often=4, weights=digits.WEIGHTS
     ),
     _net("vit", "vit", often=2),
     _net("encoder", "Encoder", often=2),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import CancelledError
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -46,16 +45,6 @@ class Gated(Scores):
         if not self.gate.wait(PATIENCE_S):
             raise TimeoutError("nobody opened the gate")
         return super().forward(x)
-
-
-def wait_for_file(path: str) -> nn.Module:
-    """A model that is made once a file is there, in whatever process."""
-    pause, file = Event(), Path(path)
-    for _ in range(PATIENCE_S * 100):
-        if file.exists():
-            return Gated()
-        pause.wait(0.01)
-    raise TimeoutError("nobody made the file")
 
 
 class Touchy(Scores):
@@ -202,19 +191,12 @@ class FunctionalRelu(nn.Module):
         return out
 
 
-class PartlyGuided(nn.Module):
+class PartlyGuided(FunctionalRelu):
     """One ReLU is a part; another is made in the forward of a part, a third is a function."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.relu = nn.ReLU()
-        self.block = InlineRelu()
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.head(nn.functional.relu(self.block(self.relu(self.conv(x)))).mean((2, 3)))
-        return scores
+        self.conv = nn.Sequential(self.conv, nn.ReLU(), InlineRelu())
 
 
 class InlineRelu(nn.Module):
@@ -229,28 +211,11 @@ class InlineRelu(nn.Module):
         return out
 
 
-class Undifferentiable(nn.Module):
-    """Scores of pictures whose backward raises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(3, 4)
+class Undifferentiable(FunctionalRelu):
+    """Scores of pictures that have no gradient there."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(_NoBackward.apply(x).mean((2, 3)))  # type: ignore[no-untyped-call]
-        return out
-
-
-class _NoBackward(torch.autograd.Function):
-    """What it was given; not to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        raise RuntimeError("there is no backward")
+        return super().forward(x.detach())
 
 
 class Entries(nn.Module):

@@ -16,17 +16,14 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from layertap.models.catalog.catalog import Costs
-from layertap.models.spec import InputSpec, ModelSpec
 from tests.oracle import Key, record
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import TRIES, TRY_S, gated_module, wait_until
 from tests.service.nets_http import Gated
-from tests.service.support import ROW, Array, Json, configured, npy, raw
+from tests.service.support import Array, Json, arrays_of, configured, net, npy, raw
 
 ONE_FORWARD = Costs(base=1.0, per_row=1e-3)  # so that all rows that wait are worth one forward, and captures nothing
-BY_ROW = Costs(base=0.0, per_row=1e-3)  # a larger forward gains nothing
-COSTS = {"uphill": BY_ROW}
 LONG_S = 300.0  # no deadline decides anything
 Counts = dict[str, float]
 MAX_REQUESTS = 32  # requests of a pile
@@ -44,21 +41,16 @@ HELD_COUNTS: Counts = {
 }  # its figures
 
 
-def batch_net(name: str, factory: str | None = None, *inputs: InputSpec) -> ModelSpec:
-    """The entry of a model of ``nets_batch``, named like its class where no other is said."""
-    source = f"python:tests.service.nets_batch:{factory or name.capitalize()}"
-    return ModelSpec(name, source, weights="random:0", device="cpu", inputs=inputs or (ROW,))
-
-
 @contextmanager
 def serving_nets(serve: Serve, *names: str, **settings: Any) -> Iterator[Live]:
     """A server of models of ``nets_batch`` whose costs are given: measured ones hang on what else a machine does."""
     chosen: Json = {"cpu_threads": 2, "deadline_s": LONG_S, **settings}
-    with serve(configured(*(batch_net(name) for name in names)), **chosen) as live:
+    specs = (net(name, name.capitalize(), module="tests.service.nets_batch") for name in names)
+    with serve(configured(*specs), **chosen) as live:
         for name in names:
             model = live.engine.manager.registry.get_entry(name).model
             assert model is not None
-            costs = replace(COSTS.get(name, ONE_FORWARD), row_bytes=model.catalog.costs.row_bytes)
+            costs = replace(ONE_FORWARD, row_bytes=model.catalog.costs.row_bytes)
             model.catalogs.configured = replace(model.catalog, costs=costs)
         yield live
 
@@ -125,6 +117,17 @@ def hook_outputs(live: Live, name: str, batch: Array) -> dict[Key, Array]:
     twin.load_state_dict(module.state_dict())
     seen = record(twin.eval(), torch.from_numpy(batch))
     return {key: value.numpy() for key, value in seen.items()}
+
+
+def right(
+    live: Live, reply: Future[httpx.Response] | httpx.Response, batch: Array, *layers: str, name: str = "tower"
+) -> None:
+    """A reply has what hooks offline see in a forward of its own rows."""
+    found = arrays_of(reply.result() if isinstance(reply, Future) else reply)
+    seen = hook_outputs(live, name, batch)
+    assert found.keys() == set(layers)
+    for layer in layers:
+        np.testing.assert_allclose(found[layer], seen[layer, 0, (), "output"], rtol=1e-5, atol=1e-5)
 
 
 class MetricsDelta:

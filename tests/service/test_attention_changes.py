@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -167,19 +166,6 @@ def test_parts(server: Server, name: str) -> None:
         check(alone, weights)
         check(beside[row], weights)
         check(grads[row], slopes)
-
-
-def test_beside_other_requests(server: Server) -> None:
-    """Whoever asks at the same time for outputs, attention or another head's ablation gets what it gets alone."""
-    heads = [[{"layer": f"{FIRST}:attention", "op": "zero", "heads": [head]}] for head in range(4)]
-    asked: list[tuple[Any, Json]] = [(OUTPUT, {}), (f"{FIRST}:attention", {})]
-    asked += [(OUTPUT, {"interventions": each}) for each in heads]
-    alone = [server.of(layer, **fields) for layer, fields in asked]
-    assert len({each.tobytes() for each in alone}) == len(asked)
-    with ThreadPoolExecutor(12) as pool:
-        found = list(pool.map(lambda each: server.of(each[0], **each[1]), asked * 4))
-    for number, value in enumerate(found):
-        np.testing.assert_allclose(value, alone[number % len(asked)], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

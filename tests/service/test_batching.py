@@ -20,14 +20,14 @@ from tests.service.queue_harness import (
     extract_request,
     gauges,
     hold_queue,
-    hook_outputs,
     post,
     random_rows,
+    right,
     row_counts,
     serving_nets,
     wait_idle,
 )
-from tests.service.support import Array, Json, arrays_of, problem
+from tests.service.support import Json, arrays_of, problem
 
 # Rows, layers, and options of requests that all wait at once.
 CROWD: tuple[tuple[int, str, Json], ...] = (
@@ -76,14 +76,6 @@ def check(reply: httpx.Response, alone: httpx.Response) -> None:
         np.testing.assert_allclose(found[key].astype(float), value.astype(float), rtol=1e-5, atol=near, err_msg=key)
 
 
-def right(live: Live, reply: httpx.Response, batch: Array, *layers: str, name: str = "tower") -> None:
-    """A reply has what hooks offline see in a forward of its own rows."""
-    seen, found = hook_outputs(live, name, batch), arrays_of(reply)
-    assert found.keys() == set(layers)
-    for layer in layers:
-        np.testing.assert_allclose(found[layer], seen[layer, 0, (), "output"], rtol=1e-5, atol=1e-5)
-
-
 def stages(live: Live) -> Stages:
     """The module that notes which of its parts ran, as if it never had."""
     module = gated_module(live, "stages")
@@ -103,7 +95,7 @@ def test_the_deepest_decides_where_it_stops(crowded: Live, wanted: tuple[str, ..
     deepest = max(order.index(layer) for layer in wanted)
     assert module.ran == [(layer, 2 * len(wanted)) for layer in order[: deepest + 1]]
     for seed, (layer, reply) in enumerate(zip(wanted, replies, strict=True)):
-        right(crowded, reply.result(), random_rows(2, seed), layer, name="stages")
+        right(crowded, reply, random_rows(2, seed), layer, name="stages")
 
 
 @pytest.fixture(scope="module")
@@ -114,26 +106,16 @@ def narrow(serve: Serve) -> Iterator[Live]:
 
 
 def test_large_request(narrow: Live) -> None:
-    """A request of many rows comes back in one piece, rows in order on their axis, what has none once."""
-    module, ledger = gated_module(narrow, "tower"), MetricsDelta(narrow, "tower")
-    module.forwards.clear()
-    reply = post(narrow, extract_request(random_rows(10), "tower", "linear,norm,table", encoding="base64"))
-    assert module.forwards == [4, 4, 2]
-    right(narrow, reply, random_rows(10), "linear", "norm", "table")
-    ledger.check(batch_counts("single", 10, 3, times=3), row_counts(10))
-
-
-def test_large_request_in_company(narrow: Live) -> None:
-    """Each forward is filled up with whoever is next, and nobody's rows come to another."""
+    """Each forward is filled up with whoever is next, and nobody's rows come to another. What has none comes once."""
     ledger, counts = MetricsDelta(narrow, "tower"), (3, 10, 2)
     with hold_queue(narrow, "tower") as pile:
         replies = [
-            pile.enqueue(extract_request(random_rows(count, seed), "tower", "conv,norm"), count)
+            pile.enqueue(extract_request(random_rows(count, seed), "tower", "norm,table", encoding="base64"), count)
             for seed, count in enumerate(counts)
         ]
     assert pile.module.forwards == [4, 4, 4, 3]
     for seed, (count, reply) in enumerate(zip(counts, replies, strict=True)):
-        right(narrow, reply.result(), random_rows(count, seed), "conv", "norm")
+        right(narrow, reply, random_rows(count, seed), "norm", "table")
     shared, alone = batch_counts("same_depth", 4 + 3, 2 + 2, times=2), batch_counts("single", 4 + 4, 2, times=2)
     ledger.check(HELD_COUNTS, shared, alone, row_counts(15))
 
@@ -146,9 +128,9 @@ def test_layers_that_mix_rows(narrow: Live) -> None:
         mean = pile.enqueue(extract_request(random_rows(3), "tower", "mean"), 3)
         others.append(pile.enqueue(extract_request(random_rows(1, 8), "tower", "tail"), 1))
     assert pile.module.forwards == [2, 3]
-    right(narrow, mean.result(), random_rows(3), "mean")
+    right(narrow, mean, random_rows(3), "mean")
     for seed, reply in zip((7, 8), others, strict=True):
-        right(narrow, reply.result(), random_rows(1, seed), "tail")
+        right(narrow, reply, random_rows(1, seed), "tail")
     assert "4" in problem(post(narrow, extract_request(random_rows(5), "tower", "mean")), 422)["detail"]
     ledger.check(HELD_COUNTS, batch_counts("same_depth", 2, 2), batch_counts("isolated", 3, 1), row_counts(5))
 

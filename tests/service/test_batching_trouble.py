@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 import httpx
-import numpy as np
 import pytest
 
 from tests.server import Live
@@ -22,17 +21,15 @@ from tests.service.queue_harness import (
     batch_counts,
     extract_request,
     hold_queue,
-    hook_outputs,
     post,
     queued_rows,
     random_rows,
+    right,
     row_counts,
     serving_nets,
     wait_idle,
 )
-from tests.service.support import Array, arrays_of, problem
-
-RIGHT = {"rtol": 1e-5, "atol": 1e-6}
+from tests.service.support import Array, problem
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +37,6 @@ def troubled(serve: Serve) -> Iterator[Live]:
     """A server of models that fail at will."""
     with serving_nets(serve, "moody", "tower") as live:
         yield live
-
-
-def right(live: Live, name: str, layer: str, batch: Array, reply: Future[httpx.Response] | httpx.Response) -> None:
-    """A reply is what hooks say offline."""
-    response = reply.result() if isinstance(reply, Future) else reply
-    wanted = hook_outputs(live, name, batch)[layer, 0, (), "output"]
-    np.testing.assert_allclose(arrays_of(response)[layer], wanted, **RIGHT)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +63,7 @@ def test_out_of_memory(hungry: Live) -> None:
         assert isinstance(module, Hungry)
         module.room = 4
     for batch, reply in replies:
-        right(hungry, "hungry", "linear", batch, reply)
+        right(hungry, reply, batch, "linear", name="hungry")
     assert pile.module.forwards == [9, 4, 5, 2, 3]
     failed = {"out_of_memory": 2.0, "split:memory": 2.0}
     ledger.check(HELD_COUNTS, batch_counts("same_depth", 9, 4), row_counts(9), failed)
@@ -103,7 +93,7 @@ def test_bad_request_in_a_batch(troubled: Live, mark: int, place: int) -> None:
         if number == place:
             assert "secret" not in str(problem(reply.result(), 500 if mark == LIMIT else 422))
         else:
-            right(troubled, name, "end", batch, reply)
+            right(troubled, reply, batch, "end", name=name)
     rows = sum(map(len, batches))
     assert pile.module.forwards[0] == rows
     good = row_counts(rows - len(batches[place]))
@@ -129,8 +119,8 @@ def test_who_leaves_and_who_is_late(troubled: Live) -> None:
         problem(post(troubled, late), 504, seconds=True)
         last = pile.enqueue(extract_request(random_rows(3, 2), "tower", "tail"), 3)
         assert queued_rows(troubled) == 4
-    right(troubled, "tower", "tail", random_rows(1), first)
-    right(troubled, "tower", "tail", random_rows(3, 2), last)
+    right(troubled, first, random_rows(1), "tail")
+    right(troubled, last, random_rows(3, 2), "tail")
     assert pile.module.forwards == [4]
     gone = {"expired": 1.0, "cancelled": 1.0}
     ledger.check(HELD_COUNTS, batch_counts("same_depth", 4, 2), row_counts(4), gone)
@@ -153,7 +143,7 @@ def test_a_large_request_that_leaves(serve: Serve, caplog: pytest.LogCaptureFixt
         wait_until(lambda: admitted_rows(live) == 0)
         assert queued_rows(live) == 0
         module.gate.set()
-        right(live, "tower", "tail", random_rows(1), post(live, extract_request(random_rows(1), "tower", "tail")))
+        right(live, post(live, extract_request(random_rows(1), "tower", "tail")), random_rows(1), "tail")
         assert module.forwards == [4, 1]
         assert "bug" not in caplog.messages
         wait_idle(live)

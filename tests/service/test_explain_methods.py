@@ -155,6 +155,7 @@ def blur(x: Tensor) -> Tensor:
 WINDOW: Json = {"window": 8, "stride": 4}
 # The method and a word for the case; a model, what is asked of it, and the reference's map of its module and pictures.
 METHODS: dict[str, tuple[str, Json, Compute]] = {
+    "saliency": ("cnn", {}, lambda net, x: Saliency(net).attribute(x.requires_grad_(), target=CLASS).amax(1)),
     "guided_backpropagation": ("cnn", {}, guide),
     "guided_backpropagation, in place": ("resnet", {}, guide),
     "integrated_gradients": ("vit", {"steps": 40}, integrate),
@@ -203,7 +204,7 @@ def test_unguided_functions_are_named(served: Live) -> None:
     reply = ask(served, x, method="guided_backpropagation", model="partly", objective={"class": 1})
     wanted = GuidedBackprop(module_of(served, "partly")).attribute(torch.from_numpy(x).requires_grad_(), target=1)
     assert_close(arrays_of(reply)["guided_backpropagation"], wanted)
-    assert reply.json()["warnings"] == ["ReLUs that are functions were not guided, in the forward of: '.', 'block'"]
+    assert reply.json()["warnings"] == ["ReLUs that are functions were not guided, in the forward of: '.', 'conv.2'"]
     assert "warnings" not in ask(served, x, method="guided_backpropagation", model="resnet").json()
 
 

@@ -13,16 +13,16 @@ import pytest
 from layertap.models.spec import ModelSpec, WarmSpec
 from layertap.service.process import EXIT_FAILED
 from tests.nets import INPUTS
-from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.fatal_models import LIMIT
 from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT, process
+from tests.service.queue_harness import extract_request, post
 from tests.service.server_process import (
     descendants,
     fatal_model_spec,
 )
-from tests.service.support import configured, npy, problem, raw, rows
+from tests.service.support import configured, problem, rows
 
 END_S, LOST_S = 30, 5
 FAILING = """
@@ -50,25 +50,13 @@ Server(uvicorn.Config(app, port=0, lifespan="off", access_log=False), alive, on_
 DEADLINE = {"LAYERTAP_DEADLINE_S": "30", "LAYERTAP_REPLICAS": "1"}
 
 
-def ask(live: Live, value: float = 1.0) -> httpx.Response:
-    """The reply of the model that can be brought down."""
-    request = raw(npy(rows(1, value)), "application/x-npy", layers="linear", model="doomed")
-    return live.client.post("/extract", **request)
-
-
 def test_failure_that_lasts(serve: Serve) -> None:
     """A model that fails for good: every request gets 503 with the reason, never 200 again."""
     with serve(configured(fatal_model_spec("Doomed")), replicas=1) as doomed:
-        assert ask(doomed).status_code == 200
-        assert ask(doomed, LIMIT + 1).status_code == 503
-        wait_until(lambda: ask(doomed).status_code != 200)
-        assert "restarted" in str(problem(ask(doomed), 503, seconds=True))
-        for path in ("/livez", "/readyz"):
-            problem(doomed.client.get(path), 503, seconds=True)
-        for name in ("doomed", "digits"):
-            body = doomed.client.get(f"/models/{name}").json()
-            assert (body["state"], body["hooks"]) == ("failed", 0)
-            assert body["reason"]
+        for value in (LIMIT + 1, 1.0):
+            found = problem(post(doomed, extract_request(rows(1, value), "doomed", "linear")), 503, seconds=True)
+            assert "restarted" in str(found)
+            wait_until(lambda: doomed.client.get("/livez").status_code == 503)
 
 
 @pytest.mark.slow

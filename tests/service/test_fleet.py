@@ -2,72 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from io import StringIO
 from threading import Event
 
-import pytest
-from torch import nn
-
 from tests.server import Live
-from tests.service import nets_http
 from tests.service.conftest import Serve
 from tests.service.gated_server import admitted_rows, gated_module, hold_model, post_rows, wait_until
-from tests.service.nets_http import Gated
 from tests.service.support import configured, net, problem
-
-
-@dataclass
-class Maker:
-    """The factory ``nets_http:made``, which a test can hold up, and which remembers what it made."""
-
-    gate: Event = field(default_factory=Event)
-    entered: Event = field(default_factory=Event)
-    made: list[nn.Module] = field(default_factory=list)
-
-    def __call__(self) -> nn.Module:
-        self.entered.set()
-        assert self.gate.wait(60)
-        self.made.append(Gated())
-        return self.made[-1]
-
-
-@pytest.fixture
-def maker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Maker]:
-    made = Maker()
-    made.gate.set()
-    monkeypatch.setattr(nets_http, "made", made, raising=False)
-    yield made
-    made.gate.set()
 
 
 def state(live: Live, name: str) -> str:
     return str(live.client.get(f"/models/{name}").json()["state"])
 
 
-def test_lazy(serve: Serve, maker: Maker) -> None:
+def test_lazy(serve: Serve, gate: Event, lines: StringIO) -> None:
     """A lazy model is loaded by the first request for it, once, however many come at once."""
-    with serve(configured(net("lazy", "made", load="lazy"))) as live:
+    with serve(configured(net("lazy", "waiting", load="lazy"))) as live:
         assert state(live, "lazy") == "available"
-        maker.gate.clear()
         with ThreadPoolExecutor(5) as pool:
             replies = [pool.submit(post_rows, live, model="lazy") for _ in range(4)]
             replies.append(pool.submit(live.client.get, "/models/lazy/layers"))
-            assert maker.entered.wait(30)
-            assert state(live, "lazy") == "loading"
+            wait_until(lambda: state(live, "lazy") == "loading")
             assert live.client.get("/readyz").status_code == 200
             found = problem(post_rows(live, model="lazy", timeout="0.2"), 503, seconds=True)
             assert "loading" in found["detail"]
-            maker.gate.set()
+            gate.set()
             assert [reply.result().status_code for reply in replies] == [200] * 5
-        assert len(maker.made) == 1
+        logged = [json.loads(line) for line in lines.getvalue().splitlines()]
+        assert [line["message"] for line in logged if line.get("model") == "lazy"].count("a model is loaded") == 1
         assert state(live, "lazy") == "ready"
 
 
-def test_unload_finishes_the_queue(serve: Serve, maker: Maker) -> None:
+def test_unload_finishes_the_queue(serve: Serve) -> None:
     """Unloading lets the model finish what was asked of it; whoever comes meanwhile is told when to come again."""
-    with serve(configured(net("gated", "made"))) as live, ThreadPoolExecutor(2) as pool:
+    with serve(configured(net("gated", "Gated"))) as live, ThreadPoolExecutor(2) as pool:
         with hold_model(live) as module:
             waits = pool.submit(post_rows, live, 2)
             wait_until(lambda: admitted_rows(live) == 3)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.hostile_server import run_hostile_server
-from tests.service.support import Json, configured, image, net, picture, tensor, text64
+from tests.service.support import Json, configured, image, net, picture, text64
 
 PNG = picture(1)
 PICTURE = image(PNG)
@@ -91,30 +88,3 @@ def test_pictures_at_urls(serve: Serve) -> None:
                 replies = [live.client.post(path, json=body) for _ in range(2)]
                 assert [(reply.status_code, get_result(reply)) for reply in replies] == [(200, "")] * 2
                 assert server.hits == 2 * count
-
-
-def test_other_weights_on_every_route(serve: Serve, tmp_path: Path) -> None:
-    """After a model was loaded from other weights no route gives what the ones before gave, nor calls it unchanged."""
-    inputs = [ROWS | {"shape": [1, 4], "data": [1, 1, 1, 1]}]
-    requests: dict[str, Json] = {
-        "/extract": {"model": "file", "layers": ["linear"], "inputs": [tensor(np.ones(4, np.float32))]},
-        "/v2/models/file/infer": {"inputs": inputs, "outputs": [{"name": "linear"}]},
-    }
-    file = tmp_path / "weights.pth"
-
-    def save(value: float) -> None:
-        torch.save({"linear.weight": torch.full((3, 4), value), "linear.bias": torch.full((3,), value)}, file)
-
-    save(0.0)
-    spec = net("file", "Gated", weights=str(file), load="lazy")
-    with serve(configured(spec), cache_bytes=2**20) as live:
-        before = {path: [live.client.post(path, json=body) for _ in range(2)] for path, body in requests.items()}
-        save(1.0)
-        assert live.client.post("/models/file/unload").status_code == 200
-        for path, body in requests.items():
-            after = [live.client.post(path, json=body) for _ in range(2)]
-            assert [get_result(reply) for reply in before[path] + after] == ["miss", "hit"] * 2
-            assert "0.0" in before[path][1].text
-            assert "5.0" in after[1].text
-            assert "5.0" not in before[path][1].text
-            assert after[0].content == after[1].content

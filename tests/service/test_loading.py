@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,17 +30,8 @@ LLAMAS = ("llama-1", "llama-2", "llama-3")
 THIRD = np.full((1, 4), 1 / 3, np.float32)
 
 
-@dataclass(frozen=True)
-class Mixture:
+def write_mixture(folder: Path) -> tuple[Configuration, dict[str, str]]:
     """A configuration, and the digests of its models' weights, found without loading them here."""
-
-    configuration: Configuration
-    digests: dict[str, str]
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
-    folder = tmp_path_factory.mktemp("mixture")
     for number, name in enumerate(LLAMAS):
         config = transformers.LlamaConfig(**TEXT, num_key_value_heads=2)
         seeded(transformers.LlamaModel(config), number).bfloat16().save_pretrained(folder / name)
@@ -57,46 +50,35 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
         *(ModelSpec(name, "torchvision:resnet18", **resnet) for name in twice),
         net("thirds", "Thirds", load="startup"),
     )
-    return Mixture(Configuration(specs, "thirds"), digests | twice)
+    return Configuration(specs, "thirds"), digests | twice
 
 
-@dataclass
-class Asker:
-    """Asks the running model again and again until it is told to stop."""
-
-    url: str
-    answers: int = 0
-    wrong: list[object] = field(default_factory=list)
-    stop: threading.Event = field(default_factory=threading.Event)
-
-    def run(self) -> None:
-        sent = raw(npy(rows()), "application/x-npy", model="thirds", layers=".", format="npz")
-        with httpx.Client(base_url=self.url, timeout=120) as client:
-            while not self.stop.is_set():
-                response = client.post("/extract", **sent)
-                self.answers += 1
-                if response.status_code != 200 or not np.array_equal(arrays_of(response)["."], THIRD):
-                    self.wrong.append(response.content)
+def ask(url: str, stop: threading.Event) -> int:
+    """How many answers the running model gave until it was told to stop, all of them right."""
+    sent = raw(npy(rows()), "application/x-npy", model="thirds", layers=".", format="npz")
+    with httpx.Client(base_url=url, timeout=120) as client:
+        for answers in count():
+            if stop.is_set():
+                return answers
+            np.testing.assert_array_equal(arrays_of(client.post("/extract", **sent))["."], THIRD)
+    raise AssertionError
 
 
 @pytest.mark.slow
-def test_a_mixture_of_models(serve: Serve, mixture: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_of_models(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every model is ready with the weights of its file, every answer that is given meanwhile is exactly right."""
     monkeypatch.setattr(turns, "TURN_TIMEOUT_S", 0.0)  # loads do not wait for each other, not even to be measured
-    with serve(mixture.configuration, wait=False, cpu_threads=2) as live:
-        askers = [Asker(live.url) for _ in range(2)]
-        threads = [threading.Thread(target=asker.run) for asker in askers]
-        for thread in threads:
-            thread.start()
-        live.client.get("/models")  # once this is answered all are on their way
-        wait_until(lambda: not any(each["state"] == "loading" for each in listed(live)))
-        found = {each["name"]: (each["state"], each.get("weights_digest")) for each in listed(live)}
-        for asker, thread in zip(askers, threads, strict=True):
-            asker.stop.set()
-            thread.join()
-    assert all(asker.answers for asker in askers)
-    assert [asker.wrong for asker in askers] == [[], []]
-    wanted = {name: ("ready", digest) for name, digest in mixture.digests.items()}
+    (configuration, digests), stop = write_mixture(tmp_path), threading.Event()
+    with serve(configuration, wait=False, cpu_threads=2) as live, ThreadPoolExecutor(2) as pool:
+        askers = [pool.submit(ask, live.url, stop) for _ in range(2)]
+        try:
+            live.client.get("/models")  # once this is answered all are on their way
+            wait_until(lambda: not any(each["state"] == "loading" for each in listed(live)))
+            found = {each["name"]: (each["state"], each.get("weights_digest")) for each in listed(live)}
+        finally:
+            stop.set()
+        assert all(asker.result() for asker in askers)
+    wanted = {name: ("ready", digest) for name, digest in digests.items()}
     assert {name: found[name] for name in wanted} == wanted
 
 

@@ -29,9 +29,7 @@ from tests.service.support import (
     npy,
     problem,
     raw,
-    same,
     tensor,
-    text64,
 )
 
 SIDE, LAYER = 24, "conv"
@@ -133,16 +131,3 @@ def test_refused(own: Live, shape: tuple[int, ...], said: str) -> None:
     fault = problem(answer, 422)["errors"][0]
     assert said in fault["detail"]
     assert fault.get("hint") or "no pixels" in said
-
-
-def test_bfloat16(own: Live, module: nn.Module) -> None:
-    """A tensor of bfloat16 is the row of the values that it holds."""
-    row = torch.randn((1, 3, SIDE, SIDE), generator=torch.Generator().manual_seed(0)).bfloat16()
-    data = text64(row.view(torch.uint8).numpy().tobytes())
-    entry = {"tensor": {"dtype": "bfloat16", "shape": [3, SIDE, SIDE], "data": data}}
-    body = {"model": "own", "layers": [LAYER], "pool": "mean", "inputs": [entry]}
-    served = arrays_of(own.client.post("/extract", json=body, params={"format": "npz"}))
-    expected = record(module, row.float())[LAYER, 0, (), "output"].mean((2, 3)).numpy()
-    np.testing.assert_allclose(served[LAYER], expected, rtol=1e-4, atol=1e-5)
-    wide = own.client.post("/extract", **raw(npy(row.float().numpy()), "application/x-npy", **QUERY))
-    assert same(served, arrays_of(wide))

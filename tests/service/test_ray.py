@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.server import serving
-from tests.service.bulk.conftest import SMALL_PARTS, write_pictures
+from tests.service.bulk.conftest import start, write_pictures
 from tests.service.ray_cluster import Cluster, run_cluster, wait
 from tests.service.support import arrays_of, picture, same
 
@@ -73,16 +72,6 @@ def test_same_replies(cluster: Cluster) -> None:
         assert (far.status_code, far.json()["title"]) == (403, "Forbidden")
 
 
-def start_bulk(cluster: Cluster, *words: str | Path) -> subprocess.Popen[bytes]:
-    """``layertap bulk`` in a process that writes parts often."""
-    return subprocess.Popen(
-        [sys.executable, "-c", SMALL_PARTS, "bulk", *map(str, words)],
-        env={**cluster.environment, "LAYERTAP_WORKERS": "0"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-
-
 def wait_for_parts(out: Path, process: subprocess.Popen[bytes], more_than: int) -> int:
     """How many parts a job has written, once these are more; it has to be at work still."""
 
@@ -100,16 +89,16 @@ def test_bulk(cluster: Cluster, tmp_path: Path) -> None:
     write_pictures(tmp_path / "source", 2500)
     (tmp_path / "source" / "00100.png").write_bytes(b"no picture")
     whole, out = tmp_path / "whole.parquet", tmp_path / "out.parquet"
-    plain = start_bulk(cluster, tmp_path / "source", *WORDS, "--out", whole)
-    words = (tmp_path / "source", *WORDS, "--out", out, "--ray", "--ray-address", cluster.address)
-    killed = start_bulk(cluster, *words)
+    plain = start("bulk", tmp_path / "source", *WORDS, "--out", whole, **cluster.environment)
+    words = ("bulk", tmp_path / "source", *WORDS, "--out", out, "--ray", "--ray-address", cluster.address)
+    killed = start(*words, **cluster.environment)
     wait(lambda: bool(cluster.list_processes(ACTOR)), 0.01)
     os.kill(cluster.list_processes(ACTOR)[0], signal.SIGKILL)
     parts = wait_for_parts(out, killed, 0)
     killed.kill()
     told, _ = killed.communicate()
     assert not out.exists()
-    process = start_bulk(cluster, *words)
+    process = start(*words, **cluster.environment)
     wait_for_parts(out, process, parts)
     os.kill(cluster.list_processes(ACTOR)[-1], signal.SIGKILL)
     output, _ = process.communicate(timeout=600)

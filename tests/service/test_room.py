@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -123,24 +122,6 @@ def test_ready_when(serve: Serve, setting: str, required: bool, status: int) -> 
         reply = live.client.get("/readyz")
         assert reply.status_code == status
         assert "code" in (reply.json()["failed"] if status == 200 else reply.json()["detail"])
-
-
-@pytest.mark.slow
-def test_loading_beside_a_slow_host(serve: Serve, tmp_path: Path) -> None:
-    """A model whose factory waits, in a process of its own, keeps no other from being loaded there, and answering."""
-    gate = tmp_path / "gate"
-    slow = net("slow", "wait_for_file", args={"path": str(gate)})
-    with serve(configured(slow, net("quick", "Gated", load="lazy")), wait=False, workers=1) as live:
-        try:
-            wait_until(lambda: states(live)["digits"] == "ready")
-            assert post_rows(live, model="quick").status_code == 200
-            assert states(live)["slow"] == "loading"
-            assert live.client.post("/models/quick/unload").status_code == 200
-            assert post_rows(live, model="quick").status_code == 200
-        finally:
-            gate.touch()
-        wait_until(lambda: live.client.get("/readyz").status_code == 200)
-        assert post_rows(live, model="slow").status_code == 200
 
 
 def test_no_room_for_a_version(serve: Serve, versions: Versions) -> None:

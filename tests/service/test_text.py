@@ -25,7 +25,6 @@ from tests.service.support import (
     arrays_of,
     configured,
     npy,
-    picture,
     problem,
     raw,
     safetensors_of,
@@ -123,19 +122,6 @@ def test_truncate(texts: Texts, truncate: str, side: str) -> None:
     problem(texts.post(*inputs, truncate="none"), 422)
 
 
-def test_last_tokens(texts: Texts) -> None:
-    """The last token of each text is its own, however long its neighbours are: by pool, and counted from the end."""
-    sentences = SENTENCES[:3]
-    inputs = [{"text": sentence} for sentence in sentences]
-    last = texts.of(*inputs, pool="last")
-    counted = texts.of(*inputs, layers=[{"layer": HIDDEN, "tokens": [-1, 0, -2], "channels": [-1, 3]}])
-    assert (last.shape, counted.shape) == ((3, 32), (3, 3, 2))
-    for row, sentence in enumerate(sentences):
-        expected = offline(texts.module, [ids_of(sentence)])[0]
-        np.testing.assert_allclose(last[row], expected[-1], rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(counted[row], expected[[-1, 0, -2]][:, [-1, 3]], rtol=1e-4, atol=1e-5)
-
-
 def test_lengths_are_few(texts: Texts) -> None:
     """Texts of all lengths make no more catalogues than there are buckets."""
     for words in range(POSITIONS - 1):
@@ -185,21 +171,6 @@ def test_parts(texts: Texts) -> None:
     parts = [*(("texts", each.encode()) for each in sentences), ("tensors", npy(ids))]
     assert send_parts(texts, *parts, request=body).json() == wanted
     assert send_parts(texts, *parts, model="bert", layers=HIDDEN).json() == wanted
-
-
-@pytest.mark.parametrize(
-    ("parts", "said"),
-    [
-        ([("tensors", b"no array")], "not a .npy file"),
-        ([("texts", b"\xff\xfe")], "not UTF-8"),
-        ([("tensors", npy(np.zeros((3, 3, 32, 32), np.float32)))], "does not fit"),
-        ([("images", picture()), ("image", b"")], "a part named 'image' is not taken"),
-        ([("texts", b"a")], "takes no text"),
-    ],
-)
-def test_refused_parts(texts: Texts, parts: list[tuple[str, bytes]], said: str) -> None:
-    """What can't be read, or is named as nothing, is told."""
-    assert said in problem(send_parts(texts, *parts, layers="block1"), 422)["detail"]
 
 
 def test_models_say_how_they_take_text(texts: Texts) -> None:
