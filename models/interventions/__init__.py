@@ -1,1 +1,1 @@
-"""Changes of values in flight: a request's interventions looked up, and the operations themselves."""
+"""Interventions on activations: a request's interventions looked up, and the operations themselves."""

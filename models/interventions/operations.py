@@ -1,7 +1,7 @@
-"""How a value in flight is changed: a function and a row of a table for each operation.
+"""Operations that change activations: a function and an entry of a table for each.
 
-A function gets the values that are to change, and what they are changed by, where that is a tensor; it gives the values
-changed, in memory of their own; differentiable.
+A function takes the values to change and an operand, if it is a tensor, and returns new values in new memory. It is
+differentiable.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from layertap.models.selection.projections import project, to_tensor
 
 @dataclass(frozen=True)
 class OperationSpec:
-    """An operation and its parameters, fields of ``Operation``: one or more of each group, and optional ones.
+    """An operation and its parameters, fields of ``Operation``: at least one of each group, and optional ones.
 
-    ``by_row``: each row gets something of its own: noise.
+    ``by_row``: each row gets its own operand: noise.
     """
 
     change: Callable[[Tensor, Operation, Tensor | None], Tensor]
@@ -78,11 +78,11 @@ OPERATIONS: Mapping[Op, OperationSpec] = {
 
 
 def apply_operation(rows: RowTensor, operation: Operation, row_offset: int) -> Tensor:
-    """A request's rows of a tensor after an operation, in memory of their own; differentiable.
+    """A request's rows of a tensor after an operation, in new memory; differentiable.
 
-    The first of them is row ``row_offset`` of its request: noise is drawn row by row, from the seed and the row's
-    number, so that it does not depend on how rows are batched. With ``each`` a row's number is that of the entry which
-    changes in it. Tokens that only pad a row stay as they are.
+    The first one is row ``row_offset`` of its request: noise is drawn row by row, from the seed and the row's number,
+    so that it does not depend on how rows are batched. With ``each`` the row's number selects the entry that is
+    changed. Padding is not changed.
     """
     if not rows.is_padded:
         change = _change_each if operation.each else _change_rows
@@ -107,19 +107,19 @@ def apply_operation(rows: RowTensor, operation: Operation, row_offset: int) -> T
 
 
 def compute_part_shape(info: TensorInfo, operation: Operation) -> tuple[int, ...]:
-    """The shape of the part of one row that an operation changes: what ``replace`` takes; no axis for a single row."""
+    """The shape of one row's part that an operation changes, which ``replace`` takes; without an axis for one row."""
     shape = info.index_select(operation.indices_by_axis).shape
     return tuple(size for axis, size in enumerate(shape) if axis != info.row_axis or info.entries_per_row > 1)
 
 
 def count_entries(info: TensorInfo, operation: Operation) -> tuple[int, ...]:
-    """How many entries are changed one by one along each axis of ``each``, in a tensor of one row."""
+    """How many entries are changed one at a time along each axis of ``each``, in a tensor of one row."""
     part = info.index_select(operation.indices_by_axis)
     return tuple(part.size(AXES[option]) for option in operation.each or ())
 
 
 def _change_rows(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
-    """All of a part changed."""
+    """Change a whole part."""
     operand: Tensor | None = None
     if operation.tensor is not None:
         operand = _repeat(part, operation.tensor)
@@ -134,9 +134,9 @@ def _change_rows(part: RowTensor, operation: Operation, row_offset: int) -> Tens
 
 
 def _change_each(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
-    """A part in which each row has one entry changed, along one axis or several: that of the row's own number.
+    """Change one entry in each row, along one or several axes; the row's number selects the entry.
 
-    All rows in one step, so that the cost does not depend on how many entries there are.
+    All rows change in one step, so that the cost does not depend on the number of entries.
     """
     info, device = part.info, part.value.device
     if info.row_axis is None or not part.value.numel():
@@ -159,12 +159,12 @@ def _change_each(part: RowTensor, operation: Operation, row_offset: int) -> Tens
 
 
 def _draw(shape: Sequence[int], operation: Operation, number: int) -> Tensor:
-    """Standard normal numbers by the seed and a row's number, drawn on the CPU: every device gets the same."""
+    """Standard normal numbers from the seed and a row's number, drawn on the CPU, so that devices get the same."""
     return torch.randn(shape, generator=torch.Generator().manual_seed((operation.seed or 0) + number))
 
 
 def _repeat(part: RowTensor, data: TensorData) -> Tensor:
-    """A tensor from outside for each row, in memory of its own."""
+    """Repeat a request's tensor for each row, in new memory."""
     axis = part.info.row_axis
     row = _read_row(part, data)
     if axis is not None and part.info.entries_per_row == 1:
@@ -173,7 +173,7 @@ def _repeat(part: RowTensor, data: TensorData) -> Tensor:
 
 
 def _read_row(part: RowTensor, data: TensorData) -> Tensor:
-    """A tensor from outside, which is one row's or broadcasts to that, without an axis of single rows."""
+    """A request's tensor, broadcast to the shape of one row, without the row axis if rows are single entries."""
     row, axis = to_tensor(data, part.value), part.info.row_axis
     if axis is None or part.info.entries_per_row > 1:
         return row.broadcast_to(part.select((0, 1)).value.shape)
@@ -183,7 +183,7 @@ def _read_row(part: RowTensor, data: TensorData) -> Tensor:
 def _change_part(
     value: Tensor, axes: Sequence[tuple[int, Sequence[int] | Tensor]], change: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Change what lies at some indices of some axes."""
+    """Change the values at some indices of some axes."""
     if not axes:
         return change(value)
     (axis, indices), *rest = axes

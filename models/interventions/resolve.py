@@ -1,4 +1,4 @@
-"""A request's interventions against a catalogue: what is changed where; what can't be done is refused."""
+"""Look up a request's interventions in a catalogue, and refuse impossible ones."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def resolve_intervention(
     lengths: TextLengths | None = None,
     projections: Projections = NO_PROJECTIONS,
 ) -> list[ResolvedIntervention]:
-    """The changes that an intervention makes, one for each tensor that its selector names, at every call of a module.
+    """The changes of an intervention, one for each tensor that its selector names; without a call at every call.
 
-    Where no call is named, a gradient is changed at those that the objective depends on. UnknownLayerError,
-    SelectorError if that can't be: a site that is not changed, parameters that the operation does not take, a part
-    that a tensor does not have.
+    A gradient without a named call is changed at the calls that the objective depends on. UnknownLayerError or
+    SelectorError for a site that can't be changed, parameters that the operation does not take, or a part that a
+    tensor does not have.
     """
     operation, selector = find_projection(intervention.operation, projections), intervention.selector
     if selector.site not in EDITABLE:
@@ -48,7 +48,7 @@ def resolve_intervention(
     floating = [match for match in matches if match.info.is_floating]
     if every_call and selector.site in GRADIENTS:
         differentiable, _ = check_matches(floating, lambda each: check_gradient(each, objective, catalog))
-        # Of a layer's calls those that have a gradient; all where none has, and the check below says why.
+        # Keep a layer's calls that have a gradient; if none has, keep all: the check below reports why.
         known = {_get_call(match) for match in differentiable}
         floating = [match for match in floating if match in differentiable or _get_call(match) not in known]
     if not floating:
@@ -73,12 +73,12 @@ def resolve_intervention(
 
 
 def _get_call(match: SelectorMatch) -> tuple[str, str, tuple[str, ...]]:
-    """What the calls of a module have in common."""
+    """A key that all calls of a module share."""
     return match.point.layer, match.point.function, match.point.path
 
 
 def _check_change(match: SelectorMatch, operation: Operation, catalog: Catalog, lengths: TextLengths | None) -> None:
-    """SelectorError if a tensor is not changed that way."""
+    """SelectorError if an operation does not fit a tensor."""
     several = len(catalog.layers[match.point.layer].calls) > 1
     call = f"#{match.point.call}" if several else ""
     name = escape(match.point.format_name(call))
@@ -87,7 +87,7 @@ def _check_change(match: SelectorMatch, operation: Operation, catalog: Catalog, 
 
 
 def _offer_call(error: SelectorError, others: Sequence[SelectorMatch]) -> SelectorError:
-    """The error with a call to name instead, the last of others."""
+    """The error with a hint to name a call: the last of ``others``."""
     if not others:
         return error
     point = others[-1].point
@@ -117,7 +117,7 @@ def _check_parameters(operation: Operation) -> None:
 
 
 def _check_numbers(name: str, info: TensorInfo, operation: Operation) -> None:
-    """SelectorError if the tensor's dtype does not hold a number: a kernel raises or makes it infinite."""
+    """SelectorError if a number exceeds the tensor's dtype: a kernel would raise, or make it infinite."""
     largest = torch.finfo(DTYPES[info.dtype]).max
     for parameter in NUMBERS:
         number = vars(operation)[parameter]
@@ -184,7 +184,7 @@ def _check_part(
 
 
 def _differ_in_length(info: TensorInfo, letter: str, lengths: TextLengths | None) -> bool:
-    """Whether an axis has another size in some rows, as far as is known."""
+    """Whether rows are known to differ in an axis's size."""
     if lengths is None or not lengths.known:
         return False
     return info.axis(letter) in info.token_axes and lengths.fewest < lengths.most

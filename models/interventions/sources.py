@@ -1,4 +1,4 @@
-"""Tensors that an intervention takes from another input: where to capture them, and which part to insert."""
+"""Tensors that an intervention takes from another input: where they are captured, and which part is inserted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from layertap.models.selection.plan import Capture, ResolvedIntervention, get_bo
 def find_source(match: SelectorMatch, operation: Operation, catalog: Catalog) -> Capture | None:
     """The capture of another input that an intervention needs; None if it needs none.
 
-    SelectorError if it is no tensor of single rows, or its part has another shape than the one that is changed.
+    SelectorError if the tensor has no entry for each row, or its part has another shape than the changed one.
     """
     if operation.source is None:
         return None
@@ -40,7 +40,7 @@ def find_source(match: SelectorMatch, operation: Operation, catalog: Catalog) ->
 
 
 def find_tensor(point: HookPoint, catalog: Catalog) -> TensorInfo | None:
-    """The tensor that a point has in another catalogue of the same model; None if there is none."""
+    """The tensor at a point in another catalogue of the same model; None if there is none."""
     try:
         tensors = get_boundary(point, catalog).tensors
     except LookupError:
@@ -51,9 +51,9 @@ def find_tensor(point: HookPoint, catalog: Catalog) -> TensorInfo | None:
 def take_part(
     value: Tensor, source: Capture, change: ResolvedIntervention, token_mask: Tensor | None, own: Tensor | None
 ) -> TensorData:
-    """The part of a captured row that a change puts into another; ``token_mask`` and ``own`` (1, tokens) are masks.
+    """The part of a captured row that a change inserts into another, whose mask is ``own``; masks are (1, tokens).
 
-    SelectorError if one text has other tokens than the other.
+    SelectorError if the two parts' shapes differ, as for texts of different lengths.
     """
     row = RowTensor(value, source.info, token_mask)
     if token_mask is not None and row.info.token_axes:
