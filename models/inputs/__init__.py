@@ -1,1 +1,1 @@
-"""What a model takes: pictures preprocessed, texts padded."""
+"""A model's inputs: preprocessed pictures, padded texts."""

@@ -1,4 +1,4 @@
-"""JPEGs decoded and preprocessed on a GPU: all waiting ones in one batch, as nvJPEG decodes several at once."""
+"""Decode and preprocess JPEGs on a GPU; all that wait form one batch, because nvJPEG decodes several at once."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from layertap.models.inputs.preprocess import LibraryProcessor, Preprocessing, p
 from layertap.models.spec import FOR_TENSORS, ModelSpec, PreprocessSpec
 
 log = logging.getLogger("layertap")
-MAX_GROUP_PIXELS = 2**26  # of the pictures of one go, unless it is one alone: decoded, they take three bytes each
-TRIAL_SIZE = (96, 64)  # width and height of what a decoder is tried out with
-MAX_DIFFERENCE = 4 / 255  # how far it may be from Pillow's on average, before normalisation: wrong colours are further
+MAX_GROUP_PIXELS = 2**26  # in a batch of several pictures; a decoded pixel takes three bytes
+TRIAL_SIZE = (96, 64)  # width and height of the pictures that test a decoder
+MAX_DIFFERENCE = 4 / 255  # largest mean difference from Pillow, before normalisation; wrong colours differ by more
 
 
 @dataclass(eq=False)
 class _Picture:
-    """A JPEG, its width and height, and what has become of it."""
+    """A JPEG, its width and height, and, once it is ``settled``, its row, None if decoding failed."""
 
     data: bytes
     size: tuple[int, int]
@@ -35,9 +35,9 @@ class _Picture:
 
 
 class DeviceDecoder:
-    """The decoder of a model on a GPU. Any thread may call it; the one that holds the lock decodes for all waiting.
+    """The decoder of a model on a GPU. Any thread may call it; the one that holds the lock decodes for all others.
 
-    On a CPU torchvision's other decoder does the same, so that all but the GPU itself can be tested there.
+    On a CPU it uses torchvision's CPU decoder, so that everything but the GPU itself can be tested there.
     """
 
     def __init__(self, device: torch.device, spec: PreprocessSpec) -> None:
@@ -48,9 +48,9 @@ class DeviceDecoder:
         self._queue, self._turn = Lock(), Lock()
 
     def decode_row(self, data: bytes, size: tuple[int, int]) -> Tensor | None:
-        """A JPEG of that width and height as the model's row, on the device and there when this returns.
+        """Decode a JPEG of that width and height to the model's row, on the device, complete when this returns.
 
-        None if it can't be decoded there, whatever the reason.
+        None if it can't be decoded there for any reason.
         """
         picture = _Picture(data, size)
         with self._queue:
@@ -66,7 +66,7 @@ class DeviceDecoder:
         return picture.row
 
     def _take_group(self) -> list[_Picture]:
-        """The pictures that have waited longest."""
+        """The pictures that have waited longest, up to ``MAX_GROUP_PIXELS``."""
         group: list[_Picture] = []
         pixels = 0
         with self._queue:
@@ -78,17 +78,17 @@ class DeviceDecoder:
         return group
 
     def _decode_group(self, group: Sequence[_Picture]) -> None:
-        """Decode pictures together; where that fails each alone, for one that is bad fails all of them."""
-        with suppress(Exception):  # nvJPEG refuses, memory has run out, the device is lost: the CPU decodes it then
+        """Decode pictures together; if that fails, one at a time, because one bad picture fails the whole batch."""
+        with suppress(Exception):  # nvJPEG refuses, out of memory, a lost device: the CPU decodes the picture instead
             for each, row in zip(group, self._decode_rows(group), strict=True):
                 each.row = row
             return
-        if len(group) > 1:  # here all that the failed attempt held is let go
+        if len(group) > 1:  # the failed attempt's memory is freed here
             for each in group:
                 self._decode_group([each])
 
     def _decode_rows(self, group: Sequence[_Picture]) -> list[Tensor]:
-        """The rows of pictures, on a stream of the decoder's own where there is a GPU, there when this returns."""
+        """The rows of pictures, complete when this returns; on a GPU the decoder uses its own stream."""
         stream = torch.cuda.stream(self._stream) if self._stream else nullcontext()
         with torch.no_grad(), stream:
             decoded = _decode_jpegs([each.data for each in group], self._device)
@@ -104,7 +104,7 @@ class DeviceDecoder:
 def create_device_decoder(
     spec: ModelSpec, preprocessing: Preprocessing | None, device: torch.device
 ) -> DeviceDecoder | None:
-    """What decodes for a model on its device; None if the CPU does: one line says why, where it was asked for."""
+    """The decoder for a model's device; None if the CPU decodes; the reason is logged if a decoder was asked for."""
     if spec.decode != "device" or preprocessing is None:
         return None
     reason = _find_obstacle(preprocessing, device)
@@ -118,7 +118,7 @@ def create_device_decoder(
 
 
 def matches_cpu(decoder: DeviceDecoder, preprocessing: PreprocessSpec) -> bool:
-    """Whether a small picture, in colours and in gray, comes out nearly as it does on the CPU."""
+    """Whether a small picture, in colour and in gray, gives nearly the same row as on the CPU."""
     scale = torch.tensor(preprocessing.std).abs().view(3, 1, 1)
     gradient = Image.linear_gradient("L")
     colours = Image.merge("RGB", [gradient.rotate(turn).resize(TRIAL_SIZE) for turn in (0, 90, 180)])
@@ -147,8 +147,8 @@ def _find_obstacle(preprocessing: Preprocessing, device: torch.device) -> str:
 
 
 def _decode_jpegs(pictures: Sequence[bytes], device: torch.device) -> list[Tensor]:
-    """Pictures as RGB on a device, uint8, (3, height, width); raises what a decoder does."""
-    # Here, not above: later versions of torchvision may have none, and only this needs one.
+    """Pictures as RGB on a device, uint8, (3, height, width); raises what a decoder raises."""
+    # Imported here: later versions of torchvision may have no decoder, and only this function needs it.
     from torchvision.io import ImageReadMode, decode_jpeg
 
     files = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in pictures]

@@ -1,4 +1,4 @@
-"""Where the pixels of a picture go when it is resized and cropped, and how its patches stand; needs no torch."""
+"""The geometry of resizing and cropping a picture, and the grid of its patches; without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Window = tuple[int, int, int, int]  # left, top, width, height
 def compute_resized_size(spec: PreprocessSpec, width: int, height: int) -> tuple[int, int]:
     """Width and height of a ``width`` x ``height`` image after the resize step.
 
-    A thin image whose short side is made longer grows without bound, so this is worth asking first.
+    Check it before resizing: enlarging the short side of a thin image makes the long side huge.
     """
     if spec.resize is None:
         return width, height
@@ -27,7 +27,7 @@ def compute_resized_size(spec: PreprocessSpec, width: int, height: int) -> tuple
 
 
 def _compute_contained_size(size: int | tuple[int, int], width: int, height: int) -> tuple[int, int]:
-    """Width and height of the largest picture of the same ratio in a box, as Pillow's ``ImageOps.contain`` rounds."""
+    """Width and height of the largest picture of the same ratio in a box, rounded as in ``PIL.ImageOps.contain``."""
     high, wide = list_sides(size)
     if width * high > wide * height:
         return wide, max(round(height / width * wide), 1)
@@ -35,7 +35,7 @@ def _compute_contained_size(size: int | tuple[int, int], width: int, height: int
 
 
 def find_window(spec: PreprocessSpec, wide: int, high: int) -> Window:
-    """What a row holds of a resized picture: below 0 if it begins beyond the picture."""
+    """The window of a resized picture that a row has; left and top are negative if it begins outside the picture."""
     size = spec.crop if spec.letterbox is None else spec.resize
     if size is None:
         return 0, 0, wide, high
@@ -44,7 +44,7 @@ def find_window(spec: PreprocessSpec, wide: int, high: int) -> Window:
 
 
 def _find_start(spec: PreprocessSpec, length: int, size: int) -> int:
-    """Where a window in the middle begins: by torchvision's two roundings, transformers' or ``ImageOps.pad``'s."""
+    """The start of a centred window, rounded as in torchvision (two ways), transformers or ``ImageOps.pad``."""
     if spec.letterbox is not None:
         return -round((size - length) / 2)
     if spec.crop_rounding == "floor":
@@ -60,7 +60,7 @@ def list_sides(size: int | tuple[int, int]) -> tuple[int, int]:
 def find_seen_box(spec: PreprocessSpec, width: int, height: int) -> Box:
     """The part of a ``width`` x ``height`` picture that a model sees, in pixels of that picture.
 
-    Where the crop is larger than the resized picture it goes beyond the picture's sides.
+    If the crop is larger than the resized picture, the box extends beyond the picture.
     """
     wide, high = compute_resized_size(spec, width, height)
     left, top, across, down = find_window(spec, wide, high)
@@ -69,7 +69,7 @@ def find_seen_box(spec: PreprocessSpec, width: int, height: int) -> Box:
 
 
 def find_grid(tokens: int, known: Grid | None = None) -> Grid | None:
-    """The grid of so many patches: as it is known, else a square; None if they make none."""
+    """The grid of ``tokens`` patches: the known one if it fits, else a square; None if they form no square."""
     if known is not None and prod(known) == tokens:
         return known
     side = isqrt(max(tokens, 0))

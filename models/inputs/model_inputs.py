@@ -1,4 +1,4 @@
-"""What rows must be like: those that a model takes, or outputs of a layer that its forwards go on from."""
+"""The inputs that rows must match: the model's own, or the output of a layer that its forwards resume from."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.spec import Decode, InputSpec, Shapes, Tower, Truncate
 
 Encode = Callable[[str, int, Truncate], tuple[list[int], int]]
-POSITIONS = "position_ids"  # by which a model is given the number of each token in its text
-MIN_PADDED_LENGTH = 8  # tokens of the smallest bucket; each further one has twice as many
-SURVEY_TOKENS = 32  # tokens of the row that a model is surveyed with
+POSITIONS = "position_ids"  # the argument for the position of each token in its text
+MIN_PADDED_LENGTH = 8  # tokens of the smallest bucket; each further bucket has twice as many
+SURVEY_TOKENS = 32  # tokens of the row for a model's survey
 
 
 @dataclass(frozen=True)
 class TextSpec:
-    """What a model of texts takes.
+    """How a model takes text.
 
-    ``ids`` and ``mask`` are the names of its inputs; without a mask nothing may be padded. ``max_tokens`` counts the
-    special ones; ``pad`` is the id that fills up, ``vocabulary`` the number of ids. ``encode`` takes a text, the most
-    tokens and what is left out of a longer one, and gives the ids with the special ones around them, and how many were
-    left out, for several threads at once; None if there is no tokenizer. ``is_fast``: it reads a million characters
-    in about a second, and others at the same time. ``digest`` is of the tokenizer. ``pads``: whether a text may be
-    padded and stand beside longer ones, or runs at its own length; ``left_padding``: how the model is given a text
-    whose mask begins with zeros. ``truncate``: what is left out of a text of more than ``max_tokens`` where the request
-    doesn't say. ``prompts`` are texts that a request puts in front of its own by name, ``default_prompt`` is the one of
-    a request that names none. Where forwards go on from a layer its output stands in place of the ids: the vocabulary
-    is 0 then, and ``axis`` the one of an item that has an entry for each token.
+    ``ids`` and ``mask`` are the names of its inputs; without a mask nothing may be padded. ``max_tokens`` includes
+    special tokens; ``pad`` is the padding id, ``vocabulary`` the number of ids. ``encode`` takes a text, the token
+    limit and the side to truncate, and returns the ids with special tokens, and the number of dropped tokens; it is
+    thread-safe; None if there is no tokenizer. ``is_fast``: it encodes a million characters in about a second, and
+    several texts at the same time. ``digest``: of the tokenizer. ``pads``: whether a text may be padded to share a
+    batch with longer ones, or runs at its own length; ``left_padding``: how a text whose mask begins with zeros is
+    passed to the model. ``truncate``: the side to truncate if the request does not say. ``prompts`` are prefixes that a
+    request selects by name, ``default_prompt`` is used if it names none. If forwards resume from a layer, its output
+    replaces the ids: then ``vocabulary`` is 0, and ``axis`` is the item's token axis.
     """
 
     ids: str
@@ -54,11 +53,11 @@ class TextSpec:
 
     @property
     def is_read(self) -> bool:
-        """Whether it takes texts and tokens, and not what a layer made of them."""
+        """Whether it takes texts and tokens, rather than a layer's output."""
         return self.vocabulary > 0
 
     def get_padded_length(self, tokens: int) -> int:
-        """The length to which this number of tokens is padded: few lengths, so that requests share forwards."""
+        """The length to which so many tokens are padded; there are few lengths, so that requests share forwards."""
         if self.mask is None or not self.pads:
             return tokens
         size = MIN_PADDED_LENGTH
@@ -67,18 +66,18 @@ class TextSpec:
         return min(size, self.max_tokens)
 
     def numbers(self, rows: Mapping[str, Tensor]) -> bool:
-        """Whether the model is given the numbers of the tokens in rows, for padding in front would shift them."""
+        """Whether the model must be given position ids, because left padding would shift the tokens' positions."""
         return self.left_padding == "numbered" and self.has_left_padding(rows)
 
     def has_left_padding(self, rows: Mapping[str, Tensor]) -> bool:
-        """Whether the mask leaves out the first position of a row that has any token."""
+        """Whether the mask is 0 at the first position of a row that has any token."""
         if self.mask is None or self.mask not in rows:
             return False
         mask = rows[self.mask].bool()
         return bool((mask.any(1) & ~mask[:, 0]).any())
 
     def inputs(self) -> tuple[InputSpec, ...]:
-        """The model's inputs, of a usual length; a row may be shorter, or as long as ``max_tokens``."""
+        """The model's inputs, at the survey's length; a row may be shorter, or as long as ``max_tokens``."""
         usual = (min(SURVEY_TOKENS, self.max_tokens),)
         ids = InputSpec(self.ids, usual, "int64", values=(0, self.vocabulary), longest=self.max_tokens)
         if self.mask is None:
@@ -87,7 +86,7 @@ class TextSpec:
 
 
 def number_tokens(mask: Tensor) -> Tensor:
-    """The number of each position in its text (rows, tokens): 0 for the first that the mask keeps, and before it."""
+    """Position ids (rows, tokens): 0 up to the first token that the mask keeps, then counting up."""
     in_front = (mask.cumsum(1) == 0).sum(1, keepdim=True)
     return (mask.new_ones(mask.shape).cumsum(1) - 1 - in_front).clamp(min=0)
 
@@ -96,9 +95,9 @@ def number_tokens(mask: Tensor) -> Tensor:
 class ModelInputs:
     """The inputs of a model, and how pictures and texts become rows of them.
 
-    ``model`` is the model's name. Floating rows reach the model in ``dtype``. ``decoder`` makes rows of pictures on
-    the model's GPU, None if the CPU does. ``no_pictures`` says why it takes none. A row for a model of
-    ``two_towers`` may have the inputs of one alone. ``tower`` says which, where these are the inputs of one.
+    ``model`` is the model's name. Floating rows are cast to ``dtype``. ``decoder`` decodes pictures on the model's
+    GPU; None if the CPU does. ``no_pictures``: why pictures can't be sent. With ``two_towers`` a row may have the
+    inputs of one tower only. ``tower``: the tower, if these are the inputs of one.
     ``takes_plain``: pictures become rows without any step, as a caller would make them.
     """
 
@@ -116,7 +115,7 @@ class ModelInputs:
 
     @cached_property
     def towers(self) -> tuple[ModelInputs, ...]:
-        """Of two towers: the inputs of a text, those of a picture, and all of them, which come as tensors only."""
+        """With two towers: the inputs of a text, those of a picture, and all of them, which must be sent as tensors."""
         if self.text is None or not self.two_towers:
             return ()
         whole = replace(self, two_towers=False, preprocess=None, text=None, decoder=None)
@@ -132,11 +131,11 @@ class ModelInputs:
 
     @property
     def pictures(self) -> ModelInputs:
-        """The inputs that a picture becomes."""
+        """The inputs for a picture."""
         return self.towers[1] if self.towers else self
 
     def for_shapes(self, shapes: Shapes) -> ModelInputs:
-        """The inputs that rows of a shape have: towers' differ in how many these are, or in their axes."""
+        """The inputs that match the shapes of a row: towers differ in the number of inputs, or of axes."""
         axes = list(map(len, shapes))
         return next((each for each in self.towers if list(map(len, each.shapes)) == axes), self)
 
@@ -152,16 +151,16 @@ class ModelInputs:
 
     @property
     def preprocesses(self) -> bool:
-        """Whether pictures or texts may be sent, of which the server makes rows."""
+        """Whether pictures or texts may be sent, which the server turns into rows."""
         return self.takes_pictures or (self.text is not None and self.text.encode is not None)
 
     def with_shapes(self, shapes: Shapes) -> tuple[InputSpec, ...]:
-        """The inputs with other shapes of a row."""
+        """The inputs with the given shapes of a row."""
         specs = self.for_shapes(shapes).specs
         return tuple(replace(spec, shape=shape) for spec, shape in zip(specs, shapes, strict=True))
 
     def with_traits(self, traits: Traits) -> ModelInputs:
-        """The inputs, with what a survey found about how the model takes padding."""
+        """The inputs, with the survey's findings about padding."""
         if self.text is None:
             return self
         return replace(
@@ -169,7 +168,7 @@ class ModelInputs:
         )
 
     def replace_by_output(self, output: InputSpec) -> ModelInputs:
-        """The inputs of forwards that go on from a layer: its output, and for texts the model's mask beside it."""
+        """The inputs of forwards that resume from a layer: its output, and for texts also the model's mask."""
         dtype = DTYPES[output.dtype] if DTYPES[output.dtype].is_floating_point else self.dtype
         if self.text is None or output.longest is None:
             return ModelInputs(self.model, (replace(output, longest=None, long_axis=0),), dtype)

@@ -1,4 +1,4 @@
-"""Rows of noise, or of a configured file's examples, by which a model is surveyed, measured, compared and probed."""
+"""Rows of noise, or of a configured example file, for surveying, measuring, comparing and probing a model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import LoadError, escape
 from layertap.models.spec import InputSpec
 
-ROWS, QUIET = 3, 1  # of a batch of noise: how many rows it has, and which of them is the quiet one
-LOUD = 3.0  # how much larger its neighbours are: a batch's largest value is then seldom the quiet row's
+ROWS, QUIET = 3, 1  # rows in a batch of noise, and the index of the quiet one
+LOUD = 3.0  # scale of the other rows, so that a batch's largest value is rarely in the quiet row
 MAX_CACHED = 64
 HINT = 'write it with numpy.savez, or {"NAME": [numbers]} as .json, with one row or several of each input'
 
@@ -25,7 +25,7 @@ HINT = 'write it with numpy.savez, or {"NAME": [numbers]} as .json, with one row
 def make_noise(
     inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype, rows: int = ROWS
 ) -> dict[str, Tensor]:
-    """So many rows of each input, of its example or by a fixed seed, those beside QUIET larger; floats in ``dtype``."""
+    """Rows of each input, from its example or a fixed seed, all but QUIET scaled by LOUD; floats in ``dtype``."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(spec: InputSpec) -> Tensor:
@@ -44,17 +44,17 @@ def make_noise(
 
 
 def make_noise_row(inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The first of these rows alone, a batch of one."""
+    """The first row of ``make_noise``, a batch of one."""
     return {name: value[:1] for name, value in make_noise(inputs, device, dtype).items()}
 
 
 def copy_row(rows: Mapping[str, Tensor], index: int = QUIET) -> dict[str, Tensor]:
-    """A row alone, in memory of its own: a model may write to its input."""
+    """A copy of one row: a model may write to its input."""
     return {name: value[index : index + 1].clone() for name, value in rows.items()}
 
 
 def find_example(spec: InputSpec) -> Tensor | None:
-    """The rows of an input's example, (rows, *shape); None if it has none of this shape, LoadError as below."""
+    """The rows of an input's example, (rows, *shape); None if it has none of this shape, LoadError if unreadable."""
     if spec.example is None:
         return None
     rows = torch.from_numpy(_read_file(spec.example, spec.name)).to(DTYPES[spec.dtype])
@@ -63,8 +63,8 @@ def find_example(spec: InputSpec) -> Tensor | None:
 
 
 def check_examples(inputs: tuple[InputSpec, ...]) -> None:
-    """LoadError if an example can't be read, or has not the configured shape."""
-    _read_file.cache_clear()  # the file may be another by now
+    """LoadError if an example can't be read, or does not have the configured shape."""
+    _read_file.cache_clear()  # the file may have changed
     for spec in inputs:
         if spec.example is not None and find_example(spec) is None:
             name, shape = escape(Path(spec.example).name), list(spec.shape)
@@ -83,7 +83,7 @@ def _read_file(path: str, name: str) -> np.ndarray[Any, Any]:
             array = np.asarray(json.loads(file.read_text("utf-8"))[name])
         if array.dtype.kind not in "biuf":
             raise ValueError("no numbers")
-    except Exception as error:  # a file that is cut raises anything
+    except Exception as error:  # a truncated file may raise anything
         detail = f"example {escape(file.name)} can't be read for input {escape(name)}"
         raise LoadError(detail, hint=HINT) from error
     return array

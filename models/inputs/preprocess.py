@@ -1,6 +1,6 @@
-"""An image into a model's input tensor: by steps of our own, or by the image processor of the model's library.
+"""Turn an image into a model's input tensor: with our own steps, or with the image processor of the model's library.
 
-Every step on a PIL image is the same arithmetic as torchvision's, so that a preset's numbers come out bit for bit.
+Every step on a PIL image uses the same arithmetic as torchvision, so that a preset's results match bit for bit.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from layertap.models.errors import InputError
 from layertap.models.inputs.geometry import Window, compute_resized_size, find_window, list_sides
 from layertap.models.spec import FOR_TENSORS, Box, Color, Decode, Interpolation, PreprocessSpec
 
-# The sides of a reduced picture are at least this many times what it is resized to. With 1, deviations would be three
-# times as large (docs/explanation/fidelity.md).
+# The sides of a picture that is decoded smaller are at least this many times those it is resized to. With 1, deviations
+# would be three times as large (docs/explanation/fidelity.md).
 MIN_SCALE = 2
-MAX_SUPPORT = 3  # of a filter, in pixels of what it makes: lanczos'
-MAX_COPIED_PIXELS = 2**22  # of an image that is copied to be resized sooner
+MAX_SUPPORT = 3  # the largest filter support, Lanczos's, in output pixels
+MAX_COPIED_PIXELS = 2**22  # of an image that is copied for a faster resize
 PILLOWS: dict[Interpolation, Image.Resampling] = {
     "nearest": Image.Resampling.NEAREST,
     "nearest-exact": Image.Resampling.NEAREST,
@@ -39,11 +39,11 @@ PILLOWS: dict[Interpolation, Image.Resampling] = {
 
 @dataclass(frozen=True)
 class LibraryProcessor:
-    """What makes the row of a picture: ``run`` takes an RGB image and returns float32, (channels, height, width).
+    """A library's image processor: ``run`` takes an RGB image and returns float32, (channels, height, width).
 
-    ``run`` may be called by several threads at once, and can be pickled. ``settings`` is a digest of the processor's.
-    ``size`` is the height and width of every row, None if a picture decides. ``background`` shows through
-    transparent pictures. ``nearest`` are the steps that its settings seem to mean: they bound how far it enlarges.
+    ``run`` is thread-safe and can be pickled. ``settings`` is a digest of the processor's settings.
+    ``size`` is the height and width of every row, None if it depends on the picture. ``background`` is put behind
+    transparent pictures. ``nearest`` are our steps that come closest to its settings: they bound how far it enlarges.
     """
 
     name: str
@@ -67,12 +67,12 @@ class LibraryProcessor:
         return row.contiguous()
 
     def describe(self) -> dict[str, Any]:
-        """What decides its rows, as plain data."""
+        """Everything that affects its rows, as plain data."""
         background = {"background": self.background} if self.background is not None else {}
         return {"processor": self.name, "settings": self.settings, **background}
 
     def changes_pixels(self, decode: Decode) -> bool:
-        """False: it gets whole pictures, however others are decoded."""
+        """False: it always gets pictures decoded in full."""
         del decode
         return False
 
@@ -91,9 +91,9 @@ def preprocess(
     """One row for the model: resize, centre crop, scale to 0…1, normalise.
 
     ``image`` is upright and RGB; the result is float32, (3, height, width), contiguous, on the CPU.
-    An image smaller than the crop is padded with black, as torchvision does. Of a picture that was decoded smaller,
-    ``size`` is the width and height it has in full, and ``box`` the part of ``image`` that is the picture.
-    ``fast``: pixels may be one 8-bit step from Pillow's.
+    An image smaller than the crop is padded with black, as in torchvision. For a picture that was decoded smaller,
+    ``size`` is its full width and height, and ``box`` the part of ``image`` that is the picture.
+    ``fast``: pixels may differ from Pillow's by one 8-bit step.
     """
     return normalize(fit_image(image, spec, size, box, fast=fast), spec)
 
@@ -106,22 +106,22 @@ def fit_image(
     *,
     fast: bool = False,
 ) -> Tensor:
-    """The pixels of a row before they are normalised, a quarter of its bytes: uint8, (channels, height, width).
+    """The pixels of a row before normalisation, a quarter of its bytes: uint8, (channels, height, width), contiguous.
 
-    Contiguous. The arguments are those of ``preprocess``.
+    The arguments are those of ``preprocess``.
     """
     if spec.channels == "gray":
         image = image.convert("L")
     pixels = np.asarray(_fit(image, spec, size or image.size, box, fast=fast))
     pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
-    # Contiguous while still bytes: a channels-last row among others could choose another kernel for the whole batch.
+    # Made contiguous while still bytes: one channels-last row could change the kernel for the whole batch.
     return torch.from_numpy(np.array(pixels[::-1] if spec.channels == "bgr" else pixels, order="C"))
 
 
 def _fit(
     image: Image.Image, spec: PreprocessSpec, size: tuple[int, int], box: Box | None, *, fast: bool
 ) -> Image.Image | NDArray[np.uint8]:
-    """What a row holds of an image, resized and cropped."""
+    """Resize and crop an image."""
     if spec.resize is None:
         return _cut_window(image, spec)
     mode, resized = PILLOWS[spec.interpolation], compute_resized_size(spec, *size)
@@ -129,7 +129,7 @@ def _fit(
     window = find_window(spec, wide, high)
     is_beyond = window[2] > wide or window[3] > high
     is_part = box not in (None, (0, 0, *image.size))
-    # Pillow rounds between its two passes, and begins with the other one there.
+    # Pillow rounds between its two passes, and in this case starts with the other pass.
     rows_first = image.height - high > max(2 * (image.width - wide), 0)
     if is_part or is_beyond or rows_first or image.width * image.height > MAX_COPIED_PIXELS:
         return _cut_window(image.resize(resized, mode, box), spec)
@@ -139,10 +139,10 @@ def _fit(
 
 
 def _resize_window(image: Image.Image, mode: Image.Resampling, resized: tuple[int, int], window: Window) -> Image.Image:
-    """A window of a resized image, with the bits that it has in the whole.
+    """A window of a resized image, bit-identical to the same window of the whole resized image.
 
-    Pillow makes columns first and rows then, rounding in between, and looks at a pixel's place to find what it is made
-    of. So both are done here for as much as the window needs, at their places.
+    Pillow runs a horizontal pass, rounds, runs a vertical pass, and computes each pixel from its position. So both
+    passes run here only for what the window needs, at the original positions.
     """
     (wide, high), (left, top, width, height) = resized, window
     scale = image.height / high
@@ -156,9 +156,9 @@ def _resize_window(image: Image.Image, mode: Image.Resampling, resized: tuple[in
 def _resize_by_torch(
     image: Image.Image, spec: PreprocessSpec, resized: tuple[int, int], window: Window
 ) -> NDArray[np.uint8]:
-    """A window of a resized image, (height, width) and of colours (height, width, 3); weights have 16 bits, not 22."""
+    """A window of a resized image, (height, width) or (height, width, 3); torch's weights have 16 bits, Pillow's 22."""
     (wide, high), (left, top, width, height) = resized, window
-    layout = "RGBX" if image.mode == "RGB" else image.mode  # four bytes a pixel, as Pillow has them: they are copied
+    layout = "RGBX" if image.mode == "RGB" else image.mode  # four bytes a pixel is Pillow's own layout: a plain copy
     data = torch.frombuffer(bytearray(image.tobytes("raw", layout)), dtype=torch.uint8)
     pixels = data.view(1, image.height, image.width, -1).permute(0, 3, 1, 2)
     found = functional.interpolate(pixels, (high, wide), mode=spec.interpolation, antialias=True)[0]
@@ -174,7 +174,7 @@ def make_row(
     *,
     fast: bool = False,
 ) -> Tensor:
-    """A picture's row as it waits: pixels still to be normalised, or what its library's processor makes of it.
+    """A picture's row for the queue: pixels that are not yet normalised, or the library processor's row.
 
     The arguments are those of ``preprocess``. InputError if the library refuses the picture.
     """
@@ -182,11 +182,11 @@ def make_row(
 
 
 def preprocess_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
-    """The same row from a picture's pixels, uint8, (3, height, width), on any device, where it stays.
+    """A normalised row from a picture's pixels, uint8, (3, height, width), on their device.
 
-    For a ``placeable`` spec. Resized in float32 and rounded once, where Pillow rounds between the two directions too.
+    For a ``placeable`` spec. The resize is in float32 and rounds once; Pillow also rounds between its two passes.
     """
-    # Here: it takes longer to import than torch, and only a GPU's decoder needs it, whose making tries this out.
+    # Imported here: it takes longer to import than torch, and only a GPU's decoder needs it.
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms import functional as tvf
 
@@ -198,19 +198,19 @@ def preprocess_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
 
 
 def _cut_window(image: Image.Image, spec: PreprocessSpec) -> Image.Image:
-    """What a row holds of a resized image; around an image that is smaller is black, or the letterbox's colour."""
+    """Crop a resized image; a smaller one is padded with black, or with the letterbox's colour."""
     left, top, width, height = find_window(spec, *image.size)
     if (width, height) == image.size:
         return image
     if spec.letterbox is None:
-        return image.crop((left, top, left + width, top + height))  # what lies beyond an image is black
+        return image.crop((left, top, left + width, top + height))  # Pillow pads with black
     canvas = Image.new("RGB", (width, height), spec.letterbox).convert(image.mode)
     canvas.paste(image, (-left, -top))
     return canvas
 
 
 def normalize(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
-    """Pixels of one row, or of several on a first axis, scaled and normalised: float32, on their device."""
+    """Scale and normalise the pixels of one row, or of several on a first axis: float32, on their device."""
     mean, std = _make_constants(spec.mean, spec.std, pixels.device)
     low, high = spec.scale or (0, 1)
     scaled = pixels.to(torch.float32)
@@ -221,8 +221,8 @@ def normalize(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _make_constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """What is subtracted and divided by, (3, 1, 1); torchvision creates and checks them for each image."""
-    # Normal tensors, whichever thread asks first: inference ones could not be used outside of inference mode.
+    """Mean and std as tensors, (3, 1, 1); cached, while torchvision creates and checks them for each image."""
+    # Never inference tensors, even if the first caller is in inference mode: these can't be used outside of it.
     with torch.inference_mode(False):
         first, second = (
             torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1) for values in (mean, std)
@@ -231,9 +231,9 @@ def _make_constants(mean: tuple[float, ...], std: tuple[float, ...], device: tor
 
 
 def compute_least_size(spec: Preprocessing, width: int, height: int) -> tuple[int, int] | None:
-    """The least width and height at which a ``width`` x ``height`` picture may be decoded to be resized then.
+    """The smallest width and height to decode a ``width`` x ``height`` picture at before it is resized.
 
-    None if it is to be decoded in full: nothing is resized, or not smoothly.
+    None if it must be decoded in full: nothing is resized, or without a smooth filter.
     """
     if isinstance(spec, LibraryProcessor) or not spec.reducible:
         return None
@@ -242,7 +242,7 @@ def compute_least_size(spec: Preprocessing, width: int, height: int) -> tuple[in
 
 
 def compute_output_size(spec: Preprocessing) -> tuple[int, int] | None:
-    """Height and width of every result, or None if they depend on the image."""
+    """Height and width of every row, or None if they depend on the image."""
     if isinstance(spec, LibraryProcessor):
         return spec.size
     size = spec.crop or (spec.resize if spec.letterbox or isinstance(spec.resize, tuple) else None)

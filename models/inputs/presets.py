@@ -1,6 +1,6 @@
-"""What the image processor of a model's library does, as steps of our own where these are proven to make its rows.
+"""Replace a library's image processor by our own steps, if they are verified to return the same rows.
 
-Its settings do not tell all: odd pictures go through both.
+The processor's settings do not tell everything, so both run on odd pictures.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from layertap.models.inputs.geometry import list_sides
 from layertap.models.inputs.preprocess import PILLOWS, LibraryProcessor, Preprocessing, preprocess
 from layertap.models.spec import Color, Interpolation, PreprocessSpec
 
-TOLERANCE = 0.02  # of an 8-bit step: the rounding of float32, and no other pixel
-SIDE = 224  # of pictures for a processor that resizes to no side that is known
+TOLERANCE = 0.02  # of an 8-bit step: allows float32 rounding, but no different pixel
+SIDE = 224  # of pictures for a processor whose target size is unknown
 CHANNELS = (1, 3)  # gray levels or colours
 WHITE: Color = (255, 255, 255)
 RESAMPLINGS = {int(mode): name for name, mode in PILLOWS.items() if name != "nearest-exact"}  # by PIL's numbers
 
 
 def from_torchvision(preset: Any) -> PreprocessSpec | None:
-    """The spec of what a torchvision weights' ``transforms()`` gives; None if it is not for single images."""
+    """The spec of a preset from torchvision weights' ``transforms()``; None if it is not for single images."""
     if type(preset).__name__ not in ("ImageClassification", "SemanticSegmentation"):
         return None
     return PreprocessSpec(
@@ -43,7 +43,7 @@ def from_torchvision(preset: Any) -> PreprocessSpec | None:
 
 
 def from_timm(config: Mapping[str, Any]) -> PreprocessSpec | None:
-    """The spec that is nearest to timm's evaluation transform for a ``resolve_data_config`` result; to be proven."""
+    """The spec nearest to timm's evaluation transform for a ``resolve_data_config`` result; not yet verified."""
     _, height, width = config["input_size"]
     scaled = tuple(math.floor(side / (config["crop_pct"] or 0.875)) for side in (height, width))
     if config["interpolation"] not in get_args(Interpolation):
@@ -58,7 +58,7 @@ def from_timm(config: Mapping[str, Any]) -> PreprocessSpec | None:
 
 
 def from_transformers(processor: Any) -> PreprocessSpec | None:
-    """The spec that is nearest to a transformers image processor's settings, which do not tell all; to be proven.
+    """The spec nearest to a transformers image processor's settings; not yet verified.
 
     None if pictures are resized neither to a short side nor to height and width.
     """
@@ -73,7 +73,7 @@ def from_transformers(processor: Any) -> PreprocessSpec | None:
     mode = RESAMPLINGS.get(settings("resample", None)) if settings("do_resize", False) else "bilinear"
     if mode is None or (resize is None and settings("do_resize", False)):
         return None
-    # The largest pixel's value, by which our mean and std are smaller than the library's: theirs follow its factor.
+    # The rescaled value of a white pixel: we scale to 0…1, so the library's mean and std are divided by it.
     full = 255 * settings("rescale_factor") if settings("do_rescale", False) else 255
     normalised = settings("do_normalize", False)
     mean, std = (settings("image_mean"), settings("image_std")) if normalised else ([0.0] * 3, [1.0] * 3)
@@ -108,10 +108,10 @@ def _parse_size(sides: list[int] | None) -> int | tuple[int, int] | None:
 def choose_preprocessing(
     name: str, settings: str, run: Callable[[Image.Image], Tensor], nearest: PreprocessSpec | None, shown: str
 ) -> Preprocessing | str:
-    """The steps ``nearest`` to a library's processor where they are proven to make its rows, else the processor.
+    """The ``nearest`` steps if they are verified to return a library processor's rows, else the processor.
 
-    ``run`` is its function, ``settings`` are all that decides its rows. A text, which begins with ``shown``, where it
-    can't be applied to plain pictures.
+    ``run`` is its function, ``settings`` everything that affects its rows. If it fails on plain pictures the result is
+    a text with the reason, which begins with ``shown``.
     """
     digest = hashlib.sha256(settings.encode()).hexdigest()[:32]
     found = _choose(LibraryProcessor(name, digest, run, nearest=nearest))
@@ -120,9 +120,9 @@ def choose_preprocessing(
 
 @lru_cache(maxsize=64)
 def _choose(processor: LibraryProcessor) -> Preprocessing | str:
-    """The ``nearest`` steps of a processor where they are proven, else the processor, with all that is known of it.
+    """A processor's ``nearest`` steps if they are verified, else the processor with its size and background.
 
-    A text where it can't be applied to plain pictures: what it did with one.
+    A text if it fails on plain pictures: what it did with one.
     """
     pictures = list(_draw_pictures(_find_side(processor.nearest)))
     try:
@@ -159,12 +159,12 @@ def _is_equal(row: Tensor, wanted: Tensor | None, spec: PreprocessSpec) -> bool:
 def _try(processor: LibraryProcessor, image: Image.Image) -> Tensor | None:
     try:
         return processor.run(image)
-    except Exception:  # what is odd may be too odd for a library: served pictures like it are refused
+    except Exception:  # a library may refuse an odd picture: then requests with such pictures fail too
         return None
 
 
 def _find_background(processor: LibraryProcessor) -> Color | None:
-    """White where a processor lays transparent pictures onto it, as transformers' do; None if it takes none."""
+    """White if a processor puts it behind transparent pictures, as transformers' do; None if it does not."""
     colours = _draw_noise(SIDE // 4, SIDE // 4)
     colours.putalpha(Image.linear_gradient("L").resize(colours.size))
     found = _try(processor, colours)
@@ -174,16 +174,16 @@ def _find_background(processor: LibraryProcessor) -> Color | None:
 
 
 def _find_side(spec: PreprocessSpec | None) -> int:
-    """The short side that pictures get on the way, by which odd ones are chosen."""
+    """The short side that pictures are resized to, from which the test pictures' sizes follow."""
     size = spec and (spec.resize or spec.crop)
     return min(list_sides(size)) if size else SIDE
 
 
 def _draw_pictures(side: int) -> Iterator[Image.Image]:
-    """Panorama and portrait, made larger and smaller, smaller than a crop; all ways in which a crop may be off centre.
+    """Test pictures: wide and tall, enlarged and reduced, smaller than a crop, with every rounding of a crop's offset.
 
-    Noise in colours shows each pixel; a ramp has all levels of gray. The first one's long side becomes a whole number
-    and two thirds: it shows who cuts there, and who rounds.
+    Colour noise makes each pixel count; a ramp has all gray levels. The first picture's long side is resized to an
+    integer plus two thirds: this tells truncation from rounding.
     """
     yield _draw_noise(side * 3 // 2 + 1, side * 3 // 2)
     yield _draw_noise(side * 3 + 1, side // 4)
