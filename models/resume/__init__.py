@@ -1,1 +1,1 @@
-"""Forwards that go on from a layer's output, once it is verified that they can."""
+"""Forwards that resume from a layer's output, once it is verified that they can."""

@@ -1,9 +1,9 @@
-"""Whether forwards can resume from a layer's output: tried once, before the first answer.
+"""Verify that forwards can resume from a layer's output: once, before the first reply.
 
-A whole forward is compared with one that goes on from what left the layer in it, tensor by tensor. The modules that
-are skipped in the second one were seen with another row: whatever of theirs comes through makes a difference. So does
-what a module kept of its last forward: that was the other row's. A comparison hides a NaN, masks and whole numbers have
-none, and all of these may happen to be the same in both forwards: what is computed from placeholders is followed.
+A whole forward is compared, tensor by tensor, with one that resumes from its layer's output. Between the two another
+row runs, so that values which a module keeps from its last forward differ. Skipped modules return placeholders, with
+the structure of that row's outputs and NaN as numbers. But a comparison hides a NaN, masks and integers have none, and
+values may be equal by chance: so everything that is computed from placeholders is tracked too.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from layertap.models.selection.hook_points import HookPoint
 from layertap.models.selection.plan import Tap, get_boundary, get_call
 from layertap.models.spec import InputSpec
 
-SMALLEST = 1e-4  # of a forward's cost: what is left after its last layer
-CallNumbers = tuple[int | None, ...]  # of the calls that a resumed forward makes of a module; None if one runs
+SMALLEST = 1e-4  # the smallest share of a forward's cost that remains, after its last layer
+CallNumbers = tuple[int | None, ...]  # for each call of a module in a resumed forward: its number if skipped, else None
 CallBoundaryKey = tuple[nn.Module, int, Boundary]
 TensorMarks = Mapping[Path, "TensorMark"]
 
@@ -51,10 +51,10 @@ def verify_resumable(
     batch: Inputs,
     dtype: torch.dtype,
 ) -> Resumption:
-    """Forwards that go on from a point, after a trial of three; SelectorError if the model has none.
+    """Forwards that resume from a point, verified with three forwards; SelectorError if the model can't resume there.
 
-    ``batch`` has a few rows, in ``dtype`` where they are floating. Of the first one only structures are kept. What a
-    device raises for want of memory, or for good, goes through: it says nothing of the model.
+    ``batch`` has a few rows, floating ones in ``dtype``; the first row is only used for the structure of outputs.
+    Device errors, such as out of memory, are raised as they are: they do not mean that the model can't resume.
     """
     point = start.point
     skipped = find_skipped_calls(module, point, catalog)
@@ -69,7 +69,7 @@ def verify_resumable(
             draft = Resumption(start, catalog, inputs, dtype, placeholders)
             run_tainted = resumed.with_taint(run)
             resumed.watch(lambda batch: draft.forward(run_tainted, module, batch["sent"]), {"sent": whole.get_output()})
-    except Exception as error:  # whatever a model raises where it finds NaN, it means the same
+    except Exception as error:  # a model may raise anything on NaN: it can't resume
         if is_device_error(error):
             raise
         raise not_resumable_error(point) from error
@@ -104,7 +104,7 @@ class TensorMark:
 def collect_placeholders(
     module: nn.Module, run: Forward, batch: Inputs, numbers: Mapping[str, CallNumbers], catalog: Catalog
 ) -> dict[str, SkippedCalls]:
-    """By module, what the calls that are skipped return in a forward of some rows, without its numbers."""
+    """For each module, the structure of what its skipped calls return, without the numbers."""
     values: dict[tuple[str, int | None], Placeholder] = {}
     names = {module.get_submodule(name): name for name in numbers}
 
@@ -125,10 +125,10 @@ def collect_placeholders(
 
 
 class MarkRecorder:
-    """Marks every tensor of every call of a forward, and keeps the one that leaves a point.
+    """Marks every tensor of every call of a forward, and keeps the tensor at a point.
 
-    Of a resumed forward, whose ``skipped`` calls are given, all that follows from its inputs and from what those calls
-    return is tainted; nothing is where none are.
+    In a resumed forward, whose ``skipped`` calls are given, everything that depends on its inputs or on the outputs of
+    skipped calls is tainted. In a whole forward nothing is.
     """
 
     def __init__(self, module: nn.Module, point: HookPoint, skipped: Mapping[str, CallNumbers] | None = None) -> None:
@@ -151,7 +151,7 @@ class MarkRecorder:
         self._output = tensor.clone()
 
     def with_taint(self, run: ModuleForward) -> ModuleForward:
-        """A forward whose inputs are tainted, and what follows from them."""
+        """A forward that taints its inputs, and everything that depends on them."""
 
         def run_tainted(batch: Inputs, module: nn.Module) -> object:
             self._taint.mark(batch.values())
@@ -172,7 +172,7 @@ class MarkRecorder:
     def _leave(self, module: nn.Module, call: int, value: object) -> None:
         numbers = self._skipped.get(module, ())
         if call < len(numbers) and numbers[call] is not None:
-            # Of what is skipped nothing is known, but what was sent.
+            # The output of a skipped call is unknown, except for the tensor that was sent.
             is_start = not self._point.function and module is self._location[0] and call == len(numbers) - 1
             sent = self._point.path if is_start else None
             self._taint.mark(tensor for path, tensor in iterate_tensors(value) if path != sent)
@@ -187,10 +187,10 @@ class MarkRecorder:
 
 
 def find_skipped_calls(module: nn.Module, point: HookPoint, catalog: Catalog) -> dict[str, CallNumbers]:
-    """The outermost modules that are skipped, and which calls of them; of the layer's own those up to the point.
+    """The outermost modules that are skipped, and which of their calls; for the layer itself those up to the point.
 
-    Calls are counted as they are made. Where one that is not made is of a module that runs later, what contains it is
-    not skipped, or that module's calls would be miscounted. SelectorError if that is the layer itself.
+    Hooks count calls as they run. A call that contains a call of a module that also runs later is not skipped, or
+    the later calls would be miscounted. SelectorError if the layer's own call is such a call.
     """
     start = get_call(point, catalog)
     target = locate(point, module)[0]
@@ -200,7 +200,7 @@ def find_skipped_calls(module: nn.Module, point: HookPoint, catalog: Catalog) ->
     counted = [call for part in late for call in calls_of[part]]
     if _contains_any(start, counted):
         raise not_resumable_error(point)
-    # A layer that calls the function itself runs, as far as it is not in its parts.
+    # A layer whose function is the point runs its own code; only its children may be skipped.
     skipped = {} if point.function else {target: calls_of[target][: point.call + 1]}
 
     def walk(part: nn.Module) -> None:
@@ -224,7 +224,7 @@ def find_skipped_calls(module: nn.Module, point: HookPoint, catalog: Catalog) ->
 
 
 def _ends_before(call: Call, start: Call) -> bool:
-    """Whether a call is over when the layer's begins, or is a part of it."""
+    """Whether a call ends before the layer's call begins, or is inside it."""
     return call.output.order < start.input.order or _is_inside(call, start)
 
 
@@ -248,7 +248,7 @@ class Trial:
     resumed: Mapping[CallBoundaryKey, TensorMarks]
 
     def build_catalog(self) -> Catalog:
-        """What the catalogue says of the tensors that came out as they were, and of no others."""
+        """The catalogue of the tensors that were equal in both forwards."""
         catalog, rest = self.catalog, self._remaining_cost
         costs = replace(catalog.costs, base=catalog.costs.base * rest, per_row=catalog.costs.per_row * rest)
         layers = {name: self._build_layer(layer) for name, layer in catalog.layers.items()}
@@ -292,7 +292,7 @@ class Trial:
 
     def _find_same(self, key: CallBoundaryKey) -> set[Path]:
         module, number, boundary = key
-        if boundary == "output" and (module, number) in self._skipped_calls:  # nothing is known but what was sent
+        if boundary == "output" and (module, number) in self._skipped_calls:  # only the sent tensor is known
             is_start = (module, number) == (locate(self.point, self.module)[0], self.point.call)
             return {self.point.path} if is_start and not self.point.function else set()
         resumed = self.resumed.get(key, {})

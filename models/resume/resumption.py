@@ -1,8 +1,8 @@
-"""Forwards that begin in the middle: a layer's output is given, and only what comes after it runs.
+"""Forwards that resume from a given layer's output, and run only what follows.
 
 A forward is Python code and can't be entered in the middle. It runs from the beginning, and every module that would
-end before the layer is skipped: it returns NaN in the shapes of its output. Values that depend on the layer's output
-alone are the same as in a whole forward; ``prover.py`` determines which these are.
+end before the layer is skipped: it returns NaN in the shapes of its output. Values that depend only on the layer's
+output are the same as in a whole forward; ``prover.py`` determines which these are.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ ModuleForward = Callable[[Inputs, nn.Module], object]
 
 @dataclass(frozen=True)
 class Placeholder:
-    """What a call returned, without the numbers in its tensors."""
+    """The structure of what a call returned, without the numbers in its tensors."""
 
     value: object
     tensors: tuple[TensorInfo, ...]
 
     def fill(self, row_count: int, device: torch.device) -> Any:
-        """As it would be for so many rows, of NaN, or zeros where a dtype has none; its memory is the caller's."""
+        """The value for ``row_count`` rows, filled with NaN, or zeros if a dtype has no NaN; in new memory."""
         value, dtypes = self.value, {path: tensor.dtype for path, tensor in iterate_tensors(self.value)}
         for info in self.tensors:
             value = replace_tensor(value, info.path, _make_empty(info.shape_for(row_count), dtypes[info.path], device))
         return value
 
 
-SkippedCalls = tuple[Placeholder | None, ...]  # of one module, from its first call on; None if one runs
+SkippedCalls = tuple[Placeholder | None, ...]  # for each call of a module, from the first; None: it runs
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """Forwards that begin with what leaves one call of a layer.
+    """Forwards that resume from the output of one call of a layer.
 
-    ``start`` is the tensor that is sent. ``catalog`` knows what follows from that alone, and what it costs. ``skipped``
-    has, by name, the modules that are skipped, each for so many calls; the last of the layer's own is the one whose
-    output is sent, unless it is a function's. ``inputs`` are the model's, in ``dtype`` where they are floating.
+    ``start`` is the tensor that is sent. ``catalog`` has the tensors that depend on it alone, and the costs.
+    ``skipped`` has each skipped module's calls, by module name; the layer's own last call is the one whose output is
+    sent, unless ``start`` is a function's. ``inputs`` are the model's, floating ones in ``dtype``.
     """
 
     start: Tap
@@ -66,7 +66,7 @@ class Resumption:
 
     @property
     def takes(self) -> InputSpec:
-        """What a request sends for each row: the layer's output without its axis of rows, of a text of any length."""
+        """What a request sends for each row: the layer's output without the row axis; a text's may have any length."""
         info = self.start.info
         spec = InputSpec(escape_point(self.start.point), info.shape[1:], cast("InputDType", info.dtype))
         longest = next((each.longest for each in self.inputs if each.longest is not None), None)
@@ -75,9 +75,9 @@ class Resumption:
         return replace(spec, longest=longest, long_axis=info.token_axes[0] - 1)
 
     def forward(self, run: ModuleForward, module: nn.Module, sent: Tensor) -> object:
-        """What the model returns when it goes on from a layer's output; the module is left as it was.
+        """What the model returns when it resumes from a layer's output; the module is restored afterwards.
 
-        ``sent`` has its rows on axis 0, and is the model's to write to.
+        ``sent`` has its rows on axis 0; the model may write to it.
         """
         point = self.start.point
         with ExitStack() as stack:
@@ -89,7 +89,7 @@ class Resumption:
             return run(self._make_inputs(sent), module)
 
     def _fill(self, sent: Tensor, is_own: bool, placeholder: Placeholder, is_last: bool) -> Any:
-        """What a skipped call returns, what is sent in it where it is the layer's ``own`` last one."""
+        """What a skipped call returns; the layer's own last call returns the sent tensor in it."""
         value = placeholder.fill(len(sent), sent.device)
         if not (is_own and is_last):
             return value
@@ -99,7 +99,7 @@ class Resumption:
         return _begin_graph(sent.to(DTYPES[self.start.info.dtype]))
 
     def _make_inputs(self, sent: Tensor) -> Inputs:
-        """Inputs for those parts of a forward that run and do not matter: NaN, or zeros."""
+        """Inputs for the parts of a forward that run although their results are not used: NaN, or zeros."""
 
         def dtype(spec: InputSpec) -> torch.dtype:
             return self.dtype if DTYPES[spec.dtype].is_floating_point else DTYPES[spec.dtype]
@@ -108,7 +108,7 @@ class Resumption:
 
 
 def find_start(selector: Selector, catalog: Catalog) -> Tap:
-    """The one tensor that a forward is to go on from; UnknownLayerError, SelectorError if there is no such one."""
+    """The tensor that a forward resumes from; UnknownLayerError or SelectorError if there is not exactly one."""
     matches, _ = find_matches(selector, catalog)
     if len(matches) != 1 or matches[0].point.site != "output":
         raise SelectorError(
@@ -132,7 +132,7 @@ def find_start(selector: Selector, catalog: Catalog) -> Tap:
 
 
 def not_resumable_error(point: HookPoint) -> SelectorError:
-    """The error where a model can't go on from a point."""
+    """The error if a model can't resume from a point."""
     return SelectorError(
         f"this model's forward can't be resumed from '{escape_point(point)}'",
         hint="resume from a layer around it, or after it",
@@ -140,26 +140,26 @@ def not_resumable_error(point: HookPoint) -> SelectorError:
 
 
 def locate(point: HookPoint, module: nn.Module) -> Location:
-    """Where hooks on a module find a point."""
+    """The location of a point, for hooks on a module."""
     return point.locate({point.layer: module.get_submodule("" if point.layer == "." else point.layer)})
 
 
 def format_point(point: HookPoint) -> str:
-    """An output as a request would name it, however long: what tells one from another."""
+    """An output as a request names it, unescaped and not shortened."""
     return point.format_name(f"#{point.call}" if point.call else "")
 
 
 def escape_point(point: HookPoint) -> str:
-    """The same, safe to show."""
+    """``format_point``, safe to show."""
     return escape(format_point(point))[1:-1]
 
 
 def _skip_calls(
     stack: ExitStack, module: nn.Module, calls: SkippedCalls, fill: Callable[[Placeholder, bool], Any]
 ) -> None:
-    """Until the stack ends, those of a module's first calls that have a placeholder return it filled, and run nothing.
+    """Until the stack closes, a module's calls that have a placeholder return it filled instead of running.
 
-    ``fill`` gets the placeholder, and whether it is the last one.
+    ``fill`` takes the placeholder, and whether it is the last one.
     """
     numbers, own_forward, run = count(), vars(module).get("forward"), module.forward
 
@@ -178,7 +178,7 @@ def _skip_calls(
 
 
 def _begin_graph(sent: Tensor) -> Tensor:
-    """What is sent, as the beginning of a graph where one is kept: what depends on nothing else then shows that."""
+    """The sent tensor; with grad enabled it requires grad, so that the graph shows what depends on it."""
     if not torch.is_grad_enabled() or not sent.is_floating_point():
         return sent
     return sent.detach().requires_grad_().clone()

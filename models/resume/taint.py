@@ -14,7 +14,7 @@ from layertap.models.hooks.tensor_tree import iterate_tensors
 
 
 class Taint(DispatchMode):
-    """While it is entered: which storages hold what was computed from tensors that were marked.
+    """While active, records which storages hold values that were computed from marked tensors.
 
     Once Python reads a number from a tainted tensor (``item()``, ``if mask.any():``), all later results are tainted.
     Reads by ``tolist()`` or ``numpy()`` are not detected.
@@ -27,7 +27,7 @@ class Taint(DispatchMode):
         self._paused = False
 
     def mark(self, tensors: Iterable[Tensor]) -> None:
-        """From here on these tensors count, and all that shares memory with them."""
+        """Mark these tensors, and all that share memory with them."""
         for storage in map(Tensor.untyped_storage, tensors):
             if storage._cdata not in self._tainted:
                 self._tainted.add(storage._cdata)
@@ -39,7 +39,7 @@ class Taint(DispatchMode):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Operations that are none of the model's."""
+        """Ignore operations inside, which are not the model's."""
         self._paused = True
         try:
             yield
@@ -49,7 +49,7 @@ class Taint(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one operation; its results follow from its arguments."""
+        """Run one operation; its results are tainted if an argument is."""
         options = kwargs or {}
         result = func(*args, **options)
         if self._paused or func._schema.name in SHAPES_ONLY:
@@ -66,7 +66,7 @@ class Taint(DispatchMode):
 
 
 def _fills_storage(tensor: Tensor) -> bool:
-    """Whether nothing is left of what was in a tensor's memory once all of the tensor is written."""
+    """Whether writing a whole tensor overwrites all of its storage."""
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
