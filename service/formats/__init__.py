@@ -1,1 +1,1 @@
-"""The formats of a reply: a file each, and one table."""
+"""The formats of replies: one file each, and a table of all."""

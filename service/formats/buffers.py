@@ -1,4 +1,4 @@
-"""An encoded reply: buffers that follow each other, those of arrays being their own memory, without a copy."""
+"""An encoded reply: a sequence of buffers; those of arrays are views, not copies."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Encoding = Literal["list", "base64"]
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """What a request says of the reply's form: each format looks at what concerns it.
+    """A request's options for the reply; each format uses its own.
 
-    ``encoding`` is for JSON, ``tiles`` for pictures, and so are ``sent``: what the rows are pictures of, row by row,
-    None for a row that was sent as an array; empty where that is not known.
+    ``encoding`` is for JSON, ``tiles`` and ``sent`` for pictures. ``sent``: the picture of each row, None for a row
+    that was sent as an array; empty if unknown.
     """
 
     encoding: Encoding = "list"
@@ -33,17 +33,17 @@ class EncodeOptions:
 
 
 def view_bytes(array: Array) -> memoryview:
-    """The bytes of an array that is in C order; they keep it in memory."""
+    """The bytes of an array in C order; the view keeps the array alive."""
     return array.reshape(-1).view(np.uint8).data
 
 
 def to_little_endian(array: Array) -> Array:
-    """The array in the byte order and memory order of every format; itself where it is so already."""
+    """The array in little-endian and C order, as all formats need it; unchanged if it already is."""
     return np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
 
 
 def name_arrays(features: Features) -> dict[str, Array]:
-    """Results and scales together, as ``KEY`` and ``KEY.scale``; NotAcceptableError where two have the same name."""
+    """Results and scales together, as ``KEY`` and ``KEY.scale``; NotAcceptableError if two have the same name."""
     scales = {f"{key}.scale": scale for key, scale in features.scales.items()}
     for name in scales.keys() & features.arrays.keys():
         hint = "give one of them another name with `as`, or use application/json"

@@ -1,8 +1,8 @@
 """``application/json``: everything in one document, written in pieces.
 
 Numbers are written so that reading them back into the array's dtype gives the same bits. JSON has no NaN and no
-infinity: in lists they become null; ``encoding: base64`` keeps them. While orjson writes a piece no other thread runs,
-so none takes longer than about a millisecond.
+infinity: in lists they become null; ``encoding: base64`` keeps them. orjson holds the GIL while it writes a piece, so
+no piece takes longer than about a millisecond.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from layertap.service.formats.plain_data import (
 )
 
 NUMBER_BYTES = 12  # a float32 written in full takes 8 to 14 characters with its comma
-PIECE_VALUES = 2**14  # numbers, or whatever else a document has
+PIECE_VALUES = 2**14  # numbers, or other values of a document
 PIECE_BYTES = 3 * 2**18  # of base64: a multiple of 3, so that pieces can be joined
-VALUE_BYTES = PIECE_BYTES // PIECE_VALUES  # as long as it takes to write a number, so many bytes are written as base64
+VALUE_BYTES = PIECE_BYTES // PIECE_VALUES  # base64 of this many bytes takes as long as one number
 
 
 def encode(features: Features, options: EncodeOptions) -> Buffers:
@@ -52,7 +52,7 @@ def encode(features: Features, options: EncodeOptions) -> Buffers:
 
 
 def estimate_bytes(encoding: Encoding, numbers: int, nbytes: int) -> int:
-    """About how large a reply is that holds so many numbers of so many bytes."""
+    """Estimate the bytes of a reply with so many numbers of ``nbytes`` in total."""
     return numbers * NUMBER_BYTES if encoding == "list" else nbytes * 4 // 3
 
 
@@ -66,14 +66,14 @@ def _make_entry(features: Features, key: str, encoding: Encoding) -> dict[str, A
 
 
 def _to_list(array: Array) -> Any:
-    # orjson writes arrays as nested lists, and numpy scalars, but no arrays without an axis.
+    # orjson writes arrays as nested lists, and numpy scalars, but not arrays without axes.
     return array if array.ndim else array[()]
 
 
 def write_json(document: Any) -> Buffers:
-    """A document as UTF-8 in as many buffers as it has pieces; together they are what orjson writes of it at once.
+    """A document as UTF-8 in one or several buffers; joined, they equal orjson's output for the whole document.
 
-    Arrays (with an axis, in C order) are written as nested lists, what is not finite as null; memoryviews as base64.
+    Arrays (with an axis, in C order) are written as nested lists, NaN and infinity as null; memoryviews as base64.
     """
     return list(_write(document))
 
@@ -97,7 +97,7 @@ def _write(value: Any) -> Iterator[bytes]:
 
 
 def _write_rows(array: Array) -> Iterator[Iterable[bytes]]:
-    """The elements of an array's first axis, as many at a time as a piece may have."""
+    """The elements of an array's first axis, in groups of at most ``PIECE_VALUES`` numbers."""
     row_values = array.size // len(array)
     if row_values > PIECE_VALUES:
         yield from map(_write, array)

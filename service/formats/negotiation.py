@@ -11,10 +11,10 @@ _MAX_RANGES = 64
 
 
 def negotiate(accept: str | None, format: str | None, types: Mapping[str, str]) -> str:  # noqa: A002
-    """The name of the format to reply in, of names and media types; the first where the request does not say.
+    """The key of the reply's format in ``types`` (names to media types); the first if the request names none.
 
-    Of media types that are equally welcome, the one that was named more exactly wins, then the order.
-    NotAcceptableError: an unknown ``format``, or an ``accept`` that none of ``types`` fits.
+    Of media types with equal quality, the one matched by the most specific range wins, then the first.
+    NotAcceptableError: an unknown ``format``, or an ``accept`` that matches none of ``types``.
     """
     if format is not None:
         if format not in types:
@@ -40,9 +40,9 @@ def _rank(media_type: str, ranges: Mapping[str, float]) -> tuple[float, int]:
 
 
 def parse_qualities(accept: str) -> dict[str, float]:
-    """Media ranges, or the codings of ``Accept-Encoding``, to their qualities; of a repeated one, the highest."""
+    """Media ranges, or the codings of ``Accept-Encoding``, with their qualities; of a repeated one, the highest."""
     qualities: dict[str, float] = {}
-    # What exceeds the bound is ignored, so that a huge header costs no more than a long one.
+    # Elements beyond the limit are ignored, so that a huge header costs no more than a long one.
     for element in accept.lower().split(",", _MAX_RANGES)[:_MAX_RANGES]:
         name, *parameters = map(str.strip, element.split(";"))
         try:

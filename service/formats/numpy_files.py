@@ -1,4 +1,4 @@
-"""``application/x-npy``, one array and nothing else; ``application/x-npz``, one array per key in a zip archive."""
+"""``application/x-npy``: a single array; ``application/x-npz``: one array per key in a zip archive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def encode_npy(features: Features, options: EncodeOptions) -> Buffers:
-    """The only result as a .npy file; ``options`` change nothing.
+    """The only result as a .npy file; ``options`` have no effect.
 
     NotAcceptableError: none or several results, or one with a scale.
     """
@@ -34,7 +34,7 @@ def encode_npy(features: Features, options: EncodeOptions) -> Buffers:
 
 
 def encode_npz(features: Features, options: EncodeOptions) -> Buffers:
-    """The results as a .npz file, scales as ``KEY.scale``; ``options`` change nothing.
+    """The results as a .npz file, scales as ``KEY.scale``; ``options`` have no effect.
 
     NotAcceptableError: two arrays of the same name.
     """
@@ -44,8 +44,8 @@ def encode_npz(features: Features, options: EncodeOptions) -> Buffers:
 def encode_arrays(arrays: Mapping[str, Array]) -> Buffers:
     """Arrays as a .npz file; the same arrays give the same bytes."""
     file = _BufferFile()
-    # Not numpy.savez: it takes the keys as keyword arguments, so that one called "file" breaks it, and it writes the
-    # time of day into the archive.
+    # Not numpy.savez: it takes the keys as keyword arguments, so that the key "file" fails, and it writes the current
+    # time into the archive.
     with zipfile.ZipFile(cast("IO[bytes]", file), "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays.items():
             entry = zipfile.ZipInfo(f"{name}.npy", date_time=_EPOCH)
@@ -55,37 +55,37 @@ def encode_arrays(arrays: Mapping[str, Array]) -> Buffers:
 
 
 def _write_npy(array: Array) -> Buffers:
-    """An array as a .npy file, format version 1.0: what precedes its data, and its data."""
+    """An array as a .npy file, format version 1.0: its header and its data."""
     array = to_little_endian(array)
     return [_make_header(array.shape, array.dtype.str), view_bytes(array)]
 
 
 @lru_cache(maxsize=256)
 def _make_header(shape: tuple[int, ...], dtype: str) -> bytes:
-    """What precedes the data of an array in C order; cached, for writing it takes longer than writing an embedding."""
+    """The header of an array in C order; cached, because building it takes longer than writing an embedding."""
     stream = BytesIO()
     npy_format.write_array_header_1_0(stream, {"descr": dtype, "fortran_order": False, "shape": shape})
     return stream.getvalue()
 
 
 class _BufferFile:
-    """A file to be written whose content stays in the buffers that were written, none of them copied.
+    """A writable file that keeps the buffers written to it, without copying them.
 
-    zipfile writes a member's head again once it knows its sum: that has the same length and replaces the first. A file
-    without ``seek`` would get the sum behind the member, where many readers of uncompressed members don't look.
+    zipfile rewrites a member's header, with the same length, once it knows the checksum. A file without ``seek`` would
+    get the checksum after the member, where many readers of uncompressed members don't look.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[int, Buffer] = {}  # by their places
+        self._buffers: dict[int, Buffer] = {}  # by offset
         self._place = 0
 
     @property
     def buffers(self) -> Buffers:
-        """What was written, in the order of places."""
+        """The written buffers, in the order of their offsets."""
         return list(self._buffers.values())
 
     def write(self, data: Buffer) -> int:
-        """Keep the bytes of a buffer, which must not change any more."""
+        """Keep the bytes of a buffer, which must not change afterwards."""
         data = data if isinstance(data, bytes) else memoryview(data)
         if size := len(data):
             self._buffers[self._place] = data
@@ -93,13 +93,13 @@ class _BufferFile:
         return size
 
     def tell(self) -> int:
-        """Where the next buffer goes."""
+        """The offset of the next buffer."""
         return self._place
 
     def seek(self, place: int) -> int:
-        """Go to a place, counted from the beginning."""
+        """Set the offset of the next buffer."""
         self._place = place
         return place
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Nothing to flush."""

@@ -1,4 +1,4 @@
-"""``image/png`` and ``image/webp``: what results look like, for people."""
+"""``image/png`` and ``image/webp``: drawings of the results, for people."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ WEBP: Writer = {"format": "WEBP", "lossless": True, "quality": 40, "method": 2}
 def encode(features: Features, options: EncodeOptions, writer: Writer) -> Buffers:
     """A sheet of all results, in the order asked for.
 
-    NotAcceptableError: results as int8, whose numbers mean nothing without their scales. TooLargeError: more pixels
-    than a sheet may have.
+    NotAcceptableError: int8 results, whose numbers mean nothing without their scales. TooLargeError: more pixels than a
+    sheet may have.
     """
     if features.scales:
         raise NotAcceptableError("pictures are not drawn of int8 results", hint='leave "dtype": "int8" out')
@@ -33,7 +33,7 @@ def encode(features: Features, options: EncodeOptions, writer: Writer) -> Buffer
     places = tuple(place for place in range(features.rows + len(skipped)) if place not in skipped)
     infos = [
         _describe(key, features.receipts[key], array.shape, (int(key.rpartition(".input")[2]),))
-        if key in features.by_input  # of the one input that the name tells
+        if key in features.by_input  # of the one input in its name
         else _describe(key, features.receipts[key], array.shape, places)
         for key, array in features.arrays.items()
     ]
@@ -45,7 +45,7 @@ def encode(features: Features, options: EncodeOptions, writer: Writer) -> Buffer
 
 
 def _describe(key: str, receipt: Receipt, shape: Shape, places: tuple[int, ...]) -> ResultInfo:
-    """What decides how a result of these inputs is drawn."""
+    """The properties that determine a result's drawing."""
     is_named = key.partition(":")[0] == receipt.layer
     chosen = (receipt.tokens, receipt.heads, receipt.queries, receipt.keys)
     return ResultInfo(
@@ -67,14 +67,14 @@ def _describe(key: str, receipt: Receipt, shape: Shape, places: tuple[int, ...])
 
 
 def _list_captions(receipt: Receipt) -> tuple[str, ...]:
-    """The class that each row's gradient is of, where receipts have it."""
+    """The class that each row's gradient is of, if receipts have it."""
     labels = receipt.labels or ("",) * len(receipt.classes or ())
     pairs = zip(receipt.classes or (), labels, strict=True)
     return tuple(f"class {number}{f': {label}' if label else ''}" for number, label in pairs)
 
 
 def _decode(sent: Mapping[int, SentPicture | None]) -> dict[int, Original]:
-    """The inputs' pictures by place, without what is none, and what goes beyond all pixels that are decoded."""
+    """The decoded pictures by input index; other inputs, and pictures beyond ``MAX_DECODED_PIXELS``, are left out."""
     originals: dict[int, Original] = {}
     left = MAX_DECODED_PIXELS
     for place, picture in sent.items():

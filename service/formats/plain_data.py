@@ -1,4 +1,4 @@
-"""What features carry beside their arrays, as plain data for JSON."""
+"""The parts of features other than arrays, as plain data for JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def describe_receipts(features: Features) -> dict[str, dict[str, Any]]:
 
 
 def describe_errors(features: Features) -> list[dict[str, Any]]:
-    """The faults of the inputs that were left out; what a fault does not have is left out."""
+    """The faults of the inputs that were left out; a fault's empty fields are left out."""
     faults = map(asdict, features.errors)
     return [{key: value for key, value in fault.items() if value not in ("", None)} for fault in faults]
 
@@ -32,7 +32,7 @@ def describe_top_effects(features: Features) -> list[list[dict[str, Any]]]:
 
 
 def describe_as_text(features: Features) -> dict[str, str]:
-    """All of it, for the metadata of a file, which is text: what is more than a word is JSON."""
+    """All of these as text, for a file's metadata: single words as they are, everything else as JSON."""
     return {
         "model": features.model,
         "fingerprint": features.fingerprint,

@@ -1,4 +1,4 @@
-"""``application/x-safetensors``: one tensor per key, and what they are in the file's metadata."""
+"""``application/x-safetensors``: one tensor per key, and descriptions in the file's metadata."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ _RESERVED = "__metadata__"
 
 
 def encode(features: Features, options: EncodeOptions) -> Buffers:
-    """The results as a safetensors file, scales as ``KEY.scale``; ``options`` change nothing.
+    """The results as a safetensors file, scales as ``KEY.scale``; ``options`` have no effect.
 
-    The metadata holds ``model``, ``fingerprint``, ``rows``, ``receipts`` and ``errors`` as JSON, ``skipped`` where
-    inputs were left out, and ``verified``, ``interventions`` and ``warnings`` where there were any. The same features
-    give the same bytes. NotAcceptableError: two tensors of the same name, or one that has the name of the format's own
-    entry.
+    The metadata holds ``model``, ``fingerprint``, ``rows``, ``receipts`` and ``errors`` as JSON, ``skipped`` if inputs
+    were left out, and ``verified``, ``interventions`` and ``warnings`` if there are any. The same features give the
+    same bytes. NotAcceptableError: two tensors of the same name, or one that has the name of the format's own entry.
     """
     tensors = {name: to_little_endian(array) for name, array in name_arrays(features).items()}
     if _RESERVED in tensors:
         detail = f"application/x-safetensors has no place for a result named '{_RESERVED}'"
         raise NotAcceptableError(detail, hint="give it another name with `as`")
-    # Those of large numbers first: so each begins where its numbers are aligned, though there is no gap between them.
+    # Larger dtypes first, so that each tensor is aligned although there are no gaps.
     tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
     header = orjson.dumps({_RESERVED: describe_as_text(features), **_describe_tensors(tensors)})
     header += b" " * (-len(header) % 8)
@@ -36,7 +35,7 @@ def encode(features: Features, options: EncodeOptions) -> Buffers:
 
 
 def _describe_tensors(tensors: Mapping[str, Array]) -> dict[str, Any]:
-    """What the header says of each: the library writes no header without the numbers, and those twice."""
+    """The header's entry for each tensor; the library writes a header only with the data, and copies these twice."""
     entries: dict[str, Any] = {}
     end = 0
     for name, array in tensors.items():
@@ -46,5 +45,5 @@ def _describe_tensors(tensors: Mapping[str, Array]) -> dict[str, Any]:
 
 
 def _name_dtype(array: Array) -> str:
-    """F32, I64 and the like; complex numbers are no results."""
+    """The format's name of a dtype, such as F32 or I64; results are never complex."""
     return "BOOL" if array.dtype.kind == "b" else f"{array.dtype.kind.upper()}{8 * array.dtype.itemsize}"

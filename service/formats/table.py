@@ -1,4 +1,4 @@
-"""The formats of replies, in order of preference; a new one is a file beside this and a row here."""
+"""The formats of replies, in order of preference; to add one, add a file beside this and a row here."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from layertap.service.formats.buffers import Buffers, EncodeOptions, Encoding
 
 @dataclass(frozen=True)
 class ReplyFormat:
-    """A format of replies: its name in ``?format=`` and as a file's suffix, its media type, features to buffers.
+    """A format of replies: its name, in ``?format=`` and as a file suffix, its media type, and its encoder.
 
-    ``estimate_bytes`` tells about how large a reply will be from the encoding, how many numbers it holds, and of how
-    many bytes. ``binary``: not JSON. ``is_picture``: it shows results to people, and short replies take long too.
+    ``estimate_bytes`` estimates the size of a reply from the encoding, the count of numbers and their bytes.
+    ``binary``: not JSON. ``is_picture``: it draws results, so that even short replies take long.
     """
 
     name: str
