@@ -1,1 +1,1 @@
-"""Pictures at URLs: what may be asked for, which addresses may be dialled, and the fetch itself."""
+"""Pictures at URLs: which URLs are accepted, which addresses may be contacted, and the fetch itself."""

@@ -1,6 +1,6 @@
-"""Which addresses may be dialled, and connections to these alone.
+"""Decides which addresses may be contacted, and connects only to these.
 
-``is_global`` by itself lets through translations, relays and multicast.
+``is_global`` alone would allow translated addresses, relays and multicast.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Network = IPv4Network | IPv6Network
 
 
 def is_allowed(address: Address, private: bool) -> bool:
-    """Whether an address is public, or with ``private`` loopback or of a network of one's own.
+    """Whether an address is public, or, with ``private``, a loopback or private one.
 
-    Never: addresses that stand for others, multicast, link-local, and those where clouds hand out credentials.
+    Never allowed: addresses that stand for others, multicast, link-local, and those of cloud metadata services.
     """
     if _is_within(address, METADATA):
         return False
@@ -30,7 +30,7 @@ def is_allowed(address: Address, private: bool) -> bool:
 
 
 class PinnedTransport(AsyncNetworkBackend):
-    """One connection, to the first of some addresses that answers, whatever host is asked for."""
+    """One connection, to the first of the given addresses that answers, whatever host is requested."""
 
     def __init__(self, addresses: Sequence[Address]) -> None:
         self._addresses = addresses[:MAX_ADDRESSES]
@@ -55,7 +55,7 @@ class PinnedTransport(AsyncNetworkBackend):
         raise ConnectError("no address answers")
 
     async def aclose(self) -> None:
-        """Close the connection, also one whose handshake was broken off: httpcore leaves that open."""
+        """Close the connection, even after a failed TLS handshake: httpcore would leave that open."""
         if self._stream is not None:
             await self._stream.aclose()
 
@@ -68,7 +68,7 @@ def _parse_networks(*texts: str) -> tuple[Network, ...]:
     return tuple(ip_network(text) for text in texts)
 
 
-# Beyond it: IPv4-mapped and -compatible, NAT64 (64:ff9b::/96, 64:ff9b:1::/48) …
+# The rest is excluded: IPv4-mapped and -compatible, NAT64 (64:ff9b::/96, 64:ff9b:1::/48) …
 GLOBAL_UNICAST = _parse_networks("2000::/3")
 PRIVATE = _parse_networks(
     *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
@@ -84,8 +84,8 @@ METADATA = _parse_networks(
     "fd20:ce::/32",
 )
 SPECIAL = _parse_networks(
-    "192.0.0.0/24",  # protocols
+    "192.0.0.0/24",  # protocol assignments
     "192.88.99.0/24",  # 6to4 relays
-    "2001::/23",  # protocols, Teredo among them
+    "2001::/23",  # protocol assignments, including Teredo
     "2002::/16",  # 6to4
 )

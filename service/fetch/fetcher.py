@@ -1,4 +1,4 @@
-"""One picture at a URL, fetched: resolved once, each address checked, those dialled, no redirect followed."""
+"""Fetches one picture at a URL: resolves the host once, checks each address, connects to these, follows no redirect."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ UNTYPED = frozenset({b"application/octet-stream", b"binary/octet-stream"})
 NETWORK_ERRORS = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError)
 
 
-class RejectedResponse(Exception):  # noqa: N818  (nobody outside sees it)
-    """A response, or an address, that is not taken; the text is for the operator's log."""
+class RejectedResponse(Exception):  # noqa: N818  (internal)
+    """A response, or an address, that is refused; the text is for the operator's log."""
 
 
 class DownloadBudget:
-    """The bytes that all URLs of one request may bring; ``reserve`` is told of them as they arrive, and may refuse."""
+    """The bytes that all URLs of a request may have; ``reserve`` is called as they arrive, and may refuse."""
 
     def __init__(self, limit: int, reserve: Callable[[int], None]) -> None:
         self._limit = limit
@@ -45,7 +45,7 @@ class DownloadBudget:
         self._used = 0
 
     def check(self, size: int) -> None:
-        """TooLargeError where so many bytes more are too many."""
+        """TooLargeError if ``size`` more bytes exceed the limit."""
         if self._used + size > self._limit:
             raise TooLargeError(
                 f"the pictures at the request's URLs have more than {self._limit} bytes, which is the limit",
@@ -53,17 +53,17 @@ class DownloadBudget:
             )
 
     def take(self, size: int) -> None:
-        """So many bytes more have arrived; TooLargeError, QueueFullError."""
+        """Count ``size`` more bytes that have arrived; TooLargeError, QueueFullError."""
         self.check(size)
         self._reserve(size)
         self._used += size
 
 
 class Fetcher:
-    """Fetches pictures from the hosts that ``LAYERTAP_ALLOW_URLS`` names; SettingsError where one of these is no host.
+    """Fetches pictures from the hosts in ``LAYERTAP_ALLOW_URLS``; SettingsError if an entry is not a host.
 
-    Used on the event loop, which it never blocks. ``resolver`` gives a host's addresses, without it the system's does;
-    ``tls`` says which certificates are good.
+    For the event loop, which it never blocks. ``resolver`` returns a host's addresses, by default with the system's
+    resolver; ``tls``: the trusted certificates.
     """
 
     def __init__(self, settings: Settings, resolver: Resolver | None = None, tls: ssl.SSLContext | None = None) -> None:
@@ -71,19 +71,19 @@ class Fetcher:
         self.max_bytes = settings.max_body_bytes
         self._timeout_s = settings.url_timeout_s
         self._resolver = resolver or self._look_up
-        # Of its own: a look-up can't be ended, and an event loop has few threads for that.
+        # A pool of its own, because a look-up can't be cancelled and the event loop's default pool is small.
         self._pool = ThreadPoolExecutor(settings.max_url_fetches, "resolve")
         self._tls = tls or (httpcore.default_ssl_context() if self._hosts else None)
         self._slots = asyncio.Semaphore(settings.max_url_fetches)
 
     def parse_url(self, url: str) -> FetchTarget:
-        """What a URL asks for; InputError where it may not be fetched. Asks nobody."""
+        """Parse a URL; InputError if it may not be fetched. Sends nothing."""
         return self._hosts.parse_url(url)
 
     async def fetch(self, target: FetchTarget, budget: DownloadBudget) -> bytes:
-        """The bytes there.
+        """The bytes at a URL.
 
-        InputError, which says the same whatever has gone wrong in the network; TooLargeError, QueueFullError.
+        InputError, with the same text for all network errors; TooLargeError, QueueFullError.
         """
         async with self._slots:
             try:
@@ -99,7 +99,7 @@ class Fetcher:
         raise InputError("the URL could not be fetched", hint="send the picture itself as 'image'")
 
     async def _resolve(self, target: FetchTarget) -> list[Address]:
-        """The addresses of the host; RejectedResponse where there is none, or one that may not be dialled."""
+        """The addresses of the host; RejectedResponse if there is none, or one may not be contacted."""
         addresses = [ip_address(text) for text in await self._resolver(target.host, target.port)]
         if not addresses or not all(is_allowed(address, target.private) for address in addresses):
             raise RejectedResponse("an address that is not dialled" if addresses else "no address")
@@ -127,14 +127,14 @@ class Fetcher:
                 async for piece in response.aiter_stream():
                     budget.take(len(piece))
                     data += piece
-                    await asyncio.sleep(0)  # pieces may be small and many: others have their turn
+                    await asyncio.sleep(0)  # many small pieces: let other tasks run
                 return bytes(data)
         finally:
             await transport.aclose()
 
 
 def _check_head(response: httpcore.Response) -> int:
-    """How many bytes a response says it has, 0 where it does not; RejectedResponse where it is no picture as it is."""
+    """The response's Content-Length, or 0; RejectedResponse if it is not an unencoded picture."""
     headers: dict[bytes, bytes] = {}
     for name, value in response.headers:
         headers[name.lower()] = value.strip().lower()

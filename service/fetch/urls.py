@@ -1,4 +1,4 @@
-"""URLs that may be fetched: a strict grammar, and the hosts that the operator has named."""
+"""URLs that may be fetched: a strict grammar, and the hosts that the operator allows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from layertap.models.errors import InputError, escape
 from layertap.service.settings import SettingsError
 
 PORTS = {"http": 80, "https": 443}
-# Classes are written out: with re.IGNORECASE some letters beyond ASCII would match as well.
+# Classes are written out, because with re.IGNORECASE some letters beyond ASCII would match as well.
 _HOST = r"[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f]{0,4}:[0-9A-Fa-f:.]{1,40}\]"  # in brackets nothing without a colon
 _PORT = r"[1-9][0-9]{0,4}"
 _CHARACTER = r"[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2}"
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 
 @dataclass(frozen=True)
 class FetchTarget:
-    """What a fetch asks for: ``path`` has the query as well; ``private``: the host's address need not be public."""
+    """The request of a fetch: ``path`` includes the query; ``private``: the host's address need not be public."""
 
     scheme: str
     host: str
@@ -35,7 +35,7 @@ class FetchTarget:
 
     @property
     def authority(self) -> str:
-        """The host as a request's head names it, with the port where that is not the scheme's own."""
+        """The value of the Host header, with the port unless it is the scheme's default."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
 
@@ -44,7 +44,7 @@ class FetchTarget:
 class AllowedHost:
     """One entry of ``LAYERTAP_ALLOW_URLS``: a name or an address, or with ``subdomains`` all names under one.
 
-    Without a port: that of the URL's scheme.
+    Without a port, the default one of the URL's scheme.
     """
 
     name: str
@@ -53,14 +53,14 @@ class AllowedHost:
     private: bool = False
 
     def matches(self, scheme: str, host: str, port: int) -> bool:
-        """Whether the entry means that host and port."""
+        """Whether the entry covers that host and port."""
         if port != (self.port or PORTS[scheme]):
             return False
         return _is_name(host) and host.endswith(f".{self.name}") if self.subdomains else host == self.name
 
 
 class AllowedHosts:
-    """The hosts that pictures are fetched from; SettingsError where an entry is no host, or is private only."""
+    """The hosts that pictures are fetched from; SettingsError if an entry is not a host, or is only in ``private``."""
 
     def __init__(self, allowed: Sequence[str], private: Sequence[str]) -> None:
         hosts, privates = [_parse_entry(text) for text in allowed], [_parse_entry(text) for text in private]
@@ -70,7 +70,7 @@ class AllowedHosts:
                     f"LAYERTAP_ALLOW_PRIVATE_URLS: {escape(text)} is not a single host of LAYERTAP_ALLOW_URLS",
                     hint="write it in both, in the same way",
                 )
-        # Those that let private addresses through first: a name may be covered by two.
+        # Private ones first, because two entries may cover a name.
         others = [host for host in hosts if host not in privates]
         self._hosts = (*(replace(host, private=True) for host in privates), *others)
 
@@ -78,7 +78,7 @@ class AllowedHosts:
         return bool(self._hosts)
 
     def parse_url(self, url: str) -> FetchTarget:
-        """What a URL asks for; InputError where it is not written as it must be, or leads to no host that is named."""
+        """Parse a URL; InputError if its syntax is wrong, or its host is not allowed."""
         if not self:
             raise InputError("URL inputs are off on this server", hint="send the picture itself as 'image'")
         match = _URL.fullmatch(url)
@@ -110,7 +110,7 @@ def _parse_entry(text: str) -> AllowedHost:
 
 
 def _is_name(text: str) -> bool:
-    """Whether it is a host name, and nothing that a resolver takes for a number (127.1, 0x7f000001)."""
+    """Whether it is a host name, and not a number for a resolver (127.1, 0x7f000001)."""
     labels = text.split(".")
     return all(_LABEL.fullmatch(label) for label in labels) and not _NUMBER.fullmatch(labels[-1])
 
