@@ -1,1 +1,1 @@
-"""The bodies of requests as pydantic models and what they mean, what replies are, examples of requests. No torch."""
+"""The bodies of requests as pydantic models and their meaning, models of replies, examples of requests. No torch."""

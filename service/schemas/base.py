@@ -1,4 +1,4 @@
-"""What bodies have in common: no unknown fields, numbers, tensors, and errors of single fields as faults."""
+"""Shared parts of bodies: no unknown fields, numbers, tensors, and errors of single fields as faults."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class OneError:
-    """An annotation of a type: whatever is wrong with a value is one error, at the value itself.
+    """An annotation for a type: all errors of a value become one error, at the value itself.
 
-    Those of a union would each point to one of its types, not to a place in the request, and of very many entries that
-    are wrong one is enough.
+    A union's errors would point to its types, not to a place in the request; of very many wrong entries, one error is
+    enough.
     """
 
     message: str
@@ -40,19 +40,19 @@ class OneError:
 
 
 def make_list(value: object) -> object:
-    """A value, or a list of it where it is none; for types that take both."""
+    """The value, in a list if it is none; for types that take both."""
     return value if isinstance(value, list) or value is None else [value]
 
 
 class StrictBody(BaseModel):
-    """A part of a body that refuses fields it does not know."""
+    """A part of a body that refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
     def _limit_fields(cls, value: Any) -> Any:
-        # Each unknown field is an error of its own: of very many none is worth the time.
+        # Each unknown field is an error of its own; for very many, these would take too long.
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
             raise ValueError(f"an object here has at most {MAX_FIELDS} fields, this one has {len(value)}")
         return value
@@ -66,12 +66,12 @@ class TensorBody(StrictBody):
     data: str
 
     def to_array(self) -> Array:
-        """The tensor as an array; InputError where its bytes and its shape do not fit each other."""
+        """The tensor as an array; InputError if its bytes do not fit its shape."""
         return read_tensor(self.dtype, self.shape, decode_base64(self.data))
 
 
 def read_field(pointer: str, read: Callable[[], T]) -> T:
-    """What one field means; RequestError with its pointer."""
+    """The result of ``read`` for one field; RequestError with its pointer."""
     try:
         return read()
     except LayertapError as error:
@@ -79,7 +79,7 @@ def read_field(pointer: str, read: Callable[[], T]) -> T:
 
 
 def read_items(bodies: Iterable[B], name: str, read: Callable[[B], T]) -> tuple[list[tuple[int, T]], list[Fault]]:
-    """What each input of a list means, behind its place, and a fault for each bad one."""
+    """The result of ``read`` for each input of a list, with its index, and a fault for each bad one."""
     items: list[tuple[int, T]] = []
     faults: list[Fault] = []
     for index, body in enumerate(bodies):
@@ -91,7 +91,7 @@ def read_items(bodies: Iterable[B], name: str, read: Callable[[B], T]) -> tuple[
 
 
 def read_entries(bodies: Iterable[B], name: str, read: Callable[[B], T]) -> tuple[T, ...]:
-    """What each entry of a list means; RequestError with a fault for each bad one."""
+    """The result of ``read`` for each entry of a list; RequestError with a fault for each bad one."""
     entries, faults = read_items(bodies, name, read)
     if faults:
         raise RequestError.from_faults([replace(fault, input=None) for fault in faults])

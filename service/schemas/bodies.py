@@ -42,7 +42,7 @@ from layertap.service.types import MAX_TILES, Priority
 
 
 class RequestBody(StrictBody):
-    """What the bodies of all routes that compute have in common."""
+    """The fields that the bodies of all routes that compute share."""
 
     model: str | None = Field(None, max_length=256)
     inputs: Annotated[list[InputBody], Field(max_length=100_000), FailFast()] = Field([])
@@ -55,7 +55,7 @@ class RequestBody(StrictBody):
 
     @cached_property
     def request_fields(self) -> dict[str, Any]:
-        """What it says, as fields of an ``ExtractRequest``; RequestError with a fault for each entry that is wrong."""
+        """The body as fields of an ``ExtractRequest``; RequestError with a fault for each bad entry."""
         return self._read_request()
 
     def _read_request(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class RequestBody(StrictBody):
 class ExtractBody(RequestBody):
     """The body of ``POST /extract``."""
 
-    # Without a default that a document would show: none at all means the model's embedding, an empty list nothing.
+    # The document shows no default: without ``layers``, the model's embedding; an empty list is an error.
     layers: Annotated[list[LayerEntry], Field(default_factory=list, min_length=1, max_length=50_000), FailFast()]
     pool: Pool = "none"
     normalize: bool = False
@@ -113,7 +113,7 @@ class ExtractBody(RequestBody):
 
 
 def _read_shared(body: InterventionBody) -> Intervention:
-    """A change of all inputs of a request: it takes nothing of one of them."""
+    """A change of all inputs of a request, so it can't take its value from one of them."""
     if body.source is not None:
         raise SelectorError(
             "'from' is for an intervention of one input", hint="write it in that input's 'interventions'"
@@ -135,7 +135,7 @@ def _check_once(values: tuple[T, ...]) -> tuple[T, ...]:
     return values
 
 
-ONCE: dict[str, JsonValue] = {"uniqueItems": True}  # as _check_once has it
+ONCE: dict[str, JsonValue] = {"uniqueItems": True}  # as _check_once requires
 SomeMethods = Annotated[tuple[Method, ...], Field(min_length=1, json_schema_extra=ONCE), AfterValidator(_check_once)]
 Methods = Annotated[
     SomeMethods,
@@ -152,7 +152,7 @@ Classes = Annotated[
 
 
 class BaselineBody(StrictBody):
-    """An input of the request, by its index, that the others are compared with."""
+    """The index of the input of the request that the others are compared with."""
 
     input: Index
 
@@ -196,7 +196,7 @@ class ExplainBody(RequestBody):
         return request
 
     def _read_explanation(self) -> Explanation:
-        """What is asked for; SelectorError where the layer is no selector, RequestError for classes said twice."""
+        """The explanation; SelectorError if the layer is not a selector, RequestError for repeated classes."""
         selector = parse_selector(self.layer) if self.layer is not None else None
         objective = self.objective
         named = (objective.klass, objective.target, objective.terms) if objective is not None else ()
@@ -211,7 +211,7 @@ class ExplainBody(RequestBody):
 MAX_VALUES = 256
 MAX_EFFECTS = 1000
 Axis = Literal["channel", "head", "query", "key", "token"]
-NUMBERS = {"scale": "by", "add": "value", "replace": "value", "noise": "std"}  # what 'values' are in place of, by op
+NUMBERS = {"scale": "by", "add": "value", "replace": "value", "noise": "std"}  # the field that 'values' replace, by op
 SomeAxes = Annotated[tuple[Axis, ...], Field(json_schema_extra=ONCE), AfterValidator(_check_once)]
 Axes = Annotated[
     SomeAxes,
@@ -226,7 +226,7 @@ Values = Annotated[
 class SweepBody(RequestBody, OperationBody):
     """The body of ``POST /sweep``: one edit, tried at each layer and at ``each`` index there, one at a time.
 
-    ``values`` are tried in place of the edit's own number. ``objective`` is what is measured of each.
+    ``values`` replace the edit's own number, one at a time. ``objective`` is the metric.
     """
 
     layers: Annotated[list[SweepPlace], Field(min_length=1, max_length=MAX_INTERVENTIONS), FailFast()]
@@ -259,7 +259,7 @@ class SweepBody(RequestBody, OperationBody):
         }
 
     def _find_number(self) -> str:
-        """The field that ``values`` are in place of; "" without values. SelectorError where there is none."""
+        """The field that ``values`` replace; "" without values. SelectorError if the op has none."""
         number = NUMBERS.get(self.op, "")
         if not self.values:
             return ""

@@ -1,6 +1,6 @@
 """Examples of requests for the OpenAPI document: tests send each and expect 200.
 
-They are for the embedded model and, where they are of texts, for a model that is called bert.
+They are for the embedded model and, if they have texts, for a model named bert.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OBJECTIVE: Json = {"kind": "logit", "class": 3}
 ZERO: Json = {"layer": "block2", "op": "zero", "channels": [3, 7]}
 REPLACE: Json = {"layer": "block2", "op": "replace", "from": {"input": 0}}  # of one input: another has the value
 
-# What may be asked of POST /extract, by what is shown.
+# Requests to POST /extract, by what they show.
 EXTRACT: dict[str, Json] = {
     "a picture's embedding": {"inputs": [PICTURE]},
     "several layers": {
@@ -87,7 +87,7 @@ SWEEP: dict[str, Json] = {
         "inputs": [{"text": "a cat sat on the mat"}, {"text": "a dog sat on the mat"}],
     },
 }
-# Values of parameters that need explaining, by their names: all that one operation has make a request together.
+# Values of parameters that need explaining, by name: those of one operation make a valid request together.
 PARAMETERS: Json = {
     "name": "digits",
     "model": "digits",

@@ -1,4 +1,4 @@
-"""Inputs of a JSON body, and how they become items."""
+"""The inputs of a JSON body, and their conversion to items."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ Tokens = Annotated[
 class InputBody(StrictBody):
     """One input: a picture (base64 or data URI), a URL, a tensor, a text, a text's tokens, or another input again.
 
-    ``tensors`` has one for each input of a model, by its name; ``input`` is the index of another input. ``objective``,
-    or its ``class`` or ``target`` alone, are in place of the request's; ``interventions`` come after those of the
-    request.
+    ``tensors``: one for each input of a model, by name; ``input``: the index of another input. ``objective``, or
+    ``class`` or ``target`` alone, replaces the request's; ``interventions`` come after those of the request.
     """
 
     image: str | None = None
@@ -55,14 +54,14 @@ class InputBody(StrictBody):
     interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS), FailFast()] = Field([])
 
     def to_options(self, place: int, inputs: int, of_request: Objective | None) -> InputOptions | None:
-        """What one of so many inputs wants of its own, None where that is nothing; RequestError with its pointers."""
+        """This input's own options among ``inputs`` inputs, None if it has none; RequestError with their pointers."""
         where = f"inputs/{place}"
         changes = read_entries(self.interventions, f"{where}/interventions", partial(_read_change, place, inputs))
         objective = read_field(f"/{where}", lambda: self._merge_objective(of_request))
         return InputOptions(objective, changes) if objective or changes else None
 
     def _merge_objective(self, of_request: Objective | None) -> Objective | None:
-        """Its objective, or the request's with its class or target; None where it has none of these."""
+        """Its own objective, or the request's with its class or target; None if it has none of these."""
         if self.klass is None and self.target is None:
             return self.objective.to_objective() if self.objective is not None else None
         if self.objective is not None:
@@ -70,9 +69,9 @@ class InputBody(StrictBody):
         return replace(of_request or Objective(), klass=self.klass, target=self.target)
 
     def to_item(self, read_other: Callable[[int], InputItem]) -> InputItem:
-        """The input as bytes or arrays, or where its bytes are; InputError where it is none of them.
+        """The input as an item; InputError if it is none.
 
-        ``read_other`` gives the item of another input, the same one each time.
+        ``read_other`` returns the item of another input, the same object each time.
         """
         kinds = (self.image, self.url, self.tensor, self.tensors, self.text, self.tokens, self.input)
         if sum(kind is not None for kind in kinds) != 1:
@@ -93,11 +92,11 @@ class InputBody(StrictBody):
         return ImageItem(decode_base64(self.image or ""))
 
 
-Kept = dict[int, InputItem | tuple[str, str]]  # an input's item, or detail and hint of what is wrong with it
+Kept = dict[int, InputItem | tuple[str, str]]  # an input's item, or its error's detail and hint
 
 
 def make_readers(bodies: Sequence[InputBody]) -> list[Callable[[], InputItem]]:
-    """What reads each of a request's inputs; an input that is named again is read once. Each raises InputError."""
+    """A reader for each input of a request; an input that others name is read once. Each raises InputError."""
     kept: Kept = {}
     return [partial(_read_item, bodies, kept, index) for index in range(len(bodies))]
 
@@ -124,7 +123,7 @@ def _read_other(bodies: Sequence[InputBody], kept: Kept, index: int) -> InputIte
 
 
 def _read_change(place: int, inputs: int, body: InterventionBody) -> Intervention:
-    """A change of the input at a place; SelectorError where it takes something of what is no other input."""
+    """A change of the input at a place; SelectorError unless its source is another input."""
     change = body.to_intervention()
     source = change.operation.source
     if source is not None and (source.input == place or source.input >= inputs):

@@ -1,6 +1,6 @@
-"""What replies are as JSON, for the OpenAPI document: nothing is built of these; tests compare real replies with them.
+"""The JSON of replies, for the OpenAPI document only: replies are not built from these; tests compare the two.
 
-A field with a default is left out where it has that.
+A field with its default value is left out.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from layertap.service.settings import LIMITS, Settings
 Shape = list[int]
 Size = int | tuple[int, int] | None
 
-# Nested lists as deep as there are axes, null where a number is not finite. Not a schema that refers to itself:
-# generators of TypeScript write such a one as a type that has no end.
+# Nested lists with one level per axis, null for NaN and infinity. Not a recursive schema, because generators of
+# TypeScript turn that into an infinite type.
 Numbers = float | bool | list[Any] | None
 
 
 class Problem(BaseModel):
-    """An error, in the form of RFC 9457; of very many ``errors`` the first, and how many more there are."""
+    """An error, in the form of RFC 9457; of very many ``errors`` the first, and the number of others."""
 
     type: str
     title: str
@@ -50,10 +50,10 @@ class Feature(BaseModel):
 
 
 class TopClassReply(BaseModel):
-    """One of a row's best classes: ``score`` as the model gives it, ``probability`` its softmax over all classes.
+    """One of a row's best classes: ``score`` is the model's output, ``probability`` its softmax over all classes.
 
-    If the model's outputs are probabilities, or their logarithms, it is the class's own.
-    There is no ``probability`` where there is a single score.
+    If the model's outputs are probabilities or their logarithms, the class's own. There is no ``probability`` if there
+    is only one score.
     """
 
     klass: int = Field(alias="class")
@@ -63,7 +63,7 @@ class TopClassReply(BaseModel):
 
 
 class TopEffectReply(BaseModel):
-    """One of an input's largest effects: the result's key, indices along its axes, the edited metric less the other."""
+    """One of an input's largest effects: the result's key, indices along its axes, edited minus unedited metric."""
 
     key: str
     index: list[int]
@@ -73,9 +73,8 @@ class TopEffectReply(BaseModel):
 class FeaturesReply(BaseModel):
     """Results by their keys, rows in the order of the inputs, and a receipt for each.
 
-    ``errors`` are of the inputs that were left out. ``interventions`` names, for each that was asked for, what it
-    changed. ``top_classes`` has the best classes of each row, of explanations alone, ``top_effects`` the largest
-    effects on each, of sweeps.
+    ``errors``: of the inputs that were left out. ``interventions``: the layers that each one changed. ``top_classes``:
+    for explanations, the best classes of each row; ``top_effects``: for sweeps, the largest effects on each input.
     """
 
     model: str
@@ -92,7 +91,7 @@ class FeaturesReply(BaseModel):
 
 
 class FeatureSize(BaseModel):
-    """What a result will be."""
+    """The shape and size of a result."""
 
     shape: Shape
     dtype: str
@@ -100,9 +99,9 @@ class FeatureSize(BaseModel):
 
 
 class DryRunReply(BaseModel):
-    """What a request would get.
+    """The plan of a request.
 
-    ``stops_at``: where its forwards stop; ``cost``: their share of a whole one; ``seconds``: of all its forwards.
+    ``stops_at``: the last layer of its forwards; ``cost``: their share of a full one; ``seconds``: of all forwards.
     """
 
     model: str
@@ -120,7 +119,7 @@ class DryRunReply(BaseModel):
 
 
 class ProbeReply(BaseModel):
-    """Receipts with probes, by the keys that a reply has."""
+    """Receipts with probes, by the keys of a reply."""
 
     model: str
     fingerprint: str
@@ -128,7 +127,7 @@ class ProbeReply(BaseModel):
 
 
 class ModelInput(BaseModel):
-    """An input of a model: ``shape`` of one row, of which one axis may have up to ``longest`` entries."""
+    """An input of a model: ``shape`` of one row, in which one axis may have up to ``longest`` entries."""
 
     name: str
     shape: Shape
@@ -137,9 +136,9 @@ class ModelInput(BaseModel):
 
 
 class Preprocessing(BaseModel):
-    """How a picture becomes a row: sizes are of the short side or the square, or height and width; null: no such step.
+    """How a picture becomes a row: sizes are the short side or the square, or height and width; null: no such step.
 
-    ``mean`` and ``std`` are for each channel, on the scale of ``scale``, from 0 to 1 where there is none.
+    ``mean`` and ``std`` are for each channel, in the range of ``scale``; without one, 0 to 1.
     """
 
     resize: Size
@@ -156,7 +155,7 @@ class Preprocessing(BaseModel):
 
 
 class LibraryPreprocessing(BaseModel):
-    """The image processor of the model's own library, which makes the rows, and a digest of its settings."""
+    """The image processor of the model's own library, and a digest of its settings."""
 
     processor: str
     settings: str
@@ -165,14 +164,14 @@ class LibraryPreprocessing(BaseModel):
 
 
 class CountedNames(BaseModel):
-    """How many names there are, and the first of them."""
+    """The number of names, and the first of them."""
 
     count: int
     names: list[str]
 
 
 class Checkpoint(BaseModel):
-    """What was taken of a checkpoint: which dictionary, without which prefix, and what did not fit."""
+    """How a checkpoint was loaded: from which dictionary, without which prefix, and what did not match."""
 
     key: str = ""
     prefix: str = ""
@@ -183,21 +182,21 @@ class Checkpoint(BaseModel):
 
 
 class ModelLabels(BaseModel):
-    """How many classes have names, and where these are from."""
+    """How many classes have names, and the source of these."""
 
     count: int
     origin: str = Field(alias="from")
 
 
 class LabelsReply(BaseModel):
-    """The names of a model's classes: that of class 0 first; null where it has none."""
+    """The names of a model's classes, from class 0 on; null if it has none."""
 
     model: str
     labels: list[str] | None
 
 
 class EmbeddingChoice(BaseModel):
-    """What makes a vector of the embedding's tensor, and why it is the model's embedding."""
+    """How the embedding's tensor becomes a vector, and why it is the model's embedding."""
 
     pool: str
     normalize: bool
@@ -205,9 +204,9 @@ class EmbeddingChoice(BaseModel):
 
 
 class TextInputs(BaseModel):
-    """How a model takes text; ``vocabulary`` is the number of ids, ``mask`` the name of an input.
+    """The model's text input; ``vocabulary`` is the number of ids, ``mask`` the name of an input.
 
-    ``cuts``: a text of more than ``max_tokens`` is cut, not refused. ``prompts`` are those of its folder by name.
+    ``cuts``: a text of more than ``max_tokens`` is cut, not refused. ``prompts``: those of its folder, by name.
     """
 
     takes: list[Literal["text", "tokens"]]
@@ -220,14 +219,14 @@ class TextInputs(BaseModel):
 
 
 class Replacement(BaseModel):
-    """A model's next version, which is not there yet, or could not be loaded."""
+    """A model's next version that is loading, or could not be loaded."""
 
     state: State
     reason: str = ""
 
 
 class Model(BaseModel):
-    """A configured model; what is only known of one in memory is there where ``state`` is ``ready``."""
+    """A configured model; some fields are only present if ``state`` is ``ready``."""
 
     name: str
     state: State
@@ -260,7 +259,7 @@ Limits = create_model("Limits", __doc__="Settings that requests are to keep with
 
 
 class ModelsReply(BaseModel):
-    """Every configured model, the name of the one that requests without a name mean, and further names of some."""
+    """All configured models, the name of the default one, and aliases."""
 
     default: str
     aliases: dict[str, str]
@@ -269,9 +268,9 @@ class ModelsReply(BaseModel):
 
 
 class ReloadReply(BaseModel):
-    """What a configuration that was read anew changes: names of models, of changed ones with the fields.
+    """The changes of a reloaded configuration: names of models; for changed ones, the fields.
 
-    ``aliases`` that change have their new model, or null; ``default`` is null where it stays.
+    ``aliases``: each changed one with its new model, or null; ``default`` is null if unchanged.
     """
 
     added: list[str]
@@ -312,7 +311,7 @@ class LayerFunction(BaseModel):
 
 
 class Layer(BaseModel):
-    """A layer; ``cost`` is the share of a forward up to here, ``share`` its own; null where it never runs."""
+    """A layer; ``cost`` is the share of a forward up to here, ``share`` its own; null if it never runs."""
 
     name: str
     type: str
@@ -331,7 +330,7 @@ class Layer(BaseModel):
 
 
 class LayersReply(BaseModel):
-    """Layers in the order of the forward; ``seconds`` of one, ``rowwise``: rows do not affect each other."""
+    """Layers in the order of the forward; ``seconds``: of one forward; ``rowwise``: rows do not affect each other."""
 
     model: str
     layers: list[Layer]
@@ -341,7 +340,7 @@ class LayersReply(BaseModel):
 
 
 class HealthReply(BaseModel):
-    """The server lives, or is ready; ``failed`` has the kinds of failure of models that it is ready without."""
+    """The server is alive, or ready; ``failed``: kinds of failures of models that it is ready without."""
 
     status: Literal["alive", "ready"]
     failed: list[str] = []

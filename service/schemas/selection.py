@@ -1,4 +1,4 @@
-"""Layers, objectives and interventions as a body names them."""
+"""Layers, objectives and interventions as a body writes them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ Stats = Annotated[tuple[str, ...] | None, PlainValidator(_parse_stats), WithJson
 
 
 def _check_edges(edges: tuple[float, ...]) -> tuple[float, ...]:
-    """In the precision of the values; an error where two are the same there or in another order."""
+    """Edges in the precision of the values; an error if two are equal in it, or out of order."""
     with np.errstate(over="ignore"):
         limits = np.array(edges, np.float32)
     if not (np.diff(limits) > 0).all() or not np.isfinite(limits).all():
@@ -97,7 +97,7 @@ Edges = Annotated[tuple[Number, ...], Field(min_length=2, max_length=MAX_EDGES),
 
 
 class PlaceBody(StrictBody):
-    """Where in a model: a selector, or its parts by name, and which indices there."""
+    """A place in a model: a selector, or its parts by name, and indices."""
 
     layer: str | None = Field(None, max_length=MAX_TEXT)
     type: str | None = Field(None, max_length=128)
@@ -111,7 +111,7 @@ class PlaceBody(StrictBody):
     keys: SignedIndices | None = None
 
     def parse_place(self) -> Selector:
-        """The selector, with nothing said of what is done there; SelectorError where it makes no sense."""
+        """The selector of the place, without options; SelectorError if it is invalid."""
         if self.layer is None and self.type is None:
             raise SelectorError("an entry needs 'layer' or 'type'")
         selector = parse_selector(self.layer) if self.layer is not None else Selector(text="*", pattern="*")
@@ -134,14 +134,14 @@ class PlaceBody(StrictBody):
 
 
 def _choose_one(field: str, in_layer: Any, by_itself: Any) -> Any:
-    """The part of a selector that 'layer' has, or the field of its own; SelectorError where they differ."""
+    """The part of a selector in 'layer', or its own field; SelectorError if they differ."""
     if in_layer is not None and by_itself is not None and in_layer != by_itself:
         raise SelectorError(f"'{field}' contradicts the one in 'layer'", hint="give it once")
     return in_layer if by_itself is None else by_itself
 
 
 class EntryBody(PlaceBody):
-    """A place that may be a selector's text."""
+    """A place, or a selector as text."""
 
     @model_validator(mode="before")
     @classmethod
@@ -150,14 +150,14 @@ class EntryBody(PlaceBody):
 
 
 class _OrText:
-    """What the document says of an entry that may be text: a layer's selector, or a projection's name."""
+    """The document's schema of an entry that may be text: a layer's selector, or a projection's name."""
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {"anyOf": [{"type": "string", "maxLength": MAX_TEXT}, handler(schema)]}
 
 
 class StepBody(StrictBody):
-    """A step of ``project``: a linear map, sent or the model's own by its name, then perhaps a ReLU."""
+    """A step of ``project``: a linear map, sent or named in the model, optionally followed by a ReLU."""
 
     weight: TensorBody | None = None
     bias: TensorBody | None = None
@@ -170,7 +170,7 @@ class StepBody(StrictBody):
         return {"name": value} if isinstance(value, str) else value
 
     def to_step(self) -> LinearStep:
-        """What it means; SelectorError, InputError where it makes no sense."""
+        """The step; SelectorError, InputError if it is invalid."""
         weight, bias = (_read_finite(each) if each is not None else None for each in (self.weight, self.bias))
         if (self.name is None) == (weight is None and bias is None):
             raise SelectorError("a step takes a 'name', or a 'weight', a 'bias' or both", hint="send either")
@@ -184,7 +184,7 @@ Project = Annotated[Steps | None, BeforeValidator(make_list, json_schema_input_t
 
 
 class LayerBody(EntryBody):
-    """One entry of ``layers`` in its object form; what is None is taken from the request."""
+    """One entry of ``layers`` in its object form; fields that are None are taken from the request."""
 
     pool: Pool | None = None
     normalize: bool | None = None
@@ -197,12 +197,12 @@ class LayerBody(EntryBody):
     alias: str | None = Field(None, alias="as", pattern=r"^[A-Za-z0-9_.\-]{1,128}$")
 
     def to_selector(self, pool: Pool, normalize: bool, dtype: ReplyDType) -> Selector:
-        """The selector with the request's own choices filled in; SelectorError where it makes no sense."""
+        """The selector, completed by the request's fields; SelectorError if it is invalid."""
         if self.stats is None and (self.by or self.over):
             raise SelectorError("'by' and 'over' are of statistics", hint="add 'stats', or leave them out")
         if self.edges is not None and "histogram" not in (self.stats or ()):
             raise SelectorError("'edges' are of a histogram", hint="add 'histogram' to 'stats', or leave them out")
-        # What an entry does not say the request does, but for statistics.
+        # Missing fields come from the request, except for statistics.
         default = Reduction(pool=pool, normalize=normalize, dtype=dtype) if self.stats is None else Reduction()
         reduction = Reduction(
             **{name: getattr(self, name) for name in INDICES},
@@ -238,7 +238,7 @@ Term = tuple[Number, SignedIndex]
 
 
 class ObjectiveBody(StrictBody):
-    """What gradients are of."""
+    """The number to differentiate."""
 
     kind: ObjectiveKind = "logit"
     klass: Class = Field(None, alias="class")
@@ -251,7 +251,7 @@ class ObjectiveBody(StrictBody):
     outputs: Outputs | None = None
 
     def to_objective(self) -> Objective:
-        """What it means; SelectorError where its layer is no selector, or terms stand beside what they replace."""
+        """The objective; SelectorError if its layer is not a selector, or terms conflict with other fields."""
         of_layer, replaced = self.kind == "layer", (self.klass, self.channel, self.target)
         if self.terms is not None and any(each is not None for each in replaced):
             raise SelectorError("'terms' are in place of 'class', 'channel' and 'target'", hint="leave these out")
@@ -268,14 +268,14 @@ class ObjectiveBody(StrictBody):
 
 
 class SourceBody(StrictBody):
-    """Where another input of the request has the tensor: at ``layer``, or at the point that is changed."""
+    """The source of the tensor in another input: at ``layer``, or at the changed point."""
 
     input: Index
     layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
 
 
 class OperationBody(StrictBody):
-    """How a value in flight is changed."""
+    """The change of a value during a forward."""
 
     op: Op
     by: Number | None = None
@@ -289,7 +289,7 @@ class OperationBody(StrictBody):
     region: Annotated[tuple[Index, ...], Field(min_length=4, max_length=4)] | None = None
 
     def to_operation(self, place: PlaceBody) -> Operation:
-        """What it means on the part that a place names; SelectorError, InputError where it makes no sense."""
+        """The operation on the part that a place names; SelectorError, InputError if it is invalid."""
         return Operation(
             tensor=_read_finite(self.tensor) if self.tensor is not None else None,
             source=self._read_source(),
@@ -307,27 +307,27 @@ class OperationBody(StrictBody):
 
 
 class InterventionBody(OperationBody, PlaceBody):
-    """One entry of ``interventions``: where, and how the value there is changed."""
+    """One entry of ``interventions``: the place and the change of its value."""
 
     project: Project = None
 
     def to_intervention(self) -> Intervention:
-        """What it means; SelectorError, InputError where it makes no sense."""
+        """The intervention; SelectorError, InputError if it is invalid."""
         operation = replace(self.to_operation(self), project=_read_projection(self.project))
         return Intervention(self.parse_place(), operation)
 
 
 class SweepPlaceBody(EntryBody):
-    """One entry of a sweep's ``layers``: where edits are tried, and which indices there."""
+    """One entry of a sweep's ``layers``: where to try edits, and at which indices."""
 
 
 SweepPlace = Annotated[SweepPlaceBody, _OrText()]
 
 
 class MetricBody(ObjectiveBody):
-    """What a sweep measures: an objective, or with the target "unedited" the distance to the unedited output."""
+    """The metric of a sweep: an objective, or with the target "unedited" the distance to the unedited output."""
 
-    target: Literal["unedited"] | Target = None  # type: ignore[assignment]  # what is read of it takes both
+    target: Literal["unedited"] | Target = None  # type: ignore[assignment]  # its readers take both
 
 
 def _read_projection(steps: tuple[StepBody, ...] | None) -> Projection | None:

@@ -1,4 +1,4 @@
-"""Pydantic's errors as faults: where and what, with a hint for each field, never the input."""
+"""Converts pydantic's errors to faults: where and what, with a hint for each field, never the input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def validate(kind: type[B], value: Any, where: str = "") -> B:
-    """A body of plain data, or the part that ``where`` points to; RequestError with a fault for each mistake."""
+    """Parse a body from plain data, or the part at ``where``; RequestError with a fault for each mistake."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -32,7 +32,7 @@ def validate(kind: type[B], value: Any, where: str = "") -> B:
 
 
 def convert_errors(errors: Iterable[ErrorDetails], where: str = "", *, with_hints: bool = True) -> tuple[Fault, ...]:
-    """Pydantic's errors as faults: where and what, never the input; hints are of fields of our own routes."""
+    """Pydantic's errors as faults: where and what, never the input; hints are for the fields of our own routes."""
     return tuple(
         Fault(_get_message(each), _get_hint(each) if with_hints else "", where + _make_pointer(each["loc"]))
         for each in errors
@@ -44,7 +44,7 @@ def _get_message(error: ErrorDetails) -> str:
         return f"there is no field {escape(str(error['loc'][-1]))}"
     if error["type"] == "model_type":
         return "Input should be an object"
-    return str(error["msg"])[:400].replace("Tuple", "List").replace("valid tuple", "valid list")  # as JSON has it
+    return str(error["msg"])[:400].replace("Tuple", "List").replace("valid tuple", "valid list")  # JSON's word
 
 
 def _get_hint(error: ErrorDetails) -> str:
@@ -52,7 +52,7 @@ def _get_hint(error: ErrorDetails) -> str:
     if not names:
         return ""
     if error["type"] == "extra_forbidden":
-        # It may be known elsewhere, but it is refused in this place.
+        # It may be known elsewhere, but is refused here.
         return suggest(find_nearest(names[-1], sorted(FIELDS - {names[-1]})))
     return HINTS.get(names[-1], "")
 
@@ -67,7 +67,7 @@ FIELDS = {
     for model in (ExtractBody, ExplainBody, LayerBody, InputBody, TensorBody, InterventionBody, ObjectiveBody)
     for name, field in model.model_fields.items()
 }
-HINTS = {  # where the message does not show what to write
+HINTS = {  # if the message does not show what to write
     "layers": 'write "layers": ["NAME", …], or ?layers=NAME,NAME',
     "inputs": 'write "inputs": [{"image": "<base64>"}]',
     "text": 'write {"text": "a cat"}',
