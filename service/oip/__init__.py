@@ -1,1 +1,1 @@
-"""The Open Inference Protocol, version 2, as KServe and Triton speak it."""
+"""The Open Inference Protocol, version 2, as in KServe and Triton."""

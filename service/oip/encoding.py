@@ -1,4 +1,4 @@
-"""Features as the protocol's clients read them: JSON, and behind it the bytes of those outputs that are wanted so."""
+"""Encodes features for the protocol's clients: JSON, followed by the bytes of the outputs requested as binary."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from layertap.service.http.problems import MAX_DETAIL, Problem
 from layertap.service.oip.tensors import DATATYPES
 
 HEADER = "Inference-Header-Content-Length"
-VERSION = "1"  # the only one of each model
+VERSION = "1"  # the only version of each model
 
 
 def encode_reply(
     features: Features, request_id: str, binary: Mapping[str, bool], binary_default: bool
 ) -> tuple[Buffers, Buffers]:
-    """The JSON of a reply, and a buffer for each output that is sent behind it: little-endian, in C order.
+    """The JSON of a reply, and a buffer for each binary output after it: little-endian, in C order.
 
-    ``binary`` tells of outputs by their names whether they are sent behind the JSON. Of those that a glob or a layer of
-    several tensors stands for all are, where any such name is. In JSON numbers stand one after another; what is not
-    finite is null. Scales of INT8 are outputs ``NAME.scale``. NotAcceptableError where two have one name.
+    ``binary``: by the requested name of an output, whether it is binary. A glob, or a layer with several tensors,
+    stands for all its outputs if any of them is binary. In JSON, numbers are in one flat list, NaN and infinity are
+    null. Scales of INT8 are outputs ``NAME.scale``. NotAcceptableError if two outputs have one name.
     """
     arrays = {name: to_little_endian(array) for name, array in name_arrays(features).items()}
     others = [wanted for name, wanted in binary.items() if name not in arrays]
@@ -61,15 +61,15 @@ def _describe_output(name: str, array: Array, features: Features, is_behind: boo
 
 
 JSON = OF_ROUTES["json"]
-BINARY = replace(OF_ROUTES["npy"], name="binary", media_type="application/octet-stream")  # as large as its arrays
+BINARY = replace(OF_ROUTES["npy"], name="binary", media_type="application/octet-stream")  # about the size of its arrays
 FORMATS = {each.name: each for each in (JSON, BINARY)}
 
 
-STATUS = {406: 400, 415: 400, 422: 400}  # all others are the same
+STATUS = {406: 400, 415: 400, 422: 400}  # all others stay the same
 
 
 def encode_error(problem: Problem) -> Response:
-    """A problem as ``{"error": text}``: of several reasons the first, and how many others there are."""
+    """A problem as ``{"error": text}``: the first of several reasons, and the number of others."""
     fault = problem.faults[0] if problem.faults else Fault(problem.detail, problem.hint)
     row = f"row {fault.input}: " if fault.input is not None else ""
     more = f" (and {len(problem.faults) - 1} more)" if len(problem.faults) > 1 else ""

@@ -1,4 +1,4 @@
-"""An inference as the protocol's clients send it, made into an ``ExtractRequest``."""
+"""Parses an inference request of the protocol into an ``ExtractRequest``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from layertap.service.schemas.selection import LayerBody
 from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 
-EMBEDDING = "embedding"  # the output that is a model's embedding, whichever layer gives it
-HIGHEST_PRIORITY = 1  # 0 is the usual one, which is the same here
-# Those fields of other routes' bodies that mean something here.
+EMBEDDING = "embedding"  # the name of the output with a model's embedding, whichever layer that is
+HIGHEST_PRIORITY = 1  # 0 is the default, which is the same here
+# The fields of other routes' bodies that may be parameters here.
 OF_REQUEST = frozenset(
     {
         *("pool", "normalize", "dtype", "interventions", "resume", "verify", "isolated", "prompt", "truncate"),
@@ -35,9 +35,9 @@ OF_REQUEST = frozenset(
 
 @dataclass(frozen=True)
 class InferRequest:
-    """An extraction with what the protocol's replies say besides.
+    """An extraction, and the other values that the protocol's reply needs.
 
-    ``binary`` tells by the names of outputs whether they are sent behind the JSON, ``binary_default`` of all others.
+    ``binary``: by an output's name, whether it is sent after the JSON; ``binary_default``: for all others.
     """
 
     extract: ExtractRequest
@@ -52,14 +52,14 @@ class InferRequest:
         return self.extract.model
 
     def locate(self, error: LayertapError) -> LayertapError:
-        """An error of it with faults by rows; arrays are one input of many rows, which errors do not number."""
+        """An error with faults by rows; not for arrays, which are one input of many rows that errors do not number."""
         if any(isinstance(item, ArraysItem) for _, item in self.extract.items):
             error.faults = tuple(replace(fault, input=None) for fault in error.faults)
         return error
 
 
 def parse_infer(raw: RawRequest, settings: Settings, model: str) -> InferRequest:
-    """What a request asks for; computes, so it belongs in a thread. BadRequestError, RequestError, TooLargeError."""
+    """Parse a request; takes long, so it belongs in a thread. BadRequestError, RequestError, TooLargeError."""
     length = _get_json_length(raw)
     body = validate(InferBody, load_json(raw.data[:length]))
     own, others = body.parameters, body.parameters.model_extra or {}
@@ -90,11 +90,11 @@ def parse_infer(raw: RawRequest, settings: Settings, model: str) -> InferRequest
 
 
 def _get_json_length(raw: RawRequest) -> int:
-    """How many bytes of the body are JSON; BadRequestError for more than there are."""
+    """The number of JSON bytes in the body; BadRequestError if larger than the body."""
     said = raw.headers.getlist(HEADER)
-    if len(set(said)) > 1:  # a proxy may go by another of them than this server
+    if len(set(said)) > 1:  # a proxy may use another value than this server
         raise BadRequestError(f"{HEADER} is there {len(said)} times, with several values", hint="send it once")
-    if raw.media_type.startswith("image/"):  # which would be read on the event loop
+    if raw.media_type.startswith("image/"):  # whose body is read on the event loop
         raise BadRequestError("a picture is no JSON", hint="send it as an element of BYTES, or to POST /extract")
     if not said:
         return len(raw.data)
@@ -106,7 +106,7 @@ def _get_json_length(raw: RawRequest) -> int:
 
 
 def _read_layers(names: list[str], request: ExtractBody) -> tuple[Selector, ...]:
-    """The layers among the outputs that are asked for; RequestError."""
+    """The selectors of the requested outputs that are layers; RequestError."""
     selectors: list[Selector] = []
     for number, name in enumerate(names):
         try:

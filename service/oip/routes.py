@@ -1,6 +1,6 @@
 """The routes below ``/v2``: inferences, metadata, health.
 
-They are left out of the OpenAPI document: the protocol has one of its own, and clients that are made from it.
+They are left out of the OpenAPI document, because the protocol has its own, from which clients are generated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXTENSIONS = ("binary_tensor_data", "parameters", "schedule_policy")
 
 
 async def check_version(request: Request) -> None:
-    """UnknownModelError for a version in the path that no model has."""
+    """UnknownModelError if the path names a version that no model has."""
     version = request.path_params.get("version", VERSION)
     if version != VERSION:
         raise UnknownModelError(f"no model has version {escape(version)}", hint=f"each has version {VERSION} only")
@@ -44,7 +44,7 @@ router = APIRouter(prefix="/v2", include_in_schema=False, dependencies=[Depends(
 @router.post("/models/{name}/infer")
 @router.post("/models/{name}/versions/{version}/infer")
 async def infer(request: Request, engine: EngineDependency, name: str) -> Response:
-    """What layers of a model compute for a request's inputs."""
+    """Compute the requested layers for a request's inputs."""
     parse = partial(parse_infer, model=name)
     async with receive(request, engine, parse, FORMATS, lambda infer: infer.timeout_s) as (parsed, ticket):
         try:
@@ -96,7 +96,7 @@ async def show_model_ready(engine: EngineDependency, name: str) -> Json:
 @router.get("/models/{name}")
 @router.get("/models/{name}/versions/{version}")
 async def show_model(engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Json:
-    """A model's inputs, and its outputs that need no name of a layer; loads the model if need be."""
+    """A model's inputs, and the outputs that requests may name without a layer; loads the model if necessary."""
     handle = await engine.manager.get_handle(name, deadline)
     embedding = Embedding(alias=EMBEDDING) if handle.model.model_embedding is not None else None
     own_name = handle.model.spec.name
@@ -107,9 +107,9 @@ async def show_model(engine: EngineDependency, deadline: DeadlineDependency, nam
 
 
 def _describe_model(model: ModelInfo, results: Sequence[Result]) -> Json:
-    """A model's metadata, with what is planned as its outputs.
+    """A model's metadata, with the planned results as its outputs.
 
-    Shapes have the rows on their first axis, and -1 for what may be of any size.
+    Shapes have the rows on their first axis, and -1 for axes of any size.
     """
     encoded = [IMAGE] if model.model_inputs.takes_pictures else []
     encoded += [TEXT] if model.text is not None and model.text.encode is not None else []

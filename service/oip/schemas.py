@@ -14,13 +14,13 @@ Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 
 class InputParameters(StrictBody):
-    """The parameters of an input: how many bytes it has behind the JSON."""
+    """The parameters of an input: the number of its bytes after the JSON."""
 
     binary_data_size: Count | None = None
 
 
 class OutputParameters(StrictBody):
-    """The parameters of an output: whether it is sent behind the JSON."""
+    """The parameters of an output: whether it is sent after the JSON."""
 
     binary_data: StrictBool | None = None
 
@@ -39,24 +39,24 @@ class InferParameters(StrictBody):
 
 
 class InputTensor(StrictBody):
-    """An input: its numbers in ``data``, nested or one after another, or behind the JSON."""
+    """An input: its numbers in ``data``, nested or flat, or as bytes after the JSON."""
 
     name: str = Field(min_length=1, max_length=256)
     shape: Annotated[list[Size], Field(max_length=8)]
     datatype: str = Field(max_length=16)
     parameters: InputParameters = InputParameters()
-    data: Any = None  # looked at elsewhere: it may have millions of numbers
+    data: Any = None  # validated elsewhere: it may have millions of numbers
 
 
 class OutputBody(StrictBody):
-    """An output that is asked for: a layer as selectors name it, or the model's embedding."""
+    """A requested output: a layer's selector, or the model's embedding."""
 
     name: str = Field(max_length=MAX_TEXT)
     parameters: OutputParameters = OutputParameters()
 
 
 class InferBody(StrictBody):
-    """The body of an inference; ``model_name`` and ``model_version`` are those of the path, and not looked at."""
+    """The body of an inference; ``model_name`` and ``model_version`` are ignored, because the path has them."""
 
     id: str = Field("", max_length=1024)
     model_name: str | None = Field(None, max_length=256)

@@ -1,4 +1,4 @@
-"""The inputs of an inference as items: arrays by the names of the model's inputs, encoded pictures, texts."""
+"""Reads the inputs of an inference as items: arrays by the names of the model's inputs, encoded pictures, texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from layertap.service.settings import Settings
 
 T = TypeVar("T")
 IMAGE, TEXT = "encoded_image", "text"
-BYTES = "BYTES"  # elements of any length, each behind its own length
+BYTES = "BYTES"  # elements of any length, each preceded by its length
 DTYPES = {
     "BOOL": "bool",
     "UINT8": "uint8",
@@ -35,9 +35,9 @@ DTYPES = {
     "FP64": "float64",
 }
 DATATYPES = {dtype: datatype for datatype, dtype in DTYPES.items()}
-LENGTH_BYTES = 4  # of the length that stands before each element
-PIECE = 2**15  # numbers that are looked at at a time: meanwhile no other thread runs
-KINDS: dict[str, tuple[Any, set[type], str]] = {  # by numpy's kinds of dtypes: the widest, and what JSON has
+LENGTH_BYTES = 4  # of the length before each element
+PIECE = 2**15  # numbers checked at a time, while no other thread runs
+KINDS: dict[str, tuple[Any, set[type], str]] = {  # by numpy's dtype kind: the widest dtype, JSON's types and their name
     "b": (np.bool_, {bool}, "true and false"),
     "i": (np.int64, {int}, "whole numbers"),
     "u": (np.uint64, {int}, "whole numbers, none negative"),
@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[Any, set[type], str]] = {  # by numpy's kinds of dtypes: 
 def read_items(
     bodies: Sequence[InputTensor], rest: memoryview, settings: Settings
 ) -> tuple[tuple[int, InputItem], ...]:
-    """The items of a request with the bytes behind its JSON; RequestError, TooLargeError."""
+    """The items of a request; ``rest`` is the bytes after its JSON; RequestError, TooLargeError."""
     names = [body.name for body in bodies]
     if len(set(names)) < len(names):
         raise RequestError("two inputs have one name", hint="send rows as a batch")
@@ -74,7 +74,7 @@ def read_items(
 
 
 def _split_bytes(bodies: Sequence[InputTensor], rest: memoryview) -> list[memoryview | None]:
-    """The bytes of each input, None of one whose numbers are in the JSON; RequestError unless all are used."""
+    """The bytes of each input, None if its numbers are in the JSON; RequestError unless all bytes are used."""
     pieces: list[memoryview | None] = []
     start = 0
     for body in bodies:
@@ -104,7 +104,7 @@ def _read(body: InputTensor, read: Callable[[InputTensor, memoryview | None], T]
 
 
 def _read_array(body: InputTensor, data: memoryview | None) -> Array:
-    """The array of an input whose bytes are ``data``, None where its numbers are in the JSON; InputError."""
+    """The array of an input from ``data``, or, if None, from the JSON; InputError."""
     dtype = DTYPES.get(body.datatype)
     if dtype is None:
         hint = f"use {', '.join(DTYPES)} or {BYTES}"
@@ -123,7 +123,7 @@ def _read_array(body: InputTensor, data: memoryview | None) -> Array:
             wide[start : start + PIECE] = piece
         except OverflowError:
             raise InputError(f"there is a number beyond {body.datatype}") from None
-    with np.errstate(over="ignore"):  # what becomes infinite is refused with all that is not finite
+    with np.errstate(over="ignore"):  # overflow to infinity is refused later, like all other infinities
         array = wide.astype(dtype)
     if wide.dtype.kind in "iu" and not np.array_equal(array, wide):
         raise InputError(f"there is a number beyond {body.datatype}")
@@ -131,7 +131,7 @@ def _read_array(body: InputTensor, data: memoryview | None) -> Array:
 
 
 def _read_elements(body: InputTensor, data: memoryview | None) -> list[bytes]:
-    """The elements of an input of datatype BYTES, of which JSON has pictures in base64; InputError."""
+    """The elements of an input of datatype BYTES; in JSON, pictures are base64; InputError."""
     count = prod(body.shape)
     if data is None:
         texts = _flatten(body)
@@ -155,7 +155,7 @@ def _read_elements(body: InputTensor, data: memoryview | None) -> list[bytes]:
 
 
 def _flatten(body: InputTensor) -> list[Any]:
-    """What JSON holds one after another; InputError where that does not fit the shape."""
+    """The numbers in the JSON as a flat list; InputError if they do not fit the shape."""
     if not isinstance(body.data, list):
         detail = "there is no data" if body.data is None else "the data is no list"
         raise InputError(detail, hint="send a list, or 'binary_data_size' and the bytes behind the JSON")
