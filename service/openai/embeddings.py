@@ -1,4 +1,4 @@
-"""A body as OpenAI's clients send it, made into an ``ExtractRequest``, and features as they read them."""
+"""Parses the body of an OpenAI client into an ``ExtractRequest``, and encodes features for such clients."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from layertap.service.schemas.base import OneError, StrictBody, StrictIndex, rea
 from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 
-MAX_INPUTS = 2048  # as OpenAI has it
+MAX_INPUTS = 2048  # OpenAI's limit
 URL_SCHEMES = ("http://", "https://")
-STATUS = {422: 400}  # all others are the same
+STATUS = {422: 400}  # all others stay the same
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 Kind = Literal["text", "image", "tokens"]
 SomeTruncate = Annotated[Truncate, BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)]
@@ -51,20 +51,20 @@ Entry = Annotated[
 
 
 def _list_entries(value: object) -> object:
-    """The inputs of a body: a list of token ids is one of them."""
+    """The inputs of a body; a list of token ids is one input."""
     is_one = not isinstance(value, list) or (bool(value) and all(type(each) is int for each in value))
     return [value] if is_one else value
 
 
 class EmbeddingsBody(StrictBody):
-    """The body of ``POST /v1/embeddings``; fields of other servers' are ignored.
+    """The body of ``POST /v1/embeddings``; the fields of other servers are ignored.
 
-    ``model`` is ``NAME`` or ``NAME:LAYER``. ``modality`` says what strings are, or that lists of numbers are ids of the
-    model's own tokenizer; ``prompt`` names one of the model's folder; ``truncate`` says what is left out of texts that
-    are too long, in capitals too, as NVIDIA's clients send it; ``user`` means nothing here.
+    ``model`` is ``NAME`` or ``NAME:LAYER``. ``modality``: what strings are, or that lists of numbers are ids of the
+    model's own tokenizer; ``prompt``: the name of a prompt in the model's folder; ``truncate``: which end of a long
+    text is cut, also in capitals, as NVIDIA's clients send it; ``user`` has no effect.
     """
 
-    model_config = ConfigDict(extra="allow")  # to name them
+    model_config = ConfigDict(extra="allow")  # so that a warning can name them
 
     model: str = Field(max_length=512)
     input: Annotated[tuple[Entry, ...], Field(min_length=1, max_length=MAX_INPUTS), BeforeValidator(_list_entries)]
@@ -78,9 +78,9 @@ class EmbeddingsBody(StrictBody):
 
 @dataclass(frozen=True)
 class EmbeddingsRequest:
-    """An extraction with what OpenAI's replies say besides: the model by the id that was sent, the vectors' length.
+    """An extraction, and values for OpenAI's reply: the model id as sent, the vectors' dimension.
 
-    ``ignored`` names fields that mean nothing here.
+    ``ignored``: the names of fields without effect.
     """
 
     extract: ExtractRequest
@@ -94,25 +94,25 @@ class EmbeddingsRequest:
         return self.extract.model
 
     def split(self, size: int) -> Iterator[ExtractRequest]:
-        """Requests for so many of its inputs at a time, in their order."""
+        """Requests with at most ``size`` of its inputs each, in order."""
         items = self.extract.items
         for start in range(0, len(items), size):
             yield replace(self.extract, items=items[start : start + size])
 
 
 def parse_model_id(model_id: str) -> tuple[str, Embedding]:
-    """The model's name, and the embedding that ``NAME`` or ``NAME:LAYER`` means: of length 1, as OpenAI's are.
+    """The name and the embedding of ``NAME`` or ``NAME:LAYER``: normalised, as OpenAI's are.
 
-    SelectorError where the layer is no selector, or one that may name several.
+    SelectorError if the layer is not a selector, or one that may match several.
     """
     name, _, layer = model_id.partition(":")
-    if layer and parse_selector(layer).is_glob:  # to look for matches would take long
+    if layer and parse_selector(layer).is_glob:  # finding its matches would take long
         raise SelectorError("an embedding is of one layer", hint="write its name, without '*' and '?'")
     return name, Embedding(normalize=True, layer=layer)
 
 
 def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
-    """What a request asks for; computes, so it belongs in a thread.
+    """Parse a request; takes long, so it belongs in a thread.
 
     BadRequestError, UnsupportedMediaError, RequestError.
     """
@@ -139,7 +139,7 @@ def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
 
 
 def _read_item(entry: Entry, modality: Kind | None) -> InputItem:
-    """An entry as an item; InputError where it is to be a picture and is none, or may be of another tokenizer."""
+    """An entry as an item; InputError if it should be a picture and is not, or may be of another tokenizer."""
     if isinstance(entry, tuple):
         if modality != "tokens":
             raise InputError(
@@ -156,9 +156,9 @@ def _read_item(entry: Entry, modality: Kind | None) -> InputItem:
 
 
 def encode_embeddings(features: Features, model_id: str, encoding: Encoding) -> Buffers:
-    """Features with one result, a vector an input, as the JSON of a list of embeddings.
+    """Encode features with a single result, one vector per input, as a JSON list of embeddings.
 
-    Numbers are written so that reading them back into float32 gives the same bits; ``base64`` is of little-endian
+    Numbers are written so that reading them back into float32 gives the same bits; ``base64`` encodes little-endian
     float32.
     """
     (vectors,) = features.arrays.values()
@@ -181,7 +181,7 @@ def encode_embeddings(features: Features, model_id: str, encoding: Encoding) -> 
 
 
 def encode_error(problem: Problem) -> Response:
-    """A problem in OpenAI's envelope: of several reasons the first."""
+    """A problem in OpenAI's envelope: the first of several reasons."""
     fault = problem.faults[0] if problem.faults else Fault(problem.detail, problem.hint)
     hint = fault.hint or problem.hint
     message = f"{fault.detail[:MAX_DETAIL]}; {hint[:MAX_DETAIL]}" if hint else fault.detail[:MAX_DETAIL]
@@ -196,15 +196,15 @@ def encode_error(problem: Problem) -> Response:
 
 
 def _name_parameter(fault: Fault) -> str | None:
-    """The field of the body that a fault is about, as OpenAI writes it."""
+    """The body's field of a fault, in OpenAI's syntax."""
     if fault.input is not None:
         return f"input[{fault.input}]"
     field, *rest = (fault.pointer or "/").split("/")[1:]
-    return ("model" if rest and field == "layers" else field[:64]) or None  # layers are named behind the model's name
+    return ("model" if rest and field == "layers" else field[:64]) or None  # layers are named after the model's name
 
 
 def check_dimensions(dimensions: int, columns: int, trained: Collection[int]) -> None:
-    """RequestError unless vectors have so many numbers, or their model was ``trained`` for so many."""
+    """RequestError unless vectors have this dimension, or their model was ``trained`` for it."""
     if dimensions == columns or (dimensions < columns and dimensions in trained):
         return
     known = ", ".join(map(str, sorted({*trained, columns})))
@@ -216,9 +216,9 @@ def check_dimensions(dimensions: int, columns: int, trained: Collection[int]) ->
 
 
 def shorten(features: Features, dimensions: int) -> Features:
-    """Features whose only result is (N, dimensions) float32, each row of length 1, or all zeros.
+    """Features whose only result is cut to (N, dimensions) float32, each row of norm 1, or all zeros.
 
-    A fingerprint of its own where that is fewer than the result had.
+    If that cuts columns, the fingerprint changes.
     """
     ((key, vectors),) = features.arrays.items()
     if dimensions == vectors.shape[1]:

@@ -38,7 +38,7 @@ router = APIRouter(prefix="/v1", include_in_schema=False)  # OpenAI's own docume
 
 @router.post("/embeddings")
 async def create_embeddings(request: Request, engine: EngineDependency) -> Response:
-    """A vector of length 1 for each input."""
+    """A vector of norm 1 for each input."""
     async with receive(request, engine, parse_embeddings, JSON) as (parsed, ticket):
         handle = await engine.get_handle(parsed.model, ticket)
         parts = list(parsed.split(engine.settings.max_inputs))
@@ -56,7 +56,7 @@ async def create_embeddings(request: Request, engine: EngineDependency) -> Respo
 
 @router.get("/models")
 async def list_models(engine: EngineDependency) -> Json:
-    """Every model, by the id that embeddings are asked for with."""
+    """All models, by the ids to request embeddings with."""
     return {"object": "list", "data": [await _describe(engine, entry.spec.name) for entry in engine.manager.registry]}
 
 
@@ -75,14 +75,14 @@ def _encode(parts: Sequence[Features], request: EmbeddingsRequest) -> tuple[Feat
         features = replace(features, warnings=(*features.warnings, warning))
     if request.dimensions is not None:
         features = shorten(features, request.dimensions)
-    if (found := find_wrong_row(features)) is not None:  # no client of this dialect has a place for a null
+    if (found := find_wrong_row(features)) is not None:  # these clients accept no null
         row, text = found
         raise RequestError.from_faults([Fault(f"no embedding can be given: {text}", ASK, f"/input/{row}", row)])
     return features, encode_embeddings(features, request.model_id, request.extract.reply.encoding)
 
 
 async def _describe(engine: Engine, model_id: str) -> Json:
-    """A model as OpenAI's clients read it, where it is loaded with what its vectors are.
+    """A model as OpenAI's clients read it; if it is loaded, with its fingerprint and dimension.
 
     UnknownModelError, RequestError.
     """
@@ -100,6 +100,6 @@ async def _describe(engine: Engine, model_id: str) -> Json:
 
 
 def _count_columns(planned: PlannedRequest) -> int:
-    """How many numbers a vector has."""
+    """The dimension of a vector."""
     (result,) = planned.plan.results
     return result.capture.reply_shape(1)[-1]

@@ -54,7 +54,7 @@ class InputBody(StrictBody):
     interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS), FailFast()] = Field([])
 
     def to_options(self, place: int, inputs: int, of_request: Objective | None) -> InputOptions | None:
-        """This input's own options among ``inputs`` inputs, None if it has none; RequestError with their pointers."""
+        """The own options of one of ``inputs`` inputs, None if it has none; RequestError with their pointers."""
         where = f"inputs/{place}"
         changes = read_entries(self.interventions, f"{where}/interventions", partial(_read_change, place, inputs))
         objective = read_field(f"/{where}", lambda: self._merge_objective(of_request))
