@@ -1,1 +1,1 @@
-"""Jobs over many pictures or texts: features of all of them into files that grow part by part. Imports torch late."""
+"""Jobs over many pictures or texts, which write features to files part by part. Imports torch late."""

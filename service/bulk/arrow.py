@@ -1,4 +1,4 @@
-"""pyarrow, where it is installed."""
+"""Imports pyarrow, if it is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from layertap.models.errors import LayertapError
 
 
 def import_parquet() -> Any:
-    """``pyarrow.parquet``; LayertapError where it is not installed."""
+    """``pyarrow.parquet``; LayertapError if it is not installed."""
     try:
         import pyarrow.parquet as parquet
     except ImportError:
@@ -17,5 +17,5 @@ def import_parquet() -> Any:
 
 
 def summarize(error: Exception) -> str:
-    """What pyarrow says of a damaged file, as one short line."""
+    """The error of pyarrow for a damaged file, as one short line."""
     return str(error).strip().split("\n")[0][:200].rstrip(".")

@@ -1,4 +1,4 @@
-"""The atlas: a page with the pictures at which each channel is strongest. It holds all that it shows."""
+"""The atlas: a self-contained page with the pictures for which each channel is strongest."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from layertap.service.inputs.images import decode_reduced
 
 PAGE = Path(__file__).with_name("atlas.html")
 MARK = b"DATA</script>"
-SIZES = ((4_000, 96), (12_000, 64), (40_000, 40))  # up to so many pictures, at most so many pixels wide and high
+SIZES = ((4_000, 96), (12_000, 64), (40_000, 40))  # up to so many pictures, at most this width and height
 MAX_SHOWN = 40_000
-SMALL = 32  # pixels wide and high of what is shown pixel by pixel
+SMALL = 32  # width and height of pictures that are shown with visible pixels
 MAX_PIXELS = 50_000_000  # of a picture of the source
 FIGURES = ("mean", "max", "zeros")
 
 
 def make_atlas(arrays: Mapping[str, Array], outline: Outline, source: Source, inputs: int, max_bytes: int) -> bytes:
-    """The page of a job's results, with small copies of the pictures that it shows, of a source of at most 40,000.
+    """The page of a job's results, with small copies of up to 40,000 pictures of the source.
 
-    Channels beyond that are left out of their layers, the last of each first. LayertapError.
+    If the channels need more pictures, each layer's last ones are left out. LayertapError.
     """
     strongest = {layer: arrays[f"{layer}.top_inputs"] for layer in outline.columns if f"{layer}.top_inputs" in arrays}
     if not strongest:
@@ -53,7 +53,7 @@ def make_atlas(arrays: Mapping[str, Array], outline: Outline, source: Source, in
 
 
 def _count_channels(strongest: Mapping[str, Array]) -> int:
-    """How many channels of each layer may be shown."""
+    """The number of channels to show of each layer."""
     shown = max(len(top) for top in strongest.values())
     while len({int(each) for top in strongest.values() for each in top[:shown].flat}) > MAX_SHOWN:
         shown //= 2
@@ -84,7 +84,7 @@ def _get_finite(value: float) -> float | None:
 
 
 def _read_pictures(numbers: Sequence[int], source: Source, max_bytes: int) -> list[dict[str, Any]]:
-    """The key and a small copy of some inputs of a source; no copy of one that is no longer a picture."""
+    """The key and a small copy of some inputs of a source; no copy if it is no longer a picture."""
     side = next((side for count, side in SIZES if len(numbers) <= count), SIZES[-1][1])
     wanted, pictures = frozenset(numbers), []
     for number, entry in enumerate(source.read(wanted, max_bytes)):
@@ -99,7 +99,7 @@ def _read_pictures(numbers: Sequence[int], source: Source, max_bytes: int) -> li
 
 
 def _make_copy(data: bytes, side: int) -> dict[str, Any]:
-    """A picture of at most ``side`` pixels as a data URI; a tiny one without loss, to be shown with its pixels."""
+    """A copy of at most ``side`` pixels as a data URI; tiny pictures stay lossless, and are shown with their pixels."""
     try:
         image = decode_reduced(data, MAX_PIXELS, lambda width, height: (min(side, width), min(side, height))).image
     except LayertapError:

@@ -1,4 +1,4 @@
-"""A job from its beginning to its end, however often it is interrupted."""
+"""Runs a job from start to end, and resumes it after interruptions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from layertap.service.bulk.reductions import MAX_COVARIANCE, REDUCTIONS, Reducer
 from layertap.service.bulk.sources import Source
 from layertap.service.formats.numpy_files import encode_arrays
 
-PARTS = ".parts"  # behind a file's name: the folder that it grows in
+PARTS = ".parts"  # suffix of the folder in which a file's parts are written
 TOP_INPUTS, TOP_NAMES = ".top_inputs", ".top_names"
 RESULTS, ATLAS = "reductions.npz", "atlas.html"
 TARGET_BYTES = 64 * 2**20  # of a batch's results
@@ -49,7 +49,7 @@ TARGET_BYTES = 64 * 2**20  # of a batch's results
 class Job:
     """A question, its source and the folder for results; ``file`` is the final merged file, if any.
 
-    ``column`` is of a table.
+    ``column``: of a table source.
     """
 
     question: Question
@@ -72,16 +72,16 @@ class Job:
         return cls(question, source, out.with_name(out.name + PARTS), out, "parquet", column)
 
     def describe(self) -> dict[str, Any]:
-        """What is asked, as plain data."""
+        """The job as plain data."""
         source = os.path.abspath(self.source)  # noqa: PTH100  (a pattern is no path)
         return {**self.question.describe(), "source": source, "column": self.column, "layout": self.layout}
 
     def find_begun(self) -> Manifest | None:
-        """The manifest of what is there, which may be of another job; LayertapError for files that no job wrote."""
+        """The manifest of the existing output, perhaps another job's; LayertapError for files that no job wrote."""
         if self.file is not None and self.file.exists():
             return _read_file(self.file)
         begun = Manifest.read(self.folder)
-        just_begun = (LOCK, f"{NAME}.tmp")  # what is there where a job was killed before all else
+        just_begun = (LOCK, f"{NAME}.tmp")  # left if a job was killed at its very start
         if (
             begun is None
             and self.folder.exists()
@@ -114,7 +114,7 @@ def _check_reductions(question: Question, out: Path, layout: str | None) -> None
 
 @dataclass(frozen=True)
 class Summary:
-    """How many rows there are, how many of them are errors, and whether all were there before."""
+    """The number of rows and of errors, and whether the job was complete before."""
 
     rows: int
     errors: int
@@ -128,7 +128,7 @@ class Observer(Protocol):
         """Begin after ``rows`` rows; ``count`` gives the number of all rows, and may take long."""
 
     def advance(self, rows: Rows) -> None:
-        """A batch is answered."""
+        """A batch was answered."""
 
 
 async def run(
@@ -140,13 +140,13 @@ async def run(
     restart: bool = False,
     atlas: bool = False,
 ) -> Summary:
-    """Answer what is not answered yet; LayertapError. ``restart`` removes what is there.
+    """Answer the remaining inputs; LayertapError. ``restart`` removes existing output first.
 
-    ``atlas``: a page of what is reduced is written, of a job that was complete before, too.
+    ``atlas``: also write a page of the reductions, even if the job was complete before.
 
-    ``create`` makes what answers, once nothing else is wrong.
+    ``create`` makes the extractor, after all other checks.
     """
-    await asyncio.to_thread(import_parquet)  # takes a second, in which batches would wait later
+    await asyncio.to_thread(import_parquet)  # takes a second, which would delay batches later
     begun = job.find_begun()
     if begun is not None and not restart:
         begun.check_same(job.describe())
@@ -160,7 +160,7 @@ async def run(
     try:
         outline = await extractor.outline(job.question)
         _check_outline(job, outline)
-        if begun is not None and restart:  # not before the question has an answer: what is there may have taken a night
+        if begun is not None and restart:  # only once the model has answered: the old output may have taken a night
             _remove(job, begun)
             begun = job.find_begun()
         elif begun is not None:
@@ -199,7 +199,7 @@ async def _go_on(
 
 
 def _make_reducer(manifest: Manifest, job: Job, parts: Sequence[Path]) -> Reducer | None:
-    """What folds the results, with all that was folded before; None where they are kept. LayertapError."""
+    """A reducer with the saved state of earlier parts; None if the job has no reductions. LayertapError."""
     if job.layout != REDUCED:
         return None
     columns = {key: receipt["stats"] for key, receipt in manifest.outline.receipts.items()}
@@ -210,7 +210,7 @@ def _make_reducer(manifest: Manifest, job: Job, parts: Sequence[Path]) -> Reduce
 
 
 def _check_outline(job: Job, outline: Outline) -> None:
-    """LayertapError where answers can't be compared, or don't fit the layout."""
+    """LayertapError if answers can't be compared, or do not fit the layout."""
     if outline.fingerprint.startswith(UNREPEATABLE):
         raise LayertapError(
             f"model {outline.model} is not deterministic: no two of its vectors can be compared",
@@ -226,7 +226,7 @@ def _check_outline(job: Job, outline: Outline) -> None:
 
 
 def _finish(job: Job, manifest: Manifest, reducer: Reducer | None) -> None:
-    """Make the output of the parts."""
+    """Write the final output from the parts."""
     if reducer is not None:
         arrays = reducer.finish()
         strongest = {key: array for key, array in arrays.items() if key.endswith(TOP_INPUTS)}
@@ -261,7 +261,7 @@ def _write_atlas(job: Job, source: Source, outline: Outline, max_bytes: int) -> 
 
 
 def _read_file(file: Path) -> Manifest:
-    """What a complete job's file says of it; LayertapError where no job has made it."""
+    """The manifest in a complete job's file; LayertapError if no job wrote the file."""
     try:
         facts = {name.decode(): value for name, value in import_parquet().read_schema(file).metadata.items()}
         outline = Outline(facts["model"].decode(), facts["fingerprint"].decode(), {}, {})
@@ -274,16 +274,16 @@ def _read_file(file: Path) -> Manifest:
 def _remove(job: Job, begun: Manifest) -> None:
     """Remove what a job has written, and nothing else."""
     if job.folder.exists():
-        replace(begun, complete=False).save(job.folder)  # it may be interrupted, and goes on as one that is not
+        replace(begun, complete=False).save(job.folder)  # if interrupted here, the job resumes as incomplete
         _clear(job.folder)
     if job.file is not None:
         job.file.unlink(missing_ok=True)
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a job has written into a folder, and the folder where nothing else is in it.
+    """Remove a job's files from a folder, and the folder if it is empty then.
 
-    The last part is the first to go, and the manifest goes after all parts: it is a job's whenever this is interrupted.
+    The last part goes first and the manifest last, so that an interrupted removal leaves a valid job.
     """
     with lock_folder(folder):
         for pattern in ("part-*", f"{RESULTS}*", f"{ATLAS}*", f"{NAME}*"):

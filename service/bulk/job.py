@@ -1,4 +1,4 @@
-"""The types of a job: what it asks, what its answers look like, and the answers to its batches."""
+"""The types of a job: its question, the outline of answers, and the answers to batches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from layertap.service.features import Array
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of every input; ``model`` None is the default one, ``layers`` empty its embedding.
+    """The question for every input; ``model`` None is the default one, ``layers`` empty its embedding.
 
-    ``reduce`` names the reductions that are kept in place of vectors, ``top`` is how many inputs a channel keeps.
-    ``texts``: inputs are texts, not pictures; ``prompt`` names what the model's folder has to be put in front of each,
-    ``truncate`` says which end of those that are too long is cut.
+    ``reduce``: the reductions to write instead of vectors; ``top``: how many inputs to keep for each channel.
+    ``texts``: inputs are texts, not pictures; ``prompt``: the name of a prompt in the model's folder, put before each
+    text; ``truncate``: which end of a long text is cut.
     """
 
     model: str | None
@@ -37,11 +37,11 @@ class Question:
 
     @property
     def entries(self) -> list[Any]:
-        """The field ``layers`` of a request."""
+        """The ``layers`` field of a request."""
         return [make_entry(layer, self.reduce) for layer in self.layers] if self.reduce else list(self.layers)
 
     def describe(self) -> dict[str, Any]:
-        """As plain data."""
+        """The question as plain data."""
         return {**asdict(self), "layers": list(self.layers), "reduce": list(self.reduce)}
 
 
@@ -55,7 +55,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Outline:
-    """What answers look like: model, fingerprint, the column and the receipt of each result."""
+    """The properties that all answers share: model, fingerprint, the column and the receipt of each result."""
 
     model: str
     fingerprint: str
@@ -64,7 +64,7 @@ class Outline:
 
     @classmethod
     def of(cls, model: str, fingerprint: str, arrays: Mapping[str, Array], receipts: Mapping[str, Any]) -> Outline:
-        """By the answer to one input. RequestError where an input has not one row of each result."""
+        """From the answer to one input. RequestError unless it has exactly one row of each result."""
         columns = {}
         for name, array in arrays.items():
             if receipts[name].get("row_axis", 0) != 0:
@@ -77,11 +77,11 @@ class Outline:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of all results of an input."""
+        """Bytes of all results for one input."""
         return sum(prod(column.shape) * np.dtype(column.dtype).itemsize for column in self.columns.values())
 
     def find_misfit(self, arrays: Mapping[str, Array]) -> str:
-        """Why results don't fit the columns: other names or shapes; an empty text where they fit."""
+        """Why results do not fit the columns: other names or shapes; empty if they fit."""
         for name in {**self.columns, **arrays}:
             found, wanted = arrays.get(name), self.columns.get(name)
             if found is None or wanted is None:
@@ -95,7 +95,7 @@ class Outline:
 class Answer:
     """The answer to a batch of entries.
 
-    ``errors`` has the reason by the index of each entry without a result; ``arrays`` a row for each of the others.
+    ``errors``: the reasons, by the index of each entry without a result; ``arrays``: a row for each other entry.
     """
 
     fingerprint: str
@@ -121,16 +121,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """At most how many inputs a batch has, and of how many bytes; one input is a batch whatever its size."""
+    """The most inputs and bytes of a batch; a single larger input is a batch of its own."""
 
     rows: int
     nbytes: int
 
 
 class Extractor(Protocol):
-    """An engine of this process, a server or a cluster that answers batches; ``in_flight`` of them keep it busy.
+    """Answers batches: an engine in this process, a server or a cluster; ``in_flight`` batches keep it busy.
 
-    All numbers are known with the outline.
+    ``outline`` sets all numbers.
     """
 
     in_flight: int
@@ -139,7 +139,7 @@ class Extractor(Protocol):
     max_rows: int
 
     async def outline(self, question: Question) -> Outline:
-        """What answers look like; LayertapError."""
+        """The outline of all answers; LayertapError."""
 
     async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
         """The answer to a batch of entries with bytes; errors that name an input are part of it.
@@ -152,7 +152,7 @@ class Extractor(Protocol):
 
 
 def cut_batches(entries: Iterable[Entry], limits: BatchLimits) -> Iterator[list[Entry]]:
-    """The entries in batches: always the same ones, wherever a batch is the first."""
+    """Cut entries into batches; the result does not depend on where an earlier run stopped between batches."""
     batch: list[Entry] = []
     nbytes = 0
     for entry in entries:
@@ -167,13 +167,13 @@ def cut_batches(entries: Iterable[Entry], limits: BatchLimits) -> Iterator[list[
 
 
 def make_rows(entries: Sequence[Entry], answer: Answer, outline: Outline, indices: Sequence[int]) -> Rows:
-    """The rows of a batch; ``indices`` are those of the entries that were sent."""
+    """The rows of a batch; ``indices``: those of the entries that were sent."""
     errors: list[str | None] = [entry.error or None for entry in entries]
     for index, reason in answer.errors.items():
         errors[indices[index]] = reason
     good = sum(error is None for error in errors)
     for name, array in answer.arrays.items():
-        if len(array) != good:  # whatever has answered: rows are never given to other pictures
+        if len(array) != good:  # whatever the answer, rows must never be assigned to other pictures
             raise LayertapError(f"{name} has {len(array)} rows for {good} inputs", hint="name another layer")
     arrays = answer.arrays or {
         name: np.zeros((0, *column.shape), column.dtype) for name, column in outline.columns.items()
@@ -184,7 +184,7 @@ def make_rows(entries: Sequence[Entry], answer: Answer, outline: Outline, indice
 
 
 def join_answers(first: Answer, second: Answer, middle: int) -> Answer:
-    """The answer to a batch out of those to its halves; the first has ``middle`` entries."""
+    """Join the answers to the halves of a batch; the first has ``middle`` entries."""
     parts = [part.arrays for part in (first, second) if part.arrays]
     arrays = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]} if parts else {}
     errors = {**first.errors, **{middle + index: reason for index, reason in second.errors.items()}}

@@ -1,4 +1,4 @@
-"""Batches answered by an engine of this process. Imports torch."""
+"""Answers batches with an engine in this process. Imports torch."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ MAX_BATCH_BYTES = 64 * 2**20
 
 
 class LocalExtractor(Extractor):
-    """An engine, which it owns."""
+    """An extractor that owns an engine."""
 
     def __init__(self, engine: Engine) -> None:
         settings = engine.settings
         self._engine = engine
-        self.in_flight = max(settings.workers, settings.cpu_threads) + 2  # one for each, and some that are decoded
+        self.in_flight = max(settings.workers, settings.cpu_threads) + 2  # one for each, and some being decoded
         self.max_input_bytes = settings.max_body_bytes
         self.max_batch_bytes = MAX_BATCH_BYTES
         self.max_rows = min(MAX_ROWS, settings.max_batch_rows, settings.max_inputs, settings.max_queue_rows)
 
     async def outline(self, question: Question) -> Outline:
-        """What answers will be like, by the answer to a fixed picture or text; LayertapError."""
+        """The outline of answers, by a fixed picture or text; LayertapError."""
         await self._engine.manager.get_handle(question.model, float("inf"))
-        question = replace(question, truncate="end")  # a prompt may be long
+        question = replace(question, truncate="end")  # the text with its prompt may be long
         request = _make_request(question, [TEXT.encode() if question.texts else make_picture()])
         with self._engine.admission.admit(_make_deadline()) as ticket:
             features = await self._engine.extract(request, ticket)
@@ -44,7 +44,7 @@ class LocalExtractor(Extractor):
         return Outline.of(features.model, features.fingerprint, features.arrays, describe_receipts(features))
 
     async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
-        """What a batch gives; RequestError, TooLargeError where fewer may be answered; any error of the tree."""
+        """The answer to a batch; RequestError, TooLargeError if a smaller one may succeed; any LayertapError."""
         request = _make_request(question, [entry.data or b"" for entry in entries])
         try:
             with self._engine.admission.admit(_make_deadline()) as ticket:
@@ -56,7 +56,7 @@ class LocalExtractor(Extractor):
         return Answer(features.fingerprint, features.arrays, _list_reasons(features.errors))
 
     async def close(self) -> None:
-        """End the engine."""
+        """Close the engine."""
         await self._engine.close()
 
 
@@ -69,12 +69,12 @@ def _make_request(question: Question, inputs: Sequence[bytes]) -> ExtractRequest
         "prompt": question.prompt,
         "truncate": question.truncate,
         "on_error": "skip",
-        "isolated": True,  # the same bits every time
+        "isolated": True,  # for identical bits every time
         "priority": "bulk",
     }
     body = validate(ExtractBody, {name: value for name, value in fields.items() if value})
     items = [TextItem(data.decode()) if question.texts else ImageItem(data) for data in inputs]
-    # Decoded with the batch: other batches keep the other workers busy, and no row crosses between processes.
+    # Decoded with the batch: other batches keep the workers busy, and no row is sent between processes.
     return ExtractRequest(items=tuple(enumerate(items)), decode_with_batch=True, **body.request_fields)
 
 

@@ -27,7 +27,7 @@ class OtherModelError(LayertapError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """A job: what is asked of which source, what answers are like, how inputs are batched, whether all are there."""
+    """A job: its question and source, the outline of answers, the limits of batches, whether it is complete."""
 
     question: dict[str, Any]
     outline: Outline
@@ -36,9 +36,9 @@ class Manifest:
     format: Literal[2] = 2  # of the file
 
     def check_same(self, asked: Mapping[str, Any]) -> None:
-        """LayertapError where what is asked now is not what the job was begun with.
+        """LayertapError if the question differs from that of the existing output.
 
-        To name no model is to ask for the one that answered, as is to name that.
+        No model name and the name of the model that answered are the same.
         """
         for name, value in asked.items():
             before = self.question.get(name)
@@ -47,25 +47,25 @@ class Manifest:
                 raise LayertapError(detail, hint=OTHERWISE)
 
     def save(self, folder: Path) -> None:
-        """Write it, all or nothing."""
+        """Write the manifest atomically."""
         with replace_file(folder / NAME) as temporary:
             temporary.write_bytes(json.dumps(asdict(self), indent=1).encode())
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """The one in a folder, None where there is none; LayertapError."""
+        """The manifest in a folder, None if there is none; LayertapError."""
         try:
             return TypeAdapter(cls).validate_json((folder / NAME).read_bytes())
         except FileNotFoundError:
             return None
         except ValidationError:
-            # --restart does not help: whose files these are is not known, so none is removed.
+            # No hint of --restart: the files' owner is unknown, so none are removed.
             detail = f"{folder / NAME} is no manifest of a job, or one of another version of layertap"
             raise LayertapError(detail, hint="choose another --out") from None
 
 
 def check_same_model(before: Outline, now: Outline) -> None:
-    """OtherModelError where answers are not of the fingerprint that a job was begun with."""
+    """OtherModelError if the fingerprint differs from the existing output's."""
     if now.fingerprint != before.fingerprint:
         raise OtherModelError(
             f"what is there was made by {before.model} with fingerprint {before.fingerprint}, and now "
@@ -75,9 +75,9 @@ def check_same_model(before: Outline, now: Outline) -> None:
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """A name to write to: once that is done the file is on the disk, and has the name that it is to have.
+    """Write a file atomically: the block writes to a temporary name, which is then synced and renamed.
 
-    LayertapError where the disk is full, or it can't be written for another reason: nothing half-written remains.
+    LayertapError if the disk is full, or the file can't be written for another reason; the temporary file is removed.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -93,14 +93,14 @@ def replace_file(path: Path) -> Iterator[Path]:
         raise LayertapError(f"{path} can't be written: {reason}", hint=hint) from error
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(descriptor)  # which files the folder has
+        os.fsync(descriptor)  # syncs the renaming
     finally:
         os.close(descriptor)
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Keep other processes out as long as the block runs; LayertapError where one is in."""
+    """Lock a folder against other processes for the block; LayertapError if another process holds the lock."""
     with (folder / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What a job writes: a part after another, each there whole or not at all, and in the end one file of all."""
+"""A job's output: parts, each written atomically, and in the end one file of all parts."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from layertap.service.features import Array
 REDUCED = "reductions"  # a layout
 PART = "part-{start:012d}"
 RESERVED = frozenset({"key", "digest", "fingerprint", "error", "shard", "row"})
-GROUP_ROWS, GROUP_BYTES = 8192, 64 * 2**20  # of a row group of the file in the end
+GROUP_ROWS, GROUP_BYTES = 8192, 64 * 2**20  # of a row group of the final file
 OPTIONS: dict[str, Any] = {"compression": "zstd", "compression_level": 1, "use_dictionary": ["fingerprint", "error"]}
 
 
 @dataclass
 class PartWriter:
-    """Collects rows, and writes them as the next part; a reducer folds their results at once, and they are dropped."""
+    """Collects rows and writes them as the next part; with a reducer, results are folded into it and dropped."""
 
     folder: Path
     outline: Outline
     layout: str
-    first: int  # number of the next row that is to be written
+    first: int  # number of the next row to write
     reducer: Reducer | None = None
     _rows: list[Rows] = field(default_factory=list)
 
@@ -45,7 +45,7 @@ class PartWriter:
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of what is reduced, which is written whole with each part."""
+        """Bytes of the reducer's state, which is written whole with each part."""
         return self.reducer.nbytes if self.reducer is not None else 0
 
     def add(self, rows: Rows) -> None:
@@ -56,13 +56,13 @@ class PartWriter:
             try:
                 self.reducer.add(rows.arrays, np.array(good, np.int64))
             except BaseException:
-                self._rows.clear()  # states may be half changed: the last part's are the ones to go on from
+                self._rows.clear()  # states may be half updated: resume from the last part's
                 raise
             rows = replace(rows, arrays={})
         self._rows.append(rows)
 
     def flush(self) -> None:
-        """Write what was added, where there is something."""
+        """Write the collected rows, if any, as a part."""
         if not self._rows:
             return
         name = PART.format(start=self.first)
@@ -76,7 +76,7 @@ class PartWriter:
                 path.unlink()
 
     def _make_table(self, shard: str) -> Any:
-        """The rows as a table; results are columns of it, or arrays in a file of their own, which is written."""
+        """The rows as a table; results are its columns, or are written to a file of their own."""
         import pyarrow as pa
 
         parts = self._rows
@@ -106,7 +106,7 @@ class PartWriter:
         }
 
     def _write_state(self, shard: str, good: Any) -> dict[str, Any]:
-        """The reductions of all rows up to these; the part counts once its table is there."""
+        """Write the reductions of all rows so far; the part counts once its table is written."""
         if self.reducer is not None:
             with replace_file(self.folder / shard) as temporary:
                 self.reducer.save(temporary)
@@ -127,7 +127,7 @@ WRITERS: dict[str, Callable[[PartWriter, str, Any], dict[str, Any]]] = {
 
 
 def _make_vectors(array: Array, good: Any) -> Any:
-    """Fixed-size lists, null where there is no row."""
+    """Fixed-size lists, null for rows with an error."""
     import pyarrow as pa
 
     width = array.shape[1]
@@ -137,7 +137,7 @@ def _make_vectors(array: Array, good: Any) -> Any:
 
 
 def check_columns(outline: Outline, layout: str) -> None:
-    """LayertapError where results don't fit a table."""
+    """LayertapError if results do not fit a table."""
     if layout == REDUCED:
         return
     for name, column in outline.columns.items():
@@ -156,12 +156,12 @@ def list_parts(folder: Path) -> list[Path]:
 
 
 def list_states(folder: Path) -> list[Path]:
-    """The files of a folder with what was reduced by the end of a part, in order."""
+    """The files of a folder with the reducer's state after each part, in order."""
     return sorted(folder.glob("part-*.safetensors"))
 
 
 def read_state(table: Path) -> dict[str, Array]:
-    """What was reduced by the end of a part; LayertapError where that is missing or damaged."""
+    """The reducer's state after a part; LayertapError if its file is missing or damaged."""
     path = table.with_suffix(".safetensors")
     try:
         return load_file(path)
@@ -170,9 +170,9 @@ def read_state(table: Path) -> dict[str, Array]:
 
 
 def find_parts(folder: Path) -> tuple[list[Path], int]:
-    """The tables of a folder, in order, and how many rows they have; LayertapError where some are missing.
+    """The tables of a folder, in order, and their number of rows; LayertapError if some are missing.
 
-    What was begun and not finished is removed.
+    Removes unfinished files.
     """
     for left in folder.glob("*.tmp"):
         left.unlink()
@@ -186,9 +186,9 @@ def find_parts(folder: Path) -> tuple[list[Path], int]:
 
 
 def check_keys(entries: Iterator[Entry], tables: Sequence[Path], *, complete: bool = False) -> None:
-    """Take as many entries as tables have rows; LayertapError where they are not the same inputs in the same order.
+    """Read as many entries as tables have rows; LayertapError unless they are the same inputs in the same order.
 
-    ``complete``: there may be no others.
+    ``complete``: no more entries may follow.
     """
     end = Entry("", None)
     keys = (key for table in tables for key in read_column(table, "key").to_pylist())
@@ -214,7 +214,7 @@ def name_inputs(numbers: Iterable[int], tables: Sequence[Path]) -> dict[int, str
 
 
 def merge_parts(parts: Sequence[Path], path: Path, metadata: Mapping[str, str], row_bytes: int) -> None:
-    """All parts as one file, which depends on their rows alone: not on where a part ends."""
+    """Merge all parts into one file, whose bytes depend only on the rows, not on where parts end."""
     import pyarrow as pa
 
     parquet = import_parquet()
@@ -233,14 +233,14 @@ def merge_parts(parts: Sequence[Path], path: Path, metadata: Mapping[str, str], 
 
 
 def read_column(table: Path, name: str) -> Any:
-    """A column of what a job has written; LayertapError where that is damaged."""
+    """A column of a job's table; LayertapError if the file is damaged."""
     with open_table(table) as file:
         return file.read([name]).column(0)
 
 
 @contextmanager
 def open_table(path: Path) -> Iterator[Any]:
-    """A ``ParquetFile`` of what a job has written; LayertapError where that is damaged, also while it is read."""
+    """Open a job's table as a ``ParquetFile``; LayertapError if it is damaged, also while it is read."""
     try:
         with import_parquet().ParquetFile(path) as file:
             yield file

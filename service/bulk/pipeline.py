@@ -1,4 +1,4 @@
-"""Batches are read, answered and written at the same time; only a few are in memory."""
+"""Reads, answers and writes batches at the same time, with only a few in memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from layertap.service.bulk.parts import PartWriter
 from layertap.service.bulk.sources import Entry
 
 PART_BYTES = 64 * 2**20
-PART_S = 30.0  # between two parts: what a kill loses; longer if a state of more than PART_BYTES is written with each
+PART_S = 30.0  # between two parts, lost if killed; longer if a state of more than PART_BYTES is written with each
 
 OnRows = Callable[[Rows], None]
 
 
 async def write_rows(answers: AsyncGenerator[Rows, None], writer: PartWriter, on_rows: OnRows) -> None:
-    """Write all rows in their order; LayertapError, with what was answered written."""
+    """Write all rows in order; on a LayertapError, the rows answered before it are written."""
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, "writer") as files:
         written = time.monotonic()
@@ -36,13 +36,13 @@ async def write_rows(answers: AsyncGenerator[Rows, None], writer: PartWriter, on
                         written = now
                     on_rows(rows)
         finally:
-            files.submit(writer.flush).result()  # behind one that is under way, whose rows are the same
+            files.submit(writer.flush).result()  # after a running flush, which has cleared its rows
 
 
 async def answer_batches(
     batches: Iterator[list[Entry]], extractor: Extractor, question: Question, outline: Outline
 ) -> AsyncGenerator[Rows, None]:
-    """The rows of all batches in their order, read in a thread while others are answered; LayertapError."""
+    """The rows of all batches in order, read in a thread while others are answered; LayertapError."""
     loop = asyncio.get_running_loop()
     pending: deque[asyncio.Task[Rows]] = deque()
     with ThreadPoolExecutor(1, "reader") as reader:
@@ -68,7 +68,7 @@ async def _answer(batch: Sequence[Entry], extractor: Extractor, question: Questi
 
 
 async def _extract(extractor: Extractor, question: Question, entries: Sequence[Entry], outline: Outline) -> Answer:
-    """The answer to entries. If they fail together, each half is tried, so that the one at fault ends up alone."""
+    """The answer to entries. If it fails, each half is tried, until a failing entry is alone."""
     try:
         answer = await extractor.extract(question, entries)
         reason = outline.find_misfit(answer.arrays) if answer.arrays else ""

@@ -1,4 +1,4 @@
-"""Batches answered by actors of a Ray cluster. What is read and written, and where, is as without it."""
+"""Answers batches with actors of a Ray cluster. Files are read and written here, as without Ray."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from layertap.service.bulk.job import Answer, Extractor, Outline, Question
 from layertap.service.bulk.sources import Entry
 from layertap.service.ray_settings import read_settings_on_ray
 
-if TYPE_CHECKING:  # torch is imported on the cluster alone
+if TYPE_CHECKING:  # torch is imported only on the cluster
     from layertap.service.bulk.local import LocalExtractor
 
 CONNECT_S = 10.0
-MAX_BATCH_BYTES = 16 * 2**20  # this process holds those of all actors
-ATTEMPTS = 10  # at a batch whose actors die
-STARTS = 3  # of an actor that dies before it has its model
+MAX_BATCH_BYTES = 16 * 2**20  # this process holds the batches of all actors
+ATTEMPTS = 10  # for a batch whose actors die
+STARTS = 3  # of actors that die before they have loaded the model
 # A cluster started here sends no usage statistics; errors that its C++ code logs are also raised as exceptions.
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
 
 
 class RayExtractor(Extractor):
-    """Actors of a cluster, each with an engine, so many CPUs and GPUs, and the settings that are ``chosen``.
+    """Actors of a cluster, each with an engine, a number of CPUs and GPUs, and the ``chosen`` settings.
 
-    There are as many as batches wait, at most as many as the cluster has room for.
+    One actor is started for each waiting batch, as long as the cluster has room.
     """
 
     def __init__(self, address: str | None, cpus: float, gpus: float, chosen: Mapping[str, Any]) -> None:
@@ -37,14 +37,14 @@ class RayExtractor(Extractor):
         self._ray = _connect(address)
         self._room = _count_places(self._ray, cpus, gpus)
         self._start = partial(self._ray.remote(num_cpus=cpus, num_gpus=gpus)(_Answerer).remote, chosen)
-        self._free: asyncio.Queue[Any] = asyncio.Queue()  # an actor for each batch that it has time for, or an error
+        self._free: asyncio.Queue[Any] = asyncio.Queue()  # an actor for each batch that it can take now, or an error
         self._dead: list[Any] = []
         self._openings: set[asyncio.Task[None]] = set()
-        self.in_flight = self.max_input_bytes = self.max_rows = 0  # an actor tells
+        self.in_flight = self.max_input_bytes = self.max_rows = 0  # set by the first actor's reply
         self.max_batch_bytes = MAX_BATCH_BYTES
 
     async def outline(self, question: Question) -> Outline:
-        """What answers will be like, as the first actor tells; LayertapError."""
+        """The outline of answers, by the first actor; LayertapError."""
         places = self._room
         self._room -= 1
         outline, batches, self.max_input_bytes, self.max_rows = await self._open(question)
@@ -52,9 +52,9 @@ class RayExtractor(Extractor):
         return outline
 
     async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
-        """The answer of an actor that has time for it; errors as of any extractor.
+        """The answer of a free actor; errors as of any extractor.
 
-        A batch whose actor dies is given to another one: Ray would wait until it can start the same one again.
+        If the actor dies, another one gets the batch: Ray would wait until it can restart the same one.
         """
         for _ in range(ATTEMPTS):
             actor = await self._take(question)
@@ -74,7 +74,7 @@ class RayExtractor(Extractor):
         raise _find_cause(reason)
 
     async def _take(self, question: Question) -> Any:
-        """An actor that has time for a batch; LayertapError."""
+        """An actor that can take a batch now; LayertapError."""
         while True:
             if self._free.empty() and self._room:
                 self._room -= 1
@@ -83,19 +83,19 @@ class RayExtractor(Extractor):
                 opening.add_done_callback(self._openings.discard)
             actor = await self._free.get()
             if isinstance(actor, LayertapError):
-                self._free.put_nowait(actor)  # for all others, too
+                self._free.put_nowait(actor)  # for all other batches, too
                 raise actor
             if actor not in self._dead:
                 return actor
 
     async def close(self) -> None:
-        """Leave the cluster, and end it where it was started here."""
-        for opening in self._openings:  # an actor that dies with the cluster is not to be started again
+        """Leave the cluster, and stop it if it was started here."""
+        for opening in self._openings:  # do not restart actors that die with the cluster
             opening.cancel()
         await asyncio.to_thread(self._ray.shutdown)
 
     async def _open(self, question: Question) -> tuple[Outline, int, int, int]:
-        """Start an actor, another one where it dies, and wait until it has its model; LayertapError."""
+        """Start an actor, and another one if it dies, and wait until it has loaded its model; LayertapError."""
         for _ in range(STARTS):
             actor = self._start()
             try:
@@ -131,7 +131,7 @@ class _Answerer:
         return LocalExtractor(create_engine(read_settings_on_ray(self._chosen), warm=False))
 
     async def open(self, question: Question) -> tuple[Outline, int, int, int]:
-        """What answers will be like, how many batches it takes at once, the most bytes of an input, rows of a batch."""
+        """The outline, the number of batches at once, the most bytes of an input and the most rows of a batch."""
         each = self._extractor
         return await each.outline(question), each.in_flight, each.max_input_bytes, each.max_rows
 
@@ -141,7 +141,7 @@ class _Answerer:
 
 
 def _connect(address: str | None) -> Any:
-    """Ray, connected to a cluster or to one that is started; LayertapError."""
+    """Ray, connected to a running or a new cluster; LayertapError."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -150,16 +150,16 @@ def _connect(address: str | None) -> Any:
         raise LayertapError("Ray is not installed", hint="pip install 'layertap[ray]'") from None
     host, _, port = (address or "").rpartition(":")
     try:
-        if host and port.isdecimal() and "/" not in host:  # Ray itself would try for minutes
+        if host and port.isdecimal() and "/" not in host:  # Ray itself would retry for minutes
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
         ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
-    except Exception as error:  # whatever it is: Ray raises Exception itself where a node does not start in time
+    except Exception as error:  # Ray raises a plain Exception if a node does not start in time
         raise LayertapError(f"there is no Ray cluster, and none starts: {error}", hint="see ray status") from error
     return ray
 
 
 def _count_places(ray: Any, cpus: float, gpus: float) -> int:
-    """How many actors a cluster has room for, were it idle; LayertapError for none: Ray itself would wait for ever."""
+    """How many actors fit into the idle cluster; LayertapError if none: Ray itself would wait forever."""
     needs = {name: each for name, each in (("CPU", cpus), ("GPU", gpus)) if each}
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     places = sum(int(min(machine.get(name, 0) / each for name, each in needs.items())) for machine in machines)
@@ -170,7 +170,7 @@ def _count_places(ray: Any, cpus: float, gpus: float) -> int:
 
 
 def _find_cause(error: BaseException) -> LayertapError:
-    """The error that a process of the cluster has raised, where it is one of ours."""
+    """The LayertapError that a process of the cluster raised, or one for its other error."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, LayertapError):

@@ -1,7 +1,7 @@
-"""Reductions: what is kept of many inputs in place of their vectors. A function of each batch and a row of a table.
+"""Reductions: summaries of many inputs, kept instead of vectors. To add one, add its functions and a table row.
 
-A reduction folds batches into its state one after another, in float64: a job that is interrupted goes on with the state
-that it saved, and ends with the same bits. States are arrays by name, by the layer that they are of.
+A reduction folds batches into its state one after another, in float64: an interrupted job resumes with its saved state,
+and ends with the same bits. States are arrays by name, by layer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 from layertap.service.features import Array
 
 MAX_COVARIANCE = 10_000  # channels of all layers together: 800 MB
-BLOCK_ROWS = 256  # of a covariance that are added to at once
-ALL_LAYERS = ""  # in the place of a layer's name
+BLOCK_ROWS = 256  # of a covariance that are updated at once
+ALL_LAYERS = ""  # stands for a layer's name
 Numbers = NDArray[np.float64]
 State = dict[str, Any]  # arrays
 States = dict[str, State]
@@ -32,9 +32,9 @@ EDGES: tuple[float, ...] = tuple(
 
 @dataclass(frozen=True)
 class Batch:
-    """Statistics of some inputs: of a layer by their names, (rows, channels) or (rows, channels, bins).
+    """Statistics of some inputs: for each layer, by name, (rows, channels) or (rows, channels, bins).
 
-    ``numbers`` are those of the inputs in the source, ascending; ``top`` is how many inputs a channel keeps.
+    ``numbers``: of the inputs in the source, ascending; ``top``: how many inputs to keep for each channel.
     """
 
     numbers: NDArray[np.int64]
@@ -44,9 +44,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Reduction:
-    """``stats`` it needs of each input; ``add`` gives the states after a batch, ``finish`` what is told in the end.
+    """``stats``: the statistics it needs of each input; ``add``: the states after a batch; ``finish``: the results.
 
-    ``add`` may change the arrays of the states that it is given: if it fails, they are lost.
+    ``add`` may change the given states' arrays: if it fails, they are unusable.
     """
 
     stats: tuple[str, ...]
@@ -67,7 +67,7 @@ def _finish_by_layer(finish: Callable[[State], State]) -> Callable[[States], dic
 
 
 def _add_stats(state: State, columns: Mapping[str, Array], batch: Batch) -> State:
-    """By Chan's formula: no difference of squares, which would lose digits."""
+    """Chan's formula, because a difference of squares would lose digits."""
     counts, means, stds = (columns[name].astype(np.float64) for name in ("count", "mean", "std"))
     count = counts.sum(0)
     mean = (counts * means).sum(0) / count
@@ -100,7 +100,7 @@ def _finish_stats(state: State) -> State:
 
 
 def _add_top(state: State, columns: Mapping[str, Array], batch: Batch) -> State:
-    """The inputs with the greatest maxima, the first of those that are equal first; NaN is never among others."""
+    """The inputs with the greatest maxima; of equal ones, those that came first; NaN comes last."""
     values = columns["max"].T
     numbers = np.broadcast_to(batch.numbers, values.shape)
     if state:
@@ -120,7 +120,7 @@ def _finish_histogram(states: States) -> dict[str, Array]:
 
 
 def _add_covariance(states: States, batch: Batch) -> States:
-    """Of the means over positions, the channels of all layers side by side: linear CKA needs each pair of layers."""
+    """By the means over positions, with all layers' channels side by side: linear CKA needs each pair of layers."""
     values = np.concatenate([columns["mean"] for columns in batch.layers.values()], axis=1).astype(np.float64)
     means = values.mean(0)
     centred, rows, before = values - means, np.array(float(len(values))), np.array(0.0)
@@ -137,7 +137,7 @@ def _add_covariance(states: States, batch: Batch) -> States:
 
 
 def _add_products(products: Numbers, centred: Numbers) -> None:
-    """Add ``centred.T @ centred`` in place: another matrix of that size would double the memory."""
+    """Add ``centred.T @ centred`` in place, because another matrix of that size would double the memory."""
     block = np.empty((min(BLOCK_ROWS, len(products)), len(products)))
     for start in range(0, len(products), BLOCK_ROWS):
         rows = products[start : start + BLOCK_ROWS]
@@ -177,7 +177,7 @@ def make_entry(layer: str, names: Sequence[str]) -> dict[str, Any]:
 
 @dataclass
 class Reducer:
-    """The states of a job's reductions, by their names; ``columns`` are those of each result, as its receipt says."""
+    """The states of a job's reductions, by name; ``columns``: the names of each result's statistics."""
 
     names: Sequence[str]
     top: int
@@ -196,12 +196,12 @@ class Reducer:
             return
         layers = {layer: _split_columns(arrays[layer], names) for layer, names in self.columns.items()}
         batch = Batch(numbers, layers, self.top)
-        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite shows in the results
+        with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity show in the results
             self.states = {name: REDUCTIONS[name].add(self.states.get(name, {}), batch) for name in self.names}
 
     def finish(self) -> dict[str, Array]:
-        """All results by their names; none where no input had any."""
-        with np.errstate(invalid="ignore", divide="ignore"):  # the CKA of a layer that never changes is NaN
+        """All results by name; none if no input had any."""
+        with np.errstate(invalid="ignore", divide="ignore"):  # the CKA of a constant layer is NaN
             finished = [REDUCTIONS[name].finish(states) for name, states in self.states.items()]
         return {key: array for results in finished for key, array in results.items()}
 
@@ -216,19 +216,19 @@ class Reducer:
         save_file(arrays, path)
 
     def load(self, arrays: Mapping[str, Array]) -> None:
-        """Go on from states as ``save`` has them."""
+        """Restore states that ``save`` wrote."""
         self.states = {}
         for text in sorted(arrays, key=self._find_layer_index):
             name, key, layer = text.split("|", 2)
             self.states.setdefault(name, {}).setdefault(layer, {})[key] = arrays[text]
 
     def _find_layer_index(self, text: str) -> int:
-        """The index of a state's layer among all."""
+        """The position of a state's layer among all layers."""
         return [*self.columns, ALL_LAYERS].index(text.split("|", 2)[2])
 
 
 def _split_columns(array: Array, names: Sequence[str]) -> dict[str, Array]:
-    """Statistics by their names; the bins of a histogram together."""
+    """Statistics by name; a histogram's bins in one array."""
     return {name: array[..., column] for column, name in enumerate(names) if "[" not in name} | {
         "histogram": array[..., [column for column, name in enumerate(names) if name.startswith("histogram[")]]
     }

@@ -1,4 +1,4 @@
-"""Batches answered by a server."""
+"""Answers batches with a server."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from layertap.service.bulk.sources import Entry
 from layertap.service.clients import convert_error, convert_errors
 from layertap_client.exchange import MAX_TIMEOUT_S
 
-PATIENCE_S = 600.0  # of a request since it first failed: the server is restarted, or there are others before us
-FIRST_PATIENCE_S = 30.0  # where there has never been one: it may be about to start
-SILENCE_S = 120.0  # beyond the server's own deadline: then a connection is dead
+PATIENCE_S = 600.0  # since a request's first failure: the server restarts, or is busy
+FIRST_PATIENCE_S = 30.0  # before the first answer: the server may be about to start
+SILENCE_S = 120.0  # after the server's own deadline, a silent connection is dead
 TOO_SLOW = 504
 RETRIES = lt.RetryPolicy(
     backoff_s=0.5, max_backoff_s=15.0, statuses=lt.RetryPolicy.statuses - {TOO_SLOW}, patience_s=PATIENCE_S
 )
 LATER = "the same command goes on later"
-ALONE_ATTEMPTS = 3  # of a picture that takes longer than the server allows: others may have been before it
-OVERHEAD_BYTES = 2**16  # of a body, for the question; each picture has some of its own
+ALONE_ATTEMPTS = 3  # for a single picture that exceeds the server's deadline: it may have waited for others
+OVERHEAD_BYTES = 2**16  # of a body, for the question; each picture adds PART_BYTES
 PART_BYTES = 256
 MAX_ROWS = 32
-IN_FLIGHT = 8  # what the server has is not known
-OUTLINED = (320, 256)  # pixels of the picture that answers are outlined with
+IN_FLIGHT = 8  # the server's workers are unknown
+OUTLINED = (320, 256)  # pixels of the picture that is sent for the outline
 
 
 class RemoteExtractor(Extractor):
-    """A server that is asked over HTTP; one that is away for a while is waited for, and ``tell`` hears why."""
+    """Sends batches to a server over HTTP; waits for a server that is away, and reports this to ``tell``."""
 
     def __init__(self, url: str, tell: Callable[[str], None]) -> None:
         self._url = url
@@ -42,17 +42,17 @@ class RemoteExtractor(Extractor):
         self._waiting = False
         self._outline: Outline | None = None
         self.in_flight = IN_FLIGHT
-        self.max_input_bytes = self.max_batch_bytes = self.max_rows = 0  # the server tells
+        self.max_input_bytes = self.max_batch_bytes = self.max_rows = 0  # set by the server's limits
         self._max_request_rows = MAX_ROWS
         with convert_errors(url):
             retries = replace(RETRIES, on_wait=self._tell_waiting)
             self._client = lt.AsyncClient(url, timeout=FIRST_PATIENCE_S, retries=retries)
 
     async def outline(self, question: Question) -> Outline:
-        """What answers will be like, as the server tells; LayertapError."""
+        """The outline of answers, by the server; LayertapError."""
         with convert_errors(self._url, LATER):
             limits = (await self._client.models()).limits
-            self._client.session.timeout = MAX_TIMEOUT_S  # patience ends a request; each attempt has its own deadline
+            self._client.session.timeout = MAX_TIMEOUT_S  # patience limits a request; each attempt has its own deadline
             self._client.session.silence_s = limits["deadline_s"] + SILENCE_S
             self.max_rows = int(min(MAX_ROWS, limits["max_inputs"], limits["max_queue_rows"]))
             self.max_batch_bytes = int(limits["max_body_bytes"]) - OVERHEAD_BYTES - PART_BYTES * self.max_rows
@@ -61,7 +61,7 @@ class RemoteExtractor(Extractor):
         return self._outline
 
     async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
-        """What a batch gives; RequestError, TooLargeError where fewer may be answered; LayertapError."""
+        """The answer to a batch; RequestError, TooLargeError if a smaller one may succeed; LayertapError."""
         if len(entries) > self._max_request_rows:
             raise TooLargeError(f"{len(entries)} inputs take too long")
         data = [entry.data or b"" for entry in entries]
@@ -69,7 +69,7 @@ class RemoteExtractor(Extractor):
             inputs = [{"text": each.decode()} for each in data] if question.texts else data
             result = await self._ask(question, inputs, on_error="skip", isolated=True, priority="bulk")
             if self._outline is not None and result.fingerprint != self._outline.fingerprint:
-                # The server has another model by now, or the pictures other shapes, whose fingerprints are others.
+                # The server's model has changed, or pictures of other shapes have another fingerprint.
                 check_same_model(self._outline, await self._ask_outline(question))
         except lt.DeadlineError as error:
             if len(entries) > 1:
@@ -84,7 +84,7 @@ class RemoteExtractor(Extractor):
             errors = _list_reasons(error.faults)
             if len(errors) == len(entries):
                 return Answer("", {}, errors)
-            raise RequestError(f"{self._url}: {error.detail}", hint=error.hint) from error  # it may name few of them
+            raise RequestError(f"{self._url}: {error.detail}", hint=error.hint) from error  # it may name only some
         except lt.LayertapError as error:
             raise convert_error(error, self._url, LATER) from error
         self._waiting = False
@@ -95,7 +95,7 @@ class RemoteExtractor(Extractor):
         await self._client.aclose()
 
     async def _ask(self, question: Question, inputs: Sequence[Any], **options: Any) -> lt.Result:
-        """The result of a request; the client's errors."""
+        """The result of a request; raises the client's errors."""
         asked = {name: getattr(question, name) for name in ("model", "pool", "normalize", "prompt", "truncate")}
         options |= {name: value for name, value in asked.items() if value}
         attempts = ALONE_ATTEMPTS if len(inputs) == 1 else 1
@@ -115,7 +115,7 @@ class RemoteExtractor(Extractor):
         return Outline.of(result.model, result.fingerprint, result, result.receipts)
 
     def _halve(self, rows: int) -> None:
-        """Have fewer inputs in later requests than in one that took too long; batches and files stay what they are."""
+        """Send fewer inputs per request than in one that took too long; batches and files do not change."""
         if rows // 2 < self._max_request_rows:
             self._max_request_rows = rows // 2
             self._tell(f"{self._url} has no time for {rows} inputs in a request: it gets {rows // 2} at once")

@@ -1,6 +1,6 @@
-"""Where inputs come from: pictures of a folder, a pattern, a list, a tar archive; pictures or texts of a table.
+"""Sources of inputs: pictures in a folder, pattern, list or tar archive; pictures or texts in a table.
 
-Each gives its entries one after another, always in the same order, and holds no more than one input.
+Each yields its entries one by one, always in the same order, and holds at most one input in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from layertap.service.inputs.files import FileError, read_regular_file
 
 SUFFIXES = frozenset({".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jpeg", ".jpg", ".png", ".webp"})
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-STRINGS = ("string", "large_string", "string_view")  # Arrow's names of types of texts
+STRINGS = ("string", "large_string", "string_view")  # Arrow's types of strings
 PARQUET_ROWS = 64  # read at once
 HINT = (
     "name a folder, a pattern such as 'photos/*.jpg', a .txt file with a path a line, a .tar, .parquet or .jsonl file"
@@ -34,7 +34,7 @@ Wanted = Container[int]  # numbers of entries
 
 @dataclass(frozen=True)
 class Entry:
-    """An input: its key in the source and its bytes, or why there are none."""
+    """An input: its key in the source and its bytes, or the error of reading it."""
 
     key: str
     data: bytes | None = field(repr=False)
@@ -50,8 +50,8 @@ class Entry:
 class Source:
     """Inputs by their keys.
 
-    ``read(wanted, limit)`` gives all entries; bytes are read, at most ``limit``, of those whose numbers are wanted.
-    ``texts``: they are texts in UTF-8, not pictures; ``countable``: their number is known without them.
+    ``read(wanted, limit)`` yields all entries, with at most ``limit`` bytes for those whose numbers are in ``wanted``.
+    ``texts``: UTF-8 texts, not pictures; ``countable``: their number is known without reading them.
     """
 
     read: Callable[[Wanted, int], Iterator[Entry]]
@@ -59,18 +59,18 @@ class Source:
     countable: bool = True
 
     def iterate(self, skip: int, limit: int) -> Iterator[Entry]:
-        """All entries; of the first ``skip`` the bytes are not read, and of others at most ``limit``."""
+        """All entries; bytes are not read for the first ``skip``, and at most ``limit`` for each other."""
         return self.read(range(skip, sys.maxsize), limit)
 
     def count(self) -> int | None:
-        """How many entries there are, None where all would have to be read."""
+        """The number of entries, None if all would have to be read."""
         return sum(1 for _ in self.iterate(sys.maxsize, 0)) if self.countable else None
 
 
 def open_source(text: str, column: str | None = None) -> Source:
-    """The source that a path or a pattern names; LayertapError.
+    """The source at a path or a pattern; LayertapError.
 
-    ``column`` is the one of a table which holds the inputs; without it the only one of pictures.
+    ``column``: the column of a table with the inputs; by default the only one with pictures.
     """
     path = Path(text)
     name = path.name.lower()
@@ -117,9 +117,9 @@ def _is_picture(name: str) -> bool:
 
 
 def _walk(top: Path) -> Iterator[str]:
-    """The names of pictures below a folder, its own before those of folders in it.
+    """The names of pictures below a folder, its own before those in subfolders.
 
-    Links to folders and dot files are left out. Folders that can't be listed are the last ones: reading them tells why.
+    Links to folders and dot files are left out. Folders that can't be listed come last; reading them gives the error.
     """
     unlisted: list[str] = []
     for folder, folders, files in os.walk(top, onerror=lambda error: unlisted.append(error.filename)):
@@ -130,9 +130,9 @@ def _walk(top: Path) -> Iterator[str]:
 
 
 def _match(pattern: str) -> list[str]:
-    """The files that a pattern names, sorted; ``**`` stands for folders, but never for links, which may be circles.
+    """The files that match a pattern, sorted; ``**`` matches folders, but not links, which may form cycles.
 
-    Dot files are among them only where the pattern names one.
+    Dot files match only if the pattern names one.
     """
     anchor = Path(pattern).anchor
     found = Path(anchor).glob(pattern.removeprefix(anchor))
@@ -141,7 +141,7 @@ def _match(pattern: str) -> list[str]:
 
 
 def _read_list(path: Path) -> Iterator[str]:
-    """A path a line, from the working directory on."""
+    """One path per line, relative to the working directory."""
     with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for line in lines:
             if name := line.rstrip("\r\n"):
@@ -149,15 +149,15 @@ def _read_list(path: Path) -> Iterator[str]:
 
 
 def _read_tar(path: Path, wanted: Wanted, limit: int) -> Iterator[Entry]:
-    """Pictures of an archive, which is read once from its beginning; nothing is written to disk. LayertapError."""
+    """Pictures of an archive, read once from its beginning; nothing is written to disk. LayertapError."""
     try:
         with tarfile.open(path, "r|*", errors="surrogateescape") as archive:
             pictures = (member for member in archive if _is_picture(member.name) and not member.isdir())
             for number, member in enumerate(pictures):
                 key = _make_key(member.name)
                 yield _read_member(archive, member, key, limit) if number in wanted else Entry(key, None)
-                vars(archive)["members"] = []  # of an archive of millions it would keep them all
-            # tarfile takes a damaged head for the end, where there are two blocks of zeros: it has read the first.
+                vars(archive)["members"] = []  # for an archive of millions, it would keep them all
+            # tarfile takes a damaged header for the end, which is two blocks of zeros: it has read the first.
             if archive.fileobj is None or archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("it is damaged or cut off")
     except (tarfile.TarError, EOFError, OSError) as error:
@@ -185,9 +185,9 @@ def _read_line(line: str, column: str, key: str, limit: int) -> Entry:
 
 
 def _open_parquet(path: Path, column: str | None) -> Source:
-    """The column of pictures or texts that is named, or the only one of pictures; LayertapError.
+    """The named column of pictures or texts, or the only one of pictures; LayertapError.
 
-    Pictures are bytes, or structs with bytes as the datasets library has them.
+    Pictures are bytes, or structs with bytes as in the datasets library.
     """
     from pyarrow import types
 
@@ -218,7 +218,7 @@ def _read_parquet(path: Path, column: str, wanted: Wanted, limit: int) -> Iterat
         with import_parquet().ParquetFile(path) as file:
             for group in range(file.num_row_groups):
                 end = number + file.metadata.row_group(group).num_rows
-                if not any(row in wanted for row in range(number, end)):  # none of its bytes are read
+                if not any(row in wanted for row in range(number, end)):  # reads none of the bytes
                     yield from (Entry(str(row), None) for row in range(number, end))
                     number = end
                     continue
@@ -243,5 +243,5 @@ def _make_entry(key: str, value: object, limit: int) -> Entry:
 
 
 def _make_key(name: str) -> str:
-    """A name as text; bytes that are none are escaped."""
+    """A name as text; invalid bytes are escaped."""
     return os.fsencode(name).decode("utf-8", "backslashreplace").replace(os.sep, "/")
