@@ -1,9 +1,9 @@
-// The server's public API: requests with the tab's key, problems in words, arrays out of base64.
+// The server's public API: sends requests with the tab's key, turns problems into text, decodes base64 arrays.
 
 const KEY = "layertap-key";
 
 export class ProblemError extends Error {
-  // What a reply of application/problem+json says; status 0 where there was no reply.
+  // The fields of an application/problem+json reply; status 0 without a reply.
   constructor(status, detail, hint, seconds) {
     super(detail);
     this.status = status;
@@ -26,7 +26,7 @@ export async function ask(path, body, signal) {
 }
 
 export function load(path) {
-  // A file of the page itself.
+  // Fetch a file of the page itself.
   return send(path, {}, (reply) => reply.blob());
 }
 
@@ -46,7 +46,7 @@ async function readProblem(reply) {
   const seconds = Number(reply.headers.get("retry-after")) || 0;
   try {
     const problem = await reply.json();
-    const faults = [problem, ...(problem.errors || [])]; // the first of them may be the problem itself
+    const faults = [problem, ...(problem.errors || [])]; // the first fault may be the problem itself
     const join = (field) => [...new Set(faults.map((each) => each[field]).filter(Boolean))].join("; ");
     return new ProblemError(reply.status, join("detail"), join("hint"), seconds);
   } catch {
@@ -55,7 +55,7 @@ async function readProblem(reply) {
 }
 
 export function decode(feature) {
-  // A result of `encoding: "base64"`: its shape, and its values in C order.
+  // Decode a result of `encoding: "base64"`: its shape, and its values in C order.
   const text = atob(feature.data);
   const bytes = new Uint8Array(text.length);
   for (let at = 0; at < text.length; at += 1) bytes[at] = text.charCodeAt(at);

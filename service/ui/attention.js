@@ -1,4 +1,4 @@
-// Attention of a layer: a tile for each head, of what one patch of the picture looks at.
+// Attention of a layer: one tile per head, with the weights of one query patch.
 
 import { ask, decode } from "./api.js";
 import { makeScale, paintOverlay } from "./colors.js";
@@ -8,7 +8,7 @@ import { drawTiles, showScale } from "./maps.js";
 import { findLayer, makeBody, makeView } from "./requests.js";
 import { fit } from "./seen.js";
 
-let shown = null; // of one layer and picture: {weights, heads, tokens, layout, state, asks}; weights of each query that was looked at
+let shown = null; // for one layer and picture: {weights, heads, tokens, layout, state, asks}; weights by query, for all queries asked so far
 
 async function askQuery(state, signal) {
   const reply = await ask("extract", makeBody(state, makeView(state).layers), signal);
@@ -34,7 +34,7 @@ export async function showAttention(state, signal) {
 }
 
 async function look(signal) {
-  // Show the query that is looked at; while one is asked the pointer goes on, and where it is then is asked next.
+  // Show the current query; if the pointer moves during a request, its new position is requested next.
   const mine = shown;
   const { weights, state } = mine;
   mine.asks = true;

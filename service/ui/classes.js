@@ -1,4 +1,4 @@
-// The model's answer: its top classes, and how they change when channels of the layer do.
+// The model's top classes, and their change when channels of the layer are edited.
 
 import { ask, decode } from "./api.js";
 import { element, find } from "./dom.js";
@@ -8,7 +8,7 @@ import { makeSelector } from "./selectors.js";
 const TOP = 5;
 
 export function findScores(state) {
-  // The selector of the model's scores, null where its output is no row of classes.
+  // The selector of the model's class scores, null if its output is not one row of classes.
   const layer = state.layers.find((each) => each.name === ".");
   const outputs = layer ? layer.outputs.filter((each) => each.shape.length === 2 && each.dtype.startsWith("float")) : [];
   const tensor = outputs.find((each) => each.path === "[logits]") ?? outputs[0];
@@ -29,7 +29,7 @@ function rank(shares) {
 }
 
 async function askLabels(state, signal) {
-  // The names of a model's classes in their order, asked once a model; none where it has no names.
+  // The names of a model's classes in order, requested once per model; empty if it has none.
   const path = `models/${encodeURIComponent(state.model)}/labels`;
   state.labels ??= state.entry?.labels ? (await ask(path, null, signal)).labels : [];
   return state.labels;

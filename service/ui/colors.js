@@ -1,4 +1,4 @@
-// Colours of numbers, by the server's own tables: one scale for what is never below 0, one around 0 for the rest.
+// Colour scales with the server's own tables: one for values that are never negative, one around 0 for all others.
 
 import { COMMON, DIVERGING, NOT_FINITE, SEQUENTIAL, STRONGEST } from "./palette.js";
 
@@ -6,7 +6,7 @@ const TABLES = { sequential: SEQUENTIAL, diverging: DIVERGING };
 const LAST = SEQUENTIAL.length / 3 - 1;
 
 export function makeScale(values, signed = false) {
-  // The scale of some numbers: {kind, low, high}; around 0 where some are below it, or by nature on both sides of it.
+  // The scale of some values: {kind, low, high}; around 0 if some are negative, or if they are signed by nature.
   let low = Infinity;
   let high = -Infinity;
   for (const value of values) {
@@ -21,7 +21,7 @@ export function makeScale(values, signed = false) {
 }
 
 export function makeOverlayScale(values) {
-  // The scale of an explanation: from 0, which stands for nothing; a few numbers far from all others do not set it.
+  // The scale of an explanation: from 0, which means no effect; a few outliers do not affect it.
   const sizes = Float64Array.from(values, Math.abs).filter(Number.isFinite).sort();
   const place = COMMON * (sizes.length - 1);
   const [left, right] = [sizes[Math.floor(place)] ?? 0, sizes[Math.ceil(place)] ?? 0];
@@ -30,7 +30,7 @@ export function makeOverlayScale(values) {
 }
 
 function findPlace(value, scale) {
-  // 0 to 1; where the scale is empty its beginning, of a diverging one its middle.
+  // Position on the scale, 0 to 1; on an empty scale 0, or the middle if it is diverging.
   const width = scale.high - scale.low;
   if (!(width > 0)) return scale.kind === "diverging" ? 0.5 : 0;
   return Math.min(Math.max((value - scale.low) / width, 0), 1);
@@ -53,12 +53,12 @@ function fill(canvas, map, scale, cover) {
 }
 
 export function paint(canvas, map, scale) {
-  // Draw {width, height, values} with a pixel for each value.
+  // Draw {width, height, values} with one pixel per value.
   fill(canvas, map, scale, () => 255);
 }
 
 export function paintOverlay(canvas, map, scale) {
-  // The same, more transparent where the map is small (of a diverging scale: near 0), to lie over a picture.
+  // As paint, but more transparent where the map is low (on a diverging scale: near 0), to cover a picture.
   const strength = (place) => (scale.kind === "diverging" ? Math.abs(place * 2 - 1) : place);
   fill(canvas, map, scale, (value, place) => (Number.isFinite(value) ? Math.round(255 * STRONGEST * strength(place)) : 0));
 }
@@ -69,7 +69,7 @@ export function paintScale(canvas, scale) {
 }
 
 export function write(value) {
-  // A number for people, of four digits.
+  // Format a number with four digits.
   if (!Number.isFinite(value)) return String(value);
   return Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }

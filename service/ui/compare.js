@@ -1,4 +1,4 @@
-// Two layers or two pictures beside each other: their maps, and how alike those of one kind are.
+// Two layers or two pictures side by side: their maps, and the similarity of vectors of one kind.
 
 import { ask, decode } from "./api.js";
 import { write } from "./colors.js";
@@ -10,7 +10,7 @@ import { makeBody } from "./requests.js";
 import { findTensor, makeSelector } from "./selectors.js";
 import { average, findCosine, makeField } from "./similarity.js";
 
-const TILES = 8; // of each side
+const TILES = 8; // on each side
 const SAME = "the same";
 
 function showChoices(state) {
@@ -40,7 +40,7 @@ export async function showComparison(state, signal) {
   showChoices(state);
   if (!state.compares || !state.picture) return;
   if (find("sides").hidden) say("Asking …");
-  find("compare-result").classList.add("asking"); // what is there stays, faint, so that nothing jumps
+  find("compare-result").classList.add("asking"); // the old result stays, faint, so that the page does not jump
   try {
     draw(await Promise.all(state.sides.map((side) => askSide(side, signal))));
   } catch (error) {
@@ -59,7 +59,7 @@ function say(text) {
 
 function draw(sides) {
   const [a, b] = sides;
-  const cosine = a.fingerprint === b.fingerprint ? findCosine(average(a.field), average(b.field)) : undefined; // vectors of one kind have one
+  const cosine = a.fingerprint === b.fingerprint ? findCosine(average(a.field), average(b.field)) : undefined; // vectors of one kind have one fingerprint
   for (const id of ["sides", "match-reading"]) find(id).hidden = false;
   const places = [...find("sides").children];
   sides.forEach((side, at) => drawSide(places[at], side));

@@ -1,4 +1,4 @@
-// Elements of the page: found by their ids, made with text that is text whatever is in it.
+// Elements of the page: found by id, created with text that is never parsed as HTML.
 
 export function find(id) {
   return document.getElementById(id);
@@ -12,7 +12,7 @@ export function element(name, text, attributes = {}) {
 }
 
 export function locate(box, event, width, height) {
-  // Which of width by height cells of an element is under the pointer.
+  // The cell under the pointer, if an element is divided into width by height cells.
   const { left, top, width: wide, height: high } = box.getBoundingClientRect();
   const within = (place, size) => Math.min(Math.max(Math.floor(place * size), 0), size - 1);
   return [within((event.clientX - left) / wide, width), within((event.clientY - top) / high, height)];

@@ -1,4 +1,4 @@
-// Maps of what speaks for an answer, each over the picture as it is preprocessed; several methods stand side by side.
+// Maps that explain an answer, each over the preprocessed picture; several methods side by side.
 
 import { ask, decode } from "./api.js";
 import { findScores, nameClass } from "./classes.js";
@@ -16,7 +16,7 @@ const hasAttention = ({ layers }) => {
   return shapes.length > 0 && shapes.every(([rows, , queries, keys]) => rows === 1 && queries === keys && keys === shapes[0][3]);
 };
 
-// What a model must have for a method.
+// What a model needs for each method.
 const METHODS = {
   grad_cam: { title: "Grad-CAM", fits: hasMaps },
   grad_cam_plusplus: { title: "Grad-CAM++", fits: hasMaps },
@@ -36,7 +36,7 @@ const METHODS = {
 };
 
 function listMethods(state) {
-  // Those that the model can do.
+  // The methods that the model supports.
   const scores = findScores(state);
   return Object.keys(METHODS).filter((name) => METHODS[name].fits(state) && (scores || METHODS[name].answerless));
 }
@@ -63,7 +63,7 @@ export function forgetExplanations() {
 }
 
 function makeFigure(state, name) {
-  // The picture, and over it what is to come: replaces the method's figure, or stands after the others.
+  // The picture, before its map arrives: replaces the method's figure, or is added after the others.
   const figure = element("figure", undefined, { "data-method": name, class: "busy" });
   const frame = element("button", undefined, { type: "button", class: "frame", "aria-label": `${METHODS[name].title}: enlarge` });
   if (state.picture.width) frame.append(element("img", undefined, { src: state.picture.url, alt: "" }));
@@ -89,7 +89,7 @@ export async function showExplanation(state, name, signal) {
     reply = await ask("explain", body, signal);
   } catch (error) {
     note.textContent = [422, 429].includes(error.status) ? error.message : "No answer";
-    if (error.status === 422) return; // it is not of this model, which is no problem
+    if (error.status === 422) return; // the model does not support it, which is not a problem
     throw error;
   } finally {
     figure.classList.remove("busy");
@@ -103,7 +103,7 @@ export async function showExplanation(state, name, signal) {
 }
 
 function readMap({ shape, values }) {
-  // A map; of one with a number for each channel their sum.
+  // The map; channels are summed.
   const [height, width] = shape.slice(-2);
   const size = height * width;
   return { height, width, values: values.length === size ? values : Float32Array.from({ length: size }, (_, at) => {
@@ -114,7 +114,7 @@ function readMap({ shape, values }) {
 }
 
 function describe(state, reply, name) {
-  // Which class it is of: the receipt tells it where it was the best one.
+  // The class of the map: the receipt has it if it was the best one.
   const receipt = reply.receipts[name];
   const chosen = METHODS[name].answerless || state.class === "" ? undefined : nameClass(state.labels, Number(state.class));
   const of = receipt.labels?.[0] ?? receipt.classes?.[0] ?? chosen;

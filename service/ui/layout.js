@@ -1,4 +1,4 @@
-// How a tensor of one row is drawn: as maps of channels, as tokens over their grid of patches, as one row of bars.
+// How a tensor of one row is drawn: as maps of channels, as tokens on their grid of patches, as one row of bars.
 
 const MOST_SKIPPED = 16;
 const MAPS = {
@@ -7,16 +7,16 @@ const MAPS = {
 };
 
 export function describeLayout(shape, layout, grid = { skip: 0 }) {
-  // {kind, channels, width, height, skip}. shape is without the axis of rows; grid is where its tokens stand, if they do.
+  // {kind, channels, width, height, skip}. shape is without the row axis; grid is the grid of its tokens, if any.
   if (layout in MAPS && shape.length === 3) return MAPS[layout](shape);
   if (layout === "NTC" && shape.length === 2) return { kind: "hwc", channels: shape[1], height: 1, width: shape[0] - grid.skip, ...grid };
   return { kind: "bars", channels: 1, height: 1, width: shape.reduce((product, size) => product * size, 1), skip: 0 };
 }
 
 export function findGrid(tokens, receipt, layers) {
-  // Where the tokens behind those of the prefix stand: as their receipt tells it, else in the grid of the layer of maps
-  // that they were made of. Of a model that does not tell how many stand in front, as many as such a layer leaves over.
-  // Without a grid their number is all.
+  // The grid of the tokens after the prefix: from their receipt, else that of a layer of maps with as many places.
+  // If the model does not give the length of the prefix, try all up to MOST_SKIPPED.
+  // Without a grid, only the prefix is known.
   const skip = receipt.prefix_tokens ?? 0;
   const told = receipt.grid_size;
   if (told && told[0] * told[1] === tokens - skip) return { height: told[0], width: told[1], skip };
@@ -37,7 +37,7 @@ function findPatches(count, layers) {
 }
 
 export function split(values, layout, channels) {
-  // The maps of some channels out of a row's values: {width, height, values} for each.
+  // The maps of some channels from a row's values: {width, height, values} for each.
   const size = layout.width * layout.height;
   return Array.from({ length: channels }, (_, channel) => {
     if (layout.kind !== "hwc") return { ...layout, values: values.subarray(channel * size, (channel + 1) * size) };
@@ -47,7 +47,7 @@ export function split(values, layout, channels) {
 }
 
 export function readLayout(reply, key, layout, side) {
-  // That of one result of a reply, by what its receipt says of tokens; side has the model's layers.
+  // The layout of one result of a reply, by its receipt; side has the model's layers.
   const { shape } = reply.features[key];
   if (layout !== "NTC" || shape.length !== 3) return describeLayout(shape.slice(1), layout);
   return describeLayout(shape.slice(1), layout, findGrid(shape[1], reply.receipts[key], side.layers));

@@ -1,4 +1,4 @@
-// The view as a link: all but the pictures, which stay with whoever has them; samples go by their names.
+// The view as a link: everything except the user's own pictures; samples are linked by name.
 
 const TEXTS = ["model", "layer", "site", "class"];
 const SITES = ["grad_output", "attention"];
@@ -16,13 +16,13 @@ export function writeHash(state) {
 }
 
 export function readHash() {
-  // {state, otherLayer, sample, otherSample}; what makes no sense is left out.
+  // {state, otherLayer, sample, otherSample}; invalid values are left out.
   const parts = new URLSearchParams(location.hash.slice(1));
   const state = {};
   for (const name of TEXTS) if (parts.has(name)) state[name] = parts.get(name);
   if (!SITES.includes(state.site)) delete state.site;
   if (!/^\d*$/.test(state.class ?? "")) delete state.class;
-  state.methods = [...new Set((parts.get("method") ?? "").split(",").filter(Boolean))]; // those that the model can't do go when it is known
+  state.methods = [...new Set((parts.get("method") ?? "").split(",").filter(Boolean))]; // methods that the model does not support are removed once it is known
   state.each = parts.get("each") === "1";
   state.shown = Math.min(Math.max(Number.parseInt(parts.get("shown") ?? "16", 10) || 16, 16), 1024);
   return { state, otherLayer: parts.get("other-layer") ?? "", sample: parts.get("sample") ?? "", otherSample: parts.get("other-sample") ?? "" };

@@ -1,4 +1,4 @@
-// The explorer: a picture, a model, a layer, and what of it is on the screen. All that is shown is asked of the public API.
+// The explorer: a picture, a model, a layer, and views of it. Everything shown comes from the public API.
 
 import { ask, keepKey } from "./api.js";
 import { installAttention } from "./attention.js";
@@ -61,7 +61,7 @@ function list() {
 }
 
 function refresh() {
-  // All that depends on the picture: the layer's maps first.
+  // Update everything that depends on the picture: the layer's maps first.
   if (!state.picture || !state.layer) return writeHash(state);
   showMaps();
   run((signal) => showClasses(state, chooseClass, signal), "classes");
@@ -192,5 +192,5 @@ installAttention(state, (look) => run(async (signal) => {
   await look(signal);
   showSnippet(state);
 }, "maps"));
-addEventListener("hashchange", () => location.reload()); // another link in the address of this page
+addEventListener("hashchange", () => location.reload()); // another link was entered in the address bar
 restore();

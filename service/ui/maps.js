@@ -1,4 +1,4 @@
-// Maps on the screen: tiles on a scale, bars of a vector, one of them large in a dialog.
+// Draws maps: tiles on a scale, bars of a vector, one large map in a dialog.
 
 import { makeScale, paint, paintScale, write } from "./colors.js";
 import { element, find, locate, STEPS } from "./dom.js";
@@ -8,7 +8,7 @@ export function nameChannels(maps, layer) {
 }
 
 export function drawTiles(container, maps, { each = false, signed = false, onRead = () => {} }) {
-  // A button for each map, on one scale or each on its own; returns that scale, null where each has its own.
+  // A button for each map, on one scale or each on its own; returns the shared scale, or null.
   const common = makeScale(concatenate(maps), signed);
   const tiles = maps.map((map) => {
     const scale = each ? makeScale(map.values, signed) : common;
@@ -49,7 +49,7 @@ function describeValue(map, x, y) {
 }
 
 export function drawBars(container, values, onRead = () => {}) {
-  // A vector as bars around 0; the value under the pointer is read.
+  // Draw a vector as bars around 0, and show the value under the pointer.
   const scale = makeScale(values);
   const canvas = element("canvas", undefined, { class: "bars", role: "img" });
   canvas.setAttribute("aria-label", `${values.length} values, ${write(scale.low)} to ${write(scale.high)}`);
@@ -79,7 +79,7 @@ function fillBars(canvas, values, height) {
 const place = { map: null, x: 0, y: 0 };
 
 export function zoom(map, scale) {
-  // One map, large, in a dialog of its own.
+  // Show one map, large, in its own dialog.
   const title = map.title ?? map.label;
   Object.assign(place, { map, x: 0, y: 0 });
   find("zoom-title").textContent = title;

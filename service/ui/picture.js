@@ -1,13 +1,13 @@
-// Pictures that a person gives: dropped, pasted, picked, or a sample; each place of the page that takes one says so here.
+// The user's pictures: dropped, pasted, picked, or a sample; each place of the page that takes one registers here.
 
 import { encode, load, ProblemError } from "./api.js";
 import { element } from "./dom.js";
 
 export const SAMPLES = { "digit-2": "A two", "digit-0": "A zero", shapes: "Shapes" };
-const places = []; // {area, take}, take(give, name, sample), where give() is the file or promises it; what is dropped or pasted beside all of them is the first one's
+const places = []; // {area, take}, take(give, name, sample), where give() returns the file or its promise; pictures dropped or pasted elsewhere go to the first place
 
 async function readPicture(blob, name, sample, limits) {
-  // {name, sample, type, data, url, width, height}: its bytes in base64, and an address for this page alone.
+  // {name, sample, type, data, url, width, height}: base64 data, and a URL that is only valid in this page.
   refuseLarge(blob.size, limits.max_body_bytes);
   const bytes = new Uint8Array(await read(blob));
   const url = URL.createObjectURL(blob);
@@ -23,7 +23,7 @@ async function read(blob) {
 }
 
 async function measure(url) {
-  // The sides of the upright picture, 0 where the browser can't show it (the server may read it all the same).
+  // The size of the upright picture, 0 if the browser can't show it (the server may still be able to decode it).
   const image = new Image();
   image.src = url;
   try {
@@ -41,7 +41,7 @@ function refuseLarge(size, limit) {
 }
 
 export async function readLast(side, give, name, sample, limits) {
-  // As readPicture, of what is given; null where the side has been given another one meanwhile.
+  // As readPicture, for the picture that is given; null if the side has got another one meanwhile.
   const given = Symbol(name);
   side.given = given;
   const picture = await readPicture(await give(), name, sample, limits);
@@ -82,7 +82,7 @@ export function installPictures() {
 }
 
 export function addPlace({ area, pick, file, samples }, take) {
-  // A place that takes pictures: an area to drop on, a button and its file input, a group for buttons of samples.
+  // Register a place for pictures: an area to drop on, a button and its file input, a group for sample buttons.
   places.push({ area, take });
   pick.addEventListener("click", () => file.click());
   file.addEventListener("change", () => {

@@ -1,14 +1,14 @@
-// Two pictures beside each other, and how alike every place of one is to the place of the other that is pointed at.
+// Two pictures side by side, and the similarity of each place of one to the place under the pointer in the other.
 
 import { paintOverlay, write } from "./colors.js";
 import { element, find, locate, STEPS } from "./dom.js";
 import { fit } from "./seen.js";
 import { findCosines } from "./similarity.js";
 
-let shown = null; // {frames, fields, at}: where the pointer is in each, [x, y]
+let shown = null; // {frames, fields, at}: the selected place in each, [x, y]
 
 export function showPlaces(frames, sides, matched) {
-  // The pictures; where vectors of both may be compared, the places of one that are like the middle of the other.
+  // Show the pictures; if their vectors are comparable, also the similarity to the middle of the first.
   shown = matched ? { frames, fields: sides.map((side) => side.field), at: [] } : null;
   frames.forEach((frame, number) => {
     const { picture, seen, field, layer } = sides[number];
@@ -32,7 +32,7 @@ function middle({ width, height }) {
 }
 
 function point(number, x, y) {
-  // Mark a place of one picture, and paint over the other how alike its places are.
+  // Mark a place of one picture, and draw the similarity of the other's places to it.
   const { frames, fields } = shown;
   const [here, there] = [fields[number], fields[1 - number]];
   shown.at = [];

@@ -1,4 +1,4 @@
-// What is asked of the server for what is on the screen.
+// The requests for the current view.
 
 import { describeLayout } from "./layout.js";
 import { findTensor, makeSelector, nameLayer } from "./selectors.js";
@@ -21,14 +21,14 @@ function makeAttentionLayer(state) {
 }
 
 export function countChannels(state) {
-  // How many maps the chosen layer has; 0 where it is a vector.
+  // The number of maps of the chosen layer; 0 if it is a vector.
   const tensor = findTensor(findLayer(state));
   const { kind, channels } = describeLayout(tensor.shape.slice(1), tensor.layout);
   return kind === "bars" ? 0 : channels;
 }
 
 export function makeView(state) {
-  // The part of a body that is of what is on the screen: layers, and where gradients are asked the objective.
+  // The fields of a body for the current view: its layers and, for gradients, the objective.
   if (state.site === "attention") return { layers: [makeAttentionLayer(state)] };
   const site = state.site === "output" ? {} : { site: state.site };
   const channels = state.shown < countChannels(state) ? { channels: Array.from({ length: state.shown }, (_, at) => at) } : {};

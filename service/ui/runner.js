@@ -1,20 +1,20 @@
-// One thing at a time in each part of the page; the status and problems in words, and what helps: a key, a wait, a button.
+// Runs one action at a time in each part of the page; shows the status and problems, and offers a key, a wait, a retry.
 
 import { ProblemError } from "./api.js";
 import { find } from "./dom.js";
 
 const RETRIES = 40;
-const PASSING = [0, 429, 503, 504]; // statuses that may be others when the same is asked again
+const PASSING = [0, 429, 503, 504]; // statuses that may change if the request is repeated
 
 export function makeRunner(findModel) {
-  // {run, stop, retry, isWaiting}. findModel() is the entry of the model that the page asks, as it is now.
-  const asking = {}; // by parts of the page, what is asked now; a newer choice ends it
-  const problems = new Map(); // by parts, the newest last: {text, hint, status, again, passes, loads}
+  // {run, stop, retry, isWaiting}. findModel() returns the current entry of the chosen model.
+  const asking = {}; // by part of the page, the running request; a newer choice aborts it
+  const problems = new Map(); // by part, the newest last: {text, hint, status, again, passes, loads}
   let pending = 0;
-  let done = ""; // what the last action says
+  let done = ""; // the text of the last action
 
   function show() {
-    // All that the page says of actions: nothing else writes the status or a problem.
+    // Show the status and the newest problem: no other code writes these.
     const problem = [...problems.values()].at(-1);
     const needsKey = problem?.status === 401;
     find("status").textContent = pending ? "Asking …" : problem ? nameProblem(problem) : done;
@@ -60,12 +60,12 @@ export function makeRunner(findModel) {
   }
 
   async function run(action, part = "all", tries = 0) {
-    // What was asked before in a part is given up, in all parts by what is of all. Its problem stays until this ends.
+    // Abort the part's earlier request, or those of all parts for "all". The part's problem stays until this one ends.
     for (const each of part === "all" ? Object.keys(asking) : [part]) {
       asking[each]?.abort();
       if (each !== part) problems.delete(each);
     }
-    problems.delete("page"); // what belongs to no part is over with the next action
+    problems.delete("page"); // the next action ends problems that belong to no part
     if (problems.has(part)) problems.get(part).again = action;
     asking[part] = new AbortController();
     const { signal } = asking[part];

@@ -1,5 +1,5 @@
-// The part of a picture that a model sees: what its resize and its crop in the middle leave of it.
-// Where a library's own processor makes the rows that is not known, and taken to be all of it.
+// The part of a picture that a model sees after its resize and centre crop.
+// For a library's own image processor that is unknown, and assumed to be the whole picture.
 
 function resize(preprocess, width, height) {
   const { resize: size } = preprocess;
@@ -20,14 +20,14 @@ function roundEven(value) {
 }
 
 function findStart(preprocess, length, size) {
-  // By Pillow's, transformers' and torchvision's roundings; below 0 where the crop goes beyond the picture.
+  // With the rounding of Pillow, transformers and torchvision; negative if the crop extends beyond the picture.
   if (preprocess.letterbox) return -roundEven((size - length) / 2);
   if (preprocess.crop_rounding === "floor") return Math.floor((length - size) / 2);
   return size > length ? -Math.floor((size - length) / 2) : roundEven((length - size) / 2);
 }
 
 export function findSeen(preprocess, width, height) {
-  // Left, top, width and height, as shares of the picture.
+  // Left, top, width and height, as fractions of the picture.
   const window = preprocess?.letterbox ? preprocess.resize : (preprocess?.crop ?? null);
   if (window === null) return [0, 0, 1, 1];
   const [wide, high] = resize(preprocess, width, height);
@@ -37,7 +37,7 @@ export function findSeen(preprocess, width, height) {
 }
 
 export function fit(element, seen) {
-  // An element in the frame of a picture, over what the model sees of it.
+  // Place an element in a picture's frame, over the part that the model sees.
   ["left", "top", "width", "height"].forEach((side, at) => {
     element.style[side] = `${seen[at] * 100}%`;
   });

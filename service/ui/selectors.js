@@ -1,17 +1,17 @@
-// How a layer is named to the server: by its name, whatever characters this has.
+// Names layers in requests, whatever characters their names contain.
 
 import { ProblemError } from "./api.js";
 
-const SPECIAL = /[[\]#:/]/g; // what a selector reads as a path, a call, a site or a function
+const SPECIAL = /[[\]#:/]/g; // characters that selectors read as a path, a call, a site or a function
 
 export function matches(pattern, name) {
-  // As the server's globs: * any characters, ? one.
+  // As the server's globs: * matches any characters, ? one.
   const escaped = pattern.replace(/[.+^${}()|[\]\\]/g, "\\$&").replace(/\*/g, ".*").replace(/\?/g, ".");
   return new RegExp(`^${escaped}$`, "su").test(name);
 }
 
 export function nameLayer(layers, name) {
-  // The fields that name one layer: where its name has characters that selectors read, a glob that it alone matches.
+  // The fields that name one layer; if its name has special characters, a glob that matches only this layer.
   if (name === "." || !/[[\]#:/*?]/.test(name)) return { layer: name };
   const pattern = name.replace(SPECIAL, "?");
   const { type } = layers.find((each) => each.name === name);
@@ -22,7 +22,7 @@ export function nameLayer(layers, name) {
 }
 
 export function findTensor(layer) {
-  // Of a layer's last call the first tensor; undefined where it has none.
+  // The first tensor of a layer's last call; undefined if there is none.
   return layer.outputs.find((each) => each.call === layer.calls - 1) ?? layer.outputs.at(-1);
 }
 

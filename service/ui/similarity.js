@@ -1,8 +1,8 @@
-// How alike two pictures' maps are, in numbers; no page and no server here. A field is {height, width, channels, values}:
-// a vector of channels for each place, place by place from left to right and top to bottom.
+// The similarity of two pictures' maps; uses neither page nor server. A field is {height, width, channels, values}:
+// a vector of channels for each place, in row-major order.
 
 export function makeField(values, { kind, channels, height, width, skip }) {
-  // A row's values, channels first or last, as a field; a vector is one of a single place.
+  // Convert a row's values, channels first or last, to a field; a vector is a field with one place.
   if (kind === "bars") return { height: 1, width: 1, channels: values.length, values };
   if (kind === "hwc") return { height, width, channels, values: values.subarray(skip * channels) };
   const moved = new Float32Array(values.length);
@@ -14,7 +14,7 @@ export function makeField(values, { kind, channels, height, width, skip }) {
 }
 
 export function average({ channels, values }) {
-  // The mean vector of all places.
+  // The mean vector over all places.
   const sum = new Float64Array(channels);
   values.forEach((value, at) => {
     sum[at % channels] += value;
@@ -23,7 +23,7 @@ export function average({ channels, values }) {
 }
 
 export function findCosine(a, b) {
-  // The cosine of the angle between two vectors; NaN where one is all zeros.
+  // The cosine similarity of two vectors; NaN if one is all zeros.
   let [both, ofA, ofB] = [0, 0, 0];
   for (let at = 0; at < a.length; at += 1) {
     both += a[at] * b[at];
@@ -34,6 +34,6 @@ export function findCosine(a, b) {
 }
 
 export function findCosines(vector, { channels, values }) {
-  // The cosine of a vector to that of each place.
+  // The cosine similarity of a vector to that of each place.
   return Float32Array.from({ length: values.length / channels }, (_, place) => findCosine(vector, values.subarray(place * channels, (place + 1) * channels)));
 }

@@ -1,4 +1,4 @@
-// What is on the screen as a request to make by hand: curl, Python, JSON.
+// The current view as a request to copy: curl, Python, JSON.
 
 import { ProblemError } from "./api.js";
 import { element, find } from "./dom.js";
@@ -47,7 +47,7 @@ export function showSnippet(state) {
 }
 
 function copySnippet() {
-  // As a person copies: pages of plain HTTP have no navigator.clipboard, and what is selected is there to copy by keys.
+  // As a user copies: pages over plain HTTP have no navigator.clipboard, but the selected text can be copied by keyboard.
   getSelection().selectAllChildren(find("snippet"));
   if (!document.execCommand("copy")) throw new ProblemError(null, "The browser did not copy the text.", "It is selected: press Ctrl+C.");
   return "Copied.";

@@ -1,4 +1,4 @@
-// What a person chose, and what is known of the models: one object, made once.
+// The user's choices and the known models: one object, created once.
 
 import { findSeen } from "./seen.js";
 
@@ -8,7 +8,7 @@ export function makeState() {
   return {
     models: [], limits: {}, model: "", layers: [], labels: null, layer: "", picture: null,
     site: "output", token: 0, each: false, class: "", methods: [], shown: 16,
-    other: { layer: "", picture: null }, // what is compared with this; "" and null: the same as here
+    other: { layer: "", picture: null }, // the other side of a comparison; "" and null: the same as here
     get entry() {
       return this.models.find((each) => each.name === this.model);
     },
@@ -24,7 +24,7 @@ export function makeState() {
       return [this.describeSide(this.layer, this.picture), this.describeSide(name, picture ?? this.picture)];
     },
     describeSide(layer, picture) {
-      // A layer of the model for a picture: and which part of the picture it sees.
+      // A layer of the model and a picture, with the part of the picture that it sees.
       const { model, layers, entry } = this;
       return { model, layers, entry, layer, picture, seen: findSeen(entry?.preprocess, picture?.width ?? 0, picture?.height ?? 0) };
     },
@@ -32,7 +32,7 @@ export function makeState() {
 }
 
 export function chooseLayer(layers) {
-  // Maps to begin with: the first that an activation makes, else the first there are, else any layer's output.
+  // The first maps to show: of the first activation, else the first maps, else any layer's output.
   const leaves = layers.filter((layer) => layer.leaf && layer.outputs.length);
   const maps = leaves.filter((layer) => ["NCHW", "NHWC"].includes(layer.layout) && Math.min(...layer.outputs.at(-1).shape.slice(1)) > 1);
   return (maps.find((layer) => ACTIVATIONS.has(layer.type)) ?? maps[0] ?? leaves[0] ?? { name: "" }).name;

@@ -1,10 +1,10 @@
-// The list of a model's layers: found by name, glob and type; arrow keys go through it.
+// The list of a model's layers: searched by name, glob and type; arrow keys move in it.
 
 import { element, find } from "./dom.js";
 import { matches } from "./selectors.js";
 
 function fits(pattern, name) {
-  // Words without * or ? are looked for anywhere in the name.
+  // A text without * or ? matches anywhere in the name.
   return /[*?]/.test(pattern) ? matches(pattern, name) : name.toLowerCase().includes(pattern.toLowerCase());
 }
 
@@ -14,7 +14,7 @@ export function writeShape(layer) {
 }
 
 function writeName(layer, whole) {
-  // Beneath its parent a layer goes by the last part of its name; among some that were found by all of it.
+  // Below its parent, a layer is listed by the last part of its name; in search results, by its full name.
   if (layer.name === ".") return ". (the whole model)";
   return whole ? layer.name : layer.name.slice(layer.name.lastIndexOf(".") + 1);
 }
@@ -64,7 +64,7 @@ export function mark(chosen) {
 }
 
 export function reveal() {
-  // Scroll the list, not the page, as little as brings the chosen layer in sight.
+  // Scroll the list, not the page, just enough to show the chosen layer.
   const [list, button] = [find("tree"), findMarked()];
   if (button) list.scrollTop = Math.min(Math.max(list.scrollTop, button.offsetTop + button.offsetHeight - list.clientHeight), button.offsetTop);
 }
@@ -78,7 +78,7 @@ function findMarked() {
 }
 
 function stopAt(button) {
-  // The list is one stop of the Tab key.
+  // The whole list is one Tab stop.
   find("tree").querySelector("[tabindex='0']")?.setAttribute("tabindex", "-1");
   button?.setAttribute("tabindex", "0");
 }

@@ -1,4 +1,4 @@
-// What of the chosen layer is on the screen: its maps, the value under the pointer.
+// The view of the chosen layer: its maps, the value under the pointer.
 
 import { ask, decode, ProblemError } from "./api.js";
 import { forgetAttention, showAttention } from "./attention.js";
@@ -9,8 +9,8 @@ import { countChannels, findLayer, makeBody, makeView } from "./requests.js";
 import { findTensor } from "./selectors.js";
 import { writeShape } from "./tree.js";
 
-const STEP = 16; // channels at once
-const PASSING = [0, 401, 429, 503]; // statuses after which the same is asked again
+const STEP = 16; // channels per request
+const PASSING = [0, 401, 429, 503]; // statuses after which the same request is repeated
 const PARTS = ["view-tools", "more", "share", "change", "compare"];
 
 export async function showView(state, signal) {
@@ -38,7 +38,7 @@ async function showSite(state, layer, signal) {
 }
 
 function showNothing(layer) {
-  // Where what is asked of a layer is refused: its name and what else there is to choose, not the former layer's maps.
+  // After a refused request: show the layer's name and other choices, not the previous layer's maps.
   forgetAttention();
   showFacts(layer);
   find("maps").replaceChildren();
@@ -55,7 +55,7 @@ function showFacts(layer) {
 }
 
 function chooseSite(state, layer) {
-  // Layers without attention have none to show.
+  // Hide attention for layers without it.
   forgetAttention();
   const option = find("site").querySelector("[value=attention]");
   option.hidden = option.disabled = !layer.attention.length;
@@ -92,7 +92,7 @@ export async function loadMore(state, signal) {
 }
 
 export function forgetView() {
-  // Nothing stays on the screen that is of another picture or model.
+  // Remove everything that shows another picture or model.
   forgetAttention();
   for (const id of PARTS) find(id).hidden = true;
   find("maps").replaceChildren();
@@ -102,7 +102,7 @@ export function forgetView() {
 }
 
 export function forgetLayer() {
-  // As forgetView, where the layer is another one, too, and not known yet.
+  // As forgetView, also for another layer that is not known yet.
   forgetView();
   find("view-title").textContent = "See what a layer sees";
   find("view-facts").textContent = "";
