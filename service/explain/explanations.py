@@ -65,7 +65,7 @@ async def prepare(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Ex
 async def explain(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticket: Ticket) -> Features:
     """The maps that a prepared request asks for, one for each row, under each method's name.
 
-    What ``Engine.extract`` raises. If the request names classes, the keys are ``METHOD.CLASS``. Without an objective a
+    Raises as ``Engine.extract``. If the request names classes, the keys are ``METHOD.CLASS``. Without an objective a
     map is of each row's own highest score.
     """
     return await engine.compute_once(request, ticket, partial(_explain, engine, plan, request, ticket))

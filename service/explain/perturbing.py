@@ -110,7 +110,7 @@ async def perturb(
 ) -> Features:
     """A map for each key, made of features that hold the inputs of their rows, and gradients or scores.
 
-    What ``Engine.extract_parts`` raises; TooLargeError; InputError if ``reference``, a baseline, has another shape. A
+    Raises as ``Engine.extract_parts``; TooLargeError; InputError if ``reference``, a baseline, has another shape. A
     row's chunks are requests for tensor rows; if they are for gradients, with the row's own class. ``work`` is that of
     the whole request.
     """

@@ -97,7 +97,7 @@ def crop_seen(original: Original, size: tuple[int, int]) -> Image.Image:
 
 
 def lay_grid_over(seen: Image.Image, values: Array, scale: Scale) -> Image.Image:
-    """Draw a grid, (H, W), over what the model sees, whose size is an integer multiple: each number is a square."""
+    """Draw a grid, (H, W), over ``seen``, whose size is an integer multiple of it: each number is a square."""
     zoom = seen.height // values.shape[0]
     return _mix(seen, values.repeat(zoom, 0).repeat(zoom, 1), scale)
 

@@ -90,7 +90,7 @@ async def run(
 ) -> Features:
     """The metric of each edit by its place's key, float32 (inputs, *axes), and of the unedited inputs.
 
-    What ``Engine.extract`` raises.
+    Raises as ``Engine.extract``.
     """
     return await engine.compute_once(prepared.request, ticket, partial(_run, engine, prepared, ticket, on_progress))
 

@@ -319,7 +319,7 @@ def find_tower(model: ModelInfo, selectors: Iterable[Selector]) -> ModelInputs:
 
 
 def needs_functions(request: ExtractRequest) -> bool:
-    """Whether a request uses arguments or return values of functions, or changes what they may read: needs a survey."""
+    """Whether a request names arguments or return values of functions, or changes inputs that functions may read."""
     changes = [*request.interventions, *(each for own in request.input_options.values() for each in own.interventions)]
     return any(selector.function is not None for selector in request.list_selectors()) or any(
         change.selector.site == "input" for change in changes

@@ -60,7 +60,7 @@ def count_numbers(shapes: Shapes) -> int:
 
 
 def find_preprocessed_by(sent: Iterable[object], tower: ModelInputs, shapes: Shapes) -> Preprocessed:
-    """Who preprocessed rows of a shape that were sent as such items; a model of tensors leaves no choice."""
+    """Who preprocessed rows of this shape, by the sent items; a model of tensors leaves no choice."""
     if tower.takes_plain or not tower.preprocesses:
         return "caller" if is_reshaped(tower, shapes) else ""
     kinds = {isinstance(item, (ArraysItem, TokensItem)) and not is_pixels(item, tower) for item in sent}

@@ -108,7 +108,7 @@ def find_level_range(key: BatchKey, rows_by_level: Mapping[int, int], level: int
     """
     levels = list(rows_by_level)
     rows_before = list(accumulate(rows_by_level.values(), initial=0))
-    cuts: list[tuple[float, int]] = [(0.0, 0)]  # of the first so many levels: seconds, and where the last range starts
+    cuts: list[tuple[float, int]] = [(0.0, 0)]  # for the first n levels: seconds, and the start of the last range
     for stop, highest in enumerate(levels, 1):
         seconds = [
             cuts[start][0] + key.estimate_seconds(rows_before[stop] - rows_before[start], highest / DEPTH_LEVELS)

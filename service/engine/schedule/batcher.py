@@ -56,7 +56,7 @@ class FairShare:
         self.add(batch, batch.seconds * batch.slots)
 
     def add(self, batch: Batch, seconds: float) -> None:
-        """Add seconds of slots to what the model of a batch has used."""
+        """Add slot seconds to the used time of a batch's model."""
         self.used_seconds[batch.key.model] += seconds
 
     def remove(self, model: str) -> None:
@@ -187,7 +187,7 @@ class Batcher:
         return None
 
     def extend(self, batch: Batch) -> tuple[RowSlice, ...]:
-        """Have waiting rows join a batch whose forward has not begun; the slices that join it."""
+        """Add waiting rows to a batch whose forward has not begun; returns their slices."""
         waiting = self._waiting.get(batch.key)
         if waiting is None:
             return ()
@@ -231,7 +231,7 @@ class Batcher:
     def _list_first_jobs(self, idle_replicas: IdleReplicas, now: float) -> list[Job]:
         """The first job of each key that has a free device, sorted.
 
-        Interactive jobs are before bulk; then the model that used least time is first; then what is due first.
+        Interactive jobs come before bulk; then the model with the least used time; then the earliest due time.
         """
         jobs = []
         for key, waiting in list(self._waiting.items()):

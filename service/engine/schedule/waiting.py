@@ -31,7 +31,7 @@ def is_deferred(entry: Job | DecodeTask, now: float) -> bool:
 
 
 class WaitingEntries(Generic[EntryT]):
-    """Entries that wait for the same thing: those that are not deferred first, and of these what is due first.
+    """Entries that wait for the same thing, sorted: deferred ones last, then by due time.
 
     An entry is due at the time of its arrival; bulk some seconds later; the rest of a large job later after each of its
     batches.

@@ -39,7 +39,7 @@ class HostOptions:
 class Turn:
     """From a host: whether it wants to measure its model while no other is measured.
 
-    The answer, None, gives it the turn until it wants none any more, or sends the model's description or error.
+    The answer, None, gives it the turn until it sends ``wanted=False``, the model's description, or an error.
     """
 
     wanted: bool
