@@ -127,8 +127,8 @@ class Reduction:
 
     Steps run in the order of the fields. ``project`` maps the channels to others, which the later steps see.
     ``channels`` to ``keys`` keep those indices along their axis, in the order given, negative ones counted from the
-    end; the last three apply to attention. ``normalize`` is L2 over the last axis of a pooled result. ``stats``, one
-    column each in the order given, replace pooling and all later steps: for each row, or for each of its channels or
+    end; the last three apply to attention. ``normalize`` is L2 over the last axis of a pooled result. ``stats`` are
+    columns, in the order given, and replace pooling and all later steps: for each row, or for each of its channels or
     heads (``by``); ``over``: all rows of the request together; ``edges``: the edges of the histogram's bins.
     ``metric``: an objective's value for each row replaces everything else.
     """
@@ -304,7 +304,7 @@ class InputOptions:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Edits that are tried one at a time at each of ``places``; an operation's ``each`` names what is tried singly.
+    """Edits that are tried one at a time at each of ``places``; an operation's ``each`` lists the axes to go through.
 
     ``values`` replace the operation's parameter ``number`` one after the other. ``top``: how many of an input's largest
     effects are named.

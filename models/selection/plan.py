@@ -222,7 +222,7 @@ class Plan:
 
     @cached_property
     def unfused_layers(self) -> frozenset[str]:
-        """The layers whose attention is changed or differentiated, and runs by its plain formula."""
+        """The layers whose attention is changed or differentiated, and therefore runs unfused."""
         points = [capture.point for capture in self.captures if capture.point.site in GRADIENTS]
         points += [change.point for change in self.resolved_interventions]
         return frozenset(point.layer for point in points if point.site in ATTENTION)

@@ -213,7 +213,7 @@ def _describe_settings(config: Any) -> str:
 
 
 def _load_saved(architecture: Any, folder: Path, config: Any, spec: ModelSpec, shown: str) -> tuple[Any, LoadReport]:
-    """The module with the directory's weights; LoadError for missing ones, which transformers would draw at random."""
+    """The module with the directory's weights. LoadError if they do not fit: transformers would only warn."""
     file = find_weights(folder)  # read by our own code: the library gets tensors, never a pickle
     # For any other dtype the library would change the process's default dtype while it constructs the module.
     options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}

@@ -74,7 +74,7 @@ def load_state_dict(
 ) -> LoadReport:
     """Copy a state dict into a module, every name and shape matched; each tensor keeps the module's dtype.
 
-    A prefix before the module's names is dropped. Of tensors that share memory one is enough. Afterwards the module's
+    A prefix before the module's names is dropped. Tensors that share memory need only one name. Afterwards the module's
     values are compared with the given ones. Without ``strict`` names may differ, shapes may not.
     Adapter tensors are merged into the others as configured in the folder ``adapter``.
     LoadError lists a few of the names that differ, or whose floats have fewer than ``min_bits``; ``classes`` is the
