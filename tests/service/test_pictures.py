@@ -54,21 +54,6 @@ def test_explanation(live: Live) -> None:
     read(live.client.post("/explain?format=png", json=body))
 
 
-def find_near(sheet: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """Where these pixels stand on a sheet, to a rounding; fails for none."""
-    height, width = wanted.shape[:2]
-    probes = [(0, 0), (height - 1, width - 1), (height // 2, width // 3), (height // 5, width // 2)]
-    room = sheet[: len(sheet) - height + 1, : sheet.shape[1] - width + 1]
-    places = np.argwhere((np.abs(room.astype(float) - wanted[0, 0]) <= 1).all(-1))
-    for row, column in probes:
-        pixels = sheet[places[:, 0] + row, places[:, 1] + column].astype(float)
-        places = places[(np.abs(pixels - wanted[row, column]) <= 1).all(-1)]
-    for top, left in places:
-        if np.abs(sheet[top : top + height, left : left + width] - wanted).max() <= 1:
-            return int(top), int(left)
-    raise AssertionError("no such picture is on the sheet")
-
-
 @pytest.mark.parametrize(
     ("query", "status", "detail"),
     [

@@ -12,7 +12,7 @@ from PIL import ExifTags, Image
 from layertap.models.errors import TooLargeError
 from layertap.models.spec import PreprocessSpec
 from layertap.service.pictures.colormaps import Scale
-from layertap.service.pictures.overlay import Original, SentPicture, lay_over
+from layertap.service.pictures.overlay import Original, SentPicture, find_map_scale, lay_over
 
 SCALE = Scale(0.0, 1.0, diverging=False)
 
@@ -58,6 +58,24 @@ def test_where_the_map_is_high() -> None:
     assert row < 30
     assert column >= 60
     assert (drawn[80, 5] == 128).all()
+
+
+def test_signs() -> None:
+    """What speaks for a class is warm, what speaks against it cold, and what does neither has no colour."""
+    original = Original(Image.new("RGB", (90, 90), (128, 128, 128)), (0.0, 0.0, 90.0, 90.0))
+    values = np.zeros((3, 3), np.float32)
+    values[0, 2], values[2, 0] = 1.0, -1.0
+    drawn = np.asarray(lay_over(original, values, Scale(-1.0, 1.0, diverging=True))).astype(int)
+    warmth = drawn[..., 0] - drawn[..., 2]
+    assert warmth[15, 75] > 50
+    assert warmth[75, 15] < -50
+    assert np.abs(warmth[45, 45]) <= 2
+
+
+def test_outliers() -> None:
+    """A few numbers that are far larger than all others do not set the scale."""
+    scale = find_map_scale(np.array([[1.0] * 999 + [1e6]]), is_share=False)
+    assert (scale.low, scale.high) == (0.0, 1.0)
 
 
 def test_crop_far_beyond_the_picture() -> None:

@@ -67,47 +67,34 @@ def test_maps() -> None:
     assert len({zoom for *_, zoom in places}) == 1
 
 
-def test_channels_last() -> None:
-    """Channels are found on the last axis where the layout says so."""
-    array = RANDOM.standard_normal((1, 4, 5, 2)).astype(np.float32)
-    sheet = draw(array, layout="NHWC")
-    bound = float(np.abs(array).max())
-    for channel in range(2):
-        find_tile(sheet, look_up(array[0, :, :, channel], DIVERGING, -bound, bound))
+def amounts(*shape: int) -> Array:
+    return np.random.default_rng(5).random((1, *shape)).astype(np.float32)
 
 
-def test_gradients_are_around_zero() -> None:
-    """Gradients have the scale around zero, though all of them lie on one side."""
-    array = 1 + RANDOM.random((1, 1, 3, 3)).astype(np.float32)
-    find_tile(
-        draw(array, layout="NCHW", site="grad_output"), look_up(array[0, 0], DIVERGING, -array.max(), array.max())
-    )
+MAPS, TOKENS, HEADS, SEEN = amounts(4, 5, 2) - 0.5, amounts(2 + 9, 4), amounts(2, 4, 4), amounts(2, 5, 5)
+KINDS: dict[str, tuple[Array, dict[str, Any], Array]] = {  # an array, what is known of it, and its tiles
+    "channels last": (MAPS, {"layout": "NHWC"}, MAPS[0].transpose(2, 0, 1)),
+    "gradients on one side of zero": (1 + amounts(1, 3, 3), {"site": "grad_output"}, 1 + amounts(1, 3, 3)[0]),
+    "tokens behind two others": (*(TOKENS, {"layout": "NTC", "prefix_tokens": 2}, TOKENS[0, 2:].T.reshape(4, 3, 3)),),
+    "all tokens on average": (
+        *(HEADS, {"layout": "NAQK", "site": "attention"}, HEADS[0].mean(1, dtype=np.float32).reshape(2, 2, 2)),
+    ),
+    "what the first token looks at": (
+        *(SEEN, {"layout": "NAQK", "site": "attention", "prefix_tokens": 1}, SEEN[0, :, 0, 1:].reshape(2, 2, 2)),
+    ),
+    "chosen queries, as they are": (HEADS, {"layout": "NAQK", "site": "attention", "whole": False}, HEADS[0]),
+}
 
 
-def test_tokens() -> None:
-    """Tokens of a picture are a grid for each channel, without those that stand before the patches."""
-    array = RANDOM.random((1, 2 + 9, 4)).astype(np.float32)
-    sheet = draw(array, layout="NTC", prefix_tokens=2)
-    patches = array[0, 2:]
-    for channel in range(4):
-        find_tile(sheet, look_up(patches[:, channel].reshape(3, 3), SEQUENTIAL, patches.min(), patches.max()))
-
-
-@pytest.mark.parametrize("prefix", [0, 1])
-def test_attention(prefix: int) -> None:
-    """Attention is a grid for each head: what the first token looks at, or without one all tokens on average."""
-    array = RANDOM.random((1, 2, prefix + 4, prefix + 4)).astype(np.float32)
-    sheet = draw(array, layout="NAQK", site="attention", prefix_tokens=prefix)
-    weights = array[0, :, 0, 1:] if prefix else array[0].mean(1, dtype=np.float32)
-    for head in range(2):
-        find_tile(sheet, look_up(weights[head].reshape(2, 2), SEQUENTIAL, weights.min(), weights.max()))
-
-
-def test_chosen_attention() -> None:
-    """Where queries or keys were chosen, no grid can be made of them: the weights are drawn as they are."""
-    array = RANDOM.random((1, 1, 4, 4)).astype(np.float32)
-    sheet = draw(array, layout="NAQK", site="attention", whole=False)
-    find_tile(sheet, look_up(array[0, 0], SEQUENTIAL, array.min(), array.max()))
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds(kind: str) -> None:
+    """Of each kind of result every channel or head is a tile; where there is a sign, zero is in the middle."""
+    array, known, tiles = KINDS[kind]
+    signed, bound = tiles.min() < 0 or known.get("site") == "grad_output", float(np.abs(tiles).max())
+    table, low, high = (DIVERGING, -bound, bound) if signed else (SEQUENTIAL, tiles.min(), tiles.max())
+    sheet = draw(array, **{"layout": "NCHW", **known})
+    for tile in tiles:
+        find_tile(sheet, look_up(tile, table, low, high))
 
 
 def test_inputs_beside_each_other() -> None:
