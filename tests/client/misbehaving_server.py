@@ -15,11 +15,15 @@ Behaviour = Callable[[socket.socket, "Received"], bool]  # whether the connectio
 
 @dataclass(frozen=True)
 class Received:
-    """A request as it arrived: its first line, headers by their names in small letters, its body."""
+    """A request as it arrived: its first line, headers by their names in small letters, its body.
+
+    ``ended`` is set when the server ends.
+    """
 
     line: str
     headers: dict[str, str]
     body: bytes
+    ended: threading.Event
 
 
 @dataclass
@@ -40,9 +44,9 @@ class MisbehavingServer:
 
 
 @contextmanager
-def misbehaving(*behaviours: Behaviour) -> Iterator[MisbehavingServer]:
+def misbehaving(*behaviours: Behaviour, listener: socket.socket | None = None) -> Iterator[MisbehavingServer]:
     """A server on a loopback port until the block ends."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listener or socket.create_server(("127.0.0.1", 0))
     server = MisbehavingServer(f"http://127.0.0.1:{listener.getsockname()[1]}", list(behaviours))
     connections: list[socket.socket] = []
     threads: list[threading.Thread] = []
@@ -80,7 +84,8 @@ def _serve(server: MisbehavingServer, connection: socket.socket) -> None:
             while text := file.readline().decode().strip():
                 name, _, value = text.partition(":")
                 headers[name.lower()] = value.strip()
-            request = Received(line, headers, file.read(int(headers.get("content-length", 0))))
+            body = file.read(int(headers.get("content-length", 0)))
+            request = Received(line, headers, body, server.ended)
             if not server.choose(request)(connection, request):
                 return
 
@@ -107,26 +112,18 @@ def cut_reply(body: bytes, at: int) -> Behaviour:
     return reply(200, body[:at], content_length=str(len(body)), connection="close")
 
 
-def hang(server: list[MisbehavingServer]) -> Behaviour:
+def hang(connection: socket.socket, request: Received) -> bool:
     """Say nothing until the server ends."""
-
-    def behave(connection: socket.socket, request: Received) -> bool:
-        server[0].ended.wait()
-        return False
-
-    return behave
+    request.ended.wait()
+    return False
 
 
-def drip(server: list[MisbehavingServer]) -> Behaviour:
+def drip(connection: socket.socket, request: Received) -> bool:
     """Answer a byte now and a byte then, for ever."""
-
-    def behave(connection: socket.socket, request: Received) -> bool:
-        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n")
-        while not server[0].ended.wait(0.02):
-            connection.sendall(b" ")
-        return False
-
-    return behave
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n")
+    while not request.ended.wait(0.02):
+        connection.sendall(b" ")
+    return False
 
 
 def trickle(body: bytes) -> Behaviour:

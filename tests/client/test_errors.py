@@ -74,60 +74,45 @@ def test_keys(open_client: Any) -> None:
         assert caught.value.status == 401
 
 
-@pytest.mark.parametrize("key", ["", "schlüssel", "secret\nX-Other: 1"])
-@pytest.mark.parametrize("cls", [lt.Client, lt.AsyncClient])
-def test_keys_that_no_header_holds(cls: Any, key: str) -> None:
-    """They are refused at once, in words that do not show them: httpx would, and it would be tried again."""
+NOBODY = "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        *((NOBODY, {"api_key": key}) for key in ("", "schlüssel", "secret\nX-Other: 1")),
+        *((NOBODY, {"timeout": timeout}) for timeout in (0, float("inf"), "5")),
+        *((url, {}) for url in ("127.0.0.1:8000", "ftp://host", "http://[::1", "http://host:8000/v1")),
+    ],
+)
+def test_refused_at_once(open_client: Any, url: str, options: Any) -> None:
+    """Keys that no header holds, addresses of no server and timeouts of no time are not tried, and no key is shown."""
     with pytest.raises(lt.InputError) as caught:
-        cls("http://127.0.0.1:1", api_key=key)
+        open_client(url, **options).extract(ROW)
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://[::1", "http://host:8000/v1"])
-@pytest.mark.parametrize("cls", [lt.Client, lt.AsyncClient])
-def test_addresses_where_no_server_is(cls: Any, url: str) -> None:
-    """They are refused where they are written, not by a first call that is tried again."""
-    with pytest.raises(lt.InputError):
-        cls(url)
-
-
-@pytest.mark.parametrize("timeout", [0, float("inf"), "5"])
-def test_timeouts(client: Any, timeout: Any) -> None:
-    """What is no number of seconds is refused before anything is sent."""
-    with pytest.raises(lt.InputError, match="timeout"):
-        client.extract(PICTURE, "head", timeout=timeout)
+EMPTY = b"\x02" + b"\0" * 7 + b"{}"  # a safetensors file of no arrays
 
 
 @pytest.mark.parametrize(
     ("status", "body", "cls"),
     [
         (200, b"<html>", lt.BadReplyError),
+        (200, b"\xff" * 8 + b"{}", lt.BadReplyError),
         (301, b"", lt.BadReplyError),
         (418, b"short and stout", lt.ProblemError),
         (403, b"[1]", lt.ProblemError),
         (422, b'{"detail": "x", "errors": [3, {"detail": 4, "input": "one"}]}', lt.InvalidRequestError),
+        (504, b"{}", lt.DeadlineError),
     ],
 )
 def test_answers_of_others(open_client: Any, status: int, body: bytes, cls: type[lt.LayertapError]) -> None:
     """What no layertap sends is an error of the tree all the same."""
-    with misbehaving(reply(status, body)) as server, pytest.raises(cls):
-        open_client(server.url).models()
-
-
-@pytest.mark.parametrize(
-    ("media_type", "body"),
-    [
-        ("text/html", b"<html>"),
-        ("application/x-safetensors", b"\xff" * 8 + b"{}"),
-        ("application/x-safetensors", b"\x02" + b"\0" * 7 + b"{}"),
-    ],
-)
-def test_no_arrays(open_client: Any, media_type: str, body: bytes) -> None:
-    """A good status whose body is not what was asked for; an empty safetensors file holds no arrays."""
-    with misbehaving(reply(200, body, content_type=media_type)) as server:
-        client = open_client(server.url)
-        if body.endswith(b"{}") and body[:1] == b"\x02":
-            assert dict(client.extract(ROW)) == {}
-            return
-        with pytest.raises(lt.BadReplyError):
-            client.extract(ROW)
+    behaviour = reply(status, body, content_type="application/x-safetensors")
+    with misbehaving(behaviour, behaviour, reply(200, EMPTY, content_type="application/x-safetensors")) as server:
+        client = open_client(server.url, retries=lt.RetryPolicy(attempts=0))
+        for call in (client.models, lambda: client.extract(ROW)):
+            with pytest.raises(cls):
+                call()
+        assert dict(client.extract(ROW)) == {}

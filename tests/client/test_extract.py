@@ -70,12 +70,6 @@ def test_pictures(client: Any, live: Live, tmp_path: Path, form: str) -> None:
     assert result.rows == 1
 
 
-def test_pictures_in_a_list(client: Any, live: Live, tmp_path: Path) -> None:
-    """Whatever holds pictures may stand beside others; without layers each gives its embedding."""
-    result = client.extract([OTHER, *(form(tmp_path) for form in FORMS.values())])
-    assert_same(result, expect(live, image(OTHER), *[image(PICTURE)] * len(FORMS)))
-
-
 def test_rotated_picture(client: Any) -> None:
     """A picture of PIL says how it is to be turned upright, as its file does."""
     stream = BytesIO()
@@ -88,36 +82,25 @@ def test_rotated_picture(client: Any) -> None:
     assert not np.allclose(opened, plain)
 
 
-COLLECTIONS: dict[str, Callable[[], Any]] = {
-    "array": lambda: BATCH,
-    "tensor": lambda: torch.from_numpy(BATCH),
-    "arrays": lambda: list(BATCH),
-    "generator": lambda: (row for row in BATCH),
+ROUNDED = torch.from_numpy(BATCH).bfloat16().requires_grad_()
+ARRAYS: dict[str, tuple[Callable[[], Any], Array]] = {
+    "array": (lambda: BATCH, BATCH),
+    "tensor": (lambda: torch.from_numpy(BATCH), BATCH),
+    "bfloat16 with gradients": (lambda: ROUNDED, ROUNDED.detach().float().numpy()),
+    "list": (lambda: list(BATCH), BATCH),
+    "generator": (lambda: (row for row in BATCH), BATCH),
+    "another byte order": (lambda: BATCH.astype(">f4"), BATCH),
+    "columns first": (lambda: np.asfortranarray(BATCH), BATCH),
+    "strides": (lambda: BATCH[:, ::-1][:, ::-1], BATCH),
+    "no axis of rows": (lambda: BATCH[0], BATCH[:1]),
 }
 
 
-@pytest.mark.parametrize("collection", COLLECTIONS)
-def test_arrays(client: Any, live: Live, collection: str) -> None:
-    """One array is a batch, a list has one input each; torch's tensors are as good."""
-    result = client.extract(COLLECTIONS[collection](), "head")
-    assert_same(result, expect(live, *map(tensor, BATCH), layers=["head"]))
-
-
-@pytest.mark.parametrize(
-    "change", [lambda a: a.astype(">f4"), np.asfortranarray, lambda a: a[:, ::-1][:, ::-1], lambda a: a[0]]
-)
-def test_memory_orders(client: Any, live: Live, change: Any) -> None:
-    """Arrays of any byte order and strides; one without an axis of rows is one input."""
-    given = change(BATCH)
-    count = len(given) if given.ndim == 4 else 1
-    assert_same(client.extract(given, "head"), expect(live, *map(tensor, BATCH[:count]), layers=["head"]))
-
-
-def test_bfloat16(client: Any, live: Live) -> None:
-    """Torch's bfloat16 and tensors that need gradients."""
-    given = torch.from_numpy(BATCH).bfloat16().requires_grad_()
-    rounded = given.detach().float().numpy()
-    assert_same(client.extract(given, "head"), expect(live, *map(tensor, rounded), layers=["head"]))
+@pytest.mark.parametrize("form", ARRAYS)
+def test_arrays(client: Any, live: Live, form: str) -> None:
+    """An array is a batch of any memory order, a list has one input each; torch's tensors are as good."""
+    make, rows = ARRAYS[form]
+    assert_same(client.extract(make(), "head"), expect(live, *map(tensor, rows), layers=["head"]))
 
 
 def test_named_inputs(client: Any, live: Live) -> None:

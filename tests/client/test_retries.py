@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -15,10 +16,8 @@ from safetensors.numpy import save
 import layertap_client as lt
 from layertap_client.exchange import RetryPolicy, Session
 from layertap_client.messages import Outcome, Reply, Request, Send, Wait
-from tests.client.misbehaving_server import MisbehavingServer, cut, cut_reply, drip, hang, misbehaving, reply, trickle
-from tests.server import serving
-from tests.service.gated_server import gated_module
-from tests.service.support import configured, net, npy
+from tests.client.misbehaving_server import cut, cut_reply, drip, hang, misbehaving, reply, trickle
+from tests.service.support import npy
 
 ROW = np.ones((1, 4), np.float32)
 RESULT = save({"linear": ROW}, {"receipts": json.dumps({"linear": {"layer": "linear"}}), "rows": "1"})
@@ -75,21 +74,10 @@ def test_what_is_not_repeated(open_client: Any, status: int) -> None:
         assert len(server.received) == 1
 
 
-@pytest.mark.parametrize("behaviour", [cut, reply(502)])
-def test_attempts_end(open_client: Any, behaviour: Any) -> None:
-    """What never comes right is an error after so many attempts."""
-    with misbehaving(behaviour) as server:
-        with pytest.raises(lt.LayertapError):
-            open_client(server.url, retries=QUICK).models()
-        assert len(server.received) == 3
-
-
-@pytest.mark.parametrize(("make", "call"), [(hang, "extract"), (drip, "model")])
-def test_server_that_hangs(open_client: Any, make: Any, call: str) -> None:
+@pytest.mark.parametrize(("behaviour", "call"), [(hang, "extract"), (drip, "model")])
+def test_server_that_hangs(open_client: Any, behaviour: Any, call: str) -> None:
     """A call ends with its timeout, whether the server says nothing or goes on for ever."""
-    ours: list[MisbehavingServer] = []
-    with misbehaving(make(ours)) as server:
-        ours.append(server)
+    with misbehaving(behaviour) as server:
         with pytest.raises(lt.ReplyTimeoutError) as caught:
             CALLS[call](open_client(server.url, timeout=0.3))
         assert isinstance(caught.value, TimeoutError)
@@ -99,9 +87,7 @@ def test_server_that_hangs(open_client: Any, make: Any, call: str) -> None:
 
 def test_silence(open_client: Any) -> None:
     """A connection on which nothing comes is given up for another one; one that is slow is not."""
-    ours: list[MisbehavingServer] = []
-    with misbehaving(hang(ours), trickle(RESULT)) as server:
-        ours.append(server)
+    with misbehaving(hang, trickle(RESULT)) as server:
         client = open_client(server.url, retries=QUICK)
         getattr(client, "client", client).session.silence_s = 0.3
         np.testing.assert_array_equal(CALLS["extract"](client).array, ROW)
@@ -119,92 +105,88 @@ def test_timeout_is_the_servers_deadline(open_client: Any) -> None:
 
 def test_restart(open_client: Any) -> None:
     """A server that answered before and is away for a while is waited for."""
-    with misbehaving(MODEL) as server:
-        client = open_client(server.url, retries=RetryPolicy(attempts=1, backoff_s=0.01, max_backoff_s=0.02))
-        client.model("digits")
-        port = int(server.url.rpartition(":")[2])
-    tried = threading.Event()
-    taken = socket.socket()  # keeps the port without listening: connections are refused
-    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    taken.bind(("127.0.0.1", port))
+    waits: list[float] = []
+    with ExitStack() as stack:
 
-    def restart() -> None:
-        tried.wait(0.3)
-        taken.listen()
-        connection, _ = taken.accept()
-        with connection:
-            connection.recv(4096)
-            body = json.dumps({"name": "digits", "state": "ready"}).encode()
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        def restart_at_last(_: lt.LayertapError, seconds: float) -> None:
+            waits.append(seconds)
+            if len(waits) == 3:
+                taken.listen()
+                stack.enter_context(misbehaving(MODEL, listener=taken))
 
-    thread = threading.Thread(target=restart)
-    thread.start()
-    with taken:
+        with misbehaving(MODEL) as server:
+            client = open_client(server.url, retries=RetryPolicy(1, 0.01, 0.02, on_wait=restart_at_last))
+            client.model("digits")
+            port = int(server.url.rpartition(":")[2])
+        taken = stack.enter_context(socket.socket())  # keeps the port without listening: connections are refused
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", port))
         assert client.model("digits").state == "ready"
-        thread.join()
 
 
-def steps_of(session: Session, *outcomes: Outcome) -> list[float]:
-    """The pauses between attempts, in seconds, until the good reply or the error."""
-    exchange = session.exchange(Request("GET", "/x"))
-    pauses, left = [], list(outcomes)
-    step = next(exchange)
-    try:
-        while True:
-            if isinstance(step, Wait):
-                pauses.append(step.seconds)
-            step = exchange.send(left.pop(0) if isinstance(step, Send) else None)
-    except (StopIteration, lt.LayertapError):
-        return pauses
+class Run(NamedTuple):
+    """The pauses of a call in seconds, the deadlines that the server is told, when it ends, and its status."""
+
+    pauses: list[float]
+    deadlines: list[float]
+    end: float
+    status: int
 
 
-def test_pauses() -> None:
-    """Pauses double up to a bound, with some chance in them; Retry-After is never undercut."""
-    session = Session(1000, retries=RetryPolicy(5, 1.0, 4.0), clock=lambda: 0.0, draw=lambda: 0.0)
-    failure = lt.ConnectionFailedError("cut", sent=True)
-    assert steps_of(session, *[failure] * 6) == [1, 2, 4, 4, 4]
-    assert (
-        steps_of(session, *[Reply(429, {"retry-after": "7"}, bytearray())] * 9, Reply(200, {}, bytearray())) == [7] * 9
-    )
-    late = Session(1000, retries=RetryPolicy(5, 1.0, 4.0), clock=lambda: 0.0, draw=lambda: 1.0)
-    assert steps_of(late, Reply(503, {"retry-after": "8"}, bytearray()), Reply(200, {}, bytearray())) == [10]
-    assert steps_of(late, failure, Reply(200, {}, bytearray())) == [0.75]
-
-
-def run_clocked(policy: RetryPolicy, *outcomes: tuple[float, Outcome]) -> tuple[list[float], float, int]:
-    """The deadlines that the server is told, when the call ends, and its status; each outcome comes after seconds."""
+def run_clocked(policy: RetryPolicy, *outcomes: tuple[float, Outcome], draw: float = 0.0) -> Run:
+    """A call each of whose outcomes comes after so many seconds, the last one again and again."""
     now = 0.0
-    session = Session(1e6, retries=policy, silence_s=3720.0, clock=lambda: now, draw=lambda: 0.0)
+    session = Session(1e6, retries=policy, silence_s=3720.0, clock=lambda: now, draw=lambda: draw)
     exchange = session.exchange(Request("POST", "/x"))
-    deadlines, left = [], list(outcomes)
+    pauses, deadlines, left, status = list[float](), list[float](), list(outcomes), 200
     step = next(exchange)
     try:
         while True:
             outcome = None
             if isinstance(step, Wait):
+                pauses.append(step.seconds)
                 now += step.seconds
             elif isinstance(step, Send):
                 deadlines.append(float(step.request.headers["X-Request-Timeout"]))
                 seconds, outcome = left.pop(0) if len(left) > 1 else left[0]
                 now += seconds
             step = exchange.send(outcome)
-    except StopIteration:
-        return deadlines, now, 200
+    except lt.ConnectionFailedError:
+        status = 0
     except lt.ProblemError as error:
-        return deadlines, now, error.status
+        status = error.status
+    except StopIteration:
+        pass
+    return Run(pauses, deadlines, now, status)
+
+
+GOOD_REPLY = (0.0, Reply(200, {}, bytearray()))
+
+
+def refuse(retry_after: int, status: int = 503) -> Reply:
+    return Reply(status, {"retry-after": str(retry_after)}, bytearray())
+
+
+def test_pauses() -> None:
+    """Pauses double up to a bound, with some chance in them; Retry-After is never undercut."""
+    policy, failure = RetryPolicy(5, 1.0, 4.0), (0.0, lt.ConnectionFailedError("cut", sent=True))
+    assert run_clocked(policy, failure).pauses == [1, 2, 4, 4, 4]
+    assert run_clocked(policy, *[(0.0, refuse(7, 429))] * 9, GOOD_REPLY).pauses == [7] * 9
+    assert run_clocked(policy, (0.0, refuse(8)), GOOD_REPLY, draw=1.0).pauses == [10]
+    assert run_clocked(policy, failure, GOOD_REPLY, draw=1.0).pauses == [0.75]
 
 
 def test_patience() -> None:
     """Patience counts from the first failure, and cuts neither an attempt nor the deadline that the server is told."""
-    policy = RetryPolicy(1, 0.5, 15.0, patience_s=600)
-    good, refusal = Reply(200, {}, bytearray()), Reply(503, {"retry-after": "900"}, bytearray())
-    assert run_clocked(policy, (700, good)) == ([3719.5], 700, 200)
-    deadlines, end, status = run_clocked(policy, (700, refusal), (0, refusal))
+    policy, refusal = RetryPolicy(1, 0.5, 15.0, patience_s=600), refuse(900)
+    good = GOOD_REPLY[1]
+    assert run_clocked(policy, (700, good)) == ([], [3719.5], 700, 200)
+    _, deadlines, end, status = run_clocked(policy, (700, refusal), (0, refusal))
     assert (set(deadlines), len(deadlines), end, status) == ({3719.5}, 40, 700 + 39 * 15, 503)
-    deadlines, end, status = run_clocked(policy, *[(0, refusal)] * 39, (3000, good))
+    _, deadlines, end, status = run_clocked(policy, *[(0, refusal)] * 39, (3000, good))
     assert (set(deadlines), end, status) == ({3719.5}, 39 * 15 + 3000, 200)
-    assert run_clocked(policy, (0, Reply(502, {}, bytearray())))[1] > 580
-    assert run_clocked(policy, *[(0, Reply(429, {"retry-after": "0"}, bytearray()))] * 9, (0, good))[1] == 4.5
+    assert run_clocked(policy, (0, Reply(502, {}, bytearray()))).end > 580
+    assert run_clocked(policy, *[(0, refuse(0, 429))] * 9, (0, good)).end == 4.5
 
 
 def test_threads_share_a_client() -> None:
@@ -217,17 +199,3 @@ def test_threads_share_a_client() -> None:
         for thread in threads:
             thread.join()
         assert len(results) == len(server.received) == 16
-
-
-def test_deadline(open_client: Any) -> None:
-    """A server that runs out of time says so itself."""
-    with serving(configured(net("gated", "Gated")), deadline_s=0.5) as live:
-        gate = gated_module(live).gate
-        gate.clear()
-        try:
-            with pytest.raises(lt.DeadlineError) as caught:
-                open_client(live.url, retries=RetryPolicy(attempts=0)).extract(ROW, "linear", model="gated")
-        finally:
-            gate.set()
-        assert isinstance(caught.value, TimeoutError)
-        assert (caught.value.status, caught.value.kind) == (504, "deadline")

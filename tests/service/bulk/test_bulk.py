@@ -195,6 +195,7 @@ def test_maps(command: Command, live: Live, tmp_path: Path) -> None:
     assert json.loads((out / "manifest.json").read_text())["complete"] is True
 
 
+REDUCE = ("{folder}", "--layers", "head", "--out", "o", "--reduce")
 MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "no source": (("nowhere", "--out", "o.parquet"), "there is nothing at nowhere"),
     "no such layer": (("{folder}", "--layers", "block9", "--out", "o.parquet"), "did you mean 'block"),
@@ -205,6 +206,11 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "a gradient": (("{folder}", "--layers", "pool:grad_output", "--out", "o.parquet"), "objective"),
     "Ray and a server": (("{folder}", "--out", "o.parquet", "--ray", "--url", "http://127.0.0.1:9"), "--ray and --url"),
     "a column of none": (("{folder}", "--out", "o.parquet", "--column", "image"), "has no columns"),
+    "a reduction of nothing": (("{folder}", "--out", "o", "--reduce", "top"), "add --layers"),
+    "no such reduction": ((*REDUCE, "sum"), "one of: stats, top, histogram, covariance"),
+    "a reduction twice": ((*REDUCE, "top,top"), "named twice"),
+    "a reduction of a pool": ((*REDUCE, "top", "--pool", "mean"), "takes no --pool"),
+    "a reduction in a file": ((*REDUCE, "top", "--out", "o.npz"), "--out o"),
     "another folder": (("{folder}", "--layers", "pool", "--out", "{folder}"), "has other files in it"),
 }
 
@@ -220,21 +226,6 @@ def test_mistakes(command: Command, folder: Path, tmp_path: Path, monkeypatch: p
     assert says in " ".join(done.notes.split())
     assert "Traceback" not in done.notes
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.parquet"]
-
-
-def test_questions_are_kept_apart(command: Command, folder: Path, tmp_path: Path) -> None:
-    """What is complete is not made again; another question to the same file is refused until it is begun anew."""
-    out = tmp_path / "out.parquet"
-    assert command("bulk", folder / "*.jpg", "--layers", "pool", "--pool", "mean", "--out", out).status == 0
-    before = out.stat()
-    assert command("bulk", folder / "*.jpg", "--layers", "pool", "--pool", "mean", "--out", out).status == 0
-    assert out.stat() == before
-    other = ("bulk", folder / "*.jpg", "--layers", "pool", "--pool", "max", "--out", out)
-    done = command(*other)
-    assert done.status == 2
-    assert "was made with pool mean" in done.notes
-    assert command(*other, "--restart").status == 0
-    assert out.stat() != before
 
 
 def test_check(command: Command, folder: Path, tmp_path: Path) -> None:

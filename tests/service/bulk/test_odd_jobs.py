@@ -71,8 +71,12 @@ def test_complete_and_of_other_pictures(command: Command, folder: Path, tmp_path
         (source / name).write_bytes(picture())
     words = ("bulk", source, "--out", tmp_path / out)
     assert "complete before" not in command(*words).notes
+    before = (tmp_path / out).stat()
     again = command(*words)
     assert (again.status, "2 rows, 0 of them without a result; it was complete before" in again.notes) == (0, True)
+    done = command(*words, "--layers", "pool", "--pool", "max")
+    assert (done.status, "was made with" in done.notes, "--restart" in done.notes) == (2, True, True)
+    assert (tmp_path / out).stat() == before
     (source / "c.png").write_bytes(picture())
     done = command(*words)
     assert (done.status, "there is c.png now" in done.notes, "--restart" in done.notes) == (2, True, True)

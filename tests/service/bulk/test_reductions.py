@@ -142,21 +142,3 @@ def test_killed_at_each_write(command: Command, tmp_path: Path, monkeypatch: pyt
         break
     assert deaths >= 3
     assert (tmp_path / "killed" / RESULTS).read_bytes() == (tmp_path / "whole" / RESULTS).read_bytes()
-
-
-MISTAKES = {
-    "unknown": (("--layers", "head", "--reduce", "sum"), "one of: stats, top, histogram, covariance"),
-    "twice": (("--layers", "head", "--reduce", "top,top"), "named twice"),
-    "no layers": (("--reduce", "top"), "add --layers"),
-    "a pool": (("--layers", "head", "--reduce", "top", "--pool", "mean"), "takes no --pool"),
-    "a file": (("--layers", "head", "--reduce", "top", "--out", "o.npz"), "--out o"),
-}
-
-
-@pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes(command: Command, folder: Path, tmp_path: Path, case: str) -> None:
-    """They are told before anything is loaded or written."""
-    words, says = MISTAKES[case]
-    done = command("bulk", folder, "--out", tmp_path / "out", *words)
-    assert (done.status, says in " ".join(done.notes.split())) == (2, True), done.notes
-    assert not list(tmp_path.iterdir())

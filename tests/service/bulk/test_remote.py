@@ -7,12 +7,14 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.client.misbehaving_server import MisbehavingServer, Received, misbehaving, relay, reply
+from layertap.service.bulk import remote
+from tests.client.misbehaving_server import MisbehavingServer, Received, cut, misbehaving, relay, reply
 from tests.server import Live
 from tests.service.bulk.conftest import COUNT, read, write_pictures
 from tests.service.cli.commands import Command
@@ -57,6 +59,20 @@ def test_a_key(command: Command, serve: Serve, folder: Path, tmp_path: Path, mon
         monkeypatch.setenv("LAYERTAP_API_KEY", "secret")
         assert command(*words, live.url).status == 0
         assert command("check", "--url", live.url).status == 0
+
+
+def test_a_server_is_restarted(
+    command: Command, live: Live, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job says that it waits, goes on with what answers again, and gives the file of an uninterrupted run."""
+    broken, whole = tmp_path / "broken.parquet", tmp_path / "whole.parquet"
+    assert command("bulk", folder, *WORDS, "--out", whole, "--url", live.url).status == 0
+    monkeypatch.setattr(remote, "RETRIES", replace(remote.RETRIES, backoff_s=0.01, max_backoff_s=0.01))
+    good = relay(live.url)
+    with misbehaving(good, good, good, *[cut] * 20, good) as server:
+        done = command("bulk", folder, *WORDS, "--out", broken, "--url", server.url)
+    assert (done.status, f"waiting for {server.url}" in done.notes) == (0, True), done.notes
+    assert broken.read_bytes() == whole.read_bytes()
 
 
 TOO_SLOW = reply(504, json.dumps({"detail": "the deadline passed (this server's limit of 3 s)"}).encode())

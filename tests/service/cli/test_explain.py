@@ -15,12 +15,12 @@ from tests.server import Live
 from tests.service.cli.commands import Command
 
 
-@pytest.mark.parametrize("form", ["npz", "npy"])
-def test_explain(command: Command, live: Live, pictures: list[Path], tmp_path: Path, form: str) -> None:
-    """``explain`` writes the very bytes that the server answers with."""
+@pytest.mark.parametrize(("form", "remote"), [("npz", False), ("npz", True), ("npy", False)])
+def test_explain(command: Command, live: Live, pictures: list[Path], tmp_path: Path, form: str, remote: bool) -> None:
+    """``explain`` writes the very bytes that a server answers with."""
     methods, classes = ("saliency", "3") if form == "npy" else ("saliency,grad_cam", "top,3")
-    file = tmp_path / f"out.{form}"
-    done = command("explain", pictures[0], "--method", methods, "--classes", classes, "--out", file)
+    file, where = tmp_path / f"out.{form}", ("--url", live.url) * remote
+    done = command("explain", pictures[0], "--method", methods, "--classes", classes, "--out", file, *where)
     assert (done.status, done.out) == (0, "")
     query = {"method": methods, "classes": classes, "format": form}
     files = [("images", pictures[0].read_bytes())]
@@ -60,22 +60,3 @@ def test_every_field_has_an_option() -> None:
     parameters = typer.main.get_command(app).commands["explain"].params  # type: ignore[attr-defined]
     named = {option for each in parameters for option in each.opts}
     assert {f"--{name.replace('_', '-')}" for name in special} <= named
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (("--method", "lime"), "--method: Input should be one of grad_cam, "),
-        (("--method", "smoothgrad", "--samples", "0"), "--samples: "),
-        (("--method", "rollout"), "attention_rollout"),
-        (("--method", "saliency", "--classes", "1,1"), "each once"),
-        (("--method", "saliency", "--classes", "77"), "class 77 is out of range"),
-    ],
-)
-def test_refused(command: Command, pictures: list[Path], tmp_path: Path, options: tuple[str, ...], told: str) -> None:
-    """Status 2 and one line that says why; nothing is written."""
-    file = tmp_path / "out.npz"
-    done = command("explain", pictures[0], *options, "--out", file)
-    assert done.status == 2
-    assert told in done.notes
-    assert not file.exists()

@@ -11,12 +11,12 @@ from tests.server import Live
 from tests.service.cli.commands import Command
 
 
-@pytest.mark.parametrize("form", ["json", "npy"])
-def test_extract(command: Command, live: Live, pictures: list[Path], tmp_path: Path, form: str) -> None:
-    """``extract`` writes the very bytes that the server answers with, receipts with probes among them."""
+@pytest.mark.parametrize(("form", "remote"), [("json", False), ("npy", False), ("npz", True)])
+def test_extract(command: Command, live: Live, pictures: list[Path], tmp_path: Path, form: str, remote: bool) -> None:
+    """``extract`` writes the very bytes that a server answers with, receipts with probes among them."""
     names = "block3" if form == "npy" else "block3,block2.relu#*,head:input"
     file = tmp_path / f"out.{form}"
-    options = ("--layers", names, "--pool", "mean", "--normalize", "--out", file)
+    options = ("--layers", names, "--pool", "mean", "--normalize", "--out", file, *(("--url", live.url) * remote))
     done = command("extract", *pictures, *options)
     assert (done.status, done.out) == (0, "")
     parts = [("images", file.read_bytes()) for file in pictures]
@@ -43,25 +43,6 @@ def test_summary(command: Command, pictures: list[Path]) -> None:
     done = command("extract", pictures[0], "--layers", "block1,head")
     assert done.status == 0
     assert "(1, 16, 32, 32)" in done.out
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--layers", "block4"), "did you mean 'block"),
-        (("--layers", "head", "--pool", "average"), "'mean_all'"),
-        (("--layers", "head", "--out", "nowhere/x.npz"), "nowhere/x.npz"),
-        (("--layers", "block1,head", "--out", "x.npy"), "npz"),
-        (("--layers", "head", "--config", "nowhere.yaml"), "can't read nowhere.yaml"),
-    ],
-)
-def test_extract_refused(command: Command, pictures: list[Path], words: tuple[str, ...], says: str) -> None:
-    """What can't be done is one line that says what to type instead, and status 2; no file is begun."""
-    done = command("extract", pictures[0], *words)
-    assert (done.status, done.out) == (2, "")
-    assert "Traceback" not in done.notes
-    assert says in " ".join(done.notes.split())
-    assert not Path("x.npy").exists()
 
 
 def test_broken_files(command: Command, pictures: list[Path], broken: Path, tmp_path: Path) -> None:

@@ -11,17 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.server import Live
 from tests.service.cli.commands import Command
-
-
-def test_format(command: Command, live: Live, pictures: list[Path], tmp_path: Path) -> None:
-    """``--format`` says what is written whatever the file is called, the same as the server draws."""
-    file = tmp_path / "drawn"
-    assert command("extract", pictures[0], "--layers", "block1", "--format", "png", "--out", file).status == 0
-    query = {"layers": "block1", "format": "png"}
-    reply = live.client.post("/extract", files=[("images", pictures[0].read_bytes())], params=query)
-    assert file.read_bytes() == reply.content
 
 
 def test_stdout(command: Command, pictures: list[Path]) -> None:
@@ -61,18 +51,31 @@ def test_a_terminal(command: Command, pictures: list[Path]) -> None:
         (("show", "head", "--format", "npz"), "'npz' is not one of 'png', 'webp'"),
         (("extract",), "Missing option '--layers' (see layertap extract --help)"),
         (("extract", "--layrs", "head"), "No such option: --layrs"),
+        (("extrct",), "'extract'"),
+        (("extract", "--layers", "block4"), "did you mean 'block"),
+        (("extract", "--layers", "head", "--pool", "average"), "'mean_all'"),
+        (("extract", "--layers", "head", "--out", "nowhere/x.npz"), "nowhere/x.npz"),
+        (("extract", "--layers", "block1,head", "--out", "x.npy"), "npz"),
+        (("extract", "--layers", "head", "--config", "nowhere.yaml"), "can't read nowhere.yaml"),
+        (("explain", "--method", "lime", "--out", "x.npz"), "--method: Input should be one of grad_cam, "),
+        (("explain", "--method", "smoothgrad", "--samples", "0", "--out", "x.npz"), "--samples: "),
+        (("explain", "--method", "rollout", "--out", "x.npz"), "attention_rollout"),
+        (("explain", "--method", "saliency", "--classes", "1,1", "--out", "x.npz"), "each once"),
+        (("explain", "--method", "saliency", "--classes", "77", "--out", "x.npz"), "class 77 is out of range"),
     ],
 )
-def test_refused(command: Command, pictures: list[Path], words: tuple[str, ...], told: str) -> None:
-    """A mistake in a command's words is one line on stderr and status 2."""
+def test_refused(
+    command: Command,
+    pictures: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    told: str,
+) -> None:
+    """A mistake in a command's words is one line on stderr and status 2; no file is begun."""
+    monkeypatch.chdir(tmp_path)
     done = command(words[0], pictures[0], *words[1:])
     assert (done.status, done.out, len(done.notes.splitlines())) == (2, "", 1)
     assert done.notes.startswith("layertap: ")
     assert told in done.notes
-
-
-def test_no_such_command(command: Command) -> None:
-    """A command that there is not is one line that names the nearest, too."""
-    done = command("extrct")
-    assert (done.status, len(done.notes.splitlines())) == (2, 1)
-    assert "'extract'" in done.notes
+    assert not list(tmp_path.glob("x*"))

@@ -1,4 +1,4 @@
-"""``--url``: what a server answers is what this process answers, in the same words, files and exit status."""
+"""``--url``: what a server refuses is what this process refuses, in the same words and exit status."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.server import Live
-from tests.service.cli.commands import Command, Done
+from tests.service.cli.commands import Command
 from tests.service.conftest import Serve
 from tests.service.support import configured, net
 
@@ -30,34 +30,6 @@ def url(locked: Live, monkeypatch: pytest.MonkeyPatch) -> str:
     return locked.url
 
 
-def run_both(command: Command, url: str, *words: str | Path, out: Path | None = None) -> tuple[Done, Done]:
-    """A command here and at a server: its status and words must be the same, and so must a file."""
-    found = []
-    for where in ((), ("--url", url)):
-        done = command(*words, *(("--out", out) if out is not None else ()), *where)
-        found.append((done, out.read_bytes() if out is not None and out.exists() else b""))
-        if out is not None:
-            out.unlink(missing_ok=True)
-    (here, ours), (there, theirs) = found
-    assert (here.status, here.notes) == (there.status, there.notes.replace(f"{url}: ", ""))
-    assert ours == theirs
-    return here, there
-
-
-def test_extract(command: Command, url: str, pictures: list[Path], tmp_path: Path) -> None:
-    """Files have the same bytes, receipts with probes among them."""
-    words = ("extract", *pictures, "--layers", "block3,block2.relu#*,head:input", "--pool", "mean", "--normalize")
-    here, there = run_both(command, url, *words, out=tmp_path / "out.npz")
-    assert (here.status, here.out) == (there.status, there.out) == (0, "")
-
-
-def test_explain(command: Command, url: str, pictures: list[Path], tmp_path: Path) -> None:
-    """Maps are the same, and the best classes that are named."""
-    words = ("explain", pictures[0], "--method", "saliency,grad_cam", "--classes", "3,top", "--top-classes", "3")
-    here, _ = run_both(command, url, *words, out=tmp_path / "out.npz")
-    assert (here.status, here.notes.count("class ")) == (0, 3)
-
-
 REFUSED = (
     ("extract", "PICTURE", "--layers", "block4"),
     ("show", "PICTURE", "blok"),
@@ -70,8 +42,9 @@ REFUSED = (
 def test_refused(command: Command, url: str, pictures: list[Path], words: tuple[str, ...]) -> None:
     """A mistake is told in the same words; of a server its address stands before them."""
     given = [pictures[0] if word == "PICTURE" else word for word in words]
-    here, there = run_both(command, url, *given)
-    assert (here.status, here.out, there.out) == (2, "", "")
+    here, there = command(*given), command(*given, "--url", url)
+    assert (here.status, there.status, here.out, there.out) == (2, 2, "", "")
+    assert here.notes == there.notes.replace(f"{url}: ", "")
     assert len(there.notes.splitlines()) == 1
 
 
