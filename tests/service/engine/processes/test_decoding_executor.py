@@ -6,15 +6,13 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +44,6 @@ from tests.service.inputs.test_decode_device import OTHERS, PLAIN
 from tests.service.server_process import descendants
 
 MIB = 2**20
-T = TypeVar("T")
 SPEC = ModelSpec(
     "net",
     "python:layertap.models.digits:digits",
@@ -56,7 +53,7 @@ SPEC = ModelSpec(
     preprocess=PreprocessSpec(resize=40, crop=32),
 )
 FATAL = replace(SPEC, preprocess=PreprocessSpec(resize=FatalSide(40), crop=32))
-CLIENTS, EACH = 4, 20
+EACH = 20
 LONG_S = 300.0
 SELECTORS = (parse_selector("block1"), parse_selector("head"))
 REFUSALS: dict[tuple[int, int], tuple[type[LayertapError], str, list[str]]] = {
@@ -68,66 +65,41 @@ SHORT_S = 3.0  # where it must pass; elsewhere no slow moment of the machine may
 SETTINGS: dict[str, Any] = {"workers": 2, "decode_timeout_s": 60.0, "worker_memory_bytes": 512 * MIB}
 
 
-class Decoding:
-    """An executor, and why its workers were replaced."""
+@asynccontextmanager
+async def decoding(model: LoadedModel, **settings: Any) -> AsyncIterator[tuple[DecodingExecutor, list[str]]]:
+    """An executor, and why its workers were replaced: where they are lost they start again, as a handle has them."""
+    restarts: list[str] = []
+    executor = DecodingExecutor(model, Settings(**{**SETTINGS, **settings}), lambda _, reason: restarts.append(reason))
+    executor.start(lambda: None)
 
-    def __init__(self, model: LoadedModel, **settings: Any) -> None:
-        self.restarts: list[str] = []
-        self.model = model
-        self.settings = Settings(**{**SETTINGS, **settings})
-        before = set(descendants(os.getpid()))
-        self.executor = DecodingExecutor(model, self.settings, lambda _, reason: self.restarts.append(reason))
-        self.pids = [pid for pid in descendants(os.getpid()) if pid not in before]
-        self.loop = asyncio.new_event_loop()
-        self.thread = Thread(target=self.loop.run_forever)
-        self.thread.start()
-        self.life = asyncio.run_coroutine_threadsafe(self.live(), self.loop)
-
-    async def live(self) -> None:
-        """Start the workers again where they are lost, as a model's handle does."""
-        self.executor.start(lambda: None)
+    async def live() -> None:
         while True:
-            await self.executor.wait_until_lost()
-            await self.executor.restart()
+            await executor.wait_until_lost()
+            await executor.restart()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine gives on the executor's event loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(LONG_S)
-
-    def close(self) -> None:
-        """End the executor, and its event loop."""
-        self.life.cancel()
-        self.run(self.executor.close())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
-
-    def decode(self, item: LocalItem) -> Attempt:
-        """What becomes of an item in a worker, once there is one."""
-        ((attempt,),) = self.run(self.decode_items([item]))
-        return attempt
-
-    async def decode_items(self, items: Sequence[LocalItem]) -> ItemAttempts:
-        """What becomes of items, once there is a worker."""
-        while True:
-            try:
-                return await self.executor.decode(items, self.model.model_inputs)
-            except ModelLostError:
-                await asyncio.sleep(0.01)
-
-    def decode_here(self, item: LocalItem) -> Attempt:
-        """The same without workers."""
-        (attempt,) = try_to_decode(item, self.model.model_inputs, self.settings)
-        return attempt
-
-
-@contextmanager
-def decoding(model: LoadedModel, **settings: Any) -> Iterator[Decoding]:
-    made = Decoding(model, **settings)
+    life = asyncio.create_task(live())
     try:
-        yield made
+        yield executor, restarts
     finally:
-        made.close()
+        life.cancel()
+        await executor.close()
+
+
+async def decode(executor: DecodingExecutor, model: LoadedModel, item: LocalItem) -> Attempt:
+    """What becomes of an item in a worker, once there is one."""
+    while True:
+        try:
+            ((attempt,),) = await executor.decode([item], model.model_inputs)
+        except ModelLostError:
+            await asyncio.sleep(0.01)
+        else:
+            return attempt
+
+
+def decode_here(model: LoadedModel, item: LocalItem, **settings: Any) -> Attempt:
+    """The same without workers."""
+    (attempt,) = try_to_decode(item, model.model_inputs, Settings(**{**SETTINGS, **settings}))
+    return attempt
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +110,12 @@ def model() -> LoadedModel:
 @pytest.fixture(scope="module", autouse=True)
 def _fork_server(model: LoadedModel) -> None:
     """Whose process is none of an executor's: the first one starts it."""
-    with decoding(model):
-        pass
+
+    async def start() -> None:
+        async with decoding(model):
+            pass
+
+    asyncio.run(start())
 
 
 def limits(size: tuple[int, int]) -> dict[str, Any]:
@@ -165,21 +141,27 @@ def check_same(found: Attempt, wanted: Attempt) -> None:
     assert all(torch.equal(value, wanted[name]) for name, value in found.items())
 
 
-@pytest.mark.parametrize("decode", ["exact", "fast"])
-def test_same_rows(model: LoadedModel, decode: Any) -> None:
+@pytest.mark.parametrize("decode_mode", ["exact", "fast"])
+def test_same_rows(model: LoadedModel, decode_mode: Any) -> None:
     """All kinds of pictures have the bits that they have without workers; bad ones are refused in the same words."""
-    placed = replace(model, model_inputs=replace(model.model_inputs, decode=decode))
-    with decoding(placed, max_pixels=300_000) as workers:
-        files = [*PLAIN.values(), *OTHERS.values(), Image.new("1", (600, 600)).tobytes()]
-        attempts = [(workers.decode(ImageItem(data)), workers.decode_here(ImageItem(data))) for data in files]
-        attempts.append((workers.decode(png((600, 600))), workers.decode_here(png((600, 600)))))
-    for found, wanted in attempts:
+    placed = replace(model, model_inputs=replace(model.model_inputs, decode=decode_mode))
+    items = [
+        *map(ImageItem, [*PLAIN.values(), *OTHERS.values(), Image.new("1", (600, 600)).tobytes()]),
+        png((600, 600)),
+    ]
+
+    async def decode_all() -> list[Attempt]:
+        async with decoding(placed, max_pixels=300_000) as (executor, restarts):
+            found = [await decode(executor, placed, item) for item in items]
+            assert not restarts
+            return found
+
+    expected = [decode_here(placed, item, max_pixels=300_000) for item in items]
+    for found, wanted in zip(asyncio.run(decode_all()), expected, strict=True):
         check_same(found, wanted)
-    assert {type(wanted) for _, wanted in attempts} == {dict, InputError, TooLargeError}
-    assert {value.dtype for _, wanted in attempts if isinstance(wanted, dict) for value in wanted.values()} == {
-        torch.uint8
-    }
-    assert not workers.restarts
+    assert {type(wanted) for wanted in expected} == {dict, InputError, TooLargeError}
+    dtypes = {value.dtype for wanted in expected if isinstance(wanted, dict) for value in wanted.values()}
+    assert dtypes == {torch.uint8}
 
 
 def has_ended(pid: int) -> bool:
@@ -193,16 +175,22 @@ def has_ended(pid: int) -> bool:
 @pytest.mark.parametrize("which", ["host", "workers"])
 def test_killed(model: LoadedModel, which: str) -> None:
     """Processes that something ends from outside cost nothing but time."""
-    with decoding(model) as workers:
-        host, *others = workers.pids
-        wanted = workers.decode_here(png((9, 7)))
-        for pid in [host] if which == "host" else others:
-            os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: all(has_ended(pid) for pid in others))
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            for found in pool.map(lambda _: workers.decode(png((9, 7))), range(EACH)):
-                check_same(found, wanted)
-        wait_until(lambda: workers.restarts == ["killed" if which == "workers" else "unknown"] * len(others))
+    before = set(descendants(os.getpid()))
+
+    async def kill_and_decode() -> list[Attempt]:
+        async with decoding(model) as (executor, restarts), asyncio.timeout(LONG_S):
+            host, *others = (pid for pid in descendants(os.getpid()) if pid not in before)
+            for pid in [host] if which == "host" else others:
+                os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: all(has_ended(pid) for pid in others))
+            found = await asyncio.gather(*(decode(executor, model, png((9, 7))) for _ in range(EACH)))
+            reasons = ["killed" if which == "workers" else "unknown"] * len(others)
+            await asyncio.to_thread(wait_until, lambda: restarts == reasons)
+            return found
+
+    wanted = decode_here(model, png((9, 7)))
+    for found in asyncio.run(kill_and_decode()):
+        check_same(found, wanted)
 
 
 def extract(items: Sequence[ImageItem], create_executor: Callable[..., Executor], **limits: Any) -> Features:

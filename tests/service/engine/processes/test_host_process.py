@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from layertap.models.digits import spec as digits
+from tests.service.engine.processes.test_trouble import parent
 from tests.service.gated_server import wait_until
 from tests.service.load_server import process
 from tests.service.server_process import descendants
@@ -96,10 +97,6 @@ def test_process(script: str) -> None:
 END_S = 20
 
 
-def read_parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def list_sockets(pid: int) -> set[str]:
     opened = {str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
     return {name for name in opened if name.startswith("socket:")}
@@ -113,7 +110,7 @@ def test_serve(tmp_path: Path) -> None:
         good = httpx.post(f"{server.url}/extract", **request)
         assert good.status_code == 200
         before = descendants(server.running.pid)
-        (copy,) = [pid for pid in before if read_parent(pid) == server.running.pid]
+        (copy,) = [pid for pid in before if parent(pid) == server.running.pid]
         assert len(before) == 4  # the copy, a host, and its two workers
         for pid in before:
             assert not list_sockets(pid) & list_sockets(server.running.pid)

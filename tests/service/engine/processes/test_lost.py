@@ -68,7 +68,7 @@ def state(live: Live, model: str) -> str:
 
 def kill_host_of(live: Live, model: str) -> None:
     """As the system does where it runs out of memory; its workers end with it."""
-    pids = list_pids(live, model)
+    pids = [pid for pid in list_pids(live, model) if not has_ended(pid)]
     os.kill(parent(pids[0]), signal.SIGKILL)
     wait_until(lambda: all(has_ended(pid) for pid in pids))
 
@@ -187,7 +187,7 @@ def test_memory_of_neighbours() -> None:
     other = Channel(connection)
     sizes = (SMALL_BYTES, LARGE_BYTES, SMALL_BYTES)
     results = [
-        SliceResult(index, 0, 1, {index: make_result(size)}, 3)  # type: ignore[dict-item]  (any capture does)
+        SliceResult(index, 0, 1, {index: ReducedTensor(torch.ones(size // 4))}, 3)  # type: ignore[dict-item]  (any capture does)
         for index, size in enumerate(sizes)
     ]
     received: list[SliceResult] = []
@@ -204,23 +204,12 @@ def test_memory_of_neighbours() -> None:
     other.close()
 
 
-def make_result(nbytes: int) -> Any:
-    return ReducedTensor(torch.ones(nbytes // 4))
-
-
 SPEC = net_spec("Chain", warm=(WARM,))
 
 
 def extract(live: Live) -> Any:
     body: Json = {"layers": ["conv"], "inputs": [tensor(torch.ones(3, 8, 8).numpy())]}
     return live.client.post("/extract", json=body)
-
-
-def kill_host(live: Live) -> None:
-    """As the system does where it runs out of memory; its workers end with it."""
-    pids = [pid for pid in list_pids(live, SPEC.name) if not has_ended(pid)]
-    os.kill(parent(pids[0]), signal.SIGKILL)
-    wait_until(lambda: all(has_ended(pid) for pid in pids))
 
 
 @pytest.mark.hard
@@ -230,12 +219,12 @@ def test_graphs_are_opened(serve: Serve, tmp_path: Path) -> None:
     with serve(Configuration((SPEC,), SPEC.name), cache_dir=tmp_path, cpu_threads=2, workers=2) as live:
         good = extract(live).json()
         assert good["receipts"]["conv"]["forward"] == "compiled"
-        kill_host(live)
+        kill_host_of(live, SPEC.name)
         again = extract(live).json()
         assert (again["features"], again["receipts"]) == (good["features"], good["receipts"])
         graphs = sorted((tmp_path / "plans").glob("*.pt2"))
         graphs[0].unlink()
-        kill_host(live)
+        kill_host_of(live, SPEC.name)
         found = problem(extract(live), 503, seconds=True)
         assert "it is another model than before" in found["detail"]
         assert found["errors"][0]["hint"] == f"POST /models/{SPEC.name}/load tries again"
