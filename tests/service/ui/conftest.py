@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from playwright import sync_api
@@ -29,14 +29,21 @@ class Opened:
     addresses: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
 
-    def wait(self, timeout: int = DONE_MS) -> None:
+    def wait(self) -> None:
         """Until nothing is asked."""
-        sync_api.expect(self.page.locator("#status")).to_have_text("", timeout=timeout)
+        sync_api.expect(self.page.locator("#status")).to_have_text("", timeout=DONE_MS)
 
-    def show_maps(self, timeout: int = DONE_MS) -> None:
+    def show_tree(self) -> Self:
+        """Until the model's layers are listed, and nothing is asked."""
+        self.page.wait_for_selector("#tree button", timeout=DONE_MS)
+        self.wait()
+        return self
+
+    def show_maps(self) -> Self:
         """Until the layer's maps are there, and nothing is asked."""
-        self.page.wait_for_selector("#maps canvas", timeout=timeout)
-        self.wait(timeout)
+        self.page.wait_for_selector("#maps canvas", timeout=DONE_MS)
+        self.wait()
+        return self
 
 
 Open = Callable[..., Opened]

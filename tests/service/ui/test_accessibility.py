@@ -29,9 +29,7 @@ def test_states(shown: Live, guarded: Live, open_page: Open) -> None:
     """Nor before there is a picture, in an error, where a key is asked for, with a channel large."""
     width, height, scheme = SIZES[0]
     options = {"size": (width, height), "scheme": scheme, "bypass_csp": True}
-    opened = open_page(shown.url, **options)
-    opened.page.wait_for_selector("#tree button")
-    opened.wait()
+    opened = open_page(shown.url, **options).show_tree()
     check(opened, width)
     drop(opened, b"no picture at all", "a-name-without-a-space-in-it-" * 4, "application/octet-stream")
     expect(opened.page.locator("#problem")).to_be_visible()
@@ -41,9 +39,8 @@ def test_states(shown: Live, guarded: Live, open_page: Open) -> None:
     opened.show_maps()
     opened.page.click(".tile")
     check(opened, width)
-    named = open_page(f"{shown.url}/#model=marked&sample=digit-2&other-sample=digit-0", **options)
-    named.show_maps()  # of a layer with a long name
-    check(named, width)
+    long = open_page(f"{shown.url}/#model=marked&sample=digit-2&other-sample=digit-0", **options).show_maps()
+    check(long, width)  # with a layer of a long name
     asked = open_page(guarded.url, **options)
     expect(asked.page.locator("#key-form")).to_be_visible()
     check(asked, width)

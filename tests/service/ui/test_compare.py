@@ -44,8 +44,7 @@ def check_heat(opened: Opened, side: int, cosines: Array) -> None:
 
 def test_two_pictures(shown: Live, open_page: Open) -> None:
     """Of one layer the cosine of the two pictures' mean vectors, both sides' maps, and where the places are alike."""
-    opened = open_page(f"{shown.url}/#{PICTURES}")
-    opened.show_maps()
+    opened = open_page(f"{shown.url}/#{PICTURES}").show_maps()
     page = opened.page
     here, there = (captured(shown, data, "block3") for data in (TWO, ZERO))
     x, y = here.mean((1, 2)), there.mean((1, 2))
@@ -67,8 +66,7 @@ def test_two_pictures(shown: Live, open_page: Open) -> None:
 
 def test_two_layers(shown: Live, open_page: Open) -> None:
     """Of two layers both sides' maps; vectors of two kinds have no number, and it says so. The address restores it."""
-    opened = open_page(f"{shown.url}/#{LAYERS}")
-    opened.show_maps()
+    opened = open_page(f"{shown.url}/#{LAYERS}").show_maps()
     wide, coarse = (captured(shown, TWO, name) for name in ("block1", "block3"))
     expect(opened.page.locator("#similarity div")).to_have_count(0)
     expect(opened.page.locator("#similarity-note")).to_contain_text("Vectors of two kinds have no cosine")
@@ -78,8 +76,7 @@ def test_two_layers(shown: Live, open_page: Open) -> None:
     opened.page.click("#other-samples [data-sample=digit-0]")
     expect(opened.page.locator("#sides .side").nth(1)).to_contain_text("digit-0.png", timeout=30_000)
     opened.wait()
-    again = open_page(opened.page.url)
-    again.show_maps()
+    again = open_page(opened.page.url).show_maps()
     sides = again.page.locator("#sides .side figcaption")
     assert sides.all_inner_texts() == opened.page.locator("#sides .side figcaption").all_inner_texts()
     expect(again.page.locator("#sides .side .name")).to_have_text(["block1", "block3"])

@@ -29,17 +29,14 @@ def test_offered(shown: Live, open_page: Open, model: str) -> None:
         for method in get_args(Method)
     }
     assert set(statuses.values()) <= {200, 422}
-    opened = open_page(f"{shown.url}/#model={model}&sample=digit-2")
-    opened.show_maps()
+    opened = open_page(f"{shown.url}/#model={model}&sample=digit-2").show_maps()
     offered = opened.page.locator("#methods button").evaluate_all("all => all.map(each => each.dataset.method)")
     assert sorted(offered) == sorted(method for method, status in statuses.items() if status == 200)
 
 
 def test_side_by_side(shown: Live, open_page: Open) -> None:
     """Each chosen method has a picture of what was dropped with its map over it."""
-    opened = open_page(f"{shown.url}/#model=digits&method=grad_cam,integrated_gradients")
-    opened.page.wait_for_selector("#tree button")
-    opened.wait()
+    opened = open_page(f"{shown.url}/#model=digits&method=grad_cam,integrated_gradients").show_tree()
     drop(opened, DATA)
     opened.show_maps()
     page = opened.page
@@ -60,8 +57,7 @@ def test_side_by_side(shown: Live, open_page: Open) -> None:
 
 def test_chosen_class(shown: Live, open_page: Open) -> None:
     """A press on a class explains that one, another press the best one again."""
-    opened = open_page(f"{shown.url}/#model=digits&method=grad_cam&sample=digit-2")
-    opened.show_maps()
+    opened = open_page(f"{shown.url}/#model=digits&method=grad_cam&sample=digit-2").show_maps()
     second = opened.page.locator("#class-list button").nth(1)
     number = second.get_attribute("data-class")
     second.click()

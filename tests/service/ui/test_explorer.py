@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,19 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
 from PIL import Image
-from playwright.sync_api import expect
+from playwright.sync_api import Page, expect
 
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import wait_until
 from tests.service.proxy import proxied
-from tests.service.support import image
+from tests.service.support import image, picture
 from tests.service.ui.conftest import NAMED, Open, Opened
-from tests.service.ui.nets import MARKUP, Held
+from tests.service.ui.nets import MARKUP, Bracketed, Held
 from tests.service.ui.support import DIGIT, captured, check_tiles, drop
 
 LATE_PICTURE = """([first, second]) => {
@@ -41,14 +43,13 @@ LATE_PICTURE = """([first, second]) => {
     document.getElementById("drop").dispatchEvent(event);
   }
 }"""
+SAMPLE = (DIGIT.parents[1] / "service" / "ui" / "digit-2.png").read_bytes()
 pytestmark = pytest.mark.slow
 
 
 def test_drop(shown: Live, open_page: Open) -> None:
     """A dropped picture shows the first maps of the model at once; each tile's pixels are colours of the array."""
-    opened = open_page(shown.url)
-    opened.page.wait_for_selector("#tree button")
-    opened.wait()
+    opened = open_page(shown.url).show_tree()
     drop(opened, DIGIT.read_bytes())
     opened.show_maps()
     check_tiles(opened, captured(shown, DIGIT.read_bytes(), "block1.2"))
@@ -58,8 +59,7 @@ def test_drop(shown: Live, open_page: Open) -> None:
 
 def test_layers(shown: Live, open_page: Open) -> None:
     """Layers are found by glob and type; one of signed values diverges around 0, more channels come by a button."""
-    opened = open_page(f"{shown.url}/#sample=digit-2")
-    opened.show_maps()
+    opened = open_page(f"{shown.url}/#sample=digit-2").show_maps()
     page = opened.page
     page.fill("#match", "*.conv1")
     names = page.locator("#tree button").evaluate_all("all => all.map(each => each.dataset.layer)")
@@ -83,10 +83,8 @@ def test_layers(shown: Live, open_page: Open) -> None:
 def test_link(shown: Live, open_page: Open) -> None:
     """The address restores the view: layer, site and class."""
     link = f"{shown.url}/#model=digits&layer=block3&site=grad_output&class=3&sample=digit-2"
-    opened = open_page(link)
-    opened.show_maps()
-    again = open_page(opened.page.url)
-    again.show_maps()
+    opened = open_page(link).show_maps()
+    again = open_page(opened.page.url).show_maps()
     expect(again.page.locator("#view-title")).to_have_text("block3")
     objective = {"kind": "logit", "class": 3}
     maps = captured(shown, DIGIT.read_bytes(), {"layer": "block3", "site": "grad_output"}, objective=objective)
@@ -95,8 +93,7 @@ def test_link(shown: Live, open_page: Open) -> None:
 
 def test_change(shown: Live, open_page: Open) -> None:
     """A layer that is set to zero changes the shares of classes as it does by the API."""
-    opened = open_page(f"{shown.url}/#model=digits&layer=block3&sample=digit-2")
-    opened.show_maps()
+    opened = open_page(f"{shown.url}/#model=digits&layer=block3&sample=digit-2").show_maps()
     opened.page.click("text=See what changes")
     opened.page.wait_for_selector("#change-result:not([hidden])")
     opened.wait()
@@ -108,8 +105,7 @@ def test_change(shown: Live, open_page: Open) -> None:
 
 def test_snippets(shown: Live, open_page: Open, tmp_path: Path) -> None:
     """What is shown to copy is a request for what is on the screen."""
-    opened = open_page(f"{shown.url}/#model=digits&layer=block1&sample=digit-2")
-    opened.show_maps()
+    opened = open_page(f"{shown.url}/#model=digits&layer=block1&sample=digit-2").show_maps()
     snippet = opened.page.locator("#snippet")
     (address,) = re.findall(r"'(http://[^']*)'", snippet.inner_text())
     reply = shown.client.post(address, content=DIGIT.read_bytes(), headers={"content-type": "image/png"})
@@ -130,9 +126,7 @@ def test_snippets(shown: Live, open_page: Open, tmp_path: Path) -> None:
 )
 def test_bad_files(shown: Live, open_page: Open, data: bytes, words: str) -> None:
     """What is no picture, or too large, is refused in words; the next good one is shown."""
-    opened = open_page(shown.url)
-    opened.page.wait_for_selector("#tree button")
-    opened.wait()
+    opened = open_page(shown.url).show_tree()
     drop(opened, data, "x.bin", "application/octet-stream")
     expect(opened.page.locator("#problem")).to_be_visible()
     assert words in opened.page.locator("#problem").inner_text()
@@ -145,9 +139,7 @@ def test_busy(shown: Live, open_page: Open) -> None:
     """A server that is busy is told of with a button to try again, which shows the maps."""
     module = shown.engine.manager.registry.get_entry("held").model.module  # type: ignore[union-attr]
     assert isinstance(module, Held)
-    opened = open_page(f"{shown.url}/#model=held")
-    opened.page.wait_for_selector("#tree button")
-    opened.wait()
+    opened = open_page(f"{shown.url}/#model=held").show_tree()
     module.gate.clear()
     try:
         with ThreadPoolExecutor() as pool:
@@ -178,18 +170,21 @@ def test_key(guarded: Live, open_page: Open) -> None:
     assert "a-key" not in "".join(opened.addresses) + page.url + page.locator("#snippet").inner_text()
 
 
-def test_documentation_with_keys(guarded: Live, open_page: Open) -> None:
-    """The page of the API opens in a browser though there are keys, and takes one."""
-    opened = open_page(f"{guarded.url}/docs")
-    opened.page.wait_for_selector(".opblock", timeout=30_000)
-    expect(opened.page.locator("button.authorize")).to_be_visible()
+def test_documentation(serve: Serve, open_page: Open) -> None:
+    """The page of the API shows every route beneath a prefix though there are keys, and takes one."""
+    with serve(api_keys="a-key", root_path="/features") as live:
+        opened = open_page(f"{live.url}/features/docs")
+        opened.page.wait_for_selector(".opblock", timeout=30_000)
+        routes = live.client.get("/openapi.json").json()["paths"]
+        shown = opened.page.locator("[data-path]").evaluate_all("all => all.map(each => each.dataset.path)")
+        assert {re.sub(r"[\u200b\s]", "", path) for path in shown} == set(routes)
+        expect(opened.page.locator("button.authorize")).to_be_visible()
+        expect(opened.page.locator("option[value='/features']")).to_be_attached()
 
 
 def test_hostile_names(shown: Live, open_page: Open) -> None:
     """Names of layers and files that are markup are text."""
-    opened = open_page(f"{shown.url}/#model=marked")
-    opened.page.wait_for_selector("#tree button", timeout=30_000)
-    opened.wait()
+    opened = open_page(f"{shown.url}/#model=marked").show_tree()
     drop(opened, DIGIT.read_bytes(), "<img src=x onerror=alert(1)>.png")
     opened.show_maps()
     expect(opened.page.locator("#view-title")).to_have_text(f"layers.{MARKUP}")
@@ -202,8 +197,7 @@ def test_keyboard(shown: Live, open_page: Open) -> None:
     """By keys alone: a sample, a layer, a channel enlarged, its values read, and closed again."""
     opened = open_page(shown.url)
     page = opened.page
-    page.wait_for_selector("#tree button")
-    opened.wait()
+    opened.show_tree()
     tab_to(page, "document.activeElement.dataset.sample === 'digit-2'")
     page.keyboard.press("Enter")
     opened.show_maps()
@@ -245,8 +239,7 @@ def tab_to(page: Any, condition: str) -> None:
 def test_behind_a_prefix(serve: Serve, open_page: Open) -> None:
     """The page works beneath a prefix that a proxy takes off; ``tests/deploy`` has one that does not."""
     with serve(root_path="/features") as live, proxied(live.url, "/features", strip=True) as url:
-        opened = open_page(f"{url}/features/#sample=digit-2")
-        opened.show_maps()
+        open_page(f"{url}/features/#sample=digit-2").show_maps()
 
 
 def make_png(seed: int) -> bytes:
@@ -257,8 +250,7 @@ def make_png(seed: int) -> bytes:
 
 def test_last_picture(shown: Live, open_page: Open) -> None:
     """Of two pictures that are given quickly the last one is shown, though the first one takes longer to read."""
-    opened = open_page(f"{shown.url}/#model=digits&sample=digit-2")
-    opened.show_maps()
+    opened = open_page(f"{shown.url}/#model=digits&sample=digit-2").show_maps()
     files = [[b64encode(make_png(seed)).decode(), f"{seed}.png"] for seed in (1, 2)]
     opened.page.evaluate(LATE_PICTURE, files)
     expect(opened.page.locator("#picture-name")).to_have_text("2.png")
@@ -287,9 +279,6 @@ def test_other_model(shown: Live, open_page: Open) -> None:
     opened.show_maps()
 
 
-# What the page says
-
-
 FAILED = "Failed: see the message."
 PASTE = """() => {
   const area = document.body.appendChild(document.createElement("textarea"));
@@ -309,8 +298,7 @@ def paste(opened: Opened) -> str:
 def test_copy(shown: Live, open_page: Open, named: bool) -> None:
     """The snippet is copied whole, also where a page came by plain HTTP, and the status says so."""
     url = shown.url.replace("127.0.0.1", NAMED) if named else shown.url
-    opened = open_page(f"{url}/#model=digits&layer=block1&sample=digit-2")
-    opened.show_maps()
+    opened = open_page(f"{url}/#model=digits&layer=block1&sample=digit-2").show_maps()
     assert opened.page.evaluate("isSecureContext") is not named
     opened.page.click("text=Python")
     opened.page.click("#copy")
@@ -320,8 +308,7 @@ def test_copy(shown: Live, open_page: Open, named: bool) -> None:
 
 def test_failure_of_the_page(shown: Live, open_page: Open) -> None:
     """What the page itself trips over is said as any other problem is, until the same is done without it."""
-    opened = open_page(f"{shown.url}/#model=digits&sample=digit-2")
-    opened.show_maps()
+    opened = open_page(f"{shown.url}/#model=digits&sample=digit-2").show_maps()
     page = opened.page
     page.route("**/extract", lambda route: route.fulfill(json={"sign": "in first"}))
     page.click("[data-layer='block2.conv1']")
@@ -333,3 +320,81 @@ def test_failure_of_the_page(shown: Live, open_page: Open) -> None:
     page.click("[data-layer='block2.conv1']")
     opened.wait()
     expect(page.locator("#problem")).to_be_hidden()
+
+
+# Layers of every kind: names that selectors read, tokens that stand in no square, attention
+
+
+def test_special_names(shown: Live, open_page: Open) -> None:
+    """A layer is shown, and changed, whatever its name has of the grammar of selectors."""
+    reply = shown.client.get("/models/bracketed/layers").json()["layers"]
+    assert [each["name"] for each in reply if each["leaf"]] == list(Bracketed.NAMES)
+    opened = open_page(f"{shown.url}/#model=bracketed&layer={quote(Bracketed.NAMES[1])}&sample=digit-2").show_maps()
+    for name in Bracketed.NAMES:
+        opened.page.click(f"[data-layer='{name}']")
+        opened.wait()
+        expect(opened.page.locator("#view-title")).to_have_text(name)
+        place = "".join("?" if each in "[]#:/*" else each for each in name)
+        check_tiles(opened, captured(shown, SAMPLE, {"layer": place, "as": "maps"}, model="bracketed"))
+        opened.page.click("text=See what changes")
+        opened.page.wait_for_selector("#change-result:not([hidden])")
+        opened.wait()
+        expect(opened.page.locator("#problem")).to_be_hidden()
+
+
+def test_wide_tokens(shown: Live, open_page: Open) -> None:
+    """Tokens stand in the grid of their patches where that is no square, and so does what a patch attends to."""
+    opened = open_page(f"{shown.url}/#model=wide&layer=norm").show_tree()
+    data = picture(7, (64, 32))
+    drop(opened, data)
+    opened.show_maps()
+    tokens = captured(shown, data, "norm", model="wide")
+    assert tokens.shape == (33, 8)
+    check_tiles(opened, tokens[1:].T.reshape(8, 4, 8))
+    expect(opened.page.locator("#reading")).to_contain_text("4 × 8 tokens, without 1 prefix token")
+    opened.page.click("[data-layer='attention']")
+    opened.wait()
+    opened.page.select_option("#site", "attention")
+    opened.wait()
+    opened.page.fill("#token", "9")
+    expect(opened.page.locator("#reading")).to_contain_text("token 9 ")
+    weights = captured(shown, data, "attention:attention", model="wide")
+    check_tiles(opened, weights[:, 9, 1:].reshape(2, 4, 8))
+
+
+def record(page: Page) -> list[int]:
+    """Which queries of attention are asked from now on."""
+    queries: list[int] = []
+
+    def note(request: Any) -> None:
+        if request.url.endswith("/extract"):
+            layers = json.loads(request.post_data)["layers"]
+            queries.extend(each for layer in layers if layer.get("site") == "attention" for each in layer["queries"])
+
+    page.on("request", note)
+    return queries
+
+
+def test_queries(shown: Live, open_page: Open) -> None:
+    """A query's weights are asked when it is looked at, once; the text to copy asks for the same."""
+    opened = open_page(f"{shown.url}/#model=square&layer=attention&sample=digit-2").show_maps()
+    page = opened.page
+    queries = record(page)
+    page.select_option("#site", "attention")
+    opened.wait()
+    weights = captured(shown, SAMPLE, "attention:attention", model="square")
+    assert weights.shape == (2, 17, 17)
+    expect(page.locator(".tile canvas")).to_have_count(2)
+    for token in (9, 16, 9):
+        page.fill("#token", str(token))
+        expect(page.locator("#reading")).to_contain_text(f"token {token} ")
+        opened.wait()
+        check_tiles(opened, weights[:, token, 1:].reshape(2, 4, 4))
+        assert page.evaluate("document.activeElement.id") == "token"
+    assert queries == [0, 9, 16]
+    (address,) = re.findall(r"'(http://[^']*)'", page.locator("#snippet").inner_text())
+    reply = shown.client.post(
+        address, content=SAMPLE, headers={"content-type": "image/png", "accept": "application/json"}
+    )
+    assert reply.status_code == 200
+    assert "queries%22%3A%5B9%5D" in address

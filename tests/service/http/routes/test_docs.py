@@ -1,21 +1,15 @@
-"""The page at ``/docs``: whole, in a browser too, where nothing but this server can be reached."""
+"""The page at ``/docs``: whole, and all of it from this server. A browser opens it in ``tests/service/ui``."""
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
-from pathlib import Path
 
 import httpx
-import pytest
 
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.proxy import proxied
 
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 MEDIA_TYPES = {"script": "text/javascript", "link": "text/css"}
 
 
@@ -84,27 +78,3 @@ def test_policy(live: Live) -> None:
     allowed = {words[0]: set(words[1:]) for words in (each.split() for each in policy.split(";"))}
     assert allowed["script-src"] == allowed["connect-src"] == {"'self'"}
     assert {source for sources in allowed.values() for source in sources} <= {"'self'", "'none'", "data:"}
-
-
-@pytest.fixture(scope="session")
-def browser() -> str:
-    """Chromium; what needs one is left out where there is none."""
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    return found or pytest.skip("there is no Chromium")
-
-
-@pytest.mark.slow
-def test_in_a_browser(serve: Serve, browser: str, tmp_path: Path) -> None:
-    """A browser that reaches this machine only shows every route, and has nothing to complain of."""
-    with serve(root_path="/features") as live:
-        options = (
-            *("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--no-proxy-server"),
-            *("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--enable-logging=stderr"),
-            *("--virtual-time-budget=20000", "--dump-dom", f"{live.url}/features/docs"),
-        )
-        done = subprocess.run([browser, *options], capture_output=True, text=True, timeout=120, check=True)
-        routes = live.client.get("/openapi.json").json()["paths"]
-    shown = {re.sub(r"[\u200b\s]", "", path) for path in re.findall(r'data-path="([^"]*)"', done.stdout)}
-    assert shown == set(routes)
-    assert '<option value="/features">' in done.stdout
-    assert not [line for line in done.stderr.splitlines() if "Content Security Policy" in line or "Uncaught" in line]
