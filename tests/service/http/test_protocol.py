@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import logging
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from layertap.service.http import protocol
-from layertap.service.http.protocol import MAX_FIELDS
+from layertap.service.http.protocol import MAX_FIELDS, ReplyTransport
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import (
@@ -30,6 +31,7 @@ from tests.service.sockets import CHUNKED, END, POST, dripped, exchanged
 from tests.service.support import Control, configured, net, npy, problem, raw
 
 GET = b"GET /livez HTTP/1.1\r\n"
+LIVEZ = GET + b"Host: localhost\r\n\r\n"
 LONG = b"a" * 100_000
 PIECES = (b"a" * 2**16,) * 64
 
@@ -41,7 +43,7 @@ TOO_LARGE: dict[str, tuple[bytes, ...]] = {
     "empty lines without end": (b"\r\n" * 2**15,) * 64,
     "a trailer without end": (CHUNKED + b"2\r\n{}\r\n0\r\nX: ", *PIECES),
     "a chunk's extension without end": (CHUNKED + b"2;", *PIECES),
-    "a head after a reply": (b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2 + GET + b"X: ", *PIECES),
+    "a head after a reply": (LIVEZ * 2 + GET + b"X: ", *PIECES),
 }
 
 NO_HTTP = {
@@ -131,7 +133,7 @@ def test_offer_to_upgrade(live: Live, control: Control, protocol: bytes, pieces:
 
 def test_requests_in_a_row(live: Live) -> None:
     """Requests sent at once on one connection are answered in order; rubbish after them only ends the connection."""
-    lines = (b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    lines = (LIVEZ, LIVEZ.replace(b"livez", b"nowhere"))
     text = exchanged(live, b"".join(lines) * 2 + GET + END).text
     assert [text.count(f"HTTP/1.1 {status}") for status in (200, 404)] == [2, 2]  # after the first
     reply = exchanged(live, b"".join(lines) + lines[0] + b"\0rubbish\r\n\r\n")
@@ -143,7 +145,6 @@ def test_requests_in_a_row(live: Live) -> None:
 @pytest.mark.slow
 def test_head_that_nobody_reads(serve: Serve) -> None:
     """A head that waits behind a pipeline has its time when the server reads on, not before, and no more than that."""
-    line = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with (
         serve(configured(net("gated", "Gated")), head_timeout_s=1.0) as live,
         connect(live) as connection,
@@ -152,7 +153,7 @@ def test_head_that_nobody_reads(serve: Serve) -> None:
         module = gated_module(live)
         module.gate.clear()
         for each in (connection, silent):
-            each.sendall(encode_request(build_row_request(live, 1)) + line + GET)
+            each.sendall(encode_request(build_row_request(live, 1)) + LIVEZ + GET)
         assert module.entered.wait(20)
         with connect(live) as later:
             assert later.recv(1) == b""  # whose time began later, and is over
@@ -172,49 +173,46 @@ def hasty(serve: Serve) -> Iterator[Live]:
         yield live
 
 
-def test_nothing(hasty: Live) -> None:
-    """A connection on which nothing is ever said is closed, without a word."""
-    with connect(hasty) as connection:
-        assert connection.recv(1) == b""
-
-
-@pytest.mark.parametrize("begun", [b"G", GET, GET + b"X: a"])
+@pytest.mark.parametrize("begun", [b"", b"G", GET, GET + b"X: a"])
 def test_half_a_head(hasty: Live, begun: bytes) -> None:
-    """A head that does not go on is given up."""
+    """A head that does not go on is given up; where nothing was ever said, without a word."""
     with connect(hasty) as connection:
         connection.sendall(begun)
-        reply = parse_response(read_to_end(connection))
+        data = read_to_end(connection)
+    assert bool(data) == bool(begun)
+    if begun:
+        check_late(data)
+
+
+def check_late(data: bytes) -> None:
+    """What came says that the time is over, and closes the connection."""
+    reply = parse_response(data)
     assert "0.3 s" in problem(reply, 408)["detail"]
     assert reply.headers["connection"] == "close"
 
 
-@pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"])
-def test_slow_head(hasty: Live, before: bytes) -> None:
-    """A head that comes byte by byte is given up as well, be it the first of its connection or a later one."""
+SLOW: dict[str, tuple[bytes, bytes, bytes]] = {  # what is answered before, what is begun, and what comes drop by drop
+    "a head": (b"", GET + b"X: ", b"a"),
+    "a later head": (LIVEZ, GET + b"X: ", b"a"),
+    "empty lines": (b"", b"", b"\r\n"),
+    "chunks": (b"", CHUNKED, b"1\r\n \r\n"),
+    "a body": (b"", POST + b"Content-Length: 100000\r\n\r\n", b" "),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_slow(hasty: Live, name: str) -> None:
+    """What comes byte by byte is given up when its time is over; empty lines without a word."""
+    before, begun, drop = SLOW[name]
     with connect(hasty) as connection:
         if before:
             connection.sendall(before)
             assert connection.recv(2**16).endswith(b'{"status":"alive"}')
-        connection.sendall(GET + b"X: ")
-        problem(parse_response(dripped(connection, b"a")), 408)
-    assert hasty.client.get("/readyz").status_code == 200
-
-
-def test_slow_empty_lines(hasty: Live) -> None:
-    """Empty lines keep no connection open."""
-    with connect(hasty) as connection:
-        assert dripped(connection, b"\r\n") == b""
-    assert hasty.client.get("/readyz").status_code == 200
-
-
-@pytest.mark.parametrize("head", [CHUNKED, POST + b"Content-Length: 100000\r\n\r\n"])
-def test_slow_body(hasty: Live, head: bytes) -> None:
-    """A body that comes byte by byte is given up when its time is over, and its connection is closed."""
-    with connect(hasty) as connection:
-        connection.sendall(head)
-        reply = parse_response(dripped(connection, b"1\r\n \r\n" if head is CHUNKED else b" "))
-    assert "0.3 s" in problem(reply, 408)["detail"]
-    assert reply.headers["connection"] == "close"
+        connection.sendall(begun)
+        data = dripped(connection, drop)
+    assert bool(data) == bool(begun)
+    if begun:
+        check_late(data)
     assert hasty.client.get("/readyz").status_code == 200
 
 
@@ -259,7 +257,7 @@ def test_nothing_is_left_of_a_connection(serve: Serve) -> None:
         before = left()
         gc.disable()
         try:
-            for sent, reset in product((GET + b"Host: localhost\r\n\r\n", upload, GET + b"X : a\r\n"), (True, False)):
+            for sent, reset in product((LIVEZ, upload, GET + b"X : a\r\n"), (True, False)):
                 with connect(live) as connection:
                     connection.sendall(sent)
                     assert connection.recv(9) == b"HTTP/1.1 "
@@ -301,3 +299,25 @@ def test_log_of_refusals(live: Live, caplog: pytest.LogCaptureFixture) -> None:
         exchanged(live, GET + b"X: my-secret" + LONG + END)
     assert sum("refused with" in message for message in caplog.messages) == 2
     assert "my-secret" not in caplog.text
+
+
+def test_head_without_body() -> None:
+    """A reply's head does not wait for a body that is not there yet; all arrives in order."""
+    head = b"HTTP/1.1 200 OK\r\n\r\n"
+
+    async def begin_reply() -> bytes:
+        served: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
+        server = await asyncio.start_server(lambda _, writer: served.set_result(writer), "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        plain = (await served).transport
+        transport = ReplyTransport(plain, plain.close, 60, logging.getLogger("uvicorn.error"))
+        transport.write(head)
+        assert await reader.readexactly(len(head)) == head  # nothing else is written until it is here
+        transport.write(b"body")
+        transport.close()
+        body = await reader.read()
+        writer.close()
+        server.close()
+        return body
+
+    assert asyncio.run(begin_reply()) == b"body"
