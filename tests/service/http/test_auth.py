@@ -1,8 +1,9 @@
-"""API keys: who may do what, and what is open to all."""
+"""API keys: who may do what, what is open to all, and what proxies say of who asks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -13,24 +14,25 @@ from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.sockets import END, exchanged
 from tests.service.support import Json, configured, image, net, picture, problem
+from tests.service.test_access_log import find
 
 USER, ADMIN = {"x-api-key": "user-key"}, {"x-api-key": "admin-key"}
 BODY: Json = {"layers": ["pool"], "pool": "mean", "inputs": [image(picture(1))]}
 PROTECTED = (
     *(("GET", "/models"), ("GET", "/models/digits"), ("GET", "/models/digits/layers"), ("POST", "/extract")),
     *(("POST", "/models/lazy/load"), ("POST", "/models/lazy/unload"), ("POST", "/docs"), ("PUT", "/openapi.json")),
-    *(
-        ("POST", "/"),
-        ("GET", "/ui/"),
-        ("GET", "/ui/../models"),
-        ("GET", "//docs"),
-        ("GET", "/nowhere"),
-        ("POST", "//extract"),
-        ("POST", "/extract/"),
-        ("GET", "/livez/"),
-    ),
+    *(("POST", "/"), ("GET", "/ui/"), ("GET", "/ui/../models"), ("GET", "//docs"), ("GET", "/nowhere")),
+    *(("POST", "//extract"), ("POST", "/extract/"), ("GET", "/livez/")),
     *(("GET", "//livez"), ("GET", "/LIVEZ"), ("GET", "/livez/../models"), ("GET", "/readyz%2f..%2fmodels")),
     *(("GET", "/%6codels"), ("OPTIONS", "/extract"), ("HEAD", "/models"), ("GET", "/docs/")),
+)
+
+
+WRONG: tuple[dict[str | bytes, str | bytes], ...] = (
+    *({}, {"x-api-key": ""}, {"x-api-key": "user-key2"}, {"x-api-key": "user-key, other-key"}),
+    *({"authorization": "user-key"}, {"authorization": "Bearer user-key x"}),
+    {"authorization": "Bearer wrong", "x-api-key": "user-key"},
+    *({b"x-api-key": b"\xff\xfe"}, {b"authorization": b"Bearer \x80"}, {b"x-api-key": "ключ".encode()}),
 )
 
 
@@ -45,16 +47,7 @@ def guarded(serve: Serve) -> Iterator[Live]:
 @pytest.mark.parametrize(("method", "path"), PROTECTED)
 def test_key_missing(guarded: Live, method: str, path: str) -> None:
     """Without a key, or with a wrong one, there is no way in, by any spelling of a path."""
-    keys: tuple[dict[str, str], ...] = (
-        {},
-        {"x-api-key": ""},
-        {"x-api-key": "user-key2"},
-        {"x-api-key": "user-key, other-key"},
-        {"authorization": "user-key"},
-        {"authorization": "Bearer user-key x"},
-        {"authorization": "Bearer wrong", "x-api-key": "user-key"},
-    )
-    for headers in keys:
+    for headers in WRONG:
         reply = guarded.client.request(method, guarded.url + path, headers=headers)
         assert reply.headers["www-authenticate"] == 'Bearer realm="layertap"'
         if method != "HEAD":
@@ -111,13 +104,6 @@ def test_good_key(guarded: Live, headers: dict[str, str]) -> None:
     assert guarded.client.get("/models", headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize("key", [b"\xff\xfe", "ключ".encode(), b"\x80"])
-def test_strange_key(guarded: Live, key: bytes) -> None:
-    """A key of any bytes is no more than a wrong one."""
-    problem(guarded.client.get("/models", headers={b"x-api-key": key}), 401)
-    problem(guarded.client.get("/models", headers={b"authorization": b"Bearer " + key}), 401)
-
-
 def test_admin(guarded: Live) -> None:
     """Only an administrator's key loads and unloads models."""
     for path in ("/models/lazy/load", "/models/lazy/unload", "/models/nowhere/load"):
@@ -134,16 +120,13 @@ def test_admin_keys_alone(serve: Serve) -> None:
         assert live.client.get("/models", headers=ADMIN).status_code == 200
 
 
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    """A file of keys."""
-    file = tmp_path / "keys"
-    file.write_bytes("\ufefffirst-key\r\n\n  second-key \nthird,key\nключ\n".encode())
-    return file
+def test_keys_in_a_file(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys may stand in a file, one a line, beside those of the environment; of any letters.
 
-
-def test_keys_in_a_file(serve: Serve, keys: Path) -> None:
-    """Keys may stand in a file, one a line, beside those of the environment; of any letters."""
+    A file that is named and holds no key is an error, and never means that none is asked for.
+    """
+    keys = tmp_path / "keys"
+    keys.write_bytes("\ufefffirst-key\r\n\n  second-key \nthird,key\nключ\n".encode())
     with serve(api_keys="user-key", api_keys_file=keys) as live:
         problem(live.client.get("/models"), 401)
         for key in ("first-key", "second-key", "third,key", "user-key", "ключ"):
@@ -151,10 +134,6 @@ def test_keys_in_a_file(serve: Serve, keys: Path) -> None:
         for key in ("first-key,second-key", "third", "key", str(keys), "", ",", "first-key\u2028"):
             problem(live.client.get("/models", headers={b"x-api-key": key.encode()}), 401)
         problem(live.client.post("/models/digits/unload", headers={"x-api-key": "first-key"}), 403)
-
-
-def test_files_of_keys(keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is named and holds no key is an error, and never means that none is asked for."""
     monkeypatch.setenv("LAYERTAP_ADMIN_KEYS_FILE", str(keys))
     assert Settings().admin_keys == ("first-key", "second-key", "third,key", "ключ")
     assert Settings().requires_key
@@ -211,9 +190,39 @@ def test_names_and_origins(serve: Serve) -> None:
         problem(refused, 403)
         assert "access-control-allow-origin" not in refused.headers
         assert live.client.options("/extract", headers={**other, **asked}).status_code == 400
-    with pytest.raises(ValidationError, match="is no origin"):
-        Settings(cors_origins="page.example")
-    for name in ("mybox:8000", "http://mybox", "*", "*.example"):
-        with pytest.raises(ValidationError, match="is no host's name"):
-            Settings(allowed_hosts=name)
+
+
+def test_trusted_proxies(serve: Serve, lines: StringIO) -> None:
+    """Where the proxy is named the log has the last address that is none of its, and the peer's where it is not."""
+    for proxy, client in {"127.0.0.0/8": "203.0.113.7", "10.0.0.0/8": "127.0.0.1"}.items():
+        with serve(api_keys="user-key", trusted_proxies=proxy) as live:
+            fields = {"x-forwarded-for": "6.6.6.6, 203.0.113.7", "x-forwarded-prefix": "/evil"}
+            reply = live.client.get("/openapi.json", headers={**USER, **fields})
+            assert "servers" not in reply.json()
+            assert find(lines, reply)["client"] == client
+
+
+NO_SETTINGS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # what it is, what it says, and what is none
+    ("cors_origins", "is no origin", ("page.example",)),
+    ("allowed_hosts", "is no host's name", ("mybox:8000", "http://mybox", "*", "*.example")),
+    ("trusted_proxies", "is no address and no network", ("proxy.example", "10.0.0.1/8", "*")),
+    ("trusted_proxies", "everybody", ("0.0.0.0/0", "10.0.0.1, ::/0")),
+    ("trusted_proxies", "nothing without UDS", ("unix",)),
+    ("trusted_proxies", "nothing between the commas", (",",)),
+    (
+        "root_path",
+        "'/features'",
+        ("features", "/", "/features/", "/a//b", "/a?b", "/a#b", "/a/../b", "/a b", "/ä", "/%41"),
+    ),
+)
+
+
+@pytest.mark.parametrize(("name", "says", "values"), NO_SETTINGS)
+def test_settings(name: str, says: str, values: tuple[str, ...]) -> None:
+    """Who may ask, and where, is told by plain names: everybody is no proxy, and names are not looked up."""
+    for value in values:
+        with pytest.raises(ValidationError, match=says):
+            Settings(api_keys="k", **{name: value})
+    with pytest.raises(ValidationError, match="set LAYERTAP_API_KEYS"):  # else everybody would be an administrator
+        Settings(trusted_proxies="10.0.0.0/8")
     assert Settings(allowed_hosts="[fd00::1],MyBox").allowed_hosts == ("fd00::1", "mybox")

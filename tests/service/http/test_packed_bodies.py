@@ -28,37 +28,28 @@ def headers(coding: str, media_type: str = "application/json") -> dict[str, str]
     return {"content-type": media_type, "content-encoding": coding}
 
 
-TAKEN: dict[str, tuple[str, bytes]] = {
-    "gzip": ("GZip,", gzip.compress(JSON)),
-    "identity": ("identity", JSON),
-    "nothing": ("", JSON),
-}
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_taken(live: Live, name: str) -> None:
+@pytest.mark.parametrize("coding", ["GZip,", "identity", ""])
+def test_taken(live: Live, coding: str) -> None:
     """A packed body is the body that it holds."""
-    coding, data = TAKEN[name]
-    reply = live.client.post("/extract", content=data, headers=headers(coding))
+    packed = "gzip" in coding.lower()
+    reply = live.client.post("/extract", content=gzip.compress(JSON) if packed else JSON, headers=headers(coding))
     assert reply.status_code == 200, reply.text
     assert reply.content == live.client.post("/extract", json=BODY).content
-    assert ("unpack" in reply.headers["server-timing"]) == (coding not in ("identity", ""))
+    assert ("unpack" in reply.headers["server-timing"]) == packed
 
 
-BROKEN: dict[str, tuple[str, bytes]] = {
-    "no gzip": ("gzip", JSON),
-    "gzip with another checksum": ("gzip", gzip.compress(JSON)[:-8] + b"\0\0\0\0" + gzip.compress(JSON)[-4:]),
-    "gzip and rubbish": ("gzip", gzip.compress(JSON) + b"rubbish"),
+BROKEN = {
+    "no gzip": JSON,
+    "another checksum": gzip.compress(JSON)[:-8] + b"\0\0\0\0" + gzip.compress(JSON)[-4:],
+    "gzip and rubbish": gzip.compress(JSON) + b"rubbish",
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken(live: Live, control: Control, name: str) -> None:
     """What does not unpack to its end is refused."""
-    coding, data = BROKEN[name]
-    reply = live.client.post("/extract", content=data, headers=headers(coding))
-    body = problem(reply, 400)
-    assert coding in body["detail"] or "JSON" in body["detail"]
+    body = problem(live.client.post("/extract", content=BROKEN[name], headers=headers("gzip")), 400)
+    assert "gzip" in body["detail"] or "JSON" in body["detail"]
     control.check()
 
 

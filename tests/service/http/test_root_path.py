@@ -69,17 +69,12 @@ def test_no_prefix(live: Live) -> None:
 
 SHUT = (
     *(b"/features/extract", b"/features/../extract", b"//features//extract", b"//features/extract", b"/features//"),
-    *(
-        b"/features//extract",
-        b"/features/./extract",
-        b"/features/livez/../models",
-        b"/features//livez",
-        b"/features/ui/",
-    ),
+    *(b"/features//extract", b"/features/./extract", b"/features/livez/../models", b"/features//livez"),
     *(b"/features/features/livez", b"/featureslivez", b"/features%2f%2flivez", b"/features/livez/", b"/livez/features"),
     *(b"/features/livez%2f..%2fmodels", b"/FEATURES/livez", b"/features/LIVEZ", b"/features;/livez", b"/featur/livez"),
     *(b"/features/../features/models", b"/features/models?/livez", b"/features/models#/livez", b"/features\\livez"),
     *(b"http://livez/features/models", b"http://x/features//livez", b"/./features/livez", b"/features/%2elivez"),
+    b"/features/ui/",
 )
 
 
@@ -102,15 +97,6 @@ def test_key(guarded: Live) -> None:
     for path in ("/livez", "/readyz"):
         assert [guarded.client.get(each).status_code for each in (path, PREFIX + path)] == [200, 200]
     assert guarded.client.head(f"{PREFIX}/models", headers=USER).content == b""
-
-
-@pytest.mark.parametrize(
-    "path", ["features", "/", "/features/", "/a//b", "/a?b", "/a#b", "/a/../b", "/a b", "/ä", "/%41"]
-)
-def test_refused(path: str) -> None:
-    """What is no plain path is refused, with how to write one."""
-    with pytest.raises(ValidationError, match="'/features'"):
-        Settings(root_path=path)
 
 
 def paths(routes: Sequence[BaseRoute]) -> Iterator[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import re
 import subprocess
@@ -19,7 +17,6 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from layertap.models.digits import spec as digits
-from layertap.service.logs import JsonFormatter
 from layertap.service.version import get_version
 from tests.server import Live
 from tests.service.conftest import Serve
@@ -27,6 +24,7 @@ from tests.service.gated_server import hold_model, post_rows, wait_until
 from tests.service.load_server import process
 from tests.service.otlp_receiver import Collector, collecting, read
 from tests.service.support import arrays_of, configured, image, net, npy, picture, raw, rows, text64
+from tests.service.test_access_log import find
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 RECORDED, UNRECORDED = f"00-{TRACE_ID}-{PARENT_ID}-01", f"00-{TRACE_ID}-{PARENT_ID}-00"
@@ -115,33 +113,20 @@ def test_shared_batch(traced: Live, collector: Collector) -> None:
     assert max(lasted) - min(lasted) <= 1  # microseconds, rounded
 
 
-def test_callers_trace(traced: Live, collector: Collector) -> None:
-    """A request with ``traceparent`` is a part of that trace, and its reply and its line in the log say so."""
-    stream = StringIO()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter())
-    log = logging.getLogger("layertap.access")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        reply = traced.client.get("/models", headers={"traceparent": RECORDED})
-        span = wait_for(collector, reply)
-        wait_until(lambda: bool(stream.getvalue()))
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(logging.NOTSET)
-    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
-    assert reply.headers["traceparent"] == f"00-{TRACE_ID}-{span.span_id.hex()}-01"
-    assert json.loads(stream.getvalue().splitlines()[0])["trace_id"] == TRACE_ID
+def test_callers_trace(traced: Live, collector: Collector, lines: StringIO) -> None:
+    """A request with ``traceparent`` is a part of that trace, and its reply and its line in the log say so.
 
-
-def test_not_recorded(traced: Live, collector: Collector) -> None:
-    """A trace that its caller does not record gets no spans, and its identifiers all the same."""
+    A trace that its caller does not record gets no spans, and its identifiers all the same.
+    """
     reply = traced.client.get("/models", headers={"traceparent": UNRECORDED})
     assert reply.headers["traceparent"].startswith(f"00-{TRACE_ID}-")
     assert reply.headers["traceparent"].endswith("-00")
-    wait_for(collector, traced.client.get("/models"))
+    recorded = traced.client.get("/models", headers={"traceparent": RECORDED})
+    span = wait_for(collector, recorded)
     assert collector.find(reply.headers["x-request-id"]) is None
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
+    assert recorded.headers["traceparent"] == f"00-{TRACE_ID}-{span.span_id.hex()}-01"
+    assert find(lines, recorded)["trace_id"] == TRACE_ID
 
 
 @pytest.mark.parametrize("header", ["", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", RECORDED + "-secret", "0" * 4000])

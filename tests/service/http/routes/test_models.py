@@ -171,8 +171,11 @@ def test_form_of_a_listing(live: Live, accept: str | None, media_type: str) -> N
     assert live.client.send(request).headers["content-type"].startswith(media_type)
 
 
-def test_no_such_type(live: Live) -> None:
-    """A type that no layer has is 422 with those that there are, the likeliest first, as ``POST /extract`` says it."""
+def test_slips_of_a_filter(live: Live) -> None:
+    """A type that no layer has is 422 with those that there are, the likeliest first, as ``POST /extract`` says it.
+
+    So is a filter that would be passed over.
+    """
     found = problem(live.client.get("/models/digits/layers?type=relu"), 422)
     assert "'relu'" in found["detail"]
     hint = found["errors"][0]["hint"]
@@ -182,15 +185,5 @@ def test_no_such_type(live: Live) -> None:
     assert problem(live.client.post("/extract", json=asked), 422)["errors"][0]["hint"] == hint
     far = problem(live.client.get("/models/digits/layers?type=zzz"), 422)["errors"][0]["hint"]
     assert far == f"types here: {', '.join(types)}"
-
-
-@pytest.mark.parametrize(
-    ("query", "says"),
-    [
-        ("match=head&match=pool", "'match' is given 2 times"),
-        ("typ=ReLU", "'typ' is not taken"),
-    ],
-)
-def test_slips_of_a_filter(live: Live, query: str, says: str) -> None:
-    """A filter that would be passed over is refused."""
-    assert says in problem(live.client.get(f"/models/digits/layers?{query}"), 422)["detail"]
+    for query, says in (("match=head&match=pool", "'match' is given 2 times"), ("typ=ReLU", "'typ' is not taken")):
+        assert says in problem(live.client.get(f"/models/digits/layers?{query}"), 422)["detail"]
