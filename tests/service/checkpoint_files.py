@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -95,14 +94,7 @@ def _lost_head(folder: Path) -> Written:
     return Written({**SQUEEZENET, "weights": "backbone.pth", "strict": False}, module, ("features.12", "."))
 
 
-def _timm_folder(folder: Path) -> Written:
-    module = seeded(timm.create_model("test_resnet", num_classes=5), 0).eval()
-    timm.models.save_for_hf(module, str(folder / "saved"), safe_serialization=True)
-    return Written({"source": "timm:saved/"}, module, ("layer4", "."))
-
-
 KINDS: dict[str, Callable[[Path], Written]] = {
     "torchvision's references": _averaged,
     "without a head, not strict": _lost_head,
-    "timm's save_for_hf": _timm_folder,
 }

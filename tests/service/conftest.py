@@ -64,6 +64,17 @@ def serve(lives: list[Live]) -> Serve:
     return started
 
 
+def server_of(*specs: ModelSpec, **settings: Any) -> Any:
+    """A fixture of a module: a server of digits and these models."""
+
+    @pytest.fixture(scope="module")
+    def started(serve: Serve) -> Iterator[Live]:
+        with serve(configured(*specs), **settings) as live:
+            yield live
+
+    return started
+
+
 @pytest.fixture(scope="session")
 def live(serve: Serve) -> Iterator[Live]:
     """A server with the settings as they come."""

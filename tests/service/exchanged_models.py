@@ -108,3 +108,8 @@ def fingerprint(live: Live, name: str = "gated") -> str:
     reply = post_rows(live, model=name)
     assert reply.status_code == 200, reply.text
     return reply.headers["x-layertap-fingerprint"]
+
+
+def states(live: Live) -> dict[str, str]:
+    """How each model is."""
+    return {each["name"]: each["state"] for each in live.client.get("/models").json()["models"]}

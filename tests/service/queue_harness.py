@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -53,6 +54,17 @@ def serving_nets(serve: Serve, *names: str, **settings: Any) -> Iterator[Live]:
             costs = replace(ONE_FORWARD, row_bytes=model.catalog.costs.row_bytes)
             model.catalogs.configured = replace(model.catalog, costs=costs)
         yield live
+
+
+def queue_server_of(*names: str, **settings: Any) -> Any:
+    """A fixture of a module: such a server."""
+
+    @pytest.fixture(scope="module")
+    def started(serve: Serve) -> Iterator[Live]:
+        with serving_nets(serve, *names, **settings) as live:
+            yield live
+
+    return started
 
 
 def random_rows(count: int, seed: int = 0) -> Array:

@@ -125,7 +125,7 @@ def _start(folder: Path, environment: Mapping[str, str]) -> tuple[subprocess.Pop
         while process.poll() is None and time.monotonic() < end:
             if STARTED in log.read_text():
                 return process, ports
-            started = _list_descendants(process) or started
+            started = descendants(process.pid) or started
             time.sleep(TRY_S)
         _end(process, started)
     raise AssertionError(f"Ray did not start: {log.read_text()}")
@@ -133,16 +133,10 @@ def _start(folder: Path, environment: Mapping[str, str]) -> tuple[subprocess.Pop
 
 def _end(process: subprocess.Popen[bytes], started: Sequence[int] = ()) -> None:
     """End a cluster, and all that it has started: nothing of it is to be kept."""
-    for pid in [process.pid, *(_list_descendants(process) or started)]:
+    for pid in [process.pid, *(descendants(process.pid) or started)]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
-
-
-def _list_descendants(process: subprocess.Popen[bytes]) -> list[int]:
-    with suppress(FileNotFoundError):  # it has ended
-        return descendants(process.pid)
-    return []
 
 
 def _find_ports(count: int) -> list[int]:

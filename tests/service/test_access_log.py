@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 
@@ -11,7 +10,7 @@ import httpx
 import pytest
 
 from tests.server import Live
-from tests.service.conftest import Serve
+from tests.service.conftest import Serve, server_of
 from tests.service.gated_server import build_row_request, connect, encode_request, hold_model, post_rows, wait_until
 from tests.service.support import Json, configured, image, net, picture
 
@@ -34,11 +33,7 @@ def find(lines: StringIO, reply: httpx.Response | str) -> Json:
 ONE_AT_A_TIME = {"replicas": 1, "cpu_threads": 1}  # what waits, waits
 
 
-@pytest.fixture(scope="module")
-def single(serve: Serve) -> Iterator[Live]:
-    """A server that runs one forward at a time."""
-    with serve(configured(net("gated", "Gated")), **ONE_AT_A_TIME) as live:
-        yield live
+single = server_of(net("gated", "Gated"), **ONE_AT_A_TIME)
 
 
 def test_extraction(live: Live, lines: StringIO) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import httpx
 import numpy as np
 import pytest
 
 from tests.server import Live
-from tests.service.conftest import Serve
 from tests.service.gated_server import gated_module
 from tests.service.nets_batch import Stages
 from tests.service.queue_harness import (
@@ -21,14 +18,17 @@ from tests.service.queue_harness import (
     gauges,
     hold_queue,
     post,
+    queue_server_of,
     random_rows,
     right,
     row_counts,
-    serving_nets,
     wait_idle,
 )
 from tests.service.support import Json, arrays_of, problem
 
+crowded = queue_server_of("tower", "stages")
+narrow = queue_server_of("tower", max_batch_rows=4)
+fixed = queue_server_of("tower", fixed_batch_rows=8)
 # Rows, layers, and options of requests that all wait at once.
 CROWD: tuple[tuple[int, str, Json], ...] = (
     (2, "linear", {}),
@@ -38,13 +38,6 @@ CROWD: tuple[tuple[int, str, Json], ...] = (
     (1, "act", {"pool": "gem", "format": "npy"}),
     (1, "norm", {"pool": "mean"}),
 )
-
-
-@pytest.fixture(scope="module")
-def crowded(serve: Serve) -> Iterator[Live]:
-    """A server of models that can be held up."""
-    with serving_nets(serve, "tower", "stages") as live:
-        yield live
 
 
 def test_different_wishes_share_a_forward(crowded: Live) -> None:
@@ -98,13 +91,6 @@ def test_the_deepest_decides_where_it_stops(crowded: Live, wanted: tuple[str, ..
         right(crowded, reply, random_rows(2, seed), layer, name="stages")
 
 
-@pytest.fixture(scope="module")
-def narrow(serve: Serve) -> Iterator[Live]:
-    """A server whose forwards have few rows."""
-    with serving_nets(serve, "tower", max_batch_rows=4) as live:
-        yield live
-
-
 def test_large_request(narrow: Live) -> None:
     """Each forward is filled up with whoever is next, and nobody's rows come to another. What has none comes once."""
     ledger, counts = MetricsDelta(narrow, "tower"), (3, 10, 2)
@@ -148,13 +134,6 @@ def test_isolated(crowded: Live) -> None:
     assert [replies[0].result().content, replies[2].result().content] == quiet
     runs = [batch_counts("isolated", 6, 4, times=4), batch_counts("same_depth", 4, 2)]
     ledger.check(HELD_COUNTS, *runs, row_counts(3 + 3 + 4))
-
-
-@pytest.fixture(scope="module")
-def fixed(serve: Serve) -> Iterator[Live]:
-    """A server whose forwards all have eight rows."""
-    with serving_nets(serve, "tower", fixed_batch_rows=8) as live:
-        yield live
 
 
 FIXED: tuple[tuple[int, str, Json], ...] = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import Future
 
 import httpx
@@ -22,6 +21,7 @@ from tests.service.queue_harness import (
     extract_request,
     hold_queue,
     post,
+    queue_server_of,
     queued_rows,
     random_rows,
     right,
@@ -31,19 +31,10 @@ from tests.service.queue_harness import (
 )
 from tests.service.support import Array, problem
 
-
-@pytest.fixture(scope="module")
-def troubled(serve: Serve) -> Iterator[Live]:
-    """A server of models that fail at will."""
-    with serving_nets(serve, "moody", "tower") as live:
-        yield live
-
-
-@pytest.fixture(scope="module")
-def hungry(serve: Serve) -> Iterator[Live]:
-    """A server whose ceilings nothing has lowered yet."""
-    with serving_nets(serve, "hungry") as live:
-        yield live
+troubled = queue_server_of("moody", "tower")
+hungry = queue_server_of("hungry")  # whose ceilings nothing has lowered yet
+COUNT = 5  # requests of a batch; one that is bad is found by halving it, until it is alone
+HALVED = {0: 2, 2: 2, 4: 3}
 
 
 def put_rows(pile: QueueHarness, counts: tuple[int, ...]) -> list[tuple[Array, Future[httpx.Response]]]:
@@ -73,10 +64,6 @@ def test_out_of_memory(hungry: Live) -> None:
         put_rows(pile, counts)
     assert max(pile.module.forwards) <= sunk == batch_ceiling(hungry, "hungry")
     wait_idle(hungry)
-
-
-COUNT = 5  # requests of a batch; one that is bad is found by halving it, until it is alone
-HALVED = {0: 2, 2: 2, 4: 3}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ from captum.attr import Occlusion
 from layertap.models.catalog.catalog import Costs
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.server import Live
-from tests.service.conftest import Serve
+from tests.service.conftest import Serve, server_of
 from tests.service.digits_reference import random_images
 from tests.service.gated_server import wait_until
 from tests.service.support import Json, arrays_of, configured, net, problem, tensor
@@ -28,11 +27,7 @@ CNN, BLUNT = (
 RESNET = ModelSpec("resnet", "python:tests.nets:resnet", weights="random:5", inputs=(PICTURE,), preprocess="none")
 
 
-@pytest.fixture(scope="module")
-def served(serve: Serve) -> Iterator[Live]:
-    """A server that lets few inputs be changed."""
-    with serve(configured(CNN, BLUNT), max_changed_inputs=LIMIT) as live:
-        yield live
+served = server_of(CNN, BLUNT, max_changed_inputs=LIMIT)
 
 
 def count_rows(live: Live, model: str) -> int:

@@ -9,23 +9,14 @@ import numpy as np
 import pytest
 
 from layertap.models.digits import spec as digits
-from layertap.models.spec import InputSpec, ModelSpec
 from tests.service.gated_server import wait_until
 from tests.service.load_server import END_S, Usage, process
-from tests.service.support import npy, raw
+from tests.service.support import net, npy, raw
 
 FIRST, CYCLES = 6, 8  # until allocators, caches and pools of threads have what they need; after that
 OUTPUTS = 400_000
 SLACK_BYTES = 12 * 2**20  # a quarter of the weights for each cycle
-SPEC = ModelSpec(
-    "linear",
-    "python:torch.nn:Linear",
-    args={"in_features": 4, "out_features": OUTPUTS},
-    weights="random:0",
-    device="cpu",
-    load="lazy",
-    inputs=(InputSpec("x", (4,)),),
-)
+SPEC = net("linear", "Linear", module="torch.nn", args={"in_features": 4, "out_features": OUTPUTS}, load="lazy")
 
 
 @pytest.mark.slow

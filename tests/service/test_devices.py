@@ -6,19 +6,16 @@ What is tested here depends on no kind of device: one queue, idle replicas, equa
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor, nn
 
 from layertap.models.spec import ModelSpec
-from layertap.service.config.configuration import Configuration
 from tests.oracle import seeded
 from tests.server import Live
-from tests.service.conftest import Serve
+from tests.service.conftest import server_of
 from tests.service.support import ROW, Array, arrays_of, npy, problem, raw
 
 DEVICES = ("cpu:0", "cpu:1", "cpu:2")
@@ -51,16 +48,12 @@ def make_net() -> Net:
     return seeded(Net(), 3)
 
 
-@pytest.fixture(scope="module")
-def live(serve: Serve) -> Iterator[Live]:
-    """A server of one model on three devices; workers decode pictures, where there are any."""
-    spec = ModelSpec("net", f"python:{__name__}:make_net", "DEFAULT", inputs=(ROW,), devices=DEVICES)
-    with serve(Configuration((spec,), "net"), max_batch_rows=4) as server:
-        yield server
+SPEC = ModelSpec("net", f"python:{__name__}:make_net", "DEFAULT", inputs=(ROW,), devices=DEVICES)
+live = server_of(SPEC, max_batch_rows=4)
 
 
 def ask(live: Live, rows: Array, layers: str = "first,head", **query: object) -> dict[str, Array]:
-    given = {"layers": layers, "format": "npz", **query}
+    given = {"model": "net", "layers": layers, "format": "npz", **query}
     return arrays_of(live.client.post("/extract", **raw(npy(rows), "application/x-npy", **given)))
 
 
@@ -100,7 +93,7 @@ def test_unloaded_and_loaded_again(live: Live) -> None:
     assert told["memory_bytes"] == len(DEVICES) * 4 * (4 * 8 + 8 + 8 * 3 + 3)
     assert live.client.post("/models/net/unload").json()["state"] == "available"
     assert not [thread.name for thread in threading.enumerate() if thread.name.endswith("-net")]
-    refused = live.client.post("/extract", **raw(npy(rows), "application/x-npy", layers="head"))
+    refused = live.client.post("/extract", **raw(npy(rows), "application/x-npy", layers="head", model="net"))
     assert "POST /models/net/load" in problem(refused, 503, seconds=True)["hint"]
     assert live.client.post("/models/net/load").json()["state"] == "ready"
     np.testing.assert_allclose(ask(live, rows)["head"], expect(rows)["head"], rtol=1e-5)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.server import Live
-from tests.service.conftest import Serve
+from tests.service.conftest import Serve, server_of
 from tests.service.support import Array, Json, arrays_of, configured, image, net, picture, raw, tensor
 
 PICTURE = (InputSpec("image", (3, 32, 32)),)
@@ -23,15 +21,12 @@ NETS: dict[str, tuple[str, str | None, str, tuple[int, ...], int]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def nets(serve: Serve) -> Iterator[Live]:
-    """A server of models whose embeddings have all sorts of layouts."""
-    specs = (
+nets = server_of(
+    *(
         ModelSpec(name, f"python:tests.nets:{factory}", "random:0", "cpu", inputs=PICTURE, embedding=embedding)
         for name, (factory, embedding, *_) in NETS.items()
     )
-    with serve(configured(*specs)) as live:
-        yield live
+)
 
 
 def rows(count: int = 2) -> list[Json]:

@@ -79,13 +79,6 @@ def plain(net: Any, x: Tensor) -> tuple[Json, dict[str, Array]]:
         return body(x, BLOCK, "."), {BLOCK: inner.numpy(), ".": after(net, inner, 2).numpy()}
 
 
-def pooled(net: Any, x: Tensor) -> tuple[Json, dict[str, Array]]:
-    with torch.no_grad():
-        inner = upto(net, x, 2)
-    wanted = {"blocks.2": inner[:, 1:].mean(1).numpy(), "m": inner.flatten(1).amax(1, keepdim=True).numpy()}
-    return body(x, {"layer": "blocks.2", "pool": "mean"}, {"layer": "blocks.2", "stats": ["max"], "as": "m"}), wanted
-
-
 def changed(net: Any, x: Tensor) -> tuple[Json, dict[str, Array]]:
     with torch.no_grad():
         inner = upto(net, x, 0)
@@ -155,7 +148,7 @@ def added(net: Any, x: Tensor) -> tuple[Json, dict[str, Array]]:
         return body(x, key), {key: (inner + block.ls1(block.attn(block.norm1(inner)))).numpy()}
 
 
-KINDS: list[Kind] = [plain, pooled, changed, graded, attended, attended_graded, clipped, resumed, added]
+KINDS: list[Kind] = [plain, changed, graded, attended, attended_graded, clipped, resumed, added]
 
 
 def check(reply: Any, wanted: dict[str, Array]) -> None:

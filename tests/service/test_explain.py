@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,9 @@ from torch import Tensor
 
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.server import Live
-from tests.service.conftest import Serve
+from tests.service.conftest import server_of
 from tests.service.digits_reference import copy_digits, forward, gradient, random_images
-from tests.service.support import Array, Json, arrays_of, configured, problem, tensor
+from tests.service.support import Array, Json, arrays_of, problem, tensor
 from tests.service.test_explain_methods import module_of
 
 
@@ -47,12 +46,8 @@ def test_grad_cam(live: Live, layer: str | None, used: str, klass: int | None) -
     assert receipt["fingerprint"] == reply.json()["fingerprint"]
 
 
-@pytest.fixture(scope="module")
-def attentive(serve: Serve) -> Iterator[Live]:
-    """A server with a vision transformer: 16 patches and a class token."""
-    spec = ModelSpec("vit", "python:tests.nets:vit", weights="random:3", inputs=(InputSpec("x", (3, 32, 32)),))
-    with serve(configured(spec)) as live:
-        yield live
+VIT = ModelSpec("vit", "python:tests.nets:vit", weights="random:3", inputs=(InputSpec("x", (3, 32, 32)),))
+attentive = server_of(VIT)  # 16 patches and a class token
 
 
 def attended(module: Any, x: Array) -> tuple[Tensor, list[Tensor]]:

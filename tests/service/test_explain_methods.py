@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -17,7 +17,7 @@ from torchvision.transforms.functional import gaussian_blur
 
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.server import Live
-from tests.service.conftest import Serve
+from tests.service.conftest import Serve, server_of
 from tests.service.digits_reference import random_images
 from tests.service.gated_server import wait_until
 from tests.service.support import Array, Json, arrays_of, configured, metadata, problem, tensor
@@ -32,18 +32,12 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module")
-def served(serve: Serve) -> Iterator[Live]:
-    """A server of small networks with seeded weights."""
-    specs = [
-        ModelSpec(name, source, weights="random:5", inputs=(PICTURE,), preprocess="none", labels=LABELS.get(name))
-        for name, source in MODELS.items()
-    ]
-    with serve(configured(*specs)) as live:
-        yield live
-
-
 LABELS = {"cnn": ("ant", "bee", "cat", "dog", "eel")}
+SPECS = [
+    ModelSpec(name, source, weights="random:5", inputs=(PICTURE,), preprocess="none", labels=LABELS.get(name))
+    for name, source in MODELS.items()
+]
+served = server_of(*SPECS)
 
 
 def module_of(live: Live, name: str) -> nn.Module:
@@ -321,10 +315,9 @@ def test_a_client_that_goes_away(served: Live) -> None:
 @pytest.mark.slow
 def test_in_worker_processes(served: Live, serve: Serve) -> None:
     """The same maps come of models in other processes."""
-    spec = ModelSpec("cnn", MODELS["cnn"], weights="random:5", inputs=(PICTURE,), preprocess="none")
     x, methods = random_images(2, 9), ["guided_backpropagation", "integrated_gradients", "occlusion"]
     wanted = arrays_of(ask(served, x, model="cnn", method=methods, classes=["top", 1]))
-    with serve(configured(spec), workers=1) as live:
+    with serve(configured(SPECS[0]), workers=1) as live:
         found = arrays_of(ask(live, x, model="cnn", method=methods, classes=["top", 1]))
     assert list(found) == list(wanted)
     for key, array in found.items():

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from layertap.models.catalog.catalog import Costs
-from layertap.models.spec import InputSpec, ModelSpec
+from layertap.models.spec import InputSpec
 from layertap.service.app import create_engine
 from layertap.service.engine.admit.planned_work import PlannedWork, WorkPlan
 from layertap.service.engine.engine import Engine
@@ -23,16 +23,10 @@ from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.digits_reference import random_images
 from tests.service.gated_server import TRIES, TRY_S, admitted_rows, gated_module, wait_until
-from tests.service.support import Json, configured, problem, tensor
+from tests.service.support import Json, configured, net, problem, tensor
 
-HELD = ModelSpec(
-    "held",
-    "python:tests.service.ui.nets:Held",
-    weights="random:5",
-    device="cpu",
-    inputs=(InputSpec("x", (3, 32, 32)),),
-    preprocess="none",
-)
+PICTURE = InputSpec("x", (3, 32, 32))
+HELD = net("held", "Held", PICTURE, module="tests.service.ui.nets", weights="random:5", preprocess="none")
 ROW_S, DEADLINE_S = 10.0, 300.0  # what a forward of a row is said to take, and what a request may
 FOUR: Json = {"method": "occlusion", "window": 16, "stride": 16}  # 40 s
 SIXTEEN: Json = {"method": "occlusion", "window": 8, "stride": 8}  # 160 s

@@ -7,24 +7,20 @@ from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 from threading import Event
 
-from tests.server import Live
 from tests.service.conftest import Serve
+from tests.service.exchanged_models import states
 from tests.service.gated_server import admitted_rows, gated_module, hold_model, post_rows, wait_until
 from tests.service.support import configured, net, problem
-
-
-def state(live: Live, name: str) -> str:
-    return str(live.client.get(f"/models/{name}").json()["state"])
 
 
 def test_lazy(serve: Serve, gate: Event, lines: StringIO) -> None:
     """A lazy model is loaded by the first request for it, once, however many come at once."""
     with serve(configured(net("lazy", "waiting", load="lazy"))) as live:
-        assert state(live, "lazy") == "available"
+        assert states(live)["lazy"] == "available"
         with ThreadPoolExecutor(5) as pool:
             replies = [pool.submit(post_rows, live, model="lazy") for _ in range(4)]
             replies.append(pool.submit(live.client.get, "/models/lazy/layers"))
-            wait_until(lambda: state(live, "lazy") == "loading")
+            wait_until(lambda: states(live)["lazy"] == "loading")
             assert live.client.get("/readyz").status_code == 200
             found = problem(post_rows(live, model="lazy", timeout="0.2"), 503, seconds=True)
             assert "loading" in found["detail"]
@@ -32,7 +28,7 @@ def test_lazy(serve: Serve, gate: Event, lines: StringIO) -> None:
             assert [reply.result().status_code for reply in replies] == [200] * 5
         logged = [json.loads(line) for line in lines.getvalue().splitlines()]
         assert [line["message"] for line in logged if line.get("model") == "lazy"].count("a model is loaded") == 1
-        assert state(live, "lazy") == "ready"
+        assert states(live)["lazy"] == "ready"
 
 
 def test_unload_finishes_the_queue(serve: Serve) -> None:
@@ -61,11 +57,7 @@ def test_room(serve: Serve) -> None:
     names = ("a", "b", "c")
     specs = [net(name, "Gated", load="lazy") for name in names]
     with serve(configured(*specs), max_loaded_models=3) as live:
-
-        def states() -> str:
-            return "".join(name for name in names if state(live, name) == "ready")
-
         for name, expected in (("a", "a"), ("b", "ab"), ("a", "ab"), ("c", "ac"), ("b", "bc")):
             assert post_rows(live, model=name).status_code == 200
-            assert states() == expected
-        assert state(live, "digits") == "ready"
+            assert [name for name in names if states(live)[name] == "ready"] == list(expected)
+        assert states(live)["digits"] == "ready"

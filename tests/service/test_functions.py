@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from layertap.models.spec import ModelSpec
 from tests.function_nets import GatedMixer
 from tests.server import Live
-from tests.service.conftest import Serve
+from tests.service.conftest import Serve, server_of
 from tests.service.digits_reference import copy_digits, random_images
 from tests.service.queue_harness import extract_request, gated_module, hold_queue, post, random_rows
 from tests.service.support import ROW, Array, Json, arrays_of, configured, npy, problem, raw, tensor
@@ -21,11 +21,7 @@ IMAGES = random_images(3, 5)
 GATED = ModelSpec("mixer", "python:tests.function_nets:GatedMixer", weights="random:0", device="cpu", inputs=(ROW,))
 
 
-@pytest.fixture(scope="module")
-def mixers(serve: Serve) -> Iterator[Live]:
-    """A server of a model that can be held up and calls functions, and of digits."""
-    with serve(configured(GATED)) as live:
-        yield live
+mixers = server_of(GATED)
 
 
 def extract(live: Live, *layers: Any, images: Array = IMAGES, **body: Any) -> Any:

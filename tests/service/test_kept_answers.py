@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.server import Live
-from tests.service.conftest import Serve
+from tests.service.conftest import Serve, server_of
 from tests.service.hostile_server import run_hostile_server
 from tests.service.support import Json, configured, image, net, picture, text64
 
@@ -21,11 +20,7 @@ def uri(data: bytes) -> str:
     return f"data:image/png;base64,{text64(data)}"
 
 
-@pytest.fixture(scope="module")
-def keeping(serve: Serve) -> Iterator[Live]:
-    """A server that keeps answers."""
-    with serve(configured(net("gated", "Gated"), net("touchy", "Touchy")), cache_bytes=2**24) as live:
-        yield live
+keeping = server_of(net("gated", "Gated"), net("touchy", "Touchy"), cache_bytes=2**24)
 
 
 def get_result(reply: Any) -> str:

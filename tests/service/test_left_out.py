@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import pytest
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from layertap.models.spec import InputSpec, ModelSpec
+from layertap.models.spec import InputSpec
 from tests.server import Live
-from tests.service.conftest import Serve
-from tests.service.support import Array, arrays_of, configured, problem, tensor
+from tests.service.conftest import server_of
+from tests.service.support import Array, arrays_of, net, problem, tensor
 
 LENGTH, WIDTH = 5, 4
 SHORT, LONG = slice(2, None), slice(LENGTH, None)  # what is zero of a row, which is padding
@@ -39,13 +37,7 @@ class Ragged(nn.Module):
         return out
 
 
-@pytest.fixture(scope="module")
-def live(serve: Serve) -> Iterator[Live]:
-    shape = InputSpec("x", (LENGTH, WIDTH))
-    with serve(
-        configured(ModelSpec("Ragged", f"python:{__name__}:Ragged", "random:0", "cpu", inputs=(shape,)))
-    ) as live:
-        yield live
+live = server_of(net("Ragged", "Ragged", InputSpec("x", (LENGTH, WIDTH)), module=__name__))
 
 
 def make_row(padding: slice, first: float = 1) -> Array:

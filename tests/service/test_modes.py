@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -16,8 +15,8 @@ from torchvision.transforms.functional import to_tensor
 
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.server import Live
-from tests.service.conftest import Serve
-from tests.service.support import arrays_of, configured, image, tensor
+from tests.service.conftest import server_of
+from tests.service.support import arrays_of, image, tensor
 
 DIGIT = InputSpec("x", (1, 28, 28))
 ROWS = np.random.default_rng(2).normal(size=(4, 1, 28, 28)).astype(np.float32)
@@ -38,15 +37,9 @@ class Normed(nn.Module):
         return scores
 
 
-@pytest.fixture(scope="module")
-def served(serve: Serve) -> Iterator[Live]:
-    shared: Any = {"weights": "random:3", "device": "cpu", "inputs": (DIGIT,), "preprocess": "none"}
-    specs = [
-        ModelSpec("plain", f"python:{__name__}:Normed", **shared),
-        ModelSpec("training", f"python:{__name__}:Normed", mode="train", **shared),
-    ]
-    with serve(configured(*specs)) as live:
-        yield live
+SHARED: Any = {"weights": "random:3", "device": "cpu", "inputs": (DIGIT,), "preprocess": "none"}
+PLAIN = ModelSpec("plain", f"python:{__name__}:Normed", **SHARED)
+served = server_of(PLAIN, replace(PLAIN, name="training", mode="train"))
 
 
 def module_of(live: Live, name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,11 @@ import torch
 
 from layertap.models.spec import InputSpec
 from tests.server import Live
-from tests.service.conftest import Serve
+from tests.service.conftest import server_of
 from tests.service.support import (
     Array,
     Json,
     arrays_of,
-    configured,
     copy_module,
     net,
     problem,
@@ -31,12 +29,8 @@ PIXELS, KIND = np.arange(12, dtype=np.float32).reshape(3, 4) / 7, np.array([0, 4
 ITEMS = [tensors(pixels=pixels, kind=kind) for pixels, kind in zip(PIXELS, KIND, strict=True)]
 
 
-@pytest.fixture(scope="module")
-def two(serve: Serve) -> Iterator[Live]:
-    """A server of a model of two inputs."""
-    kinds = InputSpec("kind", (), "int64", values=(0, 5))
-    with serve(configured(net("two", "TwoInputs", InputSpec("pixels", (4,)), kinds))) as live:
-        yield live
+KINDS = InputSpec("kind", (), "int64", values=(0, 5))
+two = server_of(net("two", "TwoInputs", InputSpec("pixels", (4,)), KINDS))
 
 
 def post(live: Live, *inputs: Json) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from layertap.models.spec import InputSpec
 from tests.server import Live
-from tests.service.conftest import Serve
-from tests.service.support import Json, arrays_of, configured, copy_module, net, problem, tensor
+from tests.service.conftest import server_of
+from tests.service.support import Json, arrays_of, copy_module, net, problem, tensor
 
 X = np.random.default_rng(1).normal(size=(3, 1, 4, 4)).astype(np.float32)
 KIND, CLASS = torch.tensor([0.1, 0.2, 0.7]), 2
@@ -54,12 +54,10 @@ class Head(nn.Module):
         return scores
 
 
-@pytest.fixture(scope="module")
-def ending(serve: Serve) -> Iterator[Live]:
-    pictures = InputSpec("x", (1, 4, 4))
-    specs = [net(end, "Head", pictures, module=__name__, weights="random:3", args={"end": end}) for end in ENDS]
-    with serve(configured(*specs, replace(specs[1], name="said", outputs="logits"))) as live:
-        yield live
+HEADS = [
+    net(end, "Head", InputSpec("x", (1, 4, 4)), module=__name__, weights="random:3", args={"end": end}) for end in ENDS
+]
+ending = server_of(*HEADS, replace(HEADS[1], name="said", outputs="logits"))
 
 
 def ask(live: Live, path: str, model: str, **body: Any) -> Any:
@@ -155,11 +153,8 @@ class Silent(Squeezed):
         self.head(self.inner(x))
 
 
-@pytest.fixture(scope="module")
-def squeezing(serve: Serve) -> Iterator[Live]:
-    kinds = ("Squeezed", "Flat", "Silent")
-    with serve(configured(*(net(kind, kind, InputSpec("x", (10,)), module=__name__) for kind in kinds))) as live:
-        yield live
+KINDS = ("Squeezed", "Flat", "Silent")
+squeezing = server_of(*(net(kind, kind, InputSpec("x", (10,)), module=__name__) for kind in KINDS))
 
 
 def extract(live: Live, kind: str, rows: int, **body: Any) -> Any:

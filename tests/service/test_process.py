@@ -25,7 +25,7 @@ END_S = 60
 KEPT, FRESH = 4, 4
 DELAY_S = 2.0
 PATH = "/extract?layers=linear&format=npy"
-HEADERS = {"Content-Type": "application/x-npy"}
+HEADERS, BODY = {"Content-Type": "application/x-npy"}, npy(rows())
 MOST = 100_000  # requests of a client
 pytestmark = pytest.mark.slow
 
@@ -45,12 +45,11 @@ class Client:
 
     def send(self, port: int, keep: bool) -> None:
         """Send one request after another; whatever goes wrong but a refused connection is raised."""
-        body = npy(rows())
         with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=END_S)) as connection:
             for _ in range(MOST):
                 known = connection.sock
                 try:
-                    connection.request("POST", PATH, body, HEADERS)
+                    connection.request("POST", PATH, BODY, HEADERS)
                     reply = connection.getresponse()
                 except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
                     if known is not None:
@@ -73,6 +72,11 @@ def test_served_until_balancers_know(tmp_path: Path) -> None:
     """
     with process([fatal_model_spec("Unhurried")], tmp_path, LAYERTAP_DRAIN_DELAY_S=str(DELAY_S)) as server:
         port, clients = httpx.URL(server.url).port or 0, [Client() for _ in range(KEPT + FRESH)]
+        slow = http.client.HTTPConnection("127.0.0.1", port, timeout=END_S)
+        slow.putrequest("POST", PATH)
+        for name, value in (HEADERS | {"Content-Length": str(len(BODY))}).items():
+            slow.putheader(name, value)
+        slow.endheaders(BODY[:-1])
         with ThreadPoolExecutor(len(clients)) as pool:
             ends = [pool.submit(client.send, port, number < KEPT) for number, client in enumerate(clients)]
             wait_until(lambda: all(len(client.replies) > 3 for client in clients))
@@ -84,6 +88,10 @@ def test_served_until_balancers_know(tmp_path: Path) -> None:
             wait_until(lambda: all(len(client.replies) > count for client, count in zip(clients, counts, strict=True)))
             for end in ends:
                 end.result()
+        slow.send(BODY[-1:])  # who was let in is answered, though nobody else is let in any more
+        reply = slow.getresponse()
+        assert (reply.status, len(reply.read())) == (200, len(npy(rows()[:, :3])))
+        slow.close()
         assert server.running.wait(END_S) == 0
         assert [line for line in server.logged() if line["level"] in ("warning", "error", "critical")] == []
         assert server.out.read_bytes() == b""

@@ -15,7 +15,7 @@ import pytest
 
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.exchanged_models import WAITING, Versions, entry
+from tests.service.exchanged_models import WAITING, Versions, entry, states
 from tests.service.gated_server import hold_model, post_rows, wait_until
 from tests.service.load_server import process
 from tests.service.server_process import fatal_model_spec
@@ -34,10 +34,6 @@ def reload(live: Live) -> Json:
 def ask(client: httpx.Client, model: str | None) -> httpx.Response:
     query = {} if model is None else {"model": model}
     return client.post("/extract", **raw(npy(ROWS), "application/x-npy", layers="linear", **query))
-
-
-def states(live: Live) -> dict[str, str]:
-    return {each["name"]: each["state"] for each in live.client.get("/models").json()["models"]}
 
 
 def test_reload(serve: Serve, versions: Versions) -> None:

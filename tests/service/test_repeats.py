@@ -21,7 +21,7 @@ from layertap.models.spec import InputSpec, ModelSpec
 from tests.oracle import seeded
 from tests.server import Live
 from tests.service.cli.commands import Command
-from tests.service.conftest import Serve
+from tests.service.conftest import Serve, server_of
 from tests.service.support import Json, arrays_of, configured, copy_module, net, tensor
 from tests.transformers_nets import TEXT, VOCABULARY
 
@@ -99,11 +99,7 @@ class Drops(Net):
 STATES = ("Counts", "CountsInBuffer", "Remembers", "CountsOnce")
 
 
-@pytest.fixture(scope="module")
-def live(serve: Serve) -> Iterator[Live]:
-    specs = [net(name, name, InputSpec("x", SHAPE), module=__name__) for name in (*STATES, "Drops")]
-    with serve(configured(*specs)) as live:
-        yield live
+live = server_of(*(net(name, name, InputSpec("x", SHAPE), module=__name__) for name in (*STATES, "Drops")))
 
 
 def ask(live: Live, name: str, seed: int = 0, rows: int = 1, path: str = "/extract") -> Any:

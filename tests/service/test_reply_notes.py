@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -14,7 +13,7 @@ from openai import OpenAI
 
 from layertap.models.spec import InputSpec, PreprocessSpec
 from tests.server import Live
-from tests.service.conftest import Serve
+from tests.service.conftest import Serve, server_of
 from tests.service.support import (
     Json,
     arrays_of,
@@ -108,11 +107,7 @@ SCALES = "'logs': 1 scales are NaN: the values that they scale are not finite"
 ZEROS = "'zeros': 2 vectors are all zeros: they have no length 1"
 
 
-@pytest.fixture(scope="module")
-def numbers(serve: Serve) -> Iterator[Live]:
-    """A server that takes two inputs a request, and keeps answers."""
-    with serve(configured(SPEC), max_inputs=2, cache_bytes=2**20) as live:
-        yield live
+numbers = server_of(SPEC, max_inputs=2, cache_bytes=2**20)  # two inputs a request; it keeps answers
 
 
 def plain(shade: int) -> bytes:

@@ -16,7 +16,7 @@ from layertap.service.config.configuration import Configuration
 from layertap.service.engine.models import model_manager
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.exchanged_models import ALLOW, GATED_BYTES, WAITING, Versions, entry, fingerprint, put
+from tests.service.exchanged_models import ALLOW, GATED_BYTES, WAITING, Versions, entry, fingerprint, put, states
 from tests.service.gated_server import hold_model, post_rows, wait_until
 from tests.service.support import Json, configured, net, problem
 
@@ -37,10 +37,6 @@ def lazy(*names: str, **fields: Any) -> Configuration:
 def show(live: Live, name: str) -> Json:
     body: Json = live.client.get(f"/models/{name}").json()
     return body
-
-
-def states(live: Live) -> dict[str, str]:
-    return {each["name"]: each["state"] for each in live.client.get("/models").json()["models"]}
 
 
 def ready(live: Live) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,20 +11,17 @@ from torch import Tensor
 
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.server import Live
-from tests.service.conftest import Serve
+from tests.service.conftest import server_of
 from tests.service.digits_reference import random_images
-from tests.service.support import Json, arrays_of, configured, copy_module, net, tensor
+from tests.service.support import Json, arrays_of, copy_module, net, tensor
 
 CLASS = 3
 X = random_images(2, 6)
 
 
-@pytest.fixture(scope="module")
-def served(serve: Serve) -> Iterator[Live]:
-    pictures = InputSpec("x", (3, 32, 32))
-    vit = ModelSpec("vit", "python:tests.service.test_every_kind:fused", inputs=(pictures,), device="cpu")
-    with serve(configured(vit, net("cnn", "Cnn", pictures, weights="random:5"))) as live:
-        yield live
+PICTURES = InputSpec("x", (3, 32, 32))
+VIT = ModelSpec("vit", "python:tests.service.test_every_kind:fused", inputs=(PICTURES,), device="cpu")
+served = server_of(VIT, net("cnn", "Cnn", PICTURES, weights="random:5"))
 
 
 def explain(live: Live, model: str, method: str, **body: Any) -> tuple[Tensor, str]:

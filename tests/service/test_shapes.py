@@ -5,7 +5,7 @@ Each gets what it would alone; what is asked for is judged by its own shapes, be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +21,11 @@ from layertap.models.spec import InputSpec, PreprocessSpec
 from tests.conftest import net_spec
 from tests.oracle import record
 from tests.server import Live
-from tests.service.conftest import Serve
+from tests.service.conftest import server_of
 from tests.service.support import (
     Array,
     Json,
     arrays_of,
-    configured,
     copy_module,
     encode,
     image,
@@ -71,13 +70,9 @@ def rows(sides: Sequence[tuple[int, int]]) -> list[Array]:
 ROWS = rows(SIDES)
 
 
-@pytest.fixture(scope="module")
-def local(serve: Serve) -> Iterator[Live]:
-    """A server whose replies hold no layer of the chain's own shape; its models run in this process."""
-    with serve(
-        configured(*SPECS), max_reply_bytes=MAX_REPLY_BYTES, max_queue_bytes=MAX_QUEUE_BYTES, max_loaded_models=20
-    ) as live:
-        yield live
+# Replies hold no layer of the chain's own shape.
+LIMITS = {"max_reply_bytes": MAX_REPLY_BYTES, "max_queue_bytes": MAX_QUEUE_BYTES, "max_loaded_models": 20}
+local = server_of(*SPECS, **LIMITS)
 
 
 @pytest.fixture(scope="module")

@@ -154,23 +154,16 @@ def test_tensors(texts: Texts) -> None:
         np.testing.assert_allclose(found[1, : len(second)], second, rtol=1e-4, atol=1e-5)
 
 
-def send_parts(texts: Texts, *parts: tuple[str, bytes], request: Json | None = None, **query: str) -> Any:
-    """The reply to inputs of several kinds in one multipart body."""
-    files: list[Any] = [(name, ("file", data, "application/octet-stream")) for name, data in parts]
-    if request is not None:
-        files.insert(0, ("request", (None, json.dumps(request), "application/json")))
-    return texts.live.client.post("/extract", files=files, params=query)
-
-
 def test_parts(texts: Texts) -> None:
     """Parts of text are what the same texts in JSON are, with a request part or a query, and beside tokens."""
     body: Json = {"model": "bert", "layers": [HIDDEN]}
     ids, sentences = np.array([2, 5, 6, 3]), SENTENCES[:2]
     inputs = [*({"text": each} for each in sentences), tensor(ids)]
     wanted = texts.live.client.post("/extract", json={**body, "inputs": inputs}).json()
-    parts = [*(("texts", each.encode()) for each in sentences), ("tensors", npy(ids))]
-    assert send_parts(texts, *parts, request=body).json() == wanted
-    assert send_parts(texts, *parts, model="bert", layers=HIDDEN).json() == wanted
+    parts: list[Any] = [*(("texts", each.encode()) for each in sentences), ("tensors", npy(ids))]
+    request = ("request", (None, json.dumps(body), "application/json"))
+    assert texts.live.client.post("/extract", files=[request, *parts]).json() == wanted
+    assert texts.live.client.post("/extract", files=parts, params={"model": "bert", "layers": HIDDEN}).json() == wanted
 
 
 def test_models_say_how_they_take_text(texts: Texts) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -23,8 +20,6 @@ from tests.conftest import WARM, net_spec
 from tests.loading import load_model
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.load_server import process
-from tests.service.server_process import descendants
 from tests.service.support import Array, Json, arrays_of, npy, raw, same, tensor
 
 ROWS = np.random.default_rng(0).normal(size=(8, 3, 8, 8)).astype(np.float32)
@@ -119,33 +114,6 @@ def test_in_company(live_warm: Live) -> None:
     for reply, expected in zip(replies, wanted, strict=True):
         close(arrays_of(reply), expected)
     assert live_warm.client.get(f"/models/{COMPILED}").json()["hooks"] == 0
-
-
-@pytest.mark.hard
-def test_worker_killed(tmp_path: Path, warm_cache: Path) -> None:
-    """A graph's worker that something ends is replaced by one that has the graphs too, and so is a host.
-
-    Nothing is left where graphs were unpacked, also of a server that is killed.
-    """
-    unpacked = tmp_path / "unpacked"
-    unpacked.mkdir()
-    variables = {"LAYERTAP_CACHE_DIR": str(warm_cache), "LAYERTAP_CPU_THREADS": str(THREADS), "LAYERTAP_WORKERS": "2"}
-    with process([WARM_SPEC], tmp_path, TMPDIR=str(unpacked), **variables) as server:
-        body = {"model": COMPILED, "layers": ["conv"], "inputs": [tensor(ROWS[0])]}
-
-        def ask() -> Any:
-            return httpx.post(f"{server.url}/extract", json=body, timeout=60).json()
-
-        good = ask()
-        assert good["receipts"]["conv"]["forward"] == "compiled"
-        _, host, *workers = descendants(server.running.pid)  # the first is the fork server
-        for killed in (workers, [host]):
-            for pid in killed:
-                os.kill(pid, signal.SIGKILL)
-            for _ in range(2 * THREADS):
-                again = ask()
-                assert (again["features"], again["receipts"]) == (good["features"], good["receipts"])
-    assert list(unpacked.iterdir()) == []
 
 
 def test_without_a_compiler(
