@@ -103,18 +103,16 @@ def saved(name: str, folder: Path, seed: int = 0) -> Any:
     return module
 
 
-def tokenizer(folder: Path, **options: Any) -> Any:
-    """A tokenizer of a few words with a class token in front and a separator behind, saved in a directory."""
+def tokenizer(folder: Path, *, specials: bool = True, **options: Any) -> Any:
+    """A tokenizer of a few words with a class token in front and a separator behind, if any, saved in a directory."""
     own = Tokenizer(WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="[UNK]"))
     own.normalizer = normalizers.Lowercase()
     own.pre_tokenizer = pre_tokenizers.Whitespace()
     own.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
+        single="[CLS] $A [SEP]" if specials else "$A", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
     )
-    whole = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=own,
-        **{"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]", **options},
-    )
+    names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"} if specials else {}
+    whole = transformers.PreTrainedTokenizerFast(tokenizer_object=own, **{"unk_token": "[UNK]", **names, **options})
     whole.save_pretrained(folder)
     return whole
 

@@ -18,10 +18,7 @@ from tests.service.fatal_models import LIMIT
 from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT, process
 from tests.service.queue_harness import extract_request, post
-from tests.service.server_process import (
-    descendants,
-    fatal_model_spec,
-)
+from tests.service.server_process import descendants, fatal_model_spec
 from tests.service.support import configured, problem, rows
 
 END_S, LOST_S = 30, 5

@@ -11,17 +11,7 @@ import torch
 from layertap.models.spec import InputSpec
 from tests.server import Live
 from tests.service.conftest import server_of
-from tests.service.support import (
-    Array,
-    Json,
-    arrays_of,
-    copy_module,
-    net,
-    problem,
-    raw,
-    safetensors_of,
-    tensors,
-)
+from tests.service.support import Array, Json, arrays_of, copy_module, net, problem, raw, safetensors_of, tensors
 
 PIXELS, KIND = np.arange(12, dtype=np.float32).reshape(3, 4) / 7, np.array([0, 4, 2])
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, processors
 from torch import Tensor
 
 from layertap.models.spec import ModelSpec
@@ -49,12 +48,8 @@ class Served:
 def served(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("models")
     module = type(saved("gpt2", folder / "gpt2")).from_pretrained(folder / "gpt2").eval()
-    tokenizer(folder / "gpt2", cls_token=None, sep_token=None, pad_token=None)
-    plain = Tokenizer.from_file(str(folder / "gpt2" / "tokenizer.json"))
-    plain.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
-    plain.save(str(folder / "gpt2" / "tokenizer.json"))
-    spec = ModelSpec("gpt2", f"transformers:{folder / 'gpt2'}", device="cpu")
-    with serve(configured(spec)) as live:
+    tokenizer(folder / "gpt2", specials=False)
+    with serve(configured(ModelSpec("gpt2", f"transformers:{folder / 'gpt2'}", device="cpu"))) as live:
         yield Served(live, module)
 
 
@@ -69,18 +64,6 @@ def patch(source: int | Json, layer: int, head: int, **more: Any) -> Json:
     return {"interventions": [entry]}
 
 
-def taken(module: Any, tokens: list[int], name: str) -> Tensor:
-    """What comes to a layer."""
-    kept: list[Tensor] = []
-
-    def keep(part: Any, args: tuple[Tensor, ...]) -> None:
-        kept.append(args[0].clone())
-
-    with torch.no_grad(), module.get_submodule(name).register_forward_pre_hook(keep):
-        module(input_ids=torch.tensor([tokens]))
-    return kept[0]
-
-
 def patched(module: Any, tokens: list[int], name: str, change: Patch) -> Array:
     """The last token's scores where what comes to a layer is changed."""
 
@@ -90,6 +73,13 @@ def patched(module: Any, tokens: list[int], name: str, change: Patch) -> Array:
     with torch.no_grad(), module.get_submodule(name).register_forward_pre_hook(put):
         found: Array = module(input_ids=torch.tensor([tokens])).logits[0, -1].numpy()
     return found
+
+
+def taken(module: Any, tokens: list[int], name: str) -> Tensor:
+    """What comes to a layer."""
+    kept: list[Tensor] = []
+    patched(module, tokens, name, lambda value: kept.append(value.clone()) or value)  # type: ignore[func-returns-value]
+    return kept[0]
 
 
 def copied(source: Tensor, *index: Any) -> Patch:
@@ -156,24 +146,12 @@ def test_chains(served: Served) -> None:
     ]
     reply = served.post(inputs)
     (found,) = arrays_of(reply).values()
-    kept: dict[int, Tensor] = {}
 
-    def second(part: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        value = args[0].clone()
-        value[..., head_of(1)] = 0
-        return (value, *args[1:])
+    def silence(part: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (copied(torch.zeros_like(args[0]), ..., head_of(1))(args[0].clone()), *args[1:])
 
-    def keep(part: Any, args: tuple[Tensor, ...]) -> None:
-        kept[1] = args[0].clone()
-
-    with (
-        torch.no_grad(),
-        served.module.get_submodule(place(0)).register_forward_pre_hook(second),
-        served.module.get_submodule(place(1)).register_forward_pre_hook(keep),
-    ):
-        served.module(input_ids=torch.tensor([CLEAN]))
-
-    change = copied(kept[1], ..., head_of(3))
+    with served.module.get_submodule(place(0)).register_forward_pre_hook(silence):
+        change = copied(taken(served.module, CLEAN, place(1)), ..., head_of(3))
     np.testing.assert_allclose(found[0, 0], patched(served.module, CORRUPT, place(1), change), atol=1e-4)
     (receipt,) = reply.json()["receipts"].values()
     assert len(set(receipt["fingerprints"])) == 3

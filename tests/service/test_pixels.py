@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -18,19 +17,8 @@ from tests.conftest import net_spec
 from tests.nets import Chain
 from tests.oracle import record
 from tests.server import Live
-from tests.service.conftest import Serve
-from tests.service.support import (
-    Array,
-    Json,
-    arrays_of,
-    configured,
-    encode,
-    image,
-    npy,
-    problem,
-    raw,
-    tensor,
-)
+from tests.service.conftest import server_of
+from tests.service.support import Array, Json, arrays_of, encode, image, npy, problem, raw, tensor
 
 SIDE, LAYER = 24, "conv"
 QUERY = {"model": "own", "layers": LAYER, "pool": "mean", "format": "npz"}
@@ -47,11 +35,7 @@ def module() -> nn.Module:
     return Chain().eval()
 
 
-@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.hard)], ids=["threads", "workers"])
-def own(serve: Serve, request: pytest.FixtureRequest) -> Iterator[Live]:
-    """A server of it that prepares pictures as torchvision's preset does."""
-    with serve(configured(OWN, replace(OWN, name="fast", decode="fast")), workers=request.param) as live:
-        yield live
+own = server_of(OWN, replace(OWN, name="fast", decode="fast"))  # prepares pictures as torchvision's preset does
 
 
 def pictures(count: int = 1, height: int = 40, width: int = 56) -> Array:

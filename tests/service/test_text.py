@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from layertap.models.model_catalogs import MAX_CATALOGS
@@ -19,18 +18,7 @@ from layertap.models.spec import ModelSpec
 from layertap.service.logs import JsonFormatter
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import (
-    Array,
-    Json,
-    arrays_of,
-    configured,
-    npy,
-    problem,
-    raw,
-    safetensors_of,
-    tensor,
-    tensors,
-)
+from tests.service.support import Array, Json, arrays_of, configured, npy, problem, raw, safetensors_of, tensor, tensors
 from tests.transformers_nets import CLS, POSITIONS, SEP, VOCABULARY, WORDS, saved, tokenizer
 
 HIDDEN = ".[last_hidden_state]"
@@ -62,19 +50,11 @@ def texts(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Te
     tokenizer(folder / "bert")
     saved("roberta", folder / "bare")
     saved("gpt2", folder / "endless")
-    tokenizer(folder / "endless", cls_token=None, sep_token=None, pad_token=None)
-    _without_specials(folder / "endless" / "tokenizer.json")
+    tokenizer(folder / "endless", specials=False)
     specs = [ModelSpec(name, f"transformers:{folder / name}", device="cpu") for name in ("bert", "bare", "endless")]
     specs[2] = replace(specs[2], load="lazy")
     with serve(configured(*specs)) as live:
         yield Texts(live, module, folder / "bert")
-
-
-def _without_specials(file: Path) -> None:
-    """A tokenizer that puts nothing around a text."""
-    own = Tokenizer.from_file(str(file))
-    own.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
-    own.save(str(file))
 
 
 def ids_of(sentence: str) -> list[int]:
