@@ -33,11 +33,13 @@ def built(source: str, weights: str | Path = "random:0", **fields: object) -> Bu
     return build_model(ModelSpec("m", source, str(weights), **fields))
 
 
-def refused(source: str, weights: str | Path = "random:0", **fields: object) -> LoadError:
+def refusal(source: str, weights: str | Path = "random:0", **fields: object) -> str:
+    """What a refusal says, without a path."""
     with pytest.raises(LoadError) as caught:
         built(source, weights, **fields)
-    assert "/" not in caught.value.detail + caught.value.hint
-    return caught.value
+    said = f"{caught.value.detail} | {caught.value.hint}"
+    assert "/" not in said
+    return said
 
 
 def seeded_model(name: str, seed: int = 0, **options: object) -> nn.Module:
@@ -72,7 +74,7 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "from torch import nn\n"
         "def linear():\n    return nn.Linear(4, 2)\n"
         "def broken():\n    raise FileNotFoundError('/secret/place')\n"
-        "def needs(size):\n    return nn.Linear(size, size)\n"
+        "def linear_of(width, bias=True):\n    return nn.Linear(4, width, bias=bias)\n"
         "def tokens():\n    module = nn.Linear(4, 2)\n    module.num_prefix_tokens = 5\n    return module\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -126,7 +128,10 @@ def test_default_weights_come_from_torchs_cache(cache: Path) -> None:
 
 
 def test_cached_file_with_code_is_refused(cache: Path, tmp_path: Path) -> None:
-    """A file in torch's cache that would run code when unpickled is refused, and the code has not run."""
+    """A file in torch's cache that would run code when unpickled is refused; where there is none, it is said so."""
+    said = refusal("torchvision:resnet18", "DEFAULT")
+    assert "could not be downloaded" in said
+    assert "random:SEED" in said
     member = get_model_weights("resnet18").DEFAULT
     marker = tmp_path / "ran"
 
@@ -135,15 +140,8 @@ def test_cached_file_with_code_is_refused(cache: Path, tmp_path: Path) -> None:
             return Path.touch, (marker,)
 
     torch.save({"fc.weight": Trap()}, cache / member.url.rpartition("/")[2])
-    assert "could not be loaded" in refused("torchvision:resnet18", "DEFAULT").detail
+    assert "could not be loaded" in refusal("torchvision:resnet18", "DEFAULT")
     assert not marker.exists()
-
-
-def test_no_network_is_said_in_plain_words(cache: Path) -> None:
-    """Weights that can't be downloaded raise LoadError that says what to give instead."""
-    error = refused("torchvision:resnet18", "DEFAULT")
-    assert "could not be downloaded" in error.detail
-    assert "random:SEED" in error.hint
 
 
 @pytest.mark.parametrize(
@@ -213,15 +211,6 @@ def test_transformer_takes_the_size_of_its_positions(tmp_path: Path) -> None:
     assert model.module(torch.zeros(1, 3, 96, 96)).shape == (1, 1000)
 
 
-def test_listed_architectures_are_the_classifiers() -> None:
-    """The default configuration lists classification, and neither segmentation, video, detection nor int8."""
-    names = list_default_architectures()
-    assert len(names) >= 80
-    assert names == sorted(names) == list_classifiers()
-    assert {"resnet50", "vit_b_16", "googlenet"} <= set(names)
-    assert not {"r3d_18", "fcn_resnet50", "ssd300_vgg16", "raft_small", "quantized_resnet18"} & set(names)
-
-
 # --- timm -----------------------------------------------------------------------------------------------------------
 
 
@@ -252,6 +241,9 @@ def test_factory_with_each_kind_of_weights(tmp_path: Path) -> None:
     assert digest_weights(model.module) == digest_weights(module)
     assert (model.inputs, model.preprocess, model.prefix_tokens) == (VECTOR, None, 0)
     assert built("python:operators_models:tokens", "random:1", inputs=VECTOR).prefix_tokens == 5
+    wide = built("python:operators_models:linear_of", inputs=VECTOR, args={"width": 3, "bias": False}).module
+    assert isinstance(wide, nn.Linear)
+    assert (wide.out_features, wide.bias) == (3, None)
 
 
 # --- what the configuration overrides -------------------------------------------------------------------------------
@@ -271,8 +263,7 @@ def test_configured_preprocessing() -> None:
 def test_contradictory_configuration() -> None:
     """Images of another size than the configured input raise LoadError."""
     inputs = (InputSpec("x", (3, 96, 96)),)
-    error = refused("torchvision:squeezenet1_1", inputs=inputs, preprocess=PreprocessSpec(crop=64))
-    assert "(64, 64)" in error.detail
+    assert "(64, 64)" in refusal("torchvision:squeezenet1_1", inputs=inputs, preprocess=PreprocessSpec(crop=64))
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -290,7 +281,7 @@ REFUSED = [
     ("timm:hf-hub:timm/resnet18", "random:0", "timm:resnet18"),
     ("python:operators_models:linera", "random:0", "python:operators_models:linear"),
     ("python:operators_models:broken", "random:0", "FileNotFoundError"),
-    ("python:operators_models:needs", "random:0", "type args: {size: …}"),
+    ("python:operators_models:linear_of", "random:0", "type args: {width: …}"),
     ("python:/etc/passwd:x", "random:0", "type python:package.module:factory"),
     ("python:no_such_package.module:linear", "random:0", "'no_such_package'"),
 ]
@@ -300,12 +291,34 @@ REFUSED = [
 @pytest.mark.parametrize(("source", "weights", "words"), REFUSED)
 def test_refusals_say_what_to_type(source: str, weights: str, words: str) -> None:
     """What is unknown, not offered or fails is refused by its reason, without paths, and with the string to type."""
-    error = refused(source, weights, **{"inputs": VECTOR} if source.startswith("python:") else {})
-    assert words in error.detail + " | " + error.hint
+    assert words in refusal(source, weights, **{"inputs": VECTOR} if source.startswith("python:") else {})
+
+
+@pytest.mark.usefixtures("factories")
+@pytest.mark.parametrize(
+    ("source", "args", "words"),
+    [
+        ("torchvision:resnet18", {"num_clases": 10}, "takes no argument 'num_clases' | did you mean 'num_classes'"),
+        # This class ignores what it does not know.
+        ("torchvision:mobilenet_v3_small", {"num_clases": 10}, "did you mean 'num_classes'"),
+        ("torchvision:resnet18", {"weights": "DEFAULT"}, "type weights: beside args:"),
+        ("torchvision:resnet18", {"num_classes": "ten"}, "could not be built (TypeError)"),
+        ("timm:resnet18", {"in_chan": 1}, "did you mean 'in_chans'"),
+        ("python:operators_models:linear_of", {"widht": 3}, "takes no argument 'widht' | did you mean 'width'"),
+    ],
+)
+def test_refused_arguments(source: str, args: dict[str, Any], words: str) -> None:
+    """What a constructor does not take, or another field decides, is refused with what to type."""
+    assert words in refusal(source, args=args, inputs=VECTOR)
 
 
 def test_architectures() -> None:
-    """The names read from a library's files are those that it registers when it is imported."""
+    """Names read from a library's files are those that it registers when it is imported; listed are classifiers."""
+    names = list_default_architectures()
+    assert len(names) >= 80
+    assert names == sorted(names) == list_classifiers()
+    assert {"resnet50", "vit_b_16", "googlenet"} <= set(names)
+    assert not {"r3d_18", "fcn_resnet50", "ssd300_vgg16", "raft_small", "quantized_resnet18"} & set(names)
     assert list_architectures("torchvision") == set(list_models())
     assert list_architectures("timm") >= set(timm.list_models())
     assert "vit_base_patch16_224" in list_architectures("timm")
@@ -313,24 +326,6 @@ def test_architectures() -> None:
 
 
 CLASSES = 10
-OWN = """
-from torch import nn
-
-def linear(width, bias=True):
-    return nn.Linear(4, width, bias=bias)
-"""
-
-
-@pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operator's module of factories that take arguments."""
-    (tmp_path / "own_with_arguments.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-
-def refusal(source: str, weights: str | Path = "random:0", **fields: Any) -> str:
-    error = refused(source, weights, **fields)
-    return f"{error.detail} | {error.hint}"
 
 
 def digest(model: BuiltModel) -> str:
@@ -363,33 +358,6 @@ def test_fine_tuned_checkpoint(source: str, make: Callable[..., nn.Module], tmp_
     assert torch.equal(compute(model.module, shape), compute(module, shape))
     save_file({name: value for name, value in state.items() if name != next(iter(state))}, file)
     assert "num_classes" not in refusal(source, file)  # heads are not all that differs
-
-
-@pytest.mark.parametrize(
-    ("source", "args", "words"),
-    [
-        ("torchvision:resnet18", {"num_clases": 10}, "takes no argument 'num_clases' | did you mean 'num_classes'"),
-        # This class ignores what it does not know.
-        ("torchvision:mobilenet_v3_small", {"num_clases": 10}, "did you mean 'num_classes'"),
-        ("torchvision:resnet18", {"weights": "DEFAULT"}, "type weights: beside args:"),
-        ("torchvision:resnet18", {"num_classes": "ten"}, "could not be built (TypeError)"),
-        ("timm:resnet18", {"in_chan": 1}, "did you mean 'in_chans'"),
-    ],
-)
-def test_refused_arguments(source: str, args: dict[str, Any], words: str) -> None:
-    """What a constructor does not take, or another field decides, is refused with what to type."""
-    assert words in refusal(source, args=args)
-
-
-@pytest.mark.usefixtures("own")
-def test_own_factory() -> None:
-    """A factory is called with its arguments; what it does not take, or lacks, is named."""
-    source = "python:own_with_arguments:linear"
-    model = built(source, inputs=VECTOR, args={"width": 3, "bias": False})
-    assert isinstance(model.module, nn.Linear)
-    assert (model.module.out_features, model.module.bias) == (3, None)
-    assert "takes no argument 'widht' | did you mean 'width'" in refusal(source, inputs=VECTOR, args={"widht": 3})
-    assert "type args: {width: …}" in refusal(source, inputs=VECTOR)
 
 
 def test_transformers_configuration(tmp_path: Path) -> None:
