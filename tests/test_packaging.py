@@ -1,14 +1,17 @@
-"""What is imported is ``layertap``: packages of a user's own called ``models`` and ``service`` stay theirs."""
+"""Both distributions: a user's own packages ``models`` and ``service`` stay theirs, and the client needs no torch."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import layertap_client
 
 ROOT = Path(__file__).parents[1]
 NETS = "from torch import nn\n\n\ndef build():\n    return nn.Sequential(nn.Flatten(), nn.Linear(4, 2))\n"
@@ -64,21 +67,47 @@ def test_checkout_without_links(tmp_path: Path) -> None:
     assert "git config core.symlinks true" in done.stderr.splitlines()[-1]
 
 
-def test_wheel(tmp_path: Path, repository: Path) -> None:
-    """The wheel holds all there is of both folders under that name, and nothing under another one."""
+UI, LOAD = ROOT / "service" / "ui", ROOT / "service" / "load" / "scenarios"
+DATA = [
+    *("models/digits/digits.safetensors", "models/compiled/runner.cpp"),
+    *(path.relative_to(ROOT).as_posix() for suffix in ("html", "css", "js", "png") for path in UI.glob(f"*.{suffix}")),
+    *(path.relative_to(ROOT).as_posix() for path in LOAD.glob("*.yaml")),
+]
+
+
+@pytest.mark.parametrize(
+    ("project", "module", "folders", "data"),
+    [
+        (ROOT, "layertap.service.cli.main", ("models", "service"), [f"layertap/{name}" for name in DATA]),
+        (ROOT / "client", "layertap_client", ("layertap_client",), ["layertap_client/py.typed"]),
+    ],
+    ids=["server", "client"],
+)
+def test_wheel(
+    tmp_path: Path, repository: Path, project: Path, module: str, folders: tuple[str, ...], data: list[str]
+) -> None:
+    """A wheel holds all modules, nothing under another name, and is imported from where it was unpacked."""
+    package = module.partition(".")[0]
     build = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
-    name = subprocess.check_output([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, text=True).split()[-1]
+    name = subprocess.check_output([sys.executable, "-c", build, str(tmp_path)], cwd=project, text=True).split()[-1]
     with zipfile.ZipFile(tmp_path / name) as wheel:
         names = set(wheel.namelist())
         wheel.extractall(tmp_path / "site")
-    folders = [path for room in ("models", "service") for path in (ROOT / room).rglob("*.py")]
-    assert {f"layertap/{path.relative_to(ROOT).as_posix()}" for path in folders} < names
-    assert {"layertap/models/digits/digits.safetensors", "layertap/models/compiled/runner.cpp"} < names
-    pages = [path for path in (ROOT / "service" / "ui").iterdir() if path.suffix in (".html", ".css", ".js", ".png")]
-    load = ROOT / "service" / "load"
-    pages += load.glob("scenarios/*.yaml")
-    assert {f"layertap/{path.relative_to(ROOT).as_posix()}" for path in pages} < names
-    assert {each.split("/")[0].partition("-")[0] for each in names} == {"layertap"}
-    code = "import layertap.service.cli.main as main; print(main.__file__)"
+    paths = [path.relative_to(project).as_posix() for each in folders for path in (project / each).rglob("*.py")]
+    assert {path if path.startswith(package) else f"{package}/{path}" for path in paths} | set(data) < names
+    assert {each.split("/")[0].partition("-")[0] for each in names} == {package}
+    code = f"import {module} as module; print(module.__file__)"
     done = run(repository, "-c", code, path=f"{tmp_path / 'site'}:.")
-    assert done.stdout.strip() == str(tmp_path / "site" / "layertap" / "service" / "cli" / "main.py"), done.stderr
+    assert done.stdout.startswith(str(tmp_path / "site" / package)), done.stderr
+
+
+LEFT_OUT = {"torch", "layertap", "PIL", "tqdm", "pydantic", "safetensors"}
+
+
+def test_client_needs_little() -> None:
+    """Nothing but httpx and numpy is named by the client, or imported with it."""
+    project = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())["project"]
+    assert [each.partition(">")[0] for each in project["dependencies"]] == ["httpx", "numpy"]
+    assert layertap_client.__version__ == project["version"]
+    code = f"import sys, layertap_client; print({{m.split('.')[0] for m in sys.modules}} & {LEFT_OUT!r})"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"

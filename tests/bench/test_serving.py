@@ -51,9 +51,6 @@ time.sleep(600)
 """
 
 
-# Figures
-
-
 def test_beside_the_loop() -> None:
     """A server's figures are related to the loop's of the same round; what is no load stays as it is."""
     one = {"p50_ms": 3.0, "ratio": 1.5}
@@ -61,12 +58,6 @@ def test_beside_the_loop() -> None:
     assert found["server 16"] == {**SERVER, "ratio": 0.9, "beyond_cpu_ms": 2.5}
     assert (found["loop"], found["one"]) == (LOOP, one)
     assert related({"server 16": SERVER}) == {"server 16": SERVER}
-
-
-# For people
-
-
-# The same work
 
 
 @pytest.mark.parametrize(
@@ -116,9 +107,6 @@ def test_other_vectors_are_kept_out(vector: str, picture: Path, tmp_path: Path) 
         pass
 
 
-# Processes
-
-
 def test_nothing_is_left_running(tmp_path: Path) -> None:
     """Children that ignore SIGTERM are ended too, in sessions of their own as well."""
     with running([sys.executable, "-c", PARENT], 0, tmp_path) as server:
@@ -126,9 +114,6 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
         pids = set(family(server.process.pid))
         assert len(pids) == 3
     wait_until(lambda: not any(alive(pid) for pid in pids))
-
-
-# Peers
 
 
 LOCK = Path(__file__).parents[2] / "requirements.lock"
@@ -158,9 +143,6 @@ def test_naive_peer() -> None:
             reply = httpx.post(url + path, content=data, headers={"Content-Type": "image/jpeg"}, trust_env=False)
             vector = np.concatenate([expected[layer] for layer in wanted])
             np.testing.assert_allclose(contender.read(reply.content, wanted), vector, rtol=1e-4, atol=1e-6)
-
-
-# Peers' environments
 
 
 @pytest.mark.parametrize("name", [name for name, peer in peers.PEERS.items() if peer.packages])

@@ -146,21 +146,9 @@ def answers(model: LoadedModel, inputs: Mapping[str, Tensor], texts: list[str], 
     return {result.key: taken[result.capture].values for result in plan.results}
 
 
-def score(model: LoadedModel, output: Any) -> Tensor:
-    """The sum of the model's first floating output."""
-    return next(info for info in ordered(output) if info.is_floating_point()).float().sum()
-
-
-def ordered(value: Any) -> Iterator[Tensor]:
-    """Tensors in a value's own order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from ordered(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from ordered(item)
+def score(output: Any) -> Tensor:
+    """The sum of the model's first floating output; ``flatten`` begins with the last."""
+    return next(info for info in reversed(flatten(output).values()) if info.is_floating_point()).float().sum()
 
 
 def floating(name: str, model: LoadedModel, inputs: Mapping[str, Tensor]) -> dict[Key, Tensor]:
@@ -187,7 +175,7 @@ def test_gradients(name: str) -> None:
             continue
         delta = torch.zeros_like(value).requires_grad_()
         with changed(model.module, key, lambda info, delta=delta: info + delta):
-            end = score(model, called(model, inputs))
+            end = score(called(model, inputs))
         wanted = torch.autograd.grad(end, delta, allow_unused=True)[0] if end.requires_grad else None
         wanted = torch.zeros_like(value) if wanted is None else wanted
         nonzero += bool(wanted.any())
