@@ -186,10 +186,9 @@ def gauges(live: Live) -> Counts:
     return {name: found[name] for name in GAUGES}
 
 
-def batch_ceiling(live: Live, name: str) -> float:
-    """The most rows of a forward of a model."""
-    found = [each for each in read_samples(live) if each.name == "layertap_batch_ceiling_rows"]
-    return next(float(each.value) for each in found if each.labels["model"] == name)
+def read_figure(live: Live, name: str, **labels: str) -> float:
+    """One of the server's figures; 0 while there is none."""
+    return next((each.value for each in read_samples(live) if (each.name, each.labels) == (name, labels)), 0.0)
 
 
 def batch_counts(why: str, rows: int, requests: int, times: int = 1) -> Counts:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
 
+import pytest
 from safetensors.torch import save_file
 
 from layertap.models.spec import ModelSpec
 from layertap.service.config.allowed import Allowed
-from layertap.service.config.configuration import Configuration
 from tests.service.conftest import Serve
 from tests.service.exchanged_models import ALLOW, Versions, entry, fingerprint, make_state, put
 from tests.service.support import Json, problem
@@ -60,39 +59,24 @@ def test_not_allowed(serve: Serve, versions: Versions) -> None:
         assert "allows no model" in problem(put(live, "a"), 403)["detail"]
 
 
-@dataclass(frozen=True)
-class SlowFolder(Allowed):
-    """A folder on a mount that answers once its gate is open."""
-
-    entered: threading.Event = field(default_factory=threading.Event)
-    gate: threading.Event = field(default_factory=threading.Event)
-
-    def check(self, spec: ModelSpec, configured: ModelSpec) -> None:
-        self.entered.set()
-        assert self.gate.wait(60)
-        super().check(spec, configured)
-
-    @classmethod
-    def of(cls, configuration: Configuration) -> SlowFolder:
-        """What a configuration allows."""
-        assert configuration.allowed is not None
-        return cls(**asdict(configuration.allowed))
-
-
-def test_a_folder_that_does_not_answer(serve: Serve, versions: Versions) -> None:
+def test_a_folder_that_does_not_answer(serve: Serve, versions: Versions, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that is not looked at in time costs the request for the version, and nothing else."""
-    configuration = versions.write(entry("a"), allow=ALLOW)
-    folder = SlowFolder.of(configuration)
-    with (
-        serve(replace(configuration, allowed=folder), config=versions.file, deadline_s=0.5, cpu_threads=2) as live,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    entered, gate, check = threading.Event(), threading.Event(), Allowed.check
+
+    def check_slowly(self: Allowed, spec: ModelSpec, configured: ModelSpec) -> None:
+        entered.set()
+        assert gate.wait(60)
+        check(self, spec, configured)
+
+    monkeypatch.setattr(Allowed, "check", check_slowly)  # as on a mount that answers once its gate is open
+    settings = {"config": versions.file, "deadline_s": 0.5, "cpu_threads": 2}
+    with serve(versions.write(entry("a"), allow=ALLOW), **settings) as live, ThreadPoolExecutor(1) as pool:
         first = fingerprint(live)
         reply = pool.submit(put, live, "b")
         try:
-            assert folder.entered.wait(60)
+            assert entered.wait(60)
             assert fingerprint(live) == first  # others are answered meanwhile
             problem(reply.result(), 504, seconds=True)
         finally:
-            folder.gate.set()
+            gate.set()
         assert "replacement" not in live.client.get("/models/gated").json()

@@ -16,7 +16,6 @@ from tests.service.queue_harness import (
     HELD_ROWS,
     MetricsDelta,
     QueueHarness,
-    batch_ceiling,
     batch_counts,
     extract_request,
     hold_queue,
@@ -24,6 +23,7 @@ from tests.service.queue_harness import (
     queue_server_of,
     queued_rows,
     random_rows,
+    read_figure,
     right,
     row_counts,
     serving_nets,
@@ -58,11 +58,11 @@ def test_out_of_memory(hungry: Live) -> None:
     assert pile.module.forwards == [9, 4, 5, 2, 3]
     failed = {"out_of_memory": 2.0, "split:memory": 2.0}
     ledger.check(HELD_COUNTS, batch_counts("same_depth", 9, 4), row_counts(9), failed)
-    sunk = batch_ceiling(hungry, "hungry")
+    sunk = read_figure(hungry, "layertap_batch_ceiling_rows", model="hungry")
     assert 1 <= sunk <= 4
     with hold_queue(hungry, "hungry") as pile:
         put_rows(pile, counts)
-    assert max(pile.module.forwards) <= sunk == batch_ceiling(hungry, "hungry")
+    assert max(pile.module.forwards) <= sunk == read_figure(hungry, "layertap_batch_ceiling_rows", model="hungry")
     wait_idle(hungry)
 
 

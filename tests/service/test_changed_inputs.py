@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -15,6 +14,7 @@ from tests.server import Live
 from tests.service.conftest import Serve, server_of
 from tests.service.digits_reference import random_images
 from tests.service.gated_server import wait_until
+from tests.service.queue_harness import read_figure
 from tests.service.support import Json, arrays_of, configured, net, problem, tensor
 from tests.service.test_explain_methods import ask, assert_close, module_of
 
@@ -30,12 +30,9 @@ RESNET = ModelSpec("resnet", "python:tests.nets:resnet", weights="random:5", inp
 served = server_of(CNN, BLUNT, max_changed_inputs=LIMIT)
 
 
-def count_rows(live: Live, model: str) -> int:
+def count_rows(live: Live, model: str) -> float:
     """How many rows a model's forwards have answered."""
-    found = re.search(
-        rf'^layertap_rows_total{{model="{model}"}} (\S+)$', live.client.get("/metrics").text, re.MULTILINE
-    )
-    return int(float(found[1])) if found is not None else 0
+    return read_figure(live, "layertap_rows_total", model=model)
 
 
 SMOOTH: Json = {"method": "smoothgrad", "samples": 20}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from tests.service.conftest import Serve
 from tests.service.nets_http import IMAGE_TOKEN, Entries, Siamese
 from tests.service.support import Array, Json, arrays_of, configured, net, raw, safetensors_of
 
+IDS = InputSpec("batch.ids", (3,), "int64", values=(0, 50))
+ENTRIES = (IDS, InputSpec("batch.mask", (3,)), InputSpec("scale", ()))
 ROWS = {"batch.ids": np.array([[IMAGE_TOKEN, 3, IMAGE_TOKEN]]), "batch.mask": np.ones((1, 3), np.float32)}
 
 
@@ -33,11 +36,7 @@ def post(live: Live, model: str, arrays: dict[str, Array], layers: str) -> dict[
 def live(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     example = tmp_path_factory.mktemp("examples") / "ids.json"
     example.write_text(json.dumps({"batch.ids": ROWS["batch.ids"][0].tolist()}))
-    entries = (
-        InputSpec("batch.ids", (3,), "int64", values=(0, 50), example=str(example)),
-        InputSpec("batch.mask", (3,)),
-        InputSpec("scale", ()),
-    )
+    entries = (replace(ENTRIES[0], example=str(example)), *ENTRIES[1:])
     pair = (InputSpec("a", (4,)), InputSpec("b", (4,)))
     nets = (net("entries", "Entries", *entries), net("siamese", "Siamese", *pair), net("stacked", "Stacked", *pair))
     with serve(configured(*nets), workers=0) as live:
@@ -89,10 +88,5 @@ def test_examples_that_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(LoadError, match=path.name):
             load_model(net("net", "Gated", InputSpec(name, (4,), example=str(path))))
     load_model(net("net", "Gated", InputSpec("x", (4,), example=str(good))))
-    inputs = (
-        InputSpec("batch.ids", (3,), "int64", values=(0, 50)),
-        InputSpec("batch.mask", (3,)),
-        InputSpec("scale", ()),
-    )
     with pytest.raises(LoadError, match="forward raised"):  # without an example
-        load_model(net("entries", "Entries", *inputs))
+        load_model(net("entries", "Entries", *ENTRIES))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from io import BytesIO
 from typing import Any
@@ -15,6 +14,7 @@ from PIL import Image
 from layertap.service.pictures.colormaps import SEQUENTIAL
 from tests.server import Live
 from tests.service.pictures.test_sheet import find_tile, look_up
+from tests.service.queue_harness import read_figure
 from tests.service.support import npy, picture, problem, raw, tensor
 
 DIGIT = picture(1)
@@ -83,11 +83,7 @@ def test_without_matplotlib(live: Live, monkeypatch: pytest.MonkeyPatch, query: 
 
 def count_forwards(live: Live) -> float:
     """How many requests have had forwards."""
-    found = re.search(
-        r'^layertap_step_seconds_count{step="forward"} (\S+)$', live.client.get("/metrics").text, re.MULTILINE
-    )
-    assert found is not None
-    return float(found[1])
+    return read_figure(live, "layertap_step_seconds_count", step="forward")
 
 
 def test_too_many_maps(live: Live) -> None:

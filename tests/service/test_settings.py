@@ -65,20 +65,14 @@ def test_all_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "secret" not in caught.value.detail
 
 
-LINKS = {
-    "LAYERTAP_GPU_SERVICE_HOST": "10.0.0.1",
-    "LAYERTAP_GPU_SERVICE_PORT": "80",
-    "LAYERTAP_GPU_SERVICE_PORT_HTTP": "80",
-    "LAYERTAP_GPU_PORT": "tcp://10.0.0.1:80",
-    "LAYERTAP_GPU_PORT_80_TCP": "tcp://10.0.0.1:80",
-    "LAYERTAP_GPU_PORT_80_TCP_ADDR": "10.0.0.1",
-}
+LINKS = {"GPU_SERVICE_HOST": "10.0.0.1", "GPU_SERVICE_PORT_HTTP": "80", "GPU_PORT": "tcp://10.0.0.1:80"}
+LINKS |= {"GPU_PORT_80_TCP": LINKS["GPU_PORT"], "GPU_PORT_80_TCP_ADDR": "10.0.0.1"}
 
 
 def test_kubernetes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Kubernetes sets in every pod for services of such names is nobody's mistake; elsewhere it is one."""
     for name, value in LINKS.items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(f"LAYERTAP_{name}", value)
     with pytest.raises(SettingsError) as caught:
         read_settings()
     assert len(caught.value.detail.splitlines()) == len(LINKS)
@@ -87,7 +81,7 @@ def test_kubernetes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAYERTAP_GPU_PORT", "80")
     with pytest.raises(SettingsError, match=r"^LAYERTAP_GPU_PORT: "):
         read_settings()
-    monkeypatch.setenv("LAYERTAP_GPU_PORT", LINKS["LAYERTAP_GPU_PORT"])
+    monkeypatch.setenv("LAYERTAP_GPU_PORT", LINKS["GPU_PORT"])
     monkeypatch.setenv("LAYERTAP_PORT", "tcp://10.0.0.1:8000")
     with pytest.raises(SettingsError, match="enableServiceLinks"):
         read_settings()
