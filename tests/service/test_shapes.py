@@ -97,34 +97,23 @@ def offline(module: Any, row: Array, layer: str, call: int = 0, site: str = "out
     return record(module, torch.from_numpy(row)[None])[layer, call, (), site].numpy()
 
 
-def test_alike(local: Live, module: Any) -> None:
-    """What has one shape whatever the input's is one array, rows in the order of the inputs."""
-    layers = [
-        "head",
-        {"layer": "conv", "pool": "mean", "normalize": True, "as": "v"},
-        {"layer": "relu#0", "pool": "max"},
-    ]
-    reply = post(local, ROWS, *layers)
-    arrays = arrays_of(reply)
-    assert arrays.keys() == {"head", "v", "relu#0"}
-    close(arrays["head"], np.concatenate([offline(module, row, "head") for row in ROWS]))
-    means = np.stack([offline(module, row, "conv")[0].mean((1, 2)) for row in ROWS])
-    close(arrays["v"], means / np.linalg.norm(means, axis=1, keepdims=True))
-    close(arrays["relu#0"], np.stack([offline(module, row, "relu")[0].max((1, 2)) for row in ROWS]))
-
-
 @pytest.mark.parametrize("format_", ["json", "safetensors"])
-def test_apart(local: Live, module: Any, format_: str) -> None:
-    """What has another shape for another input has an entry for each, named by the input's place."""
-    reply = post(local, ROWS, "conv", "head", "relu#1:input", format=format_)
+def test_several_shapes(local: Live, module: Any, format_: str) -> None:
+    """What has another shape for another input has an entry for each, named by the input's place; else one array."""
+    unit = {"layer": "conv", "pool": "mean", "normalize": True, "as": "unit"}
+    reply = post(local, ROWS, "conv", "head", "relu#1:input", unit, {"layer": "relu#0", "pool": "max"}, format=format_)
     arrays = arrays_of(reply)
     names = [f"{key}.input{place}" for key in ("conv", "relu#1:input") for place in range(5)]
-    assert arrays.keys() == {*names, "head"}
+    assert arrays.keys() == {*names, "head", "unit", "relu#0"}
+    means = np.stack([offline(module, row, "conv")[0].mean((1, 2)) for row in ROWS])
+    close(arrays["unit"], means / np.linalg.norm(means, axis=1, keepdims=True))
+    close(arrays["relu#0"], np.stack([offline(module, row, "relu")[0].max((1, 2)) for row in ROWS]))
+    close(arrays["head"], np.concatenate([offline(module, row, "head") for row in ROWS]))
     for place, row in enumerate(ROWS):
         close(arrays[f"conv.input{place}"], offline(module, row, "conv"))
         close(arrays[f"relu#1:input.input{place}"], offline(module, row, "relu", 1, "input"))
     if format_ == "json":
-        assert list(arrays) == [*names[:5], "head", *names[5:]]
+        assert list(arrays) == [*names[:5], "head", *names[5:], "unit", "relu#0"]
         shapes = [entry["shape"] for name, entry in reply.json()["features"].items() if name.startswith("conv")]
         assert shapes == [[1, 8, *side] for side in SIDES]
 

@@ -22,6 +22,7 @@ from tests.service.load_server import ROOT
 from tests.service.support import Json
 
 END_S = 120
+SERVE = (sys.executable, "-m", "layertap", "serve", "--port")
 NET = {"source": "python:tests.nets:Chain", "weights": "random:0", "device": "cpu"}
 INPUTS = [{"name": "x", "shape": [3, 8, 8]}]
 CHAIN: Json = {"name": "chain", **NET, "inputs": INPUTS}
@@ -42,10 +43,6 @@ def environment(**variables: str) -> dict[str, str]:
     return {**bare, "LAYERTAP_CACHE_DIR": str(CACHE), "PYTHONPATH": str(ROOT), "COLUMNS": "200", **variables}
 
 
-def words_of(*words: str) -> list[str]:
-    return [sys.executable, "-m", "layertap", *words]
-
-
 def models(folder: Path, *entries: Json) -> str:
     """The path of a configuration, beside a file of weights that is none."""
     (folder / "broken.safetensors").write_bytes(b"no tensors")
@@ -58,7 +55,7 @@ def test_taken_port(torchless: dict[str, str]) -> None:
     """A port that is taken is told in a line, with what to type instead, before torch is imported."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        words = words_of("serve", "--port", str(port))
+        words = [*SERVE, str(port)]
         done = subprocess.run(words, cwd=ROOT, env=torchless, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
@@ -70,7 +67,7 @@ def test_asked_to_end_at_once(torchless: dict[str, str], tmp_path: Path) -> None
     """A server that is asked to end while it still reads its configuration does, with status 0 and without a word."""
     config = tmp_path / "models.yaml"
     os.mkfifo(config)
-    words = words_of("serve", "--port", "0", "--config", str(config))
+    words = [*SERVE, "0", "--config", str(config)]
     with subprocess.Popen(words, cwd=ROOT, env=torchless, stderr=subprocess.PIPE, text=True) as running:
         try:
             with config.open("w"):  # which waits for the server to read
@@ -100,7 +97,7 @@ def test_on_a_terminal() -> None:
     """A person is told what is loaded, then where the server is, and what it has."""
     ours, theirs = pty.openpty()
     ends = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    words, env, data = words_of("serve", "--port", "0"), environment(TERM="xterm-256color"), bytearray()
+    words, env, data = [*SERVE, "0"], environment(TERM="xterm-256color"), bytearray()
 
     def read_until(words: str | None) -> str:
         """What it has shown, without colours, once these words are there, or once it has ended."""

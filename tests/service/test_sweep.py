@@ -151,17 +151,12 @@ PATCHING: Json = {
 def test_patching(nets: Nets) -> None:
     """Layer by position: what a clean run has there put into a corrupt one; the clean one stays what it is."""
     found = nets.sweep(**PATCHING)
-    kept: dict[str, Tensor] = {}
     for layer in BLOCKS:
-
-        def keep(value: Tensor, layer: str = layer) -> None:
-            kept[layer] = value.clone()
-
-        run(nets.gpt2, torch.tensor([CLEAN]), layer, keep)
-    for layer in BLOCKS:
+        kept: list[Tensor] = []
+        run(nets.gpt2, torch.tensor([CLEAN]), layer, lambda value, kept=kept: kept.append(value.clone()))
         key = next(key for key in found if key.startswith(layer))
         expected = [
-            run(nets.gpt2, torch.tensor([CORRUPT]), layer, set_at((0, token), lambda _, own=kept[layer][0, token]: own))
+            run(nets.gpt2, torch.tensor([CORRUPT]), layer, set_at((0, token), lambda _, own=kept[0][0, token]: own))
             for token in range(len(CLEAN))
         ]
         np.testing.assert_allclose(found[key][1], [scores[0, -1, 5] for scores in expected], atol=1e-4)
