@@ -11,7 +11,7 @@ import safetensors.torch
 
 from layertap.models.digits import WEIGHTS
 from layertap.models.spec import InputSpec, PreprocessSpec
-from layertap.service.config.configuration import make_default_configuration, read_configuration
+from layertap.service.config.configuration import read_configuration
 from tests.service.config.test_mistakes import MODEL, write_config
 from tests.service.conftest import Serve
 from tests.service.gated_server import post_rows
@@ -68,35 +68,22 @@ def test_for_a_gpu(tmp_path: Path, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "expected"),
+    ("field", "value", "expected"),
     [
-        ("w.safetensors", "{}/w.safetensors"),
-        ("../w.pt", "{}/../w.pt"),
-        ("/abs/w.safetensors", "/abs/w.safetensors"),
-        ("DEFAULT", "DEFAULT"),
-        ("a.b_in1k", "a.b_in1k"),
-        ("random:1", "random:1"),
+        ("weights", "w.safetensors", "{}/w.safetensors"),
+        ("weights", "../w.pt", "{}/../w.pt"),
+        *(("weights", each, each) for each in ("/abs/w.safetensors", "DEFAULT", "a.b_in1k", "random:1")),
+        ("source", "transformers:bert", "transformers:{}/bert"),
+        *(("source", each, each) for each in ("transformers:/abs/bert", "timm:bert")),
     ],
 )
-def test_checkpoints(tmp_path: Path, weights: str, expected: str) -> None:
-    """A relative checkpoint is looked for beside the file; names of weights stay as they are."""
-    file = write_config(tmp_path, MODEL.format(f"weights: '{weights}'"))
-    assert read_configuration(file).models[0].weights == expected.format(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("transformers:bert", "transformers:{}/bert"),
-        ("transformers:/abs/bert", "transformers:/abs/bert"),
-        ("timm:bert", "timm:bert"),
-    ],
-)
-def test_directories(tmp_path: Path, source: str, expected: str) -> None:
-    """A relative directory is looked for beside the file, and only its last part is shown; other sources stay."""
-    (spec,) = read_configuration(write_config(tmp_path, f"models: [{{name: a, source: '{source}'}}]")).models
-    assert spec.source == expected.format(tmp_path)
-    assert spec.shown_source == (source if source.partition(":")[0] != "transformers" else "transformers:bert")
+def test_paths(tmp_path: Path, field: str, value: str, expected: str) -> None:
+    """A relative path is looked for beside the file, and only a folder's last part is shown; names stay as they are."""
+    entry = {"name": "a", "source": "python:m:f", field: value}
+    (spec,) = read_configuration(write_config(tmp_path, json.dumps({"models": [entry]}))).models
+    assert getattr(spec, field) == expected.format(tmp_path)
+    assert str(tmp_path) not in spec.shown_source
+    assert spec.shown_source == entry["source"].replace("/abs/", "")
 
 
 def test_loadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,14 +103,6 @@ def test_loadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = "".join(f"- {{name: a{number}, {entry}}}\n" for number, entry in enumerate(entries))
     configuration = read_configuration(write_config(tmp_path, f"models:\n{listed}"), before_loading=True)
     assert len(configuration.models) == len(entries)
-
-
-def test_embedded() -> None:
-    """Without a file there is ``digits``, loaded at once, and architectures that are loaded when asked for."""
-    configuration = make_default_configuration()
-    assert configuration.default == "digits"
-    assert [spec.name for spec in configuration.models if spec.load == "startup"] == ["digits"]
-    assert len(configuration.models) > 50
 
 
 def test_served(serve: Serve, tmp_path: Path) -> None:

@@ -26,10 +26,7 @@ NO_PICTURE: Json = {"layers": ["pool"], "inputs": [{"image": "AAAA"}]}
 BAD: Json = {"name": "bad", "weight": 2, "path": "/extract", "json": NO_PICTURE, "expect": 422}
 UNKNOWN: Json = {"name": "unknown", "path": "/extract?layers=nowhere", **PICTURE}
 GATED: Json = {"name": "gated", "path": "/extract?model=gated&layers=linear", "random": [4]}
-LOOPS: dict[str, Json] = {
-    "closed": {"connections": 4},
-    "open": {"rate": 200.0},
-}
+LOOPS: dict[str, Json] = {"closed": {"connections": 4}, "open": {"rate": 200.0}}
 
 
 def of(*entries: Json) -> list[RequestKind]:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from layertap.service.load.figures import NOT_SENT, Sample, summarize
 from layertap.service.load.options import Options
 from layertap.service.load.report import find_lateness, print_report
 from layertap.service.load.run import LoadRun, make_schedule, run
@@ -126,18 +127,16 @@ def test_hostile_names(live: Live) -> None:
 KINDS = of(VECTOR, BAD, ROWS)  # of weights 3, 2, 1
 
 
-@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-def test_same_seed_same_schedule(loop: Json) -> None:
-    options = replace(OPTIONS, **loop)
-    first, again = (list(make_schedule(KINDS, options)) for _ in range(2))
-    assert first == again
-    assert len(first) == 100
-    assert first != list(make_schedule(KINDS, replace(options, seed=1)))
-
-
-def test_loops_draw_the_same_requests() -> None:
-    """Runs with one seed can be compared: only the moments differ."""
-    drawn = [[kind.name for _, kind in make_schedule(KINDS, replace(OPTIONS, **loop))] for loop in LOOPS.values()]
+def test_schedules() -> None:
+    """One seed gives one schedule, another one another; of the two loops only the moments differ."""
+    drawn = []
+    for loop in LOOPS.values():
+        options = replace(OPTIONS, **loop)
+        first, again = (list(make_schedule(KINDS, options)) for _ in range(2))
+        assert first == again
+        assert len(first) == 100
+        assert first != list(make_schedule(KINDS, replace(options, seed=1)))
+        drawn.append([kind.name for _, kind in first])
     assert drawn[0] == drawn[1]
 
 
@@ -148,3 +147,31 @@ def test_poisson_arrivals() -> None:
     assert (gaps >= 0).all()
     assert gaps.mean() == pytest.approx(0.02, rel=0.03)
     assert gaps.std() == pytest.approx(0.02, rel=0.03)
+
+
+# From samples to figures
+
+
+ONE, THREE = of(VECTOR, BLOCKS)
+SAMPLES = [  # an allowed refusal, a failed one, and what else may happen
+    *(Sample(ONE, 0.0, failed=False, status=200, seconds=number / 1000) for number in range(1, 5)),
+    Sample(THREE, 0.0, failed=False, status=200, seconds=0.1),
+    Sample(ONE, 0.0, failed=True, status=500, seconds=0.5),
+    Sample(ONE, 0.0, failed=False, status=429, seconds=0.01),
+    Sample(ONE, 0.0, failed=True, status=503, seconds=0.03),
+    Sample(THREE, 0.0, failed=True, error="ReadError", seconds=9.0),
+    Sample(THREE, 0.0, failed=True, error=NOT_SENT),
+]
+
+
+def test_figures() -> None:
+    """Every sample is counted once, as a status or as an error; refusals and errors are in no percentile."""
+    found = summarize(SAMPLES, 2.0)
+    assert (found.requests, found.failed) == (10, 4)
+    assert found.statuses == {200: 5, 429: 1, 500: 1, 503: 1}
+    assert found.errors == {"ReadError": 1, "not sent": 1}
+    assert (found.goodput, found.rows_per_second) == (2.5, 3.5)
+    assert found.latency_ms is not None
+    assert (found.latency_ms.p50, found.latency_ms.p90, found.latency_ms.max) == (3, 500, 500)
+    assert found.refusal_ms is not None
+    assert (found.refusal_ms.p50, found.refusal_ms.max) == (10, 30)

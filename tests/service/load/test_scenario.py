@@ -32,31 +32,29 @@ from tests.service.support import Json, picture
 def test_mistakes(tmp_path: Path, change: Json, message: str) -> None:
     """Mistakes name the file, the request and the key, all of them at once."""
     file = tmp_path / "s.yaml"
-    file.write_text(json.dumps([VECTOR, {**BLOCKS, **change}, {}]))
-    with pytest.raises(LayertapError) as found:
-        find_scenario(str(file))
-    lines = found.value.detail.splitlines()
+    lines = find_mistakes(file, json.dumps([VECTOR, {**BLOCKS, **change}, {}])).splitlines()
     assert lines[0].startswith(f"{file}: request 2: ")
     assert message in lines[0]
     assert lines[1:] == ["request 3: name: Field required", "request 3: path: Field required"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "a scenario is a list of kinds of requests"),
-        ("- a", "request 1: "),
-        ("- {name: a, weight: 2026-99-99}", "is not YAML"),
-        ("- {name: a, path: /b, json: {}}\n" * 2, "two kinds of requests are called 'a'"),
-    ],
-)
-def test_files_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+def test_files_that_are_none(tmp_path: Path) -> None:
     """What is no scenario is refused in words."""
-    file = tmp_path / "s.yaml"
+    for text, message in {
+        "": "a scenario is a list of kinds of requests",
+        "- a": "request 1: ",
+        "- {name: a, weight: 2026-99-99}": "is not YAML",
+        "- {name: a, path: /b, json: {}}\n" * 2: "two kinds of requests are called 'a'",
+    }.items():
+        assert message in find_mistakes(tmp_path / "s.yaml", text)
+
+
+def find_mistakes(file: Path, text: str) -> str:
+    """What is said of a file with that in it."""
     file.write_text(text)
     with pytest.raises(LayertapError) as found:
         find_scenario(str(file))
-    assert message in str(found.value)
+    return found.value.detail
 
 
 def test_bodies() -> None:

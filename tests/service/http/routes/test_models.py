@@ -22,6 +22,7 @@ def test_embedded() -> None:
         assert states.pop("digits") == "ready"
         assert {"resnet50", "vit_b_16", "convnext_tiny"} <= set(states)
         assert set(states.values()) == {"available"}
+        assert len(states) > 50
 
 
 def test_limits(limited: Live) -> None:
