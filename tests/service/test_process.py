@@ -70,7 +70,8 @@ def test_served_until_balancers_know(tmp_path: Path) -> None:
 
     All that the server says is in its log, in JSON.
     """
-    with process([fatal_model_spec("Unhurried")], tmp_path, LAYERTAP_DRAIN_DELAY_S=str(DELAY_S)) as server:
+    settings = {"LAYERTAP_DRAIN_DELAY_S": str(DELAY_S), "LAYERTAP_SLOW_REQUEST_S": "1000"}
+    with process([fatal_model_spec("Unhurried")], tmp_path, **settings) as server:
         port, clients = httpx.URL(server.url).port or 0, [Client() for _ in range(KEPT + FRESH)]
         slow = http.client.HTTPConnection("127.0.0.1", port, timeout=END_S)
         slow.putrequest("POST", PATH)
