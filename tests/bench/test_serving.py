@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 import threading
@@ -12,7 +13,10 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+import torch
 import uvicorn
+from PIL import Image
+from torchvision.models import MobileNet_V3_Small_Weights, mobilenet_v3_small
 
 from bench import peers
 from bench.peers.naive import app
@@ -21,9 +25,10 @@ from bench.serving.loads import LOADS, Load
 from bench.serving.plain import Plain
 from bench.serving.report import related
 from bench.serving.server import family, running
-from tests.bench.support import MODEL, alive, forward, jpeg
+from tests.service.engine.processes.test_decoding_executor import has_ended
 from tests.service.gated_server import wait_until
 
+MODEL = "mobilenet_v3_small"
 LOOP = {"per_s": 100.0, "cpu_ms": 10.0, "peak_mib": 500.0}
 SERVER = {"per_s": 90.0, "cpu_ms": 12.5, "peak_mib": 700.0, "p50_ms": 8.0}
 ANSWERING = """
@@ -49,6 +54,28 @@ for session in (False, True):
     subprocess.Popen([sys.executable, "-c", {CHILD!r}], start_new_session=session)
 time.sleep(600)
 """
+
+
+def jpeg() -> bytes:
+    pixels = np.random.default_rng(0).integers(0, 256, (240, 320, 3), dtype=np.uint8)
+    encoded = io.BytesIO()
+    Image.fromarray(pixels).save(encoded, "JPEG", quality=95)
+    return encoded.getvalue()
+
+
+def forward(layers: tuple[str, ...], data: bytes) -> dict[str, np.ndarray]:
+    """Each layer's mean over space, by nothing but torchvision."""
+    torch.manual_seed(0)
+    model = mobilenet_v3_small(weights=None).eval()
+    kept: dict[str, np.ndarray] = {}
+    for layer in layers:
+        model.get_submodule(layer).register_forward_hook(
+            lambda module, inputs, output, layer=layer: kept.update({layer: output.numpy().mean((2, 3))[0]})
+        )
+    batch = MobileNet_V3_Small_Weights.DEFAULT.transforms()(Image.open(io.BytesIO(data)).convert("RGB"))[None]
+    with torch.no_grad():
+        model(batch)
+    return kept
 
 
 def test_beside_the_loop() -> None:
@@ -113,7 +140,7 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
         wait_until(lambda: server.log.read_text().count("up") == 2)
         pids = set(family(server.process.pid))
         assert len(pids) == 3
-    wait_until(lambda: not any(alive(pid) for pid in pids))
+    wait_until(lambda: all(has_ended(pid) for pid in pids))
 
 
 LOCK = Path(__file__).parents[2] / "requirements.lock"

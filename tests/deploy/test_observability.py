@@ -78,23 +78,6 @@ def test_names() -> None:
     assert tested == alarms
 
 
-def test_dashboard() -> None:
-    """Panels have numbers of their own and do not overlap; every one says what it asks of which source."""
-    dashboard = json.loads(DASHBOARD.read_text())
-    panels = dashboard["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    taken: set[tuple[int, int]] = set()
-    for panel in panels:
-        place = panel["gridPos"]
-        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
-        assert not cells & taken
-        assert all(x < 24 for x, _ in cells)
-        taken |= cells
-        assert panel["type"] == "row" or panel["datasource"]["uid"] == "${datasource}"
-    for file in sorted((ROOT / "deploy/grafana/provisioning").rglob("*.yml")):
-        assert yaml.safe_load(file.read_text())["apiVersion"] == 1
-
-
 @pytest.mark.slow
 def test_rules() -> None:
     """Promtool takes the alarms, and each fires for what it should, and for nothing less."""

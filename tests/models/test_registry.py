@@ -30,6 +30,7 @@ VECTOR = (InputSpec("x", (4,)),)
         (replace(net_spec("Chain"), source="python:tests.nets:Chian"), "no factory 'Chian'; did you mean"),
         (net_spec("Chain", inputs=VECTOR), "can't take an input of this shape"),
         (net_spec("Chain", weights="nowhere.safetensors"), "no checkpoint 'nowhere.safetensors'"),
+        (replace(net_spec("Chain"), source="python:tests.models.test_registry:leaves"), "SystemExit"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.source,
 )
@@ -108,14 +109,6 @@ def test_complex_buffers_stay_complex(dtype: str) -> None:
     """A model's dtype is that of its real numbers: complex ones keep both of their parts."""
     model = load_model(spec("Turned", dtype=dtype, weights="random:0"))
     assert model.module.get_buffer("turn").is_complex()
-
-
-def test_a_factory_that_exits() -> None:
-    """Whatever a factory raises, its model has failed and says so."""
-    registry = Registry([spec("leaves", weights="random:0")])
-    with pytest.raises(LoadError, match=r"could not be built|SystemExit"):
-        registry.load("net")
-    assert registry.get_entry("net").state == "failed"
 
 
 def test_what_no_checkpoint_holds_counts() -> None:

@@ -45,12 +45,16 @@ class Mixed(nn.Module):
         self.register_buffer("empty", torch.empty(0, 2))
 
 
-def refused(path: Path) -> LoadError:
+def refusal(act: Callable[[], object]) -> LoadError:
     with pytest.raises(LoadError) as caught:
-        read_checkpoint(path)
-    assert "/" not in caught.value.detail + caught.value.hint
-    assert str(path.parent) not in caught.value.detail
+        act()
     return caught.value
+
+
+def refused(path: Path) -> LoadError:
+    error = refusal(lambda: read_checkpoint(path))
+    assert "/" not in error.detail + error.hint
+    return error
 
 
 def test_round_trip_of_both_kinds(tmp_path: Path) -> None:
@@ -244,12 +248,6 @@ def saved(folder: Path, content: object) -> Path:
     return folder / "x.pth"
 
 
-def refusal(act: Callable[[], object]) -> LoadError:
-    with pytest.raises(LoadError) as caught:
-        act()
-    return caught.value
-
-
 @pytest.mark.parametrize(
     ("content", "key"),
     [
@@ -291,7 +289,10 @@ def test_two_models_in_one(tmp_path: Path, content: object) -> None:
 
 
 def test_not_strict_takes_what_fits_and_says_so(tmp_path: Path) -> None:
-    """Strictly, the error has the names on both sides and the line to type; otherwise the report has them."""
+    """Strictly, the error has the names on both sides and the line to type; otherwise the report has them.
+
+    Another shape is refused all the same, and so is a file of which nothing fits.
+    """
     tensors = {"weight": torch.ones(3, 2), "extra": torch.ones(1)}
     error = refusal(lambda: load_state_dict(nn.Linear(2, 3), tensors, "x.pth"))
     assert "missing: 'bias'" in error.detail
@@ -301,6 +302,8 @@ def test_not_strict_takes_what_fits_and_says_so(tmp_path: Path) -> None:
     report = load_state_dict(module, tensors, "x.pth", strict=False)
     assert (report.missing, report.left_over) == (("bias",), ("extra",))
     assert torch.equal(module.weight, torch.ones(3, 2))
+    for other in ({"weight": torch.ones(4, 2)}, {"other": torch.ones(1)}):
+        refusal(lambda other=other: load_state_dict(nn.Linear(2, 3), other, "x.pth", strict=False))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -318,12 +321,6 @@ def test_names_that_look_alike_are_paired(renamed: dict[str, str], hint: str) ->
     error = refusal(lambda: load_state_dict(module, tensors, "x.pth"))
     assert hint in error.hint
     assert "strict" not in error.hint
-
-
-@pytest.mark.parametrize("tensors", [{"weight": torch.ones(4, 2)}, {"other": torch.ones(1)}], ids=["shape", "nothing"])
-def test_not_strict_has_its_bounds(tensors: dict[str, Tensor]) -> None:
-    """Another shape is refused, and so is a file of which nothing fits."""
-    refusal(lambda: load_state_dict(nn.Linear(2, 3), tensors, "x.pth", strict=False))
 
 
 def test_objects_beside_the_tensors_are_not_made(tmp_path: Path) -> None:
@@ -387,17 +384,13 @@ def test_shards_of_an_index_and_of_its_folder(tmp_path: Path) -> None:
 
 
 def test_shards_that_are_not_whole(tmp_path: Path) -> None:
-    """A shard that is not there, or lacks a tensor, is named."""
+    """A shard that is not there, lacks a tensor or lies elsewhere than beside its index is refused, and named."""
     assert "'three.safetensors'" in refused(shards(tmp_path, a="one.safetensors", b="three.safetensors")).detail
     assert "'one.safetensors' lacks" in refused(shards(tmp_path, a="one.safetensors", b="one.safetensors")).detail
-
-
-@pytest.mark.parametrize("name", ["../one.safetensors", "/one.safetensors", "x/one.safetensors"])
-def test_shards_elsewhere(tmp_path: Path, name: str) -> None:
-    """An index names only what lies beside it."""
     (tmp_path / "x").mkdir()
     shards(tmp_path / "x", a="one.safetensors")
-    assert "beside it" in refused(shards(tmp_path, a=name)).detail
+    for name in ("../one.safetensors", "/one.safetensors", "x/one.safetensors"):
+        assert "beside it" in refused(shards(tmp_path, a=name)).detail
 
 
 @pytest.mark.parametrize(

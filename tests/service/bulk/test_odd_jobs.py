@@ -89,7 +89,10 @@ def test_complete_and_of_other_pictures(command: Command, folder: Path, tmp_path
 
 
 class Rule:
-    """Answers entries by what is in them: "l" too large, "r" refused, "m" another shape, "many" too many at once."""
+    """Answers entries by what is in them: "l" too large, "r" refused, "m" another shape, "many" too many at once.
+
+    Some turns of the event loop later.
+    """
 
     in_flight = 2
     max_input_bytes = max_batch_bytes = max_rows = 100
@@ -100,6 +103,8 @@ class Rule:
 
     async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
         """A row of ones for each."""
+        for _ in range(10):
+            await asyncio.sleep(0)
         data = [entry.data for entry in entries]
         if b"l" in data:
             raise TooLargeError("it is too large")

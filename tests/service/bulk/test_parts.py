@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from layertap.service.bulk import parts, pipeline
-from layertap.service.bulk.job import Answer, BatchLimits, Column, Outline, Question, Rows, cut_batches
+from layertap.service.bulk.job import BatchLimits, Column, Outline, Question, Rows, cut_batches
 from layertap.service.bulk.parts import PartWriter, find_parts, list_parts, merge_parts
 from layertap.service.bulk.sources import Entry
 from tests.service.bulk.conftest import read
+from tests.service.bulk.test_odd_jobs import OUTLINE as RULE_OUTLINE
+from tests.service.bulk.test_odd_jobs import Rule
 
 OUTLINE = Outline("net", "f", {"x": Column((3,), "float32")}, {})
 COUNT, GROUP_ROWS = 40, 7
@@ -53,9 +55,8 @@ def test_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[int]
 # What a job holds at once does not grow with its source
 
 
-PICTURES, ROWS, IN_FLIGHT, WIDTH = 1000, 4, 3, 16
-OF_ONES = Outline("net", "f", {"x": Column((WIDTH,), "float32")}, {})
-PART_BYTES = 10 * ROWS * WIDTH * 4  # ten batches
+PICTURES, ROWS = 1000, 4
+PART_BYTES = 10 * ROWS * 2 * 4  # ten batches of two numbers each
 
 
 class Source:
@@ -74,39 +75,19 @@ class Source:
             yield entry
 
 
-class Ones:
-    """Answers a row of ones for each picture, some turns of the event loop later."""
-
-    in_flight = IN_FLIGHT
-    max_input_bytes = max_batch_bytes = max_rows = PICTURES
-
-    async def outline(self, question: Question) -> Outline:
-        """Always the same."""
-        return OF_ONES
-
-    async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
-        """Rows."""
-        for _ in range(10):
-            await asyncio.sleep(0)
-        return Answer("f", {"x": np.ones((len(entries), WIDTH), np.float32)}, {})
-
-    async def close(self) -> None:
-        """Nothing."""
-
-
 def test_what_is_held_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures are held by the batches in flight, the next one and the one being read; results up to a part's bytes."""
     monkeypatch.setattr(pipeline, "PART_BYTES", PART_BYTES)
     source, waiting = Source(), list[int]()
-    writer = PartWriter(tmp_path, OF_ONES, "parquet", 0)
+    writer = PartWriter(tmp_path, RULE_OUTLINE, "parquet", 0)
 
     def note(rows: Rows) -> None:
         waiting.append(writer.nbytes)
 
     batches = cut_batches(source.iterate(), BatchLimits(ROWS, 2**20))
-    answers = pipeline.answer_batches(batches, Ones(), Question(None), OF_ONES)
+    answers = pipeline.answer_batches(batches, Rule(), Question(None), RULE_OUTLINE)
     asyncio.run(pipeline.write_rows(answers, writer, note))
     assert find_parts(tmp_path)[1] == PICTURES
-    assert IN_FLIGHT * ROWS <= source.most <= (IN_FLIGHT + 3) * ROWS
+    assert Rule.in_flight * ROWS <= source.most <= (Rule.in_flight + 3) * ROWS
     assert len(waiting) == PICTURES // ROWS
     assert max(waiting) < PART_BYTES

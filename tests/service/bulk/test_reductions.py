@@ -21,6 +21,7 @@ from tests.marks import slow
 from tests.oracle import record
 from tests.server import Live
 from tests.service.bulk.conftest import read
+from tests.service.bulk.test_interrupted import KilledError
 from tests.service.cli.commands import Command
 from tests.service.support import Array
 
@@ -107,10 +108,6 @@ def test_numbers(command: Command, live: Live, tmp_path: Path, remote: bool) -> 
     assert [key for key, error in zip(read(part)["key"], read(part)["error"], strict=True) if error] == [
         "0003-broken.png"
     ]
-
-
-class KilledError(BaseException):
-    """In the place of a signal: nothing runs after it."""
 
 
 @pytest.mark.slow

@@ -48,8 +48,9 @@ def test_refused(command: Command, url: str, pictures: list[Path], words: tuple[
     assert len(there.notes.splitlines()) == 1
 
 
+EXTRACT = ("extract", "PICTURE", "--layers", "head")
 COMMANDS = (
-    ("extract", "PICTURE", "--layers", "head"),
+    EXTRACT,
     ("show", "PICTURE", "head"),
     ("explain", "PICTURE", "--method", "saliency"),
     ("layers", "digits"),
@@ -57,31 +58,20 @@ COMMANDS = (
 )
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
-def test_no_key(command: Command, locked: Live, pictures: list[Path], words: tuple[str, ...]) -> None:
-    """Where the key is missing it is one line that names the variable."""
-    check_refused(command, pictures, words, (locked.url,), "LAYERTAP_API_KEY")
-
-
 @pytest.mark.parametrize(
-    ("where", "told"),
+    ("words", "where", "told"),
     [
-        pytest.param(("http://127.0.0.1:1",), "no server answers at http://127.0.0.1:1", id="nobody"),
-        pytest.param(("URL/v1",), "without /v1", id="of OpenAI"),
-        pytest.param(("URL", "--config", "m.yaml"), "--url and --config cannot be combined", id="two"),
+        *((words, ("URL",), "LAYERTAP_API_KEY") for words in COMMANDS),
+        (EXTRACT, ("http://127.0.0.1:1",), "no server answers at http://127.0.0.1:1"),
+        (EXTRACT, ("URL/v1",), "without /v1"),
+        (EXTRACT, ("URL", "--config", "m.yaml"), "--url and --config cannot be combined"),
     ],
 )
 def test_no_such_server(
-    command: Command, locked: Live, pictures: list[Path], where: tuple[str, ...], told: str
+    command: Command, locked: Live, pictures: list[Path], words: tuple[str, ...], where: tuple[str, ...], told: str
 ) -> None:
-    """Where nobody answers, and where a configuration is named too, it is one line."""
-    check_refused(command, pictures, COMMANDS[0], tuple(each.replace("URL", locked.url) for each in where), told)
-
-
-def check_refused(
-    command: Command, pictures: list[Path], words: tuple[str, ...], where: tuple[str, ...], told: str
-) -> None:
+    """Where the key is missing, nobody answers, or a configuration is named too, it is one line."""
     given = [pictures[0] if word == "PICTURE" else word for word in words]
-    done = command(*given, "--url", *where)
+    done = command(*given, "--url", *(each.replace("URL", locked.url) for each in where))
     assert (done.status, done.out, len(done.notes.splitlines())) == (2, "", 1)
     assert told in done.notes
