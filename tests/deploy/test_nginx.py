@@ -79,21 +79,17 @@ class Site:
         return found()[0]
 
 
-def adapt(text: str, changes: dict[str, str]) -> str:
-    """The example with what a place of its own has elsewhere, each of which is there once."""
-    for old, new in changes.items():
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    return text
-
-
 @contextmanager
 def run_nginx(folder: Path, port: int, changes: dict[str, str]) -> Iterator[None]:
-    """Run nginx with the example, until the block ends."""
+    """Run nginx with the example and what a place of its own has elsewhere, until the block ends."""
     program = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin")
     if program is None:
         pytest.skip("there is no nginx")
-    (folder / "layertap.conf").write_text(adapt(EXAMPLE.read_text(), changes))
+    text = EXAMPLE.read_text()
+    for old, new in changes.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (folder / "layertap.conf").write_text(text)
     user = "user root;" if os.geteuid() == 0 else ""
     (folder / "nginx.conf").write_text(MAIN.format(folder=folder, user=user))
     words = [program, "-e", "stderr", "-p", str(folder), "-c", str(folder / "nginx.conf"), "-g", "daemon off;"]

@@ -80,9 +80,6 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-# --- torchvision ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["mobilenet_v3_small", slow("r3d_18")])
 def test_seeded_weights_are_the_architectures_own(name: str) -> None:
     """random:SEED is what get_model gives after manual_seed(SEED), every time, and another seed is another model."""
@@ -211,9 +208,6 @@ def test_transformer_takes_the_size_of_its_positions(tmp_path: Path) -> None:
     assert model.module(torch.zeros(1, 3, 96, 96)).shape == (1, 1000)
 
 
-# --- timm -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("ident", "prefix"), [("test_vit", 1), slow("deit_tiny_distilled_patch16_224", 2)])
 def test_timm_model_with_its_own_facts(ident: str, prefix: int) -> None:
     """A timm model takes the input of its configuration, and its prefix tokens are counted."""
@@ -224,9 +218,6 @@ def test_timm_model_with_its_own_facts(ident: str, prefix: int) -> None:
     assert model.prefix_tokens == prefix == getattr(model.module, "num_prefix_tokens", 0)
     assert digest_weights(model.module) == digest_weights(built(f"timm:{ident}", "random:3").module)
     assert digest_weights(model.module) != digest_weights(built(f"timm:{ident}", "random:4").module)
-
-
-# --- python ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("factories")
@@ -246,9 +237,6 @@ def test_factory_with_each_kind_of_weights(tmp_path: Path) -> None:
     assert (wide.out_features, wide.bias) == (3, None)
 
 
-# --- what the configuration overrides -------------------------------------------------------------------------------
-
-
 def test_configured_preprocessing() -> None:
     """None turns images off, a spec replaces the preset, and the input's shape follows its crop."""
     source = "torchvision:squeezenet1_1"
@@ -265,8 +253,6 @@ def test_contradictory_configuration() -> None:
     inputs = (InputSpec("x", (3, 96, 96)),)
     assert "(64, 64)" in refusal("torchvision:squeezenet1_1", inputs=inputs, preprocess=PreprocessSpec(crop=64))
 
-
-# --- refusals -------------------------------------------------------------------------------------------------------
 
 REFUSED = [
     ("torchvision:resnet5", "random:0", "torchvision:resnet50"),

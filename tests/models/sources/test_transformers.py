@@ -82,9 +82,6 @@ def everything(model: LoadedModel, rows: Rows) -> dict[Key, Tensor]:
     return {key: taken[capture].values for key, capture in captures.items()}
 
 
-# --- what hooks see -------------------------------------------------------------------------------------------------
-
-
 LEVELS = {"bert": (), "gpt2": pytest.mark.slow, "vit": pytest.mark.slow, "clip": pytest.mark.slow}
 
 
@@ -138,9 +135,6 @@ def test_attention(tmp_path: Path, name: str, layers: str) -> None:
     for number, weights in enumerate(expected):
         (found,) = extracted(model, rows, f"{layers.format(number)}:attention").values()
         torch.testing.assert_close(found, weights, rtol=1e-4, atol=1e-6)
-
-
-# --- what a directory says ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -203,9 +197,6 @@ def test_inputs_that_only_a_person_can_tell(tmp_path: Path) -> None:
     assert torch.equal(found, module(sound).last_hidden_state)
 
 
-# --- weights --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_seed(tmp_path: Path) -> None:
     """A seed gives the library's own parameters, drawn under it."""
@@ -262,9 +253,6 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "could not be built" in refused(folder)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "layertap[transformers]" in refused(folder)
-
-
-# --- fingerprints ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -119,9 +119,6 @@ def refused(live: Live, url: str) -> Json:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------- good ones
-
-
 @pytest.mark.parametrize("path", [*answers.GOOD, ""])
 def test_good(fetching: Live, hostile: HostileServer, path: str) -> None:
     """A picture at a URL has the features that it has when it is sent, by one connection."""
@@ -215,9 +212,6 @@ def test_system_resolver(serve: Serve, hostile: HostileServer) -> None:
     assert hostile.hits == 1
 
 
-# ------------------------------------------------------------------------------------------------------- not fetched
-
-
 @pytest.mark.parametrize("form", FORMS, ids=ascii)
 def test_forms(fetching: Live, hostile: HostileServer, names: Names, form: str) -> None:
     """However another host is written, or an allowed one is written oddly, nobody is asked and nobody dialled."""
@@ -244,9 +238,6 @@ def test_before_anything_is_asked(fetching: Live, hostile: HostileServer) -> Non
     tensors = problem(fetching.client.post("/extract", **body(good, model="gated", layers=["linear"])), 422)
     assert "tensors" in tensors["detail"]
     assert hostile.hits == 0
-
-
-# --------------------------------------------------------------------------------------------------------- addresses
 
 
 def test_addresses() -> None:
@@ -297,9 +288,6 @@ def test_next_address(fetching: Live, other: HostileServer, names: Names) -> Non
     reply = fetching.client.post("/extract", **body(f"http://images.test:{other.port}/good.png"))
     assert reply.status_code == 200
     assert other.hits == 1
-
-
-# ------------------------------------------------------------------------------------------------------- bad answers
 
 
 def test_one_answer_for_all(
@@ -426,9 +414,6 @@ def test_few_at_once(serve: Serve, hostile: HostileServer, settings: Json, most:
     assert hostile.hits == 20
 
 
-# --------------------------------------------------------------------------------------------------------------- TLS
-
-
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A key and a certificate for images.test, signed by itself."""
@@ -467,9 +452,6 @@ def test_tls(serve: Serve, names: Names, certificate: Path) -> None:
             assert refused(lives[live], url.format(host))["detail"] == COULD_NOT
         assert (hostile.hits, len(hostile.heads)) == (4, 1)
         assert refused(lives["own"], url.format("images.test").replace("https", "http"))["detail"] == COULD_NOT
-
-
-# ---------------------------------------------------------------------------------------------------------- settings
 
 
 @pytest.mark.parametrize(

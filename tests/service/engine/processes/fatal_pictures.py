@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+from io import BytesIO
 from typing import Any
 
 import numpy as np
-from PIL import ImageFile
+from PIL import Image, ImageFile
 from torch import Tensor, nn
 
 CRASHES, HANGS, TAKES_ALL_MEMORY = (41, 7), (42, 7), (43, 7)  # width and height
 BLOCK_BYTES = 2**26
+
+
+def draw(size: tuple[int, int], value: int = 0) -> bytes:
+    """A PNG of one colour."""
+    stream = BytesIO()
+    Image.new("RGB", size, (value % 256, value * 7 % 256, 3)).save(stream, "PNG")
+    return stream.getvalue()
 
 
 class Net(nn.Module):

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
 from tests.loading import load_model
 from tests.marks import slow
-from tests.service.engine.processes.fatal_pictures import CRASHES, HANGS, TAKES_ALL_MEMORY, FatalSide
+from tests.service.engine.processes.fatal_pictures import CRASHES, HANGS, TAKES_ALL_MEMORY, FatalSide, draw
 from tests.service.gated_server import wait_until
 from tests.service.inputs.test_decode_device import OTHERS, PLAIN
 from tests.service.server_process import descendants
@@ -124,9 +123,7 @@ def limits(size: tuple[int, int]) -> dict[str, Any]:
 
 
 def png(size: tuple[int, int], value: int = 0) -> ImageItem:
-    stream = BytesIO()
-    Image.new("RGB", size, (value % 256, value * 7 % 256, 3)).save(stream, "PNG")
-    return ImageItem(stream.getvalue())
+    return ImageItem(draw(size, value))
 
 
 def check_same(found: Attempt, wanted: Attempt) -> None:

@@ -27,9 +27,9 @@ from layertap.service.engine.execute.processes.worker import split_results
 from tests.conftest import WARM, net_spec
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.engine.processes.fatal_pictures import HANGS
+from tests.service.engine.processes.fatal_pictures import HANGS, draw
 from tests.service.engine.processes.test_decoding_executor import has_ended
-from tests.service.engine.processes.test_trouble import PICTURES, list_pids, parent, picture, send
+from tests.service.engine.processes.test_trouble import PICTURES, list_pids, parent, send
 from tests.service.gated_server import wait_until
 from tests.service.support import ROW, Json, configured, npy, problem, raw, rows, tensor
 
@@ -166,7 +166,7 @@ def test_decoding_is_work(serve: Serve) -> None:
     """A model that still decodes is not idle, though nobody waits for that any more."""
     with serve(configured(PICTURES), workers=2, decode_timeout_s=3.0) as live:
         handle, is_idle = live.engine.manager.handles["pictures"], live.engine.manager.scheduler.is_idle
-        files = [("images", (name, picture(size), "image/png")) for name, size in (("a", HANGS), ("b", (8, 8)))]
+        files = [("images", (name, draw(size), "image/png")) for name, size in (("a", HANGS), ("b", (8, 8)))]
         query = {"model": "pictures", "layers": "linear", "isolated": "true"}
         late = live.client.post("/extract", files=files, params=query, headers={"x-request-timeout": "0.5"})
         problem(late, 504, seconds=True)

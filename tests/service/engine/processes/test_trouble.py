@@ -7,13 +7,11 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
@@ -24,7 +22,7 @@ from layertap.service.inputs.items import TextItem
 from tests.marks import slow
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.engine.processes.fatal_pictures import CRASHES, HANGS, TAKES_ALL_MEMORY
+from tests.service.engine.processes.fatal_pictures import CRASHES, HANGS, TAKES_ALL_MEMORY, draw
 from tests.service.gated_server import wait_until
 from tests.service.server_process import fatal_model_spec
 from tests.service.support import arrays_of, configured, npy, problem, raw, rows
@@ -51,14 +49,8 @@ def fatal(serve: Serve) -> Iterator[Live]:
         yield live
 
 
-def picture(size: tuple[int, int], value: int = 0) -> bytes:
-    stream = BytesIO()
-    Image.new("RGB", size, (value % 256, value * 7 % 256, 3)).save(stream, "PNG")
-    return stream.getvalue()
-
-
 def send(live: Live, size: tuple[int, int], value: int = 0) -> Any:
-    return live.client.post("/extract", **raw(picture(size, value), "image/png", model="pictures", layers="linear"))
+    return live.client.post("/extract", **raw(draw(size, value), "image/png", model="pictures", layers="linear"))
 
 
 def check_same(replies: Sequence[Any], good: Sequence[Any]) -> None:
@@ -107,7 +99,7 @@ def test_decoder(fatal: Live, size: tuple[int, int]) -> None:
 def test_decoder_in_a_request(fatal: Live) -> None:
     """Of many pictures the one that ends its process is left out; the others are answered, or none, as is asked."""
     sizes = [CRASHES if place == 1 else (8, 8) for place in range(PICTURES_SENT)]
-    files = [("images", (f"{place}.png", picture(size), "image/png")) for place, size in enumerate(sizes)]
+    files = [("images", (f"{place}.png", draw(size), "image/png")) for place, size in enumerate(sizes)]
     query = {"model": "pictures", "layers": "linear", "on_error": "skip", "format": "npz"}
     reply = fatal.client.post("/extract", files=files, params=query)
     assert reply.headers["x-layertap-skipped"] == "1"
