@@ -33,10 +33,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class StoredReceipts:
-    """The receipts of results that a model gave, by their keys."""
+    """The receipts of results that a model gave, by their keys; ``foreign_rows`` were made by something else."""
 
     model: str
     receipts: Mapping[str, Mapping[str, Any]]
+    foreign_rows: int = 0
 
 
 async def check_index(index: Path, model: str | None, url: str | None, config: Path | None) -> bool:
@@ -44,8 +45,10 @@ async def check_index(index: Path, model: str | None, url: str | None, config: P
 
     ``model`` is asked in place of the index's own.
     """
-    stored, good = read_stored_receipts(index), True
-    name = model or stored.model
+    stored = read_stored_receipts(index)
+    name, good = model or stored.model, not stored.foreign_rows
+    if stored.foreign_rows:
+        say(f"{index}: {stored.foreign_rows} rows have another fingerprint than the file: see its column `fingerprint`")
     async with connect(url, config, name) as client:
         for key, receipt in stored.receipts.items():
             verdict = await _check_receipt(client, name, receipt)
@@ -118,7 +121,8 @@ def read_stored_receipts(index: Path) -> StoredReceipts:
         model, receipts = stored["model"], stored["receipts"]
         if isinstance(receipts, str | bytes):  # in metadata, which is text
             receipts = json.loads(receipts)
-        return StoredReceipts(str(model), {key: dict(receipt) for key, receipt in receipts.items()})
+        named = {key: dict(receipt) for key, receipt in receipts.items()}
+        return StoredReceipts(str(model), named, stored.get("foreign_rows", 0))
     except (KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
         raise LayertapError(f"{index} has no receipts", hint=HINT) from error
 
@@ -133,8 +137,10 @@ def _read_safetensors(file: Path) -> Any:
 
 
 def _read_parquet(file: Path) -> Any:
-    metadata = import_parquet().read_schema(file).metadata or {}
-    return {name.decode(): value.decode() for name, value in metadata.items() if name in (b"model", b"receipts")}
+    table = import_parquet().read_table(file, columns=["fingerprint"])  # files that somebody joined have several
+    facts = {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()}
+    rows = table["fingerprint"].to_pylist()
+    return {**facts, "foreign_rows": sum(each not in (None, facts["fingerprint"]) for each in rows)}
 
 
 def _read_job(folder: Path) -> Any:

@@ -236,3 +236,9 @@ def test_check(command: Command, folder: Path, tmp_path: Path) -> None:
         assert done.status == 0
         assert "digits pool: same" in done.out
         assert "digits block2: same" in done.out
+    rows = pq.read_table(tmp_path / "out.parquet")
+    older = rows.set_column(rows.column_names.index("fingerprint"), "fingerprint", pa.array(["0" * 32] * len(rows)))
+    pq.write_table(pa.concat_tables([rows, older]), tmp_path / "joined.parquet")  # the first file's metadata stays
+    done = command("check", tmp_path / "joined.parquet")
+    assert done.status == 1
+    assert f"{len(rows)} rows have another fingerprint" in done.out
