@@ -28,7 +28,9 @@ class Result(Mapping[str, Array]):
     copy what is small and to be kept. ``scales`` has for each int8 array float32 factors along axis 0. ``rows`` counts
     the inputs that were used, ``skipped`` has the places of the others and ``errors`` why. ``receipts`` says where each
     array came from, ``fingerprint`` is that of the whole reply; ``fingerprints`` has those of its arrays. ``attempts``
-    counts how often the request was sent. ``top_effects``: of a sweep, each input's largest.
+    counts how often the request was sent. ``top_effects``: of a sweep, each input's largest;
+    ``top_classes``: of an explanation, each picture's best, with ``class``, ``score`` and perhaps ``probability`` and
+    ``label``.
     """
 
     arrays: Mapping[str, Array]
@@ -45,6 +47,7 @@ class Result(Mapping[str, Array]):
     request_id: str = ""
     attempts: int = 1
     top_effects: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+    top_classes: tuple[tuple[Mapping[str, Any], ...], ...] = ()
 
     def __getitem__(self, name: str) -> Array:
         return self.arrays[name]
@@ -79,7 +82,7 @@ def read_result(reply: Reply) -> Result:
     """The result that a good reply in safetensors holds; BadReplyError."""
     media_type = reply.headers.get("content-type", "")
     if media_type != SAFETENSORS:
-        raise BadReplyError(f"arrays were asked for, the reply is {media_type[:80]!r}")
+        raise BadReplyError(f"arrays were asked for, the reply is {media_type[:80]!r}; Client.post gives other replies")
     arrays, metadata = read_safetensors(reply.body)
     try:
         receipts = json.loads(metadata.get("receipts", "{}"))
@@ -87,6 +90,7 @@ def read_result(reply: Reply) -> Result:
         interventions = json.loads(metadata.get("interventions", "[]"))
         warnings = json.loads(metadata.get("warnings", "[]"))
         effects = json.loads(metadata.get("top_effects", "[]"))
+        classes = json.loads(metadata.get("top_classes", "[]"))
         rows = int(metadata.get("rows", 0))
     except ValueError as error:
         raise BadReplyError(f"the reply's metadata can't be read: {error}") from None
@@ -107,6 +111,7 @@ def read_result(reply: Reply) -> Result:
         reply.headers.get("x-request-id", ""),
         reply.attempts,
         tuple(map(tuple, effects)),
+        tuple(map(tuple, classes)),
     )
 
 

@@ -88,6 +88,8 @@ def _load(registry: Registry, name: str) -> str:
     for warm in model.spec.warm:
         make_warm_plan(model, warm)
     facts = [f"ready on {model.device_name}", model.spec.precision, f"{len(model.catalog.layers)} layers"]
+    if model.model_embedding is not None:
+        facts.append(f"embedding {model.model_embedding.selector.text}")
     return ", ".join(facts + [each for each in [_describe_pictures(model.model_inputs)] if each])
 
 

@@ -71,6 +71,8 @@ def _describe(path: Path, state: StateDict, fits: Sequence[Fit]) -> Iterator[str
     yield from (f"{name}: {value}" for name, value in facts.items() if value)
     what = "config.json says" if fits and fits[0].has_weights else "fits"
     yield f"{what}: {_join([str(fit) for fit in fits]) or 'nothing that is known'}"
+    if not fits:
+        yield "the shape below is a guess: write your model's own, and its preprocess, labels and embedding"
     if len(fits) > 1:
         yield "the first of these is configured; others may compute or preprocess otherwise: choose what was trained"
 

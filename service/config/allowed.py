@@ -53,6 +53,9 @@ class Allowed:
         for name in sorted(spec.args.keys() | given.keys()):
             changed = name not in spec.args or name not in given or spec.args[name] != given[name]
             if changed and name not in self.args:
+                if name not in spec.args:
+                    hint = f'send the whole entry; "args" has {escape(name)} in the configuration file'
+                    raise ForbiddenError(f"argument {escape(name)} is missing", hint=hint)
                 raise ForbiddenError(f"argument {escape(name)} is not allowed", hint=HINT)
         default = ModelSpec(spec.name, spec.source)
         for name in (each.name for each in fields(ModelSpec) if each.name not in FREE):

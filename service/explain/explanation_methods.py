@@ -123,10 +123,11 @@ def _find_layer(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     of_maps = [match for match in matches if is_map(match.info) and match.point.site == "output"]
     if len(of_maps) != 1:
         layers = find_map_layers(model.catalog, HookPoint(".", 0, (), "output"))
-        names = dict.fromkeys(escape(tap.point.layer) for tap in layers)
+        names = list(dict.fromkeys(escape(tap.point.layer) for tap in layers))
+        what = f"names {len(of_maps)} outputs that are maps, and one is needed" if of_maps else "has no map as output"
         raise SelectorError(
-            f"{escape(explanation.selector.text)} names {len(of_maps)} outputs that are maps",
-            hint=f"name one of the layers of maps: {', '.join([*names][:MAX_NAMED])}",
+            f"{escape(explanation.selector.text)} {what}",
+            hint=f"name one of the {len(names)} layers of maps, such as {', '.join(names[:MAX_NAMED])}",
         )
     return [*of_maps]
 

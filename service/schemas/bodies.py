@@ -140,7 +140,7 @@ SomeMethods = Annotated[tuple[Method, ...], Field(min_length=1, json_schema_extr
 Methods = Annotated[
     SomeMethods,
     BeforeValidator(make_list, json_schema_input_type=Method | SomeMethods),
-    OneError(f"Input should be one of {', '.join(get_args(Method))}, or a list of some, each once"),
+    OneError(f"Input should be {', '.join(map(repr, get_args(Method)))} or a list of some"),
 ]
 Classes = Annotated[
     tuple[SomeClass, ...],

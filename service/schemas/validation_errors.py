@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ def validate(kind: type[B], value: Any, where: str = "") -> B:
         return kind.model_validate(value)
     except ValidationError as error:
         faults = convert_errors(
-            error.errors(include_url=False, include_input=False, include_context=False),
+            error.errors(include_url=False, include_context=False),
             where,
             with_hints=issubclass(kind, (RequestBody, LayerBody)),
         )
@@ -53,8 +54,16 @@ def _get_hint(error: ErrorDetails) -> str:
         return ""
     if error["type"] == "extra_forbidden":
         # It may be known elsewhere, but is refused here.
-        return suggest(find_nearest(names[-1], sorted(FIELDS - {names[-1]})))
-    return HINTS.get(names[-1], "")
+        return ELSEWHERE.get(names[-1]) or suggest(find_nearest(names[-1], sorted(FIELDS - {names[-1]})))
+    return HINTS.get(names[-1], "") or suggest(_find_meant(error))
+
+
+def _find_meant(error: ErrorDetails) -> tuple[str, ...]:
+    """The allowed value, quoted in the message, that is most like the one sent."""
+    allowed, sent = QUOTED.findall(error["msg"]), error.get("input")
+    words = sent if isinstance(sent, list) else [sent]
+    wrong = next((word for word in words if isinstance(word, str) and word not in allowed), "")
+    return find_nearest(wrong, allowed)
 
 
 def _make_pointer(loc: tuple[int | str, ...]) -> str:
@@ -66,6 +75,12 @@ FIELDS = {
     field.alias or name
     for model in (ExtractBody, ExplainBody, LayerBody, InputBody, TensorBody, InterventionBody, ObjectiveBody)
     for name, field in model.model_fields.items()
+}
+QUOTED = re.compile(r"'(\w+)'")
+ELSEWHERE = {  # fields that are known, but in another place
+    "class": 'write "objective": {"class": 3}, or "class" in an entry of "inputs"',
+    "target": 'write "objective": {"kind": "cross_entropy", "target": […]}, or "target" in an entry of "inputs"',
+    "interventions": "send interventions to POST /extract; an entry of its inputs may have its own",
 }
 HINTS = {  # if the message does not show what to write
     "layers": 'write "layers": ["NAME", …], or ?layers=NAME,NAME',

@@ -99,7 +99,7 @@ export async function showExplanation(state, name, signal) {
   (state.picture.width ? paintOverlay : paint)(canvas, map, scale);
   frame.disabled = false;
   frame.addEventListener("click", () => zoom(map, scale));
-  note.textContent = describe(state, reply, name);
+  note.textContent = describe(state, reply, name, map);
 }
 
 function readMap({ shape, values }) {
@@ -113,10 +113,12 @@ function readMap({ shape, values }) {
   }) };
 }
 
-function describe(state, reply, name) {
-  // The class of the map: the receipt has it if it was the best one.
+function describe(state, reply, name, map) {
+  // The class of the map (the receipt has it if it was the best one), its layer and its range: each map has its own scale.
   const receipt = reply.receipts[name];
   const chosen = METHODS[name].answerless || state.class === "" ? undefined : nameClass(state.labels, Number(state.class));
   const of = receipt.labels?.[0] ?? receipt.classes?.[0] ?? chosen;
-  return [of === undefined ? "" : `class ${of}`, ...(reply.warnings ?? [])].filter(Boolean).join(". ");
+  const layer = receipt.layer === "." ? "" : receipt.layer;
+  const range = [Math.min, Math.max].map((end) => map.values.reduce((a, b) => end(a, b)).toPrecision(3)).join(" to ");
+  return [of === undefined ? "" : `class ${of}`, layer, range, ...(reply.warnings ?? [])].filter(Boolean).join(". ");
 }

@@ -276,7 +276,7 @@ class ModelManager:
         limit, budget = self._settings.max_loaded_models, self._settings.model_memory_bytes
         name, used = entry.spec.name, _count_bytes(staying)
         if len({handle.name for handle in staying} - {name}) >= limit:  # a next version is not an additional model
-            return f"{limit} models are loaded and in use, as many as may be"
+            return f"{limit} models are loaded and in use, the limit (LAYERTAP_MAX_LOADED_MODELS)"
         if budget is not None and used + entry.memory_bytes > budget:
             taken = f"model {name} took {entry.memory_bytes} bytes when it was loaded last, and "
             return f"{taken if entry.memory_bytes else ''}models in use have {used} of {budget} bytes"

@@ -193,7 +193,8 @@ async def reload_models(request: Request, deadline: DeadlineDependency) -> Respo
     except ConfigError as error:
         log.error("the configuration is not read anew", extra={"fields": {"reason": error.detail}})
         detail = "the configuration file is not taken; the server's log has what is wrong"
-        raise RequestError(detail, faults=error.faults) from None
+        hint = "`layertap check --config FILE` shows it too"
+        raise RequestError(detail, hint=hint, faults=error.faults) from None
     body, status = changes.describe(), 200
     try:
         await wait_until(deadline, asyncio.shield(done))

@@ -57,7 +57,7 @@ def test_a_terminal(command: Command, pictures: list[Path]) -> None:
         (("extract", "--layers", "head", "--out", "nowhere/x.npz"), "nowhere/x.npz"),
         (("extract", "--layers", "block1,head", "--out", "x.npy"), "npz"),
         (("extract", "--layers", "head", "--config", "nowhere.yaml"), "can't read nowhere.yaml"),
-        (("explain", "--method", "lime", "--out", "x.npz"), "--method: Input should be one of grad_cam, "),
+        (("explain", "--method", "gradcam", "--out", "x.npz"), "(did you mean 'grad_cam'?)"),
         (("explain", "--method", "smoothgrad", "--samples", "0", "--out", "x.npz"), "--samples: "),
         (("explain", "--method", "rollout", "--out", "x.npz"), "attention_rollout"),
         (("explain", "--method", "saliency", "--classes", "1,1", "--out", "x.npz"), "each once"),

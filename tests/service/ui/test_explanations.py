@@ -68,4 +68,4 @@ def test_chosen_class(shown: Live, open_page: Open) -> None:
     assert f"class={number}" in opened.page.url
     second.click()
     opened.wait()
-    expect(note).to_contain_text(re.compile("class 2$"))
+    expect(note).to_contain_text(re.compile(r"class 2\. block3\. 0\.00 to 0\.\d+$"))
