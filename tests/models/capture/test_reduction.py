@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -284,6 +284,35 @@ def test_dtypes(dtype: str) -> None:
     check(reduce(RowTensor(value, info((1, 3, 40, 40), "NCHW", dtype)), ALL).values, list(value.double().numpy()))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_shapes_and_bytes_are_predicted(name: str) -> None:
+    """What the plan says about a result's shape, dtype and bytes is so, for every pool, dtype and narrowing."""
+    item = CASES[name]
+    letters = item.info.layout or ""
+    value = values(item.shape)
+    pools: list[Pool] = ["none", "mean", "max", "gem", "flatten", "cls"]
+    dtypes: list[ReplyDType] = ["float32", "float16", "int8"]
+    narrow: list[dict[str, Any]] = [{}, *([{"channels": (1, 2)}] if "C" in letters else [])]
+    narrow += [{"tokens": (4, 1, 0)}] if "T" in letters and "H" not in letters else []
+    for how in (Reduction(pool=p, dtype=d, **n) for p in pools for d in dtypes for n in narrow):
+        if how.pool == "cls" and not item.info.prefix:
+            continue
+        found = reduce(RowTensor(value, item.info), how)
+        capture = Capture(POINT, item.info, how)
+        assert tuple(found.values.shape) == capture.shape(item.rows), how
+        assert f"torch.{capture.dtype}" == str(found.values.dtype), how
+        scale = 0 if found.scale is None else found.scale.nbytes
+        assert found.values.nbytes + scale == capture.nbytes(item.rows), how
+
+
+def test_float64_stays() -> None:
+    """A deviation that float32 would lose beside the mean is there."""
+    value = torch.tensor([[1e8, 1e8 + 1e-3]], dtype=torch.float64)
+    found = reduce(RowTensor(value, info((1, 2), "NC", "float64")), Reduction(stats=("std", "histogram"))).values
+    assert float(found[0, 0]) == pytest.approx(5e-4, rel=1e-4)
+    assert found[0, 1:].tolist() == [1, *[0] * 14, 1]
+
+
 NAN, INF = float("nan"), float("inf")
 SPECIAL: dict[str, tuple[list[float], list[float], list[int]]] = {
     # drawn; mean, std, min, max, l2, zeros, nonfinite; the first and the last bin and what the others hold
@@ -305,3 +334,44 @@ def test_special_values(name: str) -> None:
     counts = both[0, -LAST:]
     assert (counts[0], counts[-1], counts[1:-1].sum()) == (first, last, between)
     np.testing.assert_array_equal(both[1, -LAST:], count_bins(np.array(beside)))
+
+
+WEIGHTS = TensorInfo((), (1, 4, 7, 7), "float32", layout="NAQK", token_axes=(2, 3))
+# A text of every position, one with padding behind it, one with a hole in it and padding on either side.
+HOLES = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0, 0], [0, 1, 1, 0, 1, 0, 0]], dtype=torch.bool)
+PARTS: list[dict[str, Any]] = [
+    {"heads": (-1, 0)},
+    {"queries": (2, 0)},
+    {"queries": (-1,)},
+    {"heads": (1,), "queries": (0, -2)},
+    {"heads": (3, 2), "queries": (1,), "keys": (-1, 1)},
+    {"keys": (0,)},
+    {"keys": (-3,)},
+]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_parts_of_attention(part: dict[str, Any]) -> None:
+    """Heads, queries and keys are those named, queries and keys counted among a text's own tokens.
+
+    Of an axis that is not named positions stay, with 0 where a text has none.
+    """
+    value = values((3, 4, 7, 7))
+    length = 6
+    how = Reduction(**part)
+    found = reduce(RowTensor(value, WEIGHTS, HOLES), how, length).values
+    flat = reduce(RowTensor(value, WEIGHTS, HOLES), replace(how, pool="flatten"), length).values
+    columns = ("mean", "max", "zeros")
+    stats = reduce(RowTensor(value, WEIGHTS, HOLES), replace(how, stats=columns), length).values
+    assert found.shape == Capture(POINT, WEIGHTS, how, length).shape(3)
+    for place, real in enumerate(HOLES.numpy()):
+        own = np.flatnonzero(real)
+        queries, keys = (own[list(part[axis])] if axis in part else np.arange(length) for axis in ("queries", "keys"))
+        heads = list(part.get("heads", range(4)))
+        row = value[place].numpy() * (real[:, None] & real)
+        wanted = row[heads][:, queries][:, :, keys]
+        np.testing.assert_array_equal(found[place].numpy(), wanted)
+        np.testing.assert_array_equal(flat[place].numpy(), wanted.reshape(-1))
+        counted = wanted[:, real[queries]][:, :, real[keys]]
+        expected = [counted.mean(), counted.max(), (counted == 0).mean()]
+        np.testing.assert_allclose(stats[place].numpy(), expected, rtol=1e-5)

@@ -175,6 +175,15 @@ def test_only_the_crop_is_resized(size: tuple[int, int], interpolation: Interpol
         assert apart.float().mean() < 0.08
 
 
+@pytest.mark.parametrize("more", [{"channels": "gray", "mean": (0.0,), "std": (1.0,)}, {"channels": "bgr"}])
+def test_fast_channels(more: dict[str, Any]) -> None:
+    """Gray levels and colours in another order are resized sooner too."""
+    spec = replace(PLAIN, resize=64, crop=56, **more)
+    apart = (fit_image(IMAGES["china"], spec, fast=True).int() - fit_image(IMAGES["china"], spec).int()).abs()
+    assert apart.shape == (spec.channel_count, 56, 56)
+    assert apart.max() == 1
+
+
 def test_enough() -> None:
     """A picture may be decoded at twice what it is resized to; in full where it is not resized smoothly."""
     assert compute_least_size(PreprocessSpec(resize=256, crop=224), 4000, 3000) == (682, 512)

@@ -37,6 +37,18 @@ def find_rows(harness: BatcherHarness, key: BatchKey, seconds: float) -> int:
     return batch.rows
 
 
+def test_max_bytes() -> None:
+    """A forward's values and what is kept of each row fit into the key's memory, or it is one of a single row."""
+    harness, key = (
+        BatcherHarness(),
+        make_key(costs=Costs(base=1.0, per_row=1.0, row_bytes=10), max_rows=9, max_bytes=70),
+    )
+    for rows, name, row_bytes in ((3, "x", 0), (3, "y", 10), (2, "z", 90)):
+        harness.add(key, rows, name, row_bytes=row_bytes)
+    slices = [harness.describe(batch) for batch in harness.run_in_turn()]
+    assert slices == [[("x", 0, 3), ("y", 0, 2)], [("y", 2, 3)], [("z", 0, 1)], [("z", 1, 2)]]
+
+
 @pytest.mark.parametrize("pads", [False, True])
 @pytest.mark.parametrize(("rows", "fitting_rows"), [(4, 2), (5, 2), (16, 8), (2, 1)])
 def test_out_of_memory(rows: int, fitting_rows: int, pads: bool) -> None:

@@ -127,3 +127,16 @@ def test_decoding_counts(seconds: float, rows: int) -> None:
     harness.add(key, 32, priority="bulk")
     assert harness.start_batch().rows == rows
     assert key.estimate_seconds(1) == pytest.approx(3 + seconds, rel=1e-3)
+
+
+def test_what_joins_a_short_batch() -> None:
+    """More bulk up to its limit; an interactive request has room in it as in any other."""
+    harness, key = make_harness(), make_key("cpu", COSTS, max_rows=64)
+    harness.add(make_key("cpu", COSTS))
+    run_batch(harness)
+    harness.add(key, priority="bulk")
+    batch = harness.start_batch()
+    for rows, priority, whole in ((32, "bulk", 7), (2, "interactive", 9)):
+        harness.add(key, rows, priority=priority)
+        harness.batcher.extend(batch)
+        assert batch.rows == whole
