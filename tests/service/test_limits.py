@@ -93,6 +93,12 @@ def test_announced(limited: Live, limited_control: Control) -> None:
     limited_control.check()
 
 
+@pytest.mark.parametrize(("size", "status"), [(2_000_000, 422), (2_000_001, 413)])
+def test_to_the_byte(limited: Live, size: int, status: int) -> None:
+    """A body as long as the limit is read: this one is no picture. One byte more is refused."""
+    problem(limited.client.post("/extract", content=bytes(size), headers={"content-type": "image/png"}), status)
+
+
 def test_reply_before_the_body_is_sent(limited: Live, limited_control: Control) -> None:
     """Clients that send all before they read get the refusal of a body that is far too large."""
     url, kind = httpx.URL(limited.url), {"content-type": "image/png"}

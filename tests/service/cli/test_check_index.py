@@ -29,9 +29,10 @@ def test_everything_of_a_receipt(command: Command, live: Live, tmp_path: Path) -
     body: Json = {"layers": layers, "inputs": [{"image": picture_text()}], "probe": True, "model": "digits"}
     file = tmp_path / "index.safetensors"
     file.write_bytes(live.client.post("/extract?format=safetensors", json=body).content)
-    done = command("check", file)
-    assert done.status == 0
-    assert [line.partition(": ")[2] for line in done.out.splitlines()] == ["same"] * 4
+    for where in ((), ("--url", live.url)):
+        done = command("check", file, *where)
+        assert done.status == 0
+        assert [line.partition(": ")[2] for line in done.out.splitlines()] == ["same"] * 4
 
 
 def picture_text() -> str:

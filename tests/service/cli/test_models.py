@@ -40,7 +40,8 @@ def test_filters(command: Command, live: Live, words: tuple[str, ...], query: di
         measured = {"cost": 0, "share": 0}  # anew each time
         assert {**one, **measured} == {**other, **measured}
     tree = live.client.get("/models/digits/layers", params=query, headers={"Accept": "text/plain"}).text
-    assert mask_costs(command("layers", "digits", *words).out) == mask_costs(tree)
+    for where in ((), ("--url", live.url)):
+        assert mask_costs(command("layers", "digits", *words, *where).out) == mask_costs(tree)
 
 
 def mask_costs(text: str) -> str:
