@@ -20,11 +20,15 @@ NAME_RULE = "a name has 1 to 100 letters, digits, '.', '_' and '-', a letter or 
 NOT_LOADED = frozenset({"load", "required", "idle_timeout_s"})  # fields that the model itself does not depend on
 
 
+Stamp = tuple[tuple[str | int, ...], ...]  # of files: path, inode, time of the last change in ns, size in bytes
+
+
 @dataclass(frozen=True)
 class Configuration:
     """The configured models, the one that a request without ``model`` gets, and the folder that paths begin at.
 
     ``aliases`` are further names of models; ``allowed`` is what may be brought by HTTP, None where nothing may.
+    ``stamps`` has, by model, the files of its weights as they were when the configuration was read.
     """
 
     models: tuple[ModelSpec, ...]
@@ -32,6 +36,7 @@ class Configuration:
     folder: Path | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     allowed: Allowed | None = None
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
 
 def read_configuration(path: Path, *, before_loading: bool = False) -> Configuration:
@@ -82,7 +87,20 @@ def _parse(data: object, folder: Path) -> tuple[Configuration | None, list[Mista
         weights=tuple(_resolve_weights(each, folder) for each in file.allow.weights),
         labels=tuple(_resolve(each, folder) for each in file.allow.labels),
     )
-    return Configuration(models, default, folder, file.aliases, allowed), mistakes
+    stamps = {spec.name: _stamp_weights(spec) for spec in models}
+    return Configuration(models, default, folder, file.aliases, allowed, stamps), mistakes
+
+
+def _stamp_weights(spec: ModelSpec) -> Stamp:
+    """The files of a model's weights: a checkpoint, all files beside an index of shards, all files of a folder."""
+    source = Path(spec.source.partition(":")[2])
+    paths = [Path(spec.weights)] if is_checkpoint(spec.weights) else []
+    paths = [path.parent if path.suffix == ".json" else path for path in paths]
+    paths += [Path(spec.adapter)] if spec.adapter else []
+    paths += [source] if source.is_absolute() and source.is_dir() else []
+    files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    stats = [(str(file), file.stat()) for file in files if file.is_file()]
+    return tuple((name, stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
 
 
 def _resolve_paths(spec: ModelSpec, folder: Path) -> ModelSpec:
@@ -201,14 +219,26 @@ class Changes:
 
 
 def compare(
-    specs: Iterable[ModelSpec], default: str, aliases: Mapping[str, str], configuration: Configuration
+    specs: Iterable[ModelSpec],
+    default: str,
+    aliases: Mapping[str, str],
+    former: Configuration,
+    configuration: Configuration,
 ) -> Changes:
-    """What a configuration changes where these models, this default and these aliases are now."""
+    """What a configuration changes where these models, this default and these aliases are now.
+
+    A model whose files of weights are not those of the ``former`` configuration has other weights.
+    """
     old = {spec.name: spec for spec in specs}
     new = {spec.name: spec for spec in configuration.models}
     names = [each.name for each in fields(ModelSpec)]
     changed = {
-        name: tuple(each for each in names if getattr(old[name], each) != getattr(spec, each))
+        name: tuple(
+            each
+            for each in names
+            if getattr(old[name], each) != getattr(spec, each)
+            or (each == "weights" and former.stamps.get(name, ()) != configuration.stamps.get(name, ()))
+        )
         for name, spec in new.items()
         if name in old
     }

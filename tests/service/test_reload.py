@@ -65,6 +65,19 @@ def test_reload(serve: Serve, versions: Versions) -> None:
         assert reload(live) == {"added": [], "removed": [], "changed": {}, "aliases": {}, "default": None}
 
 
+def test_a_file_with_new_contents(serve: Serve, versions: Versions) -> None:
+    """A checkpoint that was written over is read again, although the entry is the same."""
+    with serve(versions.write(entry("c", "own")), config=versions.file) as live:
+        before = ask(live.client, "own").json()["fingerprint"]
+        assert reload(live)["changed"] == {}
+        weights = versions.folder / "weights"
+        (weights / "b.safetensors").replace(weights / "c.safetensors")
+        assert reload(live)["changed"] == {"own": ["weights"]}
+        reply = ask(live.client, "own")
+        assert reply.json()["fingerprint"] != before
+        np.testing.assert_allclose(arrays_of(reply)["linear"], versions.answer("b", ROWS), rtol=1e-4, atol=1e-4)
+
+
 def test_removed_model_answers_what_it_has(serve: Serve, versions: Versions) -> None:
     """A model that the file has no more answers what it was asked before, and is not found any more."""
     with serve(versions.write(entry("a", "gated"), entry("b", "other")), config=versions.file) as live:

@@ -89,7 +89,8 @@ class ModelUpdates:
             specs = {entry.spec.name: entry.spec for entry in manager.registry}
             if mistakes := _find_mistakes(configuration.models, configuration.default, specs):
                 raise ConfigError("\n".join(mistakes))
-            changes = compare(specs.values(), manager.default, manager.registry.aliases, configuration)
+            aliases = manager.registry.aliases
+            changes = compare(specs.values(), manager.default, aliases, self._configuration, configuration)
             self._configuration = configuration
             log.info("the configuration is read anew", extra={"fields": changes.describe()})
             loading = self._begin_changes(configuration, changes)  # now, or an exchange could begin first and refuse it
