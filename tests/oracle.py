@@ -75,9 +75,9 @@ def _hooked(part: nn.Module, aliases: list[str], seen: dict[Key, Tensor]) -> Ite
     running: list[int] = []
 
     def store(value: object, call: int, site: str) -> None:
-        for path, info in flatten(value).items():
+        for path, tensor in flatten(value).items():
             for name in aliases:
-                seen[name, call, path, site] = info.detach().clone()
+                seen[name, call, path, site] = tensor.detach().clone()
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         begun.append(len(begun))

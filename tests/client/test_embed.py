@@ -178,7 +178,8 @@ def test_troubled_connection(embed: Embed, live: Live) -> None:
     good = relay(live.url)
     behaviours = [good, refused, cut, good, ending, reply(502), good, cut, refused, good]
     with misbehaving(*behaviours) as server:
-        items = embed(server.url, PICTURES, retries=RetryPolicy(backoff_s=0.001))
+        items = embed(server.url, PICTURES, retries=RetryPolicy(backoff_s=0.001), batch_size=4, concurrency=1)
+    assert len(server.received) >= len(behaviours)
     for each, vector in zip(items, vectors_of(live, *PICTURES), strict=True):
         np.testing.assert_allclose(each.vector, vector, rtol=1e-4, atol=1e-5)
 

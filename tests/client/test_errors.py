@@ -89,7 +89,7 @@ def test_refused_at_once(open_client: Any, url: str, options: Any) -> None:
     """Keys that no header holds, addresses of no server and timeouts of no time are not tried, and no key is shown."""
     with pytest.raises(lt.InputError) as caught:
         open_client(url, **options).extract(ROW)
-    assert "secret" not in str(caught.value)
+    assert not options.get("api_key") or str(options["api_key"]) not in str(caught.value)
 
 
 EMPTY = b"\x02" + b"\0" * 7 + b"{}"  # a safetensors file of no arrays

@@ -43,7 +43,7 @@ def post_rows(live: Live, count: int = 1, model: str = "gated", timeout: str | N
 
 
 def build_row_request(live: Live, count: int, model: str = "gated", timeout: str | None = None) -> httpx.Request:
-    """What ``ask`` sends."""
+    """The request that ``post_rows`` sends."""
     request = raw(npy(rows(count)), "application/x-npy", layers="linear", model=model)
     request["headers"] |= {"x-request-timeout": timeout} if timeout is not None else {}
     return live.client.build_request("POST", "/extract", **request)

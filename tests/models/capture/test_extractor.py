@@ -24,7 +24,7 @@ ROWWISE = [name for name in INPUTS if name not in ("BatchCentred", "Recurrent", 
 
 
 def everything(catalog: Catalog, **how: object) -> Plan:
-    """Every info of every call of every layer, the whole model's too, at both sites."""
+    """Every tensor of every call of every layer, the whole model's too, at both sites."""
     wanted = [
         point
         for point, info in list_tensors(catalog, "input", "output")

@@ -1,8 +1,6 @@
-"""The ways in which hooks go wrong: each is walked into and shown to be wrong, then ours is shown to be right.
+"""The ways in which hooks go wrong: each test shows the usual hook to be wrong, and ours to be right.
 
-The others: 3, 14, 15 and 16 (structured outputs, slices that pin their storage, bfloat16, tied modules) are in
-`test_extractor.py`, 13 (layouts) in `test_batch_slices.py`, 15 and 19 (channels_last, rows that affect each other) in
-`../test_loaded_model.py`, 8 to 11 and 20 in `../gradients/test_traps_gradients.py`.
+More are in `../gradients/test_traps_gradients.py`.
 """
 
 from __future__ import annotations
@@ -68,10 +66,10 @@ def rows(model: LoadedModel, count: int, seed: int = 0) -> Tensor:
     return batch(model.inputs, count, seed)["x"]
 
 
-# 1. In-place overwrite
+# In-place overwrite
 
 
-def test_1_inplace_off_is_not_enough(load_fresh_net: Loader) -> None:
+def test_inplace_off_is_not_enough(load_fresh_net: Loader) -> None:
     """With every ``inplace`` off, ``out += identity`` still writes over what ``bn2`` returned."""
     model = load_fresh_net("resnet")
     x = rows(model, 2)
@@ -85,7 +83,7 @@ def test_1_inplace_off_is_not_enough(load_fresh_net: Loader) -> None:
     assert torch.equal(ours(model, x, "layer1.0.bn2")["layer1.0.bn2"], truth)
 
 
-def test_1_the_input_of_an_in_place_module(load_net: Loader) -> None:
+def test_the_input_of_an_in_place_module(load_net: Loader) -> None:
     """A forward hook finds an in-place ReLU's input to be its output already, even if it copies; ours does not."""
     model = load_net("Chain")
     x = rows(model, 2)
@@ -102,10 +100,10 @@ def test_1_the_input_of_an_in_place_module(load_net: Loader) -> None:
     assert torch.equal(found["relu#0"], truth["relu", 0, (), "output"])
 
 
-# 2. Shared modules
+# Shared modules
 
 
-def test_2_a_module_that_runs_three_times(load_net: Loader) -> None:
+def test_a_module_that_runs_three_times(load_net: Loader) -> None:
     """By module name only the last of a bottleneck's three ReLU calls is left; ours keeps them apart."""
     model = load_net("bottlenecks")
     x = rows(model, 2)
@@ -122,10 +120,10 @@ def test_2_a_module_that_runs_three_times(load_net: Loader) -> None:
     assert torch.equal(taken[name], taken[f"{name}#2"])
 
 
-# 4. Batch mates
+# Batch mates
 
 
-def test_4_one_thread_for_each_module_and_a_collector_for_each_forward(load_net: Loader) -> None:
+def test_one_thread_for_each_module_and_a_collector_for_each_forward(load_net: Loader) -> None:
     """Requests that share a model run in its one thread, each with a collector of its own: each gets what it wanted."""
     model = load_net("resnet")
     inputs = [rows(model, 2, seed) for seed in range(6)]
@@ -140,10 +138,10 @@ def test_4_one_thread_for_each_module_and_a_collector_for_each_forward(load_net:
                 assert torch.equal(found[text], seen[name, 0, (), site or "output"])
 
 
-# 5. A hook that returns anything but None
+# A hook that returns anything but None
 
 
-def test_5_a_return_value_replaces_the_output(load_net: Loader) -> None:
+def test_a_return_value_replaces_the_output(load_net: Loader) -> None:
     """A hook that returns False breaks a ResNet; with ours everywhere the model's own output is the same bits."""
     model = load_net("resnet")
     x = rows(model, 2)
@@ -158,10 +156,10 @@ def test_5_a_return_value_replaces_the_output(load_net: Loader) -> None:
     assert torch.equal(found["."], plain)
 
 
-# 6. Exceptions leave hooks behind
+# Exceptions leave hooks behind
 
 
-def test_6_a_bad_name_midway(load_net: Loader) -> None:
+def test_a_bad_name_midway(load_net: Loader) -> None:
     """Attaching in a loop leaves the hooks before the bad name for good; ours are gone, and a user's own are not."""
     model = load_net("resnet")
     parts = dict(model.module.named_modules())
@@ -187,14 +185,14 @@ def test_6_a_bad_name_midway(load_net: Loader) -> None:
     own.remove()
 
 
-# 7. Stopping early
+# Stopping early
 
 
 class Stop(Exception):  # noqa: N818
     """What people raise to end a forward."""
 
 
-def test_7_a_model_that_catches_exceptions(load_fresh_net: Loader) -> None:
+def test_a_model_that_catches_exceptions(load_fresh_net: Loader) -> None:
     """An Exception that is to end the forward is caught by the model, which runs on; ours ends it."""
     model = load_fresh_net("Swallows")
     module, x = model.module, rows(model, 1)
@@ -212,7 +210,7 @@ def test_7_a_model_that_catches_exceptions(load_fresh_net: Loader) -> None:
     assert module.tails == before + 1
 
 
-def test_7_nothing_runs_after_the_last_point(load_net: Loader) -> None:
+def test_nothing_runs_after_the_last_point(load_net: Loader) -> None:
     """A hook alone lets the rest of the model run; ours leaves when the last point is there."""
     model = load_net("resnet")
     x = rows(model, 1)
@@ -228,10 +226,10 @@ def test_7_nothing_runs_after_the_last_point(load_net: Loader) -> None:
     handle.remove()
 
 
-# 17. Graph names are not module names
+# Graph names are not module names
 
 
-def test_17_a_traced_name(load_net: Loader) -> None:
+def test_a_traced_name(load_net: Loader) -> None:
     """A traced transformer's ``ln_1`` is the module ``ln_2``: torchvision's extractor gives another layer; ours not."""
     model = load_net("vit")
     x = rows(model, 2)
@@ -246,7 +244,7 @@ def test_17_a_traced_name(load_net: Loader) -> None:
     assert torch.equal(ours(model, x, name)[name], truth[name, 0, (), "output"])
 
 
-# 12. Compiled modules ignore hooks added later
+# Compiled modules ignore hooks added later
 
 
 class Two(nn.Module):
@@ -291,7 +289,7 @@ def _fresh() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_fresh")
 @pytest.mark.parametrize("make", [whole, in_place])
-def test_12_hooks_on_what_is_compiled(make: Callable[[], nn.Module]) -> None:
+def test_hooks_on_what_is_compiled(make: Callable[[], nn.Module]) -> None:
     """A hook added to a module that has run compiled never runs; ours refuses the model when it is loaded."""
     net = make().eval()
     x = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
@@ -306,10 +304,10 @@ def test_12_hooks_on_what_is_compiled(make: Callable[[], nn.Module]) -> None:
     assert "without torch.compile" in caught.value.hint
 
 
-# 18. Batch size changes last bits
+# Batch size changes last bits
 
 
-def test_18_bits_depend_on_the_number_of_rows(load_net: Loader) -> None:
+def test_bits_depend_on_the_number_of_rows(load_net: Loader) -> None:
     """A row alone and among others differs in its last bits; in a forward of one size it never does."""
     model = load_net("vit")
     x = rows(model, 8)

@@ -87,7 +87,7 @@ def test_layouts_do_not_depend_on_the_size(name: str) -> None:
         (nn.Sequential(nn.Conv2d(4, 4, 1), nn.PixelShuffle(2)), (4, 3, 5), "NCHW"),
         (nn.Sequential(nn.Conv2d(4, 4, 1), nn.Flatten()), (4, 3, 5), "NC"),
         (nn.LSTM(4, 6, batch_first=True), (5, 4), "NTC"),
-        (nn.GRU(4, 4), (5, 4), None),
+        (nn.GRU(4, 4), (5, 4), "NTC"),  # time first by its type, but rows are on axis 0
         (nn.Flatten(0), (4,), "N"),
     ],
     ids=str,
@@ -95,7 +95,7 @@ def test_layouts_do_not_depend_on_the_size(name: str) -> None:
 def test_single_modules(module: nn.Module, shape: tuple[int, ...], layout: str | None) -> None:
     """What a module's type says about its axes counts for more than their sizes, and is not forgotten after it."""
     found = surveyed(nn.Sequential(module), *shape).layers["0"].calls[0].output.tensors[0].layout
-    assert found == layout or (layout is None and found == "NTC")
+    assert found == layout
 
 
 class Apply(nn.Module):
@@ -150,7 +150,7 @@ MIXED = {
 }
 
 
-def leaves(catalog: Catalog) -> dict[Key, TensorInfo]:
+def infos_by_key(catalog: Catalog) -> dict[Key, TensorInfo]:
     found = list_tensors(catalog, "input", "output")
     return {(point.layer, point.call, point.path, point.site): info for point, info in found}
 
@@ -164,7 +164,7 @@ def test_one_row(load_net: Loader, name: str) -> None:
     """Every tensor of every call of every layer, and no other, with the shape and dtype that hooks see for one row."""
     model = load_net(name)
     there = see(model, batch(model.inputs, 1, seed=1))
-    known = leaves(model.catalog)
+    known = infos_by_key(model.catalog)
     assert known.keys() == there.keys()
     assert {key: info.shape for key, info in known.items()} == {key: tuple(value.shape) for key, value in there.items()}
     assert {key: f"torch.{info.dtype}" for key, info in known.items()} == {
@@ -174,13 +174,13 @@ def test_one_row(load_net: Loader, name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in INPUTS if ROWWISE[name]])
 def test_rows(load_net: Loader, name: str) -> None:
-    """Where a info is said to hold its rows in order, each row's part of a batch is what that row gives alone."""
+    """Where an info says that rows are in order, each row's part of a batch is what that row gives alone."""
     model = load_net(name)
     rows = batch(model.inputs, 3, seed=2)
     together = see(model, rows)
     alone = [see(model, {key: value[row : row + 1] for key, value in rows.items()}) for row in range(3)]
     assert not model.catalog.crosses_rows
-    for key, info in leaves(model.catalog).items():
+    for key, info in infos_by_key(model.catalog).items():
         if info.crosses_rows:
             continue
         assert tuple(together[key].shape) == info.shape_for(3), key
@@ -200,7 +200,7 @@ def test_crossing_rows(load_net: Loader, name: str) -> None:
 @pytest.mark.parametrize("name", INPUTS)
 def test_mixed(load_net: Loader, name: str) -> None:
     """A tensor is marked mixed where its entries are not the rows', in order, and nowhere else."""
-    marked = {(key[0], key[3]) for key, info in leaves(load_net(name).catalog).items() if info.crosses_rows}
+    marked = {(key[0], key[3]) for key, info in infos_by_key(load_net(name).catalog).items() if info.crosses_rows}
     assert marked == MIXED.get(name, set())
 
 
@@ -218,10 +218,10 @@ def test_rounding_and_mixing(load_net: Loader, dtype: str) -> None:
     """In no dtype does rounding make rows look as if they affected each other, or an effect pass for rounding."""
     catalog = load_net("vit", dtype=dtype).catalog
     assert not catalog.crosses_rows
-    assert not any(info.crosses_rows for info in leaves(catalog).values())
+    assert not any(info.crosses_rows for info in infos_by_key(catalog).values())
     assert catalog.layers["."].calls[0].output.tensors[0].dtype == dtype
     assert load_net("BatchCentred", dtype=dtype).catalog.crosses_rows
-    assert leaves(load_net("WindowMajor", dtype=dtype).catalog)["inner", 0, (), "output"].crosses_rows
+    assert infos_by_key(load_net("WindowMajor", dtype=dtype).catalog)["inner", 0, (), "output"].crosses_rows
 
 
 @pytest.mark.parametrize("name", ["resnet", "Recursive"])
@@ -237,7 +237,7 @@ def test_cost_grows_along_the_forward(load_net: Loader, name: str) -> None:
     assert catalog.seconds > 0
 
 
-def test_a_small_effect_is_see() -> None:
+def test_a_small_effect_is_seen() -> None:
     """Rows that affect each other by a hundredth are found out."""
 
     class Slightly(BatchCentred):

@@ -98,7 +98,7 @@ class Plain:
 
 
 CASES = [
-    slow("Chain", ["conv", "relu#0", "conv:input"], {"pool": "mean", "normalize": True}),
+    ("Chain", ["conv", "relu#0", "conv:input"], {"pool": "mean", "normalize": True}),
     slow("resnet", ["layer1.0.bn2", "layer1.0.relu#0", "layer2", "layer2.0.conv1:input", "."], {}),
     slow("vit", ["encoder.layers.encoder_layer_0", "encoder.ln"], {"pool": "cls"}),
     slow("Structured", ["nested[pair][left]", "nested[list][0][0]", "."], {}),
@@ -212,7 +212,7 @@ def test_runs_with_hooks(
 
 @pytest.mark.slow
 def test_damaged_file(warmed: LoadedModel, plans: Path, tmp_path: Path, lines: Lines) -> None:
-    """A graph that does not load, or is another's, is not run."""
+    """A graph that does not load is not run, and the log says so."""
     for path in plans.glob("*.pt2"):
         (tmp_path / path.name).write_bytes(b"no graph")
     tmp_path.chmod(0o700)

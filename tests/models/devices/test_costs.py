@@ -118,6 +118,27 @@ def test_a_forward_that_fails() -> None:
 # Figures
 
 
+@pytest.mark.parametrize(("crosses_rows", "per_row"), [(False, 0.0625), (True, 0.125)])
+def test_reading_by_hand(monkeypatch: pytest.MonkeyPatch, crosses_rows: bool, per_row: float) -> None:
+    """Seconds of one row, of each further row and the speedup, from forwards whose times are known."""
+    monkeypatch.setattr(costs, "MIN_THREADED_S", 0.0)
+    monkeypatch.setattr(
+        costs, "_measure_seconds", lambda forward, rows, device: (1 + len(rows["x"])) / 16 / torch.get_num_threads()
+    )
+    reading = costs.measure_forward(lambda rows: None, ones(1, 4), CPU, crosses_rows=crosses_rows, max_threads=2)
+    assert reading == ForwardSeconds(one=0.125, per_row=per_row, speedup=2.0)
+    assert make_costs([ForwardSeconds(0.25, 0.125, costs.MIN_SPEEDUP - 0.01)], 1).speedup == 1.0
+
+
+def test_another_shape(load_fresh_net: Loader) -> None:
+    """A larger input costs more per row, in proportion to what the layers return."""
+    model = load_fresh_net("Chain")
+    larger = model.catalogs.survey(((3, 16, 16),))
+    growth = larger.seconds / model.catalog.seconds
+    assert growth > 2
+    assert larger.costs.per_row == pytest.approx(model.catalog.costs.per_row * growth)
+
+
 # Costs in catalogues
 
 

@@ -53,10 +53,10 @@ def same(found: Tensor, truth: Tensor) -> None:
     torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5 * float(truth.abs().max()))
 
 
-# 8. Attention
+# Attention
 
 
-def test_8_timms_fused_kernel_skips_its_dropout() -> None:
+def test_timms_fused_kernel_skips_its_dropout() -> None:
     """``attn_drop``, where weights would pass, never runs beside the fused kernel; ours come from q and k."""
     module = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=7)
     module = seeded(module.eval().requires_grad_(False), 5)
@@ -73,7 +73,7 @@ def test_8_timms_fused_kernel_skips_its_dropout() -> None:
     torch.testing.assert_close(next(iter(taken.values())).values, weights)
 
 
-def test_8_a_projection_that_is_used_without_being_called(load_fresh_net: Loader) -> None:
+def test_a_projection_that_is_used_without_being_called(load_fresh_net: Loader) -> None:
     """``out_proj`` never fires: a dictionary simply lacks it. Ours says so, and names the part that does run."""
     model = load_fresh_net("vit")
     name = "encoder.layers.encoder_layer_0.self_attention.out_proj"
@@ -85,7 +85,7 @@ def test_8_a_projection_that_is_used_without_being_called(load_fresh_net: Loader
     assert "self_attention'" in caught.value.hint
 
 
-def test_8_gradients_arrive_last_layer_first(load_fresh_net: Loader) -> None:
+def test_gradients_arrive_last_layer_first(load_fresh_net: Loader) -> None:
     """A list filled by backward hooks, zipped with the layers in order, swaps them; ours carry names."""
     model = load_fresh_net("vit")
     x = rows(model, 2)
@@ -108,10 +108,10 @@ def test_8_gradients_arrive_last_layer_first(load_fresh_net: Loader) -> None:
         same(found[f"{name}:grad_output"], truth[place])
 
 
-# 9. Backward hooks and in-place
+# Backward hooks and in-place
 
 
-def test_9_retain_grad_follows_what_is_written(load_fresh_net: Loader) -> None:
+def test_retain_grad_follows_what_is_written(load_fresh_net: Loader) -> None:
     """``retain_grad`` on a norm's output gives the gradient of what the in-place ReLU made of it; ours does not."""
     model = load_fresh_net("resnet")
     x = rows(model, 2)
@@ -138,10 +138,10 @@ def test_9_retain_grad_follows_what_is_written(load_fresh_net: Loader) -> None:
     same(gradients(model, x, "bn1:grad_output")["bn1:grad_output"], truth)
 
 
-# 10. Frozen weights and an input without grad
+# Frozen weights and an input without grad
 
 
-def test_10_nothing_flows_where_nothing_asks_for_it(load_fresh_net: Loader) -> None:
+def test_nothing_flows_where_nothing_asks_for_it(load_fresh_net: Loader) -> None:
     """A frozen model's backward raises and its hooks stay silent; ours asks for the gradient where it is wanted."""
     model = load_fresh_net("resnet")
     x = rows(model, 2)
@@ -163,10 +163,10 @@ def test_10_nothing_flows_where_nothing_asks_for_it(load_fresh_net: Loader) -> N
     assert not x.requires_grad
 
 
-# 11. Tensors of inference mode
+# Tensors of inference mode
 
 
-def test_11_inference_tensors_are_of_no_use_later(load_fresh_net: Loader) -> None:
+def test_inference_tensors_are_of_no_use_later(load_fresh_net: Loader) -> None:
     """What was taken in inference mode can neither be hooked nor differentiated; ours choose the mode by batch."""
     model = load_fresh_net("resnet")
     x = rows(model, 2)
@@ -190,10 +190,10 @@ def test_11_inference_tensors_are_of_no_use_later(load_fresh_net: Loader) -> Non
     head(plain).sum().backward()
 
 
-# 20. Degenerate seeded weights
+# Degenerate seeded weights
 
 
-def test_20_torchvisions_transformer_starts_its_head_at_zero(load_fresh_net: Loader) -> None:
+def test_torchvisions_transformer_starts_its_head_at_zero(load_fresh_net: Loader) -> None:
     """By its own seeded weights every logit and gradient of a ViT is 0, right or wrong; ours are tested on others."""
     torch.manual_seed(0)
     fresh = VisionTransformer(32, 8, 2, 2, 24, 48, num_classes=7).eval()

@@ -122,11 +122,11 @@ def test_operations(known: tuple[nn.Module, Catalog], kind: str, side: str) -> N
         plain = module(x)
     assert not torch.allclose(found["."], plain)
     # What is captured where it was changed is the changed value.
-    if side == "output":
-        block: Any = module.get_submodule("layer1.0")
-        with torch.inference_mode():
-            before = block.bn2(block.conv2(block.relu(block.bn1(block.conv1(start)))))
-            torch.testing.assert_close(found["layer1.0.bn2:output"], change(before))
+    block: Any = module.get_submodule("layer1.0")
+    with torch.inference_mode():
+        entered = block.conv2(block.relu(block.bn1(block.conv1(start))))
+        before = block.bn2(entered) if side == "output" else entered
+        torch.testing.assert_close(found[f"layer1.0.bn2:{side}"], change(before))
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ BAD = {
     MODEL.format("warm: [{layers: [a], cuda_graphs: [1]}]"): "models.0.warm.0: cuda_graphs are of a compiled plan",
     MODEL.format(
         "warm: [{layers: [a], compile: true, cuda_graphs: [8, 0]}]"
-    ): "models.0.warm.0: cuda_graphs are numbers",
+    ): "models.0.warm.0: 'cuda_graphs' must be row counts",
     MODEL.format("device: cpu, warm: [{layers: [b]}, {layers: [a], compile: true, cuda_graphs: [8]}]"): (
         "'a': cuda_graphs is for models on a GPU"
     ),
