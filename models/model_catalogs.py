@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import Catalog, Traits
-from layertap.models.catalog.resized_catalog import AnotherCourseError, SizeRecorder, resize_catalog
+from layertap.models.catalog.resized_catalog import CallsDifferError, SizeRecorder, resize_catalog
 from layertap.models.catalog.survey import name_input_errors, survey
 from layertap.models.catalog.trials import RepeatedRun, try_padding
 from layertap.models.devices import memory
@@ -196,7 +196,7 @@ class ModelCatalogs(CatalogCache):
             with use_threads(self._threads), _name_memory_errors():
                 try:
                     catalog = self._resize(specs)
-                except AnotherCourseError:
+                except CallsDifferError:
                     catalog = self._survey(specs)
                     # Memory is measured; time is scaled from that of the configured shape.
                     row_bytes = _measure_row_bytes(self._forward, self._make_row(specs), self._module, self._device)
@@ -266,9 +266,9 @@ class ModelCatalogs(CatalogCache):
         return replace(catalog, crosses_rows=catalog.crosses_rows or not traits.deterministic, traits=traits)
 
     def _resize(self, specs: Sequence[InputSpec]) -> Catalog:
-        """The catalogue of another shape by one forward; AnotherCourseError if that is not enough."""
+        """The catalogue of another shape by one forward; CallsDifferError if that is not enough."""
         if self._inputs.text is not None or any(spec.longest for spec in specs):
-            raise AnotherCourseError  # for texts everything may depend on the length, and there are few lengths
+            raise CallsDifferError  # for texts everything may depend on the length, and there are few lengths
         recorder = SizeRecorder(self._module)
         watch = partial(recorder.watch, self._forward)
         threads = self._threads if self.configured.costs.speedup > 1 else 1  # as many as a request's forward uses

@@ -133,7 +133,7 @@ class InputSpec:
         if self.values is not None and self.values[0] >= self.values[1]:
             raise ValueError("values are from the first figure up to, not including, the second")
         if self.longest is not None and (not self.shape or self.shape[self.long_axis] > self.longest):
-            raise ValueError("longest is at least the first figure of shape")
+            raise ValueError("'longest' must be at least shape[0]")
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class WarmSpec:
         if self.cuda_graphs and not self.compile:
             raise ValueError("cuda_graphs are of a compiled plan: set compile too")
         if any(size < 1 for size in self.cuda_graphs):
-            raise ValueError("cuda_graphs are numbers of rows, from 1 on")
+            raise ValueError("'cuda_graphs' must be row counts of 1 or more")
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class ModelSpec:
         if any(other.startswith(f"{name}.") for name in names for other in names):
             raise ValueError("an input is a dictionary, by its entries' names, or an input of its own, not both")
         if self.idle_timeout_s is not None and not 0 < self.idle_timeout_s < inf:
-            raise ValueError("idle_timeout_s is a number of seconds above 0")
+            raise ValueError("'idle_timeout_s' must be a number of seconds above 0")
         if any(each < 1 for each in self.dimensions):
             raise ValueError("dimensions are numbers from 1 on")
         try:

@@ -77,7 +77,7 @@ class Embedder:
         concurrency: int,
     ) -> None:
         if "on_error" in options:
-            raise TypeError("embed() has no option 'on_error': bad inputs are always told one by one")
+            raise TypeError("embed() has no option 'on_error': each bad input is returned with its own error")
         named = {"model": session.model, "priority": "bulk", **options, "layers": list_layers(layers)}
         timeout = named.pop("timeout", None) or TIMEOUT_S
         self.session = replace(session, timeout=timeout, silence_s=limits["deadline_s"] + SILENCE_S)
@@ -155,7 +155,7 @@ class Embedder:
             self._fingerprints.pop(group, None)
         if known != fingerprint:
             raise FingerprintChangedError(
-                f"vectors have fingerprint {fingerprint} now and had {known} before: the server's model is another one"
+                f"the fingerprint changed from {known} to {fingerprint}: the server now has another model"
             )
 
 

@@ -122,7 +122,7 @@ def make_error(outcome: Outcome) -> LayertapError:
     if isinstance(outcome, ConnectionFailedError):
         return outcome
     if outcome.status < 400:
-        return BadReplyError(f"status {outcome.status}, which no layertap sends: is the address right?")
+        return BadReplyError(f"status {outcome.status}, which layertap never sends: check the URL")
     return make_problem(outcome.status, outcome.body, _retry_after(outcome))
 
 

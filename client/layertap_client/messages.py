@@ -46,10 +46,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Send:
-    """Have a request sent and tell its outcome, which must be there within ``seconds``.
-
-    Nothing may be without any progress for ``silence_s``.
-    """
+    """Send a request and return its outcome within ``seconds``; fail after ``silence_s`` without progress."""
 
     request: Request
     seconds: float

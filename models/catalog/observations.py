@@ -92,7 +92,7 @@ class CallObservation:
                 yield path, (first, "input", there)
 
     def reads(self, value: Value) -> bool:
-        """Whether it makes others of its numbers: it neither returns a value as it is, nor only asks for its size."""
+        """Whether the call computes from a value: it neither returns it unchanged nor only reads its size."""
         function = self.address[2]
         asks = function and (not self.tensors["output"] or "_like#" in function or function.startswith("new_"))
         return not asks and not any(each is value for each in self.values["output"].values())

@@ -18,7 +18,7 @@ from layertap.models.hooks.tensor_tree import Path
 NO_SKETCH = Sketch((), 0.0, 0.0)
 
 
-class AnotherCourseError(Exception):
+class CallsDifferError(Exception):
     """The forward of another shape calls other layers, or these take or return other kinds of tensors."""
 
 
@@ -31,7 +31,7 @@ class SizeRecorder(CallRecorder):
 
 
 def resize_catalog(configured: Catalog, module: nn.Module, recorder: SizeRecorder, prefix: int) -> Catalog:
-    """The catalogue of the shape of which the recorder has seen one row; AnotherCourseError.
+    """The catalogue of the shape of which the recorder has seen one row; CallsDifferError.
 
     Axes, layouts and shares of the cost are those of the configured shape. Memory is not counted here; time grows as
     what all layers return, and their attention, does.
@@ -87,7 +87,7 @@ def _resize_tensor(info: TensorInfo, seen: TensorInfo) -> TensorInfo:
 
 def _check(is_same: bool) -> None:
     if not is_same:
-        raise AnotherCourseError
+        raise CallsDifferError
 
 
 def _count_numbers(layers: Mapping[str, Layer]) -> int:

@@ -98,7 +98,7 @@ def _is_scores(info: TensorInfo) -> bool:
 def _check_objective(objective: Objective, info: TensorInfo, catalog: Catalog, lengths: TextLengths | None) -> None:
     kind, spec = escape(objective.kind), OBJECTIVES[objective.kind]
     if info.row_axis is None:
-        raise SelectorError(f"the objective's tensor {_describe_rowless(info)}, so it gives none a number of its own")
+        raise SelectorError(f"the objective's tensor {_describe_rowless(info)}, so no row has a value of its own")
     if spec.layer != "optional" and (objective.selector is not None) != (spec.layer == "needed"):
         needed = spec.layer == "needed"
         hint = 'add "layer": "NAME"' if needed else 'use "kind": "layer"'
@@ -181,7 +181,7 @@ def _check_target(objective: Objective) -> None:
     if allowed == "distribution" and not (
         isfinite(total) and min(objective.target, default=-1.0) >= 0 and abs(total - 1) <= SPREAD
     ):
-        raise SelectorError("'target' is no distribution", hint="numbers from 0 to 1 that add up to 1")
+        raise SelectorError("'target' is not a probability distribution", hint="numbers from 0 to 1 that add up to 1")
 
 
 def _check_classes(objective: Objective, info: TensorInfo, lengths: TextLengths | None) -> None:

@@ -53,7 +53,7 @@ class _OutputCall(RunningCall):
 def _has_collector(module: nn.Module) -> bool:
     """Whether a model's own hook gathers what the module returns, for a later part of the same forward to use.
 
-    Such a hook only looks. It must see what goes on, or that part would use a value that nobody changed or anchored.
+    Such a hook only reads, but must run after ours: otherwise a later layer would use the unchanged value.
     """
     return any(getattr(hook, "__module__", None) == COLLECTORS for hook in module._forward_hooks.values())
 

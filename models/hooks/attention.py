@@ -80,16 +80,16 @@ class AttentionObserver(DispatchMode):
 
 
 def disable_observers() -> AbstractContextManager[object]:
-    """Inside no observer runs: what is not the model's own would only take longer."""
+    """Disable dispatch observers inside the block: layertap's own operations need not be observed."""
     return torch._C._DisableTorchDispatch()
 
 
 class UnfusedAttention(TorchFunctionMode):
-    """Runs attention by its plain formula; ``anchor`` gets the weights and gives what goes on in their place.
+    """Runs attention by its plain formula.
 
-    Weights in the shape in which the module has them, those of sinks left out: softmax waits for what is done with its
-    result. Nothing happens while ``is_paused`` says so. ``is_running``: whether it computes weights just now; what an
-    observer sees at other times is out of its reach.
+    ``anchor`` receives the weights (without sinks, in the module's shape) and returns the weights to use.
+    ``is_paused`` disables it. ``is_running`` is true while it computes weights: an observer that sees weights at
+    another time sees some that this mode can't change.
     """
 
     def __init__(self, anchor: Callable[[Tensor], Tensor], is_paused: Callable[[], bool]) -> None:

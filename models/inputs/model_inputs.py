@@ -52,7 +52,7 @@ class TextSpec:
     default_prompt: str = ""
 
     @property
-    def is_read(self) -> bool:
+    def takes_text(self) -> bool:
         """Whether it takes texts and tokens, rather than a layer's output."""
         return self.vocabulary > 0
 

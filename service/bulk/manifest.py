@@ -43,7 +43,7 @@ class Manifest:
         for name, value in asked.items():
             before = self.question.get(name)
             if (value or None) != (before or None) and not (name == "model" and value in (None, self.outline.model)):
-                detail = f"what is there was made with {name} {before}, and now it is to be {value}"
+                detail = f"the existing output was made with {name} {before}; this job has {value}"
                 raise LayertapError(detail, hint=OTHERWISE)
 
     def save(self, folder: Path) -> None:
@@ -68,8 +68,8 @@ def check_same_model(before: Outline, now: Outline) -> None:
     """OtherModelError if the fingerprint differs from the existing output's."""
     if now.fingerprint != before.fingerprint:
         raise OtherModelError(
-            f"what is there was made by {before.model} with fingerprint {before.fingerprint}, and now "
-            f"{now.model} has {now.fingerprint}: the vectors can't be compared"
+            f"the existing output is of {before.model}, fingerprint {before.fingerprint}; "
+            f"{now.model} has fingerprint {now.fingerprint}: the vectors can't be compared"
         )
 
 

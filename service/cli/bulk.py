@@ -60,7 +60,7 @@ def bulk(
     ] = None,
     ray_cpus: Annotated[float, typer.Option(min=0.0, help="CPUs of each actor.")] = 1.0,
     ray_gpus: Annotated[float, typer.Option(min=0.0, help="GPUs of each actor; a share of one, like 0.25.")] = 0.0,
-    restart: Annotated[bool, typer.Option(help="Begin anew; what is there is removed.")] = False,
+    restart: Annotated[bool, typer.Option(help="Delete the existing output and start over.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Status 1 where an input has no result.")] = False,
     config: ConfigOption = None,
 ) -> None:

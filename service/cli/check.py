@@ -26,7 +26,7 @@ def check(
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="Model to compare with; by its own name without.")
+        str | None, typer.Option("--model", help="Model to compare with. Default: the model of the same name.")
     ] = None,
     url: UrlOption = None,
     config: ConfigOption = None,

@@ -20,7 +20,10 @@ from layertap.service.probes import Probe, is_rounding, measure_change, parse_pr
 from layertap_client import AsyncClient, InvalidRequestError
 
 OF_ENTRY = ("layer", "call", "path", "site", "pool", "normalize", *AXES, "by", "over", "edges")
-HINT = "give a .json, .safetensors or .parquet file with receipts, or a folder of `bulk`; --url names a server"
+HINT = (
+    "give a .json, .safetensors or .parquet file with receipts, or a folder of `bulk`; "
+    "pandas drops the receipts of Parquet files: join them with pyarrow.concat_tables"
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ async def check_index(index: Path, model: str | None, url: str | None, config: P
     stored = read_stored_receipts(index)
     name, good = model or stored.model, not stored.foreign_rows
     if stored.foreign_rows:
-        say(f"{index}: {stored.foreign_rows} rows have another fingerprint than the file: see its column `fingerprint`")
+        say(f"{index}: {stored.foreign_rows} rows have another fingerprint (see the column): embed them again")
     async with connect(url, config, name) as client:
         for key, receipt in stored.receipts.items():
             verdict = await _check_receipt(client, name, receipt)
@@ -123,7 +126,7 @@ def read_stored_receipts(index: Path) -> StoredReceipts:
             receipts = json.loads(receipts)
         named = {key: dict(receipt) for key, receipt in receipts.items()}
         return StoredReceipts(str(model), named, stored.get("foreign_rows", 0))
-    except (KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
+    except (FileNotFoundError, KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
         raise LayertapError(f"{index} has no receipts", hint=HINT) from error
 
 

@@ -131,7 +131,7 @@ def make_probe_input(inputs: ModelInputs, *, preprocessed: bool) -> tuple[ProbeI
     if inputs.preprocess is not None and not inputs.takes_plain:
         return "picture", ImageItem(make_picture())
     text = inputs.text
-    if text is None or not text.is_read:
+    if text is None or not text.takes_text:
         return "tensors", _make_arrays(inputs)
     if text.encode is not None:
         return "text", TextItem(TEXT)

@@ -216,7 +216,7 @@ SomeAxes = Annotated[tuple[Axis, ...], Field(json_schema_extra=ONCE), AfterValid
 Axes = Annotated[
     SomeAxes,
     BeforeValidator(make_list, json_schema_input_type=Axis | SomeAxes),
-    OneError(f"Input should be one of {', '.join(get_args(Axis))}, or a list of some, each once"),
+    OneError(f"Input should be {', '.join(map(repr, get_args(Axis)))} or a list of some"),
 ]
 Values = Annotated[
     tuple[Number, ...], Field(max_length=MAX_VALUES, json_schema_extra=ONCE), AfterValidator(_check_once)

@@ -71,7 +71,7 @@ def _parse_stats(value: object) -> tuple[str, ...] | None:
         if len(known) == len(value):
             return tuple(value)
     raise PydanticCustomError(
-        "stats", f"Input should be true, or a list of statistics, each once: {', '.join(STATISTICS)}"
+        "stats", f"Input should be true, or a list of statistics, each once: {', '.join(map(repr, STATISTICS))}"
     )
 
 

@@ -63,7 +63,7 @@ def _find_meant(error: ErrorDetails) -> tuple[str, ...]:
     allowed, sent = QUOTED.findall(error["msg"]), error.get("input")
     words = sent if isinstance(sent, list) else [sent]
     wrong = next((word for word in words if isinstance(word, str) and word not in allowed), "")
-    return find_nearest(wrong, allowed)
+    return find_nearest(wrong, allowed, cutoff=0.7)
 
 
 def _make_pointer(loc: tuple[int | str, ...]) -> str:

@@ -306,7 +306,7 @@ def _count_row_bytes(planned: PlannedRequest, compiled: CompiledPlan | None) -> 
 
 def _count_tokens(inputs: Mapping[str, Tensor], text: TextSpec | None) -> int:
     """The number of tokens without padding in texts' rows; 0 for other rows."""
-    if text is None or not text.is_read or not inputs:
+    if text is None or not text.takes_text or not inputs:
         return 0
     return inputs[text.ids].numel() if text.mask is None else int(inputs[text.mask].count_nonzero())
 

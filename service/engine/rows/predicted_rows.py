@@ -119,7 +119,7 @@ def name_arrays(item: ArraysItem, inputs: ModelInputs) -> dict[str, Array]:
     if text is not None and text.mask is not None:
         masks = {str(name): array for name, array in arrays.items() if name == text.mask}
         others = {name: array for name, array in arrays.items() if name != text.mask}
-        if len(others) == 1 and (not text.is_read or set(others) <= {None, text.ids}):
+        if len(others) == 1 and (not text.takes_text or set(others) <= {None, text.ids}):
             return {text.ids: next(iter(others.values())), **masks}
     if len(specs) == 1 and len(arrays) == 1 and not item.by_name:
         return {specs[0].name: next(iter(arrays.values()))}

@@ -145,7 +145,7 @@ def get_preprocessing(inputs: ModelInputs) -> Preprocessing:
     if inputs.preprocess is not None and inputs.takes_pictures:
         return inputs.preprocess
     reason = f": {inputs.no_pictures}" if inputs.no_pictures else ""
-    of_text = inputs.text is not None and inputs.text.is_read
+    of_text = inputs.text is not None and inputs.text.takes_text
     hint = _format_hint(inputs.text) if inputs.text is not None and of_text else f"send {_describe_inputs(inputs)}"
     raise InputError(f"model {inputs.model} takes {'text' if of_text else 'tensors'}, not pictures{reason}", hint=hint)
 
@@ -246,7 +246,7 @@ def _convert_arrays(item: ArraysItem, inputs: ModelInputs, settings: Settings) -
         raise InputError(f"the model's inputs have different numbers of rows: {sorted(counts)}")
     if counts == {0}:
         raise InputError("the batch holds no rows")
-    if text is not None and text.is_read and text.has_left_padding(rows):
+    if text is not None and text.takes_text and text.has_left_padding(rows):
         _pad_in_front(rows, text)
     return rows if text is None or text.pads else _cut_padding(rows, text)
 
@@ -277,7 +277,7 @@ def _make_mask(ids: Tensor, text: TextSpec) -> Tensor:
     InputError if a layer's output ends like the padding of a shorter text among longer ones.
     """
     tokens = ids.movedim(1 + text.axis, 1)
-    if not text.is_read and not bool(tokens[:, -1].flatten(1).any(1).all()):
+    if not text.takes_text and not bool(tokens[:, -1].flatten(1).any(1).all()):
         raise InputError(
             "the last position is 0 in every channel, as in a text that was captured beside longer ones",
             hint=f"send the positions of its own tokens only, or a safetensors body with '{text.mask}' beside it",
@@ -311,7 +311,7 @@ def _cut_padding(rows: dict[str, Tensor], text: TextSpec) -> dict[str, Tensor]:
 def _tokenize(item: TextItem | TokensItem, inputs: ModelInputs) -> TextRows:
     """Tokenize one text without padding; InputError if the model does not take it."""
     text = inputs.text
-    if text is None or not text.is_read:
+    if text is None or not text.takes_text:
         raise InputError(f"model {inputs.model} takes no text", hint=f"send {_describe_inputs(inputs)}")
     tokens, cut = _encode_text(item, text, inputs.model) if isinstance(item, TextItem) else (item.tokens, 0)
     if len(tokens) > text.max_tokens:
@@ -346,7 +346,7 @@ def pad_texts(items: Items, attempts: Sequence[Sequence[Attempt]], text: TextSpe
 
     Arrays that a layer made of texts are padded too; texts of a model that runs each at its own length are not.
     """
-    kinds = (TextItem, TokensItem) if text.is_read else (ArraysItem,)
+    kinds = (TextItem, TokensItem) if text.takes_text else (ArraysItem,)
     texts = [number for number, (_, item) in enumerate(items) if isinstance(item, kinds)]
     axis = 1 + text.axis
     lengths = [rows[text.ids].shape[axis] for each in texts for rows in attempts[each] if isinstance(rows, Mapping)]
@@ -360,7 +360,7 @@ def pad_texts(items: Items, attempts: Sequence[Sequence[Attempt]], text: TextSpe
 
 def _pad_rows(rows: Rows, size: int, text: TextSpec) -> dict[str, Tensor]:
     """Rows with trailing padding, which the mask leaves out."""
-    pads, axes = {text.ids: text.pad if text.is_read else 0}, {text.ids: 1 + text.axis}
+    pads, axes = {text.ids: text.pad if text.takes_text else 0}, {text.ids: 1 + text.axis}
 
     def fill(name: str, value: Tensor) -> Tensor:
         axis = axes.get(name, 1)
