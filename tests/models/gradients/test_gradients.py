@@ -19,7 +19,7 @@ from layertap.models.catalog.survey import survey
 from layertap.models.errors import InputError, RequestError
 from layertap.models.hooks import attach
 from layertap.models.planner import make_plan
-from layertap.models.selection.hook_points import Intervention, Objective, Operation
+from layertap.models.selection.hook_points import Intervention, Objective, ObjectiveKind, Operation
 from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
@@ -270,3 +270,12 @@ def test_refused(name: str) -> None:
         plan_for(catalog, objective, "early:grad_output")
     fault = caught.value.faults[0]
     assert said in f"{fault.detail} {fault.hint}"
+
+
+@pytest.mark.parametrize("kind", ["probability", "cross_entropy", "kl_div"])
+def test_a_single_score(kind: ObjectiveKind) -> None:
+    """Softmax of a lone score is 1 for every input: such an objective is refused, and two others are named."""
+    _, catalog = exact(nn.Linear(4, 1), 4)
+    with pytest.raises(RequestError, match="a single score") as caught:
+        plan_for(catalog, Objective(kind, klass=0), ".:grad_input")
+    assert "binary" in caught.value.hint
