@@ -170,6 +170,15 @@ def test_int8_error(rows: list[list[float]]) -> None:
     assert int(found.values.min()) >= -127
 
 
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0,), (2, 0, 3), (0, 0)])
+def test_int8_of_nothing(shape: tuple[int, ...]) -> None:
+    """An empty tensor is empty as int8 too, with a scale for each index of axis 0."""
+    found = reduce(RowTensor(torch.zeros(shape), TensorInfo((), shape, "float32")), Reduction(dtype="int8"))
+    assert found.scale is not None
+    assert (found.values.dtype, tuple(found.values.shape)) == (torch.int8, shape)
+    assert (found.scale > 0).tolist() == [True] * shape[0]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 @pytest.mark.parametrize("pool", ["none", "flatten", "cls", "mean", "max"])
 def test_results_own_their_memory(pool: Pool, dtype: ReplyDType) -> None:
