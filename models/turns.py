@@ -69,8 +69,23 @@ class Turns:
 
 _TURNS = Turns()
 _CONSTRUCTION = RLock()
+_DRAWS = RLock()
 build_beside = _TURNS.build
 take_turn = _TURNS.measure
+
+
+@contextmanager
+def draw_alone() -> Iterator[None]:
+    """Run a model inside while no other thread constructs one, which would set the generator to a state that recurs.
+
+    Waits at most ``TURN_TIMEOUT_S``: a model that runs may hang.
+    """
+    is_alone = _DRAWS.acquire(timeout=TURN_TIMEOUT_S)
+    try:
+        yield
+    finally:
+        if is_alone:
+            _DRAWS.release()
 
 
 @contextmanager
@@ -83,7 +98,7 @@ def construct_alone(seed: int | None) -> Iterator[None]:
     """
     # Do not initialise CUDA.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    with _CONSTRUCTION, torch.random.fork_rng(devices):
+    with _CONSTRUCTION, draw_alone(), torch.random.fork_rng(devices):
         dtype = torch.get_default_dtype()
         if seed is not None:
             torch.manual_seed(seed)

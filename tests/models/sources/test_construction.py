@@ -8,7 +8,7 @@ from threading import Event
 import torch
 from torch import nn
 
-from layertap.models.turns import construct_alone
+from layertap.models.turns import construct_alone, draw_alone
 from layertap.models.weights.state_dict import digest_weights
 
 
@@ -52,3 +52,19 @@ def test_one_at_a_time() -> None:
         goes_on.set()
         assert [first.result(), second.result()] == [construct_first(), construct_second()]
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_none_while_another_draws() -> None:
+    """A construction waits for a run that must not see the generator set back."""
+    waits, goes_on = Event(), Event()
+
+    def construct() -> None:
+        waits.set()
+        with construct_alone(0):
+            assert goes_on.is_set()
+
+    with ThreadPoolExecutor(1) as pool, draw_alone():
+        waiting = pool.submit(construct)
+        assert waits.wait(60)
+        goes_on.set()
+    waiting.result()
