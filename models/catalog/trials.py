@@ -72,7 +72,7 @@ class RepeatedRun:
     def repeat(self) -> None:
         """Run the first row twice more, and compare.
 
-        The second of these draws other random numbers in any case: no construction sets the generator back in between.
+        Meanwhile no construction sets the generator back, so that the two runs draw different random numbers.
         """
         with draw_alone():
             self.is_same = all(has_same_values(self._output, self._run_alone(), ROUNDING) for _ in range(2))

@@ -51,7 +51,7 @@ def read_configuration(path: Path, *, before_loading: bool = False) -> Configura
         mistakes += _check_loading(configuration.models, list(mistakes), (folder, Path.cwd()))
     document.refuse(mistakes)
     assert configuration is not None  # noqa: S101  (else there are mistakes)
-    return configuration
+    return replace(configuration, stamps={spec.name: _stamp_weights(spec) for spec in configuration.models})
 
 
 def parse_entry(data: object, folder: Path) -> ModelSpec:
@@ -87,19 +87,24 @@ def _parse(data: object, folder: Path) -> tuple[Configuration | None, list[Mista
         weights=tuple(_resolve_weights(each, folder) for each in file.allow.weights),
         labels=tuple(_resolve(each, folder) for each in file.allow.labels),
     )
-    stamps = {spec.name: _stamp_weights(spec) for spec in models}
-    return Configuration(models, default, folder, file.aliases, allowed, stamps), mistakes
+    return Configuration(models, default, folder, file.aliases, allowed), mistakes
 
 
 def _stamp_weights(spec: ModelSpec) -> Stamp:
-    """The files of a model's weights: a checkpoint, all files beside an index of shards, all files of a folder."""
+    """The files of a model's weights: a checkpoint, all files beside an index of shards, all files of a folder.
+
+    For the operator's file only: an entry sent over HTTP may name any path. Empty if they can't be read.
+    """
     source = Path(spec.source.partition(":")[2])
     paths = [Path(spec.weights)] if is_checkpoint(spec.weights) else []
     paths = [path.parent if path.suffix == ".json" else path for path in paths]
     paths += [Path(spec.adapter)] if spec.adapter else []
     paths += [source] if source.is_absolute() and source.is_dir() else []
-    files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
-    stats = [(str(file), file.stat()) for file in files if file.is_file()]
+    try:
+        files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+        stats = [(str(file), file.stat()) for file in files if file.is_file()]
+    except OSError:
+        return ()  # loading reports it
     return tuple((name, stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
 
 
