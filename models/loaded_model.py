@@ -22,7 +22,7 @@ from layertap.models.inputs.model_inputs import POSITIONS, number_tokens
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.model_catalogs import ModelCatalogs
 from layertap.models.model_info import ModelInfo
-from layertap.models.replica import Replica, call_module
+from layertap.models.replica import Replica
 from layertap.models.resume.resumption import Resumption
 from layertap.models.selection.plan import Plan
 from layertap.models.spec import ModelSpec
@@ -49,10 +49,6 @@ class LoadedModel(ModelInfo):
         """The number of our hooks on all replicas now: 0 when idle."""
         return sum(replica.hooks for replica in self.replicas)
 
-    def call(self, rows: Inputs, module: nn.Module) -> object:
-        """One forward of one of its module trees; state that the forward changes is restored."""
-        return call_module(rows, module, self.catalog.traits.state)
-
     def is_batch_invariant(self, rows: int) -> bool:
         """Whether a row gives the same bits at any index of a batch of this size, tried at a few indices.
 
@@ -66,7 +62,7 @@ class LoadedModel(ModelInfo):
         with torch.no_grad(), use_threads(1):
             for index in sorted({0, 1 % rows, rows // 2, rows - 1}):
                 batch = {name: _repeat_rows(value, rows, index) for name, value in noise.items()}
-                tensors = dict(iterate_tensors(self.call(batch, self.module)))
+                tensors = dict(iterate_tensors(self.replicas[0].forward(batch)))
                 found = [RowTensor(tensors[info.path], info) for info in outputs if info.path in tensors]
                 rows_by_index.append([each.select((index, index + 1)).value.clone() for each in found])
         first = rows_by_index[0]
@@ -96,12 +92,13 @@ class LoadedModel(ModelInfo):
                 rows = graphs.get_padded_rows(rows, replica)
                 return graphs.run(self._assemble_batch(pieces, rows - count, None), rows, replica)
             # Assembled for each forward: a model may write to its input.
-            return replica.extractor.extract_slices(
-                lambda: self._forward(replica, self._assemble_batch(pieces, rows - count, resumption), resumption),
-                slices,
-                rows,
-                self._join_masks(pieces, rows - count),
-            )
+            with replica.forward.state.kept():  # also what a backward changes, which may run parts again
+                return replica.extractor.extract_slices(
+                    lambda: self._forward(replica, self._assemble_batch(pieces, rows - count, resumption), resumption),
+                    slices,
+                    rows,
+                    self._join_masks(pieces, rows - count),
+                )
         except (IndexError, ValueError) as error:  # for example, a token beyond the vocabulary
             raise InputError(f"the model does not take these values ({type(error).__name__})") from error
         except RuntimeError as error:
@@ -127,7 +124,10 @@ class LoadedModel(ModelInfo):
 
         def run_again(values: verification.TensorsByPoint) -> verification.TensorsByPoint:
             batch = self._assemble_batch([piece], rows - count, resumption)  # again: a model may have written to it
-            return replica.extractor.run_with_replacements(lambda: self._forward(replica, batch, resumption), values)
+            with replica.forward.state.kept():
+                return replica.extractor.run_with_replacements(
+                    lambda: self._forward(replica, batch, resumption), values
+                )
 
         values = {capture.point: reduced.values for capture, reduced in activations.select(whole).items()}
         verification.check_outputs(plan, catalog, values, run_again)
@@ -141,9 +141,8 @@ class LoadedModel(ModelInfo):
         Out of memory does not count: a smaller batch may fit.
         """
         try:
-            with torch.no_grad():
-                row = make_noise_row(self.inputs, self.device, self.dtype)
-                self.call(row, replica.module)
+            with torch.no_grad(), replica.forward.state.kept():
+                replica.forward(make_noise_row(self.inputs, self.device, self.dtype))
                 transfer.synchronize(self.device)  # kernels report errors when they are waited for
         except BaseException as error:  # a model may raise SystemExit too
             return None if isinstance(error, MemoryError) or memory.is_out_of_memory(error) else error
@@ -151,9 +150,9 @@ class LoadedModel(ModelInfo):
 
     def _forward(self, replica: Replica, batch: Inputs, resumption: Resumption | None) -> object:
         if resumption is None:
-            return self.call(batch, replica.module)
+            return replica.forward(batch)
         output = next(iter(batch.values()))  # the mask of a text comes after its ids
-        return resumption.forward(self.call, replica.module, output)
+        return resumption.forward(replica.forward, replica.module, output)
 
     def _assemble_batch(
         self, pieces: Sequence[Inputs], padding: int, resumption: Resumption | None
@@ -218,7 +217,7 @@ def join_devices(spec: ModelSpec, models: Mapping[str, LoadedModel]) -> MultiDev
 
 def check_rows_fit(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> int:
     """How many rows a forward may have; InputError if the plan's rows must share one forward and do not fit."""
-    size = 1 if catalog.crosses_rows else max_rows
+    size = 1 if catalog.crosses_rows or plan.runs_alone else max_rows
     if total > size and not plan.may_split:
         batch = ', or add "isolated": true, which makes them one batch'
         crossing = [capture.point for capture in plan.captures if capture.info.crosses_rows]

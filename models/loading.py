@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,8 +34,7 @@ from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.labels import choose_labels
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_catalogs import CatalogCache, ModelCatalogs, survey_configured
-from layertap.models.module_state import StateKey, keep_state
-from layertap.models.replica import Replica, call_module, copy_module, create_replica, has_same_calls
+from layertap.models.replica import KeptForward, Replica, copy_module, create_replica, has_same_calls
 from layertap.models.selection.embedding import EmbeddingChoice, ModelEmbedding, choose_embedding, find_choice
 from layertap.models.selection.projections import read_projection
 from layertap.models.sources import build
@@ -98,18 +97,19 @@ def load_model(
     figures = (tree, spec.precision, spec.memory_format, shapes, threads, torch.__version__, describe_speed(device))
     history = locate_history(costs_folder, *figures) if costs_folder else None
     tolerance = TOLERANCE[spec.precision]
-    survey = partial(survey_configured, module, inputs, device, built.prefix_tokens, threads, history, tolerance)
+    forward = KeptForward(module)
+    survey = partial(survey_configured, forward, inputs, device, built.prefix_tokens, threads, history, tolerance)
     run = run_survey or (lambda survey: survey())
     with take_turn(), _refuse_unfit_inputs():
         configured = _apply_configuration(run(survey), spec)
         inputs = inputs.with_traits(configured.traits)
-        catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)
+        catalogs = ModelCatalogs(forward, inputs, device, built.prefix_tokens, threads, configured)
         try:
             if inputs.towers:
                 catalogs.add_towers(run(catalogs.survey_towers))
         except InputError as error:
             inputs = replace(inputs.towers[-1], no_pictures=f"one of its towers does not run alone: {error.detail}")
-            catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)
+            catalogs = ModelCatalogs(forward, inputs, device, built.prefix_tokens, threads, configured)
         given = EmbeddingSpec(spec.embedding) if isinstance(spec.embedding, str) else spec.embedding
         if given is not None and "/" in given.layer:  # it may be what a function returns
             catalog = run(partial(catalogs.survey, inputs.shapes, functions=True))
@@ -119,16 +119,16 @@ def load_model(
             # The survey ran in a fork: run a forward here too, which may create parameters, or hooks on submodules.
             # On one thread: a process that is forked after multi-threaded operations can use only one thread.
             with torch.no_grad(), use_threads(1):
-                call_module(make_row(), module, configured.traits.state)
-        with keep_state(module, configured.traits.state):
-            known = built.embedding or find_known_embedding(module, next(iter(make_row().values())))
+                forward(make_row())
+                forward.state.settle()
+        forward.state.begin()
+        known = built.embedding or find_known_embedding(module, next(iter(make_row().values())))
+        forward.state.restore(thorough=True)
     embedding = _find_embedding(spec, given, known, catalogs)
     labels = choose_labels(spec.labels, built.labels, count_classes(catalogs.configured))
     return LoadedModel(
         spec=spec,
-        replicas=_create_replicas(
-            module, inputs, device, configured.traits.state, replicas if device.type == "cpu" else streams
-        ),
+        replicas=_create_replicas(forward, inputs, device, replicas if device.type == "cpu" else streams),
         device=device,
         model_inputs=inputs,
         prefix_tokens=built.prefix_tokens,
@@ -220,18 +220,19 @@ def _apply_configuration(catalog: Catalog, spec: ModelSpec) -> Catalog:
 
 
 def _create_replicas(
-    module: nn.Module, inputs: ModelInputs, device: torch.device, state: Sequence[StateKey], count: int
+    forward: KeptForward, inputs: ModelInputs, device: torch.device, count: int
 ) -> tuple[Replica, ...]:
     """The wanted number of replicas, or one if a copy's forward does not make the same calls as the original's.
 
     Call it after the survey: a model may register its own hooks when it first runs, and these are counted.
     """
-    replicas = [create_replica(module)]
+    replicas = [create_replica(forward)]
     if count > 1:
         rows = make_noise(inputs.specs, device, inputs.dtype)
     while len(replicas) < count:
-        copy = copy_module(module)
-        if copy is None or not has_same_calls(module, copy, partial(call_module, state=state), rows):
+        module = copy_module(forward.module)
+        copy = KeptForward(module, forward) if module is not None else None
+        if copy is None or not has_same_calls(forward, copy, rows):
             return (replicas[0],)
         replicas.append(create_replica(copy))
     return tuple(replicas)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import Catalog, Traits
@@ -25,8 +25,7 @@ from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.interventions.sources import find_tensor
 from layertap.models.lru_cache import LRUCache
-from layertap.models.module_state import StateKey
-from layertap.models.replica import call_module
+from layertap.models.replica import KeptForward
 from layertap.models.resume.prover import verify_resumable
 from layertap.models.resume.resumption import Resumption, not_resumable_error
 from layertap.models.selection.hook_points import HookPoint
@@ -37,11 +36,10 @@ MAX_CATALOGS = 16  # one for each recent shape of input; texts of 8 to 131,072 t
 MAX_RESUMPTIONS = 16  # one for each recent layer to resume from, and shape of input
 MAX_GRAD_CAM_LAYERS = 32  # one for each recent objective of Grad-CAM, classes aside
 QUICK_S = 0.5  # CPU-seconds of a forward for which one thread is enough: further threads would only spin
-MAX_SURVEYS = 3  # each restores the state that the one before it found
 
 
 def survey_configured(
-    module: nn.Module,
+    forward: KeptForward,
     inputs: ModelInputs,
     device: torch.device,
     prefix_tokens: int,
@@ -49,16 +47,15 @@ def survey_configured(
     history: Path | None,
     tolerance: float,
 ) -> Catalog:
-    """The catalogue of a module for rows of the configured shape; InputError if it does not take them.
+    """The catalogue of a module for rows of the configured shape, which it has not run yet; InputError.
 
     Measured times of forwards are kept in the file ``history``. ``tolerance``: how far rounding may move a value,
     as a share of the tensor's largest. OutOfMemoryError.
     """
     with use_threads(threads), _name_memory_errors():  # a new thread inherits the number set last by any thread
-        catalog = _survey_repeatedly(module, inputs, device, prefix_tokens, tolerance)
-        forward = partial(call_module, module=module, state=catalog.traits.state)
+        catalog = _survey(forward, inputs, device, prefix_tokens, tolerance)
         row = make_noise_row(inputs.specs, device, inputs.dtype)
-        row_bytes = _measure_row_bytes(forward, row, module, device)
+        row_bytes = _measure_row_bytes(forward, row, device)
         again = history is not None and history.exists()
         reading = measure_forward(
             forward, row, device, crosses_rows=catalog.crosses_rows, max_threads=threads, again=again
@@ -69,34 +66,30 @@ def survey_configured(
     return replace(catalog, seconds=seconds, costs=costs)
 
 
-def _survey_repeatedly(
-    module: nn.Module, inputs: ModelInputs, device: torch.device, prefix_tokens: int, tolerance: float
+def _survey(
+    forward: KeptForward, inputs: ModelInputs, device: torch.device, prefix_tokens: int, tolerance: float
 ) -> Catalog:
-    """The catalogue of the configured shape, by forwards after which the state that they change is restored.
-
-    If a survey finds such state, it is repeated: drifting values look as if rows affected each other.
-    """
-    state: tuple[StateKey, ...] = ()
+    """The catalogue of the configured shape."""
     row = make_noise_row(inputs.specs, device, inputs.dtype)
-    for _ in range(MAX_SURVEYS):
-        with torch.no_grad():
-            with name_input_errors(inputs.specs):
-                run = RepeatedRun(module, partial(call_module, module=module, state=state), row)
-            with use_threads(1 if run.seconds < QUICK_S else torch.get_num_threads()):
-                catalog = survey(module, inputs.specs, run, device, prefix_tokens, inputs.dtype)
-                trial = try_padding(run, inputs.text, device, tolerance) if inputs.text else None
-                outputs = run.find_outputs()
-            run.repeat()
-        found = set(run.put_back_state()) - set(state)
-        if not found:
-            break
-        state = (*state, *sorted(found))
+    with torch.no_grad():
+        with name_input_errors(inputs.specs):
+            run = RepeatedRun(forward, row)
+            forward.state.settle()
+        with use_threads(1 if run.seconds < QUICK_S else torch.get_num_threads()):
+            catalog = survey(
+                forward.module, inputs.specs, forward, device, prefix_tokens, inputs.dtype, tolerance=tolerance
+            )
+            trial = try_padding(forward, inputs.text, device, tolerance) if inputs.text else None
+            outputs = run.find_outputs()
+        run.repeat()
+    forward.state.restore(thorough=True)
+    state = tuple(sorted(forward.state.found))
     if not run.is_same:  # a neighbour's effect can't be told from the noise: each row runs alone
         return replace(catalog, crosses_rows=True, traits=Traits(state, deterministic=False, outputs=outputs))
     if trial is None:
         return replace(catalog, traits=Traits(state, outputs=outputs))
     # A model that replaces submodules according to the text's length would react to padding, too (BigBird).
-    if any(attribute in module.get_submodule(name)._modules for name, attribute in state):
+    if any(attribute in forward.module.get_submodule(name)._modules for name, attribute in state):
         trial = False, "refused"
     return replace(catalog, traits=Traits(state, pads=trial[0], left_padding=trial[1], outputs=outputs))
 
@@ -168,7 +161,7 @@ class ModelCatalogs(CatalogCache):
 
     def __init__(
         self,
-        module: nn.Module,
+        forward: KeptForward,
         inputs: ModelInputs,
         device: torch.device,
         prefix_tokens: int,
@@ -177,8 +170,8 @@ class ModelCatalogs(CatalogCache):
     ) -> None:
         """``configured`` is what ``survey_configured`` returned for the module."""
         super().__init__(configured, inputs.shapes)
-        self._module = module
-        self._forward = partial(call_module, module=module, state=configured.traits.state)
+        self._module = forward.module
+        self._forward = forward
         self._inputs = inputs
         self._device = device
         self._prefix_tokens = prefix_tokens
@@ -199,7 +192,7 @@ class ModelCatalogs(CatalogCache):
                 except CallsDifferError:
                     catalog = self._survey(specs)
                     # Memory is measured; time is scaled from that of the configured shape.
-                    row_bytes = _measure_row_bytes(self._forward, self._make_row(specs), self._module, self._device)
+                    row_bytes = _measure_row_bytes(self._forward, self._make_row(specs), self._device)
                     per_row = self.configured.costs.per_row * catalog.seconds / self.configured.seconds
                     costs = replace(self.configured.costs, per_row=per_row, row_bytes=row_bytes)
                     catalog = replace(catalog, costs=costs, tower=self._inputs.for_shapes(shapes).tower)
@@ -284,14 +277,13 @@ class ModelCatalogs(CatalogCache):
     def _try_resumption(self, start: Tap, shapes: Shapes) -> Resumption | None:
         catalog, specs = self.survey(shapes, functions=bool(start.point.function)), self._inputs.with_shapes(shapes)
         rows = make_noise(specs, self._device, self._inputs.dtype)
-        run = partial(call_module, state=catalog.traits.state)
         try:
             with use_threads(self._threads), _name_memory_errors():
-                return verify_resumable(self._module, start, catalog, specs, run, rows, self._inputs.dtype)
+                return verify_resumable(self._module, start, catalog, specs, self._forward, rows, self._inputs.dtype)
         except SelectorError:
             return None
 
 
-def _measure_row_bytes(forward: memory.Forward, row: memory.Inputs, module: nn.Module, device: torch.device) -> int:
+def _measure_row_bytes(forward: KeptForward, row: memory.Inputs, device: torch.device) -> int:
     with torch.no_grad(), use_threads(1):
-        return memory.measure_peak_bytes(forward, row, module, device)
+        return memory.measure_peak_bytes(forward, row, forward.module, device)

@@ -6,7 +6,7 @@ Hooks on a module run in every forward through it, so threads that run at once n
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +18,40 @@ from layertap.models.catalog.observations import Sketch
 from layertap.models.hooks import attach
 from layertap.models.hooks.tensor_tree import Path, iterate_tensors, view_bytes
 from layertap.models.inputs.noise import ROWS, copy_row
-from layertap.models.module_state import StateKey, keep_state
+from layertap.models.module_state import ModuleState
 
 CallSketch = tuple[int, int, Mapping[Path, Sketch]]  # numbers of a submodule and its call; its output, at the end
 
 
+class KeptForward:
+    """Runs forwards of a module tree, each from the state that the tree had when this was created.
+
+    ``state`` puts back what the last one has changed, at the next one or when it is asked to.
+    """
+
+    def __init__(self, module: nn.Module, like: KeptForward | None = None) -> None:
+        """``like``: a forward of another tree over the same parameters and buffers."""
+        self.module = module
+        self.state: ModuleState = ModuleState(module, like.state if like is not None else None)
+
+    def __call__(self, rows: Mapping[str, Tensor]) -> object:
+        """One forward for a batch."""
+        self.state.begin()
+        return call_module(rows, self.module)
+
+
 @dataclass(frozen=True, eq=False)
 class Replica:
-    """One module tree, which only one thread runs. ``own_hooks`` counts the hooks that the model came with."""
+    """One module tree, which only one thread runs; ``own_hooks`` counts the hooks that the model came with."""
 
-    module: nn.Module
+    forward: KeptForward
     extractor: FeatureExtractor
     own_hooks: int
+
+    @property
+    def module(self) -> nn.Module:
+        """The module tree."""
+        return self.forward.module
 
     @property
     def hooks(self) -> int:
@@ -37,14 +59,8 @@ class Replica:
         return attach.count_hooks(self.module) - self.own_hooks
 
 
-def call_module(rows: Mapping[str, Tensor], module: nn.Module, state: Sequence[StateKey] = ()) -> object:
-    """One forward of a module tree for a batch; a single argument is passed by position, several by name.
-
-    The ``state`` that it changes is restored when it ends.
-    """
-    if state:
-        with keep_state(module, state):
-            return call_module(rows, module)
+def call_module(rows: Mapping[str, Tensor], module: nn.Module) -> object:
+    """One forward of a module tree for a batch; a single argument is passed by position, several by name."""
     arguments = _make_arguments(rows)
     return module(*arguments.values()) if len(arguments) == 1 else module(**arguments)
 
@@ -61,9 +77,9 @@ def _make_arguments(rows: Mapping[str, Tensor]) -> dict[str, Any]:
     return arguments
 
 
-def create_replica(module: nn.Module) -> Replica:
+def create_replica(forward: KeptForward) -> Replica:
     """A replica that is the module itself."""
-    return Replica(module, FeatureExtractor(module), attach.count_hooks(module))
+    return Replica(forward, FeatureExtractor(forward.module), attach.count_hooks(forward.module))
 
 
 def copy_module(module: nn.Module) -> nn.Module | None:
@@ -83,20 +99,19 @@ def copy_module(module: nn.Module) -> nn.Module | None:
     )
 
 
-def has_same_calls(
-    module: nn.Module, copy: nn.Module, forward: Callable[..., object], rows: Mapping[str, Tensor]
-) -> bool:
+def has_same_calls(one: KeptForward, copy: KeptForward, rows: Mapping[str, Tensor]) -> bool:
     """Whether a copy makes the same calls with the same outputs as the module, for ``ROWS`` rows of noise.
 
     Tensors that they share must not change in the forward: two threads will run them at once.
     """
+    module = one.module
     before = _read_write_marks(module)
     try:
         with torch.no_grad():
-            calls = _sketch_calls(module, forward, rows)
+            calls = _sketch_calls(one, rows)
             # Another row than in both sketches and in a copy's state: what one tree leaves in the other must show.
-            forward(copy_row(rows, 0), module)
-            copy_calls = _sketch_calls(copy, forward, rows)
+            one(copy_row(rows, 0))
+            copy_calls = _sketch_calls(copy, rows)
     except Exception:  # a copy may lack what its constructor set up elsewhere
         return False
     (versions, buffers), (versions_before, buffers_before) = _read_write_marks(module), before
@@ -116,10 +131,10 @@ def _read_write_marks(module: nn.Module) -> tuple[list[int], list[Tensor]]:
     return versions, [view_bytes(buffer).clone() for buffer in module.buffers()]
 
 
-def _sketch_calls(module: nn.Module, forward: Callable[..., object], rows: Mapping[str, Tensor]) -> list[CallSketch]:
+def _sketch_calls(forward: KeptForward, rows: Mapping[str, Tensor]) -> list[CallSketch]:
     """Calls as they begin and end in a forward, whose row no other forward at loading runs last."""
     calls: list[CallSketch] = []
-    numbers = {part: number for number, part in enumerate(module.modules())}
+    numbers = {part: number for number, part in enumerate(forward.module.modules())}
 
     def enter(part: nn.Module, call: int, value: object) -> None:
         calls.append((numbers[part], call, {}))
@@ -127,8 +142,8 @@ def _sketch_calls(module: nn.Module, forward: Callable[..., object], rows: Mappi
     def leave(part: nn.Module, call: int, value: object) -> None:
         calls.append((numbers[part], call, {path: Sketch.from_tensor(each) for path, each in iterate_tensors(value)}))
 
-    with attach.observe_calls(module, enter, leave):
-        forward(copy_row(rows, ROWS - 1), module)
+    with attach.observe_calls(forward.module, enter, leave):
+        forward(copy_row(rows, ROWS - 1))
     return calls
 
 

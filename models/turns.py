@@ -106,3 +106,12 @@ def construct_alone(seed: int | None) -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(dtype)
+
+
+def set_default_dtype(dtype: torch.dtype) -> None:
+    """Set the process's default dtype, which a forward has changed, unless a module is being constructed with it."""
+    if _CONSTRUCTION.acquire(blocking=False):
+        try:
+            torch.set_default_dtype(dtype)
+        finally:
+            _CONSTRUCTION.release()

@@ -59,6 +59,7 @@ class TensorInfo:
     dtype: str
     row_axis: int | None = 0
     crosses_rows: bool = False
+    alone: bool = False
     layout: str | None = None
     prefix: int = 0
     source: str = ""

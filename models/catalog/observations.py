@@ -16,7 +16,7 @@ from torch.nn import functional
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.layout import UNKNOWN, Shape
 from layertap.models.hooks.attention import Sinks
-from layertap.models.hooks.tensor_tree import Path, to_plain
+from layertap.models.hooks.tensor_tree import Path, to_plain, view_bytes
 
 Boundary = Literal["input", "output", "attention", "sinks"]  # of a call
 
@@ -130,6 +130,7 @@ class TensorHistory:
 
 
 BINS = 16
+WIDTHS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 MAX_NUMBERS = 2**16  # looked at
 MASK_VALUE = 1e30  # larger numbers, infinities and NaN are marks of what to leave out
 TOLERANCE_INTEGER = 1e-6
@@ -139,11 +140,12 @@ TOLERANCE_HALF = 0.1  # half precision: enough to tell a row from its neighbour
 
 @dataclass(frozen=True)
 class Sketch:
-    """A tensor in a few numbers: random projections of its parts, and its norm."""
+    """A tensor in a few numbers: random projections of its parts, its norm, and a sum of all of its bits."""
 
     bins: tuple[float, ...]
     norm: float
     tolerance: float
+    bits: int = 0
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Sketch:
@@ -155,12 +157,20 @@ class Sketch:
         values = torch.where(values.abs() < MASK_VALUE, values, 0.0)
         weights = _make_weights(values.device)[: values.numel()]
         parts = functional.pad(values * weights, (0, -values.numel() % BINS)).view(-1, BINS).sum(0)
-        return cls(tuple(parts.tolist()), float(values.norm(dtype=torch.float64)), _get_tolerance(real.dtype))
+        norm = float(values.norm(dtype=torch.float64))
+        return cls(tuple(parts.tolist()), norm, _get_tolerance(real.dtype), _sum_bits(real))
 
     def matches(self, other: Sketch) -> bool:
         """Whether both are of the same tensor, but for rounding."""
         limit = other.tolerance * max(other.norm, 1e-6) / BINS**0.5
         return all(abs(a - b) <= limit for a, b in zip(self.bins, other.bins, strict=True))
+
+
+def _sum_bits(tensor: Tensor) -> int:
+    """A sum of a tensor's memory, in integers as wide as fit."""
+    memory = view_bytes(tensor)
+    width = next(dtype for dtype in WIDTHS if memory.numel() % dtype.itemsize == 0)
+    return int(memory.view(width).sum(dtype=torch.int64))
 
 
 @lru_cache

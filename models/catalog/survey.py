@@ -1,8 +1,9 @@
-"""Build a catalogue from three small forwards.
+"""Build a catalogue from a few small forwards.
 
 One takes a single row, one is timed, and one takes the same row between two others: the axis that grew is the row
-axis, and the row's values must be the same as before, or rows are not independent. A model that can't take
-several rows, or makes other calls with them, is catalogued from the first and runs one row at a time. Device
+axis, and the row's values must be the same as before. That rows are independent is then proven (``row_proof.py``),
+or they run one at a time. A model that can't take several rows, or makes other calls with them, is catalogued from the
+first forward. Device
 errors, out of memory or fatal, say nothing about the model and are not caught.
 """
 
@@ -24,7 +25,9 @@ from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, Origin, TensorInfo
 from layertap.models.catalog.layout import number_patches
 from layertap.models.catalog.observations import Boundary, CallObservation, Observation
+from layertap.models.catalog.row_proof import RowProof, prove_rows
 from layertap.models.devices import transfer
+from layertap.models.devices.devices import TOLERANCE
 from layertap.models.devices.memory import Forward, is_device_error
 from layertap.models.errors import IN_THE_LOG, InputError
 from layertap.models.hooks.attach import observe_calls
@@ -46,12 +49,14 @@ def survey(
     dtype: torch.dtype,
     *,
     functions: bool = False,
+    tolerance: float = TOLERANCE["float32"],
 ) -> Catalog:
     """The catalogue of a module for one shape of input.
 
     ``inputs`` gives the shapes of one row; ``run`` calls the module with a batch of such rows; ``prefix`` is the
     number of tokens that stand before the patches; floating inputs come in ``dtype``. With ``functions`` it tells
-    what these return. InputError if the module can't take that shape.
+    what these return. ``tolerance``: the share of a tensor's largest number by which kernels differ.
+    InputError if the module can't take that shape.
     """
     rows = make_noise(inputs, device, dtype)
     # Not inference mode: what a model keeps of its first forward (tables, caches) must be fit for gradients later.
@@ -60,18 +65,22 @@ def survey(
         with name_input_errors(inputs):
             alone.watch(run, copy_row(rows))
             timer = _time_calls(module, run, copy_row(rows), device)
-        several = CallRecorder(module, alone=alone, functions=functions)
+        create_recorder = partial(CallRecorder, module, alone=alone, functions=functions)
+        several = create_recorder()
         try:
-            several.watch(run, rows)
+            several.watch(run, {name: value.clone() for name, value in rows.items()})
         except Exception as error:  # whatever a model raises, it means the same: not several rows at once
             if is_device_error(error):
                 raise
             several = alone
         other_length = CallRecorder(module, functions=functions)
         lengths = _probe_length(other_length, inputs, run, device, dtype)
-    if several.describe_calls() != alone.describe_calls():
-        several = alone
-    catalog = CatalogBuilder(module, alone, several, timer, prefix, other_length, lengths).build()
+        if several.describe_calls() != alone.describe_calls():
+            several = alone
+        proof = RowProof(crosses_rows=True)
+        if several is not alone:
+            proof = prove_rows(module, run, rows, inputs, several, create_recorder, tolerance)
+    catalog = CatalogBuilder(module, alone, several, timer, prefix, other_length, lengths, proof).build()
     for recorder in (alone, several, other_length):
         recorder.release()
     return catalog
@@ -157,7 +166,7 @@ class CatalogBuilder:
 
     ``several`` is ``alone`` again where the module can't take several rows; ``prefix`` counts the tokens that stand
     before the patches. ``other_length`` saw a text of another length, which tells what grows with it; ``lengths`` are
-    those of both, None if it saw none.
+    those of both, None if it saw none. ``proof``: which tensors hold rows that are their own.
     """
 
     module: nn.Module
@@ -167,6 +176,7 @@ class CatalogBuilder:
     prefix: int
     other_length: CallRecorder
     lengths: tuple[int, int] | None
+    proof: RowProof
 
     def build(self) -> Catalog:
         """The catalogue, its layers in the order in which they first run."""
@@ -183,8 +193,12 @@ class CatalogBuilder:
 
     @cached_property
     def _crosses_rows(self) -> bool:
-        outputs = (call.tensors["output"].values() for call in self.several.calls.get(self.module, []))
-        return self.several is self.alone or any(each.info.crosses_rows for output in outputs for each in output)
+        calls = self.several.calls.get(self.module, [])
+        outputs = [(call.address, path, each) for call in calls for path, each in call.tensors["output"].items()]
+        return self.proof.crosses_rows or any(
+            each.info.crosses_rows or (address, "output", path) in self.proof.unproven
+            for address, path, each in outputs
+        )
 
     def _build_layer(self, name: str, module: nn.Module) -> Layer:
         pairs = zip(self.alone.calls.get(module, []), self.several.calls.get(module, []), strict=True)
@@ -260,15 +274,19 @@ class CatalogBuilder:
         cost: float,
     ) -> CallBoundary:
         others = longer.tensors[boundary] if longer is not None else {}
-        tensors = tuple(self._complete(each.info, others.get(path)) for path, each in several.tensors[boundary].items())
+        tensors = tuple(
+            self._complete(each.info, others.get(path), (several.address, boundary, path) in self.proof.unproven)
+            for path, each in several.tensors[boundary].items()
+        )
         order = alone.start if boundary == "input" else alone.end
         return CallBoundary(order, cost, tensors, alone.refused.get(boundary, ()))
 
-    def _complete(self, info: TensorInfo, other: Observation | None) -> TensorInfo:
+    def _complete(self, info: TensorInfo, other: Observation | None, unproven: bool) -> TensorInfo:
         """What a catalogue says of a tensor, with what the other forwards tell: ``other`` is of another length."""
         # One row at a time, whatever has an axis for rows holds that one.
-        crosses_rows = info.crosses_rows and (not self._crosses_rows or info.row_axis is None)
-        info = replace(info, crosses_rows=crosses_rows)
+        crosses_rows = (info.crosses_rows or unproven) and info.row_axis is None
+        alone = (info.crosses_rows or unproven) and info.row_axis is not None and not self._crosses_rows
+        info = replace(info, crosses_rows=crosses_rows, alone=alone)
         if crosses_rows or self.lengths is None:
             return info
         if other is None or len(other.shape) != len(info.shape):

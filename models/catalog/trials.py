@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layertap.models.catalog.catalog import LeftPadding
@@ -14,9 +14,8 @@ from layertap.models.devices.devices import TOLERANCE, use_threads
 from layertap.models.devices.memory import Forward, Inputs, is_device_error
 from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors
 from layertap.models.inputs.model_inputs import POSITIONS, TextSpec, number_tokens
-from layertap.models.inputs.noise import make_noise
+from layertap.models.inputs.noise import LOUDER, make_noise
 from layertap.models.labels import Outputs
-from layertap.models.module_state import ModuleState, StateKey
 from layertap.models.spec import InputSpec
 from layertap.models.turns import draw_alone
 
@@ -25,26 +24,19 @@ SHORT, LONG, IN_FRONT = 5, 64, 3  # tokens of a text, at most of its neighbour, 
 
 
 class RepeatedRun:
-    """Runs forwards of a module between two of the same row, which are compared.
+    """A forward of a row that is repeated later, behind others, and compared.
 
     Both run on one thread and without hooks: kernels that differ only round otherwise. ``is_same``: whether both
     returned the same, but for what adding in another order does. ``seconds``: CPU time of the first.
     """
 
-    def __init__(self, module: nn.Module, run: Forward, row: Inputs) -> None:
+    def __init__(self, run: Forward, row: Inputs) -> None:
         self.is_same = True
-        self._module = module
         self._run = run
-        self._loaded = ModuleState(module)
         self._row = row
         start = time.thread_time()
         self._output = self._run_alone()
         self.seconds = time.thread_time() - start
-        self._settled = ModuleState(module)
-
-    def __call__(self, rows: Inputs) -> object:
-        """Run one forward."""
-        return self._run(rows)
 
     def find_outputs(self) -> tuple[tuple[Path, Outputs], ...]:
         """Which of the returned tensors are class probabilities, or log-probabilities, by path.
@@ -70,10 +62,13 @@ class RepeatedRun:
         return tuple(found.items())
 
     def repeat(self) -> None:
-        """Run the first row twice more, and compare.
+        """Run the first row twice more behind a turned and a loud one, and compare.
 
         Meanwhile no construction sets the generator back, so that the two runs draw different random numbers.
         """
+        for change in (_turn, lambda value: value * LOUDER):
+            floats = {name: change(value) for name, value in self._row.items() if value.is_floating_point()}
+            try_forward(self._run, {name: value.clone() for name, value in self._row.items()} | floats)
         with draw_alone():
             self.is_same = all(has_same_values(self._output, self._run_alone(), ROUNDING) for _ in range(2))
 
@@ -81,17 +76,6 @@ class RepeatedRun:
         with use_threads(1):
             output = self._run({name: value.clone() for name, value in self._row.items()})  # it may write to its input
             return TensorsByPath((path, tensor.clone()) for path, tensor in iterate_tensors(output))
-
-    def put_back_state(self) -> tuple[StateKey, ...]:
-        """Restore state that changed after the first forward; returns its names.
-
-        The first forward may fill a cache, which need not be restored if outputs are the same.
-        """
-        is_cache = self.is_same and not self._loaded.find_other_parts()
-        earlier = self._settled if is_cache else self._loaded
-        changed = earlier.find_changes()
-        self._loaded.put_back(changed)
-        return changed
 
 
 class SigmoidResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -114,6 +98,11 @@ class SigmoidResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor is such a result, or part of one."""
         return self._operations.get(tensor.untyped_storage().data_ptr(), "").startswith("sigmoid")
+
+
+def _turn(value: Tensor) -> Tensor:
+    """Rows with their last two axes exchanged, which have as many entries; backwards if there is one axis."""
+    return value.transpose(-1, -2).contiguous() if value.ndim > 2 else value.flip(-1)
 
 
 def _adds_up(tensor: Tensor) -> bool:

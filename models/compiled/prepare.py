@@ -302,6 +302,6 @@ def _list_captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
         raise WarmError("texts come in many lengths")
     for capture in plan.captures:
         point, info = capture.point, capture.info
-        if point.function or point.site not in SITES or info.row_axis is None or info.crosses_rows:
+        if point.function or point.site not in SITES or info.row_axis is None or info.crosses_rows or info.alone:
             raise WarmError(f"a graph does not give {point.text}")
     return tuple(dict.fromkeys(result.capture for result in plan.results))

@@ -18,6 +18,7 @@ from layertap.models.spec import InputSpec
 
 ROWS, QUIET = 3, 1  # rows in a batch of noise, and the index of the quiet one
 LOUD = 3.0  # scale of the other rows, so that a batch's largest value is rarely in the quiet row
+LOUDER, QUIETER = 1e3, 1e-3  # scales of other neighbours
 MAX_CACHED = 64
 HINT = 'write it with numpy.savez, or {"NAME": [numbers]} as .json, with one row or several of each input'
 
@@ -32,6 +33,8 @@ def make_noise(
         shape, example = (rows, *spec.shape), find_example(spec)
         if example is not None:
             chosen = example[torch.arange(rows) % len(example)]
+            if len(example) == 1:  # beside copies of itself a row proves nothing
+                chosen = torch.stack([row if index == QUIET else row.flip(-1) for index, row in enumerate(chosen)])
             return chosen.to(device, dtype if chosen.is_floating_point() else chosen.dtype)
         if not DTYPES[spec.dtype].is_floating_point:
             return torch.randint(*(spec.values or (0, 2)), shape, generator=generator).to(device, DTYPES[spec.dtype])
@@ -41,6 +44,26 @@ def make_noise(
         return values.to(device, dtype)
 
     return {spec.name: draw(spec) for spec in inputs}
+
+
+def replace_neighbours(
+    rows: Mapping[str, Tensor], inputs: Sequence[InputSpec], *, scaled: bool = True
+) -> dict[str, Tensor]:
+    """The same quiet row between others: permuted ones, one loud and half empty, one faint (``scaled``)."""
+
+    def change(spec: InputSpec, value: Tensor) -> Tensor:
+        entries = value.reshape(len(value), -1)
+        changed = entries.flip(-1).roll(1, -1)
+        if not value.is_floating_point():
+            changed[:QUIET, entries.shape[1] // 2 :] = spec.values[0] if spec.values else 0
+        elif scaled:
+            changed[:QUIET] *= LOUDER
+            changed[:QUIET, entries.shape[1] // 2 :] = 0
+            changed[QUIET + 1 :] *= QUIETER
+        changed[QUIET] = entries[QUIET]
+        return changed.reshape(value.shape)
+
+    return {spec.name: change(spec, rows[spec.name]) for spec in inputs}
 
 
 def make_noise_row(inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

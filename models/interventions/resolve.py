@@ -131,15 +131,6 @@ def _check_numbers(name: str, info: TensorInfo, operation: Operation) -> None:
 def _check_part(
     name: str, info: TensorInfo, operation: Operation, catalog: Catalog, lengths: TextLengths | None
 ) -> None:
-    if (
-        info.crosses_rows
-        and info.row_axis is not None
-        and (operation.tensor is not None or OPERATIONS[operation.op].by_row)
-    ):
-        raise SelectorError(
-            f"the rows of {name} do not stand one after the other, so none gets a tensor or noise of its own",
-            hint="change another layer",
-        )
     for option in operation.each or ():
         if info.row_axis is None or info.crosses_rows or info.entries_per_row > 1:
             raise SelectorError(

@@ -21,9 +21,7 @@ from layertap.models.catalog.observations import Boundary, Sketch
 from layertap.models.devices.memory import Forward, Inputs, is_device_error
 from layertap.models.hooks.attach import attach_at, observe_calls
 from layertap.models.hooks.tensor_tree import Path, iterate_tensors, replace_tensor
-from layertap.models.module_state import ModuleState
 from layertap.models.resume.resumption import (
-    ModuleForward,
     Placeholder,
     Resumption,
     SkippedCalls,
@@ -31,10 +29,10 @@ from layertap.models.resume.resumption import (
     locate,
     not_resumable_error,
 )
-from layertap.models.resume.taint import Taint
 from layertap.models.selection.hook_points import HookPoint
 from layertap.models.selection.plan import Tap, get_boundary, get_call
 from layertap.models.spec import InputSpec
+from layertap.models.taint import Taint
 
 SMALLEST = 1e-4  # the smallest share of a forward's cost that remains, after its last layer
 CallNumbers = tuple[int | None, ...]  # for each call of a module in a resumed forward: its number if skipped, else None
@@ -47,25 +45,25 @@ def verify_resumable(
     start: Tap,
     catalog: Catalog,
     inputs: tuple[InputSpec, ...],
-    run: ModuleForward,
+    run: Forward,
     batch: Inputs,
     dtype: torch.dtype,
 ) -> Resumption:
     """Forwards that resume from a point, verified with three forwards; SelectorError if the model can't resume there.
 
-    ``batch`` has a few rows, floating ones in ``dtype``; the first row is only used for the structure of outputs.
+    ``run`` calls the module; ``batch`` has a few rows, floating ones in ``dtype``, of which the first is only used for
+    the structure of outputs.
     Device errors, such as out of memory, are raised as they are: they do not mean that the model can't resume.
     """
     point = start.point
     skipped = find_skipped_calls(module, point, catalog)
     first = {name: value[:1].clone() for name, value in batch.items()}
     others = {name: value[1:2].clone() if catalog.crosses_rows else value[1:].clone() for name, value in batch.items()}
-    before = ModuleState(module)
     whole, resumed = MarkRecorder(module, point), MarkRecorder(module, point, skipped)
     try:
         with torch.no_grad():
-            whole.watch(lambda batch: run(batch, module), others)
-            placeholders = collect_placeholders(module, lambda batch: run(batch, module), first, skipped, catalog)
+            whole.watch(run, others)
+            placeholders = collect_placeholders(module, run, first, skipped, catalog)
             draft = Resumption(start, catalog, inputs, dtype, placeholders)
             run_tainted = resumed.with_taint(run)
             resumed.watch(lambda batch: draft.forward(run_tainted, module, batch["sent"]), {"sent": whole.get_output()})
@@ -73,11 +71,6 @@ def verify_resumable(
         if is_device_error(error):
             raise
         raise not_resumable_error(point) from error
-    finally:
-        written = before.find_changes()
-        before.put_back(written)
-    if written:
-        raise not_resumable_error(point)
     trial = Trial(module, point, catalog, skipped, whole.marks, resumed.marks)
     return replace(draft, catalog=trial.build_catalog())
 
@@ -150,13 +143,13 @@ class MarkRecorder:
     def _keep(self, tensor: Tensor) -> None:
         self._output = tensor.clone()
 
-    def with_taint(self, run: ModuleForward) -> ModuleForward:
+    def with_taint(self, run: Forward) -> Forward:
         """A forward that taints its inputs, and everything that depends on them."""
 
-        def run_tainted(batch: Inputs, module: nn.Module) -> object:
+        def run_tainted(batch: Inputs) -> object:
             self._taint.mark(batch.values())
             with self._taint:
-                return run(batch, module)
+                return run(batch)
 
         return run_tainted
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.devices.devices import DTYPES
-from layertap.models.devices.memory import Inputs
+from layertap.models.devices.memory import Forward, Inputs
 from layertap.models.errors import SelectorError, escape
 from layertap.models.hooks.attach import Location, attach_at
 from layertap.models.hooks.tensor_tree import iterate_tensors, replace_tensor
@@ -27,8 +27,6 @@ from layertap.models.selection.hook_points import HookPoint, Selector
 from layertap.models.selection.matches import find_matches
 from layertap.models.selection.plan import Tap
 from layertap.models.spec import InputDType, InputSpec
-
-ModuleForward = Callable[[Inputs, nn.Module], object]
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class Resumption:
             return spec
         return replace(spec, longest=longest, long_axis=info.token_axes[0] - 1)
 
-    def forward(self, run: ModuleForward, module: nn.Module, sent: Tensor) -> object:
+    def forward(self, run: Forward, module: nn.Module, sent: Tensor) -> object:
         """What the model returns when it resumes from a layer's output; the module is restored afterwards.
 
         ``sent`` has its rows on axis 0; the model may write to it.
@@ -86,7 +84,7 @@ class Resumption:
             for name, calls in self.skipped.items():
                 is_own = name == point.layer
                 _skip_calls(stack, module.get_submodule(name), calls, partial(self._fill, sent, is_own))
-            return run(self._make_inputs(sent), module)
+            return run(self._make_inputs(sent))
 
     def _fill(self, sent: Tensor, is_own: bool, placeholder: Placeholder, is_last: bool) -> Any:
         """What a skipped call returns; the layer's own last call returns the sent tensor in it."""
@@ -123,7 +121,7 @@ def find_start(selector: Selector, catalog: Catalog) -> Tap:
             f"'{escape_point(point)}' is of dtype {info.dtype}, which can't be sent",
             hint="resume from a layer after it",
         )
-    if info.row_axis != 0 or info.entries_per_row != 1 or info.crosses_rows:
+    if info.row_axis != 0 or info.entries_per_row != 1 or info.crosses_rows or info.alone:
         raise SelectorError(
             f"'{escape_point(point)}' does not return one entry for each input, so none can be sent",
             hint="resume from a layer around it, or after it",

@@ -206,9 +206,17 @@ class Plan:
     @cached_property
     def may_split(self) -> bool:
         """Whether the rows may run in several forwards and be joined again."""
+        return not any(tap.info.crosses_rows for tap in self._taps)
+
+    @cached_property
+    def runs_alone(self) -> bool:
+        """Whether each row needs a forward of its own: beside others, a tensor's rows are not known."""
+        return any(tap.info.alone for tap in self._taps)
+
+    @property
+    def _taps(self) -> tuple[Tap, ...]:
         objectives = () if self.objective is None else (self.objective,)
-        taps: tuple[Tap, ...] = (*self.captures, *self.resolved_interventions, *objectives)
-        return not any(tap.info.crosses_rows for tap in taps)
+        return (*self.captures, *self.resolved_interventions, *objectives)
 
     @property
     def changed_selectors(self) -> tuple[tuple[str, ...], ...]:

@@ -130,6 +130,9 @@ def _find_places(place: Intervention, job: Job, metric: HookPoint, lengths: Text
     if selector.site in GRADIENTS:
         raise SelectorError("a sweep edits values, not gradients", hint="name an output, an input or attention")
     changes = resolve_intervention(place, None, job.catalog, lengths)
+    if any(change.info.alone for change in changes):
+        hint = "send 'interventions' to /extract, an edit a request"
+        raise SelectorError(f"{escape(selector.text)} is known of one row at a time only", hint=hint)
     last = get_boundary(metric, job.catalog).order
     ends = [change for change in changes if get_boundary(change.point, job.catalog).order <= last]
     if not ends or (len(ends) < len(changes) and not selector.is_glob):

@@ -68,10 +68,9 @@ def test_chunks(load_net: Loader, name: str, how: Reduction) -> None:
             torch.testing.assert_close(found, expected.values, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize(("name", "text"), [("Inner", "similar"), ("WindowMajor", "inner")])
-def test_mixed(load_net: Loader, name: str, text: str) -> None:
+def test_mixed(load_net: Loader) -> None:
     """A tensor that mixes its rows is given of one forward, and refused where the rows need several."""
-    model = load_net(name)
+    model, text = load_net("Inner"), "similar"
     x = batch(model.inputs, 4)
     one = {key: value[:1] for key, value in x.items()}
     expected = record(model.module, *one.values())[text, 0, (), "output"]
@@ -81,14 +80,16 @@ def test_mixed(load_net: Loader, name: str, text: str) -> None:
     assert caught.value.hint == "send at most 3 inputs with it"
 
 
-@pytest.mark.parametrize("name", ONE_AT_A_TIME)
-def test_one_at_a_time(load_net: Loader, name: str) -> None:
-    """Rows of a model whose rows affect each other are each what they are alone, whatever the limit."""
+@pytest.mark.parametrize(
+    ("name", "layer"), [*((name, ".") for name in ONE_AT_A_TIME), ("WindowMajor", "inner"), ("EarlyExit", "first")]
+)
+def test_one_at_a_time(load_net: Loader, name: str, layer: str) -> None:
+    """Rows that affect each other, or stand in another order in a layer, are each what they are alone."""
     model = load_net(name)
     x = batch(model.inputs, 3)
     (given,) = x.values()
-    together = extract(model, x, ".", max_rows=8)["."]
-    alone = torch.cat([record(model.module, row[None])[".", 0, (), "output"] for row in given])
+    together = extract(model, x, layer, max_rows=8)[layer]
+    alone = torch.cat([record(model.module, row[None])[layer, 0, (), "output"] for row in given])
     torch.testing.assert_close(together, alone)
 
 

@@ -287,7 +287,7 @@ class ModelHandle:
                 detail = f"it takes {size} bytes, and all models together may have {budget}"
                 raise LoadError(detail, hint="set LAYERTAP_MODEL_MEMORY_BYTES")
             self.batch_keys = BatchKeys(model, self.key, executor.devices, self._settings)
-            key = self.batch_keys.create(model.catalog, model.catalog.costs)
+            key = self.batch_keys.create(model.catalog, model.catalog.costs, model.catalog.crosses_rows)
             # On a GPU, forwards only overlap.
             parallel = sum(device == CPU for device in executor.devices) or len(set(executor.devices))
             self.pace = Pace(model, key, len(executor.devices), parallel)

@@ -251,7 +251,8 @@ def make_job(
     runs = bool(inputs) or bool(encoded)
     numbers = text is not None and planned.resumption is None and text.numbers(inputs)
     compiled = _find_compiled(planned) if runs and not numbers else None
-    batch_key = handle.batch_keys.get(catalog, planned.shapes, plan.has_graph, compiled, unsplittable)
+    alone = plan.runs_alone and not unsplittable
+    batch_key = handle.batch_keys.get(catalog, planned.shapes, plan.has_graph, compiled, unsplittable, alone)
     if runs:
         check_graph(plan, batch_key)
         if unsplittable:
@@ -278,7 +279,7 @@ def make_job(
         deadline=deadline,
         isolated=isolated or not plan.may_share,
         unsplittable=unsplittable or not plan.may_split,
-        rows_per_forward=(planned.rows if unsplittable else 1) if catalog.crosses_rows else None,
+        rows_per_forward=(planned.rows if unsplittable else 1) if catalog.crosses_rows or alone else None,
         faults=request.faults,
         timings=request.timings,
         fingerprints=fingerprints,

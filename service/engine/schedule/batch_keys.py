@@ -17,7 +17,7 @@ from layertap.service.settings import Settings
 
 MAX_KEYS = 4 * MAX_CATALOGS  # with and without a graph, from the input or from a layer, compiled
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}  # of the memory that is free at loading: the share for forwards
-KeyParts = tuple[int, Shapes, bool, CompiledPlan | None, bool]
+KeyParts = tuple[int, Shapes, bool, CompiledPlan | None, bool, bool]
 
 
 class BatchKeys:
@@ -40,16 +40,18 @@ class BatchKeys:
         has_graph: bool,
         compiled: CompiledPlan | None = None,
         unsplittable: bool = False,
+        alone: bool = False,
     ) -> BatchKey:
         """The key of rows of a shape.
 
         Rows whose forward keeps its graph, begins in the middle, or is compiled, have keys of their own; so do rows
-        that affect each other and run in one forward.
+        that affect each other and run in one forward, and those that run ``alone``.
         """
         costs = compiled.costs if compiled else catalog.graph_costs if has_graph else catalog.costs
         # The entry keeps the catalog alive, so that no other one gets its id.
-        parts = id(catalog), shapes, has_graph, compiled, unsplittable
-        _, key = self._keys.get_or_create(parts, lambda: (catalog, self.create(catalog, costs, unsplittable)))
+        parts = id(catalog), shapes, has_graph, compiled, unsplittable, alone
+        one = alone or (catalog.crosses_rows and not unsplittable)
+        _, key = self._keys.get_or_create(parts, lambda: (catalog, self.create(catalog, costs, one)))
         return key
 
     @property
@@ -57,8 +59,8 @@ class BatchKeys:
         """The most rows of a forward, for the shape that was used last; 0 before the first use."""
         return next((key.fitting_rows for _, key in reversed(self._keys.values())), 0)
 
-    def create(self, catalog: Catalog, costs: Costs, unsplittable: bool = False) -> BatchKey:
-        """A new key."""
+    def create(self, catalog: Catalog, costs: Costs, alone: bool) -> BatchKey:
+        """A new key; ``alone``: its forwards have one row."""
         model, settings = self._model, self._settings
         limit = settings.fixed_batch_rows or settings.max_batch_rows
         max_rows = min(limit, max(self._max_bytes // max(costs.row_bytes, 1), 1))
@@ -67,9 +69,9 @@ class BatchKeys:
             name=model.spec.name,
             devices=self._devices,
             costs=costs,
-            max_rows=max_rows if not catalog.crosses_rows or unsplittable else 1,
+            max_rows=1 if alone else max_rows,
             max_bytes=self._max_bytes,
-            pads=settings.fixed_batch_rows is not None and not catalog.crosses_rows,
+            pads=settings.fixed_batch_rows is not None and not (alone or catalog.crosses_rows),
             slots=max(settings.cpu_threads // self._replicas, 1) if costs.speedup > 1 else 1,
             replicas=self._replicas,
         )

@@ -112,8 +112,8 @@ def _list_warnings(job: Job) -> list[str]:
             f"{len(job.spec.plan.skipped)} matching layers never run in a forward and are left out: {names}"
         )
     if job.rows_per_forward == 1 and job.catalog.traits.deterministic:
-        batch = '; "isolated": true makes one batch of them' if job.catalog.batches else ""
-        warnings.append(
-            f"rows of this model affect each other, or it takes one at a time: each input runs alone{batch}"
-        )
+        what = "rows of this model" if job.catalog.crosses_rows else "rows of a layer"
+        can_batch = job.catalog.crosses_rows and job.catalog.batches
+        batch = '; "isolated": true makes one batch of them' if can_batch else ""
+        warnings.append(f"{what} affect each other, or it takes one at a time: each input runs alone{batch}")
     return warnings

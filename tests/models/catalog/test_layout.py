@@ -138,7 +138,8 @@ def test_prefix_tokens() -> None:
     assert grids == {name: (4, 6) if name in "123456" else None for name in grids}
 
 
-ROWWISE = dict.fromkeys(INPUTS, True) | dict.fromkeys(("BatchCentred", "Recurrent", "Backwards", "OneRow"), False)
+CROSSING = ("BatchCentred", "Recurrent", "Backwards", "OneRow", "EarlyExit", "Pruned")
+ROWWISE = {name: name not in CROSSING for name in INPUTS}
 # Layers whose tensors hold the rows in another order, or of which only the whole batch can tell.
 MIXED = {
     "WindowMajor": {("inner", "input"), ("inner", "output")},
@@ -181,7 +182,7 @@ def test_rows(load_net: Loader, name: str) -> None:
     alone = [see(model, {key: value[row : row + 1] for key, value in rows.items()}) for row in range(3)]
     assert not model.catalog.crosses_rows
     for key, info in infos_by_key(model.catalog).items():
-        if info.crosses_rows:
+        if info.crosses_rows or info.alone:
             continue
         assert tuple(together[key].shape) == info.shape_for(3), key
         for row, single in enumerate(alone):
@@ -199,9 +200,9 @@ def test_crossing_rows(load_net: Loader, name: str) -> None:
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_mixed(load_net: Loader, name: str) -> None:
-    """A tensor is marked mixed where its entries are not the rows', in order, and nowhere else."""
-    marked = {(key[0], key[3]) for key, info in infos_by_key(load_net(name).catalog).items() if info.crosses_rows}
-    assert marked == MIXED.get(name, set())
+    """A tensor is marked where its entries are not the rows', in order, and nowhere else."""
+    found = infos_by_key(load_net(name).catalog).items()
+    assert {(key[0], key[3]) for key, info in found if info.crosses_rows or info.alone} == MIXED.get(name, set())
 
 
 def test_execution_order(load_net: Loader) -> None:
@@ -221,7 +222,7 @@ def test_rounding_and_mixing(load_net: Loader, dtype: str) -> None:
     assert not any(info.crosses_rows for info in infos_by_key(catalog).values())
     assert catalog.layers["."].calls[0].output.tensors[0].dtype == dtype
     assert load_net("BatchCentred", dtype=dtype).catalog.crosses_rows
-    assert infos_by_key(load_net("WindowMajor", dtype=dtype).catalog)["inner", 0, (), "output"].crosses_rows
+    assert infos_by_key(load_net("WindowMajor", dtype=dtype).catalog)["inner", 0, (), "output"].alone
 
 
 @pytest.mark.parametrize("name", ["resnet", "Recursive"])

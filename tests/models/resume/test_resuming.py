@@ -16,7 +16,6 @@ from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.errors import InputError, RequestError, SelectorError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
-from layertap.models.replica import call_module
 from layertap.models.resume.prover import verify_resumable
 from layertap.models.resume.resumption import Resumption, find_start
 from layertap.models.selection.hook_points import Objective, Selector
@@ -294,5 +293,7 @@ def test_reused_memory_is_no_dependence() -> None:
     kept = []
     for trial in range(30):
         kept.append(torch.zeros(trial % 13 * 64 + 1))
-        known = verify_resumable(model.module, start, model.catalog, model.inputs, call_module, rows, model.dtype)
+        known = verify_resumable(
+            model.module, start, model.catalog, model.inputs, model.replicas[0].forward, rows, model.dtype
+        )
         assert {layer for layer, *_ in points(known)} == {".", "first", "second"}

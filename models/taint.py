@@ -13,6 +13,36 @@ from layertap.models.dispatch_mode import DispatchMode
 from layertap.models.hooks.tensor_tree import iterate_tensors
 
 
+class MarkedMemory:
+    """Storages that are marked, by address, each as long as it lives: addresses are reused."""
+
+    def __init__(self) -> None:
+        self._addresses: set[int] = set()
+
+    def mark(self, tensors: Iterable[Tensor]) -> None:
+        """Mark these tensors, and all that share memory with them."""
+        for storage in map(Tensor.untyped_storage, tensors):
+            if storage._cdata not in self._addresses:
+                self._addresses.add(storage._cdata)
+                weakref.finalize(storage, self._addresses.discard, storage._cdata)
+
+    def has_any(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one of these lies in marked memory."""
+        return any(tensor.untyped_storage()._cdata in self._addresses for tensor in tensors)
+
+    def note(self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any], result: object) -> bool:
+        """Mark what an operation made or wrote of marked tensors; whether it took any."""
+        if func._schema.name in SHAPES_ONLY:
+            return False
+        if func._schema.name == "aten::copy_" and not self.has_any(args[1:2]) and _fills_storage(args[0]):
+            self._addresses.discard(args[0].untyped_storage()._cdata)
+            return False
+        if not self.has_any(find_tensors((args, options))):
+            return False
+        self.mark(find_tensors((result, args, options) if func._schema.is_mutable else (result,)))
+        return True
+
+
 class Taint(DispatchMode):
     """While active, records which storages hold values that were computed from marked tensors.
 
@@ -22,20 +52,17 @@ class Taint(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tainted: set[int] = set()  # by address, each as long as its storage lives: addresses are reused
+        self._marked = MarkedMemory()
         self._has_read = False
         self._paused = False
 
     def mark(self, tensors: Iterable[Tensor]) -> None:
         """Mark these tensors, and all that share memory with them."""
-        for storage in map(Tensor.untyped_storage, tensors):
-            if storage._cdata not in self._tainted:
-                self._tainted.add(storage._cdata)
-                weakref.finalize(storage, self._tainted.discard, storage._cdata)
+        self._marked.mark(tensors)
 
     def reaches(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on one that was marked."""
-        return self._has_read or self._is_any_tainted([tensor])
+        return self._has_read or self._marked.has_any([tensor])
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -52,26 +79,24 @@ class Taint(DispatchMode):
         """Run one operation; its results are tainted if an argument is."""
         options = kwargs or {}
         result = func(*args, **options)
-        if self._paused or func._schema.name in SHAPES_ONLY:
-            return result
-        if func._schema.name == "aten::copy_" and not self._is_any_tainted(args[1:2]) and _fills_storage(args[0]):
-            self._tainted.discard(args[0].untyped_storage()._cdata)
-        elif self._is_any_tainted(_find_tensors((args, options))):
-            self.mark(_find_tensors((result, args, options) if func._schema.is_mutable else (result,)))
-            self._has_read |= next(_find_tensors((result,)), None) is None and not func._schema.is_mutable
+        if not self._paused and self._marked.note(func, args, options, result):
+            self._has_read |= is_read(func, result)
         return result
 
-    def _is_any_tainted(self, tensors: Iterable[Tensor]) -> bool:
-        return any(tensor.untyped_storage()._cdata in self._tainted for tensor in tensors)
+
+def is_read(func: Any, result: object) -> bool:
+    """Whether an operation gives Python a number of what it takes."""
+    return next(find_tensors((result,)), None) is None and not func._schema.is_mutable
+
+
+def find_tensors(value: object) -> Iterator[Tensor]:
+    """The dense tensors in a value."""
+    return (tensor for _, tensor in iterate_tensors(value))
 
 
 def _fills_storage(tensor: Tensor) -> bool:
     """Whether writing a whole tensor overwrites all of its storage."""
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
-
-
-def _find_tensors(value: object) -> Iterator[Tensor]:
-    return (tensor for _, tensor in iterate_tensors(value))
 
 
 SHAPES_ONLY = frozenset(
