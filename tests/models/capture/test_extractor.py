@@ -59,6 +59,9 @@ def test_every_tensor_of_every_call(load_net: Loader, name: str) -> None:
     inputs = batch(model.inputs, rows, seed=7)
     kept = {key: value.clone() for key, value in inputs.items()}
     plan = everything(model.catalog)
+    if plan.runs_alone or model.catalog.crosses_rows:
+        rows, inputs = 1, {key: value[:1] for key, value in inputs.items()}
+        kept = {key: value[:1] for key, value in kept.items()}
     truth = see(model, inputs)
     taken = extract_plan(model, inputs, plan, model.catalog, max_rows=8)
     assert {key(capture) for capture in taken} == {key for key in truth if "complex" not in key[2]}

@@ -339,7 +339,7 @@ def resume(module: nn.Module, catalog: Catalog, text: str, specs: tuple[InputSpe
     """Forwards that go on from what a function returns."""
     batch = make_noise(specs, torch.device("cpu"), torch.float32)
     start = find_start(parse_selector(text), catalog)
-    return verify_resumable(module, start, catalog, specs, lambda rows, part: part(**rows), batch, torch.float32)
+    return verify_resumable(module, start, catalog, specs, lambda rows: module(**rows), batch, torch.float32)
 
 
 def list_outputs(known: Resumption) -> set[str]:
@@ -354,7 +354,7 @@ def test_resuming_from_the_residual_stream(gpt2: tuple[GPT2LMHeadModel, Catalog]
     sent = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(3))
     ids = torch.zeros(2, 6, dtype=torch.int64)
     with torch.no_grad():
-        output = known.forward(lambda rows, part: part(**rows), module, sent.clone())
+        output = known.forward(lambda rows: module(**rows), module, sent.clone())
         wanted = run_residual_stream(module, ids, lambda at, value: sent if at == "h.1" else value)
     torch.testing.assert_close(output["logits"], wanted)
     outputs = list_outputs(known)
