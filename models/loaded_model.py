@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from layertap.models.model_catalogs import ModelCatalogs
 from layertap.models.model_info import ModelInfo
 from layertap.models.replica import Replica
 from layertap.models.resume.resumption import Resumption
+from layertap.models.row_check import RowCheck
 from layertap.models.selection.plan import Plan
 from layertap.models.spec import ModelSpec
 
@@ -33,11 +34,13 @@ class LoadedModel(ModelInfo):
     """A model ready to run. Each replica belongs to one thread: everything that runs it happens there.
 
     ``catalogs`` run the first replica. ``graphs`` are those of the warm plans, None for one that runs with hooks.
+    ``row_check`` says which shared forwards are checked in this process.
     """
 
     replicas: tuple[Replica, ...]
     catalogs: ModelCatalogs
     graphs: tuple[PlanGraphs | None, ...] = ()
+    row_check: RowCheck = field(default_factory=RowCheck)
 
     @property
     def module(self) -> nn.Module:

@@ -35,6 +35,7 @@ from layertap.models.labels import choose_labels
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_catalogs import CatalogCache, ModelCatalogs, survey_configured
 from layertap.models.replica import KeptForward, Replica, copy_module, create_replica, has_same_calls
+from layertap.models.row_check import read_note
 from layertap.models.selection.embedding import EmbeddingChoice, ModelEmbedding, choose_embedding, find_choice
 from layertap.models.selection.projections import read_projection
 from layertap.models.sources import build
@@ -101,15 +102,17 @@ def load_model(
     survey = partial(survey_configured, forward, inputs, device, built.prefix_tokens, threads, history, tolerance)
     run = run_survey or (lambda survey: survey())
     with take_turn(), _refuse_unfit_inputs():
-        configured = _apply_configuration(run(survey), spec)
+        crossing = read_note(costs_folder, identity)
+        configured = _apply_configuration(run(survey), spec, crosses_rows=crossing is not None)
         inputs = inputs.with_traits(configured.traits)
-        catalogs = ModelCatalogs(forward, inputs, device, built.prefix_tokens, threads, configured)
+        create = partial(ModelCatalogs, forward, device=device, prefix_tokens=built.prefix_tokens, threads=threads)
+        catalogs = create(inputs, configured=configured, crossing=crossing)
         try:
             if inputs.towers:
                 catalogs.add_towers(run(catalogs.survey_towers))
         except InputError as error:
             inputs = replace(inputs.towers[-1], no_pictures=f"one of its towers does not run alone: {error.detail}")
-            catalogs = ModelCatalogs(forward, inputs, device, built.prefix_tokens, threads, configured)
+            catalogs = create(inputs, configured=configured, crossing=crossing)
         given = EmbeddingSpec(spec.embedding) if isinstance(spec.embedding, str) else spec.embedding
         if given is not None and "/" in given.layer:  # it may be what a function returns
             catalog = run(partial(catalogs.survey, inputs.shapes, functions=True))
@@ -209,14 +212,15 @@ def _find_embedding(
         raise LoadError(f"embedding: {error.detail}", hint=error.hint) from error
 
 
-def _apply_configuration(catalog: Catalog, spec: ModelSpec) -> Catalog:
+def _apply_configuration(catalog: Catalog, spec: ModelSpec, *, crosses_rows: bool) -> Catalog:
     """The catalogue with the configured ``outputs``, and with crossing rows if ``mode`` may cause them."""
     traits = catalog.traits
     if spec.outputs is not None:
         traits = replace(traits, outputs=tuple((info.path, spec.outputs) for info in catalog.outputs))
     if spec.mode == "train":
         traits = replace(traits, deterministic=False)
-    return replace(catalog, traits=traits, crosses_rows=catalog.crosses_rows or not traits.deterministic)
+    crosses_rows = crosses_rows or catalog.crosses_rows or not traits.deterministic
+    return replace(catalog, traits=traits, crosses_rows=crosses_rows)
 
 
 def _create_replicas(

@@ -25,9 +25,10 @@ from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.interventions.sources import find_tensor
 from layertap.models.lru_cache import LRUCache
-from layertap.models.replica import KeptForward
+from layertap.models.replica import KeptForward, overwrites_weights
 from layertap.models.resume.prover import verify_resumable
 from layertap.models.resume.resumption import Resumption, not_resumable_error
+from layertap.models.row_check import CrossingRows
 from layertap.models.selection.hook_points import HookPoint
 from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.models.spec import InputSpec, Shapes
@@ -81,17 +82,19 @@ def _survey(
             )
             trial = try_padding(forward, inputs.text, device, tolerance) if inputs.text else None
             outputs = run.find_outputs()
+        stops = not overwrites_weights(forward, row)
         run.repeat()
     forward.state.restore(thorough=True)
     state = tuple(sorted(forward.state.found))
+    traits = Traits(state, stops, run.is_same, outputs=outputs)
     if not run.is_same:  # a neighbour's effect can't be told from the noise: each row runs alone
-        return replace(catalog, crosses_rows=True, traits=Traits(state, deterministic=False, outputs=outputs))
+        return replace(catalog, crosses_rows=True, traits=traits)
     if trial is None:
-        return replace(catalog, traits=Traits(state, outputs=outputs))
+        return replace(catalog, traits=traits)
     # A model that replaces submodules according to the text's length would react to padding, too (BigBird).
     if any(attribute in forward.module.get_submodule(name)._modules for name, attribute in state):
         trial = False, "refused"
-    return replace(catalog, traits=Traits(state, pads=trial[0], left_padding=trial[1], outputs=outputs))
+    return replace(catalog, traits=replace(traits, pads=trial[0], left_padding=trial[1]))
 
 
 @contextmanager
@@ -111,10 +114,18 @@ class CatalogCache:
 
     ``resumptions``: how forwards resume from a point, by point and shape; ``grad_cam_layers``: the layer that Grad-CAM
     uses for an objective. ``configured`` is the catalogue of the configured ``shapes``, ``towers`` has those of
-    each of two towers; they are never dropped. Any thread may call the methods.
+    each of two towers; they are never dropped. ``crossing`` is set if rows were found to affect each other while the
+    model served. Any thread may call the methods.
     """
 
-    def __init__(self, configured: Catalog, shapes: Shapes, towers: Mapping[Shapes, Catalog] | None = None) -> None:
+    def __init__(
+        self,
+        configured: Catalog,
+        shapes: Shapes,
+        towers: Mapping[Shapes, Catalog] | None = None,
+        crossing: CrossingRows | None = None,
+    ) -> None:
+        self.crossing = crossing
         self.configured = configured
         self.towers: dict[Shapes, Catalog] = {}
         self._shapes = shapes
@@ -126,7 +137,15 @@ class CatalogCache:
 
     def __reduce__(self) -> tuple[Callable[..., CatalogCache], tuple[object, ...]]:
         """Pickle only the configured catalogues."""
-        return CatalogCache, (self.configured, self._shapes, self.towers)
+        return CatalogCache, (self.configured, self._shapes, self.towers, self.crossing)
+
+    def note_crossing(self, crossing: CrossingRows) -> None:
+        """Rows turned out to affect each other: from now on every catalogue says so."""
+        self.crossing = crossing
+        self.put_catalog(self._shapes, self.configured)
+        self.add_towers({shapes: _mark_crossing(catalog) for shapes, catalog in self.towers.items()})
+        self._catalogs = LRUCache[Shapes, Catalog](MAX_CATALOGS - 1)
+        self.resumptions = LRUCache[tuple[HookPoint, Shapes], Resumption](MAX_RESUMPTIONS)
 
     def add_towers(self, towers: Mapping[Shapes, Catalog]) -> None:
         """Keep the catalogues of two towers, each for its configured shape."""
@@ -144,12 +163,17 @@ class CatalogCache:
 
     def put_catalog(self, shapes: Shapes, catalog: Catalog) -> None:
         """Keep the catalogue of a shape, replacing an earlier one, which may have fewer details."""
+        catalog = _mark_crossing(catalog) if self.crossing is not None else catalog
         if shapes == self._shapes:
             self.configured, self._unsized[shapes] = catalog, replace(catalog, sizes_known=False)
         elif shapes in self.towers:
             self.add_towers({shapes: catalog})
         else:
             self._catalogs.put(shapes, catalog)
+
+
+def _mark_crossing(catalog: Catalog) -> Catalog:
+    return replace(catalog, crosses_rows=True)
 
 
 class ModelCatalogs(CatalogCache):
@@ -167,9 +191,10 @@ class ModelCatalogs(CatalogCache):
         prefix_tokens: int,
         threads: int,
         configured: Catalog,
+        crossing: CrossingRows | None = None,
     ) -> None:
         """``configured`` is what ``survey_configured`` returned for the module."""
-        super().__init__(configured, inputs.shapes)
+        super().__init__(configured, inputs.shapes, crossing=crossing)
         self._module = forward.module
         self._forward = forward
         self._inputs = inputs
@@ -256,7 +281,8 @@ class ModelCatalogs(CatalogCache):
         prefix = 0 if tower.tower == "texts" else self._prefix_tokens
         catalog = survey(self._module, specs, self._forward, self._device, prefix, dtype, functions=functions)
         traits = self.configured.traits
-        return replace(catalog, crosses_rows=catalog.crosses_rows or not traits.deterministic, traits=traits)
+        crosses_rows = catalog.crosses_rows or not traits.deterministic or self.crossing is not None
+        return replace(catalog, crosses_rows=crosses_rows, traits=traits)
 
     def _resize(self, specs: Sequence[InputSpec]) -> Catalog:
         """The catalogue of another shape by one forward; CallsDifferError if that is not enough."""

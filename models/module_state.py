@@ -75,6 +75,10 @@ class ModuleState:
             raise
         self.restore()
 
+    def has_overwritten(self) -> bool:
+        """Whether the memory of a parameter has other numbers now, within a run."""
+        return any(memory.copy is None and memory.is_overwritten() for memory in self._memories)
+
     def settle(self) -> None:
         """After the first run: keep what it did if it made modules or parameters, else put it back."""
         if self._parts < self._list_parts():
@@ -308,7 +312,13 @@ class _Memory:
             self._alias = self.value.detach()  # of the same memory, whatever the tensor points to later
             self._version = _get_version(self.value)
             self.copy = copies.get(self.value.data_ptr(), self.value.clone()) if small else None
-            self._sample = None if small else self._alias.reshape(-1)[_choose(self._alias)].clone()
+            self._sample = self._alias.reshape(-1)[_choose(self._alias)].clone()
+
+    def is_overwritten(self) -> bool:
+        """Whether a tensor without a copy has other numbers than it had."""
+        if not isinstance(self.value, Tensor):
+            return False
+        return not torch.equal(self._alias.reshape(-1)[_choose(self._alias)], self._sample)
 
     def put_back(self, *, thorough: bool) -> Literal["same", "changed", "lost"]:
         """Have the same values again, if a run has changed them."""
@@ -335,8 +345,7 @@ class _Memory:
             return "same"
         self._version = _get_version(value)
         if self.copy is None:
-            is_same = bool((alias.reshape(-1)[_choose(alias)] == self._sample).all())
-            return "lost" if not is_same else "changed" if is_moved else "same"
+            return "lost" if self.is_overwritten() else "changed" if is_moved else "same"
         if torch.equal(view_bytes(alias), view_bytes(self.copy)):
             return "changed" if is_moved else "same"
         alias.data.copy_(self.copy)  # past the version

@@ -6,6 +6,7 @@ Hooks on a module run in every forward through it, so threads that run at once n
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from layertap.models.hooks.tensor_tree import Path, iterate_tensors, view_bytes
 from layertap.models.inputs.noise import ROWS, copy_row
 from layertap.models.module_state import ModuleState
 
+MAX_LOOKS = 32  # at weights in a forward, one at each begin and end of a call
 CallSketch = tuple[int, int, Mapping[Path, Sketch]]  # numbers of a submodule and its call; its output, at the end
 
 
@@ -57,6 +59,19 @@ class Replica:
     def hooks(self) -> int:
         """The number of our hooks on it now: 0 when idle."""
         return attach.count_hooks(self.module) - self.own_hooks
+
+
+def overwrites_weights(forward: KeptForward, rows: Mapping[str, Tensor]) -> bool:
+    """Whether weights have other numbers while a forward runs, which one that is left midway would not put back."""
+    calls, found = itertools.count(1), []
+
+    def look(*_: object) -> None:
+        if (call := next(calls)) <= MAX_LOOKS or call & (call - 1) == 0:  # each of many would take long
+            found.append(forward.state.has_overwritten())
+
+    with attach.observe_calls(forward.module, look, look):
+        forward({name: value.clone() for name, value in rows.items()})
+    return any(found)
 
 
 def call_module(rows: Mapping[str, Tensor], module: nn.Module) -> object:

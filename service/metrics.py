@@ -160,6 +160,10 @@ class Metrics:
         """Count a background task that raised an error."""
         self._task_failures[task].inc()
 
+    def count_crossing(self, model: str) -> None:
+        """Count a model whose rows were found to affect each other while it served."""
+        self._get_model(model).crossing.inc()
+
     def count_out_of_memory(self, model: str, count: int) -> None:
         """Count forwards that ran out of memory."""
         self._get_model(model).out_of_memory.inc(count)
@@ -300,6 +304,7 @@ class _MetricFamilies:
             "worker_restarts_total", "Worker processes that were replaced.", "model", "reason"
         )
         self.out_of_memory = counter("out_of_memory_total", "Forwards that had too little memory.", "model")
+        self.crossing = counter("crossing_total", "Models whose rows were found to affect each other.", "model")
 
 
 # Looking up a labelled series takes longer than adding to it, so each is looked up once. All series of a model start at
@@ -335,6 +340,7 @@ class _ModelMetrics:
     split: dict[Cause, Counter]
     worker_restarts: dict[RestartReason, Counter]
     out_of_memory: Counter
+    crossing: Counter
 
     @classmethod
     def from_families(cls, families: _MetricFamilies, model: str) -> _ModelMetrics:
@@ -353,6 +359,7 @@ class _ModelMetrics:
                 reason: families.worker_restarts.labels(model, reason) for reason in get_args(RestartReason)
             },
             out_of_memory=families.out_of_memory.labels(model),
+            crossing=families.crossing.labels(model),
         )
 
 

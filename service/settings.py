@@ -243,6 +243,7 @@ class Settings(BaseSettings):
 
     max_batch_rows: int = Field(32, gt=0)
     fixed_batch_rows: int | None = Field(None, gt=0)
+    check_shared: int = Field(200, ge=0)
     batch_memory_bytes: Bytes | None = Field(None, gt=0)
     cache_dir: Path = Field(Path("~/.cache/layertap"), validate_default=True)
     max_loaded_models: int = Field(8, gt=0)

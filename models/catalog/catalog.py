@@ -20,6 +20,7 @@ LeftPadding = Literal["as sent", "numbered", "refused"]
 class Traits:
     """``state`` names the buffers and attributes (module, name) that forwards change, which are put back after each.
 
+    ``stops``: whether a forward may be left midway; one that overwrites weights until it ends may not.
     ``deterministic``: whether the same row gives the same answer again. Of texts: ``pads``, whether one stays the same
     with padding behind it, beside a longer one; ``left_padding``, whether it does with padding in front: as it is sent,
     with its tokens numbered by the mask, or neither way. ``outputs`` names the returned tensors, by their paths, that
@@ -27,6 +28,7 @@ class Traits:
     """
 
     state: tuple[tuple[str, str], ...] = ()
+    stops: bool = True
     deterministic: bool = True
     pads: bool = True
     left_padding: LeftPadding = "as sent"

@@ -380,7 +380,8 @@ class BatchResult:
     """Outcome of a batch: one result or several for each slice that is not in ``again``.
 
     ``again``: batches to rerun because their process died. ``failure``: why this process can't answer any more, if so.
-    ``more``: more results of the batch follow.
+    ``more``: more results of the batch follow. ``crossing``: which layer showed that rows of this model affect each
+    other, if one did.
     """
 
     results: Sequence[SliceResult] = ()
@@ -388,6 +389,7 @@ class BatchResult:
     failure: str = ""
     again: Sequence[Batch] = ()
     more: bool = False
+    crossing: str = ""
 
     @property
     def decode_seconds(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from layertap.models.catalog.catalog import Layer, TensorInfo
@@ -45,6 +46,7 @@ def describe_model(entry: ModelEntry) -> Json:
         "layers": len(model.catalog.layers),
         "hooks": model.hooks,
         "deterministic": model.catalog.traits.deterministic,
+        **_describe_crossing(model),
         "memory_bytes": model.memory_bytes,
         "total_memory_bytes": entry.memory_bytes,
         **_describe_text(model.text),
@@ -61,6 +63,15 @@ def describe_layers(model: ModelInfo, layers: list[Layer], *, functions: bool = 
         "rowwise": not catalog.crosses_rows,
         "embedding": model.embedding,
     }
+
+
+def _describe_crossing(model: ModelInfo) -> Json:
+    """Since when rows are known to affect each other, where that was found while serving."""
+    found = model.catalogs.crossing
+    if found is None:
+        return {}
+    since = datetime.fromtimestamp(found.since, UTC).isoformat(timespec="seconds")
+    return {"crossing_rows": {"since": since, "shared_answers": found.shared_answers}}
 
 
 def _describe_embedding(embedding: ModelEmbedding | None) -> Json:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
 from layertap.models.capture.reduction import own_memory
 from layertap.models.devices import memory, transfer
-from layertap.models.devices.devices import use_threads
+from layertap.models.devices.devices import TOLERANCE, use_threads
 from layertap.models.errors import LayertapError, OutOfMemoryError, clear_tracebacks, out_of_memory_error
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import Replica
+from layertap.models.row_check import has_same_row, select_row
+from layertap.models.selection.plan import Capture
 from layertap.service.engine.batch import Batch, BatchFailures, BatchResult, ForwardSpec, Results, RowSlice, SliceResult
 from layertap.service.engine.execute.threads import wrap_error
 from layertap.service.engine.rows.rows import Rows, normalize_rows
@@ -34,8 +38,12 @@ class BatchRunner:
         model: LoadedModel,
         replica: Replica,
         batch: Batch,
+        check_every: int,
         note: Callable[[BatchFailures], None] = lambda failures: None,
     ) -> None:
+        """``check_every``: one in so many shared forwards is compared with a row that runs alone."""
+        self._crossing = ""
+        self._check_every = check_every
         self._failures = BatchFailures()
         self._failure = ""
         self._model = model
@@ -48,18 +56,33 @@ class BatchRunner:
         """One result or several for each slice of the batch, or of ``parts``; nothing is raised."""
         parts = parts or list(enumerate(self._batch.slices))
         try:
-            results = self._attempt(parts)
+            results = self._attempt(parts) if not self._must_split(parts) else self._attempt_rows(parts)
         except BaseException as error:  # not from a forward: a lost device, or out of memory outside a forward
             wrapped = wrap_error(error)
             self._failure = self._failure or find_lasting_failure(wrapped, self._model, self._replica)
             results = _refuse(parts, wrapped)
-        return BatchResult(results, self._failures, self._failure)
+        if self._replica.forward.state.lost:
+            self._failure = self._failure or f"a forward of model {self._model.spec.name} has overwritten its weights"
+        return BatchResult(results, self._failures, self._failure, crossing=self._crossing)
+
+    def _must_split(self, parts: Sequence[Part]) -> bool:
+        """Whether rows are known to affect each other since the batch was formed."""
+        return self._model.row_check.found and _count_rows(parts) > 1 and not self._batch.unsplittable
+
+    def _attempt_rows(self, parts: Sequence[Part]) -> list[SliceResult]:
+        """Run each row in a forward of its own."""
+        rows = [
+            (index, replace(each, start=row, stop=row + 1))
+            for index, each in parts
+            for row in range(each.start, each.stop)
+        ]
+        return [result for part in rows for result in self._attempt([part])]
 
     def _attempt(self, parts: Sequence[Part]) -> list[SliceResult]:
         """Run these parts in one forward; if it fails, in two halves, until the failing request is alone."""
         outcome = RuntimeError(self._failure) if self._failure else self._try(parts)
         if isinstance(outcome, list):
-            return outcome
+            return self._attempt_rows(parts) if self._must_split(parts) else outcome
         # Outside the except block, so that the failed forward's tensors are freed.
         if isinstance(outcome, OutOfMemoryError):
             return self._retry_smaller(parts, outcome)
@@ -115,7 +138,9 @@ class BatchRunner:
         started = time.perf_counter()
         pieces = [normalize_rows(each.inputs, self._model.model_inputs) for _, each in parts]
         with use_threads(self._batch.slots if stops[-1] > 1 else self._batch.slots_alone):
-            activations = self._forward(pieces, requests, parts[0][1].spec)
+            activations = self._forward(pieces, requests, parts[0][1].spec, self._padded_rows)
+            if stops[-1] > 1 and not self._batch.unsplittable and not self._check(pieces, requests, parts, activations):
+                return []
         transfer.synchronize_stream(self._model.device)
         computed = time.perf_counter()
         activations = activations.to_host()
@@ -133,14 +158,57 @@ class BatchRunner:
             for (index, each), request in zip(parts, requests, strict=True)
         ]
 
-    def _forward(self, pieces: list[Rows], requests: list[RequestSlice], first: ForwardSpec) -> BatchActivations:
+    def _check(
+        self, pieces: list[Rows], requests: list[RequestSlice], parts: Sequence[Part], activations: BatchActivations
+    ) -> bool:
+        """Whether a row of each request that is due is what it is alone; else rows of the model affect each other."""
+        check, tolerance = self._model.row_check, TOLERANCE[self._model.spec.precision]
+        for piece, request, (_, each) in zip(pieces, requests, parts, strict=True):
+            turn = check.take_turn(_describe_kind(each), self._check_every)
+            if turn is None:
+                continue
+            number = turn % each.rows
+            row = {name: value[number : number + 1] for name, value in piece.items()}
+            shared = select_row(activations.select(request), number)
+            repeat = partial(self._repeat_row, row, replace(request, row_offset=request.row_offset + number), each.spec)
+            # The kernels of a batch may round otherwise, and a ReLU near 0 flips: among copies the same kernels run.
+            if not has_same_row(repeat(1, 0), shared, tolerance) and not has_same_row(
+                repeat(requests[-1].stop, request.start + number), shared, tolerance
+            ):
+                check.found, self._crossing = True, each.spec.plan.stops_at.text
+                return False
+        return True
+
+    def _repeat_row(
+        self, row: Rows, request: RequestSlice, spec: ForwardSpec, rows: int, index: int
+    ) -> dict[Capture, Tensor]:
+        """A row's results at an index among so many copies of it."""
+        copies = {name: value.expand(rows, *value.shape[1:]) for name, value in row.items()}
+        one = replace(request, start=index, stop=index + 1)
+        return select_row(self._forward([copies], [one], spec).select(one), 0)
+
+    def _forward(
+        self, pieces: list[Rows], requests: list[RequestSlice], first: ForwardSpec, padded_rows: int | None = None
+    ) -> BatchActivations:
         resumption = first.resumption
         if first.verified_by is None:  # a request that is verified runs alone
             graphs = self._model.graphs[first.compiled.index] if first.compiled else None
-            return self._model.run(self._replica, pieces, requests, self._padded_rows, resumption, graphs)
+            return self._model.run(self._replica, pieces, requests, padded_rows, resumption, graphs)
         return self._model.run_verified(
-            self._replica, pieces[0], requests[0], first.plan, first.verified_by, self._padded_rows, resumption
+            self._replica, pieces[0], requests[0], first.plan, first.verified_by, padded_rows, resumption
         )
+
+
+def _describe_kind(each: RowSlice) -> Hashable:
+    """What of a request decides which code runs in a forward, and what is looked at there."""
+    spec, plan = each.spec, each.spec.plan
+    points = tuple(result.capture.point for result in plan.results)
+    changes = tuple((change.point, change.operation.op) for change in plan.resolved_interventions)
+    objective = plan.objective.point if plan.objective is not None else None
+    start = spec.resumption.start.point if spec.resumption is not None else None
+    compiled = spec.compiled.index if spec.compiled is not None else None
+    shapes = tuple(value.shape[1:] for value in each.inputs.values())
+    return shapes, points, changes, objective, start, compiled
 
 
 def refuse(batch: Batch, error: LayertapError | RuntimeError) -> BatchResult:

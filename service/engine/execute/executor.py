@@ -151,7 +151,7 @@ class InProcessExecutor(Executor):
         """Run a decoded batch in the thread of the device's first idle replica."""
         del extend
         number = next(number for number in self._list_idle() if self.devices[number] == batch.device)
-        return self._threads[number].run(BatchRunner(*self._replicas[number], batch).run)
+        return self._threads[number].run(BatchRunner(*self._replicas[number], batch, self._settings.check_shared).run)
 
     async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
         """Call the function in the first replica's thread, after its queued tasks; a thread can't be stopped."""

@@ -20,6 +20,7 @@ from layertap.models.model_catalogs import ModelCatalogs
 from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry
 from layertap.models.resume.resumption import Resumption
+from layertap.models.row_check import write_note
 from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.models.spec import Shapes
 from layertap.service.engine.batch import CPU
@@ -291,7 +292,8 @@ class ModelHandle:
             # On a GPU, forwards only overlap.
             parallel = sum(device == CPU for device in executor.devices) or len(set(executor.devices))
             self.pace = Pace(model, key, len(executor.devices), parallel)
-            self._scheduler.add_model(self.key, self.name, executor, self.pace, self.notify)
+            note_crossing = partial(self._note_crossing, model)
+            self._scheduler.add_model(self.key, self.name, executor, self.pace, self.notify, note_crossing)
             if key.padded_rows is not None:
                 await self._try_padding(key.padded_rows)
         except BaseException:
@@ -299,6 +301,16 @@ class ModelHandle:
             await executor.close()
             raise
         self._executor = executor
+
+    def _note_crossing(self, model: ModelInfo, layer: str, shared_answers: int) -> None:
+        """Rows turned out to affect each other: run each alone from now on, also after the next start."""
+        if model.catalogs.crossing is not None:
+            return
+        note = write_note(self._settings.cache_dir / "costs", model.identity, shared_answers)
+        model.catalogs.note_crossing(note)
+        self.batch_keys.limit_to_one_row()
+        fields = {"model": self.name, "layer": layer, "shared_answers": shared_answers}
+        log.error("rows of a model affect each other: from now on each runs alone", extra={"fields": fields})
 
     async def _try_padding(self, rows: int) -> None:
         """If padding to ``rows`` rows changes the bits of results, isolate all requests; LoadError."""

@@ -31,6 +31,7 @@ class BatchKeys:
         self._replicas = len(devices) // len(self._devices)
         self._settings = settings
         self._max_bytes = _measure_max_bytes(self._devices, self._replicas, settings)
+        self._crosses_rows = False
         self._keys = LRUCache[KeyParts, tuple[Catalog, BatchKey]](MAX_KEYS)
 
     def get(
@@ -50,9 +51,16 @@ class BatchKeys:
         costs = compiled.costs if compiled else catalog.graph_costs if has_graph else catalog.costs
         # The entry keeps the catalog alive, so that no other one gets its id.
         parts = id(catalog), shapes, has_graph, compiled, unsplittable, alone
-        one = alone or (catalog.crosses_rows and not unsplittable)
+        one = alone or ((catalog.crosses_rows or self._crosses_rows) and not unsplittable)
         _, key = self._keys.get_or_create(parts, lambda: (catalog, self.create(catalog, costs, one)))
         return key
+
+    def limit_to_one_row(self) -> None:
+        """Have forwards of one row from now on, also of rows that wait."""
+        self._crosses_rows = True
+        for _, key in self._keys.values():
+            key.max_rows = key.fitting_rows = 1
+            key.pads = False
 
     @property
     def max_rows(self) -> int:

@@ -39,7 +39,8 @@ log = logging.getLogger("layertap")
 class ScheduledModel:
     """A model that takes batches; ``busy`` counts its running tasks, ``on_idle`` is called when it has none.
 
-    ``make_error`` is set while the model can't be asked.
+    ``on_crossing`` is called when its rows turn out to affect each other, with the layer that showed it and the number
+    of ``shared_answers`` before. ``make_error`` is set while the model can't be asked.
     """
 
     key: str
@@ -47,7 +48,9 @@ class ScheduledModel:
     executor: Executor
     pace: Pace
     on_idle: Callable[[], None]
+    on_crossing: Callable[[str, int], None]
     busy: int = 0
+    shared_answers: int = 0
     make_error: Callable[[], Exception] | None = None
 
 
@@ -137,9 +140,17 @@ class Scheduler:
         self._in_flight: dict[Job, InFlight] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def add_model(self, key: str, name: str, executor: Executor, pace: Pace, on_idle: Callable[[], None]) -> None:
+    def add_model(
+        self,
+        key: str,
+        name: str,
+        executor: Executor,
+        pace: Pace,
+        on_idle: Callable[[], None],
+        on_crossing: Callable[[str, int], None] = lambda layer, shared_answers: None,
+    ) -> None:
         """Start scheduling batches of a model; ``key`` is unique to this loaded version."""
-        self._models[key] = ScheduledModel(key, name, executor, pace, on_idle)
+        self._models[key] = ScheduledModel(key, name, executor, pace, on_idle, on_crossing)
         for device in set(executor.devices) - {CPU}:
             self.batcher.add_device(device, DeviceSlots(self._gpu_streams, parallel=False))
         executor.start(self._dispatch)
@@ -342,6 +353,11 @@ class Scheduler:
         self.batcher.finish(batch, seconds, decode_seconds)
         if result.failure:
             self.fail_permanently(result.failure)
+        if result.crossing:
+            self._metrics.count_crossing(model.name)
+            model.on_crossing(result.crossing, model.shared_answers)
+        elif batch.rows > 1:
+            model.shared_answers += len(result.results)
         if result.failures.too_many_rows is not None:
             self.batcher.reduce_max_rows(batch.key, result.failures.too_many_rows)
         if any(not isinstance(each.results, Exception) for each in result.results):

@@ -46,7 +46,7 @@ def test_threads_of_a_row_alone() -> None:
     slices = tuple(RowSlice(request, 0, 1) for request in requests)
     batch = Batch(key, CPU, slices, slots=1, slots_alone=2, depth=1.0, seconds=1.0, reason="single")
     Observed.seen.clear()
-    good, refused = BatchRunner(model, model.replicas[0], batch).run().results
+    good, refused = BatchRunner(model, model.replicas[0], batch, 0).run().results
     assert isinstance(refused.results, Exception)
     assert not isinstance(good.results, Exception)
     assert Observed.seen[:3] == [(2, 1), (1, 2), (1, 2)]

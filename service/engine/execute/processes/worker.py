@@ -104,8 +104,8 @@ class Worker(DecodingWorker):
                 joining, batch = more.slices, replace(batch, slots=more.slots)
         result = BatchResult()
         if ready:
-            runner = BatchRunner(self._model, self._model.replicas[0], batch, self._progress.note_failures)
-            result = runner.run(ready)
+            model, every = self._model, self._settings.check_shared
+            result = BatchRunner(model, model.replicas[0], batch, every, self._progress.note_failures).run(ready)
         if result.failures.out_of_memory:
             release_memory()
         self._progress.hooks = self._model.hooks

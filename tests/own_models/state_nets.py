@@ -1,0 +1,193 @@
+"""Models that keep something, for a while or for good: in lists, flags, weights, tables, helpers and closures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+class Two(nn.Module):
+    """Two linear layers with the weights of a seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Add what the model keeps."""
+
+
+class Seen(Two):
+    """A list that is emptied at the end of a forward."""
+
+    def prepare(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.a(x))
+        out: Tensor = self.b(self.seen[-1]) + torch.stack(self.seen).mean(0)
+        self.seen.clear()
+        return out
+
+
+class Raises(Seen):
+    """The same, and some inputs are refused in its midst."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.a(x)
+        self.seen.append(out)
+        if x.amax() > 1000:
+            raise ValueError("too large")
+        out = self.b(torch.stack(self.seen).mean(0))
+        self.seen.clear()
+        return out
+
+
+class Swap(Two):
+    """Averaged weights, while half of the forward runs."""
+
+    def prepare(self) -> None:
+        self.register_buffer("ema", 0.5 * self.a.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain = self.a.weight.data
+        self.a.weight.data = self.get_buffer("ema")
+        h: Tensor = self.b(self.a(x))
+        self.a.weight.data = plain
+        return h + self.a(x)
+
+
+class Overwritten(Swap):
+    """The same, written into the weights' own memory and back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain = self.a.weight.data.clone()
+        self.a.weight.data.copy_(self.get_buffer("ema"))
+        h: Tensor = self.b(self.a(x))
+        self.a.weight.data.copy_(plain)
+        return h + self.a(x)
+
+
+class Dropped(Two):
+    """Dropout that is on for a part of the forward."""
+
+    def prepare(self) -> None:
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.drop(self.a(x)))
+        self.drop.train()
+        self.drop(self.a(x))
+        self.drop.eval()
+        return y
+
+
+class Memory:
+    """A helper that is no module."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[Tensor]] = {}
+
+
+class Helper(Two):
+    """A helper object keeps what came in."""
+
+    def prepare(self) -> None:
+        self.memory = Memory()
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.memory.values.setdefault("kept", [])
+        kept.append(x)
+        out: Tensor = self.b(self.a(torch.stack(kept).sum(0)))
+        return out
+
+
+class Closed(Two):
+    """A closure counts calls."""
+
+    def prepare(self) -> None:
+        self.count = counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(self.a(x)) * self.count()
+        return out
+
+
+def counter() -> Callable[[], int]:
+    calls = 0
+
+    def count() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
+
+
+class Latch(Two):
+    """An outlier changes the model for good."""
+
+    def prepare(self) -> None:
+        self.register_buffer("limit", torch.tensor(1e4))
+        self.latched = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.abs().amax()) > float(self.get_buffer("limit")):
+            self.latched = True
+            self.get_buffer("limit").mul_(2)
+        out: Tensor = self.b(self.a(x))
+        return -out if self.latched else out
+
+
+class Backwards(Two):
+    """A counter and a running mean in the backward."""
+
+    def prepare(self) -> None:
+        self.scale = 1.0
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.a(x)
+        if h.requires_grad:
+            h.register_hook(self.count)
+        return self.b(h) * self.scale + self.get_buffer("mean")
+
+    def count(self, gradient: Tensor) -> None:
+        self.scale += 1
+        self.get_buffer("mean").add_(gradient.mean(0))
+
+
+class Double(Two):
+    """Another default dtype, for a part of the forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        h = self.a(x)
+        out: Tensor = self.b(h)
+        torch.set_default_dtype(torch.float32)
+        return out + torch.zeros(8)
+
+
+class Table(nn.Module):
+    """A table of positions that is kept by the number of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 5)
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        height, width = x.shape[-2:]
+        x = x.flatten(2).transpose(1, 2)
+        if self.table is None or len(self.table) != x.shape[1]:
+            rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+            angles = torch.stack([rows, columns], -1).reshape(-1, 2, 1) * torch.tensor([1.0, 0.3])
+            self.table = torch.cat([angles.sin(), angles.cos()], -1).reshape(-1, 8)
+        out: Tensor = self.head((x + self.table).relu().mean(1))
+        return out
