@@ -53,7 +53,11 @@ def survey_configured(
     Measured times of forwards are kept in the file ``history``. ``tolerance``: how far rounding may move a value,
     as a share of the tensor's largest. OutOfMemoryError.
     """
-    with use_threads(threads), _name_memory_errors():  # a new thread inherits the number set last by any thread
+    with (
+        use_threads(threads),
+        _name_memory_errors(),
+        forward.state.kept(),
+    ):  # a new thread inherits the number set last by any thread
         catalog = _survey(forward, inputs, device, prefix_tokens, tolerance)
         row = make_noise_row(inputs.specs, device, inputs.dtype)
         row_bytes = _measure_row_bytes(forward, row, device)
@@ -211,7 +215,7 @@ class ModelCatalogs(CatalogCache):
         catalog = self.get_catalog(shapes)
         if catalog is None:
             specs = self._inputs.with_shapes(shapes)
-            with use_threads(self._threads), _name_memory_errors():
+            with self._running():
                 try:
                     catalog = self._resize(specs)
                 except CallsDifferError:
@@ -223,7 +227,7 @@ class ModelCatalogs(CatalogCache):
                     catalog = replace(catalog, costs=costs, tower=self._inputs.for_shapes(shapes).tower)
             self.put_catalog(shapes, catalog)
         if functions and not catalog.has_functions:
-            with use_threads(self._threads), _name_memory_errors():
+            with self._running():
                 other = self._survey(self._inputs.with_shapes(shapes), functions=True)
             catalog = catalog.with_functions(other)
             self.put_catalog(shapes, catalog)
@@ -265,7 +269,7 @@ class ModelCatalogs(CatalogCache):
                 inputs, catalog = self._inputs, self.configured
             layers = find_map_layers(catalog, objective.point)
             row = self._make_row(inputs.specs)
-            with use_threads(self._threads), _name_memory_errors():
+            with self._running():
                 layer = find_last_sensitive(
                     FeatureExtractor(self._module),
                     lambda: self._forward({name: value.clone() for name, value in row.items()}),
@@ -275,6 +279,12 @@ class ModelCatalogs(CatalogCache):
             layer = layer or layers[0]
             self.grad_cam_layers.put(objective, layer)
         return layer
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Run the module inside; what that changes of it is put back."""
+        with use_threads(self._threads), _name_memory_errors(), self._forward.state.kept():
+            yield
 
     def _survey(self, specs: Sequence[InputSpec], *, functions: bool = False) -> Catalog:
         tower, dtype = self._inputs.for_shapes(tuple(spec.shape for spec in specs)), self._inputs.dtype
@@ -304,7 +314,7 @@ class ModelCatalogs(CatalogCache):
         catalog, specs = self.survey(shapes, functions=bool(start.point.function)), self._inputs.with_shapes(shapes)
         rows = make_noise(specs, self._device, self._inputs.dtype)
         try:
-            with use_threads(self._threads), _name_memory_errors():
+            with self._running():
                 return verify_resumable(self._module, start, catalog, specs, self._forward, rows, self._inputs.dtype)
         except SelectorError:
             return None

@@ -129,6 +129,9 @@ def has_same_calls(one: KeptForward, copy: KeptForward, rows: Mapping[str, Tenso
             copy_calls = _sketch_calls(copy, rows)
     except Exception:  # a copy may lack what its constructor set up elsewhere
         return False
+    finally:
+        one.state.restore()
+        copy.state.restore()
     (versions, buffers), (versions_before, buffers_before) = _read_write_marks(module), before
     return (
         versions == versions_before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from tests.own_models.ask import Asker, own, serving_models
 
 NETS = ("Seen", "Raises", "Swap", "Overwritten", "Dropped", "Helper", "Closed", "Latch", "Backwards", "Double")
 LOGIT = {"kind": "logit", "class": 1}
+MODULES = {name: getattr(state_nets, name)().eval() for name in (*NETS, "Table")}  # before any server draws numbers
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,10 @@ def asker() -> Iterator[Asker]:
 def right(name: str, x: Tensor) -> Tensor:
     """What a new model gives."""
     with torch.no_grad():
-        found: Tensor = getattr(state_nets, name)().eval()(x[None])
+        module = copy.deepcopy(MODULES[name])
+        if isinstance(module, state_nets.Two):
+            module.prepare()  # no copy of a closure has variables of its own
+        found: Tensor = module(x[None])
     return found.float()
 
 
