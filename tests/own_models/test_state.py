@@ -31,6 +31,7 @@ def right(name: str, x: Tensor) -> Tensor:
         module = copy.deepcopy(MODULES[name])
         if isinstance(module, state_nets.Two):
             module.prepare()  # no copy of a closure has variables of its own
+            module.eval()
         found: Tensor = module(x[None])
     return found.float()
 

@@ -72,6 +72,7 @@ class Client:
         module, found = copy.deepcopy(self.modules[name]), list[Tensor]()
         if isinstance(module, state_nets.Two):
             module.prepare()  # no copy of a closure has variables of its own
+            module.eval()
         part = module if layer == "." else module.get_submodule(layer)
         part.register_forward_hook(lambda part, args, output: found.append(output.clone()))
         if not gradient:
