@@ -72,7 +72,6 @@ class _Tracker(DispatchMode):
         self.reaches_output = False
         self._fewer = fewer
         self._of_rows, self._shared = MarkedMemory(), MarkedMemory()
-        self._paused = False
 
     def watch(self, module: nn.Module, run: Forward, rows: Inputs) -> None:
         """Run one forward."""
@@ -84,8 +83,8 @@ class _Tracker(DispatchMode):
     def note_read(self, args: object) -> None:
         """Python reads numbers."""
         tensors = list(find_tensors(args))
-        is_flag = len(tensors) == 1 and _is_flag(tensors[0]) and not self._shared.has_any(tensors)
-        self.reads |= not self._paused and self._of_rows.has_any(tensors) and not is_flag
+        is_flag = len(tensors) == 1 and _is_flag(tensors[0])
+        self.reads |= self._of_rows.has_any(tensors) and not is_flag
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -93,8 +92,6 @@ class _Tracker(DispatchMode):
         """Run one operation and note its results."""
         options = kwargs or {}
         result = func(*args, **options)
-        if self._paused:
-            return result
         results = list(find_tensors((result,)))
         number = len(self.shapes)
         self.shapes.append((func._schema.name, tuple(each.shape for each in results)))
@@ -104,7 +101,8 @@ class _Tracker(DispatchMode):
             self.note_read(args)
         elif is_of_rows and self._fewer is not None and not self._has_rows(number, results):
             if len(results) == 1 and _is_flag(results[0]):
-                self.flags.append(number)
+                self.flags.append(number)  # both of its values are tried
+                self._shared.unmark(results[0])
             else:  # a view is what it is of: what is computed from it is looked at
                 taken = {tensor.untyped_storage()._cdata for tensor in find_tensors((args, options))}
                 self._shared.mark(each for each in results if each.untyped_storage()._cdata not in taken)
