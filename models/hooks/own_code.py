@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +16,9 @@ T = TypeVar("T")
 def run_own(function: Callable[..., T], *args: Any) -> T:
     """Call a function outside of the model's autocast; HookError if it raises what nobody expects of it."""
     try:
-        with torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else nullcontext():
+        if not torch._C._is_any_autocast_enabled():
+            return function(*args)
+        with torch._C._DisableAutocast():
             return function(*args)
     except Exception as error:
         if isinstance(error, LayertapError) or is_device_error(error):
