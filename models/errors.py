@@ -11,17 +11,20 @@ LayertapError
 ├── TooLargeError          a figure over its limit
 │   └── OutOfMemoryError   the device has no memory for a batch
 └── LayerNotReachedError   the forward ended before a point that its catalogue promised
+
+Beside the tree is HookError, for bugs in hooks.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from sysconfig import get_path
-from traceback import extract_tb
+from traceback import FrameSummary, extract_tb
 from typing import Any, Literal, Self
 
 Failure = Literal[
@@ -31,6 +34,9 @@ Failure = Literal[
 MAX_SHOWN_NAMES = 3
 MAX_COMPARED = 200  # characters: comparison time grows with their square
 MAX_TEXT = 1000  # characters of an error's text that are kept in a note
+MAX_MESSAGE = 120  # of an error's text that are shown to clients
+# What a client is not shown of a model's own message: paths, and addresses in memory.
+HIDDEN = re.compile(r"(?:(?<![\w.\])])|[\w.~:-]+[\\/][\w.~%@-]+)(?:[\\/][\w.~%@-]+)+|\b0x[0-9a-fA-F]+")
 LIBRARIES = (str(Path(__file__).parents[1]), "<frozen", *{get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 UNREPEATABLE = "unrepeatable-"  # prefix of the placeholder fingerprint of a non-deterministic model
 IN_THE_LOG = "the server's log has the traceback"
@@ -68,11 +74,22 @@ def note_cause(refusal: LayertapError, error: BaseException) -> None:
     """
     while error.__cause__ is not None:
         error = error.__cause__
-    frames = extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    place = (own or frames)[-1:]
-    lines = "".join(f"\n  {each.filename}, line {each.lineno}: {each.line}" for each in place)
+    place = find_own_line(error) or next(reversed(extract_tb(error.__traceback__)), None)
+    lines = f"\n  {place.filename}, line {place.lineno}: {place.line}" if place else ""
     refusal.add_note(f"{type(error).__name__}: {str(error)[:MAX_TEXT]}{lines}")
+
+
+def describe_error(error: BaseException) -> str:
+    """What a model's own code raised, for anyone: its class, its own line if it has one, its message without paths."""
+    message, place = HIDDEN.sub("...", str(error)[:MAX_TEXT]), find_own_line(error)
+    line = f" at {escape(Path(place.filename).name)[1:-1]}:{place.lineno}" if place else ""
+    return f"{type(error).__name__}{line}" + (f": {escape(message, MAX_MESSAGE)}" if message else "")
+
+
+def find_own_line(error: BaseException) -> FrameSummary | None:
+    """The last line of a traceback that is of neither libraries nor this package."""
+    frames = extract_tb(error.__traceback__)
+    return next((frame for frame in reversed(frames) if not frame.filename.startswith(LIBRARIES)), None)
 
 
 def clear_tracebacks(error: BaseException) -> None:
@@ -195,3 +212,7 @@ def out_of_memory_error(rows: int) -> OutOfMemoryError:
 
 class LayerNotReachedError(LayertapError):
     """The forward ended before a point that the catalogue promised."""
+
+
+class HookError(BaseException):
+    """A hook raised what nobody expects of it: a bug of layertap's. Not an Exception, which models catch."""

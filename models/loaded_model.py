@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from layertap.models.compiled.compiled_plan import PlanGraphs
 from layertap.models.devices import memory, transfer
 from layertap.models.devices.devices import DTYPES, use_threads
 from layertap.models.devices.memory import Inputs
-from layertap.models.errors import InputError, LoadError, out_of_memory_error
+from layertap.models.errors import InputError, LayertapError, LoadError, describe_error, out_of_memory_error
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.inputs.model_inputs import POSITIONS, number_tokens
 from layertap.models.inputs.noise import make_noise, make_noise_row
@@ -27,6 +27,8 @@ from layertap.models.resume.resumption import Resumption
 from layertap.models.row_check import RowCheck
 from layertap.models.selection.plan import Plan
 from layertap.models.spec import ModelSpec
+
+NO_INPUTS: Inputs = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +87,8 @@ class LoadedModel(ModelInfo):
         ``padded_rows``: the forward's number of rows; the first row is repeated to fill it. With ``resumption`` the
         forward resumes from a layer, and the rows are that layer's output; with ``graphs`` one of them gives all
         its captures.
-        OutOfMemoryError, raised after everything that the forward held is freed; InputError if the model does not
-        take the values.
+        OutOfMemoryError, raised after everything that the forward held is freed; InputError if the model raises
+        IndexError or ValueError for these values, and does not for noise.
         """
         count = sum(len(next(iter(piece.values()))) for piece in pieces)
         rows = max(count, padded_rows or 0)
@@ -103,7 +105,9 @@ class LoadedModel(ModelInfo):
                     self._join_masks(pieces, rows - count),
                 )
         except (IndexError, ValueError) as error:  # for example, a token beyond the vocabulary
-            raise InputError(f"the model does not take these values ({type(error).__name__})") from error
+            if self.probe(replica, {} if resumption else pieces[0], slices) is not None:
+                raise
+            raise InputError(f"the model does not take these values: {describe_error(error)}") from error
         except RuntimeError as error:
             if not memory.is_out_of_memory(error):
                 raise
@@ -138,15 +142,23 @@ class LoadedModel(ModelInfo):
             {key: reduced for key, reduced in activations.pieces.items() if key[0] in request_slice.captures}
         )
 
-    def probe(self, replica: Replica) -> BaseException | None:
+    def probe(
+        self, replica: Replica, like: Inputs = NO_INPUTS, slices: Sequence[RequestSlice] = ()
+    ) -> BaseException | None:
         """What a forward of noise, which succeeded at loading, raises now; None if it succeeds.
 
-        Out of memory does not count: a smaller batch may fit.
+        ``like``: rows of the shape to try, if not the configured one; ``slices``: what to differentiate, without their
+        changes, which are a caller's values too. Out of memory does not count: a smaller batch may fit.
         """
+        specs = [replace(each, shape=tuple(like[each.name].shape[1:])) for each in self.inputs if each.name in like]
+        one = [replace(each, start=0, stop=1, interventions=()) for each in slices if like]
+        noise = specs or self.inputs, self.device, self.dtype
         try:
-            with torch.no_grad(), replica.forward.state.kept():
-                replica.forward(make_noise_row(self.inputs, self.device, self.dtype))
+            with replica.forward.state.kept():
+                replica.extractor.extract_slices(lambda: replica.forward(make_noise_row(*noise)), one, 1)
                 transfer.synchronize(self.device)  # kernels report errors when they are waited for
+        except LayertapError:  # noise is not what a request's plan expects
+            return None
         except BaseException as error:  # a model may raise SystemExit too
             return None if isinstance(error, MemoryError) or memory.is_out_of_memory(error) else error
         return None

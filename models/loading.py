@@ -27,7 +27,7 @@ from layertap.models.errors import (
     note_cause,
 )
 from layertap.models.gradients.resolve_objective import count_classes
-from layertap.models.hooks.attention import keep_dense
+from layertap.models.hooks.attention import keep_padding_zero
 from layertap.models.inputs.device_decoder import create_device_decoder
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import make_noise, make_noise_row
@@ -72,6 +72,8 @@ def load_model(
     in this process use a single thread. Measurements wait for ``take_turn``.
     """
     threads = count_cores() if threads is None else threads
+    # torch's fused layers run where no hook is on their parts: a request would change the numbers of its neighbours.
+    torch.backends.mha.set_fastpath_enabled(False)
     device = devices.resolve_device(spec.device)
     if device.type == "cuda" and spec.dtype == "float32":
         devices.allow_tf32(spec.tf32)
@@ -169,14 +171,14 @@ def identify_model(built: build.BuiltModel, spec: ModelSpec) -> tuple[str, str]:
 
 
 def _place_module(module: nn.Module, spec: ModelSpec, device: torch.device) -> nn.Module:
-    """Put the module on its device, in its dtype and memory format, with frozen weights and without nested tensors."""
+    """Put the module on its device, in its dtype and memory format, with frozen weights."""
     # Not ``to(dtype)``, which makes complex buffers real. Cast before moving: a device may have no room for both.
     module = CASTS[spec.dtype](module).to(device)
     if spec.memory_format == "channels_last":
         # Only weights: a convolution follows them whatever its input's format, and rows are the same for all models.
         convert_conv2d_weight_memory_format(module, torch.channels_last)
     module.requires_grad_(False)  # gradients are of activations, never of weights: a graph begins at an anchor
-    keep_dense(module)
+    keep_padding_zero(module)
     return module
 
 

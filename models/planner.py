@@ -212,7 +212,7 @@ def _check_reduction(
         _check_stats(name, tensor, reduction, catalog)
     if reduction.normalize and reduction.pool == "none":
         raise SelectorError("'normalize' needs a pooled result", hint="add a pool: 'mean', 'flatten', …")
-    _check_pool(name, tensor, reduction)
+    _check_pool(name, tensor, reduction, catalog)
     if reduction.dtype == "int8" and reduction.pool == "none" and info.row_axis not in (0, None):
         raise SelectorError(
             f"{name} has its rows on axis {info.row_axis}, so int8 would scale them all together",
@@ -225,7 +225,7 @@ def _check_reduction(
             raise SelectorError(detail, hint="count from the first, 0")
 
 
-def _check_pool(name: str, tensor: SelectorMatch, reduction: Reduction) -> None:
+def _check_pool(name: str, tensor: SelectorMatch, reduction: Reduction, catalog: Catalog) -> None:
     pooling, info = POOLINGS[reduction.pool], tensor.info
     if pooling.by_channel and tensor.point.site in ATTENTION:
         raise SelectorError(f"the attention of {name} has no channels", hint="use pool 'flatten' or 'none'")
@@ -234,6 +234,10 @@ def _check_pool(name: str, tensor: SelectorMatch, reduction: Reduction) -> None:
             f"the axes of {name}, shape {list(info.shape)}, are not known, so '{reduction.pool}' is not defined",
             hint="use pool 'flatten' or 'none'",
         )
+    letter = next((each for each in info.layout or "" if each != "C" and not info.size(each)), "")
+    if pooling.by_channel and catalog.sizes_known and letter:
+        detail = f"axis {info.axis(letter)} of {name}, shape {list(info.shape)}, is empty: it has no '{reduction.pool}'"
+        raise SelectorError(detail, hint="use pool 'flatten' or 'none'")
     if pooling.first_token and info.prefix == 0 and not info.token_axes:
         raise SelectorError(f"{name} has no class token", hint="use pool 'mean'")
     if pooling.last_token and not info.has_axis("T"):

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from layertap.models import loading
@@ -27,7 +28,11 @@ settings.load_profile("repeatable")
 
 
 def pytest_configure() -> None:
-    """Have Ctrl+C reach what tests start: a shell that runs them in the background has its children ignore it."""
+    """Have Ctrl+C reach what tests start: a shell that runs them in the background has its children ignore it.
+
+    torch's fused layers are off, as wherever a model has been loaded.
+    """
+    torch.backends.mha.set_fastpath_enabled(False)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -19,6 +19,7 @@ from layertap.models.devices.devices import dtype_name
 from layertap.models.errors import InputError, LayerNotReachedError, LayertapError
 from layertap.models.gradients.anchors import GradientAnchors, compute_objective
 from layertap.models.hooks.attach import StopForward
+from layertap.models.hooks.own_code import run_own
 from layertap.models.hooks.running_calls import Changes, OnCall
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS, CallKey, Side
 from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors, replace_tensor
@@ -160,7 +161,7 @@ class Collector:
             if gradient is None:
                 raise _make_unreached_error(capture.point)
             for span in spans:
-                self._reduce(capture, span, gradient)
+                run_own(self._reduce, capture, span, gradient)
 
     def find_unreached(self) -> set[HookPoint]:
         """Objectives' points without a graph to the first point whose gradient is wanted: zero may be wrong there."""
@@ -320,4 +321,6 @@ def _apply_intervention(
     """A tensor in which one request's rows are changed."""
     rows = RowTensor.from_hook(value, change.info, token_mask)
     changed = apply_operation(rows.select(request_slice.span), change.operation, request_slice.row_offset)
-    return rows.replace_rows(request_slice.span, changed).reshape(value.shape)
+    changed = rows.replace_rows(request_slice.span, changed).reshape(value.shape)
+    # In the memory order of what was there: in another, kernels round the other rows otherwise.
+    return changed if changed.stride() == value.stride() else torch.empty_like(value).copy_(changed)

@@ -169,6 +169,8 @@ class Sketch:
 def _sum_bits(tensor: Tensor) -> int:
     """A sum of a tensor's memory, in integers as wide as fit."""
     memory = view_bytes(tensor)
+    if memory.storage_offset() % WIDTHS[0].itemsize:  # a wider view must begin at a multiple of its width
+        memory = memory.clone()
     width = next(dtype for dtype in WIDTHS if memory.numel() % dtype.itemsize == 0)
     return int(memory.view(width).sum(dtype=torch.int64))
 

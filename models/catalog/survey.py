@@ -29,7 +29,7 @@ from layertap.models.catalog.row_proof import RowProof, prove_rows
 from layertap.models.devices import transfer
 from layertap.models.devices.devices import TOLERANCE
 from layertap.models.devices.memory import Forward, is_device_error
-from layertap.models.errors import IN_THE_LOG, InputError
+from layertap.models.errors import IN_THE_LOG, InputError, describe_error
 from layertap.models.hooks.attach import observe_calls
 from layertap.models.hooks.tensor_tree import Path
 from layertap.models.inputs.noise import copy_row, make_noise
@@ -151,13 +151,12 @@ def name_input_errors(inputs: Sequence[InputSpec]) -> Iterator[None]:
 
 def _input_error(error: Exception, inputs: Sequence[InputSpec]) -> InputError:
     """What a forward's error means: of a shape it may be one of the model's own bugs too, others are nothing else."""
-    cause = f"the model's own forward raised {type(error).__name__}"
+    cause = f"the model's own forward raised {describe_error(error)}"
     shapes = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in inputs)
     if isinstance(error, SHAPE_ERRORS) and not isinstance(error, NotImplementedError | RecursionError):
-        return InputError(
-            f"the model can't take an input of this shape: {shapes}, or has a bug: {cause}", hint=IN_THE_LOG
-        )
-    return InputError(f"{cause} for an input of shape {shapes}", hint=IN_THE_LOG)
+        cause = f"the model can't take an input of this shape: {shapes}, or has a bug: {cause}"
+        return InputError(cause, hint=IN_THE_LOG)
+    return InputError(f"for an input of shape {shapes} {cause}", hint=IN_THE_LOG)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.devices.memory import is_device_error
-from layertap.models.errors import InputError
+from layertap.models.errors import InputError, find_own_line
 from layertap.models.gradients.objectives import OBJECTIVES
 from layertap.models.hooks.attach import ATTACH, Location, StopForward, attach_at
+from layertap.models.hooks.own_code import run_own
 from layertap.models.hooks.running_calls import Changes
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.selection.hook_points import HookPoint, Objective
@@ -44,7 +46,7 @@ class GradientAnchors:
         changed, successor = None, anchor.clone()
         for change in changes:
             # Not on the anchor: autograd does not promise to read a tensor's gradient after the tensor's own hooks.
-            successor.register_hook(change)  # type: ignore[no-untyped-call]
+            successor.register_hook(partial(run_own, change))  # type: ignore[no-untyped-call]
             changed, successor = successor, successor.clone()
         if changed is not None:
             self._changed.append(changed)
@@ -74,7 +76,7 @@ class GradientAnchors:
         try:
             gradients = torch.autograd.grad([*totals, *self._changed], anchors, seeds, allow_unused=True)
         except RuntimeError as error:
-            if is_device_error(error):
+            if is_device_error(error) or find_own_line(error) is not None:  # of a backward of the model's own
                 raise
             raise InputError(
                 f"the model can't be differentiated there ({type(error).__name__})",

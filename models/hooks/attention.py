@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.autocast_mode import _cast
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from layertap.models.dispatch_mode import DispatchMode
 from layertap.models.errors import InputError
+from layertap.models.hooks.own_code import run_own
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
 # How far a kernel's output may lie from what the weights give, as a part of the largest value.
@@ -75,7 +77,7 @@ class AttentionObserver(DispatchMode):
             names = (argument.name for argument in func._schema.arguments)
             self._latest = read(func, dict(zip(names, args, strict=False)) | dict(kwargs or {}), out)
             if self._latest is not None:
-                self._observe(self._latest)
+                run_own(self._observe, self._latest)
         return out
 
 
@@ -150,8 +152,13 @@ class UnfusedAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        weights = self._anchor(_compute_weights(query, key, attn_mask, is_causal, scale))
-        return torch.dropout(weights, dropout_p, train=dropout_p > 0) @ _repeat_for_heads(value, query)
+        device = query.device.type
+        if torch.is_autocast_enabled(device):  # as it hands them to a kernel, which rounds nothing in between
+            given = query, key, value, attn_mask
+            query, key, value, attn_mask = _cast(given, device, torch.get_autocast_dtype(device))
+        with torch._C._DisableAutocast():
+            weights = self._anchor(_compute_weights(query, key, attn_mask, is_causal, scale))
+            return torch.dropout(weights, dropout_p, train=dropout_p > 0) @ _repeat_for_heads(value, query)
 
 
 def count_sinks(weights: Tensor, kept: object) -> int:
@@ -218,21 +225,6 @@ def _read_fused(func: Any, arguments: Arguments, out: Any) -> AttentionEvent | N
     return AttentionEvent(shape, query.dtype, output, "recomputed", weights)
 
 
-def _read_native(func: Any, arguments: Arguments, out: Any) -> AttentionEvent | None:
-    query, key = arguments["query"], arguments["key"]
-    if query.is_nested:
-        return None
-    shape = (query.shape[0], arguments["num_head"], query.shape[1], key.shape[1])
-
-    def recompute() -> Tensor:
-        # It multiplies matrices and adds biases inside: only the operation itself gives the weights that it computed.
-        output, weights = func(**{**arguments, "need_weights": True, "average_attn_weights": False})
-        _check_output(output, out[0], output)
-        return weights  # type: ignore[no-any-return]
-
-    return AttentionEvent(shape, query.dtype, out[0], "recomputed", recompute)
-
-
 def _recompute(compute_weights: Callable[[], Tensor], query: Tensor, value: Tensor, output: Tensor) -> Tensor:
     weights = compute_weights()
     _check_output(weights @ _repeat_for_heads(value, query), output, value)
@@ -241,14 +233,17 @@ def _recompute(compute_weights: Callable[[], Tensor], query: Tensor, value: Tens
 
 def _check_output(expected: Tensor, output: Tensor, scale: Tensor) -> None:
     """InputError if an output is not what the weights give; what is not a number is so on both sides."""
-    distance = (expected.float() - output.float()).abs().nan_to_num(0.0).amax()
-    bound = TOLERANCE.get(output.dtype, 1e-4) * scale.float().abs().nan_to_num(0.0).amax()
-    if bool(distance > bound):
+    distance, largest = _find_largest(expected.float() - output.float()), _find_largest(scale.float())
+    if distance > TOLERANCE.get(output.dtype, 1e-4) * largest:
         raise InputError(
-            f"this attention's weights can't be recomputed: its kernel's output differs by {float(distance):.2g} "
+            f"this attention's weights can't be recomputed: its kernel's output differs by {distance:.2g} "
             "from what they give",
             hint="ask for the layer's output",
         )
+
+
+def _find_largest(value: Tensor) -> float:
+    return float(value.abs().nan_to_num(0.0).amax()) if value.numel() else 0.0
 
 
 def _compute_weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
@@ -309,30 +304,29 @@ READERS: Mapping[str, Callable[[Any, Arguments, Any], AttentionEvent | None]] = 
         ),
         _read_fused,
     ),
-    "aten::_native_multi_head_attention": _read_native,
 }
 
 
-def keep_dense(module: nn.Module) -> None:
-    """Have all encoders in a module take their plain path, where every layer has a dense tensor for hooks to see.
+def keep_padding_zero(module: nn.Module) -> None:
+    """Have all encoders in a module return 0 at the positions that only pad a row, where torch's own do.
 
-    What such an encoder returns stays what it was: 0 at the positions that only pad a row.
+    They do so by nested tensors, which are off where models are loaded: hooks would see no dense tensor.
     """
     for part in module.modules():
         if isinstance(part, nn.TransformerEncoder) and part.layers and getattr(part, "use_nested_tensor", False):
-            part.use_nested_tensor = False
             part.layers[-1].register_forward_hook(_zero_padding, with_kwargs=True)
 
 
 def _zero_padding(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
     """The last layer's output as a nested tensor would be filled up behind it.
 
-    None if torch makes no nested tensor: with a ``src_mask``, under autograd, or if padding is not at the end of a row.
+    None if torch makes no nested tensor: with a ``src_mask``, for a gradient by weights that are not frozen, under
+    autocast, or if padding is not at the end of a row.
     """
     mask = kwargs.get("src_key_padding_mask")
     if mask is None or kwargs.get("src_mask") is not None or output.ndim != 3:
         return None
-    if layer.training or (torch.is_grad_enabled() and output.requires_grad):
+    if layer.training or torch.is_grad_enabled() or torch.is_autocast_enabled():
         return None
     padding = mask != 0  # the encoder makes any mask one to be added
     is_last = (padding[:, :-1] <= padding[:, 1:]).all(1, keepdim=True)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
 
+from layertap.models.hooks.own_code import run_own
 from layertap.models.hooks.tensor_tree import Path
 
 Changes = Mapping[Path, Tensor]
@@ -61,7 +63,7 @@ def attach_calls(
 
     The innermost call hears of its parts too; ``ends_first``: whether it ends before other hooks see the output.
     """
-    numbers, running = count(), list[RunningCall]()
+    numbers, running, on_call = count(), list[RunningCall](), partial(run_own, on_call)
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         running.append(kind(stack, module, next(numbers), on_call))

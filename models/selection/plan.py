@@ -229,6 +229,12 @@ class Plan:
         return self.objective is not None
 
     @cached_property
+    def anchors(self) -> frozenset[HookPoint]:
+        """Where graphs begin: kernels may be other ones for what requires grad, and round otherwise."""
+        taps: tuple[Tap, ...] = (*self.captures, *self.resolved_interventions)
+        return frozenset(tap.point for tap in taps if tap.point.site in GRADIENTS)
+
+    @cached_property
     def unfused_layers(self) -> frozenset[str]:
         """The layers whose attention is changed or differentiated, and therefore runs unfused."""
         points = [capture.point for capture in self.captures if capture.point.site in GRADIENTS]

@@ -42,7 +42,7 @@ ROW_S = 0.02
 
 
 def _model() -> None:
-    raise RuntimeError("secret")
+    raise RuntimeError("/secret/path")
 
 
 def _exit() -> None:

@@ -78,7 +78,8 @@ class Hungry(Gated):
 class Moody(Gated):
     """What a row's first number does, from ``LIMIT`` on: raise an error, leave the end out, return another shape."""
 
-    RAISED = (RuntimeError("secret"), ValueError("secret"), IndexError("secret"))
+    SAID = "of the model /secret/path at 0x7f00deadbeef"
+    RAISED = RuntimeError(SAID), ValueError(SAID), IndexError(SAID)
     LEAVES_OUT, CUTS = LIMIT + len(RAISED), LIMIT + len(RAISED) + 1
 
     def __init__(self) -> None:
@@ -113,7 +114,7 @@ class Fragile(Gated):
         out = super().forward(x)
         self.broken = self.broken or self.ASSERTS in marks
         if self.broken or self.ODD in marks:
-            raise torch.AcceleratorError("CUDA error: secret")
+            raise torch.AcceleratorError("CUDA error: asserted")
         if self.FULL in marks:
             raise torch.AcceleratorError("CUDA error: out of memory")
         return out

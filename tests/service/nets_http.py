@@ -146,15 +146,15 @@ class Never(nn.Module):
 
 
 ERRORS = (
-    RuntimeError("secret"),
-    ValueError("secret"),
-    MemoryError("secret"),
-    StopIteration("secret"),
-    OSError(2, "secret", "/secret/path"),
+    RuntimeError("of the model"),
+    ValueError("of the model"),
+    MemoryError("of the model"),
+    StopIteration("of the model"),
+    OSError(2, "no such file", "/secret/path"),
     SystemExit(3),
-    KeyboardInterrupt("secret"),
-    CancelledError("secret"),
-    asyncio.CancelledError("secret"),
+    KeyboardInterrupt("of the model"),
+    CancelledError("of the model"),
+    asyncio.CancelledError("of the model"),
 )
 
 

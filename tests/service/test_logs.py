@@ -51,7 +51,7 @@ def test_bugs(live: Live, lines: StringIO) -> None:
     wait_until(lambda: bool(of_access(lines)))
     (bug,) = [line for line in map(json.loads, lines.getvalue().splitlines()) if line["level"] == "error"]
     assert bug["request_id"] == "the-id"
-    assert "RuntimeError: secret" in bug["exception"]
+    assert "RuntimeError: of the model" in bug["exception"]
 
 
 @pytest.mark.parametrize("message", ["a\nb", "\r\n\u2028", "\ud800", "%s", "\0", "\x1b[2J", "\x9b1m"])

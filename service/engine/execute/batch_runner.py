@@ -16,7 +16,13 @@ from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
 from layertap.models.capture.reduction import own_memory
 from layertap.models.devices import memory, transfer
 from layertap.models.devices.devices import TOLERANCE, use_threads
-from layertap.models.errors import LayertapError, OutOfMemoryError, clear_tracebacks, out_of_memory_error
+from layertap.models.errors import (
+    LayertapError,
+    OutOfMemoryError,
+    clear_tracebacks,
+    describe_error,
+    out_of_memory_error,
+)
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import Replica
 from layertap.models.row_check import has_same_row, select_row
@@ -129,7 +135,8 @@ class BatchRunner:
             return error
         except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio uses these
             if not memory.is_out_of_memory(error):
-                return wrap_error(error, ForwardError)
+                # What a batch's error says may be of another's rows.
+                return wrap_error(error, ForwardError, describe_error(error) if len(parts) == 1 else "")
         return out_of_memory_error(_count_rows(parts))
 
     def _run(self, parts: Sequence[Part]) -> list[SliceResult]:

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from layertap.models.errors import HookError
+
 T = TypeVar("T")
 
 
@@ -28,9 +30,13 @@ def publish_name() -> None:
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(threading.current_thread().name[:15])
 
 
-def wrap_error(error: BaseException, kind: type[RuntimeError] = RuntimeError) -> RuntimeError:
-    """The error, or a wrapper if its receiver would mistake it for one of its own."""
-    wrapped = kind(f"the model raised {type(error).__name__}")
+def wrap_error(error: BaseException, kind: type[RuntimeError] = RuntimeError, said: str = "") -> RuntimeError:
+    """A wrapper for an error that its receiver would mistake for one of its own; ``said`` of it, if not its class.
+
+    ``kind`` is for what a model raised; what a hook raised is none.
+    """
+    is_own = isinstance(error, HookError)
+    wrapped = RuntimeError(str(error)) if is_own else kind(f"the model raised {said or type(error).__name__}")
     wrapped.__cause__ = error
     return wrapped
 

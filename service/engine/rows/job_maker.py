@@ -252,7 +252,8 @@ def make_job(
     numbers = text is not None and planned.resumption is None and text.numbers(inputs)
     compiled = _find_compiled(planned) if runs and not numbers else None
     alone = plan.runs_alone and not unsplittable
-    batch_key = handle.batch_keys.get(catalog, planned.shapes, plan.has_graph, compiled, unsplittable, alone)
+    anchors = plan.anchors if plan.has_graph else None
+    batch_key = handle.batch_keys.get(catalog, planned.shapes, anchors, compiled, unsplittable, alone)
     if runs:
         check_graph(plan, batch_key)
         if unsplittable:

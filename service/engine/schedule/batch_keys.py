@@ -11,13 +11,14 @@ from layertap.models.devices.devices import resolve_device
 from layertap.models.lru_cache import LRUCache
 from layertap.models.model_catalogs import MAX_CATALOGS
 from layertap.models.model_info import ModelInfo
+from layertap.models.selection.hook_points import HookPoint
 from layertap.models.spec import Shapes
 from layertap.service.engine.batch import SMOOTHING, Batch, BatchKey
 from layertap.service.settings import Settings
 
-MAX_KEYS = 4 * MAX_CATALOGS  # with and without a graph, from the input or from a layer, compiled
+MAX_KEYS = 8 * MAX_CATALOGS  # without and with graphs, from the input or from a layer, compiled
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}  # of the memory that is free at loading: the share for forwards
-KeyParts = tuple[int, Shapes, bool, CompiledPlan | None, bool, bool]
+KeyParts = tuple[int, Shapes, frozenset[HookPoint] | None, CompiledPlan | None, bool, bool]
 
 
 class BatchKeys:
@@ -38,19 +39,19 @@ class BatchKeys:
         self,
         catalog: Catalog,
         shapes: Shapes,
-        has_graph: bool,
+        anchors: frozenset[HookPoint] | None = None,
         compiled: CompiledPlan | None = None,
         unsplittable: bool = False,
         alone: bool = False,
     ) -> BatchKey:
         """The key of rows of a shape.
 
-        Rows whose forward keeps its graph, begins in the middle, or is compiled, have keys of their own; so do rows
-        that affect each other and run in one forward, and those that run ``alone``.
+        Rows whose forward keeps a graph, which begins at ``anchors``, begins in the middle, or is compiled, have keys
+        of their own; so do rows that affect each other and run in one forward, and those that run ``alone``.
         """
-        costs = compiled.costs if compiled else catalog.graph_costs if has_graph else catalog.costs
+        costs = compiled.costs if compiled else catalog.costs if anchors is None else catalog.graph_costs
         # The entry keeps the catalog alive, so that no other one gets its id.
-        parts = id(catalog), shapes, has_graph, compiled, unsplittable, alone
+        parts = id(catalog), shapes, anchors, compiled, unsplittable, alone
         one = alone or ((catalog.crosses_rows or self._crosses_rows) and not unsplittable)
         _, key = self._keys.get_or_create(parts, lambda: (catalog, self.create(catalog, costs, one)))
         return key

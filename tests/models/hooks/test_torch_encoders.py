@@ -106,10 +106,14 @@ def attended(module: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:
 def compare(model: LoadedModel, plain: nn.Module, rows: dict[str, Tensor]) -> None:
     """The model's output in all positions, layers and attention where a row has tokens."""
     count = len(rows["x"])
-    with torch.no_grad():
-        truth = torch.cat(
-            [plain(**{name: value[row : row + 1] for name, value in rows.items()}) for row in range(count)]
-        )
+    torch.backends.mha.set_fastpath_enabled(True)
+    try:
+        with torch.no_grad():
+            truth = torch.cat(
+                [plain(**{name: value[row : row + 1] for name, value in rows.items()}) for row in range(count)]
+            )
+    finally:
+        torch.backends.mha.set_fastpath_enabled(False)
     inside = attended(plain, rows)
     plan = make_plan([parse_selector(text) for text in (".", *inside)], model.catalog)
     taken = extract_plan(model, rows, plan, model.catalog, 8)

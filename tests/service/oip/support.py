@@ -13,7 +13,7 @@ import tritonclient.http as triton
 from tritonclient.utils import np_to_triton_dtype
 
 from tests.server import Live
-from tests.service.support import ADDRESS, SECRETS, Array, Json
+from tests.service.support import ADDRESS, Array, Json, find_secrets
 
 HEADER = "Inference-Header-Content-Length"
 
@@ -73,6 +73,6 @@ def read_error(response: httpx.Response, status: int) -> str:
     assert text.strip() == text != ""
     assert len(response.content) < 1024
     assert response.text.isprintable()
-    assert not [secret for secret in SECRETS if secret in response.text]
+    assert not find_secrets(response.text)
     assert not ADDRESS.search(response.text)
     return text
