@@ -130,6 +130,13 @@ class ModelInputs:
         )
 
     @property
+    def mask(self) -> str | None:
+        """The input that tells which tokens of a row are padding; None if it has none."""
+        if self.text is not None:
+            return self.text.mask
+        return next((spec.name for spec in self.specs if spec.is_mask), None)
+
+    @property
     def pictures(self) -> ModelInputs:
         """The inputs for a picture."""
         return self.towers[1] if self.towers else self

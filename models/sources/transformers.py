@@ -63,7 +63,7 @@ IRRELEVANT = frozenset(
     {"transformers_version", "_name_or_path", "architectures", "dtype", "id2label", "label2id", *PLAIN}
 )
 MASKED, SKIPS = "sdpa_always_masked", ("allow_is_causal_skip", "allow_is_bidirectional_skip")
-LABELS = "num_labels"
+LABELS, MULTI_LABEL = "num_labels", "multi_label_classification"
 INTERPOLATE = "interpolate_pos_encoding"
 ITS_OWN = "it says what the directory is: change its config.json"
 RESERVED = {
@@ -147,6 +147,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         labels=_find_labels(config),
         embedding=KnownEmbedding((EmbeddingChoice(LAYER, SAVED),)) if sentence else None,
         two_towers=two_towers,
+        outputs="multi_label_logits" if getattr(config, "problem_type", None) == MULTI_LABEL else None,
     )
 
 

@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
+from layertap.models.catalog.row_tensor import to_floating
 from layertap.models.devices import transfer
 from layertap.models.devices.devices import DTYPES
 from layertap.models.devices.memory import is_out_of_memory
@@ -120,7 +121,7 @@ def _find_error(rows: Rows, inputs: ModelInputs) -> InputError | None:
     try:
         for spec, value in zip(inputs.specs, rows.values(), strict=True):
             if value.is_floating_point():
-                require_finite(value.to(inputs.dtype).float().numpy())
+                require_finite(to_floating(value.to(inputs.dtype)).numpy())
             elif spec.values is not None:
                 _require_within(value, spec.name, min(spec.values[0], 0), spec.values[1] - 1)
         text = inputs.text
