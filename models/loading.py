@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from layertap.models import fingerprint
@@ -183,8 +183,8 @@ def _choose_dtype(built: build.BuiltModel, spec: ModelSpec) -> tuple[ModelSpec, 
     The warning is for float64 that nobody has asked to be narrowed.
     """
     names: dict[str, list[str]] = {}
-    for name, value in built.module.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and value.is_floating_point():
+    for name, value in (*built.module.named_parameters(), *built.module.named_buffers()):
+        if value.is_floating_point():
             names.setdefault(dtype_name(value.dtype), []).append(escape(name))
     if wide := [f"input {escape(each.name)}" for each in built.inputs if each.dtype == "float64"]:
         names.setdefault("float64", []).extend(wide)

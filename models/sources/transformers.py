@@ -38,7 +38,7 @@ from layertap.models.sources.build import (
     wrap_build_errors,
 )
 from layertap.models.sources.embeddings import KnownEmbedding
-from layertap.models.sources.grammar import get_base_name, parse_weights, refuse_adapter
+from layertap.models.sources.grammar import ADAPTER_CONFIG, get_base_name, parse_weights, refuse_adapter
 from layertap.models.sources.sentence_head import LAYER, attach_head, read_sentence_folder
 from layertap.models.sources.transformers_inputs import (
     LOCAL,
@@ -54,8 +54,9 @@ from layertap.models.sources.transformers_inputs import (
 )
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.models.turns import construct_alone
+from layertap.models.weights.adapters import merge_adapter
 from layertap.models.weights.checkpoints import find_weights, read_checkpoint
-from layertap.models.weights.state_dict import LoadReport, has_same_values, raise_for_different
+from layertap.models.weights.state_dict import LoadReport, has_same_values, raise_for_different, refuse_scales
 
 FLOAT_BYTES = 4
 PLAIN = {"use_cache": False, "return_dict": True, "output_hidden_states": False, "output_attentions": False}
@@ -104,6 +105,9 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     if getattr(config, "fusion_config", None):
         detail = f"config.json of {shown} asks for fused layers, which would be put into other models too"
         raise LoadError(detail, hint="take fusion_config out of it")
+    if dict(getattr(config, "quantization_config", None) or {}).get("load_in_4bit"):
+        detail = f"{shown} holds 4-bit weights of bitsandbytes, whose values are other ones here than in the library"
+        raise LoadError(detail, hint="save what its dequantize() returns")
     weights = parse_weights(spec.weights)
     refuse_named_weights(weights, shown)
     report: LoadReport | None
@@ -236,8 +240,13 @@ def _load_saved(architecture: Any, folder: Path, config: Any, spec: ModelSpec, s
         # Some are memory-mapped: a write to the file would change the model or crash the process.
         value.data = value.data.clone()
     # Read again: the library may hold, and have changed, the very tensors that it was given.
-    raise_for_different(_list_different(module, read_checkpoint(file)), shown)
-    return module, LoadReport(missing=tuple(missing), left_over=tuple(sorted(info["unexpected_keys"])))
+    tensors, left_over = read_checkpoint(file), tuple(sorted(info["unexpected_keys"]))
+    refuse_scales(tensors, left_over, shown)
+    raise_for_different(_list_different(module, tensors), shown)
+    has_adapter = (folder / ADAPTER_CONFIG).is_file() and not spec.adapter
+    if has_adapter:  # the library merges it too
+        merge_adapter(module, folder)
+    return module, LoadReport("", "", tuple(missing), left_over, adapter=folder.name if has_adapter else "")
 
 
 def _drop_unsaved_pooler(module: Any, missing: Set[str]) -> Set[str]:

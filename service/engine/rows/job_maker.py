@@ -49,6 +49,7 @@ from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.inputs.items import ImageItem, LocalItem
 
 HINT = "send one shape a request"
+PAIRS = "some ids look like pairs, by their separators: all token types are 0 here, those of second texts too"
 
 
 @dataclass(frozen=True)
@@ -296,6 +297,7 @@ def make_job(
         changed=plan.changed_selectors[: len(request.interventions)],
         tokens=_count_tokens(inputs, text),
         cut=cut,
+        warnings=(PAIRS,) if text and text.count_pairs(inputs) else (),
         joined=JoinedRows(planned.rows),
     )
 

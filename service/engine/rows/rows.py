@@ -334,7 +334,7 @@ def _encode_text(item: TextItem, text: TextSpec, name: str) -> tuple[list[int], 
             hint=f"send it in several inputs{CUT_HINT if may_cut else ''}",
         )
     try:
-        tokens, cut = text.encode(item.text, text.max_tokens, truncate)
+        tokens, cut = text.encode(item.text, min(item.limit or text.max_tokens, text.max_tokens), truncate)
     except Exception as error:  # third-party tokenizers raise for lone surrogates, for example
         raise InputError(f"the text can't be tokenized ({type(error).__name__})") from error
     if not tokens:
