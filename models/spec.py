@@ -26,7 +26,7 @@ Tower = Literal["texts", "pictures"]  # of a model of two towers, by its input
 Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels of a picture
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 Color = tuple[int, int, int]  # red, green, blue, from 0 to 255
-ImageBackend = Literal["pil", "torchvision"]  # transformers' two kinds of image processor
+ImageBackend = Literal["auto", "pil", "torchvision"]  # transformers' two kinds of image processor; auto: its own choice
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 SMOOTH = frozenset({"bilinear", "bicubic", "lanczos"})  # the others do not average neighbouring pixels
@@ -195,7 +195,8 @@ class ModelSpec:
     so of their activations. ``devices``, instead of ``device``: the model is loaded on each of them,
     and their forwards take rows from one queue; ``all`` means all GPUs. ``cpu:0`` and ``cpu:1`` stand in for GPUs
     on machines without: a copy of the model for each, which runs one forward at a time.
-    ``image_backend``: which of transformers' image processors makes the rows of pictures; ``interpolate_pos_encoding``:
+    ``image_backend``: which of transformers' image processors makes the rows of pictures; ``auto``: the library's
+    choice, or ``pil`` for another ``decode`` than exact, which needs steps of our own; ``interpolate_pos_encoding``:
     position tables of its vision transformers are interpolated for pictures of other sizes.
     ``idle_timeout_s``: seconds without a request after which a server unloads it; None: as its settings say.
     ``dimensions``: the lengths of shortened vectors that the model was trained for (Matryoshka).
@@ -226,7 +227,7 @@ class ModelSpec:
     adapter: str = ""
     labels: tuple[str, ...] | str | None = None
     idle_timeout_s: float | None = None
-    image_backend: ImageBackend = "pil"
+    image_backend: ImageBackend = "auto"
     interpolate_pos_encoding: bool = False
     dimensions: tuple[int, ...] = ()
     outputs: Outputs | None = None

@@ -90,7 +90,7 @@ def build_model(spec: ModelSpec) -> BuiltModel:
     Raises LoadError if the source, the architecture, the weights or the preprocessing is unknown or does not fit.
     """
     source, ident = parse_source(spec.source)
-    if source is not SOURCES["transformers"] and (spec.interpolate_pos_encoding or spec.image_backend != "pil"):
+    if source is not SOURCES["transformers"] and (spec.interpolate_pos_encoding or spec.image_backend != "auto"):
         hint = "leave them out, or type source: transformers:PATH"
         raise LoadError("image_backend and interpolate_pos_encoding are of transformers' models", hint=hint)
     # The module's name comes from our table, never from a configuration or a request.

@@ -129,7 +129,8 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     if modality == "text" and PATCH_SHAPES in inspect.signature(module.forward).parameters:
         pictures = f"{type(module).__name__} takes them in patches, with {PATCH_SHAPES}"
     elif spec.preprocess == "preset" and modality != "text":
-        pictures = read_preset(library, folder, spec.image_backend)
+        backend = "pil" if spec.image_backend == "auto" and spec.decode != "exact" else spec.image_backend
+        pictures = read_preset(library, folder, backend)
     inputs = spec.inputs or make_input_specs(module, text, pictures, shown)
     takes_pictures = two_towers or (len(inputs) == 1 and len(inputs[0].shape) == 3)
     if any(each.name == MASK for each in inputs):

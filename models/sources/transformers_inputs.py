@@ -265,7 +265,8 @@ def read_preset(library: Any, folder: Path, backend: ImageBackend) -> Preprocess
     if file is None:
         return f"its folder has no {PROCESSOR_FILES[0]}"
     try:
-        processor = library.AutoImageProcessor.from_pretrained(str(folder), backend=backend, **LOCAL)
+        wanted = {} if backend == "auto" else {"backend": backend}
+        processor = library.AutoImageProcessor.from_pretrained(str(folder), **wanted, **LOCAL)
         settings = json.dumps(processor.to_dict(), sort_keys=True, default=str)
     except Exception as error:  # the library has no processor for this version or model
         return f"image_processor_type of {file} names none that transformers can make ({type(error).__name__})"
