@@ -10,7 +10,7 @@ from typing import Literal
 
 from layertap.models.errors import AbsentError, LoadError, escape, label_failures
 
-Outputs = Literal["logits", "probabilities", "log_probabilities"]
+Outputs = Literal["logits", "multi_label_logits", "probabilities", "log_probabilities"]
 FORMS_HINT = 'give a .txt file with a name a line, or a .json file with ["cat", …] or {"0": "cat", …}'
 
 

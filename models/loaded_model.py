@@ -188,8 +188,8 @@ class LoadedModel(ModelInfo):
 
     def _join_masks(self, pieces: Sequence[Inputs], padding: int) -> Tensor | None:
         """The token mask of the batch, on the host: False for padding; None if the model has no mask."""
-        name = self.text.mask if self.text is not None else None
-        if name is None or name not in pieces[0] or (self.model_inputs.towers and len(pieces[0]) == len(self.inputs)):
+        name = self.model_inputs.mask
+        if name is None or name not in pieces[0]:
             return None
         mask = torch.cat([piece[name] for piece in pieces]).bool()
         return torch.cat([mask, mask[:1].expand(padding, -1)]) if padding else mask
@@ -226,7 +226,11 @@ def join_devices(spec: ModelSpec, models: Mapping[str, LoadedModel]) -> MultiDev
     graphs = zip(*(model.compiled for model in models.values()), strict=True)
     compiled = tuple(plans[0] if all(plan is not None for plan in plans) else None for plans in graphs)
     known = {each.name: getattr(first, each.name) for each in fields(ModelInfo)}
-    known |= {"spec": spec, "compiled": compiled, "memory_bytes": sum(each.memory_bytes for each in models.values())}
+    known |= {
+        "spec": replace(spec, dtype=first.spec.dtype),
+        "compiled": compiled,
+        "memory_bytes": sum(each.memory_bytes for each in models.values()),
+    }
     return MultiDeviceModel(by_device=models, **known)
 
 

@@ -17,12 +17,14 @@ from layertap.models import fingerprint
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.devices import devices, memory
 from layertap.models.devices.costs import locate_history
-from layertap.models.devices.devices import DTYPES, TOLERANCE, count_cores, describe_speed, use_threads
+from layertap.models.devices.devices import DTYPES, TOLERANCE, count_cores, describe_speed, dtype_name, use_threads
 from layertap.models.errors import (
     InputError,
     LoadError,
     OutOfMemoryError,
     RequestError,
+    escape,
+    format_names,
     label_failures,
     note_cause,
 )
@@ -31,16 +33,16 @@ from layertap.models.hooks.attention import keep_padding_zero
 from layertap.models.inputs.device_decoder import create_device_decoder
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import make_noise, make_noise_row
-from layertap.models.labels import choose_labels
+from layertap.models.labels import Outputs, choose_labels
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_catalogs import CatalogCache, ModelCatalogs, survey_configured
-from layertap.models.replica import KeptForward, Replica, copy_module, create_replica, has_same_calls
+from layertap.models.replica import KeptForward, Replica, copy_module, create_replica, has_same_calls, takes_by_position
 from layertap.models.row_check import read_note
 from layertap.models.selection.embedding import EmbeddingChoice, ModelEmbedding, choose_embedding, find_choice
 from layertap.models.selection.projections import read_projection
 from layertap.models.sources import build
 from layertap.models.sources.embeddings import KnownEmbedding, find_known_embedding
-from layertap.models.spec import EmbeddingSpec, ModelSpec
+from layertap.models.spec import DType, EmbeddingSpec, ModelSpec
 from layertap.models.turns import build_beside, take_turn
 from layertap.models.weights.state_dict import digest_weights
 
@@ -50,6 +52,7 @@ CASTS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
     "float32": nn.Module.float,
     "float16": nn.Module.half,
     "bfloat16": nn.Module.bfloat16,
+    "float64": nn.Module.double,
 }
 RunSurvey = Callable[[Callable[[], Any]], Any]
 TakeTurn = Callable[[], AbstractContextManager[None]]
@@ -75,14 +78,17 @@ def load_model(
     # torch's fused layers run where no hook is on their parts: a request would change the numbers of its neighbours.
     torch.backends.mha.set_fastpath_enabled(False)
     device = devices.resolve_device(spec.device)
-    if device.type == "cuda" and spec.dtype == "float32":
-        devices.allow_tf32(spec.tf32)
     projections = {name: read_projection(name, path) for name, path in spec.projections.items()}
     with build_beside():
         built = build.build_model(spec)
+        spec, casts, warnings = _choose_dtype(built, spec)
         digest, identity = identify_model(built, spec)
         tree = fingerprint.digest_architecture(built.module, built.architecture, built.settings)
         module = _place_module(built.module, spec, device)
+        with label_failures("forward"):
+            takes_by_position(module, tuple(dict.fromkeys(each.name.partition(".")[0] for each in built.inputs)))
+    if device.type == "cuda" and spec.dtype == "float32":
+        devices.allow_tf32(spec.tf32)
     decoder = create_device_decoder(spec, built.preprocess, device)
     inputs = ModelInputs(
         spec.name,
@@ -105,7 +111,8 @@ def load_model(
     run = run_survey or (lambda survey: survey())
     with take_turn(), _refuse_unfit_inputs():
         crossing = read_note(costs_folder, identity)
-        configured = _apply_configuration(run(survey), spec, crosses_rows=crossing is not None)
+        outputs = spec.outputs or built.outputs
+        configured = _apply_configuration(run(survey), spec, outputs, crosses_rows=crossing is not None)
         inputs = inputs.with_traits(configured.traits)
         create = partial(ModelCatalogs, forward, device=device, prefix_tokens=built.prefix_tokens, threads=threads)
         catalogs = create(inputs, configured=configured, crossing=crossing)
@@ -147,6 +154,8 @@ def load_model(
         labels=labels,
         memory_bytes=memory.count_module_bytes(module),
         projections=projections,
+        casts=casts,
+        load_warnings=(*warnings, *_check_row_axes(module, configured)),
     )
 
 
@@ -168,6 +177,25 @@ def identify_model(built: build.BuiltModel, spec: ModelSpec) -> tuple[str, str]:
         tokenizer,
         spec.decode,
     )
+
+
+def _choose_dtype(built: build.BuiltModel, spec: ModelSpec) -> tuple[ModelSpec, Mapping[str, str], tuple[str, ...]]:
+    """The spec with the dtype that ``auto`` stands for; the names of what is cast to it, by dtype; and a warning.
+
+    The warning is for float64 that nobody has asked to be narrowed.
+    """
+    names: dict[str, list[str]] = {}
+    for name, value in (*built.module.named_parameters(), *built.module.named_buffers()):
+        if value.is_floating_point():
+            names.setdefault(dtype_name(value.dtype), []).append(escape(name))
+    if wide := [f"input {escape(each.name)}" for each in built.inputs if each.dtype == "float64"]:
+        names.setdefault("float64", []).extend(wide)
+    chosen: DType = "float64" if names.keys() == {"float64"} else "float32"
+    dtype = chosen if spec.dtype == "auto" else spec.dtype
+    casts = {kind: format_names(found) for kind, found in sorted(names.items()) if kind != dtype}
+    narrowed = spec.dtype == "auto" and casts.get("float64")
+    warning = f"computed in {dtype}, though these are float64: {narrowed}; in its entry, dtype: float64 keeps them"
+    return replace(spec, dtype=dtype), casts, (warning,) if narrowed else ()
 
 
 def _place_module(module: nn.Module, spec: ModelSpec, device: torch.device) -> nn.Module:
@@ -214,15 +242,34 @@ def _find_embedding(
         raise LoadError(f"embedding: {error.detail}", hint=error.hint) from error
 
 
-def _apply_configuration(catalog: Catalog, spec: ModelSpec, *, crosses_rows: bool) -> Catalog:
-    """The catalogue with the configured ``outputs``, and with crossing rows if ``mode`` may cause them."""
+def _apply_configuration(catalog: Catalog, spec: ModelSpec, outputs: Outputs | None, *, crosses_rows: bool) -> Catalog:
+    """The catalogue with the ``outputs`` that are known, and with crossing rows if ``mode`` may cause them."""
     traits = catalog.traits
-    if spec.outputs is not None:
-        traits = replace(traits, outputs=tuple((info.path, spec.outputs) for info in catalog.outputs))
+    if outputs is not None:
+        traits = replace(traits, outputs=tuple((info.path, outputs) for info in catalog.outputs))
     if spec.mode == "train":
         traits = replace(traits, deterministic=False)
     crosses_rows = crosses_rows or catalog.crosses_rows or not traits.deterministic
     return replace(catalog, traits=traits, crosses_rows=crosses_rows)
+
+
+@label_failures("forward")
+def _check_row_axes(module: nn.Module, catalog: Catalog) -> tuple[str, ...]:
+    """A warning if a layer takes the axis of rows for that of time; LoadError if torch's own module is served so."""
+    names = []
+    for name, part in module.named_modules():
+        batch_first = getattr(part, "batch_first", None)
+        layer = catalog.layers.get(name or ".") if catalog.batches and isinstance(batch_first, bool) else None
+        tensors = [info for call in layer.calls for info in call.input.tensors] if layer else []
+        found = [info for info in tensors if info.path in ((), ("0",)) and info.row_axis == 0]
+        if any(not batch_first or len(info.shape) < len("NTC") for info in found):
+            names.append(escape(name or "."))
+    if not names:
+        return ()
+    text = f"rows come on axis 0, which {format_names(names)} takes for time"
+    if type(module).__module__.startswith("torch.nn."):
+        raise LoadError(text, hint="type args: {batch_first: true}, or serve a module of yours that moves the axis")
+    return (f"{text}: set its batch_first, or move the axis before it",)
 
 
 def _create_replicas(

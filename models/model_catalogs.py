@@ -296,7 +296,7 @@ class ModelCatalogs(CatalogCache):
 
     def _resize(self, specs: Sequence[InputSpec]) -> Catalog:
         """The catalogue of another shape by one forward; CallsDifferError if that is not enough."""
-        if self._inputs.text is not None or any(spec.longest for spec in specs):
+        if self._inputs.mask is not None or any(spec.longest for spec in specs):
             raise CallsDifferError  # for texts everything may depend on the length, and there are few lengths
         recorder = SizeRecorder(self._module)
         watch = partial(recorder.watch, self._forward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -31,7 +32,8 @@ class ModelInfo:
     for each plan, None without graphs. ``report``: what was loaded from a checkpoint, None if there is none.
     ``labels``: a name for each class of the model's scores, None if there are no names. ``memory_bytes``: the size of
     weights and buffers; ``process_bytes``: private memory of the model's own process, 0 if it has none.
-    ``projections``: the configured ones by name.
+    ``projections``: the configured ones by name. ``casts``: the names of tensors that were cast to the model's dtype,
+    by the dtype that they had; ``load_warnings``: what every answer has to say since the model was loaded.
     """
 
     spec: ModelSpec
@@ -51,6 +53,8 @@ class ModelInfo:
     memory_bytes: int = 0
     process_bytes: int = 0
     projections: Projections = field(default_factory=dict)
+    casts: Mapping[str, str] = field(default_factory=dict)
+    load_warnings: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> tuple[InputSpec, ...]:
@@ -100,7 +104,8 @@ class ModelInfo:
     def warnings(self) -> tuple[str, ...]:
         """Warnings that apply to every answer of this model."""
         of_checkpoint = self.report.warnings if self.report is not None else ()
-        return of_checkpoint if self.catalog.traits.deterministic else (*of_checkpoint, NOT_DETERMINISTIC)
+        of_catalog = () if self.catalog.traits.deterministic else (NOT_DETERMINISTIC,)
+        return (*of_checkpoint, *self.load_warnings, *of_catalog)
 
     @property
     def embedding(self) -> str | None:

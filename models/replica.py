@@ -6,22 +6,27 @@ Hooks on a module run in every forward through it, so threads that run at once n
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.observations import Sketch
+from layertap.models.errors import LoadError, escape
 from layertap.models.hooks import attach
 from layertap.models.hooks.tensor_tree import Path, iterate_tensors, view_bytes
 from layertap.models.inputs.noise import ROWS, copy_row
 from layertap.models.module_state import ModuleState
 
 MAX_LOOKS = 32  # at weights in a forward, one at each begin and end of a call
+WRAPPER = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]  # it hands on whatever it gets
+_bindings: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], bool]] = WeakKeyDictionary()
 CallSketch = tuple[int, int, Mapping[Path, Sketch]]  # numbers of a submodule and its call; its output, at the end
 
 
@@ -75,9 +80,41 @@ def overwrites_weights(forward: KeptForward, rows: Mapping[str, Tensor]) -> bool
 
 
 def call_module(rows: Mapping[str, Tensor], module: nn.Module) -> object:
-    """One forward of a module tree for a batch; a single argument is passed by position, several by name."""
+    """One forward of a module tree for a batch; arguments are passed as ``takes_by_position`` says."""
     arguments = _make_arguments(rows)
-    return module(*arguments.values()) if len(arguments) == 1 else module(**arguments)
+    return module(*arguments.values()) if takes_by_position(module, tuple(arguments)) else module(**arguments)
+
+
+def takes_by_position(module: nn.Module, names: tuple[str, ...]) -> bool:
+    """Whether a forward takes its inputs by position, else by name; LoadError if it has no parameters for them.
+
+    A single input goes by position where it is the first parameter, or has another name than the only one that a
+    forward needs.
+    """
+    known = _bindings.setdefault(module, {})
+    if names not in known:
+        known[names] = _bind(module, names)
+    return known[names]
+
+
+def _bind(module: nn.Module, names: tuple[str, ...]) -> bool:
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):  # compiled code does not tell
+        return len(names) == 1
+    parameters = list(signature.parameters.values())
+    children = list(module.children())
+    if [each.kind for each in parameters] == WRAPPER and len(children) == 1:
+        return _bind(children[0], names)
+    by_position = len(names) == 1 and bool(parameters) and parameters[0].kind <= inspect.Parameter.VAR_POSITIONAL
+    if by_position and parameters[0].name != names[0]:
+        by_position = names[0] not in signature.parameters and parameters[0].default is inspect.Parameter.empty
+    try:
+        signature.bind(None) if by_position else signature.bind(**dict.fromkeys(names))
+    except TypeError as error:
+        detail = f"forward of {escape(type(module).__name__)} does not take inputs of these names: {error}"
+        raise LoadError(detail, hint=f"its parameters are {', '.join(map(str, parameters))}") from error
+    return by_position
 
 
 def _make_arguments(rows: Mapping[str, Tensor]) -> dict[str, Any]:

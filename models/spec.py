@@ -14,7 +14,7 @@ from layertap.models.sources.grammar import SOURCES, is_checkpoint
 
 Device = str
 Shapes = tuple[tuple[int, ...], ...]  # of one row, input by input
-DType = Literal["float32", "bfloat16", "float16"]
+DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 InputDType = Literal["float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]
 Decode = Literal["exact", "fast", "device"]
@@ -26,7 +26,7 @@ Tower = Literal["texts", "pictures"]  # of a model of two towers, by its input
 Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels of a picture
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 Color = tuple[int, int, int]  # red, green, blue, from 0 to 255
-ImageBackend = Literal["pil", "torchvision"]  # transformers' two kinds of image processor
+ImageBackend = Literal["auto", "pil", "torchvision"]  # transformers' two kinds of image processor; auto: its own choice
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 SMOOTH = frozenset({"bilinear", "bicubic", "lanczos"})  # the others do not average neighbouring pixels
@@ -135,6 +135,11 @@ class InputSpec:
         if self.longest is not None and (not self.shape or self.shape[self.long_axis] > self.longest):
             raise ValueError("'longest' must be at least shape[0]")
 
+    @property
+    def is_mask(self) -> bool:
+        """Whether it says which tokens of a row are padding: 0, as in transformers."""
+        return self.name.rpartition(".")[2] == "attention_mask" and len(self.shape) == 1
+
 
 @dataclass(frozen=True)
 class WarmSpec:
@@ -179,7 +184,8 @@ class ModelSpec:
     ``weights`` is DEFAULT, a weights enum's name, a checkpoint's path, or random:SEED; only a checkpoint's tensors
     under ``prefix`` are read, and with ``strict`` their names must be exactly the module's; ``adapter`` is the
     folder of a PEFT adapter that is merged into them;
-    ``required``: a server that loads it at startup is not ready without it.
+    ``required``: a server that loads it at startup is not ready without it. ``dtype``: that in which the model
+    computes; ``auto``: float64 for a module whose floating tensors all are, else float32.
     ``inputs`` is needed if the source can't tell (python:). ``decode``: large JPEGs may be decoded at a reduced scale,
     and pictures resized with shorter weights (``fast``), or JPEGs decoded on the model's GPU (``device``): faster,
     with other numbers.
@@ -189,7 +195,8 @@ class ModelSpec:
     so of their activations. ``devices``, instead of ``device``: the model is loaded on each of them,
     and their forwards take rows from one queue; ``all`` means all GPUs. ``cpu:0`` and ``cpu:1`` stand in for GPUs
     on machines without: a copy of the model for each, which runs one forward at a time.
-    ``image_backend``: which of transformers' image processors makes the rows of pictures; ``interpolate_pos_encoding``:
+    ``image_backend``: which of transformers' image processors makes the rows of pictures; ``auto``: the library's
+    choice, or ``pil`` for another ``decode`` than exact, which needs steps of our own; ``interpolate_pos_encoding``:
     position tables of its vision transformers are interpolated for pictures of other sizes.
     ``idle_timeout_s``: seconds without a request after which a server unloads it; None: as its settings say.
     ``dimensions``: the lengths of shortened vectors that the model was trained for (Matryoshka).
@@ -204,7 +211,7 @@ class ModelSpec:
     weights: str = "DEFAULT"
     device: Device = "auto"
     devices: tuple[Device, ...] = ()
-    dtype: DType = "float32"
+    dtype: DType = "auto"
     tf32: bool = False
     memory_format: MemoryFormat = "contiguous"
     load: Literal["startup", "lazy"] = "startup"
@@ -220,7 +227,7 @@ class ModelSpec:
     adapter: str = ""
     labels: tuple[str, ...] | str | None = None
     idle_timeout_s: float | None = None
-    image_backend: ImageBackend = "pil"
+    image_backend: ImageBackend = "auto"
     interpolate_pos_encoding: bool = False
     dimensions: tuple[int, ...] = ()
     outputs: Outputs | None = None
@@ -256,7 +263,12 @@ class ModelSpec:
     @property
     def precision(self) -> str:
         """The precision in fingerprints: ``tf32`` or the dtype."""
-        return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
+        return ("tf32" if self.tf32 else "float32") if self.is_float32 else self.dtype
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether it computes in float32, as far as is known before it is built."""
+        return self.dtype in ("auto", "float32")
 
     @property
     def downloads(self) -> bool:

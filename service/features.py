@@ -99,17 +99,19 @@ DEFAULTS = {each.name: each.default for each in fields(Receipt) if each.default 
 class TopClass:
     """One of a row's top classes: its raw score, and its name if known.
 
-    ``probability`` is the softmax over all classes, None if there is only one class.
+    ``probability`` is the softmax over all classes, None if there is only one class; ``activation`` names another
+    function that made it of the score.
     """
 
     number: int
     score: float
     probability: float | None
     label: str | None = None
+    activation: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        known = {"probability": self.probability, "label": self.label}
+        known = {"probability": self.probability, "activation": self.activation, "label": self.label}
         known = {name: value for name, value in known.items() if value is not None}
         return {"class": self.number, "score": self.score, **known}
 

@@ -53,7 +53,7 @@ class TensorInfo:
     keys; ``grid_size`` has the rows and columns in which the patches behind these stand, None if no map of the
     forward tells. ``source`` says where a forward without a graph has attention from: "observed" or "recomputed".
     ``token_axes`` have an entry for each token of a text: they grow with its length. The row axis is one of them where
-    tokens are folded into it.
+    tokens are folded into it. ``merges_tokens``: another axis grows with it, whose entries are of several tokens.
     """
 
     path: tuple[str, ...]
@@ -66,6 +66,7 @@ class TensorInfo:
     prefix: int = 0
     source: str = ""
     token_axes: tuple[int, ...] = ()
+    merges_tokens: bool = False
     grid_size: tuple[int, int] | None = None
 
     @property

@@ -97,16 +97,17 @@ def _time_calls(module: nn.Module, run: Forward, row: Mapping[str, Tensor], devi
 def _probe_length(
     recorder: CallRecorder, inputs: Sequence[InputSpec], run: Forward, device: torch.device, dtype: torch.dtype
 ) -> tuple[int, int] | None:
-    """Record a forward of a text one token longer or shorter; gives both lengths.
+    """Record a forward of a text of half the length; gives both lengths.
 
     None if all rows have one length, or the model takes one.
     """
-    text = next((spec for spec in inputs if spec.longest is not None), None)
-    if text is None or text.longest == 1:
+    masks = {spec.shape for spec in inputs if spec.is_mask}
+    varying = [spec for spec in inputs if spec.longest is not None or spec.shape[:1] in masks]
+    length = varying[0].shape[0] if varying else 1
+    if length == 1:
         return None
-    length = text.shape[0]
-    other = length - 1 if length == text.longest else length + 1
-    specs = [replace(spec, shape=(other, *spec.shape[1:])) if spec.longest else spec for spec in inputs]
+    other = length // 2
+    specs = [replace(spec, shape=(other, *spec.shape[1:])) if spec in varying else spec for spec in inputs]
     try:
         recorder.watch(run, copy_row(make_noise(specs, device, dtype)))
     except Exception as error:  # whatever a model raises, it means the same
@@ -291,7 +292,9 @@ class CatalogBuilder:
         if other is None or len(other.shape) != len(info.shape):
             return info
         sizes = zip(info.shape, other.shape, strict=True)
-        return replace(info, token_axes=tuple(axis for axis, pair in enumerate(sizes) if pair == self.lengths))
+        grown = {axis: pair for axis, pair in enumerate(sizes) if len(set(pair)) > 1}
+        token_axes = tuple(axis for axis, pair in grown.items() if pair == self.lengths)
+        return replace(info, token_axes=token_axes, merges_tokens=len(grown) > len(token_axes))
 
 
 def _describe_functions(call: CallObservation) -> Mapping[str, tuple[set[Path], set[Path], int]]:

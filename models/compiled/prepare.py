@@ -298,8 +298,8 @@ def _list_captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
     """A plan's captures in order; WarmError if a graph can't return one of them."""
     if model.catalog.crosses_rows:
         raise WarmError("rows of this model run one at a time")
-    if model.text is not None:
-        raise WarmError("texts come in many lengths")
+    if model.text is not None or model.model_inputs.mask is not None:
+        raise WarmError("its rows come in many lengths")
     for capture in plan.captures:
         point, info = capture.point, capture.info
         if point.function or point.site not in SITES or info.row_axis is None or info.crosses_rows or info.alone:

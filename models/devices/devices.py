@@ -24,7 +24,7 @@ FLOATS = ("float32", "float16", "bfloat16", "float64")
 # The dtypes of requests and replies.
 DTYPES = {name: TORCH_DTYPES[name] for name in (*FLOATS, "int8", "int16", "int32", "int64", "uint8", "bool")}
 # By precision, relative to a tensor's largest number: the most that kernels, batch sizes and padding change a value.
-TOLERANCE = {"float32": 1e-4, "tf32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}
+TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "tf32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

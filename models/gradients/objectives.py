@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
-from torch.nn.functional import kl_div, one_hot
+from torch.nn.functional import kl_div, logsigmoid, one_hot
 
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.labels import Outputs
@@ -104,11 +104,13 @@ def _take_logarithm(value: Tensor) -> Tensor:
 # From what a model returns for classes to probabilities, and to their logarithms.
 _PROBABILITIES: Mapping[Outputs | None, Callable[[Tensor], Tensor]] = {
     None: lambda value: value.softmax(1),
+    "multi_label_logits": torch.sigmoid,
     "probabilities": _keep,
     "log_probabilities": torch.exp,
 }
 _LOGARITHMS: Mapping[Outputs | None, Callable[[Tensor], Tensor]] = {
     None: lambda value: value.log_softmax(1),
+    "multi_label_logits": logsigmoid,
     "probabilities": _take_logarithm,
     "log_probabilities": _keep,
 }

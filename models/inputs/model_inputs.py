@@ -32,8 +32,9 @@ class TextSpec:
     several texts at the same time. ``digest``: of the tokenizer. ``pads``: whether a text may be padded to share a
     batch with longer ones, or runs at its own length; ``left_padding``: how a text whose mask begins with zeros is
     passed to the model. ``truncate``: the side to truncate if the request does not say. ``prompts`` are prefixes that a
-    request selects by name, ``default_prompt`` is used if it names none. If forwards resume from a layer, its output
-    replaces the ids: then ``vocabulary`` is 0, and ``axis`` is the item's token axis.
+    request selects by name, ``default_prompt`` is used if it names none; ``limits``: the tokens of texts with some of
+    these. ``separators``: a separator's id and how often a single text has it, if pairs have token types. If forwards
+    resume from a layer, its output replaces the ids: then ``vocabulary`` is 0, and ``axis`` is the item's token axis.
     """
 
     ids: str
@@ -50,11 +51,20 @@ class TextSpec:
     truncate: Truncate = "none"
     prompts: Mapping[str, str] = field(default_factory=dict, hash=False)
     default_prompt: str = ""
+    limits: Mapping[str, int] = field(default_factory=dict, hash=False)
+    separators: tuple[int, int] | None = None
 
     @property
     def takes_text(self) -> bool:
         """Whether it takes texts and tokens, rather than a layer's output."""
         return self.vocabulary > 0
+
+    def count_pairs(self, rows: Mapping[str, Tensor]) -> int:
+        """How many rows of ids look like pairs, whose token types would not all be 0."""
+        if self.separators is None or self.ids not in rows:
+            return 0
+        separator, single = self.separators
+        return int(((rows[self.ids] == separator).sum(1) > single).sum())
 
     def get_padded_length(self, tokens: int) -> int:
         """The length to which so many tokens are padded; there are few lengths, so that requests share forwards."""
@@ -128,6 +138,13 @@ class ModelInputs:
             replace(whole, specs=pictures, preprocess=self.preprocess, decoder=self.decoder, tower="pictures"),
             whole,
         )
+
+    @property
+    def mask(self) -> str | None:
+        """The input that tells which tokens of a row are padding; None if it has none."""
+        if self.text is not None:
+            return self.text.mask
+        return next((spec.name for spec in self.specs if spec.is_mask), None)
 
     @property
     def pictures(self) -> ModelInputs:

@@ -107,8 +107,9 @@ def _find_head(catalog: Catalog) -> Iterator[EmbeddingChoice]:
 
 
 def _list_outputs(catalog: Catalog) -> Iterator[EmbeddingChoice]:
-    for info in catalog.outputs:
-        yield EmbeddingChoice(f".{format_path(info.path)}", OUTPUT)
+    """The output, if it is nothing but a vector for each row."""
+    if len(catalog.outputs) == 1 and len(catalog.outputs[0].shape) == 2:
+        yield EmbeddingChoice(f".{format_path(catalog.outputs[0].path)}", OUTPUT)
 
 
 def _get_end(layer: Layer) -> float:

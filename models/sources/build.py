@@ -17,7 +17,7 @@ from layertap.models.errors import LoadError, escape, find_nearest, label_failur
 from layertap.models.inputs.model_inputs import TextSpec
 from layertap.models.inputs.noise import check_examples
 from layertap.models.inputs.preprocess import Preprocessing, compute_output_size
-from layertap.models.labels import Labels
+from layertap.models.labels import Labels, Outputs
 from layertap.models.sources.embeddings import KnownEmbedding
 from layertap.models.sources.grammar import (
     SOURCES,
@@ -50,7 +50,7 @@ class BuiltModel:
     used. ``settings`` are those that the module tree may not show. ``prefix_tokens`` counts class and register tokens
     before the patches. ``text`` is None if texts can't be sent. ``report``: which tensors of a checkpoint were loaded.
     ``labels``: the source's class names; the module may have another number. ``embedding`` None: use its class's.
-    ``two_towers``: its forward takes texts or pictures alone.
+    ``two_towers``: its forward takes texts or pictures alone. ``outputs``: what its class scores are, if it is known.
     """
 
     module: nn.Module
@@ -66,6 +66,7 @@ class BuiltModel:
     labels: Labels | None = None
     embedding: KnownEmbedding | None = None
     two_towers: bool = False
+    outputs: Outputs | None = None
 
     @property
     def preprocess(self) -> Preprocessing | None:
@@ -89,7 +90,7 @@ def build_model(spec: ModelSpec) -> BuiltModel:
     Raises LoadError if the source, the architecture, the weights or the preprocessing is unknown or does not fit.
     """
     source, ident = parse_source(spec.source)
-    if source is not SOURCES["transformers"] and (spec.interpolate_pos_encoding or spec.image_backend != "pil"):
+    if source is not SOURCES["transformers"] and (spec.interpolate_pos_encoding or spec.image_backend != "auto"):
         hint = "leave them out, or type source: transformers:PATH"
         raise LoadError("image_backend and interpolate_pos_encoding are of transformers' models", hint=hint)
     # The module's name comes from our table, never from a configuration or a request.

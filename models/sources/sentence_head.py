@@ -29,6 +29,7 @@ MODELS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta",
 DECLINED = frozenset(
     {
         "processing_kwargs",
+        "query_expansion",
         *(f"{each}_{kind}" for each in ("processor", "tokenizer", "model", "config") for kind in ("args", "kwargs")),
     }
 )
@@ -41,7 +42,7 @@ class SentenceFolder:
 
     ``transformer`` is the folder of the transformer and its tokenizer; ``parts`` are the configurations of the modules
     after it, each with its kind and folder. Texts are cut to ``max_tokens``. ``prompts`` are prefixes for texts, by
-    name; ``default_prompt`` is used if a request names none.
+    name; ``default_prompt`` is used if a request names none. ``limits``: the tokens of texts with some prompts.
     """
 
     transformer: Path
@@ -51,11 +52,13 @@ class SentenceFolder:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
     dimensions: int | None = None
+    limits: Mapping[str, int] = field(default_factory=dict)
 
     def describe(self) -> str:
         """The settings that affect the embedding, without weights."""
         parts = [(kind, config) for kind, _, config in self.parts]
-        return json.dumps([parts, self.max_tokens, self.lowercase, self.default_prompt, self.dimensions])
+        limits = [dict(self.limits)] if self.limits else []
+        return json.dumps([parts, self.max_tokens, self.lowercase, self.default_prompt, self.dimensions, *limits])
 
 
 def read_sentence_folder(folder: Path, shown: str) -> SentenceFolder | None:
@@ -69,6 +72,13 @@ def read_sentence_folder(folder: Path, shown: str) -> SentenceFolder | None:
     with _name_file("modules.json", shown):
         modules = _read_json(folder / "modules.json")
         kinds = [(str(each["type"]), folder / _check_path(str(each["path"]))) for each in modules]
+    transformer = kinds[0][1] if kinds else folder
+    own: dict[str, Any] = {}
+    for name in MODELS:
+        with _name_file(f"sentence_{name}_config.json", shown):
+            own = own or dict(_read_json(transformer / f"sentence_{name}_config.json"))
+    if "text" not in (own.get("modality_config") or TEXTS) and "message" in own["modality_config"]:
+        raise _refuse(shown, "takes texts as messages in its tokenizer's chat template, which is not built here")
     if saved == "CrossEncoder" and len(kinds) == 1:  # the transformer itself returns the scores
         return None
     if saved != "SentenceTransformer":
@@ -83,12 +93,8 @@ def read_sentence_folder(folder: Path, shown: str) -> SentenceFolder | None:
             parts.append((name, part_folder, {} if number == 0 else dict(_read_json(part_folder / "config.json"))))
     if len(kinds) < 2:
         raise _refuse(shown, "has no Pooling")
-    transformer = kinds[0][1]
-    own: dict[str, Any] = {}
-    for name in MODELS:
-        with _name_file(f"sentence_{name}_config.json", shown):
-            own = own or dict(_read_json(transformer / f"sentence_{name}_config.json"))
     _check_transformer(own, shown)
+    limits = {name: own.get(key) for key, names in LIMITS.items() for name in names}
     default = prompts.get(str(whole.get("default_prompt_name")), "")
     if any(config.get("include_prompt") is False for _, _, config in parts):
         if default:
@@ -102,6 +108,7 @@ def read_sentence_folder(folder: Path, shown: str) -> SentenceFolder | None:
         prompts=prompts,
         default_prompt=default,
         dimensions=whole.get("truncate_dim"),
+        limits={name: limit for name, limit in limits.items() if limit is not None},
     )
 
 
@@ -220,7 +227,7 @@ def _check_transformer(config: Mapping[str, Any], shown: str) -> None:
         if config.get(key):
             raise _refuse(shown, f"has {key}, which are not read here")
     task = config.get("transformer_task", "feature-extraction")
-    text = (config.get("modality_config") or {"text": TEXT}).get("text")
+    text = (config.get("modality_config") or TEXTS).get("text")
     if task != "feature-extraction" or text != TEXT:
         raise _refuse(shown, "takes something else of its transformer than last_hidden_state of texts")
 
@@ -281,6 +288,8 @@ def _list_activations() -> dict[str, Callable[[], nn.Module]]:
 
 PARTS = ("Transformer", "Pooling", "Dense", "Normalize")  # a folder has the first two once, in this order
 TEXT = {"method": "forward", "method_output_name": "last_hidden_state"}
+TEXTS = {"text": TEXT}
+LIMITS = {"query_length": ("query",), "document_length": ("document", "passage", "corpus")}  # by the prompts' names
 MODES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cls": lambda tokens, mask: _take(tokens, _find_first(mask)),
     "max": lambda tokens, mask: tokens.masked_fill(mask[..., None] == 0, -torch.inf).amax(1),

@@ -38,7 +38,7 @@ from layertap.models.sources.build import (
     wrap_build_errors,
 )
 from layertap.models.sources.embeddings import KnownEmbedding
-from layertap.models.sources.grammar import get_base_name, parse_weights, refuse_adapter
+from layertap.models.sources.grammar import ADAPTER_CONFIG, get_base_name, parse_weights, refuse_adapter
 from layertap.models.sources.sentence_head import LAYER, attach_head, read_sentence_folder
 from layertap.models.sources.transformers_inputs import (
     LOCAL,
@@ -54,8 +54,9 @@ from layertap.models.sources.transformers_inputs import (
 )
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.models.turns import construct_alone
+from layertap.models.weights.adapters import merge_adapter
 from layertap.models.weights.checkpoints import find_weights, read_checkpoint
-from layertap.models.weights.state_dict import LoadReport, has_same_values, raise_for_different
+from layertap.models.weights.state_dict import LoadReport, has_same_values, raise_for_different, refuse_scales
 
 FLOAT_BYTES = 4
 PLAIN = {"use_cache": False, "return_dict": True, "output_hidden_states": False, "output_attentions": False}
@@ -63,7 +64,7 @@ IRRELEVANT = frozenset(
     {"transformers_version", "_name_or_path", "architectures", "dtype", "id2label", "label2id", *PLAIN}
 )
 MASKED, SKIPS = "sdpa_always_masked", ("allow_is_causal_skip", "allow_is_bidirectional_skip")
-LABELS = "num_labels"
+LABELS, MULTI_LABEL = "num_labels", "multi_label_classification"
 INTERPOLATE = "interpolate_pos_encoding"
 ITS_OWN = "it says what the directory is: change its config.json"
 RESERVED = {
@@ -104,6 +105,9 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     if getattr(config, "fusion_config", None):
         detail = f"config.json of {shown} asks for fused layers, which would be put into other models too"
         raise LoadError(detail, hint="take fusion_config out of it")
+    if dict(getattr(config, "quantization_config", None) or {}).get("load_in_4bit"):
+        detail = f"{shown} holds 4-bit weights of bitsandbytes, whose values are other ones here than in the library"
+        raise LoadError(detail, hint="save what its dequantize() returns")
     weights = parse_weights(spec.weights)
     refuse_named_weights(weights, shown)
     report: LoadReport | None
@@ -125,7 +129,8 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     if modality == "text" and PATCH_SHAPES in inspect.signature(module.forward).parameters:
         pictures = f"{type(module).__name__} takes them in patches, with {PATCH_SHAPES}"
     elif spec.preprocess == "preset" and modality != "text":
-        pictures = read_preset(library, folder, spec.image_backend)
+        backend = "pil" if spec.image_backend == "auto" and spec.decode != "exact" else spec.image_backend
+        pictures = read_preset(library, folder, backend)
     inputs = spec.inputs or make_input_specs(module, text, pictures, shown)
     takes_pictures = two_towers or (len(inputs) == 1 and len(inputs[0].shape) == 3)
     if any(each.name == MASK for each in inputs):
@@ -147,6 +152,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         labels=_find_labels(config),
         embedding=KnownEmbedding((EmbeddingChoice(LAYER, SAVED),)) if sentence else None,
         two_towers=two_towers,
+        outputs="multi_label_logits" if getattr(config, "problem_type", None) == MULTI_LABEL else None,
     )
 
 
@@ -235,8 +241,13 @@ def _load_saved(architecture: Any, folder: Path, config: Any, spec: ModelSpec, s
         # Some are memory-mapped: a write to the file would change the model or crash the process.
         value.data = value.data.clone()
     # Read again: the library may hold, and have changed, the very tensors that it was given.
-    raise_for_different(_list_different(module, read_checkpoint(file)), shown)
-    return module, LoadReport(missing=tuple(missing), left_over=tuple(sorted(info["unexpected_keys"])))
+    tensors, left_over = read_checkpoint(file), tuple(sorted(info["unexpected_keys"]))
+    refuse_scales(tensors, left_over, shown)
+    raise_for_different(_list_different(module, tensors), shown)
+    has_adapter = (folder / ADAPTER_CONFIG).is_file() and not spec.adapter
+    if has_adapter:  # the library merges it too
+        merge_adapter(module, folder)
+    return module, LoadReport("", "", tuple(missing), left_over, adapter=folder.name if has_adapter else "")
 
 
 def _drop_unsaved_pooler(module: Any, missing: Set[str]) -> Set[str]:

@@ -26,7 +26,8 @@ from layertap.models.spec import ImageBackend, InputSpec, Truncate
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 Modality = Literal["pictures", "text", "both", "other"]
-IDS, MASK, PIXELS, PATCH_SHAPES = "input_ids", "attention_mask", "pixel_values", "spatial_shapes"
+IDS, MASK, TYPES, PIXELS = "input_ids", "attention_mask", "token_type_ids", "pixel_values"
+PATCH_SHAPES = "spatial_shapes"
 FURTHER = frozenset({"decoder_input_ids", "input_values", "input_features", "pixel_values_videos"})
 TOKENS = frozenset({"cls_token", "class_embedding", "distillation_token", "register_tokens"})
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -44,7 +45,7 @@ class Tokenizer:
     """A directory's tokenizer.
 
     ``encode`` and ``is_fast`` are as in TextSpec; ``side`` is the side at which the library truncates. ``fill`` is
-    ``encode`` that also pads shorter texts; None if the model takes a mask.
+    ``encode`` that also pads shorter texts; None if the model takes a mask. ``separators`` as in TextSpec.
     """
 
     encode: Encode
@@ -54,6 +55,7 @@ class Tokenizer:
     side: Truncate
     fill: Encode | None = None
     is_fast: bool = True
+    separators: tuple[int, int] | None = None
 
 
 def load_tokenizer(library: Any, folder: Path, shown: str, sentence: SentenceFolder | None = None) -> Tokenizer | None:
@@ -65,7 +67,12 @@ def load_tokenizer(library: Any, folder: Path, shown: str, sentence: SentenceFol
         return None
     with wrap_build_errors(f"the tokenizer of {shown}"):
         whole = library.AutoTokenizer.from_pretrained(str(folder), **LOCAL)
-        if any(whole("a").get("token_type_ids", ())) or (sentence is not None and not whole.is_fast):
+        if whole.vocab_size <= len(whole.all_special_tokens) + 1:  # the last may be a mark of spaces
+            detail = f"the tokenizer of {shown} knows {whole.vocab_size} ids, and no word: its vocabulary is missing"
+            files = " or ".join(sorted(whole.vocab_files_names.values()))
+            raise LoadError(detail, hint=f"put {files} into the folder, as save_pretrained wrote it")
+        single, pair = whole("a"), whole("a", "a")
+        if any(single.get("token_type_ids", ())) or (sentence is not None and not whole.is_fast):
             return None  # token types are not supported; requests can send ids
         limit = (sentence.max_tokens if sentence else None) or int(whole.model_max_length)
         if not whole.is_fast:
@@ -86,6 +93,9 @@ def load_tokenizer(library: Any, folder: Path, shown: str, sentence: SentenceFol
             max_tokens=limit,
             digest=hashlib.sha256(own.to_str().encode()).hexdigest(),
             side=SIDES[whole.truncation_side],
+            separators=(whole.sep_token_id, single["input_ids"].count(whole.sep_token_id))
+            if any(pair.get("token_type_ids", ())) and whole.sep_token_id in single["input_ids"]
+            else None,
             fill=None
             if "attention_mask" in whole.model_input_names
             else partial(_encode_and_fill, own, whole.padding_side, whole.pad_token_id or 0),
@@ -171,6 +181,8 @@ def make_text_spec(module: Any, tokenizer: Tokenizer | None, sentence: SentenceF
         encode=encode,
         is_fast=tokenizer is None or tokenizer.is_fast,
         digest=tokenizer.digest if tokenizer else "",
+        separators=tokenizer.separators if tokenizer and TYPES in _list_arguments(module) else None,
+        limits=sentence.limits if sentence else {},
         pads=not any(getattr(part, "rope_type", None) == "longrope" for part in module.modules()),
         truncate=tokenizer.side if tokenizer and sentence is not None and named else "none",
         prompts=sentence.prompts if sentence else {},
@@ -253,7 +265,8 @@ def read_preset(library: Any, folder: Path, backend: ImageBackend) -> Preprocess
     if file is None:
         return f"its folder has no {PROCESSOR_FILES[0]}"
     try:
-        processor = library.AutoImageProcessor.from_pretrained(str(folder), backend=backend, **LOCAL)
+        wanted = {} if backend == "auto" else {"backend": backend}
+        processor = library.AutoImageProcessor.from_pretrained(str(folder), **wanted, **LOCAL)
         settings = json.dumps(processor.to_dict(), sort_keys=True, default=str)
     except Exception as error:  # the library has no processor for this version or model
         return f"image_processor_type of {file} names none that transformers can make ({type(error).__name__})"

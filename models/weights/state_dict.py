@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -45,11 +45,14 @@ class LoadReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The warning in every reply if tensors were missing: their values are random."""
-        if not self.missing:
-            return ()
-        shown = format_names([escape(name) for name in self.missing])
-        return (f"the checkpoint lacks weights of this model, which are random: {shown}",)
+        """The warnings in every reply: of missing tensors, whose values are random, and of those that are not used."""
+        lists = {
+            "the checkpoint lacks weights of this model, which are random": self.missing,
+            "the checkpoint has weights that this model has not": self.left_over,
+        }
+        return tuple(
+            f"{text}: {format_names([escape(name) for name in names])}" for text, names in lists.items() if names
+        )
 
     def describe(self) -> dict[str, Any]:
         """The report for JSON, without empty fields; lists of names become their count and the first names."""
@@ -93,8 +96,20 @@ def load_state_dict(
     except (RuntimeError, ValueError) as error:
         detail = f"weights {escape(label)} do not fit the architecture: {_describe_differences(module, state)}"
         raise LoadError(detail, hint=_make_fit_hint(module, state, classes)) from error
+    refuse_scales(tensors, left_over, escape(label))
     raise_for_different(_list_different(module, state, label, min_bits), escape(label))
     return LoadReport(state.key, state.prefix, tuple(missing), tuple(left_over), state.unread)
+
+
+def refuse_scales(tensors: Mapping[str, Tensor], left_over: Iterable[str], shown: str) -> None:
+    """LoadError if one-byte weights come beside scales that the model has no place for: they would not be applied."""
+    small = {name.rpartition(".")[0] for name, value in tensors.items() if value.dtype.itemsize == 1}
+    scales = [name for name in left_over if "scale" in name.rpartition(".")[2] and name.rpartition(".")[0] in small]
+    if scales:
+        detail = (
+            f"{shown} holds 8-bit weights, and scales that nothing applies: {format_names(list(map(escape, scales)))}"
+        )
+        raise LoadError(detail, hint="save the model dequantized, in bfloat16 or float32")
 
 
 def raise_for_different(names: list[str], shown: str) -> None:

@@ -176,7 +176,7 @@ def _check_loading(
 
 def _check_options(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """Fields of one entry that exclude each other, or ask for what no GPU may do where none may run it."""
-    if spec.tf32 and spec.dtype != "float32":
+    if spec.tf32 and not spec.is_float32:
         yield "tf32", f"tf32 is a way to compute in float32, not in {spec.dtype}"
     if spec.devices and spec.device != "auto":
         yield "device", "give device, or devices, not both"
@@ -194,7 +194,7 @@ def _check_options(spec: ModelSpec) -> Iterator[tuple[str, str]]:
 
 def _check_tf32(specs: Sequence[ModelSpec]) -> Iterator[Mistake]:
     """Where ``tf32`` could not be kept: torch has one switch for all models of a process."""
-    concerned = {n: spec for n, spec in enumerate(specs) if spec.dtype == "float32" and not spec.is_for_cpu}
+    concerned = {n: spec for n, spec in enumerate(specs) if spec.is_float32 and not spec.is_for_cpu}
     others = {number: spec.name for number, spec in concerned.items() if not spec.tf32}
     if 0 < len(others) < len(concerned):
         text = f"tf32 holds for all models in float32 that a GPU may run: set it for {', '.join(others.values())} too"

@@ -196,6 +196,7 @@ class Job:
     changed: tuple[tuple[str, ...], ...] = ()
     tokens: int = 0
     cut: tuple[int, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.isolated = self.isolated or self.unsplittable

@@ -280,13 +280,17 @@ def _take_top_classes(parts: Sequence[Features], count: int, labels: Labels | No
 def _find_best(scores: Array, count: int, labels: Labels | None, outputs: Outputs) -> tuple[TopClass, ...]:
     exact = scores.astype(np.float64)
     shares: list[float | None] = [None]
-    if outputs != "logits":
+    if outputs == "multi_label_logits":
+        shares = np.exp(-np.logaddexp(0.0, -exact)).tolist()
+    elif outputs != "logits":
         shares = (exact if outputs == "probabilities" else np.exp(exact)).tolist()
     elif len(scores) > 1:
         powers = np.exp(exact - exact.max())
         shares = (powers / powers.sum()).tolist()
     named = labels.names if labels is not None and len(labels.names) == len(scores) else None
     best = np.argsort(-exact, kind="stable")[:count].tolist()
+    activation = "sigmoid" if outputs == "multi_label_logits" else None
     return tuple(
-        TopClass(number, float(exact[number]), shares[number], named[number] if named else None) for number in best
+        TopClass(number, float(exact[number]), shares[number], named[number] if named else None, activation)
+        for number in best
     )

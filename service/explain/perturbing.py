@@ -64,6 +64,8 @@ class PerturbedMethod:
         info = self.objective.info
         if self.by_score and (info.row_axis != 0 or info.crosses_rows or info.entries_per_row != 1):
             raise SelectorError("the objective is of a tensor without an entry for each row", hint="use another method")
+        if any(spec.dtype == "float64" for spec in self.model.inputs):
+            raise SelectorError("changed rows are float32, and this model's are float64", hint="use method 'saliency'")
 
     @property
     def by_score(self) -> bool:

@@ -22,7 +22,8 @@ OPTIONAL_FIELDS = {"tf32": True, "memory_format": "channels_last"}  # shown wher
 def describe_model(entry: ModelEntry) -> Json:
     """A configured model: what it is, its state, and more where it is loaded."""
     spec, model = entry.spec, entry.model
-    body: Json = {"name": spec.name, "state": entry.state, "source": spec.shown_source, "dtype": spec.dtype}
+    body: Json = {"name": spec.name, "state": entry.state, "source": spec.shown_source}
+    body["dtype"] = (model or entry).spec.dtype
     body |= {name: value for name, value in OPTIONAL_FIELDS.items() if getattr(spec, name) == value}
     if entry.reason:
         body["reason"] = entry.reason
@@ -37,6 +38,7 @@ def describe_model(entry: ModelEntry) -> Json:
         "device": model.device_name,
         "inputs": [_describe_input(each) for each in model.inputs],
         "preprocess": _describe_pictures(model),
+        **({"cast": model.casts} if model.casts else {}),
         "weights": model.weights,
         "weights_digest": model.digest,
         **({"checkpoint": report} if report else {}),

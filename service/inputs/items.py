@@ -33,10 +33,14 @@ class ArraysItem:
 
 @dataclass(frozen=True)
 class TextItem:
-    """A text to tokenize; ``truncate``: how to cut a long one, None: as the model's folder says."""
+    """A text to tokenize; ``truncate``: how to cut a long one, None: as the model's folder says.
+
+    ``limit``: tokens, if fewer than the model's.
+    """
 
     text: str = field(repr=False)
     truncate: Truncate | None = None
+    limit: int | None = None
 
     @classmethod
     def decode(cls, data: bytes) -> TextItem:

@@ -52,13 +52,14 @@ class Feature(BaseModel):
 class TopClassReply(BaseModel):
     """One of a row's best classes: ``score`` is the model's output, ``probability`` its softmax over all classes.
 
-    If the model's outputs are probabilities or their logarithms, the class's own. There is no ``probability`` if there
-    is only one score.
+    If the model's outputs are probabilities or their logarithms, the class's own. ``activation`` is sigmoid where the
+    model has a class with many labels. There is no ``probability`` if there is only one score.
     """
 
     klass: int = Field(alias="class")
     score: float
     probability: float | None = None
+    activation: str | None = None
     label: str | None = None
 
 
@@ -226,7 +227,10 @@ class Replacement(BaseModel):
 
 
 class Model(BaseModel):
-    """A configured model; some fields are only present if ``state`` is ``ready``."""
+    """A configured model; some fields are only present if ``state`` is ``ready``.
+
+    ``cast``: names of tensors that have been cast to ``dtype``, by the dtype that they were built in.
+    """
 
     name: str
     state: State
@@ -238,6 +242,7 @@ class Model(BaseModel):
     device: str
     inputs: list[ModelInput] = []
     preprocess: Preprocessing | LibraryPreprocessing | None = None
+    cast: dict[str, str] = {}
     weights: str = ""
     weights_digest: str = ""
     checkpoint: Checkpoint | None = None

@@ -35,7 +35,7 @@ class Towers:
 
     def make_pixels(self, data: bytes) -> Tensor:
         """A picture by the library's own processor."""
-        processor = transformers.AutoImageProcessor.from_pretrained(self.folder, backend="pil")
+        processor = transformers.AutoImageProcessor.from_pretrained(self.folder)
         pixels: Tensor = processor(Image.open(BytesIO(data)), return_tensors="pt")["pixel_values"]
         return pixels
 

@@ -45,7 +45,7 @@ def collect_features(job: Job, results: Results) -> Features:
         receipts={result.key: make_receipt(job, result, classes, token_counts) for result in job.spec.plan.results},
         errors=job.faults,
         verified=job.spec.verified_by is not None,
-        warnings=job.spec.plan.warnings,
+        warnings=(*job.spec.plan.warnings, *job.warnings),
         interventions=job.changed,
         input_index=job.input_index,
         tokens=job.tokens,

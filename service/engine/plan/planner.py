@@ -214,7 +214,8 @@ class Planner:
                 catalog = await self.survey(handle, tower.shapes, deadline, functions=True)
             selector = read_field("/model", lambda: find_embedding(embedding.layer, catalog))
         if selector is None:
-            raise RequestError(f"model {model.spec.name} has no embedding", hint="name layers")
+            hint = "name layers, or one by embedding: in its entry"
+            raise RequestError(f"model {model.spec.name} has no embedding that is known", hint=hint)
         return replace(request, selectors=(reduce_embedding(selector, embedding), *request.selectors), embedding=None)
 
     async def _choose_catalog(
@@ -344,16 +345,17 @@ def _names_unseen_calls(request: ExtractRequest, catalog: Catalog) -> bool:
 def _complete_texts(request: ExtractRequest, model: ModelInfo) -> ExtractRequest:
     """The request with its prompt, or the model's default, before each text, and with ``truncate``; RequestError."""
     prompts, prompt = model.text.prompts if model.text else {}, model.text.default_prompt if model.text else ""
+    limit = model.text.limits.get(request.prompt or "") if model.text else None
     if request.prompt is not None:
         if request.prompt not in prompts:
             hint = f"name one of {', '.join(map(escape, prompts))}" if prompts else "leave it out"
             fault = Fault(f"model {model.spec.name} has no prompt {escape(request.prompt)}", hint, "/prompt")
             raise RequestError.from_faults([fault])
         prompt = prompts[request.prompt]
-    if not prompt and request.truncate is None:
+    if not prompt and request.truncate is None and limit is None:
         return request
     completed = {  # a shared item stays shared
-        id(item): TextItem(prompt + item.text, request.truncate) if isinstance(item, TextItem) else item
+        id(item): TextItem(prompt + item.text, request.truncate, limit) if isinstance(item, TextItem) else item
         for _, item in request.items
     }
     return replace(request, items=tuple((index, completed[id(item)]) for index, item in request.items))

@@ -22,6 +22,8 @@ from layertap.models.errors import Fault, InputError, LayertapError, RequestErro
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.inputs.preprocess import compute_output_size
 from layertap.models.loaded_model import check_rows_fit
+from layertap.models.selection.plan import Plan
+from layertap.models.selection.poolings import POOLINGS
 from layertap.models.spec import Shapes
 from layertap.service.engine.admit.admission import check_batch, check_graph, show_shapes
 from layertap.service.engine.batch import ForwardSpec, Job, UndecodedError
@@ -47,6 +49,7 @@ from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.inputs.items import ImageItem, LocalItem
 
 HINT = "send one shape a request"
+PAIRS = "some ids look like pairs, by their separators: all token types are 0 here, those of second texts too"
 
 
 @dataclass(frozen=True)
@@ -256,6 +259,8 @@ def make_job(
     batch_key = handle.batch_keys.get(catalog, planned.shapes, anchors, compiled, unsplittable, alone)
     if runs:
         check_graph(plan, batch_key)
+        if planned.tower.text is None and (mask := inputs.get(planned.tower.mask or "")) is not None:
+            _check_padding(plan, mask)
         if unsplittable:
             check_batch(planned.rows, batch_key)
         else:
@@ -284,7 +289,7 @@ def make_job(
         faults=request.faults,
         timings=request.timings,
         fingerprints=fingerprints,
-        mask=text.mask if text else None,
+        mask=planned.tower.mask,
         preprocessed=planned.preprocessed,
         labels=handle.model.labels,
         encoded=encoded,
@@ -293,8 +298,20 @@ def make_job(
         changed=plan.changed_selectors[: len(request.interventions)],
         tokens=_count_tokens(inputs, text),
         cut=cut,
+        warnings=(PAIRS,) if text and text.count_pairs(inputs) else (),
         joined=JoinedRows(planned.rows),
     )
+
+
+def _check_padding(plan: Plan, mask: Tensor) -> None:
+    """InputError if rows have padding that a result would count, since its entries are of several tokens."""
+    if bool(mask.all()):
+        return
+    for capture in plan.captures:
+        pool = capture.reduction.pool if capture.reduction.stats is None else "stats"
+        if capture.info.merges_tokens and (pool == "stats" or POOLINGS[pool].combines):
+            detail = f"entries of {capture.point.escaped_text} are of several tokens, so {pool} would count padding"
+            raise InputError(detail, hint='use "pool": "none", or send each input without padding, alone')
 
 
 def _count_row_bytes(planned: PlannedRequest, compiled: CompiledPlan | None) -> int:

@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
+from layertap.models.catalog.row_tensor import to_floating
 from layertap.models.devices import transfer
 from layertap.models.devices.devices import DTYPES
 from layertap.models.devices.memory import is_out_of_memory
@@ -120,7 +121,7 @@ def _find_error(rows: Rows, inputs: ModelInputs) -> InputError | None:
     try:
         for spec, value in zip(inputs.specs, rows.values(), strict=True):
             if value.is_floating_point():
-                require_finite(value.to(inputs.dtype).float().numpy())
+                require_finite(to_floating(value.to(inputs.dtype)).numpy())
             elif spec.values is not None:
                 _require_within(value, spec.name, min(spec.values[0], 0), spec.values[1] - 1)
         text = inputs.text
@@ -333,7 +334,7 @@ def _encode_text(item: TextItem, text: TextSpec, name: str) -> tuple[list[int], 
             hint=f"send it in several inputs{CUT_HINT if may_cut else ''}",
         )
     try:
-        tokens, cut = text.encode(item.text, text.max_tokens, truncate)
+        tokens, cut = text.encode(item.text, min(item.limit or text.max_tokens, text.max_tokens), truncate)
     except Exception as error:  # third-party tokenizers raise for lone surrogates, for example
         raise InputError(f"the text can't be tokenized ({type(error).__name__})") from error
     if not tokens:

@@ -173,18 +173,22 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("fields", [{}, {"image_backend": "pil"}, {"decode": "fast"}], ids=str)
 @pytest.mark.parametrize("case", PROCESSORS)
-def test_preprocessing(tmp_path: Path, case: str) -> None:
-    """A processor's file becomes a preprocessing of our own that gives the library's pixels."""
+def test_preprocessing(tmp_path: Path, case: str, fields: dict[str, Any]) -> None:
+    """Pixels are those of the processor that AutoImageProcessor makes, or, by steps of our own, of Pillow's."""
     saved("vit", tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[case]))
-    spec = loaded(tmp_path).preprocess
-    assert isinstance(spec, PreprocessSpec)
+    how = loaded(tmp_path, **fields).preprocess
+    assert how is not None
+    assert isinstance(how, PreprocessSpec) is bool(fields)
     pixels = np.random.default_rng(0).integers(0, 256, (48, 60, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
-    theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    backend = {"backend": "pil"} if fields else {}
+    theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path, **backend)
     wanted = theirs(image, return_tensors="pt")["pixel_values"][0]
-    torch.testing.assert_close(preprocess(image, spec), wanted, rtol=1e-6, atol=1e-5)
+    found = preprocess(image, how) if isinstance(how, PreprocessSpec) else how.make_row(image)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-5)
 
 
 def test_inputs_that_only_a_person_can_tell(tmp_path: Path) -> None:

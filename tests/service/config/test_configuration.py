@@ -52,7 +52,7 @@ def test_yaml(tmp_path: Path) -> None:
     assert one.preprocess == PreprocessSpec((40, 32), 32, (0.1, 0.2, 0.3), (1, 1, 1), "bicubic")
     assert two.inputs == (InputSpec("x", (3, 32, 32)), InputSpec("kind", (), "int64"))
     assert (two.weights, two.device, two.dtype, two.load, two.preprocess) == (
-        *("DEFAULT", "auto", "float32", "startup", "preset"),
+        *("DEFAULT", "auto", "auto", "startup", "preset"),
     )
 
 

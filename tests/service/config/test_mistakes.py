@@ -71,7 +71,7 @@ FIELDS = """models:
 """
 OF_FIELDS = [
     "2: models.0.wieghts: there is no such field; the nearest is 'weights'",
-    "3: models.1.dtype: Input should be 'float32', 'bfloat16' or 'float16'",
+    "3: models.1.dtype: Input should be 'auto', 'float32', 'bfloat16', 'float16' or 'float64'",
     "4: models.2.preprocess: mean and std have a figure for each of three channels, of gray for the one",
     "5: models.3.name: Field required",
     "5: models.3.nmae: there is no such field; the nearest is 'name'",

@@ -230,7 +230,12 @@ RARE = {
     "Receipt": {"forward", "entries_per_row", "row_order", "truncated"},
     "Checkpoint": {"adapter"},  # of a folder of peft
     "TextInputs": {"cuts", "prompts", "default_prompt"},  # of a sentence-transformers folder
-    "Model": {"replacement", "outputs"},  # while another version loads; where scores are not logits
+    "Model": {
+        "replacement",
+        "outputs",
+        "cast",
+    },  # while another version loads; of scores that are not logits; of dtypes
+    "TopClassReply": {"activation"},  # of a class with many labels
     "Replacement": {"state", "reason"},
     "LibraryPreprocessing": {"processor", "settings", "background", "decode"},  # of a folder of transformers
     "ReloadReply": {"added", "removed", "changed", "aliases", "default"},  # of a server with a file
