@@ -18,15 +18,17 @@ class Role:
     """What is known of axes that are of one kind: of the operands of a sum, of a map before and after a convolution.
 
     ``merges``: the roles that it was merged of, outermost first. ``wholes``: what it was split from, at which index
-    into how many.
+    into how many. ``outer``: the outermost of those that it was split into. ``larger``: those that it was merged into.
     """
 
-    __slots__ = ("_same", "evidence", "merges", "wholes")
+    __slots__ = ("_same", "evidence", "larger", "merges", "outer", "wholes")
 
     def __init__(self, evidence: str = "") -> None:
         self.evidence = set(evidence)
         self.merges: list[tuple[Role, ...]] = []
         self.wholes: list[tuple[Role, int, int]] = []
+        self.outer: list[Role] = []
+        self.larger: list[Role] = []
         self._same: Role | None = None
 
     def find(self) -> Role:
@@ -45,6 +47,8 @@ class Role:
             one.evidence |= other.evidence
             one.merges += other.merges
             one.wholes += other.wholes
+            one.outer += other.outer
+            one.larger += other.larger
             other._same = one
 
     def get_kind(self, asked: frozenset[Role] = frozenset()) -> str:
@@ -66,7 +70,12 @@ class Role:
         if wholes & {"P", "p"}:
             return "P" if "P" in wholes else "p"
         weak = "".join(sorted(found & {"c", "p"}))
-        return "part" if wholes & {"C", "c", "part"} and "c" not in weak else weak
+        if wholes & {"C", "c", "part"} and "c" not in weak:
+            return "part"
+        if weak:
+            return weak
+        outer, larger = ({each.get_kind(asked) for each in group} for group in (role.outer, role.larger))
+        return "p" if outer & {"P", "p"} else "c" if larger & {"C", "c"} else ""
 
     def get_places(self, asked: frozenset[Role] = frozenset()) -> set[str]:
         """Which of H, W and T it may be, as far as it is known."""
@@ -79,6 +88,8 @@ class Role:
             merges = [parts for parts in whole.find().merges if len(parts) == count]
             for source in [parts[index] for parts in merges] or [whole]:
                 places |= source.get_places(asked)
+        for each in () if places else role.outer:
+            places |= each.get_places(asked)
         return places
 
 
@@ -108,6 +119,7 @@ class Axis:
         kept = [axis for axis in found if axis.size != 1]
         for index, axis in enumerate(kept):
             axis.role.wholes.append((self.role, index, len(kept)))
+        self.role.find().outer += [axis.role for axis in kept[:1]]
         return found
 
     @staticmethod
@@ -118,6 +130,8 @@ class Axis:
             return (*parts, *axes)[0]
         merged = Axis(prod(axis.size for axis in parts), parts=parts)
         merged.role.merges.append(tuple(axis.role for axis in parts))
+        for axis in parts:
+            axis.role.find().larger.append(merged.role)
         return merged
 
 
@@ -213,4 +227,5 @@ def _name_positions(axes: Sequence[Axis]) -> Sequence[str]:
     usual = PLACES.get(len(axes), "")
     if len(set(single)) < len(single) and all(places) and set[str]().union(*places) == set(usual):
         return usual
-    return [each if each and single.count(each) == 1 else "?" for each in single]
+    is_known = {"H", "W"} <= {each for each in single if single.count(each) == 1}
+    return [each if is_known and single.count(each) == 1 else "?" for each in single]

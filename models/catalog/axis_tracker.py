@@ -274,12 +274,21 @@ def _resample(count: int, given: Given, shape: torch.Size) -> Axes:
 
 
 def _shuffle(given: Given, shape: torch.Size) -> Axes:
-    """Channels become places, or places channels; of blocks all are listed."""
+    """Channels become places, or places channels."""
     *rows, channels, height, width = given.find("self")
     note([channels], "C")
     note_places((height, width), "P")
-    places = (height, width) if len(shape) == len(rows) + 3 else (Axis.merge((height, width)),)
-    return (*rows, _make_channels(shape[len(rows)]), *places)
+    return (*rows, _make_channels(shape[-3]), height, width)
+
+
+def _unfold(given: Given, shape: torch.Size) -> Axes:
+    """Blocks are listed, the channels and places of each are its channels."""
+    *rows, channels, height, width = given.find("self")
+    note([channels], "C")
+    note_places((height, width), "P")
+    inside = Axis.merge([channels, *map(Axis.resize, (height, width), given["kernel_size"])])
+    note([inside], "C")
+    return (*rows, inside, Axis.merge((height, width)))
 
 
 def _normalize_last(given: Given, shape: torch.Size) -> Axes:
@@ -327,7 +336,8 @@ RULES: Mapping[str, Rule] = {
     "baddbmm": partial(_multiply, "batch1", "batch2"),
     "(_?mkldnn_)?linear.*": _apply_linear,
     ".*conv(olution|_transpose|_depthwise)?[123]?d?(_overrideable)?(_relu)?": _convolve,
-    "pixel_(un)?shuffle|im2col": _shuffle,
+    "pixel_(un)?shuffle": _shuffle,
+    "im2col": _unfold,
     "(native_)?layer_norm|_?(fused_)?rms_norm": _normalize_last,
     ".*(batch|group|instance)_norm.*": _normalize_channels,
     "_?scaled_dot_product_.*": lambda given, shape: (*given.find("query")[:-1], given.find("value")[-1]),
