@@ -33,7 +33,7 @@ DECODE_RECIPES = {"fast": "fast 2"}  # of decoders whose pixels have changed sin
 SURVEYED = frozenset({"values", "longest", "long_axis", "example"})
 KNOWN_HERE = ("info", "source", "is_view")  # fields of a change that come from a catalogue or another input
 # Request options that earlier versions did not have: if None, fingerprints stay what they were.
-OMITTED_IF_NONE = frozenset({"reduction", "outputs", "edges", "each", "metric", "row", "project"})
+OMITTED_IF_NONE = frozenset({"reduction", "outputs", "edges", "each", "metric", "row", "project", "layout"})
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
