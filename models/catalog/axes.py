@@ -51,12 +51,12 @@ class Role:
             one.larger += other.larger
             other._same = one
 
-    def get_kind(self, asked: frozenset[Role] = frozenset()) -> str:
+    def get_kind(self, asked: set[Role] | None = None) -> str:
         """C or P, c or p where there is no proof, "part" of channels; empty if unknown, cp if it may be either."""
-        role = self.find()
+        role, asked = self.find(), asked if asked is not None else set()
         if role in asked:
             return ""
-        asked |= {role}
+        asked.add(role)
         found = role.evidence
         if strong := found & {"C", "P"}:
             return strong.pop() if len(strong) == 1 else ""
@@ -77,12 +77,12 @@ class Role:
         outer, larger = ({each.get_kind(asked) for each in group} for group in (role.outer, role.larger))
         return "p" if outer & {"P", "p"} else "c" if larger & {"C", "c"} else ""
 
-    def get_places(self, asked: frozenset[Role] = frozenset()) -> set[str]:
+    def get_places(self, asked: set[Role] | None = None) -> set[str]:
         """Which of H, W and T it may be, as far as it is known."""
-        role = self.find()
+        role, asked = self.find(), asked if asked is not None else set()
         if role in asked:
             return set()
-        asked |= {role}
+        asked.add(role)
         places = role.evidence & set("HWT")
         for whole, index, count in () if places else role.wholes:
             merges = [parts for parts in whole.find().merges if len(parts) == count]

@@ -7,8 +7,6 @@ it has, of how many the channels are unknown, and how many change their layout w
 from __future__ import annotations
 
 import gc
-import json
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -46,6 +44,7 @@ SMALL = (
 )
 MAX_PARAMETERS = 6e7
 A_CLASS = 1  # models of each of timm's files
+PICTURES = ("vit", "deit", "registers", "backbone", "clip_picture")
 Layouts = dict[str, str | None]
 Build = Callable[[tuple[int, int]], nn.Module]
 
@@ -184,9 +183,8 @@ def describe_inputs(name: str, size: tuple[int, int]) -> tuple[InputSpec, ...]:
     net = name.partition(":")[2]
     if net == "wave":
         return (InputSpec("input_values", (400 + size[0],)),)
-    if name.startswith("transformers") and net in NETS and net not in ("vit", "deit", "registers", "backbone"):
-        if net != "clip_picture":
-            return (InputSpec("input_ids", (size[0] // 16,), "int64", values=(4, VOCABULARY)),)
+    if net in NETS and net not in PICTURES:
+        return (InputSpec("input_ids", (size[0] // 16,), "int64", values=(4, VOCABULARY)),)
     size = (32, 32) if net in NETS or net == "vit_b_16" else size
     return (InputSpec("pixel_values", (3, *size)),)
 
@@ -194,7 +192,7 @@ def describe_inputs(name: str, size: tuple[int, int]) -> tuple[InputSpec, ...]:
 def main() -> None:
     """Print a row for each class; names of arguments choose."""
     warnings.simplefilter("ignore")
-    chosen, details = tuple(sys.argv[1:]), os.environ.get("LAYOUTS")
+    chosen = tuple(sys.argv[1:])
     totals = [0, 0, 0]
     sys.stdout.write("| class | tensors | channels unknown | changed |\n| --- | --- | --- | --- |\n")
     for listed in (list_timm, list_torchvision, list_transformers):
@@ -220,9 +218,6 @@ def main() -> None:
             totals = [total + count for total, count in zip(totals, counts, strict=True)]
             sys.stdout.write(f"| {name} | {' | '.join(map(str, counts))} |\n")
             sys.stdout.flush()
-            if details:
-                with open(details, "a", encoding="utf-8") as file:
-                    file.write(json.dumps([name, first, second]) + "\n")
             gc.collect()
     sys.stdout.write(f"| all | {' | '.join(map(str, totals))} |\n")
 
