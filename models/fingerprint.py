@@ -14,12 +14,13 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from torch import nn
 
+from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import UNREPEATABLE
 from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.selection.hook_points import HookPoint, Reduction, TensorData
@@ -32,7 +33,7 @@ DECODE_RECIPES = {"fast": "fast 2"}  # of decoders whose pixels have changed sin
 SURVEYED = frozenset({"values", "longest", "long_axis", "example"})
 KNOWN_HERE = ("info", "source", "is_view")  # fields of a change that come from a catalogue or another input
 # Request options that earlier versions did not have: if None, fingerprints stay what they were.
-OMITTED_IF_NONE = frozenset({"reduction", "outputs", "edges", "each", "metric", "row", "project"})
+OMITTED_IF_NONE = frozenset({"reduction", "outputs", "edges", "each", "metric", "row", "project", "layout"})
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -95,16 +96,28 @@ def digest_prompt(model: str, prompt: str) -> str:
 
 
 def digest_result(
-    model: str, point: HookPoint, reduction: Reduction, changes: str | None = None, *, of_text: bool = False
+    model: str,
+    point: HookPoint,
+    reduction: Reduction,
+    changes: str | None = None,
+    *,
+    of_text: bool = False,
+    layout: Mapping[str, Any] | None = None,
 ) -> str:
     """The fingerprint of one result, from the model's part and, if any, the part of the changes it depends on.
 
     ``of_text``: its tensor has tokens of a text: pools that leave out class tokens once left out its first token too.
+    ``layout``: what ``describe_layout`` says of its tensor.
     """
     pooling = POOLINGS[reduction.pool]
     all_tokens = of_text and pooling.combines and pooling.skips_prefix
-    parts = [*([changes] if changes else []), *([{"pooled": "all tokens"}] if all_tokens else [])]
-    return _digest([model, _to_plain_data(point), _to_plain_data(reduction), *parts])
+    parts: list[object] = [changes, {"pooled": "all tokens"} if all_tokens else None, layout]
+    return _digest([model, _to_plain_data(point), _to_plain_data(reduction), *filter(None, parts)])
+
+
+def describe_layout(info: TensorInfo) -> dict[str, Any]:
+    """The layout that a request gave a tensor, if it is not the one that was found."""
+    return {"layout": info.layout} if info.layout_given else {}
 
 
 def digest_explanation(method: str, results: Iterable[str]) -> str:
@@ -160,7 +173,7 @@ def _describe_change(change: ResolvedIntervention | ResolvedObjective) -> dict[s
     if isinstance(change, ResolvedIntervention) and change.source is not None:
         operation = {name: value for name, value in described["operation"].items() if name != "source"}
         described |= {"operation": operation, "source": _to_plain_data(change.source.point)}
-    return described | ({"tokens": "own"} if change.info.token_axes else {})
+    return described | ({"tokens": "own"} if change.info.token_axes else {}) | describe_layout(change.info)
 
 
 def _describe_picture(how: Preprocessing, decode: Decode) -> dict[str, Any]:

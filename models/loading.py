@@ -235,7 +235,7 @@ def _find_embedding(
     if given is None:
         catalog = next(iter(catalogs.towers.values()), catalogs.configured)
         return choose_embedding(known.choices, known.classifier or spec.labels is not None, catalog)
-    choice = EmbeddingChoice(given.layer, CONFIGURED, given.pool, given.normalize)
+    choice = EmbeddingChoice(given.layer, CONFIGURED, given.pool, given.normalize, layout=given.layout)
     try:
         return find_choice(choice, catalogs.configured)
     except RequestError as error:

@@ -12,10 +12,10 @@ from layertap.models.catalog.text_lengths import TextLengths, check_indices, wit
 from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, escape
 from layertap.models.gradients.resolve_objective import check_gradient, resolve_objective
-from layertap.models.hooks.sites import ATTENTION, GRADIENTS
+from layertap.models.hooks.sites import ATTENTION, GIVE_LAYOUT, GRADIENTS
 from layertap.models.interventions.resolve import resolve_intervention
 from layertap.models.selection.hook_points import BY_AXIS, HookPoint, Intervention, Objective, Reduction, Selector
-from layertap.models.selection.matches import SelectorMatch, check_matches, find_matches
+from layertap.models.selection.matches import SelectorMatch, check_matches, find_matches, unknown_channels_error
 from layertap.models.selection.plan import (
     Capture,
     Plan,
@@ -229,14 +229,11 @@ def _check_pool(name: str, tensor: SelectorMatch, reduction: Reduction, catalog:
     pooling, info = POOLINGS[reduction.pool], tensor.info
     if pooling.by_channel and tensor.point.site in ATTENTION:
         raise SelectorError(f"the attention of {name} has no channels", hint="use pool 'flatten' or 'none'")
-    if pooling.by_channel and info.layout is None:
-        raise SelectorError(
-            f"the axes of {name}, shape {list(info.shape)}, are not known, so '{reduction.pool}' is not defined",
-            hint="use pool 'flatten' or 'none'",
-        )
-    letter = next((each for each in info.layout or "" if each != "C" and not info.size(each)), "")
-    if pooling.by_channel and catalog.sizes_known and letter:
-        detail = f"axis {info.axis(letter)} of {name}, shape {list(info.shape)}, is empty: it has no '{reduction.pool}'"
+    if pooling.by_channel and len(info.shape) > 1 and not info.has_axis("C"):
+        raise unknown_channels_error(tensor, f"'{reduction.pool}'")
+    empty = [axis for axis, letter in enumerate(info.layout or "") if letter != "C" and not info.shape[axis]]
+    if pooling.by_channel and catalog.sizes_known and empty:
+        detail = f"axis {empty[0]} of {name}, shape {list(info.shape)}, is empty: it has no '{reduction.pool}'"
         raise SelectorError(detail, hint="use pool 'flatten' or 'none'")
     if pooling.first_token and info.prefix == 0 and not info.token_axes:
         raise SelectorError(f"{name} has no class token", hint="use pool 'mean'")
@@ -257,7 +254,9 @@ def _check_stats(name: str, tensor: SelectorMatch, reduction: Reduction, catalog
     if catalog.sizes_known and prod(info.shape) == 0:
         raise SelectorError(f"{name}, shape {list(info.shape)}, holds no value", hint="leave 'stats' out")
     if reduction.by and not info.has_axis(BY_AXIS[reduction.by]):
-        raise SelectorError(f"{name}, shape {list(info.shape)}, has no {reduction.by}s", hint="leave 'by' out")
+        raise SelectorError(
+            f"{name}, shape {list(info.shape)}, has no {reduction.by}s", hint=f"leave 'by' out, or {GIVE_LAYOUT}"
+        )
     is_attention = tensor.point.site == "attention" and info.has_axis("K")
     if "entropy" in (reduction.stats or ()) and not is_attention:
         raise SelectorError(f"{name} is no attention, which 'entropy' is of", hint="add the site 'attention'")

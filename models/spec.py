@@ -167,11 +167,15 @@ class WarmSpec:
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """The layer whose tensor is the model's embedding, and its pooling; ``pool`` None: one that gives a vector."""
+    """The layer whose tensor is the model's embedding, and its pooling; ``pool`` None: one that gives a vector.
+
+    ``layout`` names the tensor's axes, in place of what the survey finds.
+    """
 
     layer: str
     pool: Pool | None = None
     normalize: bool = False
+    layout: str | None = None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -11,15 +10,16 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from layertap.models.catalog import layout
+from layertap.models.catalog.axes import ATTENTION
+from layertap.models.catalog.axis_tracker import AxisTracker
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.observations import (
     AttentionObservation,
     Boundary,
     CallObservation,
     Observation,
+    Shape,
     Sketch,
-    TensorHistory,
     Value,
 )
 from layertap.models.devices.devices import dtype_name
@@ -31,18 +31,24 @@ from layertap.models.hooks.running_calls import get_version
 from layertap.models.hooks.tensor_tree import Path, find_refused, iterate_tensors
 from layertap.models.inputs.noise import QUIET, ROWS
 
-InferredLayout = tuple[str | None, str | None]  # what a module's type tells, and a guess
-
 
 class CallRecorder:
     """Records order, shapes and layouts; given the recorder of a one-row forward, also which axis holds the rows.
 
     Its own forward then has ROWS rows with that row in the middle, so that effects of either neighbour show. With
-    ``functions`` it records what functions take and return, too.
+    ``functions`` it records what functions take and return, too; with ``axes`` what those of each tensor are.
     """
 
-    def __init__(self, module: nn.Module, alone: CallRecorder | None = None, *, functions: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        alone: CallRecorder | None = None,
+        *,
+        functions: bool = False,
+        axes: AxisTracker | None = None,
+    ) -> None:
         self.has_functions = functions
+        self._axes = axes
         self.calls: dict[nn.Module, list[CallObservation]] = {}
         self._module = module
         self._alone = alone
@@ -50,10 +56,7 @@ class CallRecorder:
         self._functions_since = 0  # how often a function began or ended since then
         self._taken: dict[int, int] = {}  # the memory that the last function took, with its version then
         self._running: list[tuple[nn.Module, int]] = []
-        self._histories: dict[int, TensorHistory] = {}
         self._values: dict[int, Value] = {}
-        self._recent: dict[int, Observation] = {}  # by number of axes, what was returned last
-        self._recent_known: dict[int, Observation] = {}  # the last of which the layout was known then
 
     def describe_calls(self) -> dict[nn.Module, list[tuple[set[Path], set[Path], int]]]:
         """The modules that were called: for each call, paths of inputs and outputs, and the number of attentions."""
@@ -81,6 +84,9 @@ class CallRecorder:
             if self.has_functions:  # these hooks come after those around calls
                 for module in filter(may_call_functions, list_observed(self._module)):
                     ATTACH["function"](stack, module, partial(run_unseen, partial(self._record_function, module)))
+            if self._axes is not None:
+                self._axes.start(inputs)
+                stack.enter_context(self._axes)
             run(inputs)
 
     def _record_inputs(self, module: nn.Module, number: int, value: object) -> None:
@@ -88,14 +94,8 @@ class CallRecorder:
         call = CallObservation((module, number, ""), self._tick())
         self.calls.setdefault(module, []).append(call)
 
-        def infer(shape: layout.Shape) -> InferredLayout:
-            nearest = self._get_nearest(shape)
-            is_whole = call.start == 1
-            guess = layout.infer_input_layout(shape) if is_whole else layout.infer_from_evidence(shape, nearest)
-            return layout.infer_argument_layout(module, shape, nearest), guess
-
         call.refused["input"] = tuple(find_refused(value))
-        self._record(call, self._get_call_alone(module, number), "input", value, infer)
+        self._record(call, self._get_call_alone(module, number), "input", value)
 
     def _record_outputs(self, module: nn.Module, number: int, value: object) -> None:
         while self._running and self._running.pop() != (module, number):
@@ -105,14 +105,10 @@ class CallRecorder:
         if value is None or call.has_partial_attention:  # None: as it is after a call that raised
             call.attention.clear()
         _record_weights(call)
-        first = next(iter(call.tensors["input"].values()), None)
-        before: layout.Evidence = (first.shape, first.info.layout) if first else ((), None)
-
-        def infer(shape: layout.Shape) -> InferredLayout:
-            return layout.infer_result_layout(module, shape, before), self._guess_layout(module, shape, before)
-
+        if self._axes is not None and isinstance(module, nn.RNNBase):
+            self._axes.follow_recurrent(call.tensors["input"], value)
         call.refused["output"] = tuple(find_refused(value))
-        self._record(call, self._get_call_alone(module, number), "output", value, infer, is_layer=True)
+        self._record(call, self._get_call_alone(module, number), "output", value)
 
     def _record_function(
         self, module: nn.Module, key: tuple[int, str, Literal["input", "output"]], value: object
@@ -130,44 +126,18 @@ class CallRecorder:
         else:
             call.is_view = any(address and self._taken.get(address) == memory[address] for address in memory)
         alone = self._get_call_alone(module, number)
-        self._record(
-            call,
-            alone.functions.get(name) if alone else None,
-            side,
-            value,
-            lambda shape: (None, layout.infer_from_evidence(shape, self._get_nearest(shape))),
-        )
+        self._record(call, alone.functions.get(name) if alone else None, side, value)
 
-    def _record(
-        self,
-        call: CallObservation,
-        alone: CallObservation | None,
-        boundary: Boundary,
-        value: object,
-        infer: Callable[[layout.Shape], InferredLayout],
-        *,
-        is_layer: bool = False,
-    ) -> None:
-        """Note tensors at one side of a call, seen ``alone`` before; ``infer`` tells the layout where it is not plain.
-
-        ``is_layer``: a layer returned them.
-        """
+    def _record(self, call: CallObservation, alone: CallObservation | None, boundary: Boundary, value: object) -> None:
+        """Note tensors at one side of a call, seen ``alone`` before."""
         tensors = call.tensors[boundary]
         with attention.disable_observers():
             for path, tensor in iterate_tensors(value):
                 self._record_value(call, boundary, path, tensor)
                 earlier = alone.tensors[boundary].get(path) if alone else None
                 observation = tensors[path] = self._observe(path, tensor, earlier)
-                shape, row_axis = observation.shape, observation.info.row_axis
-                if layout.is_plain(shape, row_axis):
-                    plain = layout.get_plain_layout(shape, row_axis)
-                    observation.info = replace(observation.info, layout=plain)
-                    continue
-                self._get_history(tensor).add(observation, *infer(shape))
-                if is_layer:
-                    self._recent[len(shape)] = observation
-                    if observation.info.layout is not None:
-                        self._recent_known[len(shape)] = observation
+                if self._axes is not None:
+                    observation.axes = self._axes.find(tensor)
 
     def _observe(self, path: Path, tensor: Tensor, earlier: Observation | None) -> Observation:
         """A tensor, compared with ``earlier``: the same one in the forward of one row, None in that forward."""
@@ -183,7 +153,7 @@ class CallRecorder:
         part = tensor if axis is None else tensor.narrow(axis, QUIET * one.shape[axis], one.shape[axis])
         sketch = Sketch.from_tensor(part)
         crosses_rows = tuple(part.shape) != one.shape or not sketch.matches(earlier.sketch)
-        return Observation(replace(one, row_axis=axis, crosses_rows=crosses_rows, layout=None), shape, sketch)
+        return Observation(replace(one, row_axis=axis, crosses_rows=crosses_rows), shape, sketch)
 
     def _record_attention(self, event: attention.AttentionEvent) -> None:
         """Note attention, by shape alone: weights of many tokens are large, and nobody asked for them yet."""
@@ -207,24 +177,13 @@ class CallRecorder:
             axis = axis if axis == evidence.info.row_axis else None
             crosses_rows = axis is None or evidence.info.crosses_rows
             info = replace(earlier.info, row_axis=axis, crosses_rows=crosses_rows)
-        info = replace(info, layout=layout.ATTENTION if axis == 0 else None)
+        info = replace(info, layout=ATTENTION if axis == 0 else None)
         call.attention.append(AttentionObservation(info, evidence, event.sinks))
 
     def _get_call_alone(self, module: nn.Module, number: int) -> CallObservation | None:
         """A call as the forward of one row showed it."""
         calls = self._alone.calls.get(module, []) if self._alone else []
         return calls[number] if number < len(calls) else None
-
-    def _guess_layout(self, module: nn.Module, shape: layout.Shape, before: layout.Evidence) -> str | None:
-        if next(module.parameters(), None) is None and next(module.children(), None) is None:
-            return layout.infer_rearranged_layout(shape, before)
-        inside = self._get_nearest(shape) if next(module.children(), None) is not None else []
-        return layout.infer_from_evidence(shape, [before, *inside] if before[0] == shape else [*inside, before])
-
-    def _get_nearest(self, shape: layout.Shape) -> list[layout.Evidence]:
-        """What was returned last with as many axes, within a module by one of its parts; and last of a known layout."""
-        nearest = [each[len(shape)] for each in (self._recent, self._recent_known) if len(shape) in each]
-        return [(each.shape, each.info.layout) for each in nearest]
 
     def _record_value(self, call: CallObservation, boundary: Boundary, path: Path, tensor: Tensor) -> None:
         """Note who made a value, or takes it."""
@@ -236,12 +195,6 @@ class CallRecorder:
             value.readers.append((call, path))
         elif not value.readers:
             value.maker = value.maker or (call, path)
-
-    def _get_history(self, tensor: Tensor) -> TensorHistory:
-        history = self._histories.get(id(tensor))
-        if history is None or history.reference() is not tensor or history.shape != tensor.shape:
-            history = self._histories[id(tensor)] = TensorHistory(weakref.ref(tensor), tensor.shape)
-        return history
 
     def _tick(self) -> int:
         self._order += 1
@@ -266,7 +219,7 @@ def _record_weights(call: CallObservation) -> None:
                 call.tensors[boundary][path] = Observation(info, info.shape, each.evidence.sketch)
 
 
-def _find_grown_axis(one: layout.Shape, several: layout.Shape) -> int | None:
+def _find_grown_axis(one: Shape, several: Shape) -> int | None:
     if len(one) != len(several):
         return None
     grown = [axis for axis, (a, b) in enumerate(zip(one, several, strict=True)) if a != b]

@@ -49,7 +49,8 @@ class TensorInfo:
     rows. A model may squeeze that axis away in a forward of one row. ``crosses_rows`` marks a tensor of which no part
     can be given to one row: its entries stand in another order, or it holds something of all of them; it means what it
     says only where its rows share a forward with no others. ``layout`` names the axes (NCHW, NTC …; NAQK of attention:
-    heads, queries, keys), None if unknown; ``prefix`` counts class and register tokens, of attention those among the
+    heads, queries, keys), with ? for one that nothing proves, None if it would have no letter but N; a request may have
+    given it (``layout_given``). ``prefix`` counts class and register tokens, of attention those among the
     keys; ``grid_size`` has the rows and columns in which the patches behind these stand, None if no map of the
     forward tells. ``source`` says where a forward without a graph has attention from: "observed" or "recomputed".
     ``token_axes`` have an entry for each token of a text: they grow with its length. The row axis is one of them where
@@ -68,6 +69,7 @@ class TensorInfo:
     token_axes: tuple[int, ...] = ()
     merges_tokens: bool = False
     grid_size: tuple[int, int] | None = None
+    layout_given: bool = False
 
     @property
     def is_floating(self) -> bool:

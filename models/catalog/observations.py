@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from layertap.models.catalog.axes import Axes
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.catalog.layout import UNKNOWN, Shape
 from layertap.models.hooks.attention import Sinks
 from layertap.models.hooks.tensor_tree import Path, to_plain, view_bytes
 
+Shape = tuple[int, ...]
 Boundary = Literal["input", "output", "attention", "sinks"]  # of a call
 
 
@@ -25,12 +26,14 @@ Boundary = Literal["input", "output", "attention", "sinks"]  # of a call
 class Observation:
     """A tensor as one forward showed it; ``shape`` is that in this forward, the one of ``info`` that of one row.
 
-    ``sketch`` is of the part that belongs to the row that ran alone.
+    ``sketch`` is of the part that belongs to the row that ran alone; ``axes`` are those of ``info``, empty where they
+    were not followed.
     """
 
     info: TensorInfo
     shape: Shape
     sketch: Sketch
+    axes: Axes = ()
 
 
 @dataclass
@@ -100,33 +103,6 @@ class CallObservation:
     def describe_tensors(self) -> tuple[set[Path], set[Path], int]:
         """For what kind of value it was called, what it returned, and how often it attended."""
         return set(self.tensors["input"]), set(self.tensors["output"]), len(self.attention)
-
-
-@dataclass
-class TensorHistory:
-    """Every observation of one tensor: what a module's type tells about its layout holds for all of them."""
-
-    reference: weakref.ref[Tensor]
-    shape: torch.Size  # an in-place squeeze makes the same object another tensor
-    certain: bool = False
-    layout: str | None = None
-    observations: list[Observation] = field(default_factory=list)
-
-    def add(self, observation: Observation, certain: str | None, guess: str | None) -> None:
-        """The tensor is observed again; a module's type may tell its layout, or that it is unknown.
-
-        The first layout that a type tells is believed, and holds for earlier observations too. Until then the first
-        guess counts.
-        """
-        self.observations.append(observation)
-        if certain is not None and not (self.certain and self.layout is not None):
-            self.certain, self.layout = True, None if certain == UNKNOWN else certain
-            for each in self.observations:
-                each.info = replace(each.info, layout=self.layout)
-            return
-        if not self.certain and len(self.observations) == 1:
-            self.layout = guess
-        observation.info = replace(observation.info, layout=self.layout)
 
 
 BINS = 16

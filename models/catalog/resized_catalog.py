@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
-from layertap.models.catalog.layout import number_patches
 from layertap.models.catalog.observations import Boundary, CallObservation, Observation, Sketch
+from layertap.models.catalog.patches import number_patches
 from layertap.models.devices.devices import dtype_name
 from layertap.models.hooks.tensor_tree import Path
 

@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from layertap.models.catalog.axes import Axes, make_axes, name_axes
+from layertap.models.catalog.axis_tracker import AxisTracker
 from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, Origin, TensorInfo
-from layertap.models.catalog.layout import number_patches
 from layertap.models.catalog.observations import Boundary, CallObservation, Observation
+from layertap.models.catalog.patches import number_patches
 from layertap.models.catalog.row_proof import RowProof, prove_rows
 from layertap.models.devices import transfer
 from layertap.models.devices.devices import TOLERANCE
@@ -61,7 +63,7 @@ def survey(
     rows = make_noise(inputs, device, dtype)
     # Not inference mode: what a model keeps of its first forward (tables, caches) must be fit for gradients later.
     with torch.no_grad():
-        alone = CallRecorder(module, functions=functions)
+        alone = CallRecorder(module, functions=functions, axes=AxisTracker())
         with name_input_errors(inputs):
             alone.watch(run, copy_row(rows))
             timer = _time_calls(module, run, copy_row(rows), device)
@@ -274,12 +276,22 @@ class CatalogBuilder:
         cost: float,
     ) -> CallBoundary:
         others = longer.tensors[boundary] if longer is not None else {}
+        seen = alone.tensors[boundary]
         tensors = tuple(
-            self._complete(each.info, others.get(path), (several.address, boundary, path) in self.proof.unproven)
+            self._complete(
+                self._name_axes(each.info, seen[path].axes),
+                others.get(path),
+                (several.address, boundary, path) in self.proof.unproven,
+            )
             for path, each in several.tensors[boundary].items()
         )
         order = alone.start if boundary == "input" else alone.end
         return CallBoundary(order, cost, tensors, alone.refused.get(boundary, ()))
+
+    @staticmethod
+    def _name_axes(info: TensorInfo, axes: Axes) -> TensorInfo:
+        missing = make_axes((1,) * (len(info.shape) - len(axes)))  # the model squeezed the axis of a single row away
+        return info if info.source else replace(info, layout=name_axes((*missing, *axes), info.row_axis))
 
     def _complete(self, info: TensorInfo, other: Observation | None, unproven: bool) -> TensorInfo:
         """What a catalogue says of a tensor, with what the other forwards tell: ``other`` is of another length."""

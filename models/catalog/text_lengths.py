@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import SelectorError
-from layertap.models.hooks.sites import AXES
+from layertap.models.hooks.sites import AXES, GIVE_LAYOUT
 from layertap.models.inputs.model_inputs import TextSpec
 
 Shape = tuple[int, ...]
@@ -72,7 +72,7 @@ def check_indices(name: str, info: TensorInfo, option: str, indices: Sequence[in
 def get_size(name: str, info: TensorInfo, option: str, letter: str) -> int:
     """The size of the axis that an option is about; SelectorError if the tensor has none."""
     if not info.has_axis(letter):
-        raise SelectorError(f"{name} has no axis for {option!r}", hint=f"leave {option!r} out")
+        raise SelectorError(f"{name} has no axis for {option!r}", hint=f"leave {option!r} out, or {GIVE_LAYOUT}")
     return info.size(letter)
 
 

@@ -12,6 +12,21 @@ Side = Literal["output", "input", "attention", "sink", "unfused", "function", "c
 CallKey = int | tuple[int, str, Side]
 # The options that take indices along an axis, and the letter of that axis in a layout.
 AXES = {"channels": "C", "tokens": "T", "heads": "A", "queries": "Q", "keys": "K"}
+# The letters of a layout, which names a tensor's axes in order.
+LETTERS = {
+    "N": "rows",
+    "C": "channels",
+    "T": "tokens or time",
+    "H": "height",
+    "W": "width",
+    "L": "length",
+    "A": "heads",
+    "Q": "queries",
+    "K": "keys",
+    "?": "any other",
+}
+NAME_AXES = f"a letter for each axis: {', '.join(f'{letter} {axis}' for letter, axis in LETTERS.items())}"
+GIVE_LAYOUT = f"add 'layout', {NAME_AXES}"
 EACH = {"channel": "channels", "head": "heads", "query": "queries", "key": "keys", "token": "tokens"}  # by one entry
 
 

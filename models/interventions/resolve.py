@@ -12,7 +12,7 @@ from layertap.models.catalog.text_lengths import TextLengths, check_indices, che
 from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import SelectorError, escape
 from layertap.models.gradients.resolve_objective import check_gradient
-from layertap.models.hooks.sites import AXES, EACH, EDITABLE, GRADIENTS
+from layertap.models.hooks.sites import AXES, EACH, EDITABLE, GIVE_LAYOUT, GRADIENTS
 from layertap.models.interventions.operations import OPERATIONS, compute_part_shape
 from layertap.models.interventions.sources import find_source
 from layertap.models.selection.hook_points import Intervention, Operation
@@ -140,7 +140,7 @@ def _check_part(
             known = [each for each, indices in EACH.items() if info.has_axis(AXES[indices])]
             raise SelectorError(
                 f"{name}, layout {info.layout or 'unknown'}, has no {option}",
-                hint=f"try {' or '.join(repr(each) for each in known)}" if known else "leave 'each' out",
+                hint=f"try {' or '.join(repr(each) for each in known)}" if known else GIVE_LAYOUT,
             )
     for option, indices in operation.indices.items():
         check_indices(name, with_common_length(info, lengths), option, indices, catalog.sizes_known)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from layertap.models.catalog.catalog import Catalog, Layer, TensorInfo
 from layertap.models.errors import RequestError, SelectorError, escape
 from layertap.models.selection.hook_points import Embedding, Pool, Reduction, Selector, format_path
-from layertap.models.selection.matches import find_matches
+from layertap.models.selection.matches import find_matches, unknown_channels_error
 from layertap.models.selection.selectors import parse_selector
 
 ALLOWED_SITES = ("output", "input")
@@ -29,6 +29,7 @@ class EmbeddingChoice:
     pool: Pool | None = None
     normalize: bool = False
     guessed: bool = False
+    layout: str | None = None
 
 
 JOINT = (EmbeddingChoice(".[text_embeds]", "both towers together return it as text_embeds"),)
@@ -56,16 +57,18 @@ def choose_embedding(choices: tuple[EmbeddingChoice, ...], classifier: bool, cat
 
 def find_choice(choice: EmbeddingChoice, catalog: Catalog) -> ModelEmbedding:
     """The embedding that a choice names; raises what ``find_embedding`` raises."""
-    selector = reduce_embedding(find_embedding(choice.layer, catalog), Embedding(choice.pool, choice.normalize))
+    embedding = Embedding(choice.pool, choice.normalize, layout=choice.layout)
+    selector = reduce_embedding(find_embedding(choice.layer, catalog, embedding), embedding)
     return ModelEmbedding(selector, choice.reason, (f"embedding: {choice.reason}",) if choice.guessed else ())
 
 
-def find_embedding(text: str, catalog: Catalog) -> Selector:
-    """The selector of an embedding, with the pool that turns each row into a vector.
+def find_embedding(text: str, catalog: Catalog, embedding: Embedding) -> Selector:
+    """The selector of an embedding, with the pool that turns each row into a vector, unless one is given.
 
-    UnknownLayerError or SelectorError unless it names exactly one tensor, with an entry for each row.
+    UnknownLayerError or SelectorError unless it names exactly one tensor, with an entry for each row, of which the
+    channels are known.
     """
-    selector = parse_selector(text)
+    selector = replace(parse_selector(text), layout=embedding.layout)
     if selector.site not in ALLOWED_SITES:
         raise SelectorError(f"{escape(text)} is no embedding", hint="name an output or an input")
     matches, _ = find_matches(selector, catalog)
@@ -77,7 +80,9 @@ def find_embedding(text: str, catalog: Catalog) -> Selector:
     info = matches[0].info
     if info.row_axis is None or info.crosses_rows:
         raise SelectorError(f"{escape(text)} does not hold one entry for each input", hint="name another layer")
-    return replace(selector, reduction=Reduction(pool=_choose_pool(info)))
+    if embedding.pool is None and len(info.shape) > 1 and not info.has_axis("C"):
+        raise unknown_channels_error(matches[0], "an embedding")
+    return replace(selector, reduction=Reduction(pool=embedding.pool or _choose_pool(info)))
 
 
 def reduce_embedding(selector: Selector, embedding: Embedding) -> Selector:
@@ -87,7 +92,8 @@ def reduce_embedding(selector: Selector, embedding: Embedding) -> Selector:
     if embedding.pool is None and normalize and pool == "none":
         pool = "flatten"  # the same numbers; only pooled results are normalised
     reduction = Reduction(pool=pool, normalize=normalize, dtype=embedding.dtype)
-    return replace(selector, reduction=reduction, alias=embedding.alias)
+    layout = embedding.layout or selector.layout
+    return replace(selector, reduction=reduction, alias=embedding.alias, layout=layout)
 
 
 def _choose_pool(info: TensorInfo) -> Pool:

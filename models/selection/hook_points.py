@@ -178,7 +178,8 @@ class Selector:
 
     ``text`` is the request's own spelling; ``call`` None means the last call (in an intervention every call), "*" every
     call; ``path`` None means every tensor; ``alias`` is the key asked for by ``as``. ``function`` None means the layer
-    itself. ``excluded``: points that a glob leaves out, each with the reason.
+    itself. ``excluded``: points that a glob leaves out, each with the reason. ``layout`` names the axes of each tensor,
+    in place of what the survey found.
     """
 
     text: str
@@ -191,6 +192,7 @@ class Selector:
     alias: str | None = None
     function: FunctionCall | None = None
     excluded: tuple[tuple[HookPoint, str], ...] | None = None
+    layout: str | None = None
 
     @property
     def is_glob(self) -> bool:
@@ -203,6 +205,7 @@ class Embedding:
     """A model's embedding, asked for instead of layers or before them; ``layer``: a layer to use as the embedding.
 
     ``pool`` None: chosen so that a row becomes a vector. ``alias`` is the key asked for; None: its selector's text.
+    ``layout`` as in ``Selector``.
     """
 
     pool: Pool | None = None
@@ -210,6 +213,7 @@ class Embedding:
     dtype: ReplyDType = "float32"
     layer: str = ""
     alias: str | None = None
+    layout: str | None = None
 
 
 @dataclass(frozen=True)

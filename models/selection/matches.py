@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from layertap.models.catalog.catalog import Call, Catalog, Layer
 from layertap.models.errors import SelectorError, UnknownLayerError, escape, find_nearest, suggest
-from layertap.models.hooks.sites import ATTENTION, OF_FUNCTIONS, SITES
+from layertap.models.hooks.sites import ATTENTION, GIVE_LAYOUT, LETTERS, NAME_AXES, OF_FUNCTIONS, SITES
 from layertap.models.selection.hook_points import FunctionCall, HookPoint, Selector, format_path
 from layertap.models.selection.plan import Tap
 
@@ -43,6 +43,8 @@ def find_matches(selector: Selector, catalog: Catalog) -> tuple[list[SelectorMat
         raise next(filter(None, errors), None) or _no_place_error(selector, len(layers))
     if selector.alias is not None:
         matches = _apply_alias(selector.alias, matches)
+    if selector.layout is not None:
+        matches = [_apply_layout(selector.layout, match) for match in matches]
     return matches, skipped
 
 
@@ -59,6 +61,15 @@ def check_matches(
         else:
             kept.append(match)
     return kept, refused
+
+
+def unknown_channels_error(match: Tap, what: str) -> SelectorError:
+    """The error for a tensor of which nothing proves an axis to hold channels."""
+    name, info = escape(match.point.format_name()), match.info
+    return SelectorError(
+        f"which axis of {name}, shape {list(info.shape)}, holds channels is not known, so {what} of it is not defined",
+        hint=f"{GIVE_LAYOUT}; or use pool 'flatten' or 'none'",
+    )
 
 
 def suggest_type(kind: str | None, catalog: Catalog) -> str:
@@ -307,6 +318,25 @@ def _make_key(selector: Selector, layer: Layer, point: HookPoint, several: bool)
     else:
         call = "" if selector.call is None else f"#{point.call if selector.call == '*' else selector.call}"
     return point.format_name(call) + (f":{selector.site}" if selector.site != "output" else "")
+
+
+def _apply_layout(layout: str, match: SelectorMatch) -> SelectorMatch:
+    """The match with a request's names for its axes; SelectorError if they can't be those."""
+    name, info = escape(match.point.format_name()), match.info
+    if layout == info.layout:
+        return match
+    if len(layout) != len(info.shape):
+        detail = f"layout {escape(layout)} names {len(layout)} axes, and {name}, shape {list(info.shape)}, has others"
+        raise SelectorError(detail, hint=f"write {NAME_AXES}")
+    named = layout.replace("?", "")
+    if not set(layout) <= LETTERS.keys() or len(set(named)) < len(named):
+        raise SelectorError(f"{escape(layout)} is no layout", hint=f"write {NAME_AXES}; all but ? once")
+    if layout.find("N") != (-1 if info.row_axis is None else info.row_axis):
+        where = f"on axis {info.row_axis}" if info.row_axis is not None else "on none of its axes"
+        raise SelectorError(f"the rows of {name} are {where}", hint="write N there, and nowhere else")
+    is_same = info.has_axis("T") and layout.find("T") == info.axis("T")
+    tokens = {"prefix": info.prefix, "grid_size": info.grid_size} if is_same else {"prefix": 0, "grid_size": None}
+    return replace(match, info=replace(info, layout=layout, layout_given=True, **tokens))
 
 
 def _apply_alias(alias: str, matches: list[SelectorMatch]) -> list[SelectorMatch]:

@@ -212,7 +212,7 @@ class Planner:
             catalog = model.get_catalog(tower)
             if read_field("/model", lambda: parse_selector(embedding.layer)).function is not None:
                 catalog = await self.survey(handle, tower.shapes, deadline, functions=True)
-            selector = read_field("/model", lambda: find_embedding(embedding.layer, catalog))
+            selector = read_field("/model", lambda: find_embedding(embedding.layer, catalog, embedding))
         if selector is None:
             hint = "name layers, or one by embedding: in its entry"
             raise RequestError(f"model {model.spec.name} has no embedding that is known", hint=hint)
@@ -295,8 +295,10 @@ def _digest_results(plan: Plan, catalog: Catalog, identity: str) -> Fingerprints
 
     def digest(capture: Capture) -> str:
         depends_on = gradient_changes if capture.point.site in GRADIENTS else changes
-        of_text = bool(capture.info.token_axes)
-        return fingerprint.digest_result(identity, capture.point, capture.reduction, depends_on, of_text=of_text)
+        of_text, layout = bool(capture.info.token_axes), fingerprint.describe_layout(capture.info)
+        return fingerprint.digest_result(
+            identity, capture.point, capture.reduction, depends_on, of_text=of_text, layout=layout
+        )
 
     return {result.key: digest(result.capture) for result in plan.results}
 

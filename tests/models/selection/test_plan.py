@@ -71,7 +71,10 @@ BAD: dict[str, tuple[Selector, str]] = {
     "normalize alone": (chosen("tokens", normalize=True), "'normalize' needs a pooled result"),
     "cls of a picture": (chosen("picture", pool="cls"), "'picture' has no class token"),
     "shared": (chosen("shared", pool="flatten"), "does not hold one entry for each input"),
-    "mean of unknown axes": (chosen("unknown", pool="mean"), "shape [1, 8, 4, 4], are not known, so 'mean'"),
+    "mean of unknown axes": (
+        chosen("unknown", pool="mean"),
+        "shape [1, 8, 4, 4], holds channels is not known, so 'mean'",
+    ),
     "channel too large": (chosen("tokens", channels=(0, 8)), "must be between -8 and 7"),
     "int8 on axis 1": (chosen("second", dtype="int8"), "'second' has its rows on axis 1"),
     "channel twice": (chosen("tokens", channels=(1, 0, 1)), "'channels' of 'tokens' names an index twice"),

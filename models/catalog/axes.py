@@ -1,0 +1,231 @@
+"""Axes of tensors in one forward: what operations worked along them, and which letters of a layout that proves.
+
+Evidence is "C" for channels and "P" for positions, small where the operation alone is no proof: a linear layer may
+mix positions, a pooling may be one over channels. H, W and T say which position of a picture or video it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+
+ATTENTION = "NAQK"  # rows, heads, queries, keys
+PLACES = {2: "HW", 3: "THW"}
+MOST = 5  # axes of a tensor of which positions have names: more have those of windows, or of parts of channels
+
+
+class Role:
+    """What is known of axes that are of one kind: of the operands of a sum, of a map before and after a convolution.
+
+    ``merges``: the roles that it was merged of, outermost first. ``wholes``: what it was split from, at which index
+    into how many. ``outer``: the outermost of those that it was split into. ``larger``: those that it was merged into.
+    """
+
+    __slots__ = ("_same", "evidence", "larger", "merges", "outer", "wholes")
+
+    def __init__(self, evidence: str = "") -> None:
+        self.evidence = set(evidence)
+        self.merges: list[tuple[Role, ...]] = []
+        self.wholes: list[tuple[Role, int, int]] = []
+        self.outer: list[Role] = []
+        self.larger: list[Role] = []
+        self._same: Role | None = None
+
+    def find(self) -> Role:
+        """The one that stands for all that were joined with it."""
+        role = self
+        while role._same is not None:
+            role = role._same
+        if role is not self:
+            self._same = role
+        return role
+
+    def join(self, other: Role) -> None:
+        """Both are one from now on."""
+        one, other = self.find(), other.find()
+        if one is not other:
+            one.evidence |= other.evidence
+            one.merges += other.merges
+            one.wholes += other.wholes
+            one.outer += other.outer
+            one.larger += other.larger
+            other._same = one
+
+    def get_kind(self, asked: set[Role] | None = None) -> str:
+        """C or P, c or p where there is no proof, "part" of channels; empty if unknown, cp if it may be either."""
+        role, asked = self.find(), asked if asked is not None else set()
+        if role in asked:
+            return ""
+        asked.add(role)
+        found = role.evidence
+        if strong := found & {"C", "P"}:
+            return strong.pop() if len(strong) == 1 else ""
+        for parts in role.merges:
+            kinds = {part.get_kind(asked) for part in parts}
+            if kinds <= {"P", "p"}:
+                return "P" if kinds == {"P"} else "p"
+            if kinds <= {"C", "c", "part"}:
+                return "C"
+        wholes = {whole.get_kind(asked) for whole, _, _ in role.wholes}
+        if wholes & {"P", "p"}:
+            return "P" if "P" in wholes else "p"
+        weak = "".join(sorted(found & {"c", "p"}))
+        if wholes & {"C", "c", "part"} and "c" not in weak:
+            return "part"
+        if weak:
+            return weak
+        outer, larger = ({each.get_kind(asked) for each in group} for group in (role.outer, role.larger))
+        return "p" if outer & {"P", "p"} else "c" if larger & {"C", "c"} else ""
+
+    def get_places(self, asked: set[Role] | None = None) -> set[str]:
+        """Which of H, W and T it may be, as far as it is known."""
+        role, asked = self.find(), asked if asked is not None else set()
+        if role in asked:
+            return set()
+        asked.add(role)
+        places = role.evidence & set("HWT")
+        for whole, index, count in () if places else role.wholes:
+            merges = [parts for parts in whole.find().merges if len(parts) == count]
+            for source in [parts[index] for parts in merges] or [whole]:
+                places |= source.get_places(asked)
+        for each in () if places else role.outer:
+            places |= each.get_places(asked)
+        return places
+
+
+class Axis:
+    """An axis of one size; ``parts`` are those that it was merged of, outermost first."""
+
+    __slots__ = ("parts", "role", "size")
+
+    def __init__(self, size: int, role: Role | None = None, parts: tuple[Axis, ...] = ()) -> None:
+        self.size = size
+        self.role = role or Role()
+        self.parts = parts
+
+    def note(self, evidence: str) -> None:
+        """An operation worked along it; of positions that were merged it worked along each."""
+        self.role.find().evidence |= set(evidence)
+        for part in self.parts if evidence in "pP" else ():
+            part.note(evidence)
+
+    def resize(self, size: int) -> Axis:
+        """The axis of another tensor that is of the same kind."""
+        return self if size == self.size else Axis(size, self.role)
+
+    def split(self, sizes: Sequence[int]) -> Axes:
+        """Axes that have its entries together, the last of which moves fastest."""
+        found = make_axes(sizes)
+        kept = [axis for axis in found if axis.size != 1]
+        for index, axis in enumerate(kept):
+            axis.role.wholes.append((self.role, index, len(kept)))
+        self.role.find().outer += [axis.role for axis in kept[:1]]
+        return found
+
+    @staticmethod
+    def merge(axes: Sequence[Axis]) -> Axis:
+        """The axis that has the entries of some, the last of which moves fastest."""
+        parts = tuple(axis for axis in axes if axis.size != 1)
+        if len(parts) < 2:
+            return (*parts, *axes)[0]
+        merged = Axis(prod(axis.size for axis in parts), parts=parts)
+        merged.role.merges.append(tuple(axis.role for axis in parts))
+        for axis in parts:
+            axis.role.find().larger.append(merged.role)
+        return merged
+
+
+Axes = tuple[Axis, ...]
+
+
+def make_axes(shape: Iterable[int]) -> Axes:
+    """Axes of which nothing is known."""
+    return tuple(map(Axis, shape))
+
+
+def view_as(axes: Sequence[Axis], shape: Sequence[int]) -> Axes:
+    """The axes of the same numbers in another shape: merged and split where sizes allow it, else unknown."""
+    if prod(axis.size for axis in axes) != prod(shape) or not prod(shape):
+        return make_axes(shape)
+    found: list[Axis] = []
+    before, after = list(axes), list(shape)
+    while before or after:
+        if after and after[0] == 1:
+            same = before and before[0].size == 1
+            found.append(before.pop(0) if same else Axis(1))
+            del after[0]
+        elif before and before[0].size == 1:
+            del before[0]
+        else:
+            found += _regroup(*_take_group(before, after))
+    return tuple(found)
+
+
+def _take_group(before: list[Axis], after: list[int]) -> tuple[list[Axis], list[int]]:
+    """Take the fewest axes and sizes that have as many entries."""
+    taken, sizes = [before.pop(0)], [after.pop(0)]
+    while (held := prod(axis.size for axis in taken)) != (wanted := prod(sizes)):
+        if held < wanted:
+            taken.append(before.pop(0))
+        else:
+            sizes.append(after.pop(0))
+    return taken, sizes
+
+
+def _regroup(axes: list[Axis], sizes: list[int]) -> Axes:
+    if len(sizes) == 1:
+        return (Axis.merge(axes),)
+    parts = [part for axis in axes for part in axis.parts or (axis,)]
+    if len(parts) > len(axes):
+        return view_as(parts, sizes)
+    return axes[0].split(sizes) if len(axes) == 1 else make_axes(sizes)
+
+
+def name_axes(axes: Axes, row_axis: int | None) -> str | None:
+    """The layout of a tensor, with ? for axes that nothing proves; None if there are no other."""
+    if row_axis is None:
+        return None
+    if row_axis == 0 and len(axes) <= 2:  # nothing but channels follows the rows
+        return "NC"[: len(axes)]
+    kinds = [axis.role.get_kind() for axis in axes]
+    channel = _find_channel(kinds, row_axis)
+    letters = ["?"] * len(axes)
+    letters[row_axis] = "N"
+    if channel is not None:
+        letters[channel] = "C"
+    # What a linear layer mixed is positions where other evidence says which axis holds the channels.
+    is_proven = channel is not None and kinds[channel] == "C"
+    positions = (
+        []
+        if len(axes) > MOST
+        else [
+            index
+            for index, kind in enumerate(kinds)
+            if letters[index] == "?" and (kind in ("P", "p") or (kind == "cp" and is_proven))
+        ]
+    )
+    for index, letter in zip(positions, _name_positions([axes[index] for index in positions]), strict=True):
+        letters[index] = letter
+    if len(positions) == 1:
+        letters[positions[0]] = "L" if channel is not None and channel < positions[0] else "T"
+    return "".join(letters) if set(letters) - {"N", "?"} else None
+
+
+def _find_channel(kinds: Sequence[str], row_axis: int) -> int | None:
+    """The one axis with the best evidence for channels; None where two have it."""
+    for kind in ("C", "c"):
+        found = [index for index, each in enumerate(kinds) if each == kind and index != row_axis]
+        if found:
+            return found[0] if len(found) == 1 else None
+    return None
+
+
+def _name_positions(axes: Sequence[Axis]) -> Sequence[str]:
+    """H, W and T as evidence says; in their usual order where it says so much and no more."""
+    places = [axis.role.get_places() for axis in axes]
+    single = [min(each) if len(each) == 1 else "" for each in places]
+    usual = PLACES.get(len(axes), "")
+    if len(set(single)) < len(single) and all(places) and set[str]().union(*places) == set(usual):
+        return usual
+    is_known = {"H", "W"} <= {each for each in single if single.count(each) == 1}
+    return [each if is_known and single.count(each) == 1 else "?" for each in single]

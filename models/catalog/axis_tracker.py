@@ -1,0 +1,345 @@
+"""AxisTracker: follows the axes of every tensor through the operations of one forward, by a rule for each operation.
+
+What no rule knows gives axes of which nothing is known. No rule looks at numbers, or infers a kind from sizes.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from layertap.models.catalog.axes import PLACES, Axes, Axis, Role, make_axes, view_as
+from layertap.models.catalog.observations import Observation
+from layertap.models.dispatch_mode import DispatchMode
+from layertap.models.hooks.tensor_tree import Path, iterate_tensors
+
+Geometry = tuple[int, torch.Size, tuple[int, ...]]  # where a tensor's numbers lie in its memory
+Rule = Callable[["Given", torch.Size], Axes]  # of what is returned, from its shape and what was given
+
+
+class AxisTracker(DispatchMode):
+    """While active, knows the axes of all tensors that exist, whichever object stands for one."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # By address, each as long as its storage lives: addresses are reused.
+        self._axes: dict[int, tuple[dict[Geometry, Axes], weakref.ref[torch.UntypedStorage]]] = {}
+        self._computed: set[int] = set()  # the storages of what is computed from the inputs
+        self._rules: dict[object, tuple[Rule | None, bool, tuple[str, ...]]] = {}
+
+    def start(self, inputs: Mapping[str, Tensor]) -> None:
+        """These are what the forward computes from."""
+        for tensor in inputs.values():
+            self._set_axes(tensor, make_axes(tensor.shape), is_computed=True)
+
+    def find(self, tensor: Tensor) -> Axes:
+        """The axes of a tensor, one for each of its dimensions."""
+        if not _has_memory(tensor):
+            return make_axes(tensor.shape)
+        known = self._get_known(tensor)
+        return known.get(_locate(tensor)) or known.setdefault(_locate(tensor), make_axes(tensor.shape))
+
+    def is_computed(self, value: object) -> bool:
+        """Whether a tensor depends on the inputs of the forward: it is no weight, and made of no weights alone."""
+        return _has_memory(value) and value.untyped_storage()._cdata in self._computed
+
+    def follow_recurrent(self, taken: Mapping[Path, Observation], returned: object) -> None:
+        """Join the axes of what one of torch's recurrent layers takes and returns, which computes step by step."""
+        before, after = next(iter(taken.values())).axes, self.find(next(iterate_tensors(returned))[1])
+        for one, other in zip(before[:-1], after[:-1], strict=False):
+            one.role.join(other.role)
+        note(after[:-1], "p")
+        note((before[-1], after[-1]), "C")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one operation, and follow the axes through it."""
+        options = kwargs or {}
+        out = func(*args, **options)
+        if func not in self._rules:
+            self._rules[func] = *_find_rule(func), tuple(argument.name for argument in func._schema.arguments)
+        rule, is_view, names = self._rules[func]
+        given = Given(dict(zip(names, args, strict=False)) | dict(options), self)
+        is_computed = any(map(self.is_computed, given.list_tensors()))
+        returned = [each for each in (out if isinstance(out, tuple | list) else [out]) if _has_memory(each)]
+        if not returned or not (is_computed or is_view):
+            return out
+        try:
+            axes = rule(given, returned[0].shape) if rule is not None else ()
+        except (LookupError, TypeError, ValueError):  # an overload that the rule does not know
+            axes = ()
+        for tensor in returned:
+            self._set_axes(tensor, axes, is_computed=is_computed)
+        return out
+
+    def _set_axes(self, tensor: Tensor, axes: Axes, *, is_computed: bool) -> None:
+        known = self._get_known(tensor)
+        if len(axes) == tensor.ndim:
+            known[_locate(tensor)] = tuple(map(Axis.resize, axes, tensor.shape))
+        if is_computed:
+            self._computed.add(tensor.untyped_storage()._cdata)
+
+    def _get_known(self, tensor: Tensor) -> dict[Geometry, Axes]:
+        """The axes of all tensors that look into the memory of one."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._axes:
+            self._axes[storage._cdata] = {}, weakref.ref(storage, partial(self._forget, storage._cdata))
+        return self._axes[storage._cdata][0]
+
+    def _forget(self, address: int, _: object) -> None:
+        del self._axes[address]
+        self._computed.discard(address)
+
+
+def _has_memory(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested and not value.is_meta
+
+
+def _locate(tensor: Tensor) -> Geometry:
+    strides = (stride if size != 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset()), tensor.shape, tuple(strides)
+
+
+class Given(dict[str, Any]):
+    """What an operation takes, by the names of its schema."""
+
+    def __init__(self, values: Mapping[str, Any], tracker: AxisTracker) -> None:
+        super().__init__(values)
+        self.tracker = tracker
+
+    def find(self, *names: str) -> Axes:
+        """The axes of the tensor that has the first of these names."""
+        return self.tracker.find(next(self[name] for name in names if name in self))
+
+    def find_all(self, tensors: Sequence[Tensor]) -> list[Axes]:
+        """The axes of each tensor."""
+        return list(map(self.tracker.find, tensors))
+
+    def list_tensors(self) -> Iterator[Tensor]:
+        """All tensors in order, those of lists too."""
+        for value in self.values():
+            yield from (each for each in (value if isinstance(value, list | tuple) else [value]) if _has_memory(each))
+
+    def list_dims(self, rank: int) -> list[int]:
+        """The dimensions that an operation is along, of so many; all of them where it names none."""
+        dims = self.get("dim")
+        dims = [dims] if isinstance(dims, int) else dims
+        return [dim % rank for dim in dims] if dims else list(range(rank))
+
+
+def _find_rule(func: Any) -> tuple[Rule | None, bool]:
+    """The rule for an operation, and whether it gives a view, whose axes are followed in weights and buffers too."""
+    name = func._schema.name.split("::")[-1].removesuffix("_")
+    for table in (VIEWS, RULES):
+        for pattern, rule in table.items():
+            if re.fullmatch(pattern, name):
+                return rule, table is VIEWS
+    return _join if torch.Tag.pointwise in func.tags else None, False
+
+
+def note(axes: Sequence[Axis], evidence: str) -> None:
+    """An operation worked along these."""
+    for axis in axes:
+        axis.note(evidence)
+
+
+def note_places(axes: Sequence[Axis], evidence: str) -> None:
+    """An operation took these for length, height and width, or time, height and width."""
+    for axis, place in zip(axes, PLACES.get(len(axes), [""]), strict=False):
+        note([axis], evidence + place)
+
+
+def _make_channels(size: int, evidence: str = "C") -> Axis:
+    return Axis(size, Role(evidence))
+
+
+def _join_all(operands: Sequence[Axes]) -> Axes:
+    """The axes of what is computed entry by entry; those that are not repeated along are of one kind."""
+    found: list[Axis] = []
+    for place in range(-max(map(len, operands)), 0):
+        here = [axes[place] for axes in operands if len(axes) >= -place]
+        wide = [axis for axis in here if axis.size != 1] or here[:1]
+        for axis in wide[1:]:
+            wide[0].role.join(axis.role)
+        found.append(next((axis for axis in wide if axis.parts), wide[0]))
+    return tuple(found)
+
+
+def _join(given: Given, shape: torch.Size) -> Axes:
+    return _join_all(given.find_all(list(given.list_tensors())))
+
+
+def _keep(given: Given, shape: torch.Size) -> Axes:
+    """Each axis stays what it is, though it may get another size."""
+    return given.find_all([next(given.list_tensors())])[0]
+
+
+def _expand(given: Given, shape: torch.Size) -> Axes:
+    axes = given.find("self")
+    return (*make_axes(shape[: len(shape) - len(axes)]), *axes)
+
+
+def _transpose(given: Given, shape: torch.Size) -> Axes:
+    axes = list(given.find("self"))
+    one, other = (given.get(name, default) for name, default in (("dim0", 0), ("dim1", len(axes) - 1)))
+    axes[one], axes[other] = axes[other], axes[one]
+    return tuple(axes)
+
+
+def _insert(axes: Axes, axis: Axis, dim: int) -> Axes:
+    dim %= len(axes) + 1
+    return (*axes[:dim], axis, *axes[dim:])
+
+
+def _drop(axes: Axes, dims: Sequence[int]) -> Axes:
+    return tuple(axis for index, axis in enumerate(axes) if index not in dims)
+
+
+def _squeeze(given: Given, shape: torch.Size) -> Axes:
+    axes = given.find("self")
+    return _drop(axes, [dim for dim in given.list_dims(len(axes)) if axes[dim].size == 1])
+
+
+def _reduce(given: Given, shape: torch.Size) -> Axes:
+    axes = given.find("self")
+    return axes if given.get("keepdim") else _drop(axes, given.list_dims(len(axes)))
+
+
+def _cat(given: Given, shape: torch.Size) -> Axes:
+    operands = [axes for axes in given.find_all(given["tensors"]) if len(axes) == len(shape)]
+    dim = given.get("dim", 0) % len(shape)
+    for axes in operands[1:]:
+        operands[0][dim].role.join(axes[dim].role)
+    return _insert(_join_all([_drop(axes, [dim]) for axes in operands]), operands[0][dim], dim)
+
+
+def _index(given: Given, shape: torch.Size) -> Axes:
+    """An axis that a list indexes stays what it is; a table of indices leaves its own axes."""
+    axes, indices = given.find("self"), given["indices"]
+    (place,) = (place for place, each in enumerate(indices) if each is not None)
+    taken = given.find_all([indices[place]])[0]
+    return (*axes[:place], *(taken if len(taken) > 1 else [axes[place]]), *axes[place + 1 :])
+
+
+def _embed(given: Given, shape: torch.Size) -> Axes:
+    tokens = given.find("indices")
+    note(tokens, "P")
+    return (*tokens, _make_channels(shape[-1]))
+
+
+def _multiply(left: str, right: str, given: Given, shape: torch.Size) -> Axes:
+    """A product of matrices: with a weight it works along channels, or mixes positions."""
+    (*rows, inner), (*_, other_inner, columns) = given.find(left), given.find(right)
+    is_left, is_right = (given.tracker.is_computed(given[name]) for name in (left, right))
+    if is_left and not is_right:
+        note([inner], "c")
+        note(rows, "p")
+        columns = _make_channels(columns.size, "c")
+    elif is_right and not is_left:
+        note([other_inner], "c")
+        note([columns], "p")
+        rows[-1] = _make_channels(rows[-1].size, "c")
+    return (*rows, columns)
+
+
+def _apply_linear(given: Given, shape: torch.Size) -> Axes:
+    *rows, channels = given.find("input", "X", "qx")
+    note([channels], "c")
+    note(rows, "p")
+    return (*rows, _make_channels(shape[-1], "c"))
+
+
+def _convolve(given: Given, shape: torch.Size) -> Axes:
+    rows, channels, *places = given.find("input", "self")
+    # Beside a single channel anything may lie: ECA convolves over channels, a spectrogram has frequencies.
+    is_single = channels.size == 1
+    note_places(places, "p" if is_single else "P")
+    note([channels], "c" if is_single else "C")
+    return (rows, _make_channels(shape[1]), *places)
+
+
+def _resample(count: int, given: Given, shape: torch.Size) -> Axes:
+    """A pooling or an interpolation, which may be one over channels: both keep each axis."""
+    axes = given.find("self", "input")
+    note_places(axes[-count:], "p")
+    note([axes[-count - 1]], "c")
+    return axes
+
+
+def _shuffle(given: Given, shape: torch.Size) -> Axes:
+    """Channels become places, or places channels."""
+    *rows, channels, height, width = given.find("self")
+    note([channels], "C")
+    note_places((height, width), "P")
+    return (*rows, _make_channels(shape[-3]), height, width)
+
+
+def _unfold(given: Given, shape: torch.Size) -> Axes:
+    """Blocks are listed, the channels and places of each are its channels."""
+    *rows, channels, height, width = given.find("self")
+    note([channels], "C")
+    note_places((height, width), "P")
+    inside = Axis.merge([channels, *map(Axis.resize, (height, width), given["kernel_size"])])
+    note([inside], "C")
+    return (*rows, inside, Axis.merge((height, width)))
+
+
+def _normalize_last(given: Given, shape: torch.Size) -> Axes:
+    axes = given.find("input")
+    if len(given["normalized_shape"]) == 1:
+        note(axes[-1:], "c" if given.get("weight") is None else "C")
+        note(axes[:-1], "p")
+    return axes
+
+
+def _normalize_channels(given: Given, shape: torch.Size) -> Axes:
+    axes = given.find("input")
+    note([axes[1]], "C")
+    note_places(axes[2:], "p")
+    return axes
+
+
+VIEWS: Mapping[str, Rule] = {
+    "(_unsafe_)?view|_?reshape(_alias|_copy)?": lambda given, shape: view_as(given.find("self"), shape),
+    "expand|repeat": _expand,
+    "permute": lambda given, shape: tuple(given.find("self")[dim] for dim in given["dims"]),
+    "transpose|t": _transpose,
+    "squeeze": _squeeze,
+    "unsqueeze": lambda given, shape: _insert(given.find("self"), Axis(1), given["dim"]),
+    "select|unbind": lambda given, shape: _drop(given.find("self"), [given.get("dim", 0) % (len(shape) + 1)]),
+    "unfold": lambda given, shape: (*given.find("self"), given.find("self")[given["dimension"]]),
+    "slice|narrow|(unsafe_)?split(_with_sizes)?|detach|alias": _keep,
+}
+RULES: Mapping[str, Rule] = {
+    "_?to_copy|clone|contiguous|lift_fresh|zero|fill|.*_like|_?(log_|safe_)?softmax|cum(sum|prod|max|min)|flip|roll|"
+    "constant_pad_nd|(reflection|replication)_pad.*|index_(select|add|fill|copy|put)|_index_put_impl|gather|sort|topk|"
+    "(masked_|slice_|select_)?scatter.*|(native_)?dropout|tril|triu|masked_fill|glu|hardswish|_?prelu.*|rrelu.*|"
+    "log_sigmoid.*|_fft_.*|(native_)?channel_shuffle|fake_quantize.*|(de)?quantize.*|_native_multi_head_attention|"
+    "_transformer_encoder_layer_fwd": _keep,
+    "copy": _join,
+    "(nan)?sum|mean|a?(max|min)|median|arg(max|min)|prod|any|all|(std|var)(_mean)?|(linalg_vector_)?norm|logsumexp": (
+        _reduce
+    ),
+    "cat|concat": _cat,
+    "stack": lambda given, shape: _insert(_join_all(given.find_all(given["tensors"])), Axis(0), given.get("dim", 0)),
+    "index": _index,
+    "embedding": _embed,
+    "b?mm": partial(_multiply, "self", "mat2"),
+    "_?addmm.*": partial(_multiply, "mat1", "mat2"),
+    "baddbmm": partial(_multiply, "batch1", "batch2"),
+    "(_?mkldnn_)?linear.*": _apply_linear,
+    ".*conv(olution|_transpose|_depthwise)?[123]?d?(_overrideable)?(_relu)?": _convolve,
+    "pixel_(un)?shuffle": _shuffle,
+    "im2col": _unfold,
+    "(native_)?layer_norm|_?(fused_)?rms_norm": _normalize_last,
+    ".*(batch|group|instance)_norm.*": _normalize_channels,
+    "_?scaled_dot_product_.*": lambda given, shape: (*given.find("query")[:-1], given.find("value")[-1]),
+    **{rf".*(pool|upsample_[a-z]+){count}d.*": partial(_resample, count) for count in (1, 2, 3)},
+}
