@@ -105,7 +105,8 @@ class LoadedModel(ModelInfo):
                     self._join_masks(pieces, rows - count),
                 )
         except (IndexError, ValueError) as error:  # for example, a token beyond the vocabulary
-            if self.probe(replica, {} if resumption else pieces[0], slices) is not None:
+            # Requests that share a forward run again, each alone.
+            if len(pieces) == 1 and self.probe(replica, {} if resumption else pieces[0], slices) is not None:
                 raise
             raise InputError(f"the model does not take these values: {describe_error(error)}") from error
         except RuntimeError as error:

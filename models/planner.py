@@ -229,12 +229,11 @@ def _check_pool(name: str, tensor: SelectorMatch, reduction: Reduction, catalog:
     pooling, info = POOLINGS[reduction.pool], tensor.info
     if pooling.by_channel and tensor.point.site in ATTENTION:
         raise SelectorError(f"the attention of {name} has no channels", hint="use pool 'flatten' or 'none'")
+    if pooling.by_channel and catalog.sizes_known and 0 in info.shape:
+        empty = f"axis {info.shape.index(0)} of {name}, shape {list(info.shape)}, is empty"
+        raise SelectorError(f"{empty}: it has no '{reduction.pool}'", hint="use pool 'flatten' or 'none'")
     if pooling.by_channel and len(info.shape) > 1 and not info.has_axis("C"):
         raise unknown_channels_error(tensor, f"'{reduction.pool}'")
-    empty = [axis for axis, letter in enumerate(info.layout or "") if letter != "C" and not info.shape[axis]]
-    if pooling.by_channel and catalog.sizes_known and empty:
-        detail = f"axis {empty[0]} of {name}, shape {list(info.shape)}, is empty: it has no '{reduction.pool}'"
-        raise SelectorError(detail, hint="use pool 'flatten' or 'none'")
     if pooling.first_token and info.prefix == 0 and not info.token_axes:
         raise SelectorError(f"{name} has no class token", hint="use pool 'mean'")
     if pooling.last_token and not info.has_axis("T"):
