@@ -17,18 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.errors import InputError, escape
-from layertap.models.hooks import attention
+from layertap.models.hooks import attention, tensor_tree
 from layertap.models.hooks.functions import ChangedFunctionsCall, FunctionsCall, list_parts, run_unseen
 from layertap.models.hooks.running_calls import Arguments, Changes, OnCall, RunningCall, attach_calls, get_version
 from layertap.models.hooks.sites import CallKey, Side
-from layertap.models.hooks.tensor_tree import (
-    Path,
-    TensorsByPath,
-    iterate_tensors,
-    pack_arguments,
-    replace_arguments,
-    replace_tensor,
-)
+from layertap.models.hooks.tensor_tree import Path, TensorsByPath, get_parameters, iterate_tensors, replace_tensor
 
 T = TypeVar("T")
 Location = tuple[nn.Module, Side, CallKey, Path]  # of a tensor: a module, a kind of hook on it, a call, a path there
@@ -63,12 +56,13 @@ class _InputCall(RunningCall):
 
     # At the beginning: after an in-place module its input is already its output.
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        changes = self.on_call(self.number, pack_arguments(args, kwargs))
+        arguments = tensor_tree.Arguments(args, kwargs, get_parameters(self.module))
+        changes = self.on_call(self.number, arguments)
         if not changes:
             return None
-        tensors = dict(iterate_tensors(pack_arguments(args, kwargs)))
+        tensors = dict(iterate_tensors(arguments))
         self.replaced = [(tensors[path], tensor, get_version(tensor)) for path, tensor in changes.items()]
-        return replace_arguments(args, kwargs, changes)
+        return arguments.replace(changes)
 
     # Whoever called it may rely on what it does to its input.
     def end(self, output: object) -> None:
