@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 
-from layertap.models.catalog.catalog import CallCounts, Catalog, TensorInfo
+from layertap.models.catalog.catalog import TENSORS, Catalog, TensorInfo
 from layertap.models.catalog.text_lengths import TextLengths, check_indices, with_common_length
 from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, escape
@@ -78,8 +78,16 @@ def make_plan(
     skipped_names = dict.fromkeys(name for match in matches for name in match.skipped)
     left_out = dict.fromkeys(detail for match in matches for detail in match.left_out)
     reached = [tuple(each for each in every if _is_reached(each, last, catalog)) for every in changes]
-    idle = {each.point.escaped_text: None for every in changes for each in every if not _is_reached(each, last, catalog)}
-    calls = _count_calls([*points, *(each.point for every in reached for each in every)], catalog)
+    made = {each.point: None for every in reached for each in every}
+    idle = [each.point.escaped_text for every in changes for each in every if each.point not in made]
+    calls = _count_calls([*points, *made], catalog)
+    calls |= {
+        (point.layer, point.call, TENSORS): len(get_boundary(point, catalog).tensors)
+        for match in matches
+        for point in (result.capture.point for result in match.results if calls and match.selector.path is None)
+        if point.site == "output" and not point.function
+    }
+    from_end = (each for each in interventions if isinstance(each.selector.call, int) and each.selector.call < 0)
     cost = get_boundary(last, catalog).cost
     shared = _find_shared_inputs((change for each in reached for change in each), catalog)
     return Plan(
@@ -92,9 +100,9 @@ def make_plan(
         left_out=tuple(left_out),
         shared=tuple(dict.fromkeys(shared)),
         anchors_views=any(get_call(point, catalog).is_view for point in points if point.site in GRADIENTS),
-        idle=tuple(idle),
+        idle=tuple(dict.fromkeys(idle)),
         calls=tuple(calls.items()),
-        counts_back=bool(calls) and any(isinstance(each.selector.call, int) and each.selector.call < 0 for each in interventions),
+        counts_back=bool(calls) and any(from_end),
     )
 
 
@@ -105,7 +113,7 @@ def _is_reached(change: ResolvedIntervention, last: HookPoint, catalog: Catalog)
     return boundary.order <= get_boundary(last, catalog).order
 
 
-def _count_calls(points: Iterable[HookPoint], catalog: Catalog) -> CallCounts:
+def _count_calls(points: Iterable[HookPoint], catalog: Catalog) -> dict[tuple[str, int, str], int]:
     """How many calls of their layers and functions the catalogue has, if others are possible."""
     counts: dict[tuple[str, int, str], int] = {}
     for point in points if catalog.branches else ():

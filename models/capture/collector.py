@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from layertap.models.capture.batch_slices import RequestSlice, find_spans
 from layertap.models.capture.reduction import ReducedTensor, reduce
+from layertap.models.catalog.catalog import TENSORS
 from layertap.models.catalog.row_tensor import RowTensor, Span
 from layertap.models.devices.devices import dtype_name
 from layertap.models.errors import InputError, LayerNotReachedError, LayertapError, OtherCallsError, escape
 from layertap.models.gradients.anchors import GradientAnchors, compute_objective
-from layertap.models.hooks.attach import StopForward
+from layertap.models.hooks.attach import OF_FUNCTIONS, StopForward
 from layertap.models.hooks.own_code import run_own
 from layertap.models.hooks.running_calls import Changes, OnCall
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS, CallKey, Side
@@ -122,9 +123,13 @@ class Collector:
         self._error: InputError | None = None
         self._has_stopped = False
         self._misfits: list[LayertapError] = []
-        self._actions = group_actions(slices, spans, modules)
-        self._calls_run: dict[tuple[nn.Module, Side], set[CallKey]] = defaultdict(set)
+        self._actions = dict(group_actions(slices, spans, modules))
+        self._calls_run: dict[tuple[nn.Module, Side], dict[CallKey, int]] = defaultdict(dict)
         self._expected = {key: count for each in slices for key, count in each.calls}
+        for layer, _, function in self._expected:  # all are counted, whether anything is wanted of them or not
+            sides: tuple[Side, ...] = OF_FUNCTIONS if function else ("output",)
+            if not any((modules[layer], side) in self._actions for side in sides):
+                self._actions[modules[layer], sides[0]] = {}
         self._unmade = {change.point for each in slices for change in each.interventions}
         self._absent: dict[HookPoint, str] = {}  # points whose call held other tensors
 
@@ -132,6 +137,12 @@ class Collector:
         """How the forward runs: with a graph only where something is differentiated."""
         # Not inference mode: tensors that a model keeps (tables, caches) must be usable in a forward with a graph.
         return torch.enable_grad() if self._has_graph else torch.no_grad()
+
+    @property
+    def changes_outputs(self) -> bool:
+        """Whether other tensors go on in place of those that leave some calls."""
+        calls = (each for (_, side), calls in self._actions.items() if side == "output" for each in calls.values())
+        return any(actions.interventions or actions.anchors for actions in calls)
 
     def list_callbacks(self) -> Iterator[tuple[nn.Module, Side, OnCall]]:
         """One for each module and side, though a tied module may be asked for under several names."""
@@ -161,18 +172,24 @@ class Collector:
     def _check_calls(self) -> None:
         """OtherCallsError if a forward that ended made other numbers of calls than its plan is for."""
         made = {key: self._count_calls(*key) for key in self._expected}
-        counts = {key: count for key, count in made.items() if 0 < count != self._expected[key]}
+        for (layer, call, kind), count in made.items():
+            if kind == TENSORS and count > (planned := self._expected[layer, call, kind]):
+                name = escape(f"{layer}#{call}")
+                detail = f"with this input {name} holds {count} tensors, not {planned}"
+                raise InputError(detail, hint="ask for a layer after it, or for one of them by its path")
+        counts = {key: n for key, n in made.items() if 0 < n != self._expected[key] and key[2] != TENSORS}
         if counts:
             (layer, call, function), count = next(iter(counts.items()))
             name = escape(f"{layer}#{call}/{function}" if function else layer)
             planned = self._expected[layer, call, function]
-            error = OtherCallsError(
-                f"with this input {name} runs {count} times, not {planned} times", hint="name its calls by their numbers"
-            )
+            detail = f"with this input {name} runs {count} times, not {planned} times"
+            error = OtherCallsError(detail, hint="name its calls by their numbers")
             error.counts = counts
             raise error
 
     def _count_calls(self, layer: str, number: int, function: str) -> int:
+        if function == TENSORS:
+            return self._calls_run[self._modules[layer], "output"].get(number, 0)
         keys = [key for (module, _), run in self._calls_run.items() if module is self._modules[layer] for key in run]
         if not function:
             return len({key[0] if isinstance(key, tuple) else key for key in keys})
@@ -211,14 +228,14 @@ class Collector:
                         module._buffers[name] = buffer.detach()
 
     def _on_call(
-        self, calls: Mapping[CallKey, CallActions], calls_run: set[CallKey], call: CallKey, value: object
+        self, calls: Mapping[CallKey, CallActions], calls_run: dict[CallKey, int], call: CallKey, value: object
     ) -> Changes | None:
         """Do the work at a call; returns the tensors that replace the call's own."""
-        calls_run.add(call)
+        tensors = dict(iterate_tensors(value))
+        calls_run[call] = len(tensors)
         actions = calls.get(call)
         if actions is None:
             return None
-        tensors = dict(iterate_tensors(value))
         changes: dict[Path, Tensor] = {}
         find = partial(self._find_path, value, tensors)
         self._change_tensors(actions, find, tensors, changes)
@@ -239,7 +256,7 @@ class Collector:
         return changes
 
     def _on_recompute(
-        self, calls: Mapping[CallKey, CallActions], calls_run: set[CallKey], call: CallKey, value: object
+        self, calls: Mapping[CallKey, CallActions], calls_run: dict[CallKey, int], call: CallKey, value: object
     ) -> Changes | None:
         """Change the only call's tensors as they were changed when it ran first; nothing else is wanted of it."""
         # Of functions those of the module's call in which they ran first.
@@ -275,7 +292,8 @@ class Collector:
         if path in tensors:
             return path
         if not path and isinstance(value, (tuple, list)):
-            fitting = [each for each, tensor in tensors.items() if len(each) == 1 and not self._find_misfit(tensor, tap)]
+            items = (each for each in tensors.items() if len(each[0]) == 1)
+            fitting = [each for each, tensor in items if not self._find_misfit(tensor, tap)]
             if len(fitting) == 1:
                 return fitting[0]
         paths = ", ".join(format_path(each) or "a single tensor" for each in tensors)

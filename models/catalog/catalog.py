@@ -36,7 +36,9 @@ class Traits:
 
 
 DEFAULT_TRAITS = Traits()
-# How many calls a layer makes (-1, ""), or one of its calls (its number) makes of a function (its name).
+TENSORS = "[]"
+# How many calls a layer makes (-1, ""), or one of its calls (its number) makes of a function (its name), or how many
+# TENSORS that call returns.
 CallCounts = Mapping[tuple[str, int, str], int]
 
 BACKWARD_FACTOR = 3.0  # forwards that a forward with a backward takes as long as

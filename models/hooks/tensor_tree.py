@@ -7,7 +7,7 @@ named tuple or a dataclass, ``("0", "1")`` in nested sequences. Written down: ``
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from inspect import Parameter, signature
@@ -71,14 +71,14 @@ class Arguments(dict[str, Any]):
 
 
 def get_parameters(module: torch.nn.Module) -> tuple[str, ...]:
-    """The names of a module's positional parameters; none where its forward is replaced, or does not tell."""
-    return () if "forward" in vars(module) else _read_parameters(type(module))
+    """The names of the positional parameters of a module's class."""
+    return _read_parameters(type(module).forward)
 
 
 @lru_cache
-def _read_parameters(kind: type[torch.nn.Module]) -> tuple[str, ...]:
+def _read_parameters(forward: Callable[..., object]) -> tuple[str, ...]:
     try:
-        parameters = signature(kind.forward).parameters.values()
+        parameters = signature(forward).parameters.values()
     except (TypeError, ValueError):
         return ()
     return tuple(each.name for each in parameters if each.kind in POSITIONAL)[1:]
