@@ -51,9 +51,10 @@ def find_shared_values(module: nn.Module, run: Forward, rows: Inputs) -> SharedV
 
 def run_turned(run: Forward, rows: Inputs, flag: int) -> object:
     """What a forward returns in which one flag has the other value; None if it raises."""
+    own = {name: value.clone() for name, value in rows.items()}  # outside: operations are counted
     try:
         with _Turn(flag):
-            return run({name: value.clone() for name, value in rows.items()})
+            return run(own)
     except Exception as error:
         if is_device_error(error):
             raise
