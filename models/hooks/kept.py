@@ -9,19 +9,21 @@ import contextvars
 import functools
 import types
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from layertap.models.hooks.tensor_tree import iterate_tensors
+from layertap.models.hooks.tensor_tree import iterate_tensors, replace_tensor
 
 MAX_LOOKED_AT = 100_000  # objects
 OWN = "layertap."  # hooks of ours, which hold what they take
 OF_TORCH = frozenset(vars(nn.Module())) - {"_buffers"}
-Holder = dict[Any, Any] | list[Any] | types.CellType
-Slot = tuple[Holder, Any, Any]  # an entry of a holder: its key there, and its value
+ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+Slot = tuple[Any, Any, Any]  # an entry of a dictionary, a list or a closure's cell: what holds it, its key, its value
 
 
 class KeptOutputs:
@@ -31,9 +33,8 @@ class KeptOutputs:
         """``restores``: whether ``restore`` is to put originals back, which are held until then."""
         self._root = root
         self._undo: list[Slot] | None = [] if restores else None
-        # Of what is kept already nothing is a call's own output.
-        earlier = (tensor for _, _, value in self._list_slots() for tensor in _own(value))
-        self._earlier = {id(tensor): weakref.ref(tensor) for tensor in earlier}
+        earlier = (tensor for _, _, value in self._list_slots() for _, tensor in iterate_tensors(value))
+        self._earlier = {id(tensor): weakref.ref(tensor) for tensor in earlier}  # nothing of these is a call's own
         self._originals: list[weakref.ref[Tensor]] = []
 
     def replace(self, original: Tensor, changed: Tensor, arguments: object) -> None:
@@ -42,19 +43,22 @@ class KeptOutputs:
         Nothing is done where that is one of its ``arguments``, or was kept before: others hold it rightly.
         """
         earlier = self._earlier.get(id(original), lambda: None)()
-        if earlier is original or any(each is original for each in _own(arguments)):
+        if earlier is original or any(each is original for _, each in iterate_tensors(arguments)):
             return
         self._originals.append(weakref.ref(original))
         for holder, key, value in list(self._list_slots()):
-            if any(each is original for each in _own(value)):
-                _put(holder, key, _substitute(value, original, changed))
+            new = value
+            for path, tensor in iterate_tensors(value):
+                new = replace_tensor(new, path, changed) if tensor is original else new
+            if new is not value:
+                _put(holder, key, new)
                 if self._undo is not None:
                     self._undo.append((holder, key, value))
 
     def restore(self) -> None:
-        """Have originals again where they are kept still: a later forward may read them."""
-        for holder, key, value in self._undo or ():
-            _put(holder, key, value)
+        """Have originals again where they were kept: a later forward may read them."""
+        for slot in self._undo or ():
+            _put(*slot)
 
     def has_lost_any(self) -> bool:
         """Whether an original is still held, somewhere else: whoever reads it there sees no change."""
@@ -64,58 +68,51 @@ class KeptOutputs:
         """All entries that are tensors, or tuples, which can't be written to."""
         modules = [*self._root.modules()]
         hooks = chain.from_iterable(
-            chain(each._forward_hooks.values(), each._forward_pre_hooks.values()) for each in modules
+            (*each._forward_hooks.values(), *each._forward_pre_hooks.values()) for each in modules
         )
         own = (hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(OWN))
-        rest: list[object] = [*modules, *own, *contextvars.copy_context().values()]
-        seen: set[int] = set()
+        rest, seen = [*modules, *own, *contextvars.copy_context().values()], set[int]()
         while rest and len(seen) < MAX_LOOKED_AT:
-            holder = rest.pop()
-            if id(holder) in seen:
-                continue
-            seen.add(id(holder))
-            for slot in _open(holder):
-                if isinstance(slot[2], (Tensor, tuple)):
-                    yield slot
-                elif not isinstance(slot[2], (str, int, float, type, types.ModuleType)) and slot[2] is not None:
-                    rest.append(slot[2])
+            held = rest.pop()
+            if id(held) not in seen:
+                seen.add(id(held))
+                holder, items = _open(held)
+                for key, value in items:
+                    kind = type(value)
+                    if (
+                        kind in ATOMS
+                        or key in OF_TORCH
+                        or (kind is tuple and all(type(each) in ATOMS for each in value))
+                    ):
+                        continue
+                    if isinstance(value, (Tensor, tuple)):
+                        yield holder, key, value
+                    else:
+                        rest.append(value)
 
 
-def _open(holder: Any) -> Iterator[Slot]:
-    """What an object holds."""
-    if isinstance(holder, nn.Module):
-        for name, value in vars(holder).items():
-            if name not in OF_TORCH:
-                yield vars(holder), name, value
-    elif isinstance(holder, dict):
-        yield from ((holder, key, value) for key, value in holder.items())
-    elif isinstance(holder, list):
-        yield from ((holder, index, value) for index, value in enumerate(holder))
-    elif isinstance(holder, types.FunctionType):
-        for cell in holder.__closure__ or ():
-            try:
-                yield cell, None, cell.cell_contents
-            except ValueError:  # not filled yet
-                continue
-    elif isinstance(holder, (types.MethodType, functools.partial)):
-        yield [], 0, holder.__self__ if isinstance(holder, types.MethodType) else [holder.func, *holder.args]
-    elif hasattr(holder, "__dict__") and not isinstance(holder, Tensor):
-        yield from ((vars(holder), name, value) for name, value in vars(holder).items())
+def _open(value: Any) -> tuple[Any, Iterable[tuple[Any, Any]]]:
+    """What has the entries of an object, and these."""
+    if isinstance(value, dict):
+        return value, value.items()
+    if isinstance(value, (list, deque)):
+        return value, enumerate(value)
+    if isinstance(value, types.CellType):
+        return value, [("", value.cell_contents)] if value != types.CellType() else ()  # it may be filled later
+    if isinstance(value, types.FunctionType):
+        found = ((name, value.__globals__.get(name)) for name in value.__code__.co_names)
+        gathered = [each for each in found if isinstance(each[1], (dict, list))]
+        return value.__globals__, [*gathered, *(("", cell) for cell in value.__closure__ or ())]
+    if isinstance(value, types.MethodType):
+        return value, [("", value.__self__)]
+    if isinstance(value, functools.partial):
+        return value, [("", each) for each in (value.func, *value.args)]
+    is_plain = hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType))
+    return (vars(value), vars(value).items()) if is_plain else (value, ())
 
 
-def _put(holder: Holder, key: Any, value: object) -> None:
+def _put(holder: Any, key: Any, value: object) -> None:
     if isinstance(holder, types.CellType):
         holder.cell_contents = value
-    elif isinstance(holder, dict) or key < len(holder):
+    elif isinstance(holder, dict) or (isinstance(holder, (list, deque)) and key < len(holder)):
         holder[key] = value
-
-
-def _own(value: object) -> Iterator[Tensor]:
-    return (tensor for _, tensor in iterate_tensors(value))
-
-
-def _substitute(value: Any, original: Tensor, changed: Tensor) -> Any:
-    if isinstance(value, tuple):
-        items = [_substitute(item, original, changed) for item in value]
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    return changed if value is original else value

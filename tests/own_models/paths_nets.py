@@ -114,24 +114,26 @@ class Keeping(nn.Module):
 class Kept(nn.Module):
     """Outputs that are read from where they are kept, each in another place."""
 
+    last: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.itself, self.listed, self.hooked = Keeping(), seeded(nn.Linear(8, 8), 2), seeded(nn.Linear(8, 8), 3)
-        self.drop, self.shared = nn.Dropout(), seeded(nn.Linear(8, 8), 4)
+        self.drop, self.shared, self.classed = nn.Dropout(), seeded(nn.Linear(8, 8), 4), seeded(nn.Linear(8, 8), 5)
         self.outputs: list[tuple[Tensor, str]] = []
         found: dict[str, list[Tensor]] = {"hooked": []}
         self.listed.register_forward_hook(lambda part, args, output: self.outputs.append((output, "listed")))
         self.hooked.register_forward_hook(lambda part, args, output: found["hooked"].append(output))
         self.shared.register_forward_hook(lambda part, args, output: GLOBAL.update(shared=output))
+        self.classed.register_forward_hook(lambda part, args, output: setattr(Kept, "last", output))
         self.take = lambda: found["hooked"].pop()
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.shared(self.hooked(self.listed(self.itself(x))))
+        y = self.classed(self.shared(self.hooked(self.listed(self.itself(x)))))
         self.before = y
         z = self.drop(y)  # the same tensor: kept before it was this part's output
-        return torch.stack(
-            [x, y, z, self.itself.skip, self.outputs.pop()[0], self.take(), self.before, GLOBAL["shared"]], 1
-        )
+        kept = [self.itself.skip, self.outputs.pop()[0], self.take(), self.before, GLOBAL["shared"], self.last]
+        return torch.stack([x, y, z, *kept], 1)
 
 
 class Compiled(nn.Module):

@@ -164,12 +164,12 @@ def test_structures_that_change(asker: Asker, layer: str) -> None:
 # Readers of what is kept
 
 
-@pytest.mark.parametrize("part", ["itself", "listed", "hooked", "drop", "."])
+@pytest.mark.parametrize("part", ["itself", "listed", "hooked", "shared", "drop", "."])
 def test_kept_outputs(asker: Asker, part: str) -> None:
     """A changed output is what later parts read, whether a part keeps it, a list or a hook of the model's own."""
     reply = asker.extract("Kept", [LOW], ["."], interventions=[{"layer": part, "op": "zero"}])
     plain = run(make("Kept"), LOW)[0]
-    rows = {"itself": [3], "listed": [4], "hooked": [5], "drop": [2], ".": [*range(8)]}[part]
+    rows = {"itself": [3], "listed": [4], "hooked": [5], "shared": [7], "drop": [2], ".": [*range(9)]}[part]
     assert reply.status == 200, reply.problem
     found = reply.features["."][0]
     assert (found[rows] == 0).all()
@@ -177,7 +177,7 @@ def test_kept_outputs(asker: Asker, part: str) -> None:
     close(asker.extract("Kept", [LOW], ["."]), ".", plain[None])
 
 
-@pytest.mark.parametrize("part", ["itself", "listed", "hooked"])
+@pytest.mark.parametrize("part", ["itself", "listed", "hooked", "shared"])
 def test_gradients_through_what_is_kept(asker: Asker, part: str) -> None:
     """The gradient at a part counts those who read its output from where it is kept."""
     objective = {"kind": "sum", "layer": "."}
@@ -190,9 +190,9 @@ def test_gradients_through_what_is_kept(asker: Asker, part: str) -> None:
 
 def test_verified_where_changes_arrive(asker: Asker) -> None:
     """An answer counts as verified only where what is put in its place reaches all who read it."""
-    for part in ("itself", "listed", "hooked"):
+    for part in ("itself", "listed", "hooked", "shared"):
         assert asker.extract("Kept", [LOW], [part], verify=True).body.get("verified") is True
-    reply = asker.extract("Kept", [LOW], ["shared"], verify=True)
+    reply = asker.extract("Kept", [LOW], ["classed"], verify=True)
     assert reply.status >= 400
     assert "not verified" in reply.problem
 
