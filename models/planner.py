@@ -88,7 +88,7 @@ def make_plan(
         if point.site == "output" and not point.function
     }
     from_end = (each for each in interventions if isinstance(each.selector.call, int) and each.selector.call < 0)
-    cost = get_boundary(last, catalog).cost
+    cost = 1.0 if calls else get_boundary(last, catalog).cost
     shared = _find_shared_inputs((change for each in reached for change in each), catalog)
     return Plan(
         results,
