@@ -165,10 +165,10 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _has_data_sizes(func: Any, args: object) -> bool:
+def _has_data_sizes(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether the sizes of a result depend on values; of an index on masks only."""
     is_index = func.overloadpacket is torch.ops.aten.index
-    masks = any(each.dtype in (torch.bool, torch.uint8) for each in find_tensors(args))
+    masks = any(each.dtype in (torch.bool, torch.uint8) for each in find_tensors(args[1:]))
     return torch.Tag.dynamic_output_shape in func.tags and (masks or not is_index)
 
 

@@ -241,9 +241,16 @@ class Engine:
                 return await self._run([job], ticket.deadline)
             except UndecodedError as error:
                 items = refuse_picture(items, error)
+            except OtherCallsError:
+                planned = planned.with_inputs_apart()
         jobs = await self._make_jobs(planned, items, ticket)
         ticket.resize(sum(job.rows for job in jobs))
-        return await self._run(jobs, ticket.deadline)
+        try:
+            return await self._run(jobs, ticket.deadline)
+        except OtherCallsError:
+            if any(job.plan_again for job in jobs):
+                raise
+        return await self._decode_and_run(planned.with_inputs_apart(), items, ticket)
 
     async def _run(self, jobs: list[Job], deadline: float) -> list[Answer]:
         """Run jobs, in stages if some take tensors of others, and return each with its results."""

@@ -79,6 +79,10 @@ class PlannedRequest:
     fingerprints: Fingerprints = field(default_factory=dict)
     nbytes: int = 0
 
+    def with_inputs_apart(self) -> PlannedRequest:
+        """The same with a job for each input, which may go its own way."""
+        return replace(self, request=replace(self.request, apart=True))
+
 
 class Planner:
     """Plans requests on the event loop; long computations run in threads, surveys in the model's own.

@@ -372,9 +372,7 @@ def _leave_out(
 
 def _run_apart(planned: PlannedRequest) -> bool:
     """Whether each input is a job of its own, though all have one shape: they want, or may do, different things."""
-    request = planned.request
-    joined = request.probe or (request.isolated and planned.rows > 1)
-    return bool(request.input_options) or (planned.catalog.branches and not joined)
+    return planned.request.apart or bool(planned.request.input_options)
 
 
 def _check(planned: PlannedRequest) -> None:
