@@ -1,4 +1,4 @@
-"""A dispatch mode whose first use does not import torch's compiler."""
+"""Living with torch's compiler: a dispatch mode that does not import it, and forwards that it does not compile."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import sys
 from typing import Any
 
+import torch
 from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,6 +28,16 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         """Called by torch before it hides a mode."""
         return False
+
+
+def disable_compiled_functions() -> None:
+    """Have what ``torch.compile`` made run as it is written, in this process: hooks on parts that it calls run then.
+
+    It matters only once something has imported the compiler. Graphs that are compiled ahead of time are not affected.
+    """
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is not None and compiler._stance.stance != "force_eager":
+        torch.compiler.set_stance("force_eager")
 
 
 def _hide_from_compiler(dispatch: Any) -> Any:

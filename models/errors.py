@@ -8,6 +8,7 @@ LayertapError
 │   ├── SelectorError      a selector's text or its options make no sense
 │   ├── UnknownLayerError  no layer of that name, or no such call, path or site of it
 │   └── InputError         an input does not fit the model
+│       └── OtherCallsError  its forward makes other calls than the catalogue's
 ├── TooLargeError          a figure over its limit
 │   └── OutOfMemoryError   the device has no memory for a batch
 └── LayerNotReachedError   the forward ended before a point that its catalogue promised
@@ -194,6 +195,18 @@ class UnknownLayerError(RequestError):
 
 class InputError(RequestError):
     """An input does not fit the model."""
+
+
+class OtherCallsError(InputError):
+    """An input's forward makes other numbers of calls than its plan is for; ``counts`` has them, by layer."""
+
+    counts: Mapping[Any, int] = {}
+
+    def of_input(self, index: int) -> Self:
+        """The error, attributed to the request's input with this index."""
+        error = super().of_input(index)
+        error.counts = self.counts
+        return error
 
 
 class TooLargeError(LayertapError):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 
-from layertap.models.catalog.catalog import Catalog, TensorInfo
+from layertap.models.catalog.catalog import TENSORS, Catalog, TensorInfo
 from layertap.models.catalog.text_lengths import TextLengths, check_indices, with_common_length
 from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, escape
@@ -77,19 +77,52 @@ def make_plan(
     last = max(points, key=lambda point: get_boundary(point, catalog).order)
     skipped_names = dict.fromkeys(name for match in matches for name in match.skipped)
     left_out = dict.fromkeys(detail for match in matches for detail in match.left_out)
-    cost = get_boundary(last, catalog).cost
-    shared = _find_shared_inputs((change for each in changes for change in each), catalog)
+    reached = [tuple(each for each in every if _is_reached(each, last, catalog)) for every in changes]
+    made = {each.point: None for every in reached for each in every}
+    idle = [each.point.escaped_text for every in changes for each in every if each.point not in made]
+    calls = _count_calls([*points, *made], catalog)
+    calls |= {
+        (point.layer, point.call, TENSORS): len(get_boundary(point, catalog).tensors)
+        for match in matches
+        for point in (result.capture.point for result in match.results if calls and match.selector.path is None)
+        if point.site == "output" and not point.function
+    }
+    from_end = (each for each in interventions if isinstance(each.selector.call, int) and each.selector.call < 0)
+    cost = 1.0 if calls else get_boundary(last, catalog).cost
+    shared = _find_shared_inputs((change for each in reached for change in each), catalog)
     return Plan(
         results,
         last,
         cost,
         tuple(skipped_names),
-        tuple(changes),
+        tuple(reached),
         resolved,
         left_out=tuple(left_out),
         shared=tuple(dict.fromkeys(shared)),
         anchors_views=any(get_call(point, catalog).is_view for point in points if point.site in GRADIENTS),
+        idle=tuple(dict.fromkeys(idle)),
+        calls=tuple(calls.items()),
+        counts_back=bool(calls) and any(from_end),
     )
+
+
+def _is_reached(change: ResolvedIntervention, last: HookPoint, catalog: Catalog) -> bool:
+    """Whether a change is made before a forward, which ends at the ``last`` point, may stop."""
+    call, point = get_call(change.point, catalog), change.point
+    boundary = call.input if point.site in ATTENTION else call.get_boundary(point.site)
+    return boundary.order <= get_boundary(last, catalog).order
+
+
+def _count_calls(points: Iterable[HookPoint], catalog: Catalog) -> dict[tuple[str, int, str], int]:
+    """How many calls of their layers and functions the catalogue has, if others are possible."""
+    counts: dict[tuple[str, int, str], int] = {}
+    for point in points if catalog.branches else ():
+        calls, name = catalog.layers[point.layer].calls, point.function.rpartition("#")[0]
+        counts[point.layer, -1, ""] = len(calls)
+        if name:
+            same = [each for each in calls[point.call].functions if each.rpartition("#")[0] == name]
+            counts[point.layer, point.call, name] = len(same)
+    return counts
 
 
 def _find_shared_inputs(changes: Iterable[ResolvedIntervention], catalog: Catalog) -> Iterator[str]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.observations import Sketch
+from layertap.models.dispatch_mode import disable_compiled_functions
 from layertap.models.errors import LoadError, escape
 from layertap.models.hooks import attach
 from layertap.models.hooks.tensor_tree import Path, iterate_tensors, view_bytes
@@ -81,6 +82,7 @@ def overwrites_weights(forward: KeptForward, rows: Mapping[str, Tensor]) -> bool
 
 def call_module(rows: Mapping[str, Tensor], module: nn.Module) -> object:
     """One forward of a module tree for a batch; arguments are passed as ``takes_by_position`` says."""
+    disable_compiled_functions()
     arguments = _make_arguments(rows)
     return module(*arguments.values()) if takes_by_position(module, tuple(arguments)) else module(**arguments)
 

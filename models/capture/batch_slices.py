@@ -22,7 +22,7 @@ class RequestSlice:
     """One request's part of a forward: rows ``start`` to ``stop``, its captures and its interventions.
 
     ``objective`` is what it differentiates, where it wants gradients; ``row_offset`` is its first row's number in the
-    request.
+    request. ``calls``: those that its forward must make, if others are possible; it then runs to its end.
     """
 
     start: int
@@ -31,6 +31,7 @@ class RequestSlice:
     interventions: tuple[ResolvedIntervention, ...] = ()
     objective: ResolvedObjective | None = None
     row_offset: int = 0
+    calls: tuple[tuple[tuple[str, int, str], int], ...] = ()
 
     @property
     def span(self) -> Span:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,18 +14,19 @@ from torch import Tensor, nn
 
 from layertap.models.capture.batch_slices import RequestSlice, find_spans
 from layertap.models.capture.reduction import ReducedTensor, reduce
+from layertap.models.catalog.catalog import TENSORS
 from layertap.models.catalog.row_tensor import RowTensor, Span
 from layertap.models.devices.devices import dtype_name
-from layertap.models.errors import InputError, LayerNotReachedError, LayertapError
+from layertap.models.errors import InputError, LayerNotReachedError, LayertapError, OtherCallsError, escape
 from layertap.models.gradients.anchors import GradientAnchors, compute_objective
-from layertap.models.hooks.attach import StopForward
+from layertap.models.hooks.attach import OF_FUNCTIONS, StopForward
 from layertap.models.hooks.own_code import run_own
 from layertap.models.hooks.running_calls import Changes, OnCall
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS, CallKey, Side
-from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors, replace_tensor
+from layertap.models.hooks.tensor_tree import Arguments, Path, TensorsByPath, iterate_tensors, replace_tensor
 from layertap.models.interventions.operations import apply_operation
-from layertap.models.selection.hook_points import HookPoint
-from layertap.models.selection.plan import Capture, ResolvedIntervention, Tap
+from layertap.models.selection.hook_points import HookPoint, format_path
+from layertap.models.selection.plan import Capture, ResolvedIntervention, ResolvedObjective, Tap
 
 
 @dataclass
@@ -120,14 +121,28 @@ class Collector:
         self._token_mask = token_mask
         self._anchors = GradientAnchors()
         self._error: InputError | None = None
+        self._has_stopped = False
         self._misfits: list[LayertapError] = []
-        self._actions = group_actions(slices, spans, modules)
-        self._calls_run: dict[tuple[nn.Module, Side], set[CallKey]] = defaultdict(set)
+        self._actions = dict(group_actions(slices, spans, modules))
+        self._calls_run: dict[tuple[nn.Module, Side], dict[CallKey, int]] = defaultdict(dict)
+        self._expected = {key: count for each in slices for key, count in each.calls}
+        for layer, _, function in self._expected:  # all are counted, whether anything is wanted of them or not
+            sides: tuple[Side, ...] = OF_FUNCTIONS if function else ("output",)
+            if not any((modules[layer], side) in self._actions for side in sides):
+                self._actions[modules[layer], sides[0]] = {}
+        self._unmade = {change.point for each in slices for change in each.interventions}
+        self._absent: dict[HookPoint, str] = {}  # points whose call held other tensors
 
     def set_grad_mode(self) -> AbstractContextManager[object]:
         """How the forward runs: with a graph only where something is differentiated."""
         # Not inference mode: tensors that a model keeps (tables, caches) must be usable in a forward with a graph.
         return torch.enable_grad() if self._has_graph else torch.no_grad()
+
+    @property
+    def changes_outputs(self) -> bool:
+        """Whether other tensors go on in place of those that leave some calls."""
+        calls = (each for (_, side), calls in self._actions.items() if side == "output" for each in calls.values())
+        return any(actions.interventions or actions.anchors for actions in calls)
 
     def list_callbacks(self) -> Iterator[tuple[nn.Module, Side, OnCall]]:
         """One for each module and side, though a tied module may be asked for under several names."""
@@ -145,11 +160,41 @@ class Collector:
         """InputError if a tensor was not as promised, LayerNotReachedError if anything is still pending."""
         if self._error is not None:
             raise (*self._misfits, self._error)[0]
+        self._check_calls()
         points = [capture.point for capture in self._pending]
         points += [objective.point for objective in self._objectives.values()]
-        if errors := [*self._misfits, *map(_make_unreached_error, points)]:
+        # A forward that was stopped may have been stopped before attention inside a layer.
+        points += [point for point in self._unmade if not (self._has_stopped and point.site in ATTENTION)]
+        if errors := [*self._misfits, *(_make_unreached_error(point, self._absent.get(point)) for point in points)]:
             errors[0].points = {point: reason for error in errors for point, reason in error.points.items()}
             raise errors[0]
+
+    def _check_calls(self) -> None:
+        """OtherCallsError if a forward that ended made other numbers of calls than its plan is for."""
+        made = {key: self._count_calls(*key) for key in self._expected}
+        for (layer, call, kind), count in made.items():
+            if kind == TENSORS and count > (planned := self._expected[layer, call, kind]):
+                name = escape(f"{layer}#{call}")
+                detail = f"with this input {name} holds {count} tensors, not {planned}"
+                raise InputError(detail, hint="ask for a layer after it, or for one of them by its path")
+        counts = {key: n for key, n in made.items() if 0 < n != self._expected[key] and key[2] != TENSORS}
+        if counts:
+            (layer, call, function), count = next(iter(counts.items()))
+            name = escape(f"{layer}#{call}/{function}" if function else layer)
+            planned = self._expected[layer, call, function]
+            detail = f"with this input {name} runs {count} times, not {planned} times"
+            error = OtherCallsError(detail, hint="name its calls by their numbers")
+            error.counts = counts
+            raise error
+
+    def _count_calls(self, layer: str, number: int, function: str) -> int:
+        if function == TENSORS:
+            return self._calls_run[self._modules[layer], "output"].get(number, 0)
+        keys = [key for (module, _), run in self._calls_run.items() if module is self._modules[layer] for key in run]
+        if not function:
+            return len({key[0] if isinstance(key, tuple) else key for key in keys})
+        called = {key[:2] for key in keys if isinstance(key, tuple)}
+        return sum(call == number and name.rpartition("#")[0] == function for call, name in called)
 
     def backward(self) -> None:
         """Differentiate the objectives, and reduce the gradients that are wanted."""
@@ -159,7 +204,7 @@ class Collector:
         for capture, spans in self._gradients.items():
             gradient = gradients.get(capture.point.locate(self._modules))
             if gradient is None:
-                raise _make_unreached_error(capture.point)
+                raise _make_unreached_error(capture.point, self._absent.get(capture.point))
             for span in spans:
                 run_own(self._reduce, capture, span, gradient)
 
@@ -183,30 +228,35 @@ class Collector:
                         module._buffers[name] = buffer.detach()
 
     def _on_call(
-        self, calls: Mapping[CallKey, CallActions], calls_run: set[CallKey], call: CallKey, value: object
+        self, calls: Mapping[CallKey, CallActions], calls_run: dict[CallKey, int], call: CallKey, value: object
     ) -> Changes | None:
         """Do the work at a call; returns the tensors that replace the call's own."""
-        calls_run.add(call)
+        tensors = dict(iterate_tensors(value))
+        calls_run[call] = len(tensors)
         actions = calls.get(call)
         if actions is None:
             return None
-        tensors = dict(iterate_tensors(value))
         changes: dict[Path, Tensor] = {}
-        self._change_tensors(actions, tensors, changes)
-        for path, anchor in actions.anchors.items():
-            if path in tensors:
+        find = partial(self._find_path, value, tensors)
+        self._change_tensors(actions, find, tensors, changes)
+        for anchor in actions.anchors.values():
+            if (path := find(anchor.tap)) is not None:
                 tensors[path] = changes[path] = self._anchor(anchor, tensors[path])
         for capture in actions.captures:
-            self._capture(capture, tensors)
+            if capture in self._pending and (path := find(capture)) is not None:
+                self._capture(capture, tensors[path])
         for index in actions.objectives:
-            self._add_objective(index, tensors)
-        if not self._pending and not self._objectives:
+            objective = self._objectives.get(index)
+            if objective is not None and (path := find(objective)) is not None:
+                self._add_objective(index, objective, tensors[path])
+        if not self._pending and not self._objectives and not self._expected:
+            self._has_stopped = True
             raise StopForward
         self._check_containers(value, changes)
         return changes
 
     def _on_recompute(
-        self, calls: Mapping[CallKey, CallActions], calls_run: set[CallKey], call: CallKey, value: object
+        self, calls: Mapping[CallKey, CallActions], calls_run: dict[CallKey, int], call: CallKey, value: object
     ) -> Changes | None:
         """Change the only call's tensors as they were changed when it ran first; nothing else is wanted of it."""
         # Of functions those of the module's call in which they ran first.
@@ -220,34 +270,58 @@ class Collector:
                 "ask for a layer that runs once, or load the model without activation checkpointing",
             )
         tensors, changes = dict(iterate_tensors(value)), dict[Path, Tensor]()
+        find = partial(self._find_path, value, tensors)
         actions = next((calls[key] for key in keys if key in calls), None)
         if actions is None:
             return None
-        self._change_tensors(actions, tensors, changes)
-        for path, anchor in actions.anchors.items():
-            if path in tensors:  # the same steps, on anchors that nobody reads
+        self._change_tensors(actions, find, tensors, changes)
+        for anchor in actions.anchors.values():
+            if (path := find(anchor.tap)) is not None:  # the same steps, on anchors that nobody reads
                 location = anchor.tap.point.locate(self._modules)
                 changes[path] = GradientAnchors().anchor(location, tensors[path], ())
         return changes
 
-    def _change_tensors(self, actions: CallActions, tensors: dict[Path, Tensor], changes: dict[Path, Tensor]) -> None:
+    def _find_path(self, value: object, tensors: Mapping[Path, Tensor], tap: Tap) -> Path | None:
+        """Where a call has a tensor that the catalogue knows at a path; None, and a note, if it has none there.
+
+        Arguments are found by their parameters. A lone tensor that is now in a tuple is the only one there that fits.
+        """
+        path = tap.point.path
+        if isinstance(value, Arguments):
+            path = value.find_path(path, tap.info.argument)
+        if path in tensors:
+            return path
+        if not path and isinstance(value, (tuple, list)):
+            items = (each for each in tensors.items() if len(each[0]) == 1)
+            fitting = [each for each, tensor in items if not self._find_misfit(tensor, tap)]
+            if len(fitting) == 1:
+                return fitting[0]
+        paths = ", ".join(format_path(each) or "a single tensor" for each in tensors)
+        self._absent[tap.point] = f"its call has {paths or 'no tensor'}"
+        return None
+
+    def _change_tensors(
+        self,
+        actions: CallActions,
+        find: Callable[[Tap], Path | None],
+        tensors: dict[Path, Tensor],
+        changes: dict[Path, Tensor],
+    ) -> None:
         for request_slice, change in actions.interventions:
-            tensor = tensors.get(change.point.path)
-            if tensor is not None:
-                self._check_tensor(tensor, change)
-                changed = _apply_intervention(request_slice, change, self._token_mask, tensor)
-                tensors[change.point.path] = changes[change.point.path] = changed
+            if (path := find(change)) is not None:
+                self._check_tensor(tensors[path], change)
+                changed = _apply_intervention(request_slice, change, self._token_mask, tensors[path])
+                tensors[path] = changes[path] = changed
+                self._unmade.discard(change.point)
 
     def _anchor(self, anchor: GradientAnchor, tensor: Tensor) -> Tensor:
+        self._unmade.discard(anchor.tap.point)
         self._check_tensor(tensor, anchor.tap)
         self._check_differentiable(anchor.tap.point)
         changes = [partial(_apply_intervention, *each, self._token_mask) for each in reversed(anchor.interventions)]
         return self._anchors.anchor(anchor.tap.point.locate(self._modules), tensor, changes)
 
-    def _capture(self, capture: Capture, tensors: Mapping[Path, Tensor]) -> None:
-        tensor = tensors.get(capture.point.path)
-        if tensor is None or capture not in self._pending:
-            return
+    def _capture(self, capture: Capture, tensor: Tensor) -> None:
         spans = self._pending.pop(capture)
         if misfit := self._find_misfit(tensor, capture):
             self._misfits.append(misfit)
@@ -259,15 +333,12 @@ class Collector:
         part = RowTensor.from_hook(tensor, capture.info, self._token_mask).select(span)
         self.results[capture, span] = reduce(part, capture.reduction, capture.length)
 
-    def _add_objective(self, index: int, tensors: Mapping[Path, Tensor]) -> None:
-        objective = self._objectives.get(index)
-        tensor = tensors.get(objective.point.path) if objective is not None else None
-        if objective is not None and tensor is not None:
-            self._check_tensor(tensor, objective)
-            self._check_differentiable(objective.point)
-            part = RowTensor.from_hook(tensor, objective.info, self._token_mask).select(self._slices[index].span)
-            self._anchors.add(objective.point, compute_objective(part, objective.objective))
-            del self._objectives[index]
+    def _add_objective(self, index: int, objective: ResolvedObjective, tensor: Tensor) -> None:
+        self._check_tensor(tensor, objective)
+        self._check_differentiable(objective.point)
+        part = RowTensor.from_hook(tensor, objective.info, self._token_mask).select(self._slices[index].span)
+        self._anchors.add(objective.point, compute_objective(part, objective.objective))
+        del self._objectives[index]
 
     def _check_tensor(self, tensor: Tensor, tap: Tap) -> None:
         """Leave the forward where a tensor can't be cut by what its catalogue says: rows would be cut elsewhere."""
@@ -297,7 +368,9 @@ class Collector:
     def _check_containers(self, value: object, changes: Changes) -> None:
         """Leave the forward where tensors can't be put into what holds them."""
         try:
-            for path, tensor in changes.items() if not isinstance(value, TensorsByPath) else ():
+            if isinstance(value, Arguments):
+                value.replace(changes)
+            for path, tensor in changes.items() if not isinstance(value, (Arguments, TensorsByPath)) else ():
                 replace_tensor(value, path, tensor)
         except InputError as error:
             self._error = error
@@ -309,8 +382,10 @@ class Collector:
         raise StopForward
 
 
-def _make_unreached_error(point: HookPoint) -> LayerNotReachedError:
+def _make_unreached_error(point: HookPoint, absent: str | None) -> LayerNotReachedError:
     detail = f"this input's forward never reached {point.escaped_text}"
+    if absent is not None:
+        detail = f"with this input there is no {point.escaped_text}: {absent}"
     return LayerNotReachedError(detail, points={point: "is not reached by every input"})
 
 

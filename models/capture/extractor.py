@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
 from layertap.models.capture.collector import Collector
+from layertap.models.capture.verification import not_verified_error
 from layertap.models.errors import InputError
 from layertap.models.gradients.anchors import find_unreachable
 from layertap.models.hooks.attach import StopForward, attach_all, attach_at
+from layertap.models.hooks.kept import KeptOutputs
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.selection.hook_points import HookPoint
 
@@ -45,8 +47,11 @@ class FeatureExtractor:
         collector = Collector(tuple(slices), row_count, self._modules, token_mask)
         with ExitStack() as cleanup, collector.set_grad_mode():
             cleanup.callback(collector.release_graph)
+            kept = KeptOutputs(self._modules["."], restores=True) if collector.changes_outputs else None
             with ExitStack() as stack:
-                attach_all(stack, collector.list_callbacks())
+                if kept is not None:
+                    cleanup.callback(kept.restore)
+                attach_all(stack, collector.list_callbacks(), kept)
                 with suppress(StopForward):
                     forward()
             collector.check()
@@ -67,7 +72,8 @@ class FeatureExtractor:
     ) -> dict[HookPoint, Tensor]:
         """Run a whole forward with other tensors in place of those that leave some calls.
 
-        Gives the tensors of its output, and those that were about to leave these calls.
+        Gives the tensors of its output, and those that were about to leave these calls. RequestError if the model
+        keeps one of these where it can't be replaced.
         """
         replaced: dict[HookPoint, Tensor] = {}
 
@@ -76,8 +82,15 @@ class FeatureExtractor:
             # In the order of memory of what was there: in another, kernels round otherwise.
             return torch.empty_like(tensor).copy_(values[point])
 
+        kept = KeptOutputs(self._modules["."], restores=False)
         with ExitStack() as stack, torch.no_grad():
-            attach_at(stack, {point: point.locate(self._modules) for point in values}, replace)
+            attach_at(stack, {point: point.locate(self._modules) for point in values}, replace, kept)
             output = forward()
             outputs = {HookPoint(".", 0, path, "output"): tensor.clone() for path, tensor in iterate_tensors(output)}
+            del output
+        if kept.has_lost_any():
+            raise not_verified_error(
+                "not verified: the model keeps a layer's output, and reads it where it can't be replaced",
+                "ask for a layer after it, or leave 'verify' out",
+            )
         return outputs | replaced

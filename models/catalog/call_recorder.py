@@ -28,7 +28,7 @@ from layertap.models.hooks import attention
 from layertap.models.hooks.attach import ATTACH, OnModuleCall, list_observed, observe_calls
 from layertap.models.hooks.functions import may_call_functions, run_unseen
 from layertap.models.hooks.running_calls import get_version
-from layertap.models.hooks.tensor_tree import Path, find_refused, iterate_tensors
+from layertap.models.hooks.tensor_tree import Arguments, Path, find_refused, iterate_tensors
 from layertap.models.inputs.noise import QUIET, ROWS
 
 
@@ -138,6 +138,8 @@ class CallRecorder:
                 observation = tensors[path] = self._observe(path, tensor, earlier)
                 if self._axes is not None:
                     observation.axes = self._axes.find(tensor)
+                if isinstance(value, Arguments) and value.lone:
+                    observation.info = replace(observation.info, argument=value.get_parameter(value.lone))
 
     def _observe(self, path: Path, tensor: Tensor, earlier: Observation | None) -> Observation:
         """A tensor, compared with ``earlier``: the same one in the forward of one row, None in that forward."""

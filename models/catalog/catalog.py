@@ -36,6 +36,10 @@ class Traits:
 
 
 DEFAULT_TRAITS = Traits()
+TENSORS = "[]"
+# How many calls a layer makes (-1, ""), or one of its calls (its number) makes of a function (its name), or how many
+# TENSORS that call returns.
+CallCounts = Mapping[tuple[str, int, str], int]
 
 BACKWARD_FACTOR = 3.0  # forwards that a forward with a backward takes as long as
 
@@ -55,6 +59,7 @@ class TensorInfo:
     forward tells. ``source`` says where a forward without a graph has attention from: "observed" or "recomputed".
     ``token_axes`` have an entry for each token of a text: they grow with its length. The row axis is one of them where
     tokens are folded into it. ``merges_tokens``: another axis grows with it, whose entries are of several tokens.
+    ``argument`` is the parameter that it was passed as, if it was in a lone argument.
     """
 
     path: tuple[str, ...]
@@ -70,6 +75,7 @@ class TensorInfo:
     merges_tokens: bool = False
     grid_size: tuple[int, int] | None = None
     layout_given: bool = False
+    argument: str = ""
 
     @property
     def is_floating(self) -> bool:
@@ -210,7 +216,7 @@ class Catalog:
     has the tensors that follow from that layer's output alone. ``sizes_known``: whether the rows have that shape; where
     they may have another, sizes are an example.
     ``has_functions``: whether it tells what functions take and return. ``traits`` hold for rows of all shapes.
-    ``tower``: which of two towers the rows are for.
+    ``tower``: which of two towers the rows are for. ``branches``: whether rows of other values may make other calls.
     """
 
     layers: Mapping[str, Layer]
@@ -223,11 +229,28 @@ class Catalog:
     has_functions: bool = False
     traits: Traits = DEFAULT_TRAITS
     tower: str | None = None
+    branches: bool = False
 
     @property
     def outputs(self) -> tuple[TensorInfo, ...]:
         """The tensors that the model returns."""
         return self.layers["."].calls[0].output.tensors
+
+    def with_calls(self, counts: CallCounts) -> Catalog:
+        """The same of a forward that makes other numbers of calls: further ones are taken to be like the last."""
+        layers = dict(self.layers)
+        for (name, number, function), count in sorted(counts.items()):
+            layer, calls = layers[name], list(layers[name].calls)
+            if not function:
+                calls[count:] = [_delay(calls[-1], later) for later in range(1, count - len(calls) + 1)]
+            else:
+                named = [key for key in calls[number].functions if key.rpartition("#")[0] == function]
+                last = calls[number].functions[named[-1]]
+                further = {f"{function}#{each}": _delay(last, each) for each in range(len(named), count)}
+                kept = {key: each for key, each in calls[number].functions.items() if key not in named[count:]}
+                calls[number] = replace(calls[number], functions=kept | further)
+            layers[name] = replace(layer, calls=tuple(calls))
+        return replace(self, layers=layers)
 
     def with_functions(self, other: Catalog) -> Catalog:
         """The same with what another survey of that shape tells of functions."""
@@ -270,3 +293,9 @@ class Catalog:
     def types(self) -> tuple[str, ...]:
         """The class names of all layers, sorted."""
         return tuple(sorted({layer.type for layer in self.layers.values()}))
+
+
+def _delay(call: Call, later: int) -> Call:
+    """A call like another, the ``later``-th behind it."""
+    end = call.output.order + later * 1e-6
+    return replace(call, input=replace(call.input, order=end - 5e-7), output=replace(call.output, order=end))

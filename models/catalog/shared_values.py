@@ -40,9 +40,9 @@ class SharedValues:
 
 def find_shared_values(module: nn.Module, run: Forward, rows: Inputs) -> SharedValues:
     """Compare a forward of all rows, three or more, with one of two of them."""
-    fewer = _Tracker(None)
+    fewer = Tracker(None)
     fewer.watch(module, run, {name: value[:2].clone() for name, value in rows.items()})
-    whole = _Tracker(fewer.shapes)
+    whole = Tracker(fewer.shapes)
     whole.watch(module, run, {name: value.clone() for name, value in rows.items()})
     unlike = len(fewer.shapes) != len(whole.shapes)
     crosses_rows = unlike or whole.reads or whole.reaches_output or len(whole.flags) > MAX_FLAGS
@@ -51,16 +51,17 @@ def find_shared_values(module: nn.Module, run: Forward, rows: Inputs) -> SharedV
 
 def run_turned(run: Forward, rows: Inputs, flag: int) -> object:
     """What a forward returns in which one flag has the other value; None if it raises."""
+    own = {name: value.clone() for name, value in rows.items()}  # outside: operations are counted
     try:
         with _Turn(flag):
-            return run({name: value.clone() for name, value in rows.items()})
+            return run(own)
     except Exception as error:
         if is_device_error(error):
             raise
         return None
 
 
-class _Tracker(DispatchMode):
+class Tracker(DispatchMode):
     """Follows what is computed from rows, and from values that they share, given the shapes of a smaller batch."""
 
     def __init__(self, fewer: list[tuple[str, tuple[torch.Size, ...]]] | None) -> None:
@@ -69,6 +70,7 @@ class _Tracker(DispatchMode):
         self.flags: list[int] = []
         self.places: set[Place] = set()
         self.reads = False
+        self.decides_sizes = False
         self.reaches_output = False
         self._fewer = fewer
         self._of_rows, self._shared = MarkedMemory(), MarkedMemory()
@@ -97,8 +99,11 @@ class _Tracker(DispatchMode):
         self.shapes.append((func._schema.name, tuple(each.shape for each in results)))
         is_of_rows = self._of_rows.note(func, args, options, result)
         self._shared.note(func, args, options, result)
+        self.decides_sizes |= is_of_rows and _has_data_sizes(func, args)
         if is_of_rows and is_read(func, result):
             self.note_read(args)
+        elif is_of_rows and self._fewer is None and len(results) == 1 and _is_flag(results[0]):
+            self.flags.append(number)
         elif is_of_rows and self._fewer is not None and not self._has_rows(number, results):
             if len(results) == 1 and _is_flag(results[0]):
                 self.flags.append(number)  # both of its values are tried
@@ -148,7 +153,7 @@ class _Turn(DispatchMode):
 class _Reads(TorchFunctionMode):
     """Notes reads that are no operations."""
 
-    def __init__(self, tracker: _Tracker) -> None:
+    def __init__(self, tracker: Tracker) -> None:
         super().__init__()
         self._tracker = tracker
 
@@ -158,6 +163,13 @@ class _Reads(TorchFunctionMode):
         if getattr(func, "__name__", "") in READS:
             self._tracker.note_read(args)
         return func(*args, **(kwargs or {}))
+
+
+def _has_data_sizes(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the sizes of a result depend on values; of an index on masks only."""
+    is_index = func.overloadpacket is torch.ops.aten.index
+    masks = any(each.dtype in (torch.bool, torch.uint8) for each in find_tensors(args[1:]))
+    return torch.Tag.dynamic_output_shape in func.tags and (masks or not is_index)
 
 
 def _is_flag(tensor: Tensor) -> bool:

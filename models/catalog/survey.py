@@ -23,6 +23,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from layertap.models.catalog.axes import Axes, make_axes, name_axes
 from layertap.models.catalog.axis_tracker import AxisTracker
+from layertap.models.catalog.branches import may_branch
 from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, Origin, TensorInfo
 from layertap.models.catalog.observations import Boundary, CallObservation, Observation
@@ -67,6 +68,7 @@ def survey(
         with name_input_errors(inputs):
             alone.watch(run, copy_row(rows))
             timer = _time_calls(module, run, copy_row(rows), device)
+        branches = may_branch(module, run, copy_row(rows))
         create_recorder = partial(CallRecorder, module, alone=alone, functions=functions)
         several = create_recorder()
         try:
@@ -83,6 +85,7 @@ def survey(
         if several is not alone:
             proof = prove_rows(module, run, rows, inputs, several, create_recorder, tolerance)
     catalog = CatalogBuilder(module, alone, several, timer, prefix, other_length, lengths, proof).build()
+    catalog = replace(catalog, branches=branches)
     for recorder in (alone, several, other_length):
         recorder.release()
     return catalog

@@ -17,18 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.errors import InputError, escape
-from layertap.models.hooks import attention
+from layertap.models.hooks import attention, tensor_tree
 from layertap.models.hooks.functions import ChangedFunctionsCall, FunctionsCall, list_parts, run_unseen
+from layertap.models.hooks.kept import KeptOutputs
 from layertap.models.hooks.running_calls import Arguments, Changes, OnCall, RunningCall, attach_calls, get_version
 from layertap.models.hooks.sites import CallKey, Side
-from layertap.models.hooks.tensor_tree import (
-    Path,
-    TensorsByPath,
-    iterate_tensors,
-    pack_arguments,
-    replace_arguments,
-    replace_tensor,
-)
+from layertap.models.hooks.tensor_tree import Path, TensorsByPath, get_parameters, iterate_tensors, replace_tensor
 
 T = TypeVar("T")
 Location = tuple[nn.Module, Side, CallKey, Path]  # of a tensor: a module, a kind of hook on it, a call, a path there
@@ -41,21 +35,23 @@ class StopForward(BaseException):
 
 
 class _OutputCall(RunningCall):
+    kept: KeptOutputs | None = None
+    arguments: object = ()
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.kept is not None:
+            self.arguments = args, kwargs
+
     def end(self, output: object) -> object:
         changes = self.on_call(self.number, output)
         if not changes:
             return None
+        originals = dict(iterate_tensors(output)) if self.kept is not None else {}
         for path, tensor in changes.items():
             output = replace_tensor(output, path, tensor)
+            if self.kept is not None:
+                self.kept.replace(originals[path], tensor, self.arguments)
         return output
-
-
-def _has_collector(module: nn.Module) -> bool:
-    """Whether a model's own hook gathers what the module returns, for a later part of the same forward to use.
-
-    Such a hook only reads, but must run after ours: otherwise a later layer would use the unchanged value.
-    """
-    return any(getattr(hook, "__module__", None) == COLLECTORS for hook in module._forward_hooks.values())
 
 
 class _InputCall(RunningCall):
@@ -63,12 +59,13 @@ class _InputCall(RunningCall):
 
     # At the beginning: after an in-place module its input is already its output.
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        changes = self.on_call(self.number, pack_arguments(args, kwargs))
+        arguments = tensor_tree.Arguments(args, kwargs, get_parameters(self.module))
+        changes = self.on_call(self.number, arguments)
         if not changes:
             return None
-        tensors = dict(iterate_tensors(pack_arguments(args, kwargs)))
+        tensors = dict(iterate_tensors(arguments))
         self.replaced = [(tensors[path], tensor, get_version(tensor)) for path, tensor in changes.items()]
-        return replace_arguments(args, kwargs, changes)
+        return arguments.replace(changes)
 
     # Whoever called it may rely on what it does to its input.
     def end(self, output: object) -> None:
@@ -167,9 +164,15 @@ def _label_weights(index: int, weights: Tensor) -> TensorsByPath:
 
 
 def attach_at(
-    stack: ExitStack, locations: Mapping[T, Location], on_tensor: Callable[[T, Tensor], Tensor | None]
+    stack: ExitStack,
+    locations: Mapping[T, Location],
+    on_tensor: Callable[[T, Tensor], Tensor | None],
+    kept: KeptOutputs | None = None,
 ) -> None:
-    """Until the stack ends, call back with each tensor that passes a location, by its key; what it gives goes on."""
+    """Until the stack ends, call back with each tensor that passes a location, by its key; what it gives goes on.
+
+    With ``kept`` also where the model keeps the tensor on the side.
+    """
     groups: dict[tuple[nn.Module, Side], list[tuple[CallKey, Path, T]]] = defaultdict(list)
     for key, (module, side, call, path) in locations.items():
         groups[module, side].append((call, path, key))
@@ -180,15 +183,27 @@ def attach_at(
         given = {path: on_tensor(key, tensors[path]) for path, key in wanted if path in tensors}
         return {path: tensor for path, tensor in given.items() if tensor is not None}
 
-    attach_all(stack, ((module, side, partial(on_call, group)) for (module, side), group in groups.items()))
+    attach_all(stack, ((module, side, partial(on_call, group)) for (module, side), group in groups.items()), kept)
 
 
-def attach_all(stack: ExitStack, callbacks: Iterable[tuple[nn.Module, Side, OnCall]]) -> None:
+def attach_all(
+    stack: ExitStack, callbacks: Iterable[tuple[nn.Module, Side, OnCall]], kept: KeptOutputs | None = None
+) -> None:
     """Until the stack ends, call back at each module and side; of all hooks those of functions come last."""
     in_order = sorted(callbacks, key=lambda each: each[1] in OF_FUNCTIONS)
     has_functions = any(side in OF_FUNCTIONS for _, side, _ in in_order)
     for module, side, on_call in in_order:
-        ATTACH[side](stack, module, partial(run_unseen, on_call) if has_functions else on_call)
+        attach = partial(_attach_to_outputs, kept=kept) if side == "output" else ATTACH[side]
+        attach(stack, module, partial(run_unseen, on_call) if has_functions else on_call)
+
+
+def _attach_to_outputs(stack: ExitStack, module: nn.Module, on_call: OnCall, kept: KeptOutputs | None = None) -> None:
+    def begin_call(*arguments: Any) -> RunningCall:
+        call = _OutputCall(*arguments)
+        call.kept = kept
+        return call
+
+    attach_calls(stack, module, on_call, kind=begin_call)
 
 
 @contextmanager
@@ -222,12 +237,11 @@ def count_hooks(module: nn.Module) -> int:
     )
 
 
-COLLECTORS = "transformers.utils.output_capturing"
 OF_FUNCTIONS: tuple[Side, ...] = ("function", "changed_function")
 _of_attention = partial(attach_calls, find_parts=attention.find_nested_attention)
 _of_functions = partial(attach_calls, find_parts=list_parts, ends_first=lambda module: True)
 ATTACH: Mapping[Side, Attach] = {
-    "output": partial(attach_calls, kind=_OutputCall, ends_first=_has_collector),
+    "output": _attach_to_outputs,
     "input": partial(attach_calls, kind=_InputCall),
     "attention": partial(_of_attention, kind=_AttentionCall),
     "sink": partial(_of_attention, kind=_SinkCall),

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from layertap.models.hooks.running_calls import Changes, RunningCall, get_version
 from layertap.models.hooks.sites import Side
-from layertap.models.hooks.tensor_tree import iterate_tensors, pack_arguments, replace_arguments, replace_tensor
+from layertap.models.hooks.tensor_tree import Arguments, iterate_tensors, replace_tensor
 
 T = TypeVar("T")
 # Layers of torch's own whose parts may be anybody's.
@@ -122,11 +122,11 @@ class _FunctionMode(TorchFunctionMode):
             return func(*args, **options)
         function = f"{name}#{self._numbers[name]}"
         self._numbers[name] += 1
-        taken = pack_arguments(tuple(args), options)
+        taken = Arguments(tuple(args), options)
         held = dict(iterate_tensors(taken))  # what the forward has, which it sees written to
         changes = self._hand_on(function, "input", taken)
         if changes:
-            args, options = replace_arguments(tuple(args), options, changes)
+            args, options = taken.replace(changes)
         given = [(tensor, changes.get(path, tensor)) for path, tensor in held.items()]
         versions = [get_version(tensor) for _, tensor in given]
         with _keep_saved(func, args, options) if self._call.may_change else nullcontext():

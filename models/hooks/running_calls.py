@@ -55,7 +55,7 @@ def attach_calls(
     module: nn.Module,
     on_call: OnCall,
     *,
-    kind: type[RunningCall],
+    kind: Callable[[ExitStack, nn.Module, int, OnCall], RunningCall],
     find_parts: Callable[[nn.Module], Iterable[nn.Module]] = lambda module: (),
     ends_first: Callable[[nn.Module], bool] = lambda module: False,
 ) -> None:

@@ -7,8 +7,10 @@ named tuple or a dataclass, ``("0", "1")`` in nested sequences. Written down: ``
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
+from functools import lru_cache
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import torch
 from layertap.models.errors import InputError, escape
 
 Path = tuple[str, ...]
+POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class TensorsByPath(dict[Path, torch.Tensor]):
@@ -32,30 +35,53 @@ def find_refused(value: object) -> Iterator[tuple[Path, str]]:
     return ((path, _get_kind(tensor)) for path, tensor in _iterate_all(value, ()) if _get_kind(tensor) != "dense")
 
 
-def pack_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """What a module was called with, as one value: a lone argument stands for itself, several by index and name.
+class Arguments(dict[str, Any]):
+    """What a module or function was called with, by index and name; ``parameters`` are the names of positional ones.
 
-    Arguments that hold no tensor (flags, None) do not count, so ``attn(x, mask=None)`` is simply ``x``. A sparse tensor
-    is one: ``conv(x, adjacency)`` is two values.
+    A lone argument stands for itself: paths do not name it. Arguments that hold no tensor (flags, None) do not count,
+    so ``attn(x, mask=None)`` is simply ``x``. A sparse tensor is one: ``conv(x, adjacency)`` is two values.
     """
-    named: dict[str, Any] = {str(index): value for index, value in enumerate(args)} | dict(kwargs)
-    with_tensors = {key: value for key, value in named.items() if _has_tensor(value)}
-    if len(with_tensors) == 1:
-        return next(iter(with_tensors.values()))
-    return with_tensors
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters: tuple[str, ...] = ()) -> None:
+        super().__init__({str(index): value for index, value in enumerate(args)} | dict(kwargs))
+        self._count = len(args)
+        self._parameters = parameters
+        with_tensors = [key for key, value in self.items() if _has_tensor(value)]
+        self.lone = with_tensors[0] if len(with_tensors) == 1 else ""
+
+    def get_parameter(self, key: str) -> str:
+        """The name of an argument, also where it was passed by its position."""
+        index = int(key) if key.isdigit() else len(self._parameters)
+        return self._parameters[index] if index < len(self._parameters) else key
+
+    def find_path(self, path: Path, lone: str) -> Path:
+        """A path here of what an earlier call had at another; ``lone``: the parameter of its lone argument, if any."""
+        parameter, rest = (lone, path) if lone else (self.get_parameter(path[0]), path[1:]) if path else ("", path)
+        key = next((key for key in self if self.get_parameter(key) == parameter), parameter)
+        return rest if key == self.lone else (key, *rest)
+
+    def replace(self, changes: Mapping[Path, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other tensors at some paths."""
+        named = dict(self)
+        for path, tensor in changes.items():
+            key, *rest = (self.lone, *path) if self.lone else path
+            named[key] = replace_tensor(named[key], tuple(rest), tensor)
+        values = list(named.values())
+        return tuple(values[: self._count]), dict(list(named.items())[self._count :])
 
 
-def replace_arguments(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], changes: Mapping[Path, torch.Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with other tensors at paths of what ``pack_arguments`` makes of them."""
-    named: dict[str, Any] = {str(index): value for index, value in enumerate(args)} | dict(kwargs)
-    with_tensors = [key for key, value in named.items() if _has_tensor(value)]
-    lone: Path = tuple(with_tensors) if len(with_tensors) == 1 else ()
-    for path, tensor in changes.items():
-        key, *rest = (*lone, *path)
-        named[key] = replace_tensor(named[key], tuple(rest), tensor)
-    return tuple(named[str(index)] for index in range(len(args))), {key: named[key] for key in kwargs}
+def get_parameters(module: torch.nn.Module) -> tuple[str, ...]:
+    """The names of the positional parameters of a module's class."""
+    return _read_parameters(type(module).forward)
+
+
+@lru_cache
+def _read_parameters(forward: Callable[..., object]) -> tuple[str, ...]:
+    try:
+        parameters = signature(forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(each.name for each in parameters if each.kind in POSITIONAL)[1:]
 
 
 def replace_tensor(value: Any, path: Path, tensor: torch.Tensor) -> Any:
@@ -134,6 +160,8 @@ def _iterate_all(value: object, path: Path) -> Iterator[tuple[Path, torch.Tensor
         yield path, value
     elif isinstance(value, TensorsByPath):
         yield from value.items()
+    elif isinstance(value, Arguments) and value.lone:
+        yield from _iterate_all(value[value.lone], path)
     else:
         for key, item in _iterate_items(value):
             yield from _iterate_all(item, (*path, key))

@@ -22,6 +22,7 @@ from layertap.models.devices.devices import DTYPES
 from layertap.models.devices.memory import Forward, Inputs
 from layertap.models.errors import SelectorError, escape
 from layertap.models.hooks.attach import Location, attach_at
+from layertap.models.hooks.kept import KeptOutputs
 from layertap.models.hooks.tensor_tree import iterate_tensors, replace_tensor
 from layertap.models.selection.hook_points import HookPoint, Selector
 from layertap.models.selection.matches import find_matches
@@ -80,7 +81,9 @@ class Resumption:
         point = self.start.point
         with ExitStack() as stack:
             if point.function:
-                attach_at(stack, {point: locate(point, module)}, lambda *_: self._begin(sent))
+                kept = KeptOutputs(module, restores=True)
+                stack.callback(kept.restore)
+                attach_at(stack, {point: locate(point, module)}, lambda *_: self._begin(sent), kept)
             for name, calls in self.skipped.items():
                 is_own = name == point.layer
                 _skip_calls(stack, module.get_submodule(name), calls, partial(self._fill, sent, is_own))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -145,7 +145,8 @@ class Plan:
     the changes of each intervention; ``objective`` is set if a gradient is asked for. ``anchors_views``: gradients are
     taken at functions that return views of their inputs. ``extra`` captures feed changes of other inputs. ``left_out``:
     tensors that globs matched but that can't be returned, with the reasons. ``shared``: changed inputs that other
-    layers read too, with their origin.
+    layers read too, with their origin. ``idle``: changes behind everything that is asked for. ``calls``: of a model
+    whose calls depend on values, how many the plan is for. ``counts_back``: a change is at one counted from the last.
     """
 
     results: tuple[Result, ...]
@@ -158,13 +159,17 @@ class Plan:
     left_out: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     anchors_views: bool = False
+    idle: tuple[str, ...] = ()
+    calls: tuple[tuple[tuple[str, int, str], int], ...] = ()
+    counts_back: bool = False
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings about omitted tensors and about changes that other layers do not see, with the first few names."""
+        """Warnings about omitted tensors and about changes that not everything sees, with the first few names."""
         warnings = {
             f"{len(self.left_out)} matching tensors are left out": self.left_out,
             "others read these inputs too, without the change": self.shared,
+            "these changes come after everything that is asked for, and change none of it": self.idle,
         }
         return tuple(
             f"{warning}: {'; '.join(names[:MAX_SHOWN])}{' …' if len(names) > MAX_SHOWN else ''}"
@@ -222,6 +227,10 @@ class Plan:
     def changed_selectors(self) -> tuple[tuple[str, ...], ...]:
         """What each intervention changes, as selectors."""
         return tuple(tuple(change.point.text for change in changes) for changes in self.interventions)
+
+    def without_changes(self) -> Plan:
+        """The same without interventions, to see which calls a forward makes."""
+        return replace(self, interventions=())
 
     @property
     def has_graph(self) -> bool:

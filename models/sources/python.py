@@ -111,12 +111,6 @@ def _call_factory(ident: str, args: Mapping[str, Any], shown: str) -> nn.Module:
         module = called(**args)
     if not isinstance(module, nn.Module):
         raise LoadError(f"{shown} returned {escape(type(module).__name__)}, not a torch.nn.Module")
-    compiled = next((name or "." for name, part in module.named_modules() if _hides_parts(part)), None)
-    if compiled is not None:
-        raise LoadError(
-            f"{shown} returned a model whose part {escape(compiled)} is compiled: hooks on what is in it would not run",
-            hint="let the factory return it without torch.compile",
-        )
     return module
 
 
@@ -130,16 +124,6 @@ def _check_arguments(factory: Callable[..., Any], args: Mapping[str, Any], shown
         needed = [name for name, each in signature.parameters.items() if each.default is each.empty]
         hint = f"type args: {{{', '.join(f'{name}: …' for name in needed if name not in args)}}}"
         raise LoadError(f"{shown} needs arguments", hint=hint) from error
-
-
-def _hides_parts(module: nn.Module) -> bool:
-    """Whether a module's forward is compiled, so that hooks registered later are ignored."""
-    if module._compiled_call_impl is not None:  # its own hooks too
-        return True
-    # torch.compile's wrapper has such a forward, and the wrapped module as a child. A disabled one does no harm.
-    forward = getattr(module, "forward", None)
-    compiled = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
-    return compiled and next(module.children(), None) is not None
 
 
 def _import_factory(name: str, factory: str) -> Callable[..., Any]:

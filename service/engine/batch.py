@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layertap.models.capture.batch_slices import JoinedRows
 from layertap.models.capture.reduction import ReducedTensor
-from layertap.models.catalog.catalog import Catalog, Costs
+from layertap.models.catalog.catalog import CallCounts, Catalog, Costs
 from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.errors import Fault, LayertapError
 from layertap.models.labels import Labels
@@ -161,6 +161,7 @@ class Job:
     preprocessed the rows. ``labels`` names the model's classes. ``input_index`` is set if each input is a job of its
     own. ``changed``: for each intervention of the request, but not of single inputs, the points it changes. ``tokens``
     counts the tokens of its texts without padding. ``cut``: how many tokens each text was truncated by.
+    ``plan_again`` makes the job of the same rows, never run, for a forward that makes other numbers of calls.
     """
 
     key: BatchKey
@@ -197,6 +198,7 @@ class Job:
     tokens: int = 0
     cut: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
+    plan_again: Callable[[CallCounts], Awaitable[Job]] | None = None
 
     def __post_init__(self) -> None:
         self.isolated = self.isolated or self.unsplittable

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from layertap.models.errors import LayertapError, RequestError
+from layertap.models.errors import LayertapError, OtherCallsError, RequestError
 from layertap.models.model_info import ModelInfo
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
 from layertap.service.engine.batch import Job, Results, UndecodedError
@@ -34,6 +34,7 @@ from layertap.service.settings import Settings
 T = TypeVar("T")
 U = TypeVar("U")
 MAX_LEFT_OUT = 16  # retries of a request, each leaving out tensors that failed
+MAX_REPLANS = 8  # runs of an input whose forward makes other calls each time
 SHORT_BODY = 2**16  # digesting fewer bytes is faster than a thread switch
 Answer = tuple[Job, Results]  # a job and its forwards' results
 
@@ -240,13 +241,22 @@ class Engine:
                 return await self._run([job], ticket.deadline)
             except UndecodedError as error:
                 items = refuse_picture(items, error)
+            except OtherCallsError:
+                planned = planned.with_inputs_apart()
         jobs = await self._make_jobs(planned, items, ticket)
         ticket.resize(sum(job.rows for job in jobs))
-        return await self._run(jobs, ticket.deadline)
+        try:
+            return await self._run(jobs, ticket.deadline)
+        except OtherCallsError:
+            if any(job.plan_again for job in jobs):
+                raise
+        return await self._decode_and_run(planned.with_inputs_apart(), items, ticket)
 
     async def _run(self, jobs: list[Job], deadline: float) -> list[Answer]:
         """Run jobs, in stages if some take tensors of others, and return each with its results."""
         if not any(job.spec.plan.extra for job in jobs):
+            if any(job.spec.plan.calls for job in jobs):
+                return list(await asyncio.gather(*map(self._follow, jobs)))
             return list(zip(jobs, await self.manager.scheduler.run(jobs), strict=True))
         answers: dict[int | None, Answer] = {}  # by input index
         for stage in plan_stages(jobs):
@@ -254,6 +264,26 @@ class Engine:
             results = await self.manager.scheduler.run(filled)
             answers |= {job.input_index: (job, found) for job, found in zip(filled, results, strict=True)}
         return [answers[job.input_index] for job in jobs]
+
+    async def _follow(self, job: Job) -> Answer:
+        """Run a job that is planned again if its forward makes other calls than planned; returns the one that ran.
+
+        A change at a call that counts from the last needs their number beforehand: a first run changes nothing.
+        """
+        counts_calls = job.spec.plan.counts_back
+        for left in reversed(range(MAX_REPLANS)):
+            trial = replace(job, spec=replace(job.spec, plan=job.spec.plan.without_changes())) if counts_calls else job
+            try:
+                (results,) = await self.manager.scheduler.run([trial])
+            except OtherCallsError as error:
+                if job.plan_again is None or not left or (job.spec.plan.counts_back and not counts_calls):
+                    raise
+                job = await job.plan_again(error.counts)
+            else:
+                if not counts_calls:
+                    break
+            counts_calls = False
+        return job, results
 
     async def _make_jobs(self, planned: PlannedRequest, items: Items, ticket: Ticket) -> list[Job]:
         """The jobs of items, replanned if their rows are not as predicted."""

@@ -24,7 +24,7 @@ from layertap.service.features import Array, Features, Receipt, join_cuts
 ANOTHER_SHAPE = "its results have another shape than the first"
 # Receipt fields that differ by input; all others agree in results that share one array.
 BY_ROW = ("classes", "labels", "token_counts")
-UNLIKE = {"preprocessed": "mixed", "forward": "", "how": "", "grid_size": None}  # if inputs differ
+UNLIKE = {"call": -1, "preprocessed": "mixed", "forward": "", "how": "", "grid_size": None}  # if inputs differ
 OF_INPUT: dict[str, Any] = {"captured": (), "fingerprint": "", **UNLIKE, "truncated": None, **dict.fromkeys(BY_ROW)}
 
 

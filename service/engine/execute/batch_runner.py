@@ -231,9 +231,8 @@ def _refuse(parts: Sequence[Part], error: LayertapError | RuntimeError, rows: in
 def _make_request_slice(each: RowSlice, stop: int) -> RequestSlice:
     """The rows that end at ``stop`` in a forward, with their request's captures, interventions and objective."""
     plan = each.spec.plan
-    return RequestSlice(
-        stop - each.rows, stop, plan.captures, plan.resolved_interventions, plan.objective, each.first_row
-    )
+    changes = plan.resolved_interventions
+    return RequestSlice(stop - each.rows, stop, plan.captures, changes, plan.objective, each.first_row, plan.calls)
 
 
 def _count_rows(parts: Sequence[Part]) -> int:

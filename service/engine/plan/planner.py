@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from layertap.models import fingerprint
 from layertap.models.capture import verification
-from layertap.models.catalog.catalog import Catalog
+from layertap.models.catalog.catalog import CallCounts, Catalog
 from layertap.models.catalog.text_lengths import TextLengths, measure_lengths
 from layertap.models.errors import Fault, InputError, RequestError, escape
 from layertap.models.hooks.sites import GRADIENTS
@@ -78,6 +78,10 @@ class PlannedRequest:
     plan: Plan = NOTHING.plan
     fingerprints: Fingerprints = field(default_factory=dict)
     nbytes: int = 0
+
+    def with_inputs_apart(self) -> PlannedRequest:
+        """The same with a job for each input, which may go its own way."""
+        return replace(self, request=replace(self.request, apart=True))
 
 
 class Planner:
@@ -168,6 +172,16 @@ class Planner:
             planned = replace(planned, plan=plan, fingerprints=fingerprints)
         check_reply_size(planned.plan, count, request.reply)
         return planned
+
+    async def replan_calls(
+        self, planned: PlannedRequest, rows: Rows, counts: CallCounts, deadline: float
+    ) -> PlannedRequest:
+        """The plan for rows whose forward makes these numbers of calls; RequestError, TooLargeError."""
+        planned = replace(planned, catalog=planned.catalog.with_calls(counts))
+        lengths = await self._measure_lengths(rows, planned.tower, deadline)
+        plan, fingerprints = await self._get_plan(planned, lengths, deadline)
+        check_reply_size(plan, planned.rows, planned.request.reply)
+        return replace(planned, plan=plan, fingerprints=fingerprints)
 
     async def _get_plan(
         self, planned: PlannedRequest, lengths: TextLengths | None, deadline: float

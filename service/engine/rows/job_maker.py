@@ -17,6 +17,7 @@ from torch import Tensor
 from layertap.models import fingerprint
 from layertap.models.capture import verification
 from layertap.models.capture.batch_slices import JoinedRows
+from layertap.models.catalog.catalog import CallCounts
 from layertap.models.compiled.compiled_plan import CompiledPlan, find_compiled_plan
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
@@ -144,12 +145,12 @@ class JobMaker:
         planned = add_faults(planned, faults)
         if planned.request.faults and (request.on_error == "fail" or not parts):
             raise RequestError.from_faults(planned.request.faults)
-        if len(parts) > 1 and not request.input_options:
+        if len(parts) > 1 and not _run_apart(planned):
             parts = await self._run_in_thread(partial(join_decoded, parts, inputs), deadline)
         return planned, parts
 
     async def _make_jobs(self, planned: PlannedRequest, parts: Sequence[DecodedRows], deadline: float) -> list[Job]:
-        if len(parts) > 1 or planned.request.input_options:
+        if len(parts) > 1 or _run_apart(planned):
             plans = await self._plan_inputs(planned, parts, deadline)
             good = [plan for plan in plans if isinstance(plan, PlannedRequest)]
             if len(good) == len(parts):
@@ -166,6 +167,19 @@ class JobMaker:
         (part,) = parts
         final = await self._planner.replan(planned, part.rows, part.items, deadline)
         return [make_job(final, part.rows, deadline=deadline, cut=part.cut)]
+
+    async def _make_again(
+        self, plan: PlannedRequest, part: DecodedRows, number: int, deadline: float, counts: CallCounts
+    ) -> Job:
+        """The job of an input, the ``number``-th of its request, whose forward makes these numbers of calls."""
+        plan = await self._planner.replan_calls(plan, part.rows, counts, deadline)
+        return self._make_input_job(plan, part, number, deadline)
+
+    def _make_input_job(self, plan: PlannedRequest, part: DecodedRows, number: int, deadline: float) -> Job:
+        index = part.input_index
+        job = make_job(plan, part.rows, deadline=deadline, first_row=number, input_index=index, cut=part.cut)
+        job.plan_again = partial(self._make_again, plan, part, number, deadline)
+        return job
 
     async def _plan_inputs(
         self, planned: PlannedRequest, parts: Sequence[DecodedRows], deadline: float
@@ -199,9 +213,7 @@ class JobMaker:
         for number, (plan, part) in enumerate(zip(plans, parts, strict=True)):
             try:
                 _check(plan)
-                job = make_job(
-                    plan, part.rows, deadline=deadline, first_row=number, input_index=part.input_index, cut=part.cut
-                )
+                job = self._make_input_job(plan, part, number, deadline)
             except (RequestError, TooLargeError) as error:
                 raise error.of_input(part.input_index) from None
             jobs.append(job)
@@ -226,7 +238,8 @@ def make_encoded_job(planned: PlannedRequest, items: Items, deadline: float) -> 
     preprocess = planned.inputs.preprocess
     sized = preprocess is not None and compute_output_size(preprocess) is not None
     once = len(set(map(id, pictures))) == len(pictures)  # a repeated picture is decoded first, and once
-    known = planned.shapes == planned.catalog_shapes and sized and once and not planned.request.input_options
+    known = planned.shapes == planned.catalog_shapes and sized and once
+    known = known and not _run_apart(planned)
     if not known or not planned.handle.executor.decodes_batches or not len(pictures) == len(items) == planned.rows:
         return None
     job = make_job(planned, {}, deadline=deadline, encoded=pictures)
@@ -354,7 +367,12 @@ def _leave_out(
     planned = add_faults(planned, faults)
     if not left:
         raise RequestError.from_faults(planned.request.faults)
-    return planned, left if planned.request.input_options else join_decoded(left, planned.inputs)
+    return planned, left if _run_apart(planned) else join_decoded(left, planned.inputs)
+
+
+def _run_apart(planned: PlannedRequest) -> bool:
+    """Whether each input is a job of its own, though all have one shape: they want, or may do, different things."""
+    return planned.request.apart or bool(planned.request.input_options)
 
 
 def _check(planned: PlannedRequest) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from layertap.models.errors import InputError
 from layertap.models.hooks.attach import ATTACH, count_hooks
 from layertap.models.hooks.sites import SITES
-from layertap.models.hooks.tensor_tree import find_refused, iterate_tensors, pack_arguments, replace_tensor
+from layertap.models.hooks.tensor_tree import Arguments, find_refused, iterate_tensors, replace_tensor
 from tests.nets import Card, Nested, Pair
 from tests.oracle import flatten
 
@@ -59,11 +59,30 @@ def test_tensors_without_plain_memory_are_passed_over() -> None:
 
 def test_arguments() -> None:
     """A lone argument that holds tensors stands for itself; several keep their index or name, others do not count."""
-    assert pack_arguments((A, None, 3), {"mask": None, "flag": True}) is A
-    assert pack_arguments((), {"query": A}) is A
-    assert pack_arguments((None, {"x": A}), {}) == {"x": A}
-    value = pack_arguments((A, "text", (B,)), {"mask": C, "flag": False})
+    assert dict(iterate_tensors(Arguments((A, None, 3), {"mask": None, "flag": True}))) == {(): A}
+    assert dict(iterate_tensors(Arguments((), {"query": A}))) == {(): A}
+    assert dict(iterate_tensors(Arguments((None, {"x": A}), {}))) == {("x",): A}
+    value = Arguments((A, "text", (B,)), {"mask": C, "flag": False})
     assert [path for path, _ in iterate_tensors(value)] == [("0",), ("2", "0"), ("mask",)]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "path", "lone", "found"),
+    [
+        ((A, B), {}, (), "x", ("0",)),  # it was alone
+        ((A,), {"mask": B}, (), "mask", ("mask",)),
+        ((), {"x": A}, (), "x", ()),  # by its name now
+        ((A,), {}, ("0",), "", ()),  # alone now
+        ((A, B), {}, ("mask",), "", ("1",)),
+        ((), {"mask": B, "x": A}, ("0",), "", ("x",)),
+        (({"a": A}, B), {}, ("a",), "x", ("0", "a")),
+        ((None, B), {}, (), "x", ("0",)),  # no tensor there: what is alone now is another
+    ],
+)
+def test_find_argument(args: tuple[Any, ...], kwargs: dict[str, Any], path: Any, lone: str, found: Any) -> None:
+    """An argument is found by its parameter, whether it was alone before or is now, by position or by name."""
+    arguments = Arguments(args, kwargs, ("x", "mask"))
+    assert arguments.find_path(path, lone) == found
 
 
 KINDS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
