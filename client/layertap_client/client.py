@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable
 from functools import wraps
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, Unpack
+from weakref import WeakSet
 
 import httpx
 
 from layertap_client import operations
 from layertap_client.bodies import ExtractOptions
 from layertap_client.embedding import BATCH_SIZE, CONCURRENCY
-from layertap_client.errors import ReplyTimeoutError
+from layertap_client.errors import InputError, ReplyTimeoutError
 from layertap_client.exchange import RetryPolicy, Session
 from layertap_client.inputs import Input, check_many
 from layertap_client.messages import Outcome, Reply, Send, Step, Steps, Wait
@@ -23,6 +25,7 @@ from layertap_client.transport import URL, describe_failure, make_arguments, mak
 
 P = ParamSpec("P")
 T = TypeVar("T")
+SHARED = frozenset({"transport", "mounts"})  # options that hold connections
 INCOMPLETE = "the reply was not complete after {:.3g} s"
 
 
@@ -49,9 +52,13 @@ def awaitable(
 
 
 class Connection:
-    """What both clients have: the address of a server, and what their calls have in common."""
+    """What both clients have: the address of a server, and what their calls have in common.
+
+    A forked process opens its own connections; it neither uses nor ends what it inherits, locks included.
+    """
 
     _make_http: ClassVar[Callable[..., Any]]
+    _all: ClassVar[WeakSet[Connection]] = WeakSet()
 
     def __init__(
         self,
@@ -65,10 +72,31 @@ class Connection:
     ) -> None:
         self.url = url
         self.session = Session(timeout, model, retries or RetryPolicy())
-        self._http = self._make_http(**make_options(url, api_key, httpx_options))
+        self._options = make_options(url, api_key, httpx_options)
+        self._made: Any = self._make_http(**self._options)
+        self._all.add(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
+
+    @property
+    def _http(self) -> Any:
+        """The HTTP client of this process; InputError if it would share its parent's connections."""
+        if self._made is None:
+            if shared := SHARED & self._options.keys():
+                raise InputError(f"a client with {min(shared)}= can't be used after a fork: make one in each process")
+            self._made = self._make_http(**self._options)
+        return self._made
+
+    @classmethod
+    def _drop_inherited(cls) -> None:
+        """Drop the parent's HTTP clients in a forked process, which sends nothing."""
+        for each in cls._all:
+            each._made = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=Connection._drop_inherited)
 
 
 class Client(Connection):
@@ -79,7 +107,6 @@ class Client(Connection):
     (``verify``, ``cert``, ``proxy``, ``transport`` …). Use it in a ``with`` block, or ``close`` it.
     """
 
-    _http: httpx.Client
     _make_http = httpx.Client
 
     extract = blocking(operations.extract)
@@ -166,7 +193,6 @@ class AsyncClient(Connection):
     Use it in an ``async with`` block, or ``await client.aclose()``.
     """
 
-    _http: httpx.AsyncClient
     _make_http = httpx.AsyncClient
 
     extract = awaitable(operations.extract)
