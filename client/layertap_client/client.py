@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable
 from functools import wraps
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, Unpack
-from weakref import WeakSet
 
 import httpx
 
@@ -52,13 +51,9 @@ def awaitable(
 
 
 class Connection:
-    """What both clients have: the address of a server, and what their calls have in common.
-
-    A forked process opens its own connections; it neither uses nor ends what it inherits, locks included.
-    """
+    """What both clients have: the address of a server, and what their calls have in common."""
 
     _make_http: ClassVar[Callable[..., Any]]
-    _all: ClassVar[WeakSet[Connection]] = WeakSet()
 
     def __init__(
         self,
@@ -73,30 +68,20 @@ class Connection:
         self.url = url
         self.session = Session(timeout, model, retries or RetryPolicy())
         self._options = make_options(url, api_key, httpx_options)
-        self._made: Any = self._make_http(**self._options)
-        self._all.add(self)
+        self._owner, self._made = os.getpid(), self._make_http(**self._options)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
 
     @property
     def _http(self) -> Any:
-        """The HTTP client of this process; InputError if it would share its parent's connections."""
-        if self._made is None:
+        """The HTTP client of this process: a forked one has no connections and locks of its parent. InputError."""
+        if self._owner != os.getpid():
             if shared := SHARED & self._options.keys():
                 raise InputError(f"a client with {min(shared)}= can't be used after a fork: make one in each process")
             self._made = self._make_http(**self._options)
+            self._owner = os.getpid()  # last: other threads may ask meanwhile
         return self._made
-
-    @classmethod
-    def _drop_inherited(cls) -> None:
-        """Drop the parent's HTTP clients in a forked process, which sends nothing."""
-        for each in cls._all:
-            each._made = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=Connection._drop_inherited)
 
 
 class Client(Connection):

@@ -98,15 +98,16 @@ def amid_calls(url: str) -> Faults:
 
 
 def closed_in_the_child(url: str) -> Faults:
-    """A child has none of its parent's sockets, and closes its client: the parent's connection is as it was."""
+    """A child that has asked holds no socket of its parent, and closes its client: the parent's is as it was."""
     with Client(url, verify=False) as client:
         right = answers(client)
 
         def work(number: int) -> Faults:
-            gc.collect()
-            sockets = [path for path in Path("/proc/self/fd").iterdir() if "socket:" in str(path.resolve())]
             with client:
-                return [*(str(path) for path in sockets), *ask(client, number, right)]
+                found = ask(client, number, right)
+                gc.collect()
+                sockets = [path for path in Path("/proc/self/fd").iterdir() if "socket:" in str(path.resolve())]
+                return [*found, *map(str, sockets[1:])]
 
         return [*in_children(work), *ask(client, CHILDREN, right)]
 
