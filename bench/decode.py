@@ -33,7 +33,7 @@ from layertap.models.inputs.preprocess import MIN_SCALE, preprocess
 from layertap.models.sources.build import build_model
 from layertap.models.spec import ModelSpec, PreprocessSpec
 from layertap.service.allocator import keep_large_blocks
-from layertap.service.inputs.images import Picture, decode_image, decode_reduced
+from layertap.service.inputs.images import Picture, decode_image
 
 SIZES = {"0.3 MP": (640, 480), "3 MP": (2000, 1500), "12 MP": (4000, 3000)}
 SHARP = (1240, 928)  # just large enough to be reduced at all
@@ -66,7 +66,7 @@ def mosaic(sample: Image.Image, size: tuple[int, int]) -> bytes:
 
 def exact(data: bytes, how: PreprocessSpec) -> Tensor:
     """A row as ``decode: exact`` makes it."""
-    return preprocess(decode_image(data, LIMIT), how)
+    return preprocess(decode_image(data, LIMIT).image, how)
 
 
 def fast(data: bytes, how: PreprocessSpec, enough: float) -> Tensor:
@@ -82,7 +82,7 @@ def reduced(data: bytes, how: PreprocessSpec, enough: float) -> Picture:
         wide, high = compute_resized_size(how, width, height)
         return round(enough * wide), round(enough * high)
 
-    return decode_reduced(data, LIMIT, least)
+    return decode_image(data, LIMIT, least)
 
 
 def timed(run: Callable[[], Tensor]) -> float:

@@ -14,8 +14,9 @@ from PIL import Image
 from layertap.models.errors import InputError, LayertapError, SelectorError, TooLargeError
 from layertap.models.selection.hook_points import Selector
 from layertap.models.selection.selectors import parse_selector
+from layertap.service.errors import UnsupportedMediaError
 from layertap.service.inputs.arrays import Array, read_npy, read_safetensors
-from layertap.service.inputs.images import decode_image, decode_reduced
+from layertap.service.inputs.images import decode_image
 
 MAX_PIXELS = 1_000_000
 LEAST = 32
@@ -31,8 +32,8 @@ class Reader:
 
 
 def _image(data: bytes) -> None:
-    _check_picture(decode_image(data, MAX_PIXELS))
-    _check_picture(decode_reduced(data, MAX_PIXELS, lambda width, height: (LEAST, LEAST)).image)
+    _check_picture(decode_image(data, MAX_PIXELS).image)
+    _check_picture(decode_image(data, MAX_PIXELS, lambda width, height: (LEAST, LEAST)).image)
 
 
 def _check_picture(image: Image.Image) -> None:
@@ -61,7 +62,13 @@ def _selector(data: bytes) -> None:
 def _pictures() -> dict[str, bytes]:
     found = {}
     modes = {"PNG": ("RGB", "LA", "P", "I;16"), "JPEG": ("RGB", "CMYK", "L"), "GIF": ("P",)}
-    for kind, names in {**modes, "BMP": ("RGB",), "WEBP": ("RGB", "RGBA"), "AVIF": ("RGB",)}.items():
+    for kind, names in {
+        **modes,
+        "BMP": ("RGB",),
+        "WEBP": ("RGB", "RGBA"),
+        "AVIF": ("RGB",),
+        "TIFF": ("RGB", "1"),
+    }.items():
         for mode in names:
             stream = BytesIO()
             Image.new(mode, (9, 7), 1).save(stream, kind)
@@ -92,7 +99,7 @@ def _selectors() -> dict[str, bytes]:
 
 
 READERS: dict[str, Reader] = {
-    "image": Reader(_image, (InputError, TooLargeError), _pictures),
+    "image": Reader(_image, (InputError, TooLargeError, UnsupportedMediaError), _pictures),
     "npy": Reader(_arrays(lambda data: {"": read_npy(data)}), (InputError, TooLargeError), _npys),
     "safetensors": Reader(_arrays(read_safetensors), (InputError, TooLargeError), _safetensors),
     "selector": Reader(_selector, (SelectorError,), _selectors),

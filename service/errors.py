@@ -54,7 +54,7 @@ class BodyTimeoutError(LayertapError):
 
 
 class UnsupportedMediaError(LayertapError):
-    """The body's content type is not accepted."""
+    """A body's content type, or a kind of picture, is not accepted."""
 
 
 class NotInstalledError(LayertapError):

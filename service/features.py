@@ -135,8 +135,8 @@ class Features:
     lists what each requested intervention changed. ``warnings`` say where an answer may mislead. ``input_index`` is set
     for features of a single input among inputs of several shapes; ``by_input`` has the keys of results of one such
     input. ``tokens`` counts all tokens of texts, special ones included, padding excluded; ``cut``: how many tokens each
-    row's text was truncated by, () if none was. ``top_classes`` has each row's top classes, best first, ``top_effects``
-    its largest effects, if requested.
+    row's text was truncated by, or 1 for a picture whose pages were left out; () if none was. ``top_classes`` has each
+    row's top classes, best first, ``top_effects`` its largest effects, if requested.
     """
 
     model: str
@@ -224,6 +224,8 @@ def _concatenate(arrays: Sequence[Array], axis: int | None) -> Array:
 
 
 def warn_of_cuts(features: Features) -> tuple[str, ...]:
-    """A warning if texts were truncated."""
-    texts = sum(map(bool, features.cut))
-    return (f"{texts} of {features.rows} texts truncated, by up to {max(features.cut)} tokens",) if texts else ()
+    """A warning if texts were truncated, or pages left out."""
+    count = sum(map(bool, features.cut))
+    of_pictures = f"{count} of {features.rows} pictures have several pages, of which only the first is used"
+    of_texts = f"{count} of {features.rows} texts truncated, by up to {max(features.cut, default=0)} tokens"
+    return (of_texts if features.tokens else of_pictures,) if count else ()

@@ -21,10 +21,10 @@ from layertap.service.settings import Settings
 _first: list[Sequence[Attempt]] = []
 
 
-def decode_once(item: LocalItem, inputs: ModelInputs, settings: Settings) -> Sequence[Attempt]:
+def decode_once(item: LocalItem, inputs: ModelInputs, settings: Settings, in_worker: bool) -> Sequence[Attempt]:
     """What became of the first item that this process was given."""
     if not _first:
-        _first.append(try_to_decode(item, inputs, settings))
+        _first.append(try_to_decode(item, inputs, settings, in_worker))
     return _first[0]
 
 

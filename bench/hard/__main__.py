@@ -27,7 +27,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 
 def cases() -> Iterator[tuple[str, str, bytes, int]]:
     """Name, media type, body and expected status of each."""
-    for name, picture in (pictures.SMALL | pictures.LARGE).items():
+    for name, picture in (pictures.SMALL | pictures.LARGE | pictures.TIFFS).items():
         yield name, "image/x", picture.make(), picture.status
     for name, array in tensors.CASES.items():
         yield name, array.kind, array.make(), array.status

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -17,6 +17,7 @@ MIB = 1 << 20
 SIDE = 7000  # its square is within the limit of pixels
 BEYOND = 30_000
 TRICK = "\U0001f984"
+Tag = tuple[int, int, int, int]  # of a TIFF: its number, the kind and count of its values, the value or its place
 PNG_START = b"\x89PNG\r\n\x1a\n"
 
 
@@ -107,6 +108,39 @@ def bmp(width: int, height: int, body: bytes = bytes(64), *, packed: int = 0, bi
     palette = bytes(range(256)) * (1 << bits >> 6) if bits <= 8 else b""
     offset = 14 + len(head) + len(palette)
     return b"BM" + struct.pack("<IHHI", offset + len(body), 0, 0, offset) + head + palette + body
+
+
+def tiff(tags: Iterable[Tag], body: bytes = b"", *, big: bool = False, following: int = 0) -> bytes:
+    """A little-endian TIFF: ``body`` from byte 8 (16 of a BigTIFF) on, then a directory, and where the next one is."""
+    rows = sorted(tags)
+    if big:
+        entries = b"".join(struct.pack("<HHQQ", *row) for row in rows)
+        head = b"II+\0\x08\0\0\0" + struct.pack("<Q", 16 + len(body))
+        return head + body + struct.pack("<Q", len(rows)) + entries + struct.pack("<Q", following)
+    entries = b"".join(struct.pack("<HHII", *row) for row in rows)
+    head = b"II*\0" + struct.pack("<I", 8 + len(body))
+    return head + body + struct.pack("<H", len(rows)) + entries + struct.pack("<I", following)
+
+
+def gray(width: int, height: int, packed: int = 1, length: int = 64, **changes: Tag | None) -> list[Tag]:
+    """The tags of a gray picture in one strip; ``t273=None`` leaves one out, ``t273=(273, …)`` changes it."""
+    size: list[Tag] = [(256, 4, 1, width), (257, 4, 1, height), (258, 3, 1, 8), (259, 3, 1, packed), (262, 3, 1, 1)]
+    strips: list[Tag] = [(273, 4, 1, 8), (277, 3, 1, 1), (278, 4, 1, height), (279, 4, 1, length)]
+    kept = [tag for tag in size + strips if f"t{tag[0]}" not in changes]
+    return kept + [tag for tag in changes.values() if tag is not None]
+
+
+def tiled(width: int, height: int, *, big: bool = False, kind: int = 4) -> bytes:
+    """A TIFF of one pixel in one deflated tile that claims that size."""
+    size: dict[str, Tag] = {"t322": (322, kind, 1, width), "t323": (323, kind, 1, height)}
+    place: dict[str, Tag] = {"t324": (324, 4, 1, 16 if big else 8), "t325": (325, 4, 1, 64)}
+    tags = gray(1, 1, 8, t273=None, t278=None, t279=None, **size, **place)
+    return tiff(tags, zlib.compress(bytes(64)).ljust(64, b"\0"), big=big)
+
+
+def packed(kind: int, body: bytes, side: int = SIDE, bits: int = 8) -> bytes:
+    """A gray TIFF that claims so many pixels in a strip packed in some way."""
+    return tiff(gray(side, side, kind, len(body), t258=(258, 3, 1, bits)), body)
 
 
 def exif(count: int, size: int) -> bytes:
@@ -227,6 +261,43 @@ LARGE: dict[str, Hostile] = {
 
 PLAIN = Image.linear_gradient("L").resize((24, 16)).convert("RGB")
 
+# Of any size, for a server with workers: no other decodes a TIFF.
+TIFFS: dict[str, Hostile] = {
+    "tiff of 65,535": beyond(tiff, gray(65_535, 65_535)),
+    "tiff that claims 49 megapixels": lie(tiff, gray(SIDE, SIDE), bytes(64)),
+    "tiff, deflated, that claims them": lie(packed, 8, zlib.compress(bytes(64))),
+    "tiff, LZW, that claims them": lie(packed, 5, bytes(64)),
+    "tiff, PackBits, that claims them": lie(packed, 32773, b"\x81\0" * 32),
+    "tiff, a fax, that claims them": lie(packed, 4, bytes(64), bits=1),
+    "tiff, LZMA, that claims them": lie(packed, 34925, bytes(64)),
+    "tiff of 49 megapixels in 48 KB": good(lambda: packed(8, zeros(SIDE * SIDE))),
+    "tiff of a tile of 49 megapixels": lie(tiled, SIDE, SIDE),
+    "tiff of a tile of 1.8 gigapixels": lie(tiled, 60_000, 30_000),
+    "tiff of a tile with signs": lie(tiled, 60_000, 30_000, big=True, kind=17),
+    "tiff of 1,500 scans": lie(lambda: packed(7, jpeg(1000, 1000, 1500), 1000)),
+    "tiff of 65,000 entries": Hostile(
+        lambda: tiff([*gray(1, 1), *((500 + n, 7, 1000, 8) for n in range(65_000))], bytes(1000)), 413, "pieces"
+    ),
+    "tiff of entries over each other": Hostile(
+        lambda: tiff([*gray(1, 1), *((500 + n, 7, MIB, 8) for n in range(6000))], bytes(MIB)), 413, "pieces"
+    ),
+    "tiff of a directory beyond 64 bits": lie(lambda: b"II+\0\x08\0\0\0" + b"\xff" * 8 + bytes(64)),
+    "tiff of entries beyond 64 bits": lie(lambda: b"II+\0\x08\0\0\0" + struct.pack("<QQ", 16, 2**64 - 1) + bytes(64)),
+    "tiff of a strip beyond its end": lie(tiff, gray(8, 8, t273=(273, 4, 1, 2**31)), bytes(64)),
+    "tiff of a page that comes after itself": good(tiff, gray(8, 8), bytes(64), following=72),
+    "tiff of a next page beyond its end": good(tiff, gray(8, 8), bytes(64), following=2**32 - 1),
+    "tiff of a million strips": good(tiff, gray(1, 1, t273=(273, 3, MIB, 8)), bytes(2 * MIB)),
+    "tiff of strips over each other": Hostile(
+        lambda: tiff(gray(2000, 40_001, t273=(273, 4, 60_000, 8), t278=(278, 4, 1, 1)), bytes(240_000)), 413, ""
+    ),
+    "tiff of no size": lie(tiff, [(258, 3, 1, 8)]),
+    "tiff of no pixels": lie(tiff, gray(0, 0)),
+    "tiff of a width in floats": lie(tiff, gray(8, 8, t256=(256, 11, 1, 0x41000000)), bytes(64)),
+    "tiff of bits in text": Hostile(partial(tiff, gray(8, 8, t258=(258, 2, 4, 0x41414141)), bytes(64)), 415),
+    "tiff of samples beyond number": Hostile(partial(tiff, gray(8, 8, t277=(277, 4, 1, 2**32 - 1)), bytes(64)), 415),
+    "start of a tiff": lie(lambda: b"II*\0"),
+}
+
 # What is none of the formats; some look like one of them at the start.
 FOREIGN: dict[str, bytes] = {
     "svg": b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/hosts"/></svg>',
@@ -253,7 +324,6 @@ FOREIGN: dict[str, bytes] = {
     "mng": b"\x8aMNG\r\n\x1a\n" + bytes(40),
     "wmf": b"\xd7\xcd\xc6\x9a" + bytes(40),
     "fits": b"SIMPLE  =                    T".ljust(2880),
-    "tiff": saved(PLAIN, "TIFF"),
 }
 LABELS = {
     "application/pdf": "pdf",

@@ -60,7 +60,7 @@ def main() -> None:
         found = {
             "forwards": cpu_ms(lambda: forward(batch), chosen.rows, chosen.seconds / 2),
             "decoding": cpu_ms(
-                lambda: [preprocess(decode_image(data, LIMIT), how) for data in pictures],
+                lambda: [preprocess(decode_image(data, LIMIT).image, how) for data in pictures],
                 len(pictures),
                 chosen.seconds / 2,
             ),

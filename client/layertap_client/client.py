@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable
 from functools import wraps
@@ -13,7 +14,7 @@ import httpx
 from layertap_client import operations
 from layertap_client.bodies import ExtractOptions
 from layertap_client.embedding import BATCH_SIZE, CONCURRENCY
-from layertap_client.errors import ReplyTimeoutError
+from layertap_client.errors import InputError, ReplyTimeoutError
 from layertap_client.exchange import RetryPolicy, Session
 from layertap_client.inputs import Input, check_many
 from layertap_client.messages import Outcome, Reply, Send, Step, Steps, Wait
@@ -23,6 +24,7 @@ from layertap_client.transport import URL, describe_failure, make_arguments, mak
 
 P = ParamSpec("P")
 T = TypeVar("T")
+SHARED = frozenset({"transport", "mounts"})  # options that hold connections
 INCOMPLETE = "the reply was not complete after {:.3g} s"
 
 
@@ -65,10 +67,21 @@ class Connection:
     ) -> None:
         self.url = url
         self.session = Session(timeout, model, retries or RetryPolicy())
-        self._http = self._make_http(**make_options(url, api_key, httpx_options))
+        self._options = make_options(url, api_key, httpx_options)
+        self._owner, self._made = os.getpid(), self._make_http(**self._options)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
+
+    @property
+    def _http(self) -> Any:
+        """The HTTP client of this process: a forked one has no connections and locks of its parent. InputError."""
+        if self._owner != os.getpid():
+            if shared := SHARED & self._options.keys():
+                raise InputError(f"a client with {min(shared)}= can't be used after a fork: make one in each process")
+            self._made = self._make_http(**self._options)
+            self._owner = os.getpid()  # last: other threads may ask meanwhile
+        return self._made
 
 
 class Client(Connection):
@@ -79,7 +92,6 @@ class Client(Connection):
     (``verify``, ``cert``, ``proxy``, ``transport`` …). Use it in a ``with`` block, or ``close`` it.
     """
 
-    _http: httpx.Client
     _make_http = httpx.Client
 
     extract = blocking(operations.extract)
@@ -166,7 +178,6 @@ class AsyncClient(Connection):
     Use it in an ``async with`` block, or ``await client.aclose()``.
     """
 
-    _http: httpx.AsyncClient
     _make_http = httpx.AsyncClient
 
     extract = awaitable(operations.extract)

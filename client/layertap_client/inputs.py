@@ -200,13 +200,13 @@ def _read_file(value: Readable) -> bytes:
 
 
 def _encode_picture(picture: Any) -> bytes:
-    """A picture of PIL as PNG, which keeps each pixel, and how it is to be turned upright."""
+    """A picture of PIL as PNG, with the pixels that it has: its file's orientation may describe another picture."""
     stream = BytesIO()
     if picture.mode not in PNG_MODES:
         raise InputError(
             f"a picture of mode {picture.mode} can't be sent: convert it to 'L' or 'RGB', or send it as an array"
         )
-    picture.save(stream, "PNG", compress_level=1, exif=picture.getexif())
+    picture.save(stream, "PNG", compress_level=1, exif=b"")
     return stream.getvalue()
 
 

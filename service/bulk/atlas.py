@@ -16,7 +16,7 @@ from layertap.models.errors import LayertapError
 from layertap.service.bulk.job import Outline
 from layertap.service.bulk.sources import Source
 from layertap.service.features import Array
-from layertap.service.inputs.images import decode_reduced
+from layertap.service.inputs.images import decode_image
 
 PAGE = Path(__file__).with_name("atlas.html")
 MARK = b"DATA</script>"
@@ -101,7 +101,7 @@ def _read_pictures(numbers: Sequence[int], source: Source, max_bytes: int) -> li
 def _make_copy(data: bytes, side: int) -> dict[str, Any]:
     """A copy of at most ``side`` pixels as a data URI; tiny pictures stay lossless, and are shown with their pixels."""
     try:
-        image = decode_reduced(data, MAX_PIXELS, lambda width, height: (min(side, width), min(side, height))).image
+        image = decode_image(data, MAX_PIXELS, lambda width, height: (min(side, width), min(side, height))).image
     except LayertapError:
         return {}
     small = max(image.size) <= SMALL

@@ -21,7 +21,9 @@ from layertap.models.errors import LayertapError, escape
 from layertap.service.bulk.arrow import import_parquet, summarize
 from layertap.service.inputs.files import FileError, read_regular_file
 
-SUFFIXES = frozenset({".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jpeg", ".jpg", ".png", ".webp"})
+SUFFIXES = frozenset(
+    {".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+)
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 STRINGS = ("string", "large_string", "string_view")  # Arrow's types of strings
 PARQUET_ROWS = 64  # read at once

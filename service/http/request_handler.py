@@ -131,15 +131,16 @@ def list_pictures(
 ) -> tuple[SentPicture | None, ...]:
     """What the rows of an answer are pictures of, for those who show them; empty where rows are no single inputs.
 
-    None stands for what was no picture, or is at a URL and was not fetched before. Empty too where a library's own
-    processor makes the rows: which part of a picture a model sees is not known then.
+    None stands for a TIFF, for what was no picture, or is at a URL and was not fetched before. Empty too where a
+    library's own processor makes the rows: which part of a picture a model sees is not known then.
     """
     handle = ticket.handles.get(request.model)
     spec = handle.model.model_inputs.preprocess if handle is not None else None
     items = [item for index, item in request.items if index not in features.skipped]
     if not isinstance(spec, PreprocessSpec) or len(items) != features.rows:
         return ()
-    return tuple(SentPicture(item.data, spec, max_pixels) if isinstance(item, ImageItem) else None for item in items)
+    shown = [isinstance(item, ImageItem) and not item.is_tiff and item for item in items]
+    return tuple(SentPicture(item.data, spec, max_pixels) if item else None for item in shown)
 
 
 def describe_features(features: Features) -> dict[str, str]:

@@ -11,8 +11,10 @@ from io import BytesIO
 from typing import Any
 
 from PIL.ImageFile import ImageFile
+from PIL.TiffImagePlugin import BITSPERSAMPLE, SAMPLEFORMAT, SAMPLESPERPIXEL, TiffImageFile
 
 from layertap.models.errors import InputError, TooLargeError
+from layertap.service.errors import UnsupportedMediaError
 
 MAX_READS = 10_000  # plus one for each KiB: a piece of a file takes up to three reads, a PNG's has 8 KiB
 MAX_SIDE = 1_000_000  # Pillow keeps pointers for each row, however short
@@ -25,6 +27,7 @@ _SAVE_HINT = "save it anew, as PNG or baseline JPEG"
 # The most pixels per byte (PNG: bytes before Deflate): a JPEG has a bit for each 64, a lossy WebP two for 256.
 _PIXELS_PER_BYTE = {"JPEG": 512, "PNG": 1032, "GIF": 2731, "WEBP": 1024}
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
+_TIFF_MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK"})
 
 _START_OF_FRAME, _START_OF_SCAN, _END_OF_IMAGE = b"\xff\xc0", b"\xff\xda", b"\xff\xd9"
 _MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")  # restarts are part of a scan
@@ -50,11 +53,17 @@ def damaged_error() -> InputError:
     return InputError("the picture can't be decoded: damaged, cut short, or of an unsupported kind", hint=FORMATS_HINT)
 
 
+def pixels_error() -> UnsupportedMediaError:
+    """The error of a TIFF with pixels that are not decoded."""
+    detail = "the first page of a TIFF must be a whole picture of 8-bit grey, RGB, palette or CMYK pixels"
+    return UnsupportedMediaError(detail, hint="send other pixels as an array")
+
+
 def check_image(image: ImageFile, data: bytes, reader: ImageReader) -> None:
     """Check a picture before it is decoded, but after ``reader`` has read its header.
 
     InputError: the file is too short for its number of pixels, or uses an unsupported encoding. TooLargeError: a side
-    or scans over their limit, with the figure.
+    or scans over their limit, with the figure. UnsupportedMediaError: other pixels of a TIFF.
     """
     width, height = image.size
     if 0 in image.size:
@@ -78,6 +87,8 @@ def check_image(image: ImageFile, data: bytes, reader: ImageReader) -> None:
         raise damaged_error()
     if image.format == "JPEG":
         _check_scans(data, reader.tell())
+    if isinstance(image, TiffImageFile):
+        _check_tiff(image)
 
 
 def _check_bmp(image: ImageFile, data: bytes) -> None:
@@ -86,6 +97,14 @@ def _check_bmp(image: ImageFile, data: bytes) -> None:
     # Run lengths are decoded in Python, at worst pixel by pixel, and are obsolete.
     if tile.codec_name != "raw" or len(data) < tile.offset + arguments[1] * image.height:
         raise damaged_error()
+
+
+def _check_tiff(image: TiffImageFile) -> None:
+    # Pillow cuts 16-bit colours to 8 bits, reads signed bytes as unsigned, leaves bands out, shows previews (tag 254).
+    tags = image.tag_v2
+    plain = max(tags.get(BITSPERSAMPLE, (1,))) <= 8 and set(tags.get(SAMPLEFORMAT, (1,))) == {1}
+    if image.mode not in _TIFF_MODES or not plain or tags.get(SAMPLESPERPIXEL, 1) > 4 or tags.get(254, 0) & 1:
+        raise pixels_error()
 
 
 def _check_scans(data: bytes, start: int) -> None:

@@ -21,14 +21,17 @@ from PIL.GifImagePlugin import GifImageFile
 from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from layertap.models.errors import InputError, LayertapError, TooLargeError
 from layertap.models.spec import Box, Color
-from layertap.service.inputs.image_limits import FORMATS_HINT, ImageReader, check_image, damaged_error
+from layertap.service.inputs.image_limits import FORMATS_HINT, ImageReader, check_image, damaged_error, pixels_error
+from layertap.service.inputs.items import TIFF_STARTS
 
 _SMALLER_HINT = "send a smaller picture"
 _JPEG_START, _JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
+_OTHER_PIXELS = frozenset({"unknown pixel mode", "Invalid value for samples per pixel"})  # Pillow's words for a TIFF
 _HEIF_HINT = 'send a JPEG or a PNG; the operator types pip install "layertap[heif]"'
 MAX_BRANDS = 64
 _pillow_limit = Lock()
@@ -40,50 +43,38 @@ class Picture:
     """A decoded picture, upright and RGB.
 
     ``size``: its full width and height. If it was decoded smaller, ``box`` is the part of ``image`` with the picture:
-    the last column and row of a reduced image may be only partly covered.
+    the last column and row of a reduced image may be only partly covered. ``cut``: there are more pages.
     """
 
     image: Image.Image
     size: tuple[int, int]
     box: Box | None = None
+    cut: bool = False
 
 
 def decode_image(
     data: bytes,
     max_pixels: int,
+    choose_least_size: Callable[[int, int], tuple[int, int] | None] = lambda width, height: None,
     check_size: CheckSize = lambda width, height: None,
     background: Color | None = None,
-) -> Image.Image:
+) -> Picture:
     """The first frame or page of an encoded picture as 8-bit RGB, fully loaded and upright by its EXIF orientation.
 
     Alpha is dropped, or transparent pixels show ``background``; 16-bit gray is scaled to 8 bits, an invalid EXIF block
     is ignored. ``check_size`` gets the stored width and height before decoding, and raises if the picture is unusable.
 
-    InputError: an unknown format, damaged, cut short, or an unsupported kind. TooLargeError: more than ``max_pixels``,
-    by the header and before decoding; or refused by ``image_limits``.
-    """
-    return _decode_whole(_open(data, max_pixels, check_size), background)
-
-
-def decode_reduced(
-    data: bytes,
-    max_pixels: int,
-    choose_least_size: Callable[[int, int], tuple[int, int] | None],
-    check_size: CheckSize = lambda width, height: None,
-    background: Color | None = None,
-) -> Picture:
-    """As ``decode_image``, but a large JPEG is decoded at a half, a quarter or an eighth of its width and height.
-
-    libjpeg leaves out the higher frequencies of each block, which is less work than decoding and averaging them.
     ``choose_least_size`` gets the upright picture's width and height and returns the least sufficient ones, or None if
-    the full size is needed.
+    the full size is needed. A large JPEG is decoded at a half, a quarter or an eighth of its width and height: libjpeg
+    then leaves out the higher frequencies of each block, which is less work than decoding and averaging them.
 
-    Errors as for ``decode_image``; ``max_pixels`` limits the full size.
+    InputError: an unknown format, damaged, cut short, or an unsupported kind. UnsupportedMediaError: other pixels of a
+    TIFF. TooLargeError: more than ``max_pixels`` at full size, before decoding; or refused by ``image_limits``.
     """
     image = _open(data, max_pixels, check_size)
     if not isinstance(image, JpegImageFile):
         whole = _decode_whole(image, background)
-        return Picture(whole, whole.size)
+        return Picture(whole, whole.size, cut=isinstance(image, TiffImageFile) and image.is_animated)
     turn = read_turn(image)
     size = turn_size(image.size, turn)
     least_size = choose_least_size(*size)
@@ -95,8 +86,7 @@ def decode_reduced(
         if margins is None:
             raise
         # A lossless JPEG can't be scaled. For a damaged one, full decoding raises the error.
-        whole = decode_image(data, max_pixels)
-        return Picture(whole, whole.size)
+        return decode_image(data, max_pixels)
     return Picture(reduced, size, _cut_margins(reduced, turn_margins(margins, turn)) if margins else None)
 
 
@@ -137,9 +127,10 @@ def _open(data: bytes, max_pixels: int, check_size: CheckSize) -> ImageFile:
         detail = f"the picture has more than {Image.MAX_IMAGE_PIXELS} pixels; the limit is {max_pixels}"
         raise TooLargeError(detail, hint=_SMALLER_HINT) from error
     except Exception as error:  # a plugin may raise anything for a broken header
-        raise damaged_error() from error
-    # Read in one piece: at each piece the decoder would release the GIL and wait for it again.
-    image.decodermaxblock = max(len(data), image.decodermaxblock)
+        raise (pixels_error() if str(error) in _OTHER_PIXELS else damaged_error()) from error
+    if len(image.tile) == 1:  # not strips of a TIFF
+        # Read in one piece: at each piece the decoder would release the GIL and wait for it again.
+        image.decodermaxblock = max(len(data), image.decodermaxblock)
     width, height = image.size
     if width * height > max_pixels:
         detail = f"the picture has {width * height} pixels ({width} by {height}); the limit is {max_pixels}"
@@ -238,6 +229,7 @@ _PLUGINS: dict[bytes, type[ImageFile]] = {
     b"GIF87a": GifImageFile,
     b"GIF89a": GifImageFile,
     b"BM": BmpImageFile,
+    **dict.fromkeys(TIFF_STARTS, TiffImageFile),
 }
 _BRANDS: dict[bytes, Callable[[], type[ImageFile]]] = {
     **dict.fromkeys((b"avif", b"avis"), _get_avif),

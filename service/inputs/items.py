@@ -10,12 +10,19 @@ from numpy.typing import NDArray
 from layertap.models.errors import InputError
 from layertap.models.spec import Truncate
 
+TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+
 
 @dataclass(frozen=True)
 class ImageItem:
     """An encoded picture: ``data`` is the file's bytes, to be decoded and preprocessed."""
 
     data: bytes = field(repr=False)
+
+    @property
+    def is_tiff(self) -> bool:
+        """Whether it begins as a TIFF: only workers decode these, because libtiff knows so many kinds."""
+        return self.data.startswith(TIFF_STARTS)
 
 
 @dataclass(frozen=True, eq=False)

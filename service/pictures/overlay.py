@@ -12,7 +12,7 @@ from PIL import Image
 
 from layertap.models.inputs.geometry import find_seen_box
 from layertap.models.spec import Box, PreprocessSpec
-from layertap.service.inputs.images import decode_reduced
+from layertap.service.inputs.images import decode_image
 from layertap.service.pictures.colormaps import Scale, find_scale
 
 Array = NDArray[Any]
@@ -52,7 +52,7 @@ class SentPicture:
         It is scaled down to fit into a square of ``side`` pixels, or up by an integer. InputError; TooLargeError,
         before decoding, if it has more than ``max_pixels``.
         """
-        picture = decode_reduced(self.data, min(max_pixels, self.max_pixels), lambda width, height: (side, side))
+        picture = decode_image(self.data, min(max_pixels, self.max_pixels), lambda width, height: (side, side))
         image = picture.image
         if picture.box is not None:
             left, upper, right, lower = picture.box

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 from safetensors.numpy import load
 
 from layertap_client import InputError, InvalidRequestError, Result
@@ -70,16 +71,67 @@ def test_pictures(client: Any, live: Live, tmp_path: Path, form: str) -> None:
     assert result.rows == 1
 
 
-def test_rotated_picture(client: Any) -> None:
-    """A picture of PIL says how it is to be turned upright, as its file does."""
-    stream = BytesIO()
-    exif = Image.Exif()
+def sideways(size: tuple[int, int] = (64, 48)) -> bytes:
+    """A JPEG whose orientation says that it is to be turned."""
+    exif, stream = Image.Exif(), BytesIO()
     exif[0x0112] = 6
-    Image.open(BytesIO(PICTURE)).save(stream, "PNG", exif=exif)
-    opened, file = (client.extract(each, "head").array for each in (Image.open(stream), stream.getvalue()))
-    plain = client.extract(PICTURE, "head").array
-    np.testing.assert_array_equal(opened, file)
-    assert not np.allclose(opened, plain)
+    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    Image.fromarray(pixels).save(stream, "JPEG", exif=exif)
+    return stream.getvalue()
+
+
+EDITS: dict[str, Callable[[Image.Image], Image.Image]] = {
+    "turned by hand": lambda image: image.transpose(Image.Transpose.ROTATE_270),
+    "turned by its tag": ImageOps.exif_transpose,
+    "cut": lambda image: image.crop((0, 0, 40, 48)),
+    "in another mode": lambda image: image.convert("L").convert("RGB"),
+    "copied": lambda image: image.copy(),
+    "made smaller while it is read": lambda image: (image.draft("RGB", (32, 24)), image)[1],
+    "not at all": lambda image: image,
+    "with its tag elsewhere": lambda image: Image.open(resaved(image)),
+}
+
+
+def resaved(image: Image.Image) -> BytesIO:
+    """As a PNG that says its orientation in XMP, as some programs write it."""
+    text, stream = PngInfo(), BytesIO()
+    text.add_itxt("XML:com.adobe.xmp", '<rdf:Description tiff:Orientation="6"/>')
+    image.save(stream, "PNG", pnginfo=text)
+    return stream
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_edited_picture(client: Any, edit: str) -> None:
+    """A picture of PIL is sent as it is seen, whatever its file said of its orientation."""
+    seen = EDITS[edit](Image.open(BytesIO(sideways())))
+    found = client.extract(seen, "head").array
+    np.testing.assert_array_equal(found, client.extract(np.asarray(seen), "head").array)
+
+
+def test_picture_file(client: Any, tmp_path: Path) -> None:
+    """A file, its path and its bytes are turned upright by its orientation."""
+    data = sideways()
+    upright = np.asarray(ImageOps.exif_transpose(Image.open(BytesIO(data))))
+    wanted = client.extract(upright, "head").array
+    for form in (data, BytesIO(data), in_file(tmp_path, data)):
+        np.testing.assert_array_equal(client.extract(form, "head").array, wanted)
+
+
+MODES: dict[str, Callable[[Image.Image], Image.Image]] = {
+    "1": lambda image: image.convert("1"),
+    "L": lambda image: image.convert("L"),
+    "LA": lambda image: image.convert("LA"),
+    "P": lambda image: image.convert("P", palette=Image.Palette.ADAPTIVE),
+    "RGBA": lambda image: image.convert("RGBA"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_picture_mode(client: Any, mode: str) -> None:
+    """A picture of another mode is answered as PIL converts it to RGB."""
+    sent = MODES[mode](Image.open(BytesIO(sideways())))
+    found = client.extract(sent, "head").array
+    np.testing.assert_array_equal(found, client.extract(np.asarray(sent.convert("RGB")), "head").array)
 
 
 ROUNDED = torch.from_numpy(BATCH).bfloat16().requires_grad_()

@@ -34,11 +34,11 @@ from layertap.service.engine.plan.planner import PlannedRequest, Planner
 from layertap.service.engine.rows.predicted_rows import find_preprocessed_by
 from layertap.service.engine.rows.rows import (
     Attempt,
+    CutRows,
     Fetched,
     ItemAttempts,
     Items,
     Rows,
-    TextRows,
     get_row_shapes,
     join_rows,
     normalize_rows,
@@ -47,6 +47,7 @@ from layertap.service.engine.rows.rows import (
 from layertap.service.engine.rows.sources import prepare_sources
 from layertap.service.engine.schedule.batch_formation import are_few_rows
 from layertap.service.engine.schedule.scheduler import Scheduler
+from layertap.service.errors import UnsupportedMediaError
 from layertap.service.inputs.items import ImageItem, LocalItem
 
 HINT = "send one shape a request"
@@ -57,7 +58,7 @@ PAIRS = "some ids look like pairs, by their separators: all token types are 0 he
 class DecodedRows:
     """Rows of one shape, their items, and the first item's index in the request.
 
-    ``cut``: for texts, how many tokens each was truncated by.
+    ``cut``: for texts, how many tokens each was truncated by; for pictures, whether pages were left out.
     """
 
     rows: dict[str, Tensor]
@@ -135,12 +136,12 @@ class JobMaker:
         for input_index, item, attempt in _number(items, attempts):
             if isinstance(attempt, LayertapError):
                 faults.append(attempt.to_fault(f"/inputs/{input_index}", input_index))
-                if request.on_error == "fail" and isinstance(attempt, TooLargeError):
-                    raise TooLargeError.from_faults(faults[-1:])
+                if request.on_error == "fail" and isinstance(attempt, (TooLargeError, UnsupportedMediaError)):
+                    raise type(attempt).from_faults(faults[-1:])
             elif (misfit := _find_misfit(planned, attempt, input_index)) is not None:
                 faults.append(misfit)
             else:
-                cut = (attempt.cut,) if isinstance(attempt, TextRows) else ()
+                cut = (attempt.cut,) if isinstance(attempt, CutRows) else ()
                 parts.append(DecodedRows(dict(attempt), (item,), input_index, cut))
         planned = add_faults(planned, faults)
         if planned.request.faults and (request.on_error == "fail" or not parts):
@@ -231,10 +232,10 @@ def make_encoded_job(planned: PlannedRequest, items: Items, deadline: float) -> 
     """The job of pictures that their batches decode; their rows must be known in advance.
 
     None if they must be decoded first: inputs with options of their own; pictures whose size decides that of their
-    rows; a few pictures, which run one after another on all cores; several that share no forwards, whose batches are as
-    large as memory allows (``decode_with_batch`` excepted).
+    rows; TIFFs, which may be cut; a few pictures, which run one after another on all cores; several that share no
+    forwards, whose batches are as large as memory allows (``decode_with_batch`` excepted).
     """
-    pictures = tuple(item for _, item in items if isinstance(item, ImageItem))
+    pictures = tuple(item for _, item in items if isinstance(item, ImageItem) and not item.is_tiff)
     preprocess = planned.inputs.preprocess
     sized = preprocess is not None and compute_output_size(preprocess) is not None
     once = len(set(map(id, pictures))) == len(pictures)  # a repeated picture is decoded first, and once

@@ -39,9 +39,10 @@ from layertap.service.engine.rows.predicted_rows import (
     is_pixels,
     name_arrays,
 )
+from layertap.service.errors import UnsupportedMediaError
 from layertap.service.features import Array
 from layertap.service.inputs.arrays import require_finite
-from layertap.service.inputs.images import Picture, decode_image, decode_reduced, get_plain_jpeg_size
+from layertap.service.inputs.images import decode_image, get_plain_jpeg_size
 from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem, TokensItem
 from layertap.service.settings import Settings
 
@@ -56,8 +57,8 @@ CUT_HINT = ', or cut it by "truncate": "end"'
 CUT_CHARACTERS = 2**20  # of a text that may be cut: a tokenizer reads all of it
 
 
-class TextRows(dict[str, Tensor]):
-    """The row of a text; ``cut`` is the number of tokens that were truncated."""
+class CutRows(dict[str, Tensor]):
+    """The row of a text or picture; ``cut`` is the number of tokens that were truncated, 1 if pages were left out."""
 
     def __init__(self, rows: Rows = MappingProxyType({}), cut: int = 0) -> None:
         super().__init__(rows)
@@ -82,11 +83,16 @@ def join_rows(parts: Sequence[Rows]) -> dict[str, Tensor]:
     return {name: transfer.join_rows([part[name] for part in parts]) for name in parts[0]}
 
 
-def try_to_decode(item: LocalItem, inputs: ModelInputs, settings: Settings) -> Sequence[Attempt]:
+def try_to_decode(
+    item: LocalItem, inputs: ModelInputs, settings: Settings, in_worker: bool = False
+) -> Sequence[Attempt]:
     """Decode one item: its rows or its error; raises nothing that the sender should not see."""
+    if isinstance(item, ImageItem) and item.is_tiff and not in_worker:
+        detail = "TIFF is decoded in worker processes only, of which this model has none"
+        return [UnsupportedMediaError(detail, hint="save the picture as PNG, or send its pixels as an array")]
     try:
         return decode_item(item, inputs, settings)
-    except (InputError, TooLargeError) as error:
+    except (InputError, TooLargeError, UnsupportedMediaError) as error:
         return [error]
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
@@ -102,7 +108,7 @@ def decode_item(item: LocalItem, inputs: ModelInputs, settings: Settings) -> lis
     """
     inputs = choose_tower(item, inputs)
     if isinstance(item, ImageItem):
-        return [{inputs.specs[0].name: decode_picture(item, inputs, settings)}]
+        return [decode_picture(item, inputs, settings)]
     if is_pixels(item, inputs):
         return [_fit_pixels(item, inputs, settings)]
     rows = _convert_arrays(item, inputs, settings) if isinstance(item, ArraysItem) else _tokenize(item, inputs)
@@ -151,24 +157,21 @@ def get_preprocessing(inputs: ModelInputs) -> Preprocessing:
     raise InputError(f"model {inputs.model} takes {'text' if of_text else 'tensors'}, not pictures{reason}", hint=hint)
 
 
-def decode_picture(item: ImageItem, inputs: ModelInputs, settings: Settings) -> Tensor:
+def decode_picture(item: ImageItem, inputs: ModelInputs, settings: Settings) -> CutRows:
     """A picture as a row of pixels (uint8), to be normalised later, or as the model takes it.
 
     Pixels take a quarter of the bytes while rows wait or are sent to another process. InputError, TooLargeError.
     """
     row = decode_on_device(item, inputs, settings)
     if row is not None:
-        return row
+        return CutRows({inputs.specs[0].name: row})
     spec = get_preprocessing(inputs)
     check = partial(_check_resized, spec, settings.max_resized_pixels)
     fast = inputs.decode == "fast"
-    if fast:
-        least_size = partial(compute_least_size, spec)
-        picture = decode_reduced(item.data, settings.max_pixels, least_size, check, spec.background)
-    else:
-        image = decode_image(item.data, settings.max_pixels, check, spec.background)
-        picture = Picture(image, image.size)
-    return make_row(picture.image, spec, picture.size, picture.box, fast=fast).unsqueeze(0)
+    least_size = partial(compute_least_size, spec) if fast else lambda width, height: None
+    picture = decode_image(item.data, settings.max_pixels, least_size, check, spec.background)
+    row = make_row(picture.image, spec, picture.size, picture.box, fast=fast).unsqueeze(0)
+    return CutRows({inputs.specs[0].name: row}, int(picture.cut))
 
 
 def decode_on_device(item: ImageItem, inputs: ModelInputs, settings: Settings) -> Tensor | None:
@@ -309,7 +312,7 @@ def _cut_padding(rows: dict[str, Tensor], text: TextSpec) -> dict[str, Tensor]:
     return {name: value.narrow(1 + text.axis * (name == text.ids), 0, int(lengths[0])) for name, value in rows.items()}
 
 
-def _tokenize(item: TextItem | TokensItem, inputs: ModelInputs) -> TextRows:
+def _tokenize(item: TextItem | TokensItem, inputs: ModelInputs) -> CutRows:
     """Tokenize one text without padding; InputError if the model does not take it."""
     text = inputs.text
     if text is None or not text.takes_text:
@@ -319,7 +322,7 @@ def _tokenize(item: TextItem | TokensItem, inputs: ModelInputs) -> TextRows:
         hint = f"send it in several inputs{CUT_HINT if isinstance(item, TextItem) else ''}"
         raise InputError(f"the text has {len(tokens)} tokens, the limit is {text.max_tokens}", hint=hint)
     ids = torch.tensor([tokens], dtype=torch.int64)
-    return TextRows({text.ids: ids} if text.mask is None else {text.ids: ids, text.mask: torch.ones_like(ids)}, cut)
+    return CutRows({text.ids: ids} if text.mask is None else {text.ids: ids, text.mask: torch.ones_like(ids)}, cut)
 
 
 def _encode_text(item: TextItem, text: TextSpec, name: str) -> tuple[list[int], int]:
@@ -369,7 +372,7 @@ def _pad_rows(rows: Rows, size: int, text: TextSpec) -> dict[str, Tensor]:
         return functional.pad(value, (*behind, 0, size - value.shape[axis]), value=pads.get(name, 0))
 
     filled = {name: fill(name, value) for name, value in rows.items()}
-    return TextRows(filled, rows.cut) if isinstance(rows, TextRows) else filled
+    return CutRows(filled, rows.cut) if isinstance(rows, CutRows) else filled
 
 
 def _format_hint(text: TextSpec) -> str:

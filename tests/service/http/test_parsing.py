@@ -40,7 +40,7 @@ def prepared(live: Live, data: bytes) -> Array:
     model = live.engine.manager.registry.get_entry("digits").model
     assert model is not None
     assert model.preprocess is not None
-    return preprocess(decode_image(data, 10**6), model.preprocess).numpy()
+    return preprocess(decode_image(data, 10**6).image, model.preprocess).numpy()
 
 
 def files(*pictures: bytes, request: Json | None = None, name: str = "p.bin") -> list[tuple[str, Any]]:

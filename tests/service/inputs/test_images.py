@@ -43,7 +43,7 @@ def oriented(value: object) -> Image.Exif:
 
 
 def decode_pixels(data: bytes, limit: int = LIMIT) -> np.ndarray[Any, Any]:
-    image = decode_image(data, limit)
+    image = decode_image(data, limit).image
     assert image.mode == "RGB"
     return np.asarray(image)
 
@@ -179,7 +179,7 @@ def test_exactly_the_limit() -> None:
 def refusal(data: bytes) -> str:
     """What the decoder says of ``data``; nothing where it decodes."""
     try:
-        assert decode_image(data, LIMIT).mode == "RGB"
+        assert decode_image(data, LIMIT).image.mode == "RGB"
     except (InputError, TooLargeError) as error:
         return error.detail
     return ""

@@ -23,7 +23,7 @@ from layertap.models.errors import InputError, LayertapError, TooLargeError
 from layertap.models.inputs.preprocess import compute_least_size, preprocess
 from layertap.models.spec import Interpolation, PreprocessSpec
 from layertap.service.config.configuration import Configuration, read_configuration
-from layertap.service.inputs.images import Picture, decode_image, decode_reduced
+from layertap.service.inputs.images import Picture, decode_image
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.inputs.test_images import encode, oriented
@@ -46,7 +46,7 @@ def photo(size: tuple[int, int], mode: str = "RGB", **options: Any) -> bytes:
 
 
 def decoded(data: bytes, spec: PreprocessSpec = PLAIN, limit: int = LIMIT) -> Picture:
-    return decode_reduced(data, limit, partial(compute_least_size, spec))
+    return decode_image(data, limit, partial(compute_least_size, spec))
 
 
 def fast(data: bytes, spec: PreprocessSpec = PLAIN) -> Array:
@@ -149,7 +149,7 @@ def test_bit_for_bit(data: bytes, spec: PreprocessSpec) -> None:
     picture = decoded(data, spec)
     assert picture.box is None
     row = preprocess(picture.image, spec, picture.size, picture.box)
-    assert torch.equal(row, preprocess(decode_image(data, LIMIT), spec))
+    assert torch.equal(row, preprocess(decode_image(data, LIMIT).image, spec))
 
 
 def test_limit_counts_in_full() -> None:

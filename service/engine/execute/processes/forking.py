@@ -93,3 +93,16 @@ def limit_seconds(seconds: float) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@contextmanager
+def mute_stderr() -> Iterator[None]:
+    """Keep what the block writes to stderr out of the log: libtiff has a line for each bad row of a fax."""
+    kept = os.dup(2)
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,12 @@ from layertap.service.engine.batch import NEVER, Batch, BatchResult, Interval, R
 from layertap.service.engine.execute.batch_runner import BatchRunner, Part
 from layertap.service.engine.execute.executor import CallOutcome, call_model
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel
-from layertap.service.engine.execute.processes.forking import limit_seconds
+from layertap.service.engine.execute.processes.forking import limit_seconds, mute_stderr
 from layertap.service.engine.execute.processes.messages import BatchDecoded, CallModel, DecodeItems
 from layertap.service.engine.execute.processes.progress import Progress
 from layertap.service.engine.execute.threads import start_single_threaded
 from layertap.service.engine.rows.rows import Attempt, Rows, join_rows, try_to_decode
-from layertap.service.inputs.items import LocalItem
+from layertap.service.inputs.items import ImageItem, LocalItem
 from layertap.service.settings import Settings
 
 
@@ -51,8 +51,9 @@ class DecodingWorker:
             yield [self._decode_item(number, item) for number, item in enumerate(message.items)]
 
     def _decode_item(self, number: int, item: LocalItem) -> Sequence[Attempt]:
-        with self._progress.decoding(number), limit_seconds(self._settings.decode_timeout_s):
-            attempts = try_to_decode(item, self._inputs, self._settings)
+        quiet = mute_stderr() if isinstance(item, ImageItem) and item.is_tiff else nullcontext()
+        with self._progress.decoding(number), limit_seconds(self._settings.decode_timeout_s), quiet:
+            attempts = try_to_decode(item, self._inputs, self._settings, in_worker=True)
         if any(isinstance(attempt, TooLargeError) for attempt in attempts):
             release_memory()
         return attempts

@@ -15,10 +15,10 @@ CRASHES, HANGS, TAKES_ALL_MEMORY = (41, 7), (42, 7), (43, 7)  # width and height
 BLOCK_BYTES = 2**26
 
 
-def draw(size: tuple[int, int], value: int = 0) -> bytes:
-    """A PNG of one colour."""
+def draw(size: tuple[int, int], value: int = 0, kind: str = "PNG") -> bytes:
+    """A picture of one colour."""
     stream = BytesIO()
-    Image.new("RGB", size, (value % 256, value * 7 % 256, 3)).save(stream, "PNG")
+    Image.new("RGB", size, (value % 256, value * 7 % 256, 3)).save(stream, kind)
     return stream.getvalue()
 
 

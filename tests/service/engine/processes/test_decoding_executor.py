@@ -18,6 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
+from bench.hard.pictures import gray, tiff
 from layertap.models.errors import InputError, LayertapError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
@@ -27,11 +28,15 @@ from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.execute.executor import Executor, InProcessExecutor, ModelLostError
 from layertap.service.engine.execute.processes.executors import DecodingExecutor
+from layertap.service.engine.execute.processes.progress import Progress
+from layertap.service.engine.execute.processes.worker import DecodingWorker
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.rows.rows import Attempt, ItemAttempts, try_to_decode
+from layertap.service.engine.rows.rows import Attempt, CutRows, ItemAttempts, try_to_decode
+from layertap.service.errors import UnsupportedMediaError
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
+from layertap.service.inputs.images import decode_image
 from layertap.service.inputs.items import ImageItem, LocalItem
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
@@ -156,9 +161,31 @@ def test_same_rows(model: LoadedModel, decode_mode: Any) -> None:
     expected = [decode_here(placed, item, max_pixels=300_000) for item in items]
     for found, wanted in zip(asyncio.run(decode_all()), expected, strict=True):
         check_same(found, wanted)
-    assert {type(wanted) for wanted in expected} == {dict, InputError, TooLargeError}
+    assert {type(wanted) for wanted in expected} == {CutRows, InputError, TooLargeError}
     dtypes = {value.dtype for wanted in expected if isinstance(wanted, dict) for value in wanted.values()}
     assert dtypes == {torch.uint8}
+
+
+def test_tiff(model: LoadedModel) -> None:
+    """A TIFF has the rows of a PNG of its pixels, from a process that is not the model's."""
+    item = ImageItem(draw((40, 30), 5, "TIFF"))
+
+    async def decode_it() -> Attempt:
+        async with decoding(model) as (executor, _):
+            return await decode(executor, model, item)
+
+    check_same(asyncio.run(decode_it()), decode_here(model, png((40, 30), 5)))
+    assert isinstance(decode_here(model, item), UnsupportedMediaError)
+
+
+def test_fax_of_garbage(model: LoadedModel, capfd: pytest.CaptureFixture[str]) -> None:
+    """What libtiff prints of each bad row of a picture does not get into the log of a worker."""
+    noise = np.random.default_rng(7).bytes(4000)
+    data = tiff(gray(100, 4000, 3, len(noise), t258=(258, 3, 1, 1)), noise)
+    DecodingWorker(model.model_inputs, Settings(**SETTINGS), Progress())._decode_item(0, ImageItem(data))
+    assert not capfd.readouterr().err
+    decode_image(data, 10**6)
+    assert capfd.readouterr().err.count("Fax") > 1000
 
 
 def has_ended(pid: int) -> bool:

@@ -96,6 +96,20 @@ def test_decoder(fatal: Live, size: tuple[int, int]) -> None:
         wait_until(lambda: len(pids := list_pids(fatal, "pictures")) == len(before) and pids != before)
 
 
+@pytest.mark.parametrize("size", [CRASHES, TAKES_ALL_MEMORY], ids=["crash", "bomb"])
+def test_tiff(fatal: Live, size: tuple[int, int]) -> None:
+    """Nor is a TIFF decoded in the server itself: one that its decoder can't stand is refused alone."""
+    query = {"model": "pictures", "layers": "linear", "on_error": "skip", "format": "npz"}
+    files = [("images", ("x", draw(each, 1, "TIFF"), "image/tiff")) for each in ((8, 8), size, (8, 8))]
+    reply = fatal.client.post("/extract", files=files, params=query)
+    assert reply.headers["x-layertap-skipped"] == "1"
+    (found,), (wanted,) = arrays_of(reply).values(), arrays_of(send(fatal, (8, 8), 1)).values()
+    np.testing.assert_allclose(found, [wanted[0]] * 2, rtol=1e-4, atol=1e-5)
+    status, detail = REFUSALS[size]
+    alone = raw(draw(size, 1, "TIFF"), "image/tiff", model="pictures", layers="linear")
+    assert detail in problem(fatal.client.post("/extract", **alone), status)["detail"]
+
+
 def test_decoder_in_a_request(fatal: Live) -> None:
     """Of many pictures the one that ends its process is left out; the others are answered, or none, as is asked."""
     sizes = [CRASHES if place == 1 else (8, 8) for place in range(PICTURES_SENT)]
