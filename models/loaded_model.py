@@ -103,6 +103,7 @@ class LoadedModel(ModelInfo):
                     slices,
                     rows,
                     self._join_masks(pieces, rows - count),
+                    self.catalog.traits.stops,
                 )
         except (IndexError, ValueError) as error:  # for example, a token beyond the vocabulary
             # Requests that share a forward run again, each alone.

@@ -108,7 +108,10 @@ class Collector:
         row_count: int,
         modules: Mapping[str, nn.Module],
         token_mask: Tensor | None,
+        stops: bool = True,
     ) -> None:
+        """``stops``: whether the forward may be left midway, when nothing is pending."""
+        self._stops = stops
         spans = find_spans(slices, row_count)
         self.results: dict[tuple[Capture, Span], ReducedTensor] = {}
         self._pending = {capture: spans[capture] for capture in spans if capture.point.site not in GRADIENTS}
@@ -249,7 +252,7 @@ class Collector:
             objective = self._objectives.get(index)
             if objective is not None and (path := find(objective)) is not None:
                 self._add_objective(index, objective, tensors[path])
-        if not self._pending and not self._objectives and not self._expected:
+        if self._stops and not self._pending and not self._objectives and not self._expected:
             self._has_stopped = True
             raise StopForward
         self._check_containers(value, changes)
