@@ -40,10 +40,10 @@ class FeatureExtractor:
 
         ``token_mask`` (rows, tokens), on the host, is False where a token only pads its row.
         The tensors are the caller's; they are on the model's device and not to be differentiated. The forward ends as
-        soon as nothing is pending, if it ``stops``; a backward follows where a slice has an objective. Where that finds
-        no graph the forward may run once more: it takes its inputs anew each time. LayerNotReachedError if it ends earlier,
-        InputError if a tensor is not as its catalogue says; whatever the forward raises goes through. In every case
-        the hooks are gone.
+        soon as nothing is pending, if it ``stops``; a backward follows where a slice has an objective. Where that
+        finds no graph the forward may run once more: it takes its inputs anew each time. LayerNotReachedError if it
+        ends earlier, InputError if a tensor is not as its catalogue says; whatever the forward raises goes through. In
+        every case the hooks are gone.
         """
         collector = Collector(tuple(slices), row_count, self._modules, token_mask, stops)
         with ExitStack() as cleanup, collector.set_grad_mode():

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from tests.service.nets_http import Log
+
 LIMIT = 1000  # the survey's noise is far below
 
 
@@ -16,11 +18,14 @@ class Doomed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 3)
-        self.broken: Callable[[], None] = lambda: None
+        self.broken = Log()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.broken = WAYS.get(int(x[:, 0].amax()), self.broken)
-        self.broken()
+        number = int(x[:, 0].amax())
+        if number in WAYS:
+            self.broken.append(WAYS[number])
+        for breaks in self.broken[-1:]:
+            breaks()
         out: Tensor = self.linear(x)
         return out
 

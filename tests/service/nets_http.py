@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from threading import Event
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,41 @@ from torch import Tensor, nn
 PATIENCE_S = 60
 
 
-class Log(list[Any]):
-    """A list that stays as forwards leave it: state that is put back is made of plain lists."""
+class Log(Sequence[Any]):
+    """Notes that stay as forwards leave them: they are kept outside, since what is in a model is put back."""
+
+    __slots__ = ()
+    _noted: ClassVar[dict[int, list[Any]]] = {}
+
+    def __init__(self) -> None:
+        self._noted[id(self)] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Log:
+        return Log()
+
+    @property
+    def _own(self) -> list[Any]:
+        return self._noted[id(self)]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._own[index]
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __eq__(self, other: object) -> bool:
+        return self._own == (other._own if isinstance(other, Log) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._own)
+
+    def append(self, value: Any) -> None:
+        self._own.append(value)
+
+    def clear(self) -> None:
+        self._own.clear()
 
 
 class Scores(nn.Module):
