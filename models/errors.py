@@ -40,6 +40,7 @@ MAX_MESSAGE = 120  # of an error's text that are shown to clients
 HIDDEN = re.compile(r"(?:(?<![\w.\])])|[\w.~:-]+[\\/][\w.~%@-]+)(?:[\\/][\w.~%@-]+)+|\b0x[0-9a-fA-F]+")
 LIBRARIES = (str(Path(__file__).parents[1]), "<frozen", *{get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 UNREPEATABLE = "unrepeatable-"  # prefix of the placeholder fingerprint of a non-deterministic model
+UNPROVEN = "unproven-"  # prefix of fingerprints of a model that holds what can't be read: equal within one load
 IN_THE_LOG = "the server's log has the traceback"
 
 

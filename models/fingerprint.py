@@ -1,7 +1,7 @@
 """Fingerprints: digests of everything that decides whether two vectors are comparable.
 
-Equal fingerprints mean: the same weights, architecture (a library's name and arguments, or the visible structure of
-the operator's own code), model dtype, preprocessing, layer, call, path, site, projection, narrowing, statistics,
+Equal fingerprints mean: the same weights, architecture (a library's name and arguments, or the operator's own code and
+all that it reads), model dtype, preprocessing, layer, call, path, site, projection, narrowing, statistics,
 pooling, normalisation and reply dtype. If the caller preprocessed the rows and sent tensors, that is included, and so
 is their shape if it is not the configured one. The machine, the device, the time, the model's configured name and
 its memory format are not included. The configured ``tf32`` is, even without a GPU that acts on it: its error is a
@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.errors import UNREPEATABLE
+from layertap.models.errors import UNPROVEN, UNREPEATABLE
 from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.selection.hook_points import HookPoint, Reduction, TensorData
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
@@ -86,13 +86,13 @@ def digest_rows(
     ``shapes``: of one row, input by input, if they are not the configured ones.
     ``tower``: which of two towers takes them.
     """
-    of_tower = _digest([model, tower]) if tower else model
-    return _digest([of_tower, preprocessed, shapes]) if preprocessed else of_tower
+    of_tower = _digest([model, tower], model) if tower else model
+    return _digest([of_tower, preprocessed, shapes], model) if preprocessed else of_tower
 
 
 def digest_prompt(model: str, prompt: str) -> str:
     """The model's part for texts with a prompt other than its own in front."""
-    return _digest([RECIPE, "prompt", model, prompt])
+    return _digest([RECIPE, "prompt", model, prompt], model)
 
 
 def digest_result(
@@ -112,7 +112,7 @@ def digest_result(
     pooling = POOLINGS[reduction.pool]
     all_tokens = of_text and pooling.combines and pooling.skips_prefix
     parts: list[object] = [changes, {"pooled": "all tokens"} if all_tokens else None, layout]
-    return _digest([model, _to_plain_data(point), _to_plain_data(reduction), *filter(None, parts)])
+    return _digest([model, _to_plain_data(point), _to_plain_data(reduction), *filter(None, parts)], model)
 
 
 def describe_layout(info: TensorInfo) -> dict[str, Any]:
@@ -122,7 +122,8 @@ def describe_layout(info: TensorInfo) -> dict[str, Any]:
 
 def digest_explanation(method: str, results: Iterable[str]) -> str:
     """The fingerprint of a map that a method makes of results."""
-    return _digest([RECIPE, method, sorted(results)])
+    several = sorted(results)
+    return _digest([RECIPE, method, several], *several)
 
 
 def digest_changes(changes: Iterable[ResolvedIntervention | ResolvedObjective], start: str = "") -> str | None:
@@ -139,32 +140,38 @@ def digest_changes(changes: Iterable[ResolvedIntervention | ResolvedObjective], 
 
 def digest_sources(result: str, changes: Iterable[str]) -> str:
     """The fingerprint of a result whose changes use tensors of other inputs, with the changes made to those inputs."""
-    return _digest([RECIPE, "sources", result, *changes])
+    return _digest([RECIPE, "sources", result, *changes], result)
 
 
 def digest_dimensions(result: str, dimensions: int) -> str:
     """The fingerprint of a result whose vectors are cut to their first ``dimensions``."""
-    return _digest([RECIPE, "dimensions", result, dimensions])
+    return _digest([RECIPE, "dimensions", result, dimensions], result)
 
 
 def digest_batch(result: str) -> str:
     """The fingerprint of a result whose rows depend on the other rows of the batch."""
-    return _digest([RECIPE, "batch", result])
+    return _digest([RECIPE, "batch", result], result)
 
 
 def digest_reply(results: Iterable[str]) -> str:
-    """The fingerprint of a whole reply: that of its only result, or a digest of all of them, in any order.
-
-    If one result is unrepeatable, so is the reply.
-    """
+    """The fingerprint of a whole reply: that of its only result, or a digest of all of them, in any order."""
     several = sorted(set(results))
-    unrepeatable = [each for each in several if each.startswith(UNREPEATABLE)]
-    return (unrepeatable or several)[0] if len(several) == 1 or unrepeatable else _digest(several)
+    return several[0] if len(several) == 1 else _digest(several, *several)
 
 
 def make_unrepeatable() -> str:
     """A placeholder fingerprint for a non-deterministic model: it equals no other."""
     return UNREPEATABLE + secrets.token_hex(8)
+
+
+def make_unproven(identity: str) -> str:
+    """A model's part of fingerprints if it holds what can't be read: another one each time that it is loaded."""
+    return f"{UNPROVEN}{identity}.{secrets.token_hex(8)}"
+
+
+def get_proven_part(identity: str) -> str:
+    """What two loads of a model have in common in its part of fingerprints: all of it unless it is unproven."""
+    return identity.partition(".")[0]
 
 
 def _describe_change(change: ResolvedIntervention | ResolvedObjective) -> dict[str, Any]:
@@ -223,6 +230,8 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float))
 
 
-def _digest(value: object) -> str:
+def _digest(value: object, *made_from: str) -> str:
+    """A digest of plain data; one of other fingerprints is unrepeatable or unproven if one of these is."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    kinds = [kind for kind in (UNREPEATABLE, UNPROVEN) if any(each.startswith(kind) for each in made_from)]
+    return "".join(kinds[:1]) + hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -17,6 +17,7 @@ from layertap.models.devices import memory, transfer
 from layertap.models.devices.devices import DTYPES, use_threads
 from layertap.models.devices.memory import Inputs
 from layertap.models.errors import InputError, LayertapError, LoadError, describe_error, out_of_memory_error
+from layertap.models.fingerprint import get_proven_part
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.inputs.model_inputs import POSITIONS, number_tokens
 from layertap.models.inputs.noise import make_noise, make_noise_row
@@ -222,8 +223,8 @@ def join_devices(spec: ModelSpec, models: Mapping[str, LoadedModel]) -> MultiDev
 
     A warm plan with graphs on only some devices runs with hooks on all: an answer must not depend on its device.
     """
-    first, *others = models.values()
-    if any((other.digest, other.identity) != (first.digest, first.identity) for other in others):
+    first = next(iter(models.values()))
+    if len({(each.digest, get_proven_part(each.identity)) for each in models.values()}) > 1:
         raise LoadError("the model has other weights each time it is built", hint="devices need the same on each")
     graphs = zip(*(model.compiled for model in models.values()), strict=True)
     compiled = tuple(plans[0] if all(plan is not None for plan in plans) else None for plans in graphs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -36,6 +37,7 @@ from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.labels import Outputs, choose_labels
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_catalogs import CatalogCache, ModelCatalogs, survey_configured
+from layertap.models.reachable import digest_reachable
 from layertap.models.replica import KeptForward, Replica, copy_module, create_replica, has_same_calls, takes_by_position
 from layertap.models.row_check import read_note
 from layertap.models.selection.embedding import EmbeddingChoice, ModelEmbedding, choose_embedding, find_choice
@@ -46,6 +48,7 @@ from layertap.models.spec import DType, EmbeddingSpec, ModelSpec
 from layertap.models.turns import build_beside, take_turn
 from layertap.models.weights.state_dict import digest_weights
 
+log = logging.getLogger("layertap")
 NO_MEMORY_HINT = "load fewer models on this device, or give this one a smaller dtype or input"
 CONFIGURED = "the configuration names it"
 CASTS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
@@ -167,16 +170,21 @@ def identify_model(built: build.BuiltModel, spec: ModelSpec) -> tuple[str, str]:
         if built.named
         else fingerprint.digest_architecture(built.module, built.architecture, built.settings)
     )
-    tokenizer = built.text.digest if built.text else ""
-    return weights, fingerprint.digest_model(
+    reachable, unread = digest_reachable(built.module, built.code) if built.code else ("", ())
+    identity = fingerprint.digest_model(
         weights,
-        structure,
+        f"{structure} {reachable}".rstrip(),
         spec.precision,
         built.preprocess if spec.preprocess != "none" else None,
         built.inputs,
-        tokenizer,
+        built.text.digest if built.text else "",
         spec.decode,
     )
+    if unread:
+        fields = {"model": spec.name, "unread": unread}
+        log.warning("fingerprints of a model are unproven: it holds what can't be read", extra={"fields": fields})
+        identity = fingerprint.make_unproven(identity)
+    return weights, identity
 
 
 def _choose_dtype(built: build.BuiltModel, spec: ModelSpec) -> tuple[ModelSpec, Mapping[str, str], tuple[str, ...]]:

@@ -40,7 +40,7 @@ from layertap.models.compiled.compile import (
 from layertap.models.compiled.compiled_plan import CompiledPlan, PlanGraphs, WarmError
 from layertap.models.compiled.cuda_graphs import attach_cuda_graphs
 from layertap.models.devices import costs, devices
-from layertap.models.errors import LayertapError, LoadError, RequestError
+from layertap.models.errors import UNPROVEN, LayertapError, LoadError, RequestError
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import TakeTurn, load_model
@@ -112,6 +112,9 @@ class _Preparation:
         traits = self.model.catalog.traits
         if traits.state or not traits.deterministic:  # a graph's state changes would not be undone
             self._log_hooks("its forwards change the model, or are not deterministic")
+            return None, None, None
+        if self.model.identity.startswith(UNPROVEN):
+            self._log_hooks("it holds what can't be read, so that a stored graph may be another model's")
             return None, None, None
         try:
             graphs, benchmark = self._choose_graphs(plan, warm)

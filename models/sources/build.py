@@ -51,6 +51,7 @@ class BuiltModel:
     before the patches. ``text`` is None if texts can't be sent. ``report``: which tensors of a checkpoint were loaded.
     ``labels``: the source's class names; the module may have another number. ``embedding`` None: use its class's.
     ``two_towers``: its forward takes texts or pictures alone. ``outputs``: what its class scores are, if it is known.
+    ``code``: the name of the imported module of the operator's factory; empty for libraries.
     """
 
     module: nn.Module
@@ -67,6 +68,7 @@ class BuiltModel:
     embedding: KnownEmbedding | None = None
     two_towers: bool = False
     outputs: Outputs | None = None
+    code: str = ""
 
     @property
     def preprocess(self) -> Preprocessing | None:

@@ -56,6 +56,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
         settings=describe_arguments(spec.args),
         report=report,
+        code="" if name.startswith(PACKAGE_PREFIX) else _import(parse_factory(ident)[0]).__name__,
     )
 
 
@@ -127,7 +128,7 @@ def _check_arguments(factory: Callable[..., Any], args: Mapping[str, Any], shown
 
 
 def _import_factory(name: str, factory: str) -> Callable[..., Any]:
-    loaded = _import_file(Path(name)) if is_file(name) else _import_module(name)
+    loaded = _import(name)
     # The name is the operator's own configuration; nothing from a request comes here.
     attribute = getattr(loaded, factory, None)
     if not callable(attribute):
@@ -136,6 +137,10 @@ def _import_factory(name: str, factory: str) -> Callable[..., Any]:
         hint = suggest(tuple(f"python:{shown}:{match}" for match in matches))
         raise LoadError(f"Python module {escape(shown)} has no factory {escape(factory)}", hint=hint)
     return attribute  # type: ignore[no-any-return]
+
+
+def _import(name: str) -> ModuleType:
+    return _import_file(Path(name)) if is_file(name) else _import_module(name)
 
 
 def _import_module(name: str) -> ModuleType:

@@ -245,8 +245,8 @@ def digest_weights(module: nn.Module, *, saved_only: bool = False) -> str:
     made = {} if saved_only else dict(module.named_buffers(remove_duplicate=False))
     tensors = {**module.state_dict(), **made}
     for name, value in sorted(tensors.items()):
-        # A module's extra state may be any object, and only tensors have the same bytes everywhere.
-        if isinstance(value, Tensor):
+        # A module's extra state may be any object, and only dense tensors have the same bytes everywhere.
+        if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
             header = [name, str(value.dtype).removeprefix("torch."), list(value.shape)]
             hasher.update(json.dumps(header).encode())
             hasher.update(view_bytes(value).cpu().numpy().data)

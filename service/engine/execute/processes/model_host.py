@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from layertap.models.devices.memory import measure_private_bytes
 from layertap.models.errors import LayertapError, LoadError, label_failures
+from layertap.models.fingerprint import get_proven_part
 from layertap.models.model_info import ModelInfo
 from layertap.models.turns import build_beside, take_turn
 from layertap.service.engine.execute.processes.channel import connect
@@ -206,4 +207,4 @@ def _refuse(detail: str) -> LoadError:
 
 def _identify(info: ModelInfo | None) -> object:
     """What must not change when a model is reloaded: its weights, and which of its warm plans have graphs."""
-    return info and (info.identity, tuple(each is None for each in info.compiled))
+    return info and (get_proven_part(info.identity), tuple(each is None for each in info.compiled))
