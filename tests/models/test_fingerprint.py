@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,20 @@ from torch import nn
 
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.fingerprint import (
+    digest_batch,
     digest_changes,
+    digest_dimensions,
     digest_explanation,
     digest_model,
     digest_named_architecture,
+    digest_prompt,
     digest_reply,
     digest_result,
     digest_rows,
+    digest_sources,
+    get_proven_part,
+    make_unproven,
+    make_unrepeatable,
 )
 from layertap.models.loading import identify_model
 from layertap.models.selection.hook_points import (
@@ -195,3 +203,33 @@ def test_reply() -> None:
     assert digest_reply(["a"]) == digest_reply(["a", "a"]) == "a"
     assert digest_reply(["a", "b"]) == digest_reply(["b", "a"]) == digest_reply(["b", "a", "b"])
     assert len({digest_reply(each) for each in (["a"], ["a", "b"], ["a", "c"], ["a", "b", "c"])}) == 4
+
+
+@pytest.mark.parametrize("make", [lambda: make_unproven(MODEL), make_unrepeatable])
+def test_what_is_made_of_doubtful_ones(make: Callable[[], str]) -> None:
+    """What a fingerprint is digested into is unproven or unrepeatable too, and another one each time."""
+    pairs = [
+        (
+            digest_rows(each, "caller", None),
+            digest_rows(each, "", None, "text"),
+            digest_prompt(each, "query"),
+            digest_result(each, POINT, Reduction()),
+            digest_explanation("occlusion", ["a", each]),
+            digest_sources(each, ["change"]),
+            digest_dimensions(each, 8),
+            digest_batch(each),
+            digest_reply(["a", each]),
+        )
+        for each in (make(), make())
+    ]
+    prefix = make().partition("-")[0]
+    assert all(each.startswith(f"{prefix}-") for pair in pairs for each in pair)
+    assert all(one != other for one, other in zip(*pairs, strict=True))
+
+
+def test_proven_part() -> None:
+    """Two loads of an unproven model have the part in common that was read; of others it is all."""
+    one, two = make_unproven(MODEL), make_unproven(MODEL)
+    assert one != two
+    assert get_proven_part(one) == get_proven_part(two) != get_proven_part(make_unproven("1" * 32))
+    assert get_proven_part(MODEL) == MODEL

@@ -30,6 +30,21 @@ class Doomed(nn.Module):
         return out
 
 
+class Unreadable(nn.Module):
+    """Holds what no fingerprint can read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        nn.init.ones_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+        self.numbers = (number for number in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out
+
+
 class Unhurried(nn.Module):
     """Takes a while for each row."""
 

@@ -126,6 +126,19 @@ def test_killed_while_loading(serve: Serve, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_unproven_model_now(serve: Serve) -> None:
+    """A model that holds what can't be read is loaded again like others, and keeps the fingerprint of its load."""
+    spec = ModelSpec("draws", "python:tests.service.fatal_models:Unreadable", device="cpu", inputs=(ROW,))
+    with serve(Configuration((spec,), "draws"), workers=1) as live:
+        first = ask(live, "draws").headers["x-layertap-fingerprint"]
+        kill_host_of(live, "draws")
+        again = ask(live, "draws")
+        assert again.status_code == 200
+        assert again.headers["x-layertap-fingerprint"] == first
+        assert first.startswith("unproven-")
+
+
+@pytest.mark.slow
 def test_another_model_now(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A model whose weights are others when it is loaded again is failed, wherever one looks."""
     path = tmp_path / "weights.safetensors"
