@@ -158,9 +158,9 @@ def test_arrays(client: Any, live: Live, form: str) -> None:
 def test_named_inputs(client: Any, live: Live) -> None:
     """A model of several inputs: a batch of each by name, or entries one by one."""
     arrays = {"pixels": np.ones((2, 4), np.float32), "kind": np.array([1, 2])}
-    batch = client.extract({"tensors": arrays}, model="two")
+    batch = client.extract({"tensors": arrays}, ["."], model="two")
     entries = [{"tensors": {name: array[n] for name, array in arrays.items()}} for n in range(2)]
-    for result in (batch, client.extract(entries, model="two")):
+    for result in (batch, client.extract(entries, ["."], model="two")):
         assert result.rows == 2
         for key in result:
             np.testing.assert_array_equal(result[key], batch[key])

@@ -76,7 +76,7 @@ def own(module: str, factory: str, *inputs: InputSpec, name: str = "", **fields:
 @contextmanager
 def serving_models(*specs: ModelSpec, **settings: Any) -> Iterator[Asker]:
     """A server of these models until the block ends; without workers unless ``workers`` says otherwise."""
-    with serving(Configuration(specs, specs[0].name), **settings) as live:
+    with serving(Configuration(specs, specs[0].name), **{"check_shared": 200, **settings}) as live:
         yield Asker(live.client)
 
 
