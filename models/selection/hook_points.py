@@ -345,6 +345,7 @@ Baseline = float | Literal["blur"] | InputBaseline  # one value everywhere, the 
 class Explanation:
     """The requested maps: the methods, and the layer (None: each method chooses).
 
+    ``layout`` names the axes of the model's input, where they are not as found.
     ``classes`` replace the objective's class, with a map for each; ``top_classes``: how many of a row's best classes
     are named. ``discard``: the share of each layer's lowest attention that a rollout sets to 0, from 0 to below 1.
     Integrated gradients take ``steps`` and ``baseline``; SmoothGrad takes ``samples``, ``noise`` (a share of the row's
@@ -354,6 +355,7 @@ class Explanation:
 
     methods: tuple[Method, ...]
     selector: Selector | None = None
+    layout: str | None = None
     discard: float | None = None
     classes: tuple[Class, ...] = ()
     top_classes: int = 0

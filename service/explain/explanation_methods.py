@@ -133,12 +133,14 @@ def _find_layer(explanation: Explanation, model: ModelInfo) -> list[Tap]:
 
 
 def _find_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
-    """The model's input."""
-    tensors = model.catalog.layers["."].calls[0].input.tensors
-    of_maps = [tensor for tensor in tensors if is_map(tensor)]
+    """The model's input: rows that are made of pictures here have channels first."""
+    layout = explanation.layout or ("NCHW" if model.preprocess is not None and len(model.inputs) == 1 else None)
+    matches, _ = find_matches(Selector(".:input", ".", site="input", layout=layout), model.catalog)
+    of_maps = [match for match in matches if is_map(match.info)]
     if not of_maps:
-        raise SelectorError("this model takes no pictures")
-    return [Tap(HookPoint(".", 0, of_maps[0].path, "input"), of_maps[0])]
+        hint = 'if its input is one, name its axes: "layout": "NCHW"'
+        raise SelectorError("no operation of this model shows that it takes a picture", hint=hint)
+    return [Tap(of_maps[0].point, of_maps[0].info)]
 
 
 def _find_only_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:

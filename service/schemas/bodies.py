@@ -208,7 +208,10 @@ class ExplainBody(RequestBody):
         options = {name: getattr(self, name) for name in OF_EXPLANATION}
         if isinstance(self.baseline, BaselineBody):
             options["baseline"] = InputBaseline(self.baseline.input)
-        return Explanation(self.method, selector, self.discard_ratio, self.classes, self.top_classes, **options)
+        of_input = self.layout if self.layer is None else None
+        return Explanation(
+            self.method, selector, of_input, self.discard_ratio, self.classes, self.top_classes, **options
+        )
 
 
 MAX_VALUES = 256

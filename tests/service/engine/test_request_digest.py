@@ -66,7 +66,7 @@ REQUEST = ExtractRequest(
     objective=OBJECTIVE,
     resume=SELECTOR,
     embedding=Embedding("mean"),
-    explanation=Explanation(("grad_cam",), SELECTOR, 0.5),
+    explanation=Explanation(("grad_cam",), SELECTOR, discard=0.5),
     input_options={0: InputOptions(OBJECTIVE, (INTERVENTION,))},
     faults=(Fault("broken", "mend it", "/inputs/1", 1),),
     reply=ReplyOptions(FORMATS["json"], "list", 1000),
