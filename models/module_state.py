@@ -113,6 +113,7 @@ class ModuleState:
             and [tensor._version for tensor in self._tensors] == self._versions
             and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
             and all(torch.equal(memory.value.get_state(), memory.copy) for memory in self._generators)
+            and not any(memory.is_untracked and memory.is_overwritten() for memory in self._memories)
         )
 
     def take(self) -> None:
@@ -301,6 +302,7 @@ class _Memory:
 
     def __post_init__(self, copies: Mapping[int, Tensor]) -> None:
         self.copy: Any = None
+        self.is_untracked = False  # written to by what leaves the version as it was
         if isinstance(self.value, torch.Generator):
             self.copy = self.value.get_state()
             return
@@ -318,7 +320,8 @@ class _Memory:
         """Whether a tensor without a copy has other numbers than it had."""
         if not isinstance(self.value, Tensor):
             return False
-        return not torch.equal(self._alias.reshape(-1)[_choose(self._alias)], self._sample)
+        sample = self._alias.reshape(-1)[_choose(self._alias)]
+        return not torch.equal(view_bytes(sample), view_bytes(self._sample))
 
     def put_back(self, *, thorough: bool) -> Literal["same", "changed", "lost"]:
         """Have the same values again, if a run has changed them."""
@@ -341,13 +344,15 @@ class _Memory:
             value.data = alias
         if value.grad_fn is not None and not value._is_view():  # written to in a forward whose graph it would keep
             value.detach_()
-        if not is_moved and not thorough and _get_version(value) == self._version:
+        is_noticed = _get_version(value) != self._version
+        if not (is_moved or thorough or self.is_untracked or is_noticed):
             return "same"
         self._version = _get_version(value)
         if self.copy is None:
             return "lost" if self.is_overwritten() else "changed" if is_moved else "same"
         if torch.equal(view_bytes(alias), view_bytes(self.copy)):
             return "changed" if is_moved else "same"
+        self.is_untracked |= not is_noticed  # as batch norm writes its statistics
         alias.data.copy_(self.copy)  # past the version
         return "changed"
 

@@ -83,7 +83,7 @@ def test_float64_is_explained(asker: Asker) -> None:
     asked = {"model": "Fractions", "inputs": [encode(row)], "encoding": "base64"}
     reply = asker.post("/explain", {**asked, "method": "saliency", "layout": "NCHW", "objective": {"kind": "sum"}})
     assert close(next(iter(reply.features.values())).flatten(), 2 * (row - row.floor()).flatten())
-    refused = asker.post("/explain", {**asked, "method": "smoothgrad", "objective": {"kind": "sum"}})
+    refused = asker.post("/explain", {**asked, "method": "smoothgrad", "layout": "NCHW", "objective": {"kind": "sum"}})
     assert (refused.status, "float64" in refused.problem) == (422, True)
 
 

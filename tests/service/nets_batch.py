@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.nets import Mean
-from tests.service.nets_http import Gated, Log
+from tests.service.nets_http import Gated, Log, peek
 
 LIMIT = 1000  # the survey's noise is far below
 TOO_MUCH = 2**46  # numbers: more than an address can reach
@@ -66,10 +66,18 @@ class Hungry(Gated):
 
     def __init__(self) -> None:
         super().__init__()
-        self.room = 1e9
+        self.rooms = Log()
+
+    @property
+    def room(self) -> float:
+        return self.rooms[-1] if self.rooms else 1e9
+
+    @room.setter
+    def room(self, room: float) -> None:
+        self.rooms.append(room)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x[:, 0].clamp(min=1).sum() > self.room:
+        if sum(max(number, 1.0) for number in peek(x)) > self.room:
             self.forwards.append(len(x))
             torch.empty(TOO_MUCH)
         return super().forward(x)
@@ -88,7 +96,7 @@ class Moody(Gated):
         self.end = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        marks = [int(mark) for mark in x[:, 0] if mark >= LIMIT]
+        marks = [int(mark) for mark in peek(x) if mark >= LIMIT]
         x = super().forward(x)
         for mark in marks:
             if mark < self.LEAVES_OUT:
@@ -110,7 +118,7 @@ class Fragile(Gated):
         self.broken = Log()
 
     def forward(self, x: Tensor) -> Tensor:
-        marks = set(x[:, 0].tolist())
+        marks = set(peek(x))
         out = super().forward(x)
         if self.ASSERTS in marks:
             self.broken.append(self.ASSERTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from logging import getLogger
@@ -53,6 +54,13 @@ class Log(Sequence[Any]):
 
     def clear(self) -> None:
         self._own.clear()
+
+
+def peek(x: Tensor) -> list[float]:
+    """The first number of each row, as a kernel reads it: rows whose numbers Python reads run alone."""
+    rows = x.detach().contiguous()
+    numbers = (ctypes.c_float * rows.numel()).from_address(rows.data_ptr())
+    return list(numbers[:: rows[0].numel()])
 
 
 class Scores(nn.Module):
