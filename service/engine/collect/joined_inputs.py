@@ -24,7 +24,8 @@ from layertap.service.features import Array, Features, Receipt, join_cuts
 ANOTHER_SHAPE = "its results have another shape than the first"
 # Receipt fields that differ by input; all others agree in results that share one array.
 BY_ROW = ("classes", "labels", "token_counts")
-UNLIKE = {"call": -1, "preprocessed": "mixed", "forward": "", "how": "", "grid_size": None}  # if inputs differ
+OTHERWISE = {"call": -1, "preprocessed": "mixed", "forward": "", "how": ""}
+UNLIKE: dict[str, Any] = OTHERWISE | dict.fromkeys(("grid_size", "rows_per_forward"))  # if inputs differ
 OF_INPUT: dict[str, Any] = {"captured": (), "fingerprint": "", **UNLIKE, "truncated": None, **dict.fromkeys(BY_ROW)}
 
 
