@@ -79,6 +79,10 @@ class ModuleState:
         """Whether the memory of a parameter has other numbers now, within a run."""
         return any(memory.copy is None and memory.is_overwritten() for memory in self._memories)
 
+    def has_changed_tensors(self) -> bool:
+        """Whether a tensor has other numbers or other memory now, within a run: trees over the same would see it."""
+        return any(memory.is_moved() or memory.is_overwritten() for memory in self._memories)
+
     def settle(self) -> None:
         """After the first run: keep what it did if it made modules or parameters, else put it back."""
         if self._parts < self._list_parts():
@@ -316,8 +320,12 @@ class _Memory:
             self.copy = copies.get(self.value.data_ptr(), self.value.clone()) if small else None
             self._sample = self._alias.reshape(-1)[_choose(self._alias)].clone()
 
+    def is_moved(self) -> bool:
+        """Whether a tensor points to other memory."""
+        return isinstance(self.value, Tensor) and self.value.data_ptr() != self._alias.data_ptr()
+
     def is_overwritten(self) -> bool:
-        """Whether a tensor without a copy has other numbers than it had."""
+        """Whether a tensor's own memory has other numbers, as far as a few tell."""
         if not isinstance(self.value, Tensor):
             return False
         sample = self._alias.reshape(-1)[_choose(self._alias)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -69,11 +69,16 @@ class Replica:
 
 def overwrites_weights(forward: KeptForward, rows: Mapping[str, Tensor]) -> bool:
     """Whether weights have other numbers while a forward runs, which one that is left midway would not put back."""
+    return _is_ever(forward, rows, forward.state.has_overwritten)
+
+
+def _is_ever(forward: KeptForward, rows: Mapping[str, Tensor], condition: Callable[[], bool]) -> bool:
+    """Whether something holds where a call begins or ends in a forward."""
     calls, found = itertools.count(1), []
 
     def look(*_: object) -> None:
         if (call := next(calls)) <= MAX_LOOKS or call & (call - 1) == 0:  # each of many would take long
-            found.append(forward.state.has_overwritten())
+            found.append(condition())
 
     with attach.observe_calls(forward.module, look, look):
         forward({name: value.clone() for name, value in rows.items()})
@@ -162,6 +167,8 @@ def has_same_calls(one: KeptForward, copy: KeptForward, rows: Mapping[str, Tenso
     before = _read_write_marks(module)
     try:
         with torch.no_grad():
+            if _is_ever(one, copy_row(rows), one.state.has_changed_tensors):
+                return False
             calls = _sketch_calls(one, rows)
             # Another row than in both sketches and in a copy's state: what one tree leaves in the other must show.
             one(copy_row(rows, 0))

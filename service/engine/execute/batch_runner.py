@@ -25,7 +25,7 @@ from layertap.models.errors import (
 )
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import Replica
-from layertap.models.row_check import has_same_row, select_row
+from layertap.models.row_check import FIRST, has_same_row, select_row
 from layertap.models.selection.plan import Capture
 from layertap.service.engine.batch import Batch, BatchFailures, BatchResult, ForwardSpec, Results, RowSlice, SliceResult
 from layertap.service.engine.execute.threads import wrap_error
@@ -33,6 +33,7 @@ from layertap.service.engine.rows.rows import Rows, normalize_rows
 from layertap.service.errors import ForwardError
 
 log = logging.getLogger("layertap")
+MOST_ROWS = 4  # of a request that are compared in the first forwards of a kind; later one
 Part = tuple[int, RowSlice]  # rows of a slice, and the slice's index in the batch
 
 
@@ -168,22 +169,23 @@ class BatchRunner:
     def _check(
         self, pieces: list[Rows], requests: list[RequestSlice], parts: Sequence[Part], activations: BatchActivations
     ) -> bool:
-        """Whether a row of each request that is due is what it is alone; else rows of the model affect each other."""
+        """Whether rows of each request that is due are what they are alone; else rows affect each other."""
         check, tolerance = self._model.row_check, TOLERANCE[self._model.spec.precision]
         for piece, request, (_, each) in zip(pieces, requests, parts, strict=True):
             turn = check.take_turn(_describe_kind(each), self._check_every)
             if turn is None:
                 continue
-            number = turn % each.rows
-            row = {name: value[number : number + 1] for name, value in piece.items()}
-            shared = select_row(activations.select(request), number)
-            repeat = partial(self._repeat_row, row, replace(request, row_offset=request.row_offset + number), each.spec)
-            # The kernels of a batch may round otherwise, and a ReLU near 0 flips: among copies the same kernels run.
-            if not has_same_row(repeat(1, 0), shared, tolerance) and not has_same_row(
-                repeat(requests[-1].stop, request.start + number), shared, tolerance
-            ):
-                check.found, self._crossing = True, each.spec.plan.stops_at.text
-                return False
+            for number in range(min(each.rows, MOST_ROWS)) if turn <= FIRST else (turn % each.rows,):
+                row = {name: value[number : number + 1] for name, value in piece.items()}
+                shared = select_row(activations.select(request), number)
+                one = replace(request, row_offset=request.row_offset + number)
+                repeat = partial(self._repeat_row, row, one, each.spec)
+                # The kernels of a batch may round otherwise, and a ReLU near 0 flips: among copies the same ones run.
+                if not has_same_row(repeat(1, 0), shared, tolerance) and not has_same_row(
+                    repeat(requests[-1].stop, request.start + number), shared, tolerance
+                ):
+                    check.found, self._crossing = True, each.spec.plan.stops_at.text
+                    return False
         return True
 
     def _repeat_row(
