@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.spec import InputSpec
-from tests.own_models import rows_nets, state_nets
+from tests.own_models import paths_nets, rows_nets, state_nets
 from tests.own_models.ask import Asker, own, serving_models
 
 ROW, IDS, PICTURE = InputSpec("x", (8,)), InputSpec("ids", (6,), "int64", values=(0, 1000)), InputSpec("x", (3, 32, 32))
@@ -32,6 +32,9 @@ MODELS: dict[str, tuple[str, InputSpec, tuple[str, ...]]] = {
         ("state_nets", ROW, (".", "a", "b")),
     ),
     "Table": ("state_nets", PICTURE, (".", "stem", "head")),
+    "Loop": ("paths_nets", ROW, (".", "block.0", "head")),
+    "Halting": ("paths_nets", ROW, (".", "cell")),
+    "Ways": ("paths_nets", ROW, (".", "head")),
 }
 SCALES = (1e-3, 1.0, 1.0, 100.0, 1e6)
 CLIENTS = 4
@@ -106,7 +109,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    nets = {"rows_nets": rows_nets, "state_nets": state_nets}
+    nets = {"paths_nets": paths_nets, "rows_nets": rows_nets, "state_nets": state_nets}
     modules = {name: getattr(nets[room], name)().eval() for name, (room, *_) in MODELS.items()}
     specs = [own(room, name, spec) for name, (room, spec, _) in MODELS.items()]
     with serving_models(*specs, workers=options.workers, max_loaded_models=len(specs)) as asker:
