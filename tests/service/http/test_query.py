@@ -86,7 +86,19 @@ def test_sweep(live: Live) -> None:
     by_query = live.client.post("/sweep", **raw(PNG, "image/png", **as_query(fields)))
     listed = {"layers": "block2", "op": "scale", "values": "0.5,2", "each": "channel", "objective": "norm"}
     assert by_query.status_code == 200, by_query.text
-    assert by_query.content == by_body.content == live.client.post("/sweep", **raw(PNG, "image/png", **listed)).content
+    by_list = live.client.post("/sweep", **raw(PNG, "image/png", **listed))
+    expected = _up_to_last_bits(by_body.json())
+    assert by_query.json() == expected
+    assert by_list.json() == expected
+
+
+def _up_to_last_bits(reply: Json) -> Json:
+    """What equals a sweep's reply: how many edits share a forward, and so their last bits, hangs on durations."""
+    features = {
+        name: feature | {"data": pytest.approx(np.array(feature["data"]), rel=1e-5)}
+        for name, feature in reply["features"].items()
+    }
+    return reply | {"features": features}
 
 
 @pytest.mark.parametrize("route", ["extract", "explain", "sweep"])
