@@ -64,7 +64,6 @@ class AccessRecord:
             "selectors": facts.selectors,
             "rows": facts.rows,
             "batch_rows": facts.batch_rows,
-            "cache": self.timings.notes.get("cache", ""),
             "request_bytes": self.request_bytes,
             "reply_bytes": self.reply_bytes,
             "trace_id": self.trace_id,
@@ -97,8 +96,6 @@ def _list_facts(fields: Mapping[str, object]) -> Iterator[str]:
     if "rows" in fields:
         batch = f" in batches of up to {fields['batch_rows']}" if fields.get("batch_rows", 1) != 1 else ""
         yield f"{fields['rows']} {'row' if fields['rows'] == 1 else 'rows'}{batch}"
-    if "cache" in fields:
-        yield f"cache {fields['cache']}"
     if "key" in fields:
         yield f"key {fields['key']}"
 

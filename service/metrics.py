@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from layertap.service.timings import STEPS
-from layertap.service.types import BatchReason, CacheResult, RestartReason
+from layertap.service.types import BatchReason, RestartReason
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHER = "other"
@@ -48,7 +48,6 @@ class Snapshot:
     states: Mapping[str, str] = field(default_factory=dict)
     hooks: Mapping[str, int] = field(default_factory=dict)
     max_batch_rows: Mapping[str, int] = field(default_factory=dict)
-    cache_bytes: int = 0
     loads: Mapping[str, ModelLoad] = field(default_factory=dict)
     max_queue_rows: int = 0
     max_queue_bytes: int = 0
@@ -77,7 +76,6 @@ class Metrics:
             reason: self._families.refused_connections.labels(reason) for reason in get_args(ConnectionReason)
         }
         self._task_failures = {task: self._families.task_failures.labels(task) for task in get_args(Task)}
-        self._cached = {result: self._families.cached.labels(result) for result in get_args(CacheResult)}
 
     def observe_request(
         self, route: str, status: int, seconds: float, steps: Mapping[str, float], body_bytes: int, reply_bytes: int
@@ -135,10 +133,6 @@ class Metrics:
         key = (model, device)
         busy = self._busy.get(key) or self._busy.setdefault(key, self._families.busy_seconds.labels(*key))
         busy.inc(seconds)
-
-    def count_cached(self, result: CacheResult) -> None:
-        """Count a look-up in the answer cache."""
-        self._cached[result].inc()
 
     def count_expired(self, model: str) -> None:
         """Count a request whose deadline passed in the queue."""
@@ -218,7 +212,6 @@ def _make_gauges(snapshot: Snapshot) -> list[Metric]:
         GaugeMetricFamily(
             "layertap_queue_bytes", "Bytes that requests hold: bodies, rows, expected replies.", snapshot.queue_bytes
         ),
-        GaugeMetricFamily("layertap_cache_bytes", "Bytes of answers that are kept.", snapshot.cache_bytes),
         GaugeMetricFamily("layertap_running_rows", "Rows in decoding or in a forward.", snapshot.running_rows),
         GaugeMetricFamily("layertap_max_queue_rows", "Rows of a model that may wait and run.", snapshot.max_queue_rows),
         GaugeMetricFamily("layertap_max_queue_bytes", "Bytes that requests may hold.", snapshot.max_queue_bytes),
@@ -291,9 +284,6 @@ class _MetricFamilies:
         )
         self.answered = counter("rows_total", "Rows whose features were handed back.", "model")
         self.refused = counter("refused_total", "Requests that found no place in the queue.", "reason")
-        self.cached = counter(
-            "cache_requests_total", "Requests that were looked up among the answers that are kept.", "result"
-        )
         self.expired = counter("expired_total", "Requests whose deadline passed in the queue.", "model")
         self.cancelled = counter("cancelled_total", "Requests whose client went away while they waited.", "model")
         self.split = counter("split_total", "Batches that were run again in parts.", "model", "cause")

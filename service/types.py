@@ -8,7 +8,6 @@ Priority = Literal["interactive", "bulk"]
 # A worker's native code crashed; decoding took too long; the request's deadline passed; the system killed it, mostly
 # when out of memory; it exited; a model broke itself; the reason is unknown.
 RestartReason = Literal["crash", "decode_timeout", "timeout", "killed", "exit", "failure", "unknown"]
-CacheResult = Literal["hit", "shared", "miss"]  # cached; shared with an equal request; computed
 BatchReason = Literal[
     "isolated", "single", "same_depth", "sharing_pays", "sharing_costs"
 ]  # why a batch has just these rows

@@ -13,7 +13,6 @@ from layertap.models.errors import LayertapError, OtherCallsError, RequestError
 from layertap.models.model_info import ModelInfo
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
 from layertap.service.engine.batch import Job, Results, UndecodedError
-from layertap.service.engine.collect.answer_cache import AnswerCache, digest_request
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.collect.results import FEW_NUMBERS, FEW_RESULTS, add_warnings, collect_features
 from layertap.service.engine.deadline import wait_until
@@ -35,7 +34,6 @@ T = TypeVar("T")
 U = TypeVar("U")
 MAX_LEFT_OUT = 16  # retries of a request, each leaving out tensors that failed
 MAX_REPLANS = 8  # runs of an input whose forward makes other calls each time
-SHORT_BODY = 2**16  # digesting fewer bytes is faster than a thread switch
 Answer = tuple[Job, Results]  # a job and its forwards' results
 
 
@@ -51,8 +49,6 @@ class Engine:
         self.planner = Planner(settings, self.run_in_thread)
         self.job_maker = JobMaker(manager.scheduler, self.planner, self.run_in_thread, settings.max_results)
         self._pool = ThreadPoolExecutor(settings.cpu_threads, "side", initializer=start_single_threaded)
-        self.answers = AnswerCache(settings.cache_bytes, self._pool)
-        manager.on_unload = self.answers.forget
 
     async def get_handle(self, name: str | None, ticket: Ticket) -> ModelHandle:
         """The handle that answers a request until its end; raises as ``ModelManager.get_handle``."""
@@ -69,47 +65,23 @@ class Engine:
                 return parts[0]
             return await self.run_in_thread(partial(_consume, join_inputs, parts), ticket.deadline)
 
-        return await self.compute_once(request, ticket, compute)
+        return await self.compute(request, ticket, compute)
 
-    async def compute_once(
+    async def compute(
         self, request: ExtractRequest, ticket: Ticket, compute: Callable[[], Awaitable[Features]]
     ) -> Features:
-        """The result of ``compute``, or the cached one of an equal request; raises what ``compute`` raises.
-
-        Requests with URLs are never cached: what a URL returns may change.
-        """
+        """The result of ``compute`` with what its user is warned of; raises what ``compute`` raises."""
         rows = request.timings.facts.rows
         self._describe(request)
         handle = await self.get_handle(request.model, ticket)
-
-        async def compute_checked() -> Features:
-            features = await compute()
-            check = partial(add_warnings, features)
-            few = features.has_at_most(FEW_RESULTS, FEW_NUMBERS)
-            return check() if few else await self.run_in_thread(check, ticket.deadline)
-
-        if self.answers.max_bytes and not request.has_urls:
-            features = await self._find_or_compute(request, handle, ticket, compute_checked)
-        else:
-            features = await compute_checked()
+        features = await compute()
+        check = partial(add_warnings, features)
+        few = features.has_at_most(FEW_RESULTS, FEW_NUMBERS)
+        features = check() if few else await self.run_in_thread(check, ticket.deadline)
         request.timings.facts.rows = rows + features.rows
         of_model = (*handle.model.warnings, *_warn_of_embedding(request, handle.model))
         warnings = (*of_model, *features.warnings, *warn_of_cuts(features))
         return replace(features, warnings=warnings) if warnings != features.warnings else features
-
-    async def _find_or_compute(
-        self, request: ExtractRequest, handle: ModelHandle, ticket: Ticket, compute: Callable[[], Awaitable[Features]]
-    ) -> Features:
-        """The cached features of an equal request to this handle, else the result of ``compute``."""
-        digest = partial(digest_request, request)
-        short = ticket.nbytes <= SHORT_BODY
-        key = (handle.generation, digest() if short else await self.run_in_thread(digest, ticket.deadline))
-        features, result = await self.answers.get_or_compute(key, compute, ticket.deadline)
-        if result != "miss":
-            ticket.reserve_bytes(features.nbytes)
-        self.metrics.count_cached(result)
-        request.timings.notes["cache"] = result
-        return features
 
     async def extract_parts(self, request: ExtractRequest, ticket: Ticket) -> list[Features]:
         """As ``extract``, in one part if all inputs have one shape, else in one part per input."""
@@ -186,7 +158,6 @@ class Engine:
         return Snapshot(
             queue_rows=waiting,
             queue_bytes=self.admission.used_bytes,
-            cache_bytes=self.answers.used_bytes,
             running_rows=max(rows - waiting, 0),
             states={entry.spec.name: entry.state for entry in entries},
             hooks={entry.spec.name: entry.model.hooks for entry in entries if entry.model is not None},

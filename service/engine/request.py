@@ -27,16 +27,11 @@ from layertap.service.types import TILES, Priority
 
 @dataclass(frozen=True)
 class ReplyOptions:
-    """The format of the reply, and its most bytes; None is unlimited.
-
-    ``by_input``: results whose shape differs from the first input's get an entry for each input; else such inputs are
-    left out. ``tiles``: of each result in a picture.
-    """
+    """The format of the reply, its most bytes (None is unlimited), and the tiles of each result in a picture."""
 
     format: ReplyFormat = FORMATS["json"]
     encoding: Encoding = "list"
     max_bytes: int | None = None
-    by_input: bool = True
     tiles: int = TILES
 
 

@@ -68,7 +68,7 @@ async def explain(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticke
     Raises as ``Engine.extract``. If the request names classes, the keys are ``METHOD.CLASS``. Without an objective a
     map is of each row's own highest score.
     """
-    return await engine.compute_once(request, ticket, partial(_explain, engine, plan, request, ticket))
+    return await engine.compute(request, ticket, partial(_explain, engine, plan, request, ticket))
 
 
 async def _explain(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticket: Ticket) -> Features:

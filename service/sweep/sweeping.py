@@ -92,7 +92,7 @@ async def run(
 
     Raises as ``Engine.extract``.
     """
-    return await engine.compute_once(prepared.request, ticket, partial(_run, engine, prepared, ticket, on_progress))
+    return await engine.compute(prepared.request, ticket, partial(_run, engine, prepared, ticket, on_progress))
 
 
 async def _run(engine: Engine, prepared: PreparedSweep, ticket: Ticket, on_progress: OnProgress) -> Features:

@@ -28,19 +28,16 @@ def ask(client: httpx.Client, rows: Array, model: str = "gated", **query: Any) -
 
 @pytest.mark.parametrize("workers", [0, slow(2)])
 def test_exchanged_under_load(serve: Serve, versions: Versions, workers: int) -> None:
-    """Of requests that come all the time none fails, and each answer is by its fingerprint just one version's own.
-
-    Answers are kept meanwhile: none is that of another version.
-    """
+    """Of requests that come all the time none fails, and each answer is by its fingerprint just one version's own."""
     configuration = versions.write(entry("a"), allow=ALLOW)
-    with serve(configuration, config=versions.file, workers=workers, cache_bytes=2**20) as live:
+    with serve(configuration, config=versions.file, workers=workers) as live:
         letters = {fingerprint(live): "a"}
         stop, replies = threading.Event(), list[tuple[Array, httpx.Response]]()
 
         def work(seed: int) -> None:
             random = np.random.default_rng(seed)
             while not stop.is_set():
-                # Few different rows, so that answers of all versions to the same ones are kept.
+                # Few different rows, so that all versions answer the same ones.
                 rows = np.full((int(random.integers(1, 4)), 4), random.integers(1, 5), np.float32)
                 query = {"probe": "true"} if random.random() < 0.2 else {}
                 replies.append((rows, ask(live.client, rows, **query)))

@@ -21,7 +21,6 @@ from layertap.service.engine.collect.results import make_receipt
 from layertap.service.engine.request import ReplyOptions
 from layertap.service.features import Array, Features, Receipt, join_cuts
 
-ANOTHER_SHAPE = "its results have another shape than the first"
 # Receipt fields that differ by input; all others agree in results that share one array.
 BY_ROW = ("classes", "labels", "token_counts")
 OTHERWISE = {"call": -1, "preprocessed": "mixed", "forward": "", "how": ""}
@@ -83,13 +82,6 @@ def list_entries(jobs: Sequence[Job]) -> list[Entry]:
         else:
             entries += [Entry(_name_entry(key, job.input_index), each[key], 1) for job, each in of_jobs if key in each]
     return entries
-
-
-def find_others(jobs: Sequence[Job]) -> set[int | None]:
-    """The indexes of inputs whose results have other shapes than the first input's."""
-    outlines = _outline_plans(jobs)
-    first = outlines[id(jobs[0].spec.plan)]
-    return {job.input_index for job in jobs if outlines[id(job.spec.plan)] != first}
 
 
 def check_entries(entries: Sequence[Entry], rows: int, reply: ReplyOptions, max_results: int) -> None:

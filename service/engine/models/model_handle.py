@@ -80,8 +80,7 @@ class ModelHandle:
         """
         self.entry = entry
         self.name = entry.spec.name
-        self.generation = next(_GENERATIONS)
-        self.key = f"{self.name}@{self.generation}"
+        self.key = f"{self.name}@{next(_GENERATIONS)}"
         self.state = ModelState.LOADING
         self.entry.state = "loading"
         self.error: LayertapError | None = None

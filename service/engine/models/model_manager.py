@@ -43,7 +43,7 @@ class ModelManager:
     """The handles of this process, by model name. For the event loop, which it never blocks.
 
     ``handles`` answer new requests; ``list_handles`` also has replacements that are loading and handles that finish
-    their requests. ``on_unload`` is called with the generation of each unloaded handle.
+    their requests.
 
     The settings limit the number of models, their bytes and their idle time. All loaded and loading models count: with
     their measured bytes, or the expected ones while they load. These stay: a model with unanswered requests, one whose
@@ -63,7 +63,6 @@ class ModelManager:
         self.default = default
         self.draining = False
         self.handles: dict[str, ModelHandle] = {}
-        self.on_unload: Callable[[int], None] = lambda generation: None
         self.scheduler = Scheduler(
             metrics, settings.cpu_threads, on_failure=self._fail_all, gpu_streams=settings.gpu_streams
         )
@@ -398,7 +397,6 @@ class ModelManager:
             del self.handles[handle.name]
             handle.entry.unload()
         self._has_unloaded = True
-        self.on_unload(handle.generation)
 
 
 def _count_bytes(handles: Iterable[ModelHandle]) -> int:

@@ -28,7 +28,7 @@ from layertap.models.selection.poolings import POOLINGS
 from layertap.models.spec import Shapes
 from layertap.service.engine.admit.admission import check_batch, check_graph, show_shapes
 from layertap.service.engine.batch import ForwardSpec, Job, UndecodedError
-from layertap.service.engine.collect.joined_inputs import ANOTHER_SHAPE, check_entries, find_others, list_entries
+from layertap.service.engine.collect.joined_inputs import check_entries, list_entries
 from layertap.service.engine.deadline import RunInThread
 from layertap.service.engine.plan.planner import PlannedRequest, Planner
 from layertap.service.engine.rows.predicted_rows import find_preprocessed_by
@@ -155,14 +155,7 @@ class JobMaker:
             plans = await self._plan_inputs(planned, parts, deadline)
             good = [plan for plan in plans if isinstance(plan, PlannedRequest)]
             if len(good) == len(parts):
-                jobs = await self._run_in_thread(partial(self._make_input_jobs, good, parts, deadline), deadline)
-                others = set() if planned.request.reply.by_input else find_others(jobs)
-                if not others:
-                    return jobs
-                plans = [
-                    InputError(ANOTHER_SHAPE) if part.input_index in others else plan
-                    for part, plan in zip(parts, plans, strict=True)
-                ]
+                return await self._run_in_thread(partial(self._make_input_jobs, good, parts, deadline), deadline)
             planned, left = await self._run_in_thread(partial(_leave_out, planned, parts, plans), deadline)
             return await self._make_jobs(planned, left, deadline)
         (part,) = parts
