@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from layertap.models.hooks.tensor_tree import find_refused, view_bytes
-from layertap.models.turns import set_default_dtype
+from layertap.models.turns import restore_default_dtype
 
 StateKey = tuple[str, str]  # the name of a module in the tree, and of one of its buffers, submodules or attributes
 
@@ -63,7 +63,6 @@ class ModuleState:
         if self._has_run:
             self.restore()
         self._has_run = True
-        self._dtype = torch.get_default_dtype()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -95,8 +94,7 @@ class ModuleState:
         if not self._has_run:
             return
         self._has_run = False
-        if torch.get_default_dtype() is not self._dtype:
-            set_default_dtype(self._dtype)
+        restore_default_dtype()
         if not thorough and self._is_untouched():
             return
         for holder in self._holders:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.row_tensor import RowTensor
+from layertap.models.devices.costs import read_figures, write_figures
+from layertap.models.fingerprint import get_proven_part
 from layertap.models.lru_cache import LRUCache
 from layertap.models.selection.plan import Capture
 
+T = TypeVar("T")
 FIRST = 3  # shared forwards of a kind that are checked whatever the interval
+MOST_ROWS = 4  # that are compared in each of them; in a later one a single row
 MAX_KINDS = 1024
+MOST_DOUBTS, SHARE = 3, 0.05  # more doubts than these, in number and as a share of what was compared, are no rounding
 STEP = {"int8": 1.5 / 127, "float16": 2e-3}  # of the largest value: what a reply's dtype adds to the kernels' rounding
 
 
@@ -39,14 +44,26 @@ class RowCheck:
     def __init__(self) -> None:
         self.found = False
         self._counts = LRUCache[Hashable, int](MAX_KINDS)
+        self._compared = self._doubts = 0
 
-    def take_turn(self, kind: Hashable, every: int) -> int | None:
-        """The number of this forward of a kind if it is checked: one of the first, or one in ``every``; 0: never."""
-        if not every:
-            return None
+    def choose(self, kind: Hashable, rows: Sequence[T], every: int) -> Sequence[T]:
+        """Which rows of a kind's next shared forward are compared: some of the first, one of one in ``every``."""
         count = (self._counts.get(kind) or 0) + 1
         self._counts.put(kind, count)
-        return count if count <= FIRST or count % every == 0 else None
+        if count <= FIRST:
+            return rows[:: -(-len(rows) // MOST_ROWS)]
+        return () if count % every else (rows[count % len(rows)],)
+
+    def note(self, *, differs: bool, is_rounding: bool) -> None:
+        """Note a comparison; ``is_rounding``: so many copies of the row give the shared answer.
+
+        A number on the border of a choice goes the other way among other numbers of rows, seldom: what does so often
+        is a rule of the model's.
+        """
+        self._compared += 1
+        self._doubts += differs and is_rounding
+        often = self._doubts >= max(MOST_DOUBTS, SHARE * self._compared)
+        self.found |= differs and (often or not is_rounding)
 
 
 def select_row(results: Mapping[Capture, ReducedTensor], row: int) -> dict[Capture, Tensor]:
@@ -79,22 +96,21 @@ def _is_same(one: Tensor, other: Tensor, tolerance: float) -> bool:
     return torch.allclose(one, other, rtol=0.0, atol=tolerance * max(float(largest), 1e-6), equal_nan=True)
 
 
-def read_note(folder: Path | None, identity: str) -> CrossingRows | None:
+def read_note(costs_folder: Path | None, identity: str) -> CrossingRows | None:
     """What an earlier server noted of a model; None if it noted nothing that can be read."""
-    try:
-        return CrossingRows(**json.loads(_locate(folder, identity).read_text())) if folder is not None else None
-    except (OSError, TypeError, ValueError):
-        return None
+    with suppress(OSError):
+        return read_figures(_locate(costs_folder, identity), CrossingRows) if costs_folder is not None else None
+    return None
 
 
-def write_note(folder: Path, identity: str, shared_answers: int) -> CrossingRows:
+def write_note(costs_folder: Path, identity: str, shared_answers: int) -> CrossingRows:
     """Note for later starts that rows of a model cross."""
-    note = CrossingRows(time.time(), shared_answers)
+    note, path = CrossingRows(time.time(), shared_answers), _locate(costs_folder, identity)
     with suppress(OSError):  # a read-only folder: the next server finds out by itself
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _locate(folder, identity).write_text(json.dumps(asdict(note)))
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_figures(path, asdict(note))
     return note
 
 
-def _locate(folder: Path, identity: str) -> Path:
-    return folder / f"{identity}.crosses"
+def _locate(costs_folder: Path, identity: str) -> Path:
+    return costs_folder.with_name("crossing") / f"{get_proven_part(identity)}.json"

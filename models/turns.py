@@ -70,6 +70,7 @@ class Turns:
 _TURNS = Turns()
 _CONSTRUCTION = RLock()
 _DRAWS = RLock()
+_DEFAULT_DTYPE = torch.get_default_dtype()  # of the process: constructions and forwards change it for a while
 build_beside = _TURNS.build
 take_turn = _TURNS.measure
 
@@ -99,19 +100,18 @@ def construct_alone(seed: int | None) -> Iterator[None]:
     # Do not initialise CUDA.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with _CONSTRUCTION, draw_alone(), torch.random.fork_rng(devices):
-        dtype = torch.get_default_dtype()
         if seed is not None:
             torch.manual_seed(seed)
         try:
             yield
         finally:
-            torch.set_default_dtype(dtype)
+            torch.set_default_dtype(_DEFAULT_DTYPE)
 
 
-def set_default_dtype(dtype: torch.dtype) -> None:
-    """Set the process's default dtype, which a forward has changed, unless a module is being constructed with it."""
-    if _CONSTRUCTION.acquire(blocking=False):
+def restore_default_dtype() -> None:
+    """Set the process's default dtype back if a forward has changed it, unless a module is being constructed."""
+    if torch.get_default_dtype() is not _DEFAULT_DTYPE and _CONSTRUCTION.acquire(blocking=False):
         try:
-            torch.set_default_dtype(dtype)
+            torch.set_default_dtype(_DEFAULT_DTYPE)
         finally:
             _CONSTRUCTION.release()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -25,7 +25,7 @@ from layertap.models.errors import (
 )
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import Replica
-from layertap.models.row_check import FIRST, has_same_row, select_row
+from layertap.models.row_check import has_same_row, select_row
 from layertap.models.selection.plan import Capture
 from layertap.service.engine.batch import Batch, BatchFailures, BatchResult, ForwardSpec, Results, RowSlice, SliceResult
 from layertap.service.engine.execute.threads import wrap_error
@@ -33,7 +33,6 @@ from layertap.service.engine.rows.rows import Rows, normalize_rows
 from layertap.service.errors import ForwardError
 
 log = logging.getLogger("layertap")
-MOST_ROWS = 4  # of a request that are compared in the first forwards of a kind; later one
 Part = tuple[int, RowSlice]  # rows of a slice, and the slice's index in the batch
 
 
@@ -89,7 +88,7 @@ class BatchRunner:
         """Run these parts in one forward; if it fails, in two halves, until the failing request is alone."""
         outcome = RuntimeError(self._failure) if self._failure else self._try(parts)
         if isinstance(outcome, list):
-            return self._attempt_rows(parts) if self._must_split(parts) else outcome
+            return outcome if outcome and not self._must_split(parts) else self._attempt_rows(parts)
         # Outside the except block, so that the failed forward's tensors are freed.
         if isinstance(outcome, OutOfMemoryError):
             return self._retry_smaller(parts, outcome)
@@ -141,13 +140,15 @@ class BatchRunner:
         return out_of_memory_error(_count_rows(parts))
 
     def _run(self, parts: Sequence[Part]) -> list[SliceResult]:
+        """The results of one forward; none if a check found that its rows must run alone."""
         stops = list(accumulate(each.rows for _, each in parts))
         requests = [_make_request_slice(each, stop) for (_, each), stop in zip(parts, stops, strict=True)]
         started = time.perf_counter()
         pieces = [normalize_rows(each.inputs, self._model.model_inputs) for _, each in parts]
         with use_threads(self._batch.slots if stops[-1] > 1 else self._batch.slots_alone):
             activations = self._forward(pieces, requests, parts[0][1].spec, self._padded_rows)
-            if stops[-1] > 1 and not self._batch.unsplittable and not self._check(pieces, requests, parts, activations):
+            may_check = self._check_every and stops[-1] > 1 and not self._batch.unsplittable
+            if may_check and not self._check(pieces, requests, parts, activations):
                 return []
         transfer.synchronize_stream(self._model.device)
         computed = time.perf_counter()
@@ -169,23 +170,28 @@ class BatchRunner:
     def _check(
         self, pieces: list[Rows], requests: list[RequestSlice], parts: Sequence[Part], activations: BatchActivations
     ) -> bool:
-        """Whether rows of each request that is due are what they are alone; else rows affect each other."""
+        """Whether rows of the kinds that are due are what they are alone; else all rows of the forward run alone."""
         check, tolerance = self._model.row_check, TOLERANCE[self._model.spec.precision]
-        for piece, request, (_, each) in zip(pieces, requests, parts, strict=True):
-            turn = check.take_turn(_describe_kind(each), self._check_every)
-            if turn is None:
-                continue
-            for number in range(min(each.rows, MOST_ROWS)) if turn <= FIRST else (turn % each.rows,):
-                row = {name: value[number : number + 1] for name, value in piece.items()}
-                shared = select_row(activations.select(request), number)
-                one = replace(request, row_offset=request.row_offset + number)
-                repeat = partial(self._repeat_row, row, one, each.spec)
-                # The kernels of a batch may round otherwise, and a ReLU near 0 flips: among copies the same ones run.
-                if not has_same_row(repeat(1, 0), shared, tolerance) and not has_same_row(
-                    repeat(requests[-1].stop, request.start + number), shared, tolerance
-                ):
-                    check.found, self._crossing = True, each.spec.plan.stops_at.text
-                    return False
+        rows_of_kinds: dict[Hashable, list[tuple[int, int]]] = defaultdict(list)
+        for part, (_, each) in enumerate(parts):
+            rows_of_kinds[_describe_kind(each)] += [(part, row) for row in range(each.rows)]
+        chosen = [row for kind, rows in rows_of_kinds.items() for row in check.choose(kind, rows, self._check_every)]
+        for part, number in chosen:
+            request, spec = requests[part], parts[part][1].spec
+            row = {name: value[number : number + 1] for name, value in pieces[part].items()}
+            shared = select_row(activations.select(request), number)
+            one = replace(request, row_offset=request.row_offset + number)
+            differs = not has_same_row(self._repeat_row(row, one, spec, 1, 0), shared, tolerance)
+            # The kernels of a batch may round otherwise, and a ReLU near 0 flips: among copies the same ones run.
+            count = max(self._padded_rows or 0, requests[-1].stop)
+            is_rounding = differs and has_same_row(
+                self._repeat_row(row, one, spec, count, request.start + number), shared, tolerance
+            )
+            check.note(differs=differs, is_rounding=is_rounding)
+            if check.found:
+                self._crossing = spec.plan.stops_at.text
+            if differs:
+                return False
         return True
 
     def _repeat_row(
@@ -212,7 +218,7 @@ def _describe_kind(each: RowSlice) -> Hashable:
     """What of a request decides which code runs in a forward, and what is looked at there."""
     spec, plan = each.spec, each.spec.plan
     points = tuple(result.capture.point for result in plan.results)
-    changes = tuple((change.point, change.operation.op) for change in plan.resolved_interventions)
+    changes = frozenset(change.operation.op for change in plan.resolved_interventions)  # a sweep tries many places
     objective = plan.objective.point if plan.objective is not None else None
     start = spec.resumption.start.point if spec.resumption is not None else None
     compiled = spec.compiled.index if spec.compiled is not None else None
