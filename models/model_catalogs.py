@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from layertap.models.capture.extractor import FeatureExtractor
-from layertap.models.catalog.catalog import Catalog, Traits
+from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.resized_catalog import CallsDifferError, SizeRecorder, resize_catalog
 from layertap.models.catalog.survey import name_input_errors, survey
 from layertap.models.catalog.trials import RepeatedRun, try_padding
@@ -85,12 +85,11 @@ def _survey(
                 forward.module, inputs.specs, forward, device, prefix_tokens, inputs.dtype, tolerance=tolerance
             )
             trial = try_padding(forward, inputs.text, device, tolerance) if inputs.text else None
-            outputs = run.find_outputs()
         stops = not overwrites_weights(forward, row)
         run.repeat()
     forward.state.restore(thorough=True)
     state = tuple(sorted(forward.state.found))
-    traits = Traits(state, stops, run.is_same, outputs=outputs)
+    traits = replace(catalog.traits, state=state, stops=stops, deterministic=run.is_same)
     if not run.is_same:  # a neighbour's effect can't be told from the noise: each row runs alone
         return replace(catalog, crosses_rows=True, traits=traits)
     if trial is None:

@@ -6,7 +6,7 @@ import weakref
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, Self
 
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from layertap.models.catalog.observations import (
     Boundary,
     CallObservation,
     Observation,
+    Place,
     Shape,
     Sketch,
     Value,
@@ -62,6 +63,16 @@ class CallRecorder:
         """The modules that were called: for each call, paths of inputs and outputs, and the number of attentions."""
         return {module: [call.describe_tensors() for call in calls] for module, calls in self.calls.items()}
 
+    def list_sketches(self) -> dict[Place, Sketch]:
+        """The sketches of all tensors."""
+        calls = (each for calls in self.calls.values() for call in calls for each in (call, *call.functions.values()))
+        return {
+            (call.address, boundary, path): each.sketch
+            for call in calls
+            for boundary, tensors in call.tensors.items()
+            for path, each in tensors.items()
+        }
+
     def release(self) -> None:
         """Forget which values calls share: calls that refer to one another would keep the module until a collection."""
         for value in self._values.values():
@@ -72,8 +83,8 @@ class CallRecorder:
                 for each in (call, *call.functions.values()):
                     each.values.clear()
 
-    def watch(self, run: Forward, inputs: Inputs) -> None:
-        """Run one forward."""
+    def watch(self, run: Forward, inputs: Inputs) -> Self:
+        """Run one forward, and give the recorder."""
 
         def hide(record: OnModuleCall) -> OnModuleCall:
             return lambda module, call, value: run_unseen(partial(record, module), call, value)
@@ -88,6 +99,7 @@ class CallRecorder:
                 self._axes.start(inputs)
                 stack.enter_context(self._axes)
             run(inputs)
+        return self
 
     def _record_inputs(self, module: nn.Module, number: int, value: object) -> None:
         self._running.append((module, number))

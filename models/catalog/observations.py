@@ -20,6 +20,8 @@ from layertap.models.hooks.tensor_tree import Path, to_plain, view_bytes
 
 Shape = tuple[int, ...]
 Boundary = Literal["input", "output", "attention", "sinks"]  # of a call
+Address = tuple[nn.Module, int, str]  # of a call: a module, the number of its call, and the function, if it is of one
+Place = tuple[Address, Boundary, Path]  # of a tensor
 
 
 @dataclass
@@ -61,12 +63,12 @@ class CallObservation:
 
     ``refused`` has the tensors without plain memory, by path and kind. ``attention`` is written down when the call
     ends; it is partial where some of its weights do not stand as (heads, queries, keys). ``functions`` has the calls of
-    functions by name and number. ``address`` are the module, the number of its call and the function, if it is of one.
+    functions by name and number.
     ``values`` are what it took, and what it returned; ``is_view``: some of the latter lies in the memory of the former,
     which it does not write to.
     """
 
-    address: tuple[nn.Module, int, str]
+    address: Address
     start: float
     end: float = -1
     tensors: dict[Boundary, dict[Path, Observation]] = field(default_factory=lambda: defaultdict(dict))
@@ -116,12 +118,16 @@ TOLERANCE_HALF = 0.1  # half precision: enough to tell a row from its neighbour
 
 @dataclass(frozen=True)
 class Sketch:
-    """A tensor in a few numbers: random projections of its parts, its norm, and a sum of all of its bits."""
+    """A tensor in a few numbers: random projections of its parts, its norm, and a sum of all of its bits.
+
+    ``masked`` counts the numbers that are left out: marks of masked entries, infinities and NaN.
+    """
 
     bins: tuple[float, ...]
     norm: float
     tolerance: float
     bits: int = 0
+    masked: int = 0
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Sketch:
@@ -130,16 +136,19 @@ class Sketch:
         real = torch.view_as_real(plain) if plain.is_complex() else plain
         # Of a large tensor a number in every so many: as telling, and a survey stays a few forwards long.
         values = real.flatten()[:: 1 + real.numel() // MAX_NUMBERS].to(torch.float32)
-        values = torch.where(values.abs() < MASK_VALUE, values, 0.0)
+        is_number = values.abs() < MASK_VALUE
+        values = torch.where(is_number, values, 0.0)
         weights = _make_weights(values.device)[: values.numel()]
         parts = functional.pad(values * weights, (0, -values.numel() % BINS)).view(-1, BINS).sum(0)
         norm = float(values.norm(dtype=torch.float64))
-        return cls(tuple(parts.tolist()), norm, _get_tolerance(real.dtype), _sum_bits(real))
+        masked = values.numel() - int(is_number.sum())
+        return cls(tuple(parts.tolist()), norm, _get_tolerance(real.dtype), _sum_bits(real), masked)
 
     def matches(self, other: Sketch) -> bool:
         """Whether both are of the same tensor, but for rounding."""
         limit = other.tolerance * max(other.norm, 1e-6) / BINS**0.5
-        return all(abs(a - b) <= limit for a, b in zip(self.bins, other.bins, strict=True))
+        is_near = all(abs(a - b) <= limit for a, b in zip(self.bins, other.bins, strict=True))
+        return is_near and self.masked == other.masked
 
 
 def _sum_bits(tensor: Tensor) -> int:

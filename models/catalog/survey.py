@@ -23,19 +23,20 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from layertap.models.catalog.axes import Axes, make_axes, name_axes
 from layertap.models.catalog.axis_tracker import AxisTracker
-from layertap.models.catalog.branches import may_branch
 from layertap.models.catalog.call_recorder import CallRecorder
-from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, Origin, TensorInfo
+from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, Origin, TensorInfo, Traits
 from layertap.models.catalog.observations import Boundary, CallObservation, Observation
 from layertap.models.catalog.patches import number_patches
 from layertap.models.catalog.row_proof import RowProof, prove_rows
+from layertap.models.catalog.shared_values import TrackedForward
+from layertap.models.catalog.trials import find_outputs, try_forward
 from layertap.models.devices import transfer
 from layertap.models.devices.devices import TOLERANCE
 from layertap.models.devices.memory import Forward, is_device_error
 from layertap.models.errors import IN_THE_LOG, InputError, describe_error
 from layertap.models.hooks.attach import observe_calls
 from layertap.models.hooks.tensor_tree import Path
-from layertap.models.inputs.noise import copy_row, make_noise
+from layertap.models.inputs.noise import copy_row, copy_rows, make_noise
 from layertap.models.spec import InputSpec
 
 MAX_TIMED, ENOUGH_S = 5, 0.1  # timed forwards: how many at most, and after how many seconds no further one
@@ -68,15 +69,11 @@ def survey(
         with name_input_errors(inputs):
             alone.watch(run, copy_row(rows))
             timer = _time_calls(module, run, copy_row(rows), device)
-        branches = may_branch(module, run, copy_row(rows))
+        tracked = TrackedForward(module, run, copy_row(rows))
+        traits = Traits(outputs=find_outputs(tracked.output, tracked.sigmoids))
+        branches = tracked.may_branch
         create_recorder = partial(CallRecorder, module, alone=alone, functions=functions)
-        several = create_recorder()
-        try:
-            several.watch(run, {name: value.clone() for name, value in rows.items()})
-        except Exception as error:  # whatever a model raises, it means the same: not several rows at once
-            if is_device_error(error):
-                raise
-            several = alone
+        several = try_forward(create_recorder().watch, run, copy_rows(rows)) or alone
         other_length = CallRecorder(module, functions=functions)
         lengths = _probe_length(other_length, inputs, run, device, dtype)
         if several.describe_calls() != alone.describe_calls():
@@ -85,7 +82,7 @@ def survey(
         if several is not alone:
             proof = prove_rows(module, run, rows, inputs, several, create_recorder, tolerance)
     catalog = CatalogBuilder(module, alone, several, timer, prefix, other_length, lengths, proof).build()
-    catalog = replace(catalog, branches=branches)
+    catalog = replace(catalog, branches=branches, traits=traits)
     for recorder in (alone, several, other_length):
         recorder.release()
     return catalog
@@ -113,13 +110,8 @@ def _probe_length(
         return None
     other = length // 2
     specs = [replace(spec, shape=(other, *spec.shape[1:])) if spec in varying else spec for spec in inputs]
-    try:
-        recorder.watch(run, copy_row(make_noise(specs, device, dtype)))
-    except Exception as error:  # whatever a model raises, it means the same
-        if is_device_error(error):
-            raise
-        return None
-    return length, other
+    recorded = try_forward(recorder.watch, run, copy_row(make_noise(specs, device, dtype)))
+    return (length, other) if recorded is not None else None
 
 
 class CallTimer:

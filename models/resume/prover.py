@@ -8,7 +8,7 @@ values may be equal by chance: so everything that is computed from placeholders 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,8 +16,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer
-from layertap.models.catalog.observations import Boundary, Sketch
+from layertap.models.catalog.observations import Address, Boundary, Observation, Place
 from layertap.models.devices.memory import Forward, Inputs, is_device_error
 from layertap.models.hooks.attach import attach_at, observe_calls
 from layertap.models.hooks.tensor_tree import Path, iterate_tensors, replace_tensor
@@ -36,8 +37,7 @@ from layertap.models.taint import Taint
 
 SMALLEST = 1e-4  # the smallest share of a forward's cost that remains, after its last layer
 CallNumbers = tuple[int | None, ...]  # for each call of a module in a resumed forward: its number if skipped, else None
-CallBoundaryKey = tuple[nn.Module, int, Boundary]
-TensorMarks = Mapping[Path, "TensorMark"]
+UNKNOWN = -1  # numbers that are left out of a sketch: no sketch has so many, so that it matches none
 
 
 def verify_resumable(
@@ -59,39 +59,30 @@ def verify_resumable(
     skipped = find_skipped_calls(module, point, catalog)
     first = {name: value[:1].clone() for name, value in batch.items()}
     others = {name: value[1:2].clone() if catalog.crosses_rows else value[1:].clone() for name, value in batch.items()}
-    whole, resumed = MarkRecorder(module, point), MarkRecorder(module, point, skipped)
+    whole, resumed, sent = CallRecorder(module), ResumedRecorder(module, point, skipped), list[Tensor]()
+
+    def run_tainted(batch: Inputs) -> object:
+        resumed.taint.mark(batch.values())
+        with resumed.taint:
+            return run(batch)
+
     try:
         with torch.no_grad():
-            whole.watch(run, others)
+            with ExitStack() as stack:
+                attach_at(stack, {point: locate(point, module)}, lambda _, tensor: sent.append(tensor.clone()))
+                whole.watch(run, others)
             placeholders = collect_placeholders(module, run, first, skipped, catalog)
             draft = Resumption(start, catalog, inputs, dtype, placeholders)
-            run_tainted = resumed.with_taint(run)
-            resumed.watch(lambda batch: draft.forward(run_tainted, module, batch["sent"]), {"sent": whole.get_output()})
+            resumed.watch(lambda batch: draft.forward(run_tainted, module, batch["sent"]), {"sent": sent[-1]})
     except Exception as error:  # a model may raise anything on NaN: it can't resume
         if is_device_error(error):
             raise
         raise not_resumable_error(point) from error
-    trial = Trial(module, point, catalog, skipped, whole.marks, resumed.marks)
-    return replace(draft, catalog=trial.build_catalog())
-
-
-@dataclass(frozen=True)
-class TensorMark:
-    """A sketch that tells whether two tensors are equal; ``tainted``: the tensor depends on a placeholder."""
-
-    sketch: Sketch
-    infinite: int
-    tainted: bool
-
-    @classmethod
-    def from_tensor(cls, tensor: Tensor, tainted: bool = False) -> TensorMark:
-        """The mark of a tensor of any dtype; one with a NaN counts as tainted."""
-        return cls(Sketch.from_tensor(tensor), int(tensor.isinf().sum()), tainted or bool(tensor.isnan().any()))
-
-    def matches(self, other: TensorMark) -> bool:
-        """Whether both are equal; never if either has a NaN or depends on a placeholder."""
-        is_same = self.infinite == other.infinite and self.sketch.matches(other.sketch)
-        return is_same and not self.tainted and not other.tainted
+    seen = resumed.list_sketches()
+    same = {place for place, sketch in whole.list_sketches().items() if place in seen and sketch.matches(seen[place])}
+    for recorder in (whole, resumed):
+        recorder.release()
+    return replace(draft, catalog=Trial(module, point, catalog, skipped, same).build_catalog())
 
 
 def collect_placeholders(
@@ -117,66 +108,32 @@ def collect_placeholders(
     }
 
 
-class MarkRecorder:
-    """Marks every tensor of every call of a forward, and keeps the tensor at a point.
+class ResumedRecorder(CallRecorder):
+    """Records a forward in which some calls are skipped; what depends on what these return equals nothing.
 
-    In a resumed forward, whose ``skipped`` calls are given, everything that depends on its inputs or on the outputs of
-    skipped calls is tainted. In a whole forward nothing is.
+    Of a skipped call everything is unknown but the tensor that was sent, which ``point`` is.
     """
 
-    def __init__(self, module: nn.Module, point: HookPoint, skipped: Mapping[str, CallNumbers] | None = None) -> None:
-        self.marks: dict[CallBoundaryKey, TensorMarks] = {}
-        self._module = module
-        self._location = locate(point, module)
+    def __init__(self, module: nn.Module, point: HookPoint, skipped: Mapping[str, CallNumbers]) -> None:
+        super().__init__(module)
+        self.taint = Taint()
         self._point = point
-        self._skipped = {module.get_submodule(name): calls for name, calls in (skipped or {}).items()}
-        self._taint = Taint()
-        self._output: Tensor | None = None
+        self._start = None if point.function else locate(point, module)[0]
+        self._skipped = {module.get_submodule(name): calls for name, calls in skipped.items()}
 
-    def watch(self, run: Forward, batch: Inputs) -> None:
-        """Run one forward."""
-        with observe_calls(self._module, self._enter, self._leave), ExitStack() as stack:
-            if not self._skipped:
-                attach_at(stack, {self._point: self._location}, lambda _, tensor: self._keep(tensor))
-            run(batch)
-
-    def _keep(self, tensor: Tensor) -> None:
-        self._output = tensor.clone()
-
-    def with_taint(self, run: Forward) -> Forward:
-        """A forward that taints its inputs, and everything that depends on them."""
-
-        def run_tainted(batch: Inputs) -> object:
-            self._taint.mark(batch.values())
-            with self._taint:
-                return run(batch)
-
-        return run_tainted
-
-    def get_output(self) -> Tensor:
-        """A copy of the tensor at the point; LookupError if no call reached it."""
-        if self._output is None:
-            raise LookupError
-        return self._output
-
-    def _enter(self, module: nn.Module, call: int, value: object) -> None:
-        self.marks[module, call, "input"] = self._mark(value)
-
-    def _leave(self, module: nn.Module, call: int, value: object) -> None:
+    def _record_outputs(self, module: nn.Module, number: int, value: object) -> None:
         numbers = self._skipped.get(module, ())
-        if call < len(numbers) and numbers[call] is not None:
-            # The output of a skipped call is unknown, except for the tensor that was sent.
-            is_start = not self._point.function and module is self._location[0] and call == len(numbers) - 1
+        if number < len(numbers) and numbers[number] is not None:
+            is_start = module is self._start and number == len(numbers) - 1
             sent = self._point.path if is_start else None
-            self._taint.mark(tensor for path, tensor in iterate_tensors(value) if path != sent)
-        self.marks[module, call, "output"] = self._mark(value)
+            self.taint.mark(tensor for path, tensor in iterate_tensors(value) if path != sent)
+        super()._record_outputs(module, number, value)
 
-    def _mark(self, value: object) -> TensorMarks:
-        with self._taint.pause():
-            return {
-                path: TensorMark.from_tensor(tensor, self._taint.reaches(tensor))
-                for path, tensor in iterate_tensors(value)
-            }
+    def _observe(self, path: Path, tensor: Tensor, earlier: Observation | None) -> Observation:
+        observation = super()._observe(path, tensor, earlier)
+        if self.taint.reaches(tensor):
+            observation.sketch = replace(observation.sketch, masked=UNKNOWN)
+        return observation
 
 
 def find_skipped_calls(module: nn.Module, point: HookPoint, catalog: Catalog) -> dict[str, CallNumbers]:
@@ -231,14 +188,13 @@ def _contains_any(span: Call, calls: Iterable[Call]) -> bool:
 
 @dataclass(frozen=True)
 class Trial:
-    """The marks of two forwards, a whole one and a resumed one in which some calls were skipped."""
+    """What a whole forward and a resumed one, in which some calls were skipped, had in common: the ``same`` tensors."""
 
     module: nn.Module
     point: HookPoint
     catalog: Catalog
     skipped: Mapping[str, CallNumbers]
-    whole: Mapping[CallBoundaryKey, TensorMarks]
-    resumed: Mapping[CallBoundaryKey, TensorMarks]
+    same: Set[Place]
 
     def build_catalog(self) -> Catalog:
         """The catalogue of the tensors that were equal in both forwards."""
@@ -266,8 +222,8 @@ class Trial:
         return replace(layer, calls=tuple(self._build_call(module, *pair) for pair in enumerate(layer.calls)))
 
     def _build_call(self, module: nn.Module, number: int, call: Call) -> Call:
-        before = self._build_boundary(call.input, self._find_same((module, number, "input")))
-        after = self._build_boundary(call.output, self._find_same((module, number, "output")))
+        before = self._build_boundary(call.input, (module, number, ""), "input")
+        after = self._build_boundary(call.output, (module, number, ""), "output")
         is_whole = (
             (module, number) not in self._skipped_calls
             and len(before.tensors) == len(call.input.tensors)
@@ -278,16 +234,14 @@ class Trial:
         )
         return Call(before, after, weights, sinks=sinks)
 
-    def _build_boundary(self, boundary: CallBoundary, same: set[Path]) -> CallBoundary:
-        tensors = tuple(info for info in boundary.tensors if info.path in same)
+    def _build_boundary(self, boundary: CallBoundary, address: Address, side: Boundary) -> CallBoundary:
+        tensors = tuple(info for info in boundary.tensors if self._is_known((address, side, info.path)))
         cost = max(boundary.cost - self._skipped_cost, 0.0) / self._remaining_cost
         return replace(boundary, cost=round(cost, 4), tensors=tensors)
 
-    def _find_same(self, key: CallBoundaryKey) -> set[Path]:
-        module, number, boundary = key
-        if boundary == "output" and (module, number) in self._skipped_calls:  # only the sent tensor is known
-            is_start = (module, number) == (locate(self.point, self.module)[0], self.point.call)
-            return {self.point.path} if is_start and not self.point.function else set()
-        resumed = self.resumed.get(key, {})
-        whole = self.whole.get(key, {})
-        return {path for path, mark in whole.items() if path in resumed and mark.matches(resumed[path])}
+    def _is_known(self, place: Place) -> bool:
+        (module, number, _), side, path = place
+        if side == "output" and (module, number) in self._skipped_calls:  # only the sent tensor is known
+            start = locate(self.point, self.module)[0], self.point.call, self.point.path
+            return (module, number, path) == start and not self.point.function
+        return place in self.same
