@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from layertap.models.catalog.catalog import LeftPadding
+from layertap.models.catalog.row_tensor import is_near
 from layertap.models.devices.devices import TOLERANCE, use_threads
 from layertap.models.devices.memory import Forward, Inputs, is_device_error
 from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors
@@ -26,22 +27,20 @@ SHORT, LONG, IN_FRONT = 5, 64, 3  # tokens of a text, at most of its neighbour, 
 
 
 class RepeatedRun:
-    """A forward of a row that is repeated later, behind others, and compared.
+    """A forward of a row that is repeated later, behind others, and compared; ``seconds``: CPU time of the first.
 
-    Both run on one thread and without hooks: kernels that differ only round otherwise. ``is_same``: whether both
-    returned the same, but for what adding in another order does. ``seconds``: CPU time of the first.
+    All run on one thread and without hooks: kernels that differ only round otherwise.
     """
 
     def __init__(self, run: Forward, row: Inputs) -> None:
-        self.is_same = True
         self._run = run
         self._row = row
         start = time.thread_time()
         self._output = self._run_alone()
         self.seconds = time.thread_time() - start
 
-    def repeat(self) -> None:
-        """Run the first row twice more behind a turned and a loud one, and compare.
+    def is_same_again(self) -> bool:
+        """Whether the row, behind a turned and a loud one, twice gives the same, but for adding in another order.
 
         Meanwhile no construction sets the generator back, so that the two runs draw different random numbers.
         """
@@ -49,7 +48,7 @@ class RepeatedRun:
             floats = {name: change(value) for name, value in self._row.items() if value.is_floating_point()}
             try_forward(self._run, copy_rows(self._row) | floats)
         with draw_alone():
-            self.is_same = all(has_same_values(self._output, self._run_alone(), ROUNDING) for _ in range(2))
+            return all(has_same_values(self._output, self._run_alone(), ROUNDING) for _ in range(2))
 
     def _run_alone(self) -> TensorsByPath:
         with use_threads(1):
@@ -156,6 +155,4 @@ def _is_part(one: Tensor, other: Tensor | None, tolerance: float, start: int) ->
             if other.shape[axis] < start + size:
                 return False
             other = other.narrow(axis, start, size)
-    one, other = one.float(), other.float()
-    largest = torch.where(one.isfinite(), one.abs(), 0.0).amax() if one.numel() else 0.0
-    return torch.allclose(other, one, rtol=0.0, atol=tolerance * max(float(largest), 1e-6), equal_nan=True)
+    return is_near(one, other, tolerance)
