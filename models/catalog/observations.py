@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
@@ -26,16 +24,16 @@ Place = tuple[Address, Boundary, Path]  # of a tensor
 
 @dataclass
 class Observation:
-    """A tensor as one forward showed it; ``shape`` is that in this forward, the one of ``info`` that of one row.
+    """A tensor as one forward showed it; its shape is that of one row.
 
     ``sketch`` is of the part that belongs to the row that ran alone; ``axes`` are those of ``info``, empty where they
-    were not followed.
+    were not followed. ``value`` is the number of a tensor for as long as nothing writes to it.
     """
 
     info: TensorInfo
-    shape: Shape
     sketch: Sketch
     axes: Axes = ()
+    value: int = -1
 
 
 @dataclass
@@ -48,24 +46,13 @@ class AttentionObservation:
 
 
 @dataclass(eq=False)
-class Value:
-    """A tensor as long as nothing writes to it: which call made it first, and those that took it, in their order."""
-
-    reference: weakref.ref[Tensor]
-    version: int
-    maker: tuple[CallObservation, Path] | None = None
-    readers: list[tuple[CallObservation, Path]] = field(default_factory=list)
-
-
-@dataclass(eq=False)
 class CallObservation:
     """One call of a module, which began and ended at ``start`` and ``end``, counted from 1.
 
     ``refused`` has the tensors without plain memory, by path and kind. ``attention`` is written down when the call
     ends; it is partial where some of its weights do not stand as (heads, queries, keys). ``functions`` has the calls of
-    functions by name and number.
-    ``values`` are what it took, and what it returned; ``is_view``: some of the latter lies in the memory of the former,
-    which it does not write to.
+    functions by name and number. ``is_view``: some of what it returned lies in the memory of what it took, to which it
+    does not write.
     """
 
     address: Address
@@ -76,31 +63,17 @@ class CallObservation:
     attention: list[AttentionObservation] = field(default_factory=list)
     has_partial_attention: bool = False
     functions: dict[str, CallObservation] = field(default_factory=dict)
-    values: dict[Boundary, dict[Path, Value]] = field(default_factory=lambda: defaultdict(dict))
     is_view: bool = False
 
     def contains(self, other: CallObservation) -> bool:
         """Whether the other call is a part of this one."""
         return self.start < other.start and other.end < self.end
 
-    def find_origins(self) -> Iterator[tuple[Path, tuple[CallObservation, Boundary, Path]]]:
-        """Of inputs that others read too, which would not see them changed here: where they come from."""
-        for path, value in self.values["input"].items():
-            readers = [call for call, _ in value.readers if call.reads(value)]
-            apart = [each for each in readers if each is not self and not (self.contains(each) or each.contains(self))]
-            if not (apart and self.reads(value)):
-                continue
-            (first, there), *_ = value.readers
-            if value.maker is not None:
-                yield path, (value.maker[0], "output", value.maker[1])
-            elif all(first.contains(each) for each in (self, *apart)):
-                yield path, (first, "input", there)
-
-    def reads(self, value: Value) -> bool:
+    def reads(self, value: int) -> bool:
         """Whether the call computes from a value: it neither returns it unchanged nor only reads its size."""
         function = self.address[2]
         asks = function and (not self.tensors["output"] or "_like#" in function or function.startswith("new_"))
-        return not asks and not any(each is value for each in self.values["output"].values())
+        return not asks and not any(each.value == value for each in self.tensors["output"].values())
 
     def describe_tensors(self) -> tuple[set[Path], set[Path], int]:
         """For what kind of value it was called, what it returned, and how often it attended."""

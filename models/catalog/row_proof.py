@@ -6,7 +6,6 @@ Each tensor of the model is looked at, since inner layers may hold rows in anoth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -20,14 +19,6 @@ from layertap.models.inputs.noise import QUIET, copy_rows, replace_neighbours
 from layertap.models.spec import InputSpec
 
 
-@dataclass(frozen=True)
-class RowProof:
-    """``crosses_rows``: a row's output is not known to be its own; ``unproven``: tensors whose rows are not."""
-
-    crosses_rows: bool = False
-    unproven: frozenset[Place] = frozenset()
-
-
 def prove_rows(
     module: nn.Module,
     run: Forward,
@@ -36,8 +27,11 @@ def prove_rows(
     several: CallRecorder,
     create_recorder: Callable[[], CallRecorder],
     tolerance: float,
-) -> RowProof:
-    """Compare what ``several`` recorded of a forward of these rows, three or more, with the same row beside others."""
+) -> frozenset[Place] | None:
+    """The tensors whose rows are not known to be their own; None if that is so of what the model returns.
+
+    What ``several`` recorded of a forward of these rows, three or more, is compared with the same row beside others.
+    """
     fewer = TrackedForward(module, run, {name: value[:2] for name, value in rows.items()})
     whole = TrackedForward(module, run, rows, fewer)
 
@@ -45,19 +39,17 @@ def prove_rows(
         return try_forward(create_recorder().watch, run, rows)
 
     if whole.crosses_rows or not all(_is_same_turned(whole, flag, tolerance) for flag in whole.flags):
-        return RowProof(crosses_rows=True)
+        return None
     # Beside milder ones if a model takes no such numbers.
     beside = watch(replace_neighbours(rows, inputs)) or watch(replace_neighbours(rows, inputs, scaled=False))
     if beside is None:
-        return RowProof(crosses_rows=True)
+        return None
     different = _list_different(several, beside, exact=True)
     if different:  # some devices add in another order each time: the very same forward has other bits
         again = create_recorder().watch(run, copy_rows(rows))
         if _list_different(several, again, exact=True):
             different = _list_different(several, beside, exact=False)
-        again.release()
-    beside.release()
-    return RowProof(unproven=frozenset([*whole.places, *different]))
+    return frozenset([*whole.places, *different])
 
 
 def _list_different(one: CallRecorder, other: CallRecorder, *, exact: bool) -> list[Place]:

@@ -9,6 +9,7 @@ turned round, and what then happens is compared; after any other number, or such
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class TrackedForward(Taint):
         self._decides_sizes = False
         own = copy_rows(rows)
         self.mark(own.values())
-        with observe_calls(module, self._enter, self._leave), self:
+        with observe_calls(module, partial(self._note_side, "input"), partial(self._note_side, "output")), self:
             self.output = try_forward(run, own)
 
     def turn(self, flag: int) -> TrackedForward:
@@ -113,17 +114,11 @@ class TrackedForward(Taint):
         (name, fewer), (own, shapes) = self._fewer._shapes[number], self._shapes[number]
         return name == own and len(fewer) == len(shapes) and all(map(_grows, fewer, shapes))
 
-    def _enter(self, module: nn.Module, call: int, value: object) -> None:
-        self._note_places(module, call, "input", value)
-
-    def _leave(self, module: nn.Module, call: int, value: object) -> None:
-        self._note_places(module, call, "output", value)
-        self._calls.append((module, frozenset(path for path, _ in iterate_tensors(value))))
-
-    def _note_places(self, module: nn.Module, call: int, boundary: Boundary, value: object) -> None:
-        for path, tensor in iterate_tensors(value):
-            if self._shared.has_any([tensor]):
-                self.places.add(((module, call, ""), boundary, path))
+    def _note_side(self, boundary: Boundary, module: nn.Module, call: int, value: object) -> None:
+        found = dict(iterate_tensors(value))
+        self.places |= {((module, call, ""), boundary, path) for path in found if self._shared.has_any([found[path]])}
+        if boundary == "output":
+            self._calls.append((module, frozenset(found)))
 
 
 def _has_data_sizes(func: Any, args: tuple[Any, ...]) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,9 +24,9 @@ from layertap.models.catalog.axes import Axes, make_axes, name_axes
 from layertap.models.catalog.axis_tracker import AxisTracker
 from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, Origin, TensorInfo, Traits
-from layertap.models.catalog.observations import Boundary, CallObservation, Observation
+from layertap.models.catalog.observations import Boundary, CallObservation, Observation, Place
 from layertap.models.catalog.patches import number_patches
-from layertap.models.catalog.row_proof import RowProof, prove_rows
+from layertap.models.catalog.row_proof import prove_rows
 from layertap.models.catalog.shared_values import TrackedForward
 from layertap.models.catalog.trials import find_outputs, try_forward
 from layertap.models.devices import transfer
@@ -78,14 +77,11 @@ def survey(
         lengths = _probe_length(other_length, inputs, run, device, dtype)
         if several.describe_calls() != alone.describe_calls():
             several = alone
-        proof = RowProof(crosses_rows=True)
+        unproven = None
         if several is not alone:
-            proof = prove_rows(module, run, rows, inputs, several, create_recorder, tolerance)
-    catalog = CatalogBuilder(module, alone, several, timer, prefix, other_length, lengths, proof).build()
-    catalog = replace(catalog, branches=branches, traits=traits)
-    for recorder in (alone, several, other_length):
-        recorder.release()
-    return catalog
+            unproven = prove_rows(module, run, rows, inputs, several, create_recorder, tolerance)
+    catalog = CatalogBuilder(module, alone, several, timer, prefix, other_length, lengths, unproven).build()
+    return replace(catalog, branches=branches, traits=traits)
 
 
 def _time_calls(module: nn.Module, run: Forward, row: Mapping[str, Tensor], device: torch.device) -> CallTimer:
@@ -115,25 +111,24 @@ def _probe_length(
 
 
 class CallTimer:
-    """When each call of one forward began and ended, from 0 to 1; ``total`` are the forward's seconds."""
+    """When the calls of one forward began and ended, in the order in which they did; ``total`` are its seconds."""
 
     def __init__(self, module: nn.Module, run: Forward, inputs: Mapping[str, Tensor], device: torch.device) -> None:
-        self._marks: dict[tuple[bool, nn.Module, int], float] = {}
+        self._marks = [0.0]
 
-        def note(is_end: bool, module: nn.Module, call: int, value: object) -> None:
+        def note(*_: object) -> None:
             transfer.synchronize(device)
-            self._marks[is_end, module, call] = time.perf_counter()
+            self._marks.append(time.perf_counter() - start)
 
-        with observe_calls(module, partial(note, False), partial(note, True)):
+        with observe_calls(module, note, note):
             transfer.synchronize(device)
-            self._zero = time.perf_counter()
+            start = time.perf_counter()
             run(inputs)
-        self.total = max([*(mark - self._zero for (is_end, *_), mark in self._marks.items() if is_end), 1e-9])
+        self.total = max(self._marks[-1], 1e-9)
 
-    def get_cost(self, module: nn.Module, call: int, *, is_end: bool) -> float:
-        """The share of the whole forward spent when a call began, or ended, 0 to 1."""
-        mark = self._marks.get((is_end, module, call))
-        return 1.0 if mark is None else round(min((mark - self._zero) / self.total, 1.0), 4)
+    def get_cost(self, order: float) -> float:
+        """The share of the whole forward spent when the last call up to a place in it began or ended, 0 to 1."""
+        return round(min(self._marks[min(int(order), len(self._marks) - 1)] / self.total, 1.0), 4)
 
 
 @contextmanager
@@ -163,7 +158,8 @@ class CatalogBuilder:
 
     ``several`` is ``alone`` again where the module can't take several rows; ``prefix`` counts the tokens that stand
     before the patches. ``other_length`` saw a text of another length, which tells what grows with it; ``lengths`` are
-    those of both, None if it saw none. ``proof``: which tensors hold rows that are their own.
+    those of both, None if it saw none. ``unproven``: which tensors hold rows that may not be their own; None if the
+    output does.
     """
 
     module: nn.Module
@@ -173,7 +169,7 @@ class CatalogBuilder:
     prefix: int
     other_length: CallRecorder
     lengths: tuple[int, int] | None
-    proof: RowProof
+    unproven: frozenset[Place] | None
 
     def build(self) -> Catalog:
         """The catalogue, its layers in the order in which they first run."""
@@ -192,60 +188,35 @@ class CatalogBuilder:
     def _crosses_rows(self) -> bool:
         calls = self.several.calls.get(self.module, [])
         outputs = [(call.address, path, each) for call in calls for path, each in call.tensors["output"].items()]
-        return self.proof.crosses_rows or any(
-            each.info.crosses_rows or (address, "output", path) in self.proof.unproven
-            for address, path, each in outputs
+        return self.unproven is None or any(
+            each.info.crosses_rows or (address, "output", path) in self.unproven for address, path, each in outputs
         )
 
     def _build_layer(self, name: str, module: nn.Module) -> Layer:
-        pairs = zip(self.alone.calls.get(module, []), self.several.calls.get(module, []), strict=True)
-        calls = tuple(self._build_call(module, number, *pair) for number, pair in enumerate(pairs))
+        calls = tuple(map(self._build_call, self.alone.calls.get(module, [])))
         parameters = sum(parameter.numel() for parameter in module.parameters())
         is_leaf = next(module.children(), None) is None
         kind = type_before_parametrizations(module).__name__
         return Layer(name, kind, is_leaf, parameters, calls, tuple(_find_hazards(module, bool(calls))))
 
-    def _build_call(self, module: nn.Module, number: int, alone: CallObservation, several: CallObservation) -> Call:
-        calls = self.other_length.calls.get(module, [])
-        longer = calls[number] if number < len(calls) else None
-        build = partial(self._build_boundary, alone, several, longer)
-        start, end = (self.timer.get_cost(module, number, is_end=is_end) for is_end in (False, True))
-        attention, sinks = build("attention", end), build("sinks", end)
+    def _build_call(self, alone: CallObservation) -> Call:
+        """A call of a module, or of a function in one."""
+        several = self.several.find(alone.address) or alone
+        build = partial(self._build_boundary, alone, several)
+        attention, sinks = build("attention"), build("sinks")
         functions: dict[str, Call] = {}
         # If a forward of several rows calls other functions, numbers do not tell which is which.
         if _describe_functions(alone) == _describe_functions(several):
-            for name, call in alone.functions.items():
-                if call.tensors["output"]:  # len() computes nothing
-                    of_longer = longer.functions.get(name) if longer is not None else None
-                    cost = self._get_cost_before(call.start)
-                    build_side = partial(self._build_boundary, call, several.functions[name], of_longer, cost=cost)
-                    functions[name] = Call(
-                        build_side("input"),
-                        build_side("output"),
-                        origins=self._find_origins(call),
-                        is_view=call.is_view or several.functions[name].is_view,
-                    )
+            calls = alone.functions.items()
+            functions = {name: self._build_call(call) for name, call in calls if call.tensors["output"]}  # not len()
         return Call(
-            build("input", start),
-            build("output", end),
+            build("input"),
+            build("output"),
             attention if attention.tensors else None,
             functions,
             sinks if sinks.tensors else None,
             self._find_origins(alone),
-        )
-
-    def _get_cost_before(self, order: float) -> float:
-        """What of a forward was spent when the last call before a place in it began or ended."""
-        return self._costs[bisect_right(self._costs, (order, 1.0)) - 1][1]
-
-    @cached_property
-    def _costs(self) -> list[tuple[float, float]]:
-        """The places where calls begin and end, in their order, with what was spent by then."""
-        return sorted(
-            (call.end if is_end else call.start, self.timer.get_cost(module, number, is_end=is_end))
-            for module, calls in self.alone.calls.items()
-            for number, call in enumerate(calls)
-            for is_end in (False, True)
+            alone.is_view or several.is_view,
         )
 
     def _find_origins(self, call: CallObservation) -> Mapping[Path, Origin]:
@@ -253,7 +224,7 @@ class CatalogBuilder:
         if not self.alone.has_functions:
             return {}
         origins: dict[Path, Origin] = {}
-        for path, (origin, boundary, there) in call.find_origins():
+        for path, (origin, boundary, there) in self.alone.find_origins(call):
             module, number, function = origin.address
             origins[path] = self._names[module], number, there, "input" if boundary == "input" else "output", function
         return origins
@@ -262,43 +233,31 @@ class CatalogBuilder:
     def _names(self) -> Mapping[nn.Module, str]:
         return {module: name or "." for name, module in self.module.named_modules()}
 
-    def _build_boundary(
-        self,
-        alone: CallObservation,
-        several: CallObservation,
-        longer: CallObservation | None,
-        boundary: Boundary,
-        cost: float,
-    ) -> CallBoundary:
+    def _build_boundary(self, alone: CallObservation, several: CallObservation, boundary: Boundary) -> CallBoundary:
+        longer = self.other_length.find(alone.address)
         others = longer.tensors[boundary] if longer is not None else {}
         seen = alone.tensors[boundary]
         tensors = tuple(
             self._complete(
-                self._name_axes(each.info, seen[path].axes),
-                others.get(path),
-                (several.address, boundary, path) in self.proof.unproven,
+                each.info, seen[path].axes, others.get(path), (several.address, boundary, path) in (self.unproven or ())
             )
             for path, each in several.tensors[boundary].items()
         )
         order = alone.start if boundary == "input" else alone.end
-        return CallBoundary(order, cost, tensors, alone.refused.get(boundary, ()))
+        return CallBoundary(order, self.timer.get_cost(order), tensors, alone.refused.get(boundary, ()))
 
-    @staticmethod
-    def _name_axes(info: TensorInfo, axes: Axes) -> TensorInfo:
-        missing = make_axes((1,) * (len(info.shape) - len(axes)))  # the model squeezed the axis of a single row away
-        return info if info.source else replace(info, layout=name_axes((*missing, *axes), info.row_axis))
-
-    def _complete(self, info: TensorInfo, other: Observation | None, unproven: bool) -> TensorInfo:
+    def _complete(self, info: TensorInfo, axes: Axes, other: Observation | None, unproven: bool) -> TensorInfo:
         """What a catalogue says of a tensor, with what the other forwards tell: ``other`` is of another length."""
+        if not info.source:
+            missing = make_axes((1,) * (len(info.shape) - len(axes)))  # the axis of a single row, squeezed away
+            info = replace(info, layout=name_axes((*missing, *axes), info.row_axis))
         # One row at a time, whatever has an axis for rows holds that one.
         crosses_rows = (info.crosses_rows or unproven) and info.row_axis is None
         alone = (info.crosses_rows or unproven) and info.row_axis is not None and not self._crosses_rows
         info = replace(info, crosses_rows=crosses_rows, alone=alone)
-        if crosses_rows or self.lengths is None:
+        if crosses_rows or self.lengths is None or other is None or len(other.info.shape) != len(info.shape):
             return info
-        if other is None or len(other.shape) != len(info.shape):
-            return info
-        sizes = zip(info.shape, other.shape, strict=True)
+        sizes = zip(info.shape, other.info.shape, strict=True)
         grown = {axis: pair for axis, pair in enumerate(sizes) if len(set(pair)) > 1}
         token_axes = tuple(axis for axis, pair in grown.items() if pair == self.lengths)
         return replace(info, token_axes=token_axes, merges_tokens=len(grown) > len(token_axes))

@@ -8,17 +8,16 @@ values may be equal by chance: so everything that is computed from placeholders 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer
-from layertap.models.catalog.observations import Address, Boundary, Observation, Place
+from layertap.models.catalog.observations import Boundary, Observation, Place
 from layertap.models.devices.memory import Forward, Inputs, is_device_error
 from layertap.models.hooks.attach import attach_at, observe_calls
 from layertap.models.hooks.tensor_tree import Path, iterate_tensors, replace_tensor
@@ -80,9 +79,7 @@ def verify_resumable(
         raise not_resumable_error(point) from error
     seen = resumed.list_sketches()
     same = {place for place, sketch in whole.list_sketches().items() if place in seen and sketch.matches(seen[place])}
-    for recorder in (whole, resumed):
-        recorder.release()
-    return replace(draft, catalog=Trial(module, point, catalog, skipped, same).build_catalog())
+    return replace(draft, catalog=build_catalog(module, point, catalog, skipped, same))
 
 
 def collect_placeholders(
@@ -148,7 +145,7 @@ def find_skipped_calls(module: nn.Module, point: HookPoint, catalog: Catalog) ->
     calls_of = {part: catalog.layers[name or "."].calls for part, name in names.items()}
     late = {target} | {part for part, calls in calls_of.items() if not all(_ends_before(call, start) for call in calls)}
     counted = [call for part in late for call in calls_of[part]]
-    if _contains_any(start, counted):
+    if any(map(start.contains, counted)):
         raise not_resumable_error(point)
     # A layer whose function is the point runs its own code; only its children may be skipped.
     skipped = {} if point.function else {target: calls_of[target][: point.call + 1]}
@@ -156,7 +153,7 @@ def find_skipped_calls(module: nn.Module, point: HookPoint, catalog: Catalog) ->
     def walk(part: nn.Module) -> None:
         for child in part.children():
             calls = calls_of[child]
-            if child not in late and calls and not any(_contains_any(call, counted) for call in calls):
+            if child not in late and calls and not any(call.contains(each) for call in calls for each in counted):
                 skipped[child] = calls
             elif child is not target or point.function:
                 walk(child)
@@ -167,7 +164,7 @@ def find_skipped_calls(module: nn.Module, point: HookPoint, catalog: Catalog) ->
         names[part]: tuple(
             number if _ends_before(call, start) or call is start else None
             for number, call in enumerate(calls)
-            if not any(_is_inside(call, span) for span in spans)
+            if not any(span.contains(call) for span in spans)
         )
         for part, calls in skipped.items()
     }
@@ -175,73 +172,40 @@ def find_skipped_calls(module: nn.Module, point: HookPoint, catalog: Catalog) ->
 
 def _ends_before(call: Call, start: Call) -> bool:
     """Whether a call ends before the layer's call begins, or is inside it."""
-    return call.output.order < start.input.order or _is_inside(call, start)
+    return call.output.order < start.input.order or start.contains(call)
 
 
-def _is_inside(call: Call, span: Call) -> bool:
-    return span.input.order < call.input.order < span.output.order
+def build_catalog(
+    module: nn.Module, point: HookPoint, catalog: Catalog, skipped: Mapping[str, CallNumbers], same: Set[Place]
+) -> Catalog:
+    """The catalogue of the tensors that were the ``same`` in a whole forward and in a resumed one."""
+    spent = get_boundary(point, catalog).cost
+    rest = max(1.0 - spent, SMALLEST)
+    skipped_calls = {(module.get_submodule(name), number) for name, calls in skipped.items() for number in calls}
 
+    def select(boundary: CallBoundary, call: tuple[nn.Module, int], side: Boundary) -> CallBoundary:
+        tensors = tuple(info for info in boundary.tensors if ((*call, ""), side, info.path) in same)
+        return replace(boundary, cost=round(max(boundary.cost - spent, 0.0) / rest, 4), tensors=tensors)
 
-def _contains_any(span: Call, calls: Iterable[Call]) -> bool:
-    return any(_is_inside(call, span) for call in calls)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What a whole forward and a resumed one, in which some calls were skipped, had in common: the ``same`` tensors."""
-
-    module: nn.Module
-    point: HookPoint
-    catalog: Catalog
-    skipped: Mapping[str, CallNumbers]
-    same: Set[Place]
-
-    def build_catalog(self) -> Catalog:
-        """The catalogue of the tensors that were equal in both forwards."""
-        catalog, rest = self.catalog, self._remaining_cost
-        costs = replace(catalog.costs, base=catalog.costs.base * rest, per_row=catalog.costs.per_row * rest)
-        layers = {name: self._build_layer(layer) for name, layer in catalog.layers.items()}
-        start, seconds = format_point(self.point), catalog.seconds * rest
-        return replace(catalog, layers=layers, seconds=seconds, costs=costs, start=start, has_functions=False)
-
-    @property
-    def _skipped_cost(self) -> float:
-        """The share of a whole forward's cost up to the point."""
-        return get_boundary(self.point, self.catalog).cost
-
-    @property
-    def _remaining_cost(self) -> float:
-        return max(1.0 - self._skipped_cost, SMALLEST)
-
-    @cached_property
-    def _skipped_calls(self) -> set[tuple[nn.Module, int | None]]:
-        return {(self.module.get_submodule(name), number) for name, calls in self.skipped.items() for number in calls}
-
-    def _build_layer(self, layer: Layer) -> Layer:
-        module = self.module.get_submodule("" if layer.name == "." else layer.name)
-        return replace(layer, calls=tuple(self._build_call(module, *pair) for pair in enumerate(layer.calls)))
-
-    def _build_call(self, module: nn.Module, number: int, call: Call) -> Call:
-        before = self._build_boundary(call.input, (module, number, ""), "input")
-        after = self._build_boundary(call.output, (module, number, ""), "output")
-        is_whole = (
-            (module, number) not in self._skipped_calls
-            and len(before.tensors) == len(call.input.tensors)
-            and len(after.tensors) == len(call.output.tensors)
-        )
+    def build_call(part: nn.Module, number: int, call: Call) -> Call:
+        key = part, number
+        before, after = select(call.input, key, "input"), select(call.output, key, "output")
+        counts = [len(each.tensors) for each in (before, after)]
+        is_whole = key not in skipped_calls and counts == [len(each.tensors) for each in (call.input, call.output)]
         weights, sinks = (
             replace(each, cost=after.cost) if each and is_whole else None for each in (call.attention, call.sinks)
         )
         return Call(before, after, weights, sinks=sinks)
 
-    def _build_boundary(self, boundary: CallBoundary, address: Address, side: Boundary) -> CallBoundary:
-        tensors = tuple(info for info in boundary.tensors if self._is_known((address, side, info.path)))
-        cost = max(boundary.cost - self._skipped_cost, 0.0) / self._remaining_cost
-        return replace(boundary, cost=round(cost, 4), tensors=tensors)
+    def build_layer(layer: Layer) -> Layer:
+        part = module.get_submodule("" if layer.name == "." else layer.name)
+        return replace(layer, calls=tuple(build_call(part, *pair) for pair in enumerate(layer.calls)))
 
-    def _is_known(self, place: Place) -> bool:
-        (module, number, _), side, path = place
-        if side == "output" and (module, number) in self._skipped_calls:  # only the sent tensor is known
-            start = locate(self.point, self.module)[0], self.point.call, self.point.path
-            return (module, number, path) == start and not self.point.function
-        return place in self.same
+    return replace(
+        catalog,
+        layers={name: build_layer(layer) for name, layer in catalog.layers.items()},
+        seconds=catalog.seconds * rest,
+        costs=replace(catalog.costs, base=catalog.costs.base * rest, per_row=catalog.costs.per_row * rest),
+        start=format_point(point),
+        has_functions=False,
+    )
