@@ -56,7 +56,7 @@ class Taint(DispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.has_read = False
-        self._marked = MarkedMemory()
+        self.marked = MarkedMemory()
 
     def __enter__(self) -> Self:
         self._reads = _Reads(self)
@@ -69,17 +69,13 @@ class Taint(DispatchMode):
         self._reads.__exit__(*error)  # type: ignore[no-untyped-call]
         del self._reads  # each refers to the other
 
-    def mark(self, tensors: Iterable[Tensor]) -> None:
-        """Mark these tensors, and all that share memory with them."""
-        self._marked.mark(tensors)
-
     def reaches(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on one that was marked."""
-        return self.has_read or self._marked.has_any([tensor])
+        return self.has_read or self.marked.has_any([tensor])
 
     def note_read(self, args: object) -> None:
         """Python reads numbers."""
-        self.has_read |= self._marked.has_any(find_tensors(args))
+        self.has_read |= self.marked.has_any(find_tensors(args))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -87,7 +83,7 @@ class Taint(DispatchMode):
         """Run one operation; its results are tainted if an argument is."""
         options = kwargs or {}
         result = func(*args, **options)
-        is_tainted = self._marked.note(func, args, options, result)
+        is_tainted = self.marked.note(func, args, options, result)
         if is_tainted and next(find_tensors((result,)), None) is None and not func._schema.is_mutable:
             self.note_read(args)
         return self.follow(func, args, options, result, is_tainted)

@@ -185,7 +185,8 @@ def is_near(one: Tensor, other: Tensor, tolerance: float) -> bool:
     """Whether two tensors are the same, floating ones but for a share of the largest number of the first."""
     if one.shape != other.shape or not one.is_floating_point():
         return torch.equal(one, other)
-    one, other = to_floating(one), to_floating(other)
+    one = to_floating(one)
+    other = other.to(one.dtype)
     if torch.equal(one, other):
         return True
     largest = torch.where(one.isfinite(), one.abs(), 0.0).amax()

@@ -53,7 +53,7 @@ class TrackedForward(Taint):
         self._calls: list[tuple[nn.Module, frozenset[Path]]] = []  # as they end, each with the paths of its tensors
         self._decides_sizes = False
         own = copy_rows(rows)
-        self.mark(own.values())
+        self.marked.mark(own.values())
         with observe_calls(module, partial(self._note_side, "input"), partial(self._note_side, "output")), self:
             self.output = try_forward(run, own)
 

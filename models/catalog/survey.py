@@ -133,23 +133,21 @@ class CallTimer:
 
 @contextmanager
 def name_input_errors(inputs: Sequence[InputSpec]) -> Iterator[None]:
-    """Raise InputError for whatever a forward of rows of these shapes raises, unless it is the device's."""
+    """Raise InputError for whatever a forward of rows of these shapes raises, unless it is the device's.
+
+    What is raised for a wrong shape may be one of the model's own bugs too; other errors are nothing else.
+    """
     try:
         yield
     except Exception as error:
         if is_device_error(error):
             raise
-        raise _input_error(error, inputs) from error
-
-
-def _input_error(error: Exception, inputs: Sequence[InputSpec]) -> InputError:
-    """What a forward's error means: of a shape it may be one of the model's own bugs too, others are nothing else."""
-    cause = f"the model's own forward raised {describe_error(error)}"
-    shapes = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in inputs)
-    if isinstance(error, SHAPE_ERRORS) and not isinstance(error, NotImplementedError | RecursionError):
-        cause = f"the model can't take an input of this shape: {shapes}, or has a bug: {cause}"
-        return InputError(cause, hint=IN_THE_LOG)
-    return InputError(f"for an input of shape {shapes} {cause}", hint=IN_THE_LOG)
+        cause = f"the model's own forward raised {describe_error(error)}"
+        shapes = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in inputs)
+        detail = f"for an input of shape {shapes} {cause}"
+        if isinstance(error, SHAPE_ERRORS) and not isinstance(error, NotImplementedError | RecursionError):
+            detail = f"the model can't take an input of this shape: {shapes}, or has a bug: {cause}"
+        raise InputError(detail, hint=IN_THE_LOG) from error
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def verify_resumable(
     whole, resumed, sent = CallRecorder(module), ResumedRecorder(module, point, skipped), list[Tensor]()
 
     def run_tainted(batch: Inputs) -> object:
-        resumed.taint.mark(batch.values())
+        resumed.taint.marked.mark(batch.values())
         with resumed.taint:
             return run(batch)
 
@@ -123,7 +123,7 @@ class ResumedRecorder(CallRecorder):
         if number < len(numbers) and numbers[number] is not None:
             is_start = module is self._start and number == len(numbers) - 1
             sent = self._point.path if is_start else None
-            self.taint.mark(tensor for path, tensor in iterate_tensors(value) if path != sent)
+            self.taint.marked.mark(tensor for path, tensor in iterate_tensors(value) if path != sent)
         super()._record_outputs(module, number, value)
 
     def _observe(self, path: Path, tensor: Tensor, earlier: Observation | None) -> Observation:
