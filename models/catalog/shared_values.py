@@ -91,7 +91,7 @@ class TrackedForward(Taint):
         self._shared.note(func, args, options, result)
         self._note_sigmoid(func, results)
         self._decides_sizes |= is_tainted and _has_data_sizes(func, args)
-        if is_tainted and results and (self._fewer is None or not self._has_rows(number, results)):
+        if is_tainted and results and (self._fewer is None or not self._has_rows(number)):
             if len(results) == 1 and _is_flag(results[0]):
                 self.flags.append(number)  # both of its values are tried
                 self._shared.unmark(results[0])
@@ -107,7 +107,7 @@ class TrackedForward(Taint):
             for each in results:
                 self.sigmoids.unmark(each)
 
-    def _has_rows(self, number: int, results: list[Tensor]) -> bool:
+    def _has_rows(self, number: int) -> bool:
         """Whether each result of an operation has an axis that grew with the rows."""
         if self._fewer is None or number >= len(self._fewer._shapes):
             return False
