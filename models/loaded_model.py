@@ -67,7 +67,8 @@ class LoadedModel(ModelInfo):
         rows_by_index = []
         with torch.no_grad(), use_threads(1):
             for index in sorted({0, 1 % rows, rows // 2, rows - 1}):
-                batch = {name: _repeat_rows(value, rows, index) for name, value in noise.items()}
+                numbers = [int(each == index) for each in range(rows)]  # row 0 everywhere else
+                batch = {name: value[numbers] for name, value in noise.items()}
                 tensors = dict(iterate_tensors(self.replicas[0].forward(batch)))
                 found = [RowTensor(tensors[info.path], info) for info in outputs if info.path in tensors]
                 rows_by_index.append([each.select((index, index + 1)).value.clone() for each in found])
@@ -249,10 +250,3 @@ def check_rows_fit(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> i
             points=dict.fromkeys(crossing, f"mixes rows, of which a forward holds {size} here"),
         )
     return size
-
-
-def _repeat_rows(value: Tensor, rows: int, index: int) -> Tensor:
-    """Copies of row 0, with row 1 at ``index``."""
-    batch = value[:1].repeat(rows, *[1] * (value.ndim - 1))
-    batch[index] = value[1]
-    return batch

@@ -121,7 +121,7 @@ def load_model(
         catalogs = create(inputs, configured=configured, crossing=crossing)
         try:
             if inputs.towers:
-                catalogs.add_towers(run(catalogs.survey_towers))
+                catalogs.towers = run(catalogs.survey_towers)
         except InputError as error:
             inputs = replace(inputs.towers[-1], no_pictures=f"one of its towers does not run alone: {error.detail}")
             catalogs = create(inputs, configured=configured, crossing=crossing)

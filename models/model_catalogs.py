@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from layertap.models.capture.extractor import FeatureExtractor
-from layertap.models.catalog.catalog import Catalog, Traits
+from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.resized_catalog import CallsDifferError, SizeRecorder, resize_catalog
 from layertap.models.catalog.survey import name_input_errors, survey
 from layertap.models.catalog.trials import RepeatedRun, try_padding
@@ -22,7 +22,7 @@ from layertap.models.devices.devices import use_threads
 from layertap.models.errors import SelectorError, out_of_memory_error
 from layertap.models.explanations.map_layers import find_last_sensitive, find_map_layers
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.inputs.noise import make_noise, make_noise_row
+from layertap.models.inputs.noise import copy_rows, make_noise, make_noise_row
 from layertap.models.interventions.sources import find_tensor
 from layertap.models.lru_cache import LRUCache
 from layertap.models.replica import KeptForward, overwrites_weights
@@ -53,11 +53,7 @@ def survey_configured(
     Measured times of forwards are kept in the file ``history``. ``tolerance``: how far rounding may move a value,
     as a share of the tensor's largest. OutOfMemoryError.
     """
-    with (
-        use_threads(threads),
-        _name_memory_errors(),
-        forward.state.kept(),
-    ):  # a new thread inherits the number set last by any thread
+    with _running(forward, threads):
         catalog = _survey(forward, inputs, device, prefix_tokens, tolerance)
         row = make_noise_row(inputs.specs, device, inputs.dtype)
         row_bytes = _measure_row_bytes(forward, row, device)
@@ -84,28 +80,30 @@ def _survey(
             catalog = survey(
                 forward.module, inputs.specs, forward, device, prefix_tokens, inputs.dtype, tolerance=tolerance
             )
-            trial = try_padding(forward, inputs.text, device, tolerance) if inputs.text else None
-            outputs = run.find_outputs()
+            padding = try_padding(forward, inputs.text, device, tolerance) if inputs.text else None
         stops = not overwrites_weights(forward, row)
-        run.repeat()
+        is_same = run.is_same_again()
     forward.state.restore(thorough=True)
     state = tuple(sorted(forward.state.found))
-    traits = Traits(state, stops, run.is_same, outputs=outputs)
-    if not run.is_same:  # a neighbour's effect can't be told from the noise: each row runs alone
-        return replace(catalog, crosses_rows=True, traits=traits)
-    if trial is None:
-        return replace(catalog, traits=traits)
-    # A model that replaces submodules according to the text's length would react to padding, too (BigBird).
-    if any(attribute in forward.module.get_submodule(name)._modules for name, attribute in state):
-        trial = False, "refused"
-    return replace(catalog, traits=replace(traits, pads=trial[0], left_padding=trial[1]))
+    traits = replace(catalog.traits, state=state, stops=stops, deterministic=is_same)
+    if padding is not None and is_same:
+        # A model that replaces submodules according to the text's length would react to padding, too (BigBird).
+        if any(attribute in forward.module.get_submodule(name)._modules for name, attribute in state):
+            padding = False, "refused"
+        traits = replace(traits, pads=padding[0], left_padding=padding[1])
+    # Of an answer that varies a neighbour's effect can't be told: each row runs alone.
+    return replace(catalog, crosses_rows=catalog.crosses_rows or not is_same, traits=traits)
 
 
 @contextmanager
-def _name_memory_errors() -> Iterator[None]:
-    """Raise OutOfMemoryError if a device has no memory for a forward, after everything that it held is freed."""
+def _running(forward: KeptForward, threads: int) -> Iterator[None]:
+    """Run the module inside; what that changes of it is put back.
+
+    OutOfMemoryError if a device has no memory for a forward, after everything that it held is freed.
+    """
     try:
-        yield
+        with use_threads(threads), forward.state.kept():  # a new thread inherits the number set last by any thread
+            yield
         return
     except RuntimeError as error:
         if not memory.is_out_of_memory(error):
@@ -131,10 +129,8 @@ class CatalogCache:
     ) -> None:
         self.crossing = crossing
         self.configured = configured
-        self.towers: dict[Shapes, Catalog] = {}
+        self.towers = dict(towers or {})
         self._shapes = shapes
-        self._unsized = {shapes: replace(configured, sizes_known=False)}
-        self.add_towers(towers or {})
         self._catalogs = LRUCache[Shapes, Catalog](MAX_CATALOGS - 1)
         self.resumptions = LRUCache[tuple[HookPoint, Shapes], Resumption](MAX_RESUMPTIONS)
         self.grad_cam_layers = LRUCache[ResolvedObjective, Tap](MAX_GRAD_CAM_LAYERS)
@@ -146,38 +142,25 @@ class CatalogCache:
     def note_crossing(self, crossing: CrossingRows) -> None:
         """Rows turned out to affect each other: from now on every catalogue says so."""
         self.crossing = crossing
-        self.put_catalog(self._shapes, self.configured)
-        self.add_towers({shapes: _mark_crossing(catalog) for shapes, catalog in self.towers.items()})
+        for shapes, catalog in ((self._shapes, self.configured), *self.towers.items()):
+            self.put_catalog(shapes, catalog)
         self._catalogs = LRUCache[Shapes, Catalog](MAX_CATALOGS - 1)
         self.resumptions = LRUCache[tuple[HookPoint, Shapes], Resumption](MAX_RESUMPTIONS)
-
-    def add_towers(self, towers: Mapping[Shapes, Catalog]) -> None:
-        """Keep the catalogues of two towers, each for its configured shape."""
-        self.towers |= towers
-        self._unsized |= {shapes: replace(catalog, sizes_known=False) for shapes, catalog in towers.items()}
 
     def get_catalog(self, shapes: Shapes, *, functions: bool = False) -> Catalog | None:
         """The cached catalogue of a shape; None if there is none, or none with ``functions`` if these are wanted."""
         known = self.configured if shapes == self._shapes else self.towers.get(shapes) or self._catalogs.get(shapes)
         return known if known is not None and (known.has_functions or not functions) else None
 
-    def get_unsized(self, shapes: Shapes) -> Catalog:
-        """The catalogue of a configured shape for rows of another, which was not surveyed."""
-        return self._unsized[shapes]
-
     def put_catalog(self, shapes: Shapes, catalog: Catalog) -> None:
         """Keep the catalogue of a shape, replacing an earlier one, which may have fewer details."""
-        catalog = _mark_crossing(catalog) if self.crossing is not None else catalog
+        catalog = replace(catalog, crosses_rows=True) if self.crossing is not None else catalog
         if shapes == self._shapes:
-            self.configured, self._unsized[shapes] = catalog, replace(catalog, sizes_known=False)
+            self.configured = catalog
         elif shapes in self.towers:
-            self.add_towers({shapes: catalog})
+            self.towers = self.towers | {shapes: catalog}
         else:
             self._catalogs.put(shapes, catalog)
-
-
-def _mark_crossing(catalog: Catalog) -> Catalog:
-    return replace(catalog, crosses_rows=True)
 
 
 class ModelCatalogs(CatalogCache):
@@ -215,7 +198,7 @@ class ModelCatalogs(CatalogCache):
         catalog = self.get_catalog(shapes)
         if catalog is None:
             specs = self._inputs.with_shapes(shapes)
-            with self._running():
+            with _running(self._forward, self._threads):
                 try:
                     catalog = self._resize(specs)
                 except CallsDifferError:
@@ -227,7 +210,7 @@ class ModelCatalogs(CatalogCache):
                     catalog = replace(catalog, costs=costs, tower=self._inputs.for_shapes(shapes).tower)
             self.put_catalog(shapes, catalog)
         if functions and not catalog.has_functions:
-            with self._running():
+            with _running(self._forward, self._threads):
                 other = self._survey(self._inputs.with_shapes(shapes), functions=True)
             catalog = catalog.with_functions(other)
             self.put_catalog(shapes, catalog)
@@ -243,15 +226,19 @@ class ModelCatalogs(CatalogCache):
         SelectorError if the model can't resume there, OutOfMemoryError.
         """
         key = start.point, shapes
-        resumption = self.resumptions.get(key)
-        if resumption is None and not self._not_resumable.get(key):
-            resumption = self._try_resumption(start, shapes)
-            if resumption is None:  # cached too, or each request for it would try again
-                self._not_resumable.put(key, True)
-            else:
-                self.resumptions.put(key, resumption)
-        if resumption is None:
+        if self._not_resumable.get(key):
             raise not_resumable_error(start.point)
+        resumption = self.resumptions.get(key)
+        if resumption is None:
+            catalog, specs = self.survey(shapes, functions=bool(start.point.function)), self._inputs.with_shapes(shapes)
+            rows, dtype = make_noise(specs, self._device, self._inputs.dtype), self._inputs.dtype
+            try:
+                with _running(self._forward, self._threads):
+                    resumption = verify_resumable(self._module, start, catalog, specs, self._forward, rows, dtype)
+            except SelectorError:  # cached too, or each request for it would try again
+                self._not_resumable.put(key, True)
+                raise
+            self.resumptions.put(key, resumption)
         return resumption
 
     def find_grad_cam_layer(self, objective: ResolvedObjective) -> Tap:
@@ -269,22 +256,16 @@ class ModelCatalogs(CatalogCache):
                 inputs, catalog = self._inputs, self.configured
             layers = find_map_layers(catalog, objective.point)
             row = self._make_row(inputs.specs)
-            with self._running():
+            with _running(self._forward, self._threads):
                 layer = find_last_sensitive(
                     FeatureExtractor(self._module),
-                    lambda: self._forward({name: value.clone() for name, value in row.items()}),
+                    lambda: self._forward(copy_rows(row)),
                     layers,
                     objective,
                 )
             layer = layer or layers[0]
             self.grad_cam_layers.put(objective, layer)
         return layer
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Run the module inside; what that changes of it is put back."""
-        with use_threads(self._threads), _name_memory_errors(), self._forward.state.kept():
-            yield
 
     def _survey(self, specs: Sequence[InputSpec], *, functions: bool = False) -> Catalog:
         tower, dtype = self._inputs.for_shapes(tuple(spec.shape for spec in specs)), self._inputs.dtype
@@ -309,15 +290,6 @@ class ModelCatalogs(CatalogCache):
 
     def _make_row(self, specs: Sequence[InputSpec]) -> dict[str, Tensor]:
         return make_noise_row(specs, self._device, self._inputs.dtype)
-
-    def _try_resumption(self, start: Tap, shapes: Shapes) -> Resumption | None:
-        catalog, specs = self.survey(shapes, functions=bool(start.point.function)), self._inputs.with_shapes(shapes)
-        rows = make_noise(specs, self._device, self._inputs.dtype)
-        try:
-            with self._running():
-                return verify_resumable(self._module, start, catalog, specs, self._forward, rows, self._inputs.dtype)
-        except SelectorError:
-            return None
 
 
 def _measure_row_bytes(forward: KeptForward, row: memory.Inputs, device: torch.device) -> int:

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.capture.extractor import FeatureExtractor
+from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.observations import Sketch
 from layertap.models.dispatch_mode import disable_compiled_functions
 from layertap.models.errors import LoadError, escape
 from layertap.models.hooks import attach
-from layertap.models.hooks.tensor_tree import Path, iterate_tensors, view_bytes
+from layertap.models.hooks.tensor_tree import view_bytes
 from layertap.models.inputs.noise import ROWS, copy_row
 from layertap.models.module_state import ModuleState
 
 MAX_LOOKS = 32  # at weights in a forward, one at each begin and end of a call
 WRAPPER = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]  # it hands on whatever it gets
 _bindings: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], bool]] = WeakKeyDictionary()
-CallSketch = tuple[int, int, Mapping[Path, Sketch]]  # numbers of a submodule and its call; its output, at the end
 
 
 class KeptForward:
@@ -183,8 +183,8 @@ def has_same_calls(one: KeptForward, copy: KeptForward, rows: Mapping[str, Tenso
         versions == versions_before
         and len(buffers) == len(buffers_before)
         and all(map(torch.equal, buffers, buffers_before))
-        and len(calls) == len(copy_calls)
-        and all(map(_is_same_call, calls, copy_calls))
+        and list(calls) == list(copy_calls)
+        and all(sketch.matches(copy_calls[place]) for place, sketch in calls.items())
     )
 
 
@@ -195,26 +195,14 @@ def _read_write_marks(module: nn.Module) -> tuple[list[int], list[Tensor]]:
     return versions, [view_bytes(buffer).clone() for buffer in module.buffers()]
 
 
-def _sketch_calls(forward: KeptForward, rows: Mapping[str, Tensor]) -> list[CallSketch]:
-    """Calls as they begin and end in a forward, whose row no other forward at loading runs last."""
-    calls: list[CallSketch] = []
+def _sketch_calls(forward: KeptForward, rows: Mapping[str, Tensor]) -> dict[object, Sketch]:
+    """All tensors of a forward, whose row no other forward at loading runs last, by the number of their module."""
     numbers = {part: number for number, part in enumerate(forward.module.modules())}
-
-    def enter(part: nn.Module, call: int, value: object) -> None:
-        calls.append((numbers[part], call, {}))
-
-    def leave(part: nn.Module, call: int, value: object) -> None:
-        calls.append((numbers[part], call, {path: Sketch.from_tensor(each) for path, each in iterate_tensors(value)}))
-
-    with attach.observe_calls(forward.module, enter, leave):
-        forward(copy_row(rows, ROWS - 1))
-    return calls
-
-
-def _is_same_call(one: CallSketch, other: CallSketch) -> bool:
-    (*call, sketches), (*other_call, others) = one, other
-    is_same = call == other_call and sketches.keys() == others.keys()
-    return is_same and all(sketch.matches(others[path]) for path, sketch in sketches.items())
+    sketches = CallRecorder(forward.module).watch(forward, copy_row(rows, ROWS - 1)).list_sketches()
+    return {
+        (numbers[module], call, boundary, path): sketch
+        for ((module, call, _), boundary, path), sketch in sketches.items()
+    }
 
 
 def _iterate_tensors(module: nn.Module) -> Iterator[Tensor]:

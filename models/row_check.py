@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from layertap.models.capture.reduction import ReducedTensor
-from layertap.models.catalog.row_tensor import RowTensor
+from layertap.models.catalog.row_tensor import RowTensor, is_near
 from layertap.models.devices.costs import read_figures, write_figures
 from layertap.models.fingerprint import get_proven_part
 from layertap.models.lru_cache import LRUCache
@@ -74,7 +73,7 @@ def select_row(results: Mapping[Capture, ReducedTensor], row: int) -> dict[Captu
 def has_same_row(one: Mapping[Capture, Tensor], other: Mapping[Capture, Tensor], tolerance: float) -> bool:
     """Whether a row is the same twice, but for a share of each tensor's largest number: kernels round differently."""
     return all(
-        _is_same(value, other[capture], max(tolerance, STEP.get(capture.dtype, 0.0))) for capture, value in one.items()
+        is_near(value, other[capture], max(tolerance, STEP.get(capture.dtype, 0.0))) for capture, value in one.items()
     )
 
 
@@ -85,15 +84,6 @@ def _select(reduced: ReducedTensor, capture: Capture, row: int) -> Tensor:
     if capture.info.row_axis is None:
         return values
     return RowTensor(values, capture.reduced_info).select((row, row + 1)).value
-
-
-def _is_same(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    if one.shape != other.shape or torch.equal(one, other):
-        return one.shape == other.shape
-    if not one.is_floating_point():
-        return False
-    largest = torch.where(one.isfinite(), one.abs(), 0.0).amax()
-    return torch.allclose(one, other, rtol=0.0, atol=tolerance * max(float(largest), 1e-6), equal_nan=True)
 
 
 def read_note(costs_folder: Path | None, identity: str) -> CrossingRows | None:

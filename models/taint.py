@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from layertap.models.dispatch_mode import DispatchMode
 from layertap.models.hooks.tensor_tree import iterate_tensors
@@ -50,32 +50,32 @@ class MarkedMemory:
 class Taint(DispatchMode):
     """While active, records which storages hold values that were computed from marked tensors.
 
-    Once Python reads a number from a tainted tensor (``item()``, ``if mask.any():``), all later results are tainted.
-    Reads by ``tolist()`` or ``numpy()`` are not detected.
+    ``has_read``: Python has read a number of one (``item()``, ``if mask.any():``), on which all that follows depends.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._marked = MarkedMemory()
-        self._has_read = False
-        self._paused = False
+        self.has_read = False
+        self.marked = MarkedMemory()
 
-    def mark(self, tensors: Iterable[Tensor]) -> None:
-        """Mark these tensors, and all that share memory with them."""
-        self._marked.mark(tensors)
+    def __enter__(self) -> Self:
+        self._reads = _Reads(self)
+        self._reads.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._reads.__exit__(*error)  # type: ignore[no-untyped-call]
+        del self._reads  # each refers to the other
 
     def reaches(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on one that was marked."""
-        return self._has_read or self._marked.has_any([tensor])
+        return self.has_read or self.marked.has_any([tensor])
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Ignore operations inside, which are not the model's."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
+    def note_read(self, args: object) -> None:
+        """Python reads numbers."""
+        self.has_read |= self.marked.has_any(find_tensors(args))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -83,14 +83,31 @@ class Taint(DispatchMode):
         """Run one operation; its results are tainted if an argument is."""
         options = kwargs or {}
         result = func(*args, **options)
-        if not self._paused and self._marked.note(func, args, options, result):
-            self._has_read |= is_read(func, result)
+        is_tainted = self.marked.note(func, args, options, result)
+        if is_tainted and next(find_tensors((result,)), None) is None and not func._schema.is_mutable:
+            self.note_read(args)
+        return self.follow(func, args, options, result, is_tainted)
+
+    def follow(
+        self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any], result: Any, is_tainted: bool
+    ) -> Any:
+        """What goes on as the result of an operation."""
         return result
 
 
-def is_read(func: Any, result: object) -> bool:
-    """Whether an operation gives Python a number of what it takes."""
-    return next(find_tensors((result,)), None) is None and not func._schema.is_mutable
+class _Reads(TorchFunctionMode):
+    """Notes reads that are no operations."""
+
+    def __init__(self, taint: Taint) -> None:
+        super().__init__()
+        self._taint = taint
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in READS:
+            self._taint.note_read(args)
+        return func(*args, **(kwargs or {}))
 
 
 def find_tensors(value: object) -> Iterator[Tensor]:
@@ -103,6 +120,7 @@ def _fills_storage(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
+READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})  # that no dispatch mode sees
 SHAPES_ONLY = frozenset(
     f"aten::{name}"
     for name in (

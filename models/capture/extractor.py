@@ -48,10 +48,8 @@ class FeatureExtractor:
         collector = Collector(tuple(slices), row_count, self._modules, token_mask, stops)
         with ExitStack() as cleanup, collector.set_grad_mode():
             cleanup.callback(collector.release_graph)
-            kept = KeptOutputs(self._modules["."], restores=True) if collector.changes_outputs else None
+            kept = KeptOutputs(self._modules["."]) if collector.changes_outputs else None
             with ExitStack() as stack:
-                if kept is not None:
-                    cleanup.callback(kept.restore)
                 attach_all(stack, collector.list_callbacks(), kept)
                 with suppress(StopForward):
                     forward()
@@ -83,7 +81,7 @@ class FeatureExtractor:
             # In the order of memory of what was there: in another, kernels round otherwise.
             return torch.empty_like(tensor).copy_(values[point])
 
-        kept = KeptOutputs(self._modules["."], restores=False)
+        kept = KeptOutputs(self._modules["."])
         with ExitStack() as stack, torch.no_grad():
             attach_at(stack, {point: point.locate(self._modules) for point in values}, replace, kept)
             output = forward()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, Self
 
 from torch import Tensor, nn
 
@@ -14,13 +15,14 @@ from layertap.models.catalog.axes import ATTENTION
 from layertap.models.catalog.axis_tracker import AxisTracker
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.observations import (
+    Address,
     AttentionObservation,
     Boundary,
     CallObservation,
     Observation,
+    Place,
     Shape,
     Sketch,
-    Value,
 )
 from layertap.models.devices.devices import dtype_name
 from layertap.models.devices.memory import Forward, Inputs
@@ -56,24 +58,42 @@ class CallRecorder:
         self._functions_since = 0  # how often a function began or ended since then
         self._taken: dict[int, int] = {}  # the memory that the last function took, with its version then
         self._running: list[tuple[nn.Module, int]] = []
-        self._values: dict[int, Value] = {}
+        self._values: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}  # by id: a version, and the value's number
+        self._places: list[list[tuple[CallObservation, Boundary, Path]]] = []  # of each value, in order
 
     def describe_calls(self) -> dict[nn.Module, list[tuple[set[Path], set[Path], int]]]:
         """The modules that were called: for each call, paths of inputs and outputs, and the number of attentions."""
         return {module: [call.describe_tensors() for call in calls] for module, calls in self.calls.items()}
 
-    def release(self) -> None:
-        """Forget which values calls share: calls that refer to one another would keep the module until a collection."""
-        for value in self._values.values():
-            value.maker = None
-            value.readers.clear()
-        for calls in self.calls.values():
-            for call in calls:
-                for each in (call, *call.functions.values()):
-                    each.values.clear()
+    def find(self, address: Address) -> CallObservation | None:
+        """The call of an address; None if there was none."""
+        module, number, function = address
+        calls = self.calls.get(module, [])
+        call = calls[number] if number < len(calls) else None
+        return call.functions.get(function) if call is not None and function else call
 
-    def watch(self, run: Forward, inputs: Inputs) -> None:
-        """Run one forward."""
+    def list_sketches(self) -> dict[Place, Sketch]:
+        """The sketches of all tensors."""
+        calls = (each for calls in self.calls.values() for call in calls for each in (call, *call.functions.values()))
+        return {
+            (call.address, boundary, path): each.sketch
+            for call in calls
+            for boundary, tensors in call.tensors.items()
+            for path, each in tensors.items()
+        }
+
+    def find_origins(self, call: CallObservation) -> Iterator[tuple[Path, tuple[CallObservation, Boundary, Path]]]:
+        """Of inputs of a call that others read too, which would not see them changed there: where they come from."""
+        for path, taken in call.tensors["input"].items():
+            (first, side, there), *_ = places = self._places[taken.value]
+            readers = [each for each, boundary, _ in places if boundary == "input" and each.reads(taken.value)]
+            apart = [each for each in readers if each is not call and not (call.contains(each) or each.contains(call))]
+            is_made = side == "output" or all(first.contains(each) for each in (call, *apart))
+            if apart and is_made and call.reads(taken.value):
+                yield path, (first, side, there)
+
+    def watch(self, run: Forward, inputs: Inputs) -> Self:
+        """Run one forward, and give the recorder."""
 
         def hide(record: OnModuleCall) -> OnModuleCall:
             return lambda module, call, value: run_unseen(partial(record, module), call, value)
@@ -88,6 +108,7 @@ class CallRecorder:
                 self._axes.start(inputs)
                 stack.enter_context(self._axes)
             run(inputs)
+        return self
 
     def _record_inputs(self, module: nn.Module, number: int, value: object) -> None:
         self._running.append((module, number))
@@ -95,7 +116,7 @@ class CallRecorder:
         self.calls.setdefault(module, []).append(call)
 
         call.refused["input"] = tuple(find_refused(value))
-        self._record(call, self._get_call_alone(module, number), "input", value)
+        self._record(call, "input", value)
 
     def _record_outputs(self, module: nn.Module, number: int, value: object) -> None:
         while self._running and self._running.pop() != (module, number):
@@ -108,7 +129,7 @@ class CallRecorder:
         if self._axes is not None and isinstance(module, nn.RNNBase):
             self._axes.follow_recurrent(call.tensors["input"], value)
         call.refused["output"] = tuple(find_refused(value))
-        self._record(call, self._get_call_alone(module, number), "output", value)
+        self._record(call, "output", value)
 
     def _record_function(
         self, module: nn.Module, key: tuple[int, str, Literal["input", "output"]], value: object
@@ -125,17 +146,17 @@ class CallRecorder:
             self._taken = memory
         else:
             call.is_view = any(address and self._taken.get(address) == memory[address] for address in memory)
-        alone = self._get_call_alone(module, number)
-        self._record(call, alone.functions.get(name) if alone else None, side, value)
+        self._record(call, side, value)
 
-    def _record(self, call: CallObservation, alone: CallObservation | None, boundary: Boundary, value: object) -> None:
-        """Note tensors at one side of a call, seen ``alone`` before."""
-        tensors = call.tensors[boundary]
+    def _record(self, call: CallObservation, boundary: Boundary, value: object) -> None:
+        """Note tensors at one side of a call."""
+        tensors, alone = call.tensors[boundary], self._alone.find(call.address) if self._alone else None
         with attention.disable_observers():
             for path, tensor in iterate_tensors(value):
-                self._record_value(call, boundary, path, tensor)
                 earlier = alone.tensors[boundary].get(path) if alone else None
                 observation = tensors[path] = self._observe(path, tensor, earlier)
+                observation.value = self._number_value(tensor)
+                self._places[observation.value].append((call, boundary, path))
                 if self._axes is not None:
                     observation.axes = self._axes.find(tensor)
                 if isinstance(value, Arguments) and value.lone:
@@ -147,7 +168,7 @@ class CallRecorder:
         if earlier is None:
             axis = 0 if shape[:1] == (1,) else None
             info = TensorInfo(path, shape, dtype_name(tensor.dtype), axis, crosses_rows=axis is None)
-            return Observation(info, shape, Sketch.from_tensor(tensor))
+            return Observation(info, Sketch.from_tensor(tensor))
         one = earlier.info
         if shape == (ROWS, *one.shape):  # the model squeezes the axis away where it has a single row
             one = replace(one, shape=(1, *one.shape))
@@ -155,7 +176,7 @@ class CallRecorder:
         part = tensor if axis is None else tensor.narrow(axis, QUIET * one.shape[axis], one.shape[axis])
         sketch = Sketch.from_tensor(part)
         crosses_rows = tuple(part.shape) != one.shape or not sketch.matches(earlier.sketch)
-        return Observation(replace(one, row_axis=axis, crosses_rows=crosses_rows), shape, sketch)
+        return Observation(replace(one, row_axis=axis, crosses_rows=crosses_rows), sketch)
 
     def _record_attention(self, event: attention.AttentionEvent) -> None:
         """Note attention, by shape alone: weights of many tokens are large, and nobody asked for them yet."""
@@ -163,7 +184,8 @@ class CallRecorder:
             return
         module = attention.find_owner([module for module, _ in self._running])
         number = next(number for running, number in reversed(self._running) if running is module)
-        call, alone = self.calls[module][number], self._get_call_alone(module, number)
+        call = self.calls[module][number]
+        alone = self._alone.find(call.address) if self._alone else None
         shape = attention.unfold_weights(event.shape, module)
         if shape is None:
             call.has_partial_attention |= attention.is_attention(module)
@@ -182,21 +204,14 @@ class CallRecorder:
         info = replace(info, layout=ATTENTION if axis == 0 else None)
         call.attention.append(AttentionObservation(info, evidence, event.sinks))
 
-    def _get_call_alone(self, module: nn.Module, number: int) -> CallObservation | None:
-        """A call as the forward of one row showed it."""
-        calls = self._alone.calls.get(module, []) if self._alone else []
-        return calls[number] if number < len(calls) else None
-
-    def _record_value(self, call: CallObservation, boundary: Boundary, path: Path, tensor: Tensor) -> None:
-        """Note who made a value, or takes it."""
-        value = self._values.get(id(tensor))
-        if value is None or value.reference() is not tensor or value.version != get_version(tensor):
-            value = self._values[id(tensor)] = Value(weakref.ref(tensor), get_version(tensor))
-        call.values[boundary][path] = value
-        if boundary == "input":
-            value.readers.append((call, path))
-        elif not value.readers:
-            value.maker = value.maker or (call, path)
+    def _number_value(self, tensor: Tensor) -> int:
+        """The number of a value, a new one for a tensor that was written to."""
+        reference, version, number = self._values.get(id(tensor), (None, 0, 0))
+        if reference is None or reference() is not tensor or version != get_version(tensor):
+            number = len(self._places)
+            self._places.append([])
+            self._values[id(tensor)] = weakref.ref(tensor), get_version(tensor), number
+        return number
 
     def _tick(self) -> int:
         self._order += 1
@@ -218,7 +233,7 @@ def _record_weights(call: CallObservation) -> None:
         for boundary, count in parts.items():
             if count:
                 info = replace(each.info, path=path, shape=(*outer, count))
-                call.tensors[boundary][path] = Observation(info, info.shape, each.evidence.sketch)
+                call.tensors[boundary][path] = Observation(info, each.evidence.sketch)
 
 
 def _find_grown_axis(one: Shape, several: Shape) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Literal
 
@@ -154,6 +155,10 @@ class Call:
     origins: Mapping[tuple[str, ...], Origin] = field(default_factory=dict)
     is_view: bool = False
 
+    def contains(self, other: Call) -> bool:
+        """Whether the other call begins within this one."""
+        return self.input.order < other.input.order < self.output.order
+
     def get_boundary(self, site: Site) -> CallBoundary:
         """The side that a site looks at; one of no tensor where the call computes no attention."""
         boundaries = {
@@ -236,6 +241,11 @@ class Catalog:
         """The tensors that the model returns."""
         return self.layers["."].calls[0].output.tensors
 
+    @cached_property
+    def unsized(self) -> Catalog:
+        """The same for rows of a shape that was not surveyed."""
+        return replace(self, sizes_known=False)
+
     def with_calls(self, counts: CallCounts) -> Catalog:
         """The same of a forward that makes other numbers of calls: further ones are taken to be like the last."""
         layers = dict(self.layers)
@@ -254,16 +264,13 @@ class Catalog:
 
     def with_functions(self, other: Catalog) -> Catalog:
         """The same with what another survey of that shape tells of functions."""
-
-        def add_functions(layer: Layer) -> Layer:
-            calls = other.layers[layer.name].calls
-            if len(calls) != len(layer.calls):  # of a model that runs otherwise each time
-                return layer
-            pairs = zip(layer.calls, calls, strict=True)
-            found = (replace(call, functions=same.functions, origins=same.origins) for call, same in pairs)
-            return replace(layer, calls=tuple(found))
-
-        layers = {name: add_functions(layer) for name, layer in self.layers.items()}
+        layers = dict(self.layers)
+        for name, layer in self.layers.items():
+            calls = other.layers[name].calls
+            if len(calls) == len(layer.calls):  # or the model runs otherwise each time
+                pairs = zip(layer.calls, calls, strict=True)
+                found = (replace(call, functions=same.functions, origins=same.origins) for call, same in pairs)
+                layers[name] = replace(layer, calls=tuple(found))
         return replace(self, layers=layers, has_functions=True)
 
     @property

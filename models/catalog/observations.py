@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
@@ -20,20 +18,22 @@ from layertap.models.hooks.tensor_tree import Path, to_plain, view_bytes
 
 Shape = tuple[int, ...]
 Boundary = Literal["input", "output", "attention", "sinks"]  # of a call
+Address = tuple[nn.Module, int, str]  # of a call: a module, the number of its call, and the function, if it is of one
+Place = tuple[Address, Boundary, Path]  # of a tensor
 
 
 @dataclass
 class Observation:
-    """A tensor as one forward showed it; ``shape`` is that in this forward, the one of ``info`` that of one row.
+    """A tensor as one forward showed it; its shape is that of one row.
 
     ``sketch`` is of the part that belongs to the row that ran alone; ``axes`` are those of ``info``, empty where they
-    were not followed.
+    were not followed. ``value`` is the number of a tensor for as long as nothing writes to it.
     """
 
     info: TensorInfo
-    shape: Shape
     sketch: Sketch
     axes: Axes = ()
+    value: int = -1
 
 
 @dataclass
@@ -46,27 +46,16 @@ class AttentionObservation:
 
 
 @dataclass(eq=False)
-class Value:
-    """A tensor as long as nothing writes to it: which call made it first, and those that took it, in their order."""
-
-    reference: weakref.ref[Tensor]
-    version: int
-    maker: tuple[CallObservation, Path] | None = None
-    readers: list[tuple[CallObservation, Path]] = field(default_factory=list)
-
-
-@dataclass(eq=False)
 class CallObservation:
     """One call of a module, which began and ended at ``start`` and ``end``, counted from 1.
 
     ``refused`` has the tensors without plain memory, by path and kind. ``attention`` is written down when the call
     ends; it is partial where some of its weights do not stand as (heads, queries, keys). ``functions`` has the calls of
-    functions by name and number. ``address`` are the module, the number of its call and the function, if it is of one.
-    ``values`` are what it took, and what it returned; ``is_view``: some of the latter lies in the memory of the former,
-    which it does not write to.
+    functions by name and number. ``is_view``: some of what it returned lies in the memory of what it took, to which it
+    does not write.
     """
 
-    address: tuple[nn.Module, int, str]
+    address: Address
     start: float
     end: float = -1
     tensors: dict[Boundary, dict[Path, Observation]] = field(default_factory=lambda: defaultdict(dict))
@@ -74,31 +63,17 @@ class CallObservation:
     attention: list[AttentionObservation] = field(default_factory=list)
     has_partial_attention: bool = False
     functions: dict[str, CallObservation] = field(default_factory=dict)
-    values: dict[Boundary, dict[Path, Value]] = field(default_factory=lambda: defaultdict(dict))
     is_view: bool = False
 
     def contains(self, other: CallObservation) -> bool:
         """Whether the other call is a part of this one."""
         return self.start < other.start and other.end < self.end
 
-    def find_origins(self) -> Iterator[tuple[Path, tuple[CallObservation, Boundary, Path]]]:
-        """Of inputs that others read too, which would not see them changed here: where they come from."""
-        for path, value in self.values["input"].items():
-            readers = [call for call, _ in value.readers if call.reads(value)]
-            apart = [each for each in readers if each is not self and not (self.contains(each) or each.contains(self))]
-            if not (apart and self.reads(value)):
-                continue
-            (first, there), *_ = value.readers
-            if value.maker is not None:
-                yield path, (value.maker[0], "output", value.maker[1])
-            elif all(first.contains(each) for each in (self, *apart)):
-                yield path, (first, "input", there)
-
-    def reads(self, value: Value) -> bool:
+    def reads(self, value: int) -> bool:
         """Whether the call computes from a value: it neither returns it unchanged nor only reads its size."""
         function = self.address[2]
         asks = function and (not self.tensors["output"] or "_like#" in function or function.startswith("new_"))
-        return not asks and not any(each is value for each in self.values["output"].values())
+        return not asks and not any(each.value == value for each in self.tensors["output"].values())
 
     def describe_tensors(self) -> tuple[set[Path], set[Path], int]:
         """For what kind of value it was called, what it returned, and how often it attended."""
@@ -116,12 +91,16 @@ TOLERANCE_HALF = 0.1  # half precision: enough to tell a row from its neighbour
 
 @dataclass(frozen=True)
 class Sketch:
-    """A tensor in a few numbers: random projections of its parts, its norm, and a sum of all of its bits."""
+    """A tensor in a few numbers: random projections of its parts, its norm, and a sum of all of its bits.
+
+    ``masked`` counts the numbers that are left out: marks of masked entries, infinities and NaN.
+    """
 
     bins: tuple[float, ...]
     norm: float
     tolerance: float
     bits: int = 0
+    masked: int = 0
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Sketch:
@@ -130,16 +109,19 @@ class Sketch:
         real = torch.view_as_real(plain) if plain.is_complex() else plain
         # Of a large tensor a number in every so many: as telling, and a survey stays a few forwards long.
         values = real.flatten()[:: 1 + real.numel() // MAX_NUMBERS].to(torch.float32)
-        values = torch.where(values.abs() < MASK_VALUE, values, 0.0)
+        is_number = values.abs() < MASK_VALUE
+        values = torch.where(is_number, values, 0.0)
         weights = _make_weights(values.device)[: values.numel()]
         parts = functional.pad(values * weights, (0, -values.numel() % BINS)).view(-1, BINS).sum(0)
         norm = float(values.norm(dtype=torch.float64))
-        return cls(tuple(parts.tolist()), norm, _get_tolerance(real.dtype), _sum_bits(real))
+        masked = values.numel() - int(is_number.sum())
+        return cls(tuple(parts.tolist()), norm, _get_tolerance(real.dtype), _sum_bits(real), masked)
 
     def matches(self, other: Sketch) -> bool:
         """Whether both are of the same tensor, but for rounding."""
         limit = other.tolerance * max(other.norm, 1e-6) / BINS**0.5
-        return all(abs(a - b) <= limit for a, b in zip(self.bins, other.bins, strict=True))
+        is_near = all(abs(a - b) <= limit for a, b in zip(self.bins, other.bins, strict=True))
+        return is_near and self.masked == other.masked
 
 
 def _sum_bits(tensor: Tensor) -> int:

@@ -26,8 +26,7 @@ class SizeRecorder(CallRecorder):
     """Notes the order of calls and the sizes of tensors, and looks at no number."""
 
     def _observe(self, path: Path, tensor: Tensor, earlier: Observation | None) -> Observation:
-        shape = tuple(tensor.shape)
-        return Observation(TensorInfo(path, shape, dtype_name(tensor.dtype), None), shape, NO_SKETCH)
+        return Observation(TensorInfo(path, tuple(tensor.shape), dtype_name(tensor.dtype), None), NO_SKETCH)
 
 
 def resize_catalog(configured: Catalog, module: nn.Module, recorder: SizeRecorder, prefix: int) -> Catalog:

@@ -81,9 +81,7 @@ class RowTensor:
     def strip(self) -> Iterator[RowTensor]:
         """Each row without its padding."""
         for number, axes in enumerate(self.list_own_tokens()):
-            row = self.select((number, number + 1)).value
-            for axis, tokens in axes:
-                row = row.index_select(axis, tokens.to(row.device))
+            row = self._take_tokens(number, axes)
             yield RowTensor(row, replace(self.info, shape=tuple(row.shape)))
 
     def list_own_tokens(self) -> Iterator[list[tuple[int, Tensor]]]:
@@ -112,12 +110,7 @@ class RowTensor:
         order = (~self._get_row_mask()).int().argsort(dim=1, stable=True)
         if bool((order.diff(dim=1) == 1).all()):
             return self
-        rows = []
-        for number, tokens in enumerate(order):
-            row = self.select((number, number + 1)).value
-            for axis in axes:
-                row = row.index_select(axis, tokens.to(row.device))
-            rows.append(row)
+        rows = [self._take_tokens(number, [(axis, tokens) for axis in axes]) for number, tokens in enumerate(order)]
         return replace(self, value=self.concat(rows))
 
     def concat(self, rows: Sequence[Tensor]) -> Tensor:
@@ -152,6 +145,13 @@ class RowTensor:
         value = value.reshape(self.rows, -1) if value.ndim == 1 else value
         return RowTensor(value, describe_position(self.info, position))
 
+    def _take_tokens(self, number: int, tokens_by_axis: Sequence[tuple[int, Tensor]]) -> Tensor:
+        """A row, with some tokens along each axis."""
+        row = self.select((number, number + 1)).value
+        for axis, tokens in tokens_by_axis:
+            row = row.index_select(axis, tokens.to(row.device))
+        return row
+
     def _get_row_mask(self) -> Tensor:
         """The mask of each row; of what is the same for all rows one, of the tokens of any."""
         if self.token_mask is None:
@@ -179,6 +179,18 @@ def _spread(mask: Tensor, value: Tensor, row_axis: int, axis: int) -> Tensor:
 def to_floating(value: Tensor) -> Tensor:
     """The same in float32, in float64 where it is that."""
     return value if value.is_floating_point() and value.dtype.itemsize == 8 else value.float()
+
+
+def is_near(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Whether two tensors are the same, floating ones but for a share of the largest number of the first."""
+    if one.shape != other.shape or not one.is_floating_point():
+        return torch.equal(one, other)
+    one = to_floating(one)
+    other = other.to(one.dtype)
+    if torch.equal(one, other):
+        return True
+    largest = torch.where(one.isfinite(), one.abs(), 0.0).amax()
+    return torch.allclose(other, one, rtol=0.0, atol=tolerance * max(float(largest), 1e-6), equal_nan=True)
 
 
 def find_position_axes(info: TensorInfo, position: Position) -> tuple[int, ...] | None:

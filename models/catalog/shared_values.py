@@ -1,168 +1,124 @@
-"""Values that several rows of a batch share: what a forward computes from rows and holds no axis for them.
+"""What the rows of one forward share, and which way through a model they choose, followed operation by operation.
 
-Batch mates would see one another through them: a flag (``(x > 50).any()``), a maximum over all rows, a number that
-Python reads, a size that the data decides. Two forwards of different batch sizes are compared, operation by operation.
+Batch mates see one another through what is computed from several rows and has no axis for them: a flag
+(``(x > 50).any()``), a maximum over all rows, a number that Python reads, a size that the data decides. Python goes
+another way only by what it reads of a forward's tensors: a model that reads nothing has one way. Truth values are
+turned round, and what then happens is compared; after any other number, or such a size, everything may be otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from layertap.models.catalog.observations import Boundary
-from layertap.models.devices.memory import Forward, Inputs, is_device_error
-from layertap.models.dispatch_mode import DispatchMode
+from layertap.models.catalog.observations import Boundary, Place
+from layertap.models.catalog.trials import try_forward
+from layertap.models.devices.memory import Forward, Inputs
 from layertap.models.hooks.attach import observe_calls
 from layertap.models.hooks.tensor_tree import Path, iterate_tensors
-from layertap.models.taint import MarkedMemory, find_tensors, is_read
+from layertap.models.inputs.noise import copy_rows
+from layertap.models.taint import MarkedMemory, Taint, find_tensors
 
 MAX_FLAGS = 6  # that are turned round, one forward for each
-READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})  # that no dispatch mode sees
-Place = tuple[nn.Module, int, Boundary, Path]  # a tensor that enters or leaves a call
 
 
-@dataclass(frozen=True)
-class SharedValues:
-    """What the rows of a forward share: ``places`` depend on it; ``flags`` are the operations that give a truth value.
+class TrackedForward(Taint):
+    """A forward of these rows, followed while this is created; ``output`` is None if the model raises.
 
-    ``crosses_rows``: numbers other than flags are shared, and the model's output depends on them, or may.
+    ``flags`` are the numbers of the operations that give a truth value. Given the forward of ``fewer`` rows, ``places``
+    are the tensors that depend on other values that rows share. ``turned``: the flag that has its other value.
     """
 
-    crosses_rows: bool = False
-    flags: tuple[int, ...] = ()
-    places: frozenset[Place] = frozenset()
-
-
-def find_shared_values(module: nn.Module, run: Forward, rows: Inputs) -> SharedValues:
-    """Compare a forward of all rows, three or more, with one of two of them."""
-    fewer = Tracker(None)
-    fewer.watch(module, run, {name: value[:2].clone() for name, value in rows.items()})
-    whole = Tracker(fewer.shapes)
-    whole.watch(module, run, {name: value.clone() for name, value in rows.items()})
-    unlike = len(fewer.shapes) != len(whole.shapes)
-    crosses_rows = unlike or whole.reads or whole.reaches_output or len(whole.flags) > MAX_FLAGS
-    return SharedValues(crosses_rows, tuple(whole.flags), frozenset(whole.places))
-
-
-def run_turned(run: Forward, rows: Inputs, flag: int) -> object:
-    """What a forward returns in which one flag has the other value; None if it raises."""
-    own = {name: value.clone() for name, value in rows.items()}  # outside: operations are counted
-    try:
-        with _Turn(flag):
-            return run(own)
-    except Exception as error:
-        if is_device_error(error):
-            raise
-        return None
-
-
-class Tracker(DispatchMode):
-    """Follows what is computed from rows, and from values that they share, given the shapes of a smaller batch."""
-
-    def __init__(self, fewer: list[tuple[str, tuple[torch.Size, ...]]] | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.shapes: list[tuple[str, tuple[torch.Size, ...]]] = []
+    def __init__(
+        self,
+        module: nn.Module,
+        run: Forward,
+        rows: Inputs,
+        fewer: TrackedForward | None = None,
+        turned: int | None = None,
+    ) -> None:
+        super().__init__()
         self.flags: list[int] = []
         self.places: set[Place] = set()
-        self.reads = False
-        self.decides_sizes = False
-        self.reaches_output = False
+        self.sigmoids = MarkedMemory()
+        self._given = module, run, rows
         self._fewer = fewer
-        self._of_rows, self._shared = MarkedMemory(), MarkedMemory()
+        self._turned = turned
+        self._shared = MarkedMemory()
+        self._shapes: list[tuple[str, tuple[torch.Size, ...]]] = []
+        self._calls: list[tuple[nn.Module, frozenset[Path]]] = []  # as they end, each with the paths of its tensors
+        self._decides_sizes = False
+        own = copy_rows(rows)
+        self.marked.mark(own.values())
+        with observe_calls(module, partial(self._note_side, "input"), partial(self._note_side, "output")), self:
+            self.output = try_forward(run, own)
 
-    def watch(self, module: nn.Module, run: Forward, rows: Inputs) -> None:
-        """Run one forward."""
-        self._of_rows.mark(rows.values())
-        with _Reads(self), observe_calls(module, self._enter, self._leave), self:
-            output = run(rows)
-        self.reaches_output = self._shared.has_any(find_tensors(output))
+    def turn(self, flag: int) -> TrackedForward:
+        """The same forward where one flag has the other value."""
+        return TrackedForward(*self._given, turned=flag)
+
+    @property
+    def may_branch(self) -> bool:
+        """Whether rows of other values may make other calls, or return other structures."""
+        if self.output is None or self.has_read or self._decides_sizes or len(self.flags) > MAX_FLAGS:
+            return True
+        return any(self.turn(flag)._calls != self._calls for flag in self.flags)
+
+    @property
+    def crosses_rows(self) -> bool:
+        """Whether numbers other than flags are shared, and the model's output depends on them, or may."""
+        unlike = self._fewer is None or len(self._fewer._shapes) != len(self._shapes)
+        is_unknown = self.output is None or unlike or self.has_read or len(self.flags) > MAX_FLAGS
+        return is_unknown or self._shared.has_any(find_tensors(self.output))
 
     def note_read(self, args: object) -> None:
-        """Python reads numbers."""
+        """Python reads numbers; flags are found where they are made."""
         tensors = list(find_tensors(args))
-        is_flag = len(tensors) == 1 and _is_flag(tensors[0])
-        self.reads |= self._of_rows.has_any(tensors) and not is_flag
+        if not (len(tensors) == 1 and _is_flag(tensors[0])):
+            super().note_read(args)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    def follow(
+        self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any], result: Any, is_tainted: bool
     ) -> Any:
-        """Run one operation and note its results."""
-        options = kwargs or {}
-        result = func(*args, **options)
+        """Note what an operation returns; a flag that is turned goes on with its other value."""
         results = list(find_tensors((result,)))
-        number = len(self.shapes)
-        self.shapes.append((func._schema.name, tuple(each.shape for each in results)))
-        is_of_rows = self._of_rows.note(func, args, options, result)
+        number = len(self._shapes)
+        self._shapes.append((func._schema.name, tuple(each.shape for each in results)))
         self._shared.note(func, args, options, result)
-        self.decides_sizes |= is_of_rows and _has_data_sizes(func, args)
-        if is_of_rows and is_read(func, result):
-            self.note_read(args)
-        elif is_of_rows and self._fewer is None and len(results) == 1 and _is_flag(results[0]):
-            self.flags.append(number)
-        elif is_of_rows and self._fewer is not None and not self._has_rows(number, results):
+        self._note_sigmoid(func, results)
+        self._decides_sizes |= is_tainted and _has_data_sizes(func, args)
+        if is_tainted and results and (self._fewer is None or not self._has_rows(number)):
             if len(results) == 1 and _is_flag(results[0]):
                 self.flags.append(number)  # both of its values are tried
                 self._shared.unmark(results[0])
-            else:  # a view is what it is of: what is computed from it is looked at
+            elif self._fewer is not None:  # a view is what it is of: what is computed from it is looked at
                 taken = {tensor.untyped_storage()._cdata for tensor in find_tensors((args, options))}
                 self._shared.mark(each for each in results if each.untyped_storage()._cdata not in taken)
-        return result
+        return result.logical_not() if number == self._turned else result
 
-    def _has_rows(self, number: int, results: list[Tensor]) -> bool:
+    def _note_sigmoid(self, func: Any, results: list[Tensor]) -> None:
+        if func._schema.name.startswith("aten::sigmoid"):
+            self.sigmoids.mark(results)
+        elif func._schema.is_mutable:
+            for each in results:
+                self.sigmoids.unmark(each)
+
+    def _has_rows(self, number: int) -> bool:
         """Whether each result of an operation has an axis that grew with the rows."""
-        if self._fewer is None or number >= len(self._fewer):
+        if self._fewer is None or number >= len(self._fewer._shapes):
             return False
-        (name, fewer), (own, shapes) = self._fewer[number], self.shapes[number]
-        if name != own or len(fewer) != len(shapes):
-            return False
-        return all(map(_grows, fewer, shapes))
+        (name, fewer), (own, shapes) = self._fewer._shapes[number], self._shapes[number]
+        return name == own and len(fewer) == len(shapes) and all(map(_grows, fewer, shapes))
 
-    def _enter(self, module: nn.Module, call: int, value: object) -> None:
-        self._note_places(module, call, "input", value)
-
-    def _leave(self, module: nn.Module, call: int, value: object) -> None:
-        self._note_places(module, call, "output", value)
-
-    def _note_places(self, module: nn.Module, call: int, boundary: Boundary, value: object) -> None:
-        for path, tensor in iterate_tensors(value):
-            if self._shared.has_any([tensor]):
-                self.places.add((module, call, boundary, path))
-
-
-class _Turn(DispatchMode):
-    """Turns the truth value round that one operation gives."""
-
-    def __init__(self, flag: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._left = flag
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run one operation."""
-        result = func(*args, **(kwargs or {}))
-        self._left -= 1
-        return result.logical_not() if self._left == -1 else result
-
-
-class _Reads(TorchFunctionMode):
-    """Notes reads that are no operations."""
-
-    def __init__(self, tracker: Tracker) -> None:
-        super().__init__()
-        self._tracker = tracker
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if getattr(func, "__name__", "") in READS:
-            self._tracker.note_read(args)
-        return func(*args, **(kwargs or {}))
+    def _note_side(self, boundary: Boundary, module: nn.Module, call: int, value: object) -> None:
+        found = dict(iterate_tensors(value))
+        self.places |= {((module, call, ""), boundary, path) for path in found if self._shared.has_any([found[path]])}
+        if boundary == "output":
+            self._calls.append((module, frozenset(found)))
 
 
 def _has_data_sizes(func: Any, args: tuple[Any, ...]) -> bool:

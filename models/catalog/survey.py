@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,19 +22,20 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from layertap.models.catalog.axes import Axes, make_axes, name_axes
 from layertap.models.catalog.axis_tracker import AxisTracker
-from layertap.models.catalog.branches import may_branch
 from layertap.models.catalog.call_recorder import CallRecorder
-from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, Origin, TensorInfo
-from layertap.models.catalog.observations import Boundary, CallObservation, Observation
+from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, Origin, TensorInfo, Traits
+from layertap.models.catalog.observations import Boundary, CallObservation, Observation, Place
 from layertap.models.catalog.patches import number_patches
-from layertap.models.catalog.row_proof import RowProof, prove_rows
+from layertap.models.catalog.row_proof import prove_rows
+from layertap.models.catalog.shared_values import TrackedForward
+from layertap.models.catalog.trials import find_outputs, try_forward
 from layertap.models.devices import transfer
 from layertap.models.devices.devices import TOLERANCE
 from layertap.models.devices.memory import Forward, is_device_error
 from layertap.models.errors import IN_THE_LOG, InputError, describe_error
 from layertap.models.hooks.attach import observe_calls
 from layertap.models.hooks.tensor_tree import Path
-from layertap.models.inputs.noise import copy_row, make_noise
+from layertap.models.inputs.noise import copy_row, copy_rows, make_noise
 from layertap.models.spec import InputSpec
 
 MAX_TIMED, ENOUGH_S = 5, 0.1  # timed forwards: how many at most, and after how many seconds no further one
@@ -68,27 +68,20 @@ def survey(
         with name_input_errors(inputs):
             alone.watch(run, copy_row(rows))
             timer = _time_calls(module, run, copy_row(rows), device)
-        branches = may_branch(module, run, copy_row(rows))
+        tracked = TrackedForward(module, run, copy_row(rows))
+        traits = Traits(outputs=find_outputs(tracked.output, tracked.sigmoids))
+        branches = tracked.may_branch
         create_recorder = partial(CallRecorder, module, alone=alone, functions=functions)
-        several = create_recorder()
-        try:
-            several.watch(run, {name: value.clone() for name, value in rows.items()})
-        except Exception as error:  # whatever a model raises, it means the same: not several rows at once
-            if is_device_error(error):
-                raise
-            several = alone
+        several = try_forward(create_recorder().watch, run, copy_rows(rows)) or alone
         other_length = CallRecorder(module, functions=functions)
         lengths = _probe_length(other_length, inputs, run, device, dtype)
         if several.describe_calls() != alone.describe_calls():
             several = alone
-        proof = RowProof(crosses_rows=True)
+        unproven = None
         if several is not alone:
-            proof = prove_rows(module, run, rows, inputs, several, create_recorder, tolerance)
-    catalog = CatalogBuilder(module, alone, several, timer, prefix, other_length, lengths, proof).build()
-    catalog = replace(catalog, branches=branches)
-    for recorder in (alone, several, other_length):
-        recorder.release()
-    return catalog
+            unproven = prove_rows(module, run, rows, inputs, several, create_recorder, tolerance)
+    catalog = CatalogBuilder(module, alone, several, timer, prefix, other_length, lengths, unproven).build()
+    return replace(catalog, branches=branches, traits=traits)
 
 
 def _time_calls(module: nn.Module, run: Forward, row: Mapping[str, Tensor], device: torch.device) -> CallTimer:
@@ -113,56 +106,48 @@ def _probe_length(
         return None
     other = length // 2
     specs = [replace(spec, shape=(other, *spec.shape[1:])) if spec in varying else spec for spec in inputs]
-    try:
-        recorder.watch(run, copy_row(make_noise(specs, device, dtype)))
-    except Exception as error:  # whatever a model raises, it means the same
-        if is_device_error(error):
-            raise
-        return None
-    return length, other
+    recorded = try_forward(recorder.watch, run, copy_row(make_noise(specs, device, dtype)))
+    return (length, other) if recorded is not None else None
 
 
 class CallTimer:
-    """When each call of one forward began and ended, from 0 to 1; ``total`` are the forward's seconds."""
+    """When the calls of one forward began and ended, in the order in which they did; ``total`` are its seconds."""
 
     def __init__(self, module: nn.Module, run: Forward, inputs: Mapping[str, Tensor], device: torch.device) -> None:
-        self._marks: dict[tuple[bool, nn.Module, int], float] = {}
+        self._marks = [0.0]
 
-        def note(is_end: bool, module: nn.Module, call: int, value: object) -> None:
+        def note(*_: object) -> None:
             transfer.synchronize(device)
-            self._marks[is_end, module, call] = time.perf_counter()
+            self._marks.append(time.perf_counter() - start)
 
-        with observe_calls(module, partial(note, False), partial(note, True)):
+        with observe_calls(module, note, note):
             transfer.synchronize(device)
-            self._zero = time.perf_counter()
+            start = time.perf_counter()
             run(inputs)
-        self.total = max([*(mark - self._zero for (is_end, *_), mark in self._marks.items() if is_end), 1e-9])
+        self.total = max(self._marks[-1], 1e-9)
 
-    def get_cost(self, module: nn.Module, call: int, *, is_end: bool) -> float:
-        """The share of the whole forward spent when a call began, or ended, 0 to 1."""
-        mark = self._marks.get((is_end, module, call))
-        return 1.0 if mark is None else round(min((mark - self._zero) / self.total, 1.0), 4)
+    def get_cost(self, order: float) -> float:
+        """The share of the whole forward spent when the last call up to a place in it began or ended, 0 to 1."""
+        return round(min(self._marks[min(int(order), len(self._marks) - 1)] / self.total, 1.0), 4)
 
 
 @contextmanager
 def name_input_errors(inputs: Sequence[InputSpec]) -> Iterator[None]:
-    """Raise InputError for whatever a forward of rows of these shapes raises, unless it is the device's."""
+    """Raise InputError for whatever a forward of rows of these shapes raises, unless it is the device's.
+
+    What is raised for a wrong shape may be one of the model's own bugs too; other errors are nothing else.
+    """
     try:
         yield
     except Exception as error:
         if is_device_error(error):
             raise
-        raise _input_error(error, inputs) from error
-
-
-def _input_error(error: Exception, inputs: Sequence[InputSpec]) -> InputError:
-    """What a forward's error means: of a shape it may be one of the model's own bugs too, others are nothing else."""
-    cause = f"the model's own forward raised {describe_error(error)}"
-    shapes = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in inputs)
-    if isinstance(error, SHAPE_ERRORS) and not isinstance(error, NotImplementedError | RecursionError):
-        cause = f"the model can't take an input of this shape: {shapes}, or has a bug: {cause}"
-        return InputError(cause, hint=IN_THE_LOG)
-    return InputError(f"for an input of shape {shapes} {cause}", hint=IN_THE_LOG)
+        cause = f"the model's own forward raised {describe_error(error)}"
+        shapes = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in inputs)
+        detail = f"for an input of shape {shapes} {cause}"
+        if isinstance(error, SHAPE_ERRORS) and not isinstance(error, NotImplementedError | RecursionError):
+            detail = f"the model can't take an input of this shape: {shapes}, or has a bug: {cause}"
+        raise InputError(detail, hint=IN_THE_LOG) from error
 
 
 @dataclass(frozen=True)
@@ -171,7 +156,8 @@ class CatalogBuilder:
 
     ``several`` is ``alone`` again where the module can't take several rows; ``prefix`` counts the tokens that stand
     before the patches. ``other_length`` saw a text of another length, which tells what grows with it; ``lengths`` are
-    those of both, None if it saw none. ``proof``: which tensors hold rows that are their own.
+    those of both, None if it saw none. ``unproven``: which tensors hold rows that may not be their own; None if the
+    output does.
     """
 
     module: nn.Module
@@ -181,7 +167,7 @@ class CatalogBuilder:
     prefix: int
     other_length: CallRecorder
     lengths: tuple[int, int] | None
-    proof: RowProof
+    unproven: frozenset[Place] | None
 
     def build(self) -> Catalog:
         """The catalogue, its layers in the order in which they first run."""
@@ -200,60 +186,35 @@ class CatalogBuilder:
     def _crosses_rows(self) -> bool:
         calls = self.several.calls.get(self.module, [])
         outputs = [(call.address, path, each) for call in calls for path, each in call.tensors["output"].items()]
-        return self.proof.crosses_rows or any(
-            each.info.crosses_rows or (address, "output", path) in self.proof.unproven
-            for address, path, each in outputs
+        return self.unproven is None or any(
+            each.info.crosses_rows or (address, "output", path) in self.unproven for address, path, each in outputs
         )
 
     def _build_layer(self, name: str, module: nn.Module) -> Layer:
-        pairs = zip(self.alone.calls.get(module, []), self.several.calls.get(module, []), strict=True)
-        calls = tuple(self._build_call(module, number, *pair) for number, pair in enumerate(pairs))
+        calls = tuple(map(self._build_call, self.alone.calls.get(module, [])))
         parameters = sum(parameter.numel() for parameter in module.parameters())
         is_leaf = next(module.children(), None) is None
         kind = type_before_parametrizations(module).__name__
         return Layer(name, kind, is_leaf, parameters, calls, tuple(_find_hazards(module, bool(calls))))
 
-    def _build_call(self, module: nn.Module, number: int, alone: CallObservation, several: CallObservation) -> Call:
-        calls = self.other_length.calls.get(module, [])
-        longer = calls[number] if number < len(calls) else None
-        build = partial(self._build_boundary, alone, several, longer)
-        start, end = (self.timer.get_cost(module, number, is_end=is_end) for is_end in (False, True))
-        attention, sinks = build("attention", end), build("sinks", end)
+    def _build_call(self, alone: CallObservation) -> Call:
+        """A call of a module, or of a function in one."""
+        several = self.several.find(alone.address) or alone
+        build = partial(self._build_boundary, alone, several)
+        attention, sinks = build("attention"), build("sinks")
         functions: dict[str, Call] = {}
         # If a forward of several rows calls other functions, numbers do not tell which is which.
         if _describe_functions(alone) == _describe_functions(several):
-            for name, call in alone.functions.items():
-                if call.tensors["output"]:  # len() computes nothing
-                    of_longer = longer.functions.get(name) if longer is not None else None
-                    cost = self._get_cost_before(call.start)
-                    build_side = partial(self._build_boundary, call, several.functions[name], of_longer, cost=cost)
-                    functions[name] = Call(
-                        build_side("input"),
-                        build_side("output"),
-                        origins=self._find_origins(call),
-                        is_view=call.is_view or several.functions[name].is_view,
-                    )
+            calls = alone.functions.items()
+            functions = {name: self._build_call(call) for name, call in calls if call.tensors["output"]}  # not len()
         return Call(
-            build("input", start),
-            build("output", end),
+            build("input"),
+            build("output"),
             attention if attention.tensors else None,
             functions,
             sinks if sinks.tensors else None,
             self._find_origins(alone),
-        )
-
-    def _get_cost_before(self, order: float) -> float:
-        """What of a forward was spent when the last call before a place in it began or ended."""
-        return self._costs[bisect_right(self._costs, (order, 1.0)) - 1][1]
-
-    @cached_property
-    def _costs(self) -> list[tuple[float, float]]:
-        """The places where calls begin and end, in their order, with what was spent by then."""
-        return sorted(
-            (call.end if is_end else call.start, self.timer.get_cost(module, number, is_end=is_end))
-            for module, calls in self.alone.calls.items()
-            for number, call in enumerate(calls)
-            for is_end in (False, True)
+            alone.is_view or several.is_view,
         )
 
     def _find_origins(self, call: CallObservation) -> Mapping[Path, Origin]:
@@ -261,7 +222,7 @@ class CatalogBuilder:
         if not self.alone.has_functions:
             return {}
         origins: dict[Path, Origin] = {}
-        for path, (origin, boundary, there) in call.find_origins():
+        for path, (origin, boundary, there) in self.alone.find_origins(call):
             module, number, function = origin.address
             origins[path] = self._names[module], number, there, "input" if boundary == "input" else "output", function
         return origins
@@ -270,43 +231,31 @@ class CatalogBuilder:
     def _names(self) -> Mapping[nn.Module, str]:
         return {module: name or "." for name, module in self.module.named_modules()}
 
-    def _build_boundary(
-        self,
-        alone: CallObservation,
-        several: CallObservation,
-        longer: CallObservation | None,
-        boundary: Boundary,
-        cost: float,
-    ) -> CallBoundary:
+    def _build_boundary(self, alone: CallObservation, several: CallObservation, boundary: Boundary) -> CallBoundary:
+        longer = self.other_length.find(alone.address)
         others = longer.tensors[boundary] if longer is not None else {}
         seen = alone.tensors[boundary]
         tensors = tuple(
             self._complete(
-                self._name_axes(each.info, seen[path].axes),
-                others.get(path),
-                (several.address, boundary, path) in self.proof.unproven,
+                each.info, seen[path].axes, others.get(path), (several.address, boundary, path) in (self.unproven or ())
             )
             for path, each in several.tensors[boundary].items()
         )
         order = alone.start if boundary == "input" else alone.end
-        return CallBoundary(order, cost, tensors, alone.refused.get(boundary, ()))
+        return CallBoundary(order, self.timer.get_cost(order), tensors, alone.refused.get(boundary, ()))
 
-    @staticmethod
-    def _name_axes(info: TensorInfo, axes: Axes) -> TensorInfo:
-        missing = make_axes((1,) * (len(info.shape) - len(axes)))  # the model squeezed the axis of a single row away
-        return info if info.source else replace(info, layout=name_axes((*missing, *axes), info.row_axis))
-
-    def _complete(self, info: TensorInfo, other: Observation | None, unproven: bool) -> TensorInfo:
+    def _complete(self, info: TensorInfo, axes: Axes, other: Observation | None, unproven: bool) -> TensorInfo:
         """What a catalogue says of a tensor, with what the other forwards tell: ``other`` is of another length."""
+        if not info.source:
+            missing = make_axes((1,) * (len(info.shape) - len(axes)))  # the axis of a single row, squeezed away
+            info = replace(info, layout=name_axes((*missing, *axes), info.row_axis))
         # One row at a time, whatever has an axis for rows holds that one.
         crosses_rows = (info.crosses_rows or unproven) and info.row_axis is None
         alone = (info.crosses_rows or unproven) and info.row_axis is not None and not self._crosses_rows
         info = replace(info, crosses_rows=crosses_rows, alone=alone)
-        if crosses_rows or self.lengths is None:
+        if crosses_rows or self.lengths is None or other is None or len(other.info.shape) != len(info.shape):
             return info
-        if other is None or len(other.shape) != len(info.shape):
-            return info
-        sizes = zip(info.shape, other.shape, strict=True)
+        sizes = zip(info.shape, other.info.shape, strict=True)
         grown = {axis: pair for axis, pair in enumerate(sizes) if len(set(pair)) > 1}
         token_axes = tuple(axis for axis, pair in grown.items() if pair == self.lengths)
         return replace(info, token_axes=token_axes, merges_tokens=len(grown) > len(token_axes))

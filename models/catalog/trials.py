@@ -3,106 +3,78 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from layertap.models.catalog.catalog import LeftPadding
+from layertap.models.catalog.row_tensor import is_near
 from layertap.models.devices.devices import TOLERANCE, use_threads
 from layertap.models.devices.memory import Forward, Inputs, is_device_error
 from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors
 from layertap.models.inputs.model_inputs import POSITIONS, TextSpec, number_tokens
-from layertap.models.inputs.noise import LOUDER, make_noise
+from layertap.models.inputs.noise import LOUDER, copy_rows, make_noise
 from layertap.models.labels import Outputs
 from layertap.models.spec import InputSpec
+from layertap.models.taint import MarkedMemory
 from layertap.models.turns import draw_alone
 
+T = TypeVar("T")
 ROUNDING = TOLERANCE["float32"]  # whatever the model computes in: the same kernels take the same numbers
 SHORT, LONG, IN_FRONT = 5, 64, 3  # tokens of a text, at most of its neighbour, of padding in front
 
 
 class RepeatedRun:
-    """A forward of a row that is repeated later, behind others, and compared.
+    """A forward of a row that is repeated later, behind others, and compared; ``seconds``: CPU time of the first.
 
-    Both run on one thread and without hooks: kernels that differ only round otherwise. ``is_same``: whether both
-    returned the same, but for what adding in another order does. ``seconds``: CPU time of the first.
+    All run on one thread and without hooks: kernels that differ only round otherwise.
     """
 
     def __init__(self, run: Forward, row: Inputs) -> None:
-        self.is_same = True
         self._run = run
         self._row = row
         start = time.thread_time()
         self._output = self._run_alone()
         self.seconds = time.thread_time() - start
 
-    def find_outputs(self) -> tuple[tuple[Path, Outputs], ...]:
-        """Which of the returned tensors are class probabilities, or log-probabilities, by path.
-
-        Those are tensors that sum to 1 along an axis, and outputs of a sigmoid, which a second forward detects.
-        """
-        found: dict[Path, Outputs] = {}
-        unsure = []
-        for path, tensor in self._output.items():
-            if not tensor.is_floating_point() or not tensor.numel() or not tensor.isfinite().all():
-                continue
-            if tensor.min() >= 0 and _adds_up(tensor):
-                found[path] = "probabilities"
-            elif tensor.max() <= 0 and _adds_up(tensor.exp()):
-                found[path] = "log_probabilities"
-            elif tensor.min() >= 0 and tensor.max() <= 1:
-                unsure.append(path)
-        if unsure:
-            with SigmoidResults() as results:
-                rows = {name: value.clone() for name, value in self._row.items()}
-                output = dict(iterate_tensors(try_forward(self._run, rows)))  # some refuse to run in such a mode
-            found |= {path: "probabilities" for path in unsure if path in output and results.has(output[path])}
-        return tuple(found.items())
-
-    def repeat(self) -> None:
-        """Run the first row twice more behind a turned and a loud one, and compare.
+    def is_same_again(self) -> bool:
+        """Whether the row, behind a turned and a loud one, twice gives the same, but for adding in another order.
 
         Meanwhile no construction sets the generator back, so that the two runs draw different random numbers.
         """
         for change in (_turn, lambda value: value * LOUDER):
             floats = {name: change(value) for name, value in self._row.items() if value.is_floating_point()}
-            try_forward(self._run, {name: value.clone() for name, value in self._row.items()} | floats)
+            try_forward(self._run, copy_rows(self._row) | floats)
         with draw_alone():
-            self.is_same = all(has_same_values(self._output, self._run_alone(), ROUNDING) for _ in range(2))
+            return all(has_same_values(self._output, self._run_alone(), ROUNDING) for _ in range(2))
 
     def _run_alone(self) -> TensorsByPath:
         with use_threads(1):
-            output = self._run({name: value.clone() for name, value in self._row.items()})  # it may write to its input
+            output = self._run(copy_rows(self._row))  # it may write to its input
             return TensorsByPath((path, tensor.clone()) for path, tensor in iterate_tensors(output))
-
-
-class SigmoidResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tracks the storages that hold the output of a sigmoid, during one forward."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._operations: dict[int, str] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note its name where it has written."""
-        result = func(*args, **(kwargs or {}))
-        read = {tensor.untyped_storage().data_ptr() for _, tensor in iterate_tensors((args, kwargs))}
-        for _, tensor in iterate_tensors(result):
-            address = tensor.untyped_storage().data_ptr()
-            if address not in read or func._schema.is_mutable:  # else it is a view
-                self._operations[address] = func.overloadpacket.__name__
-        return result
-
-    def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor is such a result, or part of one."""
-        return self._operations.get(tensor.untyped_storage().data_ptr(), "").startswith("sigmoid")
 
 
 def _turn(value: Tensor) -> Tensor:
     """Rows with their last two axes exchanged, which have as many entries; backwards if there is one axis."""
     return value.transpose(-1, -2).contiguous() if value.ndim > 2 else value.flip(-1)
+
+
+def find_outputs(returned: object, of_sigmoids: MarkedMemory) -> tuple[tuple[Path, Outputs], ...]:
+    """Which of the returned tensors are class probabilities, or log-probabilities, by path.
+
+    Those are tensors that sum to 1 along an axis, and outputs of a sigmoid.
+    """
+    found: dict[Path, Outputs] = {}
+    for path, tensor in iterate_tensors(returned):
+        if not tensor.is_floating_point() or not tensor.numel() or not tensor.isfinite().all():
+            continue
+        if of_sigmoids.has_any([tensor]) or (tensor.min() >= 0 and _adds_up(tensor)):
+            found[path] = "probabilities"
+        elif tensor.max() <= 0 and _adds_up(tensor.exp()):
+            found[path] = "log_probabilities"
+    return tuple(found.items())
 
 
 def _adds_up(tensor: Tensor) -> bool:
@@ -152,10 +124,10 @@ def try_padding(run: Forward, text: TextSpec, device: torch.device, tolerance: f
     return pads, "numbered" if is_numbered else "refused"
 
 
-def try_forward(run: Forward, rows: Inputs) -> object:
-    """What a model returns; None if it raises, whatever that is."""
+def try_forward(forward: Callable[..., T], *given: Any) -> T | None:
+    """What a forward gives; None if the model raises, whatever that is."""
     try:
-        return run(rows)
+        return forward(*given)
     except Exception as error:
         if is_device_error(error):
             raise
@@ -183,6 +155,4 @@ def _is_part(one: Tensor, other: Tensor | None, tolerance: float, start: int) ->
             if other.shape[axis] < start + size:
                 return False
             other = other.narrow(axis, start, size)
-    one, other = one.float(), other.float()
-    largest = torch.where(one.isfinite(), one.abs(), 0.0).amax() if one.numel() else 0.0
-    return torch.allclose(other, one, rtol=0.0, atol=tolerance * max(float(largest), 1e-6), equal_nan=True)
+    return is_near(one, other, tolerance)

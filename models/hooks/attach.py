@@ -35,23 +35,29 @@ class StopForward(BaseException):
 
 
 class _OutputCall(RunningCall):
-    kept: KeptOutputs | None = None
-    arguments: object = ()
-
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.kept is not None:
-            self.arguments = args, kwargs
-
     def end(self, output: object) -> object:
-        changes = self.on_call(self.number, output)
-        if not changes:
-            return None
-        originals = dict(iterate_tensors(output)) if self.kept is not None else {}
+        changes = self.on_call(self.number, output) or {}
         for path, tensor in changes.items():
             output = replace_tensor(output, path, tensor)
-            if self.kept is not None:
+        return output if changes else None
+
+
+class _KeptOutputCall(_OutputCall):
+    """A call whose output the model may also have kept on the side."""
+
+    def __init__(self, kept: KeptOutputs, *call: Any) -> None:
+        super().__init__(*call)
+        self.kept = kept
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.arguments = args, kwargs
+
+    def end(self, output: object) -> object:
+        originals, changed = dict(iterate_tensors(output)), super().end(output)
+        for path, tensor in iterate_tensors(changed):
+            if tensor is not originals[path]:
                 self.kept.replace(originals[path], tensor, self.arguments)
-        return output
+        return changed
 
 
 class _InputCall(RunningCall):
@@ -193,17 +199,10 @@ def attach_all(
     in_order = sorted(callbacks, key=lambda each: each[1] in OF_FUNCTIONS)
     has_functions = any(side in OF_FUNCTIONS for _, side, _ in in_order)
     for module, side, on_call in in_order:
-        attach = partial(_attach_to_outputs, kept=kept) if side == "output" else ATTACH[side]
+        attach = ATTACH[side]
+        if kept is not None and side == "output":
+            attach = partial(attach_calls, kind=partial(_KeptOutputCall, kept))
         attach(stack, module, partial(run_unseen, on_call) if has_functions else on_call)
-
-
-def _attach_to_outputs(stack: ExitStack, module: nn.Module, on_call: OnCall, kept: KeptOutputs | None = None) -> None:
-    def begin_call(*arguments: Any) -> RunningCall:
-        call = _OutputCall(*arguments)
-        call.kept = kept
-        return call
-
-    attach_calls(stack, module, on_call, kind=begin_call)
 
 
 @contextmanager
@@ -241,7 +240,7 @@ OF_FUNCTIONS: tuple[Side, ...] = ("function", "changed_function")
 _of_attention = partial(attach_calls, find_parts=attention.find_nested_attention)
 _of_functions = partial(attach_calls, find_parts=list_parts, ends_first=lambda module: True)
 ATTACH: Mapping[Side, Attach] = {
-    "output": _attach_to_outputs,
+    "output": partial(attach_calls, kind=_OutputCall),
     "input": partial(attach_calls, kind=_InputCall),
     "attention": partial(_of_attention, kind=_AttentionCall),
     "sink": partial(_of_attention, kind=_SinkCall),

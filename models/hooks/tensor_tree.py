@@ -46,7 +46,7 @@ class Arguments(dict[str, Any]):
         super().__init__({str(index): value for index, value in enumerate(args)} | dict(kwargs))
         self._count = len(args)
         self._parameters = parameters
-        with_tensors = [key for key, value in self.items() if _has_tensor(value)]
+        with_tensors = [key for key, value in self.items() if any(True for _ in _iterate_all(value, ()))]
         self.lone = with_tensors[0] if len(with_tensors) == 1 else ""
 
     def get_parameter(self, key: str) -> str:
@@ -131,10 +131,6 @@ def _rebuild(value: Any, key: str, items: Mapping[str, object]) -> Any:
 def _has_items(container: object, items: Mapping[str, object]) -> bool:
     present = dict(_iterate_items(container))
     return list(present) == list(items) and all(present[key] is items[key] for key in items)
-
-
-def _has_tensor(value: object) -> bool:
-    return next(_iterate_all(value, ()), None) is not None
 
 
 def _get_kind(tensor: torch.Tensor) -> str:

@@ -76,6 +76,11 @@ def copy_row(rows: Mapping[str, Tensor], index: int = QUIET) -> dict[str, Tensor
     return {name: value[index : index + 1].clone() for name, value in rows.items()}
 
 
+def copy_rows(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of all rows."""
+    return {name: value.clone() for name, value in rows.items()}
+
+
 def find_example(spec: InputSpec) -> Tensor | None:
     """The rows of an input's example, (rows, *shape); None if it has none of this shape, LoadError if unreadable."""
     if spec.example is None:

@@ -1,13 +1,14 @@
 """Operations that change activations: a function and an entry of a table for each.
 
-A function takes the values to change and an operand, if it is a tensor, and returns new values in new memory. It is
-differentiable.
+A function takes the values to change, the operation and its operand, a tensor or a number, and returns new values in
+new memory. It is differentiable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +24,12 @@ from layertap.models.selection.projections import project, to_tensor
 class OperationSpec:
     """An operation and its parameters, fields of ``Operation``: at least one of each group, and optional ones.
 
-    ``by_row``: each row gets its own operand: noise.
+    ``change`` takes values, the operation, and its operand, or the field ``number`` where it has none. ``by_row``: each
+    row gets its own operand: noise.
     """
 
-    change: Callable[[Tensor, Operation, Tensor | None], Tensor]
+    change: Callable[[Tensor, Operation, Any], Tensor]
+    number: str = ""
     needs: tuple[tuple[str, ...], ...] = ()
     optional: tuple[str, ...] = ()
     by_row: bool = False
@@ -37,44 +40,31 @@ class OperationSpec:
         return frozenset(name for group in (*self.needs, self.optional) for name in group)
 
 
-def _zero(value: Tensor, operation: Operation, operand: Tensor | None) -> Tensor:
-    return torch.zeros_like(value)
+def _replace(value: Tensor, operation: Operation, operand: Tensor | float) -> Tensor:
+    return operand if isinstance(operand, Tensor) else torch.full_like(value, operand)
 
 
-def _scale(value: Tensor, operation: Operation, operand: Tensor | None) -> Tensor:
-    if operand is not None:
-        return value * operand
-    return value * (1.0 if operation.by is None else operation.by)
+def _add_noise(value: Tensor, operation: Operation, operand: Tensor | None) -> Tensor:
+    return value if operand is None else value + operand * (operation.std or 0.0)
 
 
-def _add(value: Tensor, operation: Operation, operand: Tensor | None) -> Tensor:
-    return value + (operand if operand is not None else operation.value or 0.0)
-
-
-def _clamp(value: Tensor, operation: Operation, operand: Tensor | None) -> Tensor:
-    return value.clamp(operation.min, operation.max)
-
-
-def _replace(value: Tensor, operation: Operation, operand: Tensor | None) -> Tensor:
-    return operand if operand is not None else torch.full_like(value, operation.value or 0.0)
-
-
-def _noise(value: Tensor, operation: Operation, operand: Tensor | None) -> Tensor:
-    noise = value if operand is None else operand
-    return value + noise * (1.0 if operation.std is None else operation.std)
-
-
+ANY_VALUE = (("value", "tensor", "project"),)
 OPERATIONS: Mapping[Op, OperationSpec] = {
-    "zero": OperationSpec(_zero),
-    "scale": OperationSpec(_scale, needs=(("by", "tensor"),)),
-    "add": OperationSpec(_add, needs=(("value", "tensor", "project"),)),
-    "clamp": OperationSpec(_clamp, needs=(("min", "max"),)),
+    "zero": OperationSpec(lambda value, operation, operand: torch.zeros_like(value)),
+    "scale": OperationSpec(lambda value, operation, operand: value * operand, "by", needs=(("by", "tensor"),)),
+    "add": OperationSpec(lambda value, operation, operand: value + operand, "value", needs=ANY_VALUE),
+    "clamp": OperationSpec(lambda value, each, operand: value.clamp(each.min, each.max), needs=(("min", "max"),)),
     "relu": OperationSpec(lambda value, operation, operand: value.relu()),
     "square": OperationSpec(lambda value, operation, operand: value.square()),
     "tanh": OperationSpec(lambda value, operation, operand: value.tanh()),
-    "replace": OperationSpec(_replace, needs=(("value", "tensor", "project"),)),
-    "noise": OperationSpec(_noise, needs=(("std",),), optional=("seed",), by_row=True),
+    "replace": OperationSpec(_replace, "value", needs=ANY_VALUE),
+    "noise": OperationSpec(_add_noise, needs=(("std",),), optional=("seed",), by_row=True),
 }
+
+
+def _change(value: Tensor, operation: Operation, operand: Tensor | None) -> Tensor:
+    spec = OPERATIONS[operation.op]
+    return spec.change(value, operation, vars(operation)[spec.number] if operand is None and spec.number else operand)
 
 
 def apply_operation(rows: RowTensor, operation: Operation, row_offset: int) -> Tensor:
@@ -130,7 +120,7 @@ def _change_rows(part: RowTensor, operation: Operation, row_offset: int) -> Tens
         numbers = range(row_offset, row_offset + part.rows) if operation.row is None else (operation.row,)
         drawn = [_draw(shape, operation, number) for number in numbers]
         operand = part.concat(drawn * (part.rows // len(drawn))).to(part.value)
-    return OPERATIONS[operation.op].change(part.value, operation, operand)
+    return _change(part.value, operation, operand)
 
 
 def _change_each(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
@@ -154,7 +144,7 @@ def _change_each(part: RowTensor, operation: Operation, row_offset: int) -> Tens
         operand = rows[torch.zeros_like(numbers), *entries]
     elif OPERATIONS[operation.op].by_row:
         operand = _draw(chosen.shape[1:], operation, operation.row or 0).to(chosen).expand_as(chosen)
-    view[index] = OPERATIONS[operation.op].change(chosen, operation, operand)
+    view[index] = _change(chosen, operation, operand)
     return changed
 
 

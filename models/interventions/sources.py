@@ -65,7 +65,8 @@ def take_part(
         raise SelectorError(f"of the input in 'from': {error.detail}", hint=hint) from None
     if info.entries_per_row == 1 and info.row_axis is not None:
         part = part.squeeze(info.row_axis)
-    wanted = compute_part_shape(_describe_own(change.info, own), change.operation)
+    changed = change.info if own is None else change.info.with_length(int(own.sum()))
+    wanted = compute_part_shape(changed, change.operation)
     if tuple(part.shape) != wanted:
         raise SelectorError(
             f"what is taken of the input in 'from' has shape {list(part.shape)}, and {list(wanted)} is changed",
@@ -82,7 +83,3 @@ def _find_match(match: SelectorMatch, operation: Operation, catalog: Catalog) ->
     if len(matches) != 1:
         raise SelectorError(f"'from' names {len(matches)} tensors", hint="name one: 'LAYER#0[path]'")
     return matches[0]
-
-
-def _describe_own(info: TensorInfo, token_mask: Tensor | None) -> TensorInfo:
-    return info if token_mask is None else info.with_length(int(token_mask.sum()))

@@ -22,7 +22,6 @@ from layertap.models.devices.devices import DTYPES
 from layertap.models.devices.memory import Forward, Inputs
 from layertap.models.errors import SelectorError, escape
 from layertap.models.hooks.attach import Location, attach_at
-from layertap.models.hooks.kept import KeptOutputs
 from layertap.models.hooks.tensor_tree import iterate_tensors, replace_tensor
 from layertap.models.selection.hook_points import HookPoint, Selector
 from layertap.models.selection.matches import find_matches
@@ -81,9 +80,7 @@ class Resumption:
         point = self.start.point
         with ExitStack() as stack:
             if point.function:
-                kept = KeptOutputs(module, restores=True)
-                stack.callback(kept.restore)
-                attach_at(stack, {point: locate(point, module)}, lambda *_: self._begin(sent), kept)
+                attach_at(stack, {point: locate(point, module)}, lambda *_: self._begin(sent))
             for name, calls in self.skipped.items():
                 is_own = name == point.layer
                 _skip_calls(stack, module.get_submodule(name), calls, partial(self._fill, sent, is_own))
@@ -97,7 +94,11 @@ class Resumption:
         return replace_tensor(value, self.start.point.path, self._begin(sent))
 
     def _begin(self, sent: Tensor) -> Tensor:
-        return _begin_graph(sent.to(DTYPES[self.start.info.dtype]))
+        """The sent tensor; with grad enabled it requires grad, so that the graph shows what depends on it."""
+        sent = sent.to(DTYPES[self.start.info.dtype])
+        if not torch.is_grad_enabled() or not sent.is_floating_point():
+            return sent
+        return sent.detach().requires_grad_().clone()
 
     def _make_inputs(self, sent: Tensor) -> Inputs:
         """Inputs for the parts of a forward that run although their results are not used: NaN, or zeros."""
@@ -176,13 +177,6 @@ def _skip_calls(
 
     module.forward = forward
     stack.callback(restore)
-
-
-def _begin_graph(sent: Tensor) -> Tensor:
-    """The sent tensor; with grad enabled it requires grad, so that the graph shows what depends on it."""
-    if not torch.is_grad_enabled() or not sent.is_floating_point():
-        return sent
-    return sent.detach().requires_grad_().clone()
 
 
 def _make_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

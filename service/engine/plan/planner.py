@@ -241,12 +241,12 @@ class Planner:
         shapes: Shapes | None = tower.shapes
         if tower.text is None:  # a text's length is measured later
             known = model.catalogs.get_catalog(rows.shapes) if rows.uniform else None
-            catalog, shapes = (known, rows.shapes) if known else (model.catalogs.get_unsized(tower.shapes), None)
+            catalog, shapes = (known, rows.shapes) if known else (catalog.unsized, None)
             if shapes is None and rows.uniform and _names_unseen_calls(request, catalog):
                 catalog, shapes = await self.survey(handle, rows.shapes, deadline), rows.shapes
         if needs_functions(request):
             catalog = await self.survey(handle, shapes or tower.shapes, deadline, functions=True)
-            catalog = catalog if shapes else model.catalogs.get_unsized(tower.shapes)
+            catalog = catalog if shapes else model.get_catalog(tower).unsized
         return catalog, shapes
 
     async def _scale(self, plan: Plan, shapes: Shapes, tower: ModelInputs, deadline: float) -> Plan:

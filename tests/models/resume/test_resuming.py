@@ -246,6 +246,25 @@ def test_masks_and_whole_numbers_are_no_answer() -> None:
     assert offered == {"first", "plain"}
 
 
+class Lists(nn.Module):
+    """Goes on by what Python reads of a part's mask as a list, which no operation shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.first, self.second = Large(), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.large(x)
+        x = self.first(x)
+        return self.second(x * 2 if [True] in mask.tolist() else x)
+
+
+def test_lists_are_read_too() -> None:
+    """What follows a list that Python has read of what was left out is not offered."""
+    known = resumed(load_model(own("Lists")), "first")
+    assert {layer for layer, _, _, site in points(known) if site == "output"} == {"first"}
+
+
 class Keeps(nn.Linear):
     """Keeps what it returned last."""
 
