@@ -134,12 +134,11 @@ def _find_layer(explanation: Explanation, model: ModelInfo) -> list[Tap]:
 
 def _find_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     """The model's input: rows that are made of pictures here have channels first."""
-    layout = explanation.layout or ("NCHW" if model.preprocess is not None and len(model.inputs) == 1 else None)
+    layout = "NCHW" if model.preprocess is not None and len(model.inputs) == 1 else None
     matches, _ = find_matches(Selector(".:input", ".", site="input", layout=layout), model.catalog)
     of_maps = [match for match in matches if is_map(match.info)]
     if not of_maps:
-        hint = 'if its input is one, name its axes: "layout": "NCHW"'
-        raise SelectorError("no operation of this model shows that it takes a picture", hint=hint)
+        raise SelectorError("no operation of this model shows that it takes a picture", hint="name a layer of maps")
     return [Tap(of_maps[0].point, of_maps[0].info)]
 
 

@@ -223,7 +223,6 @@ def _make_receipts(method: PerturbedMethod, part: Features, settings: Perturbati
     """The receipt of each map, by its key."""
     asked = method.asked
     made_by = f"{asked.method} {settings.format(method.perturbation.options)}"
-    made_by += f" layout {asked.explanation.layout}" if asked.explanation.layout is not None else ""
     captured = [receipt.fingerprint for receipt in part.receipts.values()]
     receipts = {}
     for key, objective in asked.list_objectives(part.input_index).items():
