@@ -194,16 +194,10 @@ def name_axes(axes: Axes, row_axis: int | None) -> str | None:
     if channel is not None:
         letters[channel] = "C"
     # What a linear layer mixed is positions where other evidence says which axis holds the channels.
-    is_proven = channel is not None and kinds[channel] == "C"
-    positions = (
-        []
-        if len(axes) > MOST
-        else [
-            index
-            for index, kind in enumerate(kinds)
-            if letters[index] == "?" and (kind in ("P", "p") or (kind == "cp" and is_proven))
-        ]
-    )
+    of_positions = ("P", "p", "cp") if channel is not None and kinds[channel] == "C" else ("P", "p")
+    positions = [index for index, kind in enumerate(kinds) if letters[index] == "?" and kind in of_positions]
+    if len(axes) > MOST:
+        positions = []
     for index, letter in zip(positions, _name_positions([axes[index] for index in positions]), strict=True):
         letters[index] = letter
     if len(positions) == 1:
@@ -214,8 +208,7 @@ def name_axes(axes: Axes, row_axis: int | None) -> str | None:
 def _find_channel(kinds: Sequence[str], row_axis: int) -> int | None:
     """The one axis with the best evidence for channels; None where two have it."""
     for kind in ("C", "c"):
-        found = [index for index, each in enumerate(kinds) if each == kind and index != row_axis]
-        if found:
+        if found := [index for index, each in enumerate(kinds) if each == kind and index != row_axis]:
             return found[0] if len(found) == 1 else None
     return None
 

@@ -234,76 +234,49 @@ def _embed(given: Given, shape: torch.Size) -> Axes:
     return (*tokens, _make_channels(shape[-1]))
 
 
+def _work(along: int, channels: str, places: str, made: str, given: Given, shape: Sequence[int]) -> Axes:
+    """An operation along the channels on one axis, and along the places behind it, or before it if it is the last.
+
+    The channels are made anew if there is evidence for those that are ``made``.
+    """
+    axes = list(given.find("input", "self", "X", "qx"))
+    # Beside a single channel anything may lie: ECA convolves over channels, a spectrogram has frequencies.
+    if axes[along].size == 1:
+        channels, places = channels.lower(), places.lower()
+    note([axes[along]], channels)
+    if along == -1:
+        note(axes[:-1], places)
+    else:
+        note_places(axes[along:][1:], places)
+    if made:
+        axes[along] = _make_channels(shape[along], made)
+    return tuple(axes)
+
+
 def _multiply(left: str, right: str, given: Given, shape: torch.Size) -> Axes:
     """A product of matrices: with a weight it works along channels, or mixes positions."""
     (*rows, inner), (*_, other_inner, columns) = given.find(left), given.find(right)
-    is_left, is_right = (given.tracker.is_computed(given[name]) for name in (left, right))
-    if is_left and not is_right:
+    if not given.tracker.is_computed(given[right]):
         note([inner], "c")
         note(rows, "p")
         columns = _make_channels(columns.size, "c")
-    elif is_right and not is_left:
+    elif not given.tracker.is_computed(given[left]):
         note([other_inner], "c")
         note([columns], "p")
         rows[-1] = _make_channels(rows[-1].size, "c")
     return (*rows, columns)
 
 
-def _apply_linear(given: Given, shape: torch.Size) -> Axes:
-    *rows, channels = given.find("input", "X", "qx")
-    note([channels], "c")
-    note(rows, "p")
-    return (*rows, _make_channels(shape[-1], "c"))
-
-
-def _convolve(given: Given, shape: torch.Size) -> Axes:
-    rows, channels, *places = given.find("input", "self")
-    # Beside a single channel anything may lie: ECA convolves over channels, a spectrogram has frequencies.
-    is_single = channels.size == 1
-    note_places(places, "p" if is_single else "P")
-    note([channels], "c" if is_single else "C")
-    return (rows, _make_channels(shape[1]), *places)
-
-
-def _resample(count: int, given: Given, shape: torch.Size) -> Axes:
-    """A pooling or an interpolation, which may be one over channels: both keep each axis."""
-    axes = given.find("self", "input")
-    note_places(axes[-count:], "p")
-    note([axes[-count - 1]], "c")
-    return axes
-
-
-def _shuffle(given: Given, shape: torch.Size) -> Axes:
-    """Channels become places, or places channels."""
-    *rows, channels, height, width = given.find("self")
-    note([channels], "C")
-    note_places((height, width), "P")
-    return (*rows, _make_channels(shape[-3]), height, width)
-
-
 def _unfold(given: Given, shape: torch.Size) -> Axes:
     """Blocks are listed, the channels and places of each are its channels."""
-    *rows, channels, height, width = given.find("self")
-    note([channels], "C")
-    note_places((height, width), "P")
-    inside = Axis.merge([channels, *map(Axis.resize, (height, width), given["kernel_size"])])
-    note([inside], "C")
-    return (*rows, inside, Axis.merge((height, width)))
+    *rows, channels, height, width = _work(-3, "C", "P", "C", given, (*shape[:-1], 1, 1))
+    return (*rows, channels, Axis.merge((height, width)))
 
 
 def _normalize_last(given: Given, shape: torch.Size) -> Axes:
-    axes = given.find("input")
-    if len(given["normalized_shape"]) == 1:
-        note(axes[-1:], "c" if given.get("weight") is None else "C")
-        note(axes[:-1], "p")
-    return axes
-
-
-def _normalize_channels(given: Given, shape: torch.Size) -> Axes:
-    axes = given.find("input")
-    note([axes[1]], "C")
-    note_places(axes[2:], "p")
-    return axes
+    if len(given["normalized_shape"]) > 1:
+        return given.find("input")
+    return _work(-1, "c" if given.get("weight") is None else "C", "p", "", given, shape)
 
 
 VIEWS: Mapping[str, Rule] = {
@@ -334,12 +307,13 @@ RULES: Mapping[str, Rule] = {
     "b?mm": partial(_multiply, "self", "mat2"),
     "_?addmm.*": partial(_multiply, "mat1", "mat2"),
     "baddbmm": partial(_multiply, "batch1", "batch2"),
-    "(_?mkldnn_)?linear.*": _apply_linear,
-    ".*conv(olution|_transpose|_depthwise)?[123]?d?(_overrideable)?(_relu)?": _convolve,
-    "pixel_(un)?shuffle": _shuffle,
+    "(_?mkldnn_)?linear.*": partial(_work, -1, "c", "p", "c"),  # it may mix positions as well
+    ".*conv(olution|_transpose|_depthwise)?[123]?d?(_overrideable)?(_relu)?": partial(_work, 1, "C", "P", "C"),
+    "pixel_(un)?shuffle": partial(_work, -3, "C", "P", "C"),
     "im2col": _unfold,
     "(native_)?layer_norm|_?(fused_)?rms_norm": _normalize_last,
-    ".*(batch|group|instance)_norm.*": _normalize_channels,
+    ".*(batch|group|instance)_norm.*": partial(_work, 1, "C", "p", ""),
     "_?scaled_dot_product_.*": lambda given, shape: (*given.find("query")[:-1], given.find("value")[-1]),
-    **{rf".*(pool|upsample_[a-z]+){count}d.*": partial(_resample, count) for count in (1, 2, 3)},
+    # Those may be over channels as well: they are no proof.
+    **{rf".*(pool|upsample_[a-z]+){count}d.*": partial(_work, -1 - count, "c", "p", "") for count in (1, 2, 3)},
 }
