@@ -18,17 +18,15 @@ class Role:
     """What is known of axes that are of one kind: of the operands of a sum, of a map before and after a convolution.
 
     ``merges``: the roles that it was merged of, outermost first. ``wholes``: what it was split from, at which index
-    into how many. ``outer``: the outermost of those that it was split into. ``larger``: those that it was merged into.
+    into how many.
     """
 
-    __slots__ = ("_same", "evidence", "larger", "merges", "outer", "wholes")
+    __slots__ = ("_same", "evidence", "merges", "wholes")
 
     def __init__(self, evidence: str = "") -> None:
         self.evidence = set(evidence)
         self.merges: list[tuple[Role, ...]] = []
         self.wholes: list[tuple[Role, int, int]] = []
-        self.outer: list[Role] = []
-        self.larger: list[Role] = []
         self._same: Role | None = None
 
     def find(self) -> Role:
@@ -47,8 +45,6 @@ class Role:
             one.evidence |= other.evidence
             one.merges += other.merges
             one.wholes += other.wholes
-            one.outer += other.outer
-            one.larger += other.larger
             other._same = one
 
     def get_kind(self, asked: set[Role] | None = None) -> str:
@@ -72,10 +68,7 @@ class Role:
         weak = "".join(sorted(found & {"c", "p"}))
         if wholes & {"C", "c", "part"} and "c" not in weak:
             return "part"
-        if weak:
-            return weak
-        outer, larger = ({each.get_kind(asked) for each in group} for group in (role.outer, role.larger))
-        return "p" if outer & {"P", "p"} else "c" if larger & {"C", "c"} else ""
+        return weak
 
     def get_places(self, asked: set[Role] | None = None) -> set[str]:
         """Which of H, W and T it may be, as far as it is known."""
@@ -88,8 +81,6 @@ class Role:
             merges = [parts for parts in whole.find().merges if len(parts) == count]
             for source in [parts[index] for parts in merges] or [whole]:
                 places |= source.get_places(asked)
-        for each in () if places else role.outer:
-            places |= each.get_places(asked)
         return places
 
 
@@ -119,7 +110,6 @@ class Axis:
         kept = [axis for axis in found if axis.size != 1]
         for index, axis in enumerate(kept):
             axis.role.wholes.append((self.role, index, len(kept)))
-        self.role.find().outer += [axis.role for axis in kept[:1]]
         return found
 
     @staticmethod
@@ -130,8 +120,6 @@ class Axis:
             return (*parts, *axes)[0]
         merged = Axis(prod(axis.size for axis in parts), parts=parts)
         merged.role.merges.append(tuple(axis.role for axis in parts))
-        for axis in parts:
-            axis.role.find().larger.append(merged.role)
         return merged
 
 

@@ -31,7 +31,7 @@ class AxisTracker(DispatchMode):
         # By address, each as long as its storage lives: addresses are reused.
         self._axes: dict[int, tuple[dict[Geometry, Axes], weakref.ref[torch.UntypedStorage]]] = {}
         self._computed: set[int] = set()  # the storages of what is computed from the inputs
-        self._rules: dict[object, tuple[Rule | None, bool, tuple[str, ...]]] = {}
+        self._rules: dict[object, tuple[Rule | None, tuple[str, ...]]] = {}  # with the names of what is given
 
     def start(self, inputs: Mapping[str, Tensor]) -> None:
         """These are what the forward computes from."""
@@ -64,12 +64,12 @@ class AxisTracker(DispatchMode):
         options = kwargs or {}
         out = func(*args, **options)
         if func not in self._rules:
-            self._rules[func] = *_find_rule(func), tuple(argument.name for argument in func._schema.arguments)
-        rule, is_view, names = self._rules[func]
+            self._rules[func] = _find_rule(func), tuple(argument.name for argument in func._schema.arguments)
+        rule, names = self._rules[func]
         given = Given(dict(zip(names, args, strict=False)) | dict(options), self)
-        is_computed = any(map(self.is_computed, given.list_tensors()))
         returned = [each for each in (out if isinstance(out, tuple | list) else [out]) if _has_memory(each)]
-        if not returned or not (is_computed or is_view):
+        is_computed = any(map(self.is_computed, given.list_tensors()))
+        if not returned or not (is_computed or func.is_view):  # views of weights are followed, and nothing else of them
             return out
         try:
             axes = rule(given, returned[0].shape) if rule is not None else ()
@@ -134,14 +134,10 @@ class Given(dict[str, Any]):
         return [dim % rank for dim in dims] if dims else list(range(rank))
 
 
-def _find_rule(func: Any) -> tuple[Rule | None, bool]:
-    """The rule for an operation, and whether it gives a view, whose axes are followed in weights and buffers too."""
+def _find_rule(func: Any) -> Rule | None:
     name = func._schema.name.split("::")[-1].removesuffix("_")
-    for table in (VIEWS, RULES):
-        for pattern, rule in table.items():
-            if re.fullmatch(pattern, name):
-                return rule, table is VIEWS
-    return _join if torch.Tag.pointwise in func.tags else None, False
+    found = (rule for pattern, rule in RULES.items() if re.fullmatch(pattern, name))
+    return next(found, _join if torch.Tag.pointwise in func.tags else None)
 
 
 def note(axes: Sequence[Axis], evidence: str) -> None:
@@ -234,7 +230,7 @@ def _embed(given: Given, shape: torch.Size) -> Axes:
     return (*tokens, _make_channels(shape[-1]))
 
 
-def _work(along: int, channels: str, places: str, made: str, given: Given, shape: Sequence[int]) -> Axes:
+def _work(along: int, channels: str, places: str, made: str, given: Given, shape: torch.Size) -> Axes:
     """An operation along the channels on one axis, and along the places behind it, or before it if it is the last.
 
     The channels are made anew if there is evidence for those that are ``made``.
@@ -269,8 +265,10 @@ def _multiply(left: str, right: str, given: Given, shape: torch.Size) -> Axes:
 
 def _unfold(given: Given, shape: torch.Size) -> Axes:
     """Blocks are listed, the channels and places of each are its channels."""
-    *rows, channels, height, width = _work(-3, "C", "P", "C", given, (*shape[:-1], 1, 1))
-    return (*rows, channels, Axis.merge((height, width)))
+    *rows, channels, height, width = _work(-3, "C", "P", "", given, shape)
+    inside = Axis.merge([channels, *map(Axis.resize, (height, width), given["kernel_size"])])
+    note([inside], "C")
+    return (*rows, inside, Axis.merge((height, width)))
 
 
 def _normalize_last(given: Given, shape: torch.Size) -> Axes:
@@ -279,7 +277,7 @@ def _normalize_last(given: Given, shape: torch.Size) -> Axes:
     return _work(-1, "c" if given.get("weight") is None else "C", "p", "", given, shape)
 
 
-VIEWS: Mapping[str, Rule] = {
+RULES: Mapping[str, Rule] = {
     "(_unsafe_)?view|_?reshape(_alias|_copy)?": lambda given, shape: view_as(given.find("self"), shape),
     "expand|repeat": _expand,
     "permute": lambda given, shape: tuple(given.find("self")[dim] for dim in given["dims"]),
@@ -288,9 +286,7 @@ VIEWS: Mapping[str, Rule] = {
     "unsqueeze": lambda given, shape: _insert(given.find("self"), Axis(1), given["dim"]),
     "select|unbind": lambda given, shape: _drop(given.find("self"), [given.get("dim", 0) % (len(shape) + 1)]),
     "unfold": lambda given, shape: (*given.find("self"), given.find("self")[given["dimension"]]),
-    "slice|narrow|(unsafe_)?split(_with_sizes)?|detach|alias": _keep,
-}
-RULES: Mapping[str, Rule] = {
+    "slice|narrow|(unsafe_)?split(_with_sizes)?|detach|alias|"
     "_?to_copy|clone|contiguous|lift_fresh|zero|fill|.*_like|_?(log_|safe_)?softmax|cum(sum|prod|max|min)|flip|roll|"
     "constant_pad_nd|(reflection|replication)_pad.*|index_(select|add|fill|copy|put)|_index_put_impl|gather|sort|topk|"
     "(masked_|slice_|select_)?scatter.*|(native_)?dropout|tril|triu|masked_fill|glu|hardswish|_?prelu.*|rrelu.*|"
