@@ -43,7 +43,6 @@ class ExtractOptions(CallOptions, total=False):
     prompt: str | None
     truncate: Literal["none", "start", "end"] | None
     dtype: Literal["float32", "float16", "int8"]
-    layout: str | None
     interventions: Sequence[Mapping[str, Any]]
     verify: bool
     resume: str | None

@@ -7,10 +7,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
-from torch import Tensor
-
-from layertap.models.capture.reduction import ReducedTensor, clone_reduced
+from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.row_tensor import RowTensor, Span
 from layertap.models.devices import transfer
 from layertap.models.selection.plan import Capture, ResolvedIntervention, ResolvedObjective
@@ -85,13 +84,9 @@ class BatchActivations:
 
     def to_host(self) -> BatchActivations:
         """The same in the host's memory: from another device all of it comes in one copy."""
-        tensors = [part for reduced in self.pieces.values() for part in (reduced.values, reduced.scale)]
-        host = iter(transfer.copy_packed([tensor for tensor in tensors if tensor is not None]))
+        host = iter(transfer.copy_packed([part for reduced in self.pieces.values() for part in reduced.parts]))
         return BatchActivations(
-            {
-                key: ReducedTensor(next(host), next(host) if reduced.scale is not None else None)
-                for key, reduced in self.pieces.items()
-            }
+            {key: ReducedTensor(*islice(host, len(reduced.parts))) for key, reduced in self.pieces.items()}
         )
 
 
@@ -147,8 +142,8 @@ class JoinedRows:
                     self._whole[capture] = _make_whole(capture, reduced, stop - start, self._row_count)
         for capture, reduced in part.items():
             if capture.info.row_axis is not None:
-                parts = zip(_list_tensors(self._whole[capture], capture), _list_tensors(reduced, capture), strict=True)
-                for (whole, axis), (rows, _) in parts:
+                axes = _list_row_axes(capture)
+                for whole, rows, axis in zip(self._whole[capture].parts, reduced.parts, axes, strict=False):
                     entries = rows.shape[axis] // (stop - start)
                     whole.narrow(axis, start * entries, rows.shape[axis]).copy_(rows)
         return self._whole
@@ -157,16 +152,15 @@ class JoinedRows:
 def _make_whole(capture: Capture, part: ReducedTensor, part_count: int, row_count: int) -> ReducedTensor:
     """Room for so many rows, of which a part has ``part_count``; what all rows share is copied."""
     if capture.info.row_axis is None:
-        return clone_reduced(part)
+        return part.clone()
     whole = []
-    for tensor, axis in _list_tensors(part, capture):
+    for tensor, axis in zip(part.parts, _list_row_axes(capture), strict=False):
         shape = list(tensor.shape)
         shape[axis] = shape[axis] // part_count * row_count
         whole.append(tensor.new_empty(shape))
     return ReducedTensor(*whole)
 
 
-def _list_tensors(reduced: ReducedTensor, capture: Capture) -> list[tuple[Tensor, int]]:
-    """Its values, and its scale where it has one, each with the axis that holds the rows."""
-    values = reduced.values, capture.reduced_info.row_axis or 0
-    return [values] if reduced.scale is None else [values, (reduced.scale, 0)]
+def _list_row_axes(capture: Capture) -> tuple[int, int]:
+    """The axes that hold the rows in a result's values and in its scale."""
+    return capture.reduced_info.row_axis or 0, 0

@@ -31,19 +31,22 @@ class ReducedTensor:
     values: Tensor
     scale: Tensor | None = None
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The values, and the scale if it is there."""
+        return (self.values,) if self.scale is None else (self.values, self.scale)
 
-def clone_reduced(reduced: ReducedTensor) -> ReducedTensor:
-    """A copy of the values and the scale."""
-    return ReducedTensor(reduced.values.clone(), None if reduced.scale is None else reduced.scale.clone())
+    def clone(self) -> ReducedTensor:
+        """A copy."""
+        return ReducedTensor(*map(torch.clone, self.parts))
 
 
 def own_memory(reduced: ReducedTensor, captured: Tensor | None = None) -> ReducedTensor:
     """The result itself, or a copy if its memory is shared with the captured tensor or holds anything else."""
-    parts = [reduced.values] if reduced.scale is None else [reduced.values, reduced.scale]
     # A slice pins the whole storage that it looks into, and what the model owns may still change.
-    alone = all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
+    alone = all(part.untyped_storage().nbytes() == part.nbytes for part in reduced.parts)
     shared = captured is not None and _shares_memory(reduced.values, captured)
-    return reduced if alone and not shared else clone_reduced(reduced)
+    return reduced if alone and not shared else reduced.clone()
 
 
 def reduce(captured: RowTensor, reduction: Reduction, length: int | None = None) -> ReducedTensor:

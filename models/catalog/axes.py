@@ -18,17 +18,15 @@ class Role:
     """What is known of axes that are of one kind: of the operands of a sum, of a map before and after a convolution.
 
     ``merges``: the roles that it was merged of, outermost first. ``wholes``: what it was split from, at which index
-    into how many. ``outer``: the outermost of those that it was split into. ``larger``: those that it was merged into.
+    into how many.
     """
 
-    __slots__ = ("_same", "evidence", "larger", "merges", "outer", "wholes")
+    __slots__ = ("_same", "evidence", "merges", "wholes")
 
     def __init__(self, evidence: str = "") -> None:
         self.evidence = set(evidence)
         self.merges: list[tuple[Role, ...]] = []
         self.wholes: list[tuple[Role, int, int]] = []
-        self.outer: list[Role] = []
-        self.larger: list[Role] = []
         self._same: Role | None = None
 
     def find(self) -> Role:
@@ -47,8 +45,6 @@ class Role:
             one.evidence |= other.evidence
             one.merges += other.merges
             one.wholes += other.wholes
-            one.outer += other.outer
-            one.larger += other.larger
             other._same = one
 
     def get_kind(self, asked: set[Role] | None = None) -> str:
@@ -72,10 +68,7 @@ class Role:
         weak = "".join(sorted(found & {"c", "p"}))
         if wholes & {"C", "c", "part"} and "c" not in weak:
             return "part"
-        if weak:
-            return weak
-        outer, larger = ({each.get_kind(asked) for each in group} for group in (role.outer, role.larger))
-        return "p" if outer & {"P", "p"} else "c" if larger & {"C", "c"} else ""
+        return weak
 
     def get_places(self, asked: set[Role] | None = None) -> set[str]:
         """Which of H, W and T it may be, as far as it is known."""
@@ -88,8 +81,6 @@ class Role:
             merges = [parts for parts in whole.find().merges if len(parts) == count]
             for source in [parts[index] for parts in merges] or [whole]:
                 places |= source.get_places(asked)
-        for each in () if places else role.outer:
-            places |= each.get_places(asked)
         return places
 
 
@@ -119,7 +110,6 @@ class Axis:
         kept = [axis for axis in found if axis.size != 1]
         for index, axis in enumerate(kept):
             axis.role.wholes.append((self.role, index, len(kept)))
-        self.role.find().outer += [axis.role for axis in kept[:1]]
         return found
 
     @staticmethod
@@ -130,8 +120,6 @@ class Axis:
             return (*parts, *axes)[0]
         merged = Axis(prod(axis.size for axis in parts), parts=parts)
         merged.role.merges.append(tuple(axis.role for axis in parts))
-        for axis in parts:
-            axis.role.find().larger.append(merged.role)
         return merged
 
 
@@ -194,16 +182,10 @@ def name_axes(axes: Axes, row_axis: int | None) -> str | None:
     if channel is not None:
         letters[channel] = "C"
     # What a linear layer mixed is positions where other evidence says which axis holds the channels.
-    is_proven = channel is not None and kinds[channel] == "C"
-    positions = (
-        []
-        if len(axes) > MOST
-        else [
-            index
-            for index, kind in enumerate(kinds)
-            if letters[index] == "?" and (kind in ("P", "p") or (kind == "cp" and is_proven))
-        ]
-    )
+    of_positions = ("P", "p", "cp") if channel is not None and kinds[channel] == "C" else ("P", "p")
+    positions = [index for index, kind in enumerate(kinds) if letters[index] == "?" and kind in of_positions]
+    if len(axes) > MOST:
+        positions = []
     for index, letter in zip(positions, _name_positions([axes[index] for index in positions]), strict=True):
         letters[index] = letter
     if len(positions) == 1:
@@ -214,8 +196,7 @@ def name_axes(axes: Axes, row_axis: int | None) -> str | None:
 def _find_channel(kinds: Sequence[str], row_axis: int) -> int | None:
     """The one axis with the best evidence for channels; None where two have it."""
     for kind in ("C", "c"):
-        found = [index for index, each in enumerate(kinds) if each == kind and index != row_axis]
-        if found:
+        if found := [index for index, each in enumerate(kinds) if each == kind and index != row_axis]:
             return found[0] if len(found) == 1 else None
     return None
 

@@ -31,7 +31,7 @@ class AxisTracker(DispatchMode):
         # By address, each as long as its storage lives: addresses are reused.
         self._axes: dict[int, tuple[dict[Geometry, Axes], weakref.ref[torch.UntypedStorage]]] = {}
         self._computed: set[int] = set()  # the storages of what is computed from the inputs
-        self._rules: dict[object, tuple[Rule | None, bool, tuple[str, ...]]] = {}
+        self._rules: dict[object, tuple[Rule | None, tuple[str, ...]]] = {}  # with the names of what is given
 
     def start(self, inputs: Mapping[str, Tensor]) -> None:
         """These are what the forward computes from."""
@@ -64,12 +64,12 @@ class AxisTracker(DispatchMode):
         options = kwargs or {}
         out = func(*args, **options)
         if func not in self._rules:
-            self._rules[func] = *_find_rule(func), tuple(argument.name for argument in func._schema.arguments)
-        rule, is_view, names = self._rules[func]
+            self._rules[func] = _find_rule(func), tuple(argument.name for argument in func._schema.arguments)
+        rule, names = self._rules[func]
         given = Given(dict(zip(names, args, strict=False)) | dict(options), self)
-        is_computed = any(map(self.is_computed, given.list_tensors()))
         returned = [each for each in (out if isinstance(out, tuple | list) else [out]) if _has_memory(each)]
-        if not returned or not (is_computed or is_view):
+        is_computed = any(map(self.is_computed, given.list_tensors()))
+        if not returned or not (is_computed or func.is_view):  # views of weights are followed, and nothing else of them
             return out
         try:
             axes = rule(given, returned[0].shape) if rule is not None else ()
@@ -134,14 +134,10 @@ class Given(dict[str, Any]):
         return [dim % rank for dim in dims] if dims else list(range(rank))
 
 
-def _find_rule(func: Any) -> tuple[Rule | None, bool]:
-    """The rule for an operation, and whether it gives a view, whose axes are followed in weights and buffers too."""
+def _find_rule(func: Any) -> Rule | None:
     name = func._schema.name.split("::")[-1].removesuffix("_")
-    for table in (VIEWS, RULES):
-        for pattern, rule in table.items():
-            if re.fullmatch(pattern, name):
-                return rule, table is VIEWS
-    return _join if torch.Tag.pointwise in func.tags else None, False
+    found = (rule for pattern, rule in RULES.items() if re.fullmatch(pattern, name))
+    return next(found, _join if torch.Tag.pointwise in func.tags else None)
 
 
 def note(axes: Sequence[Axis], evidence: str) -> None:
@@ -234,79 +230,54 @@ def _embed(given: Given, shape: torch.Size) -> Axes:
     return (*tokens, _make_channels(shape[-1]))
 
 
+def _work(along: int, channels: str, places: str, made: str, given: Given, shape: torch.Size) -> Axes:
+    """An operation along the channels on one axis, and along the places behind it, or before it if it is the last.
+
+    The channels are made anew if there is evidence for those that are ``made``.
+    """
+    axes = list(given.find("input", "self", "X", "qx"))
+    # Beside a single channel anything may lie: ECA convolves over channels, a spectrogram has frequencies.
+    if axes[along].size == 1:
+        channels, places = channels.lower(), places.lower()
+    note([axes[along]], channels)
+    if along == -1:
+        note(axes[:-1], places)
+    else:
+        note_places(axes[along:][1:], places)
+    if made:
+        axes[along] = _make_channels(shape[along], made)
+    return tuple(axes)
+
+
 def _multiply(left: str, right: str, given: Given, shape: torch.Size) -> Axes:
     """A product of matrices: with a weight it works along channels, or mixes positions."""
     (*rows, inner), (*_, other_inner, columns) = given.find(left), given.find(right)
-    is_left, is_right = (given.tracker.is_computed(given[name]) for name in (left, right))
-    if is_left and not is_right:
+    if not given.tracker.is_computed(given[right]):
         note([inner], "c")
         note(rows, "p")
         columns = _make_channels(columns.size, "c")
-    elif is_right and not is_left:
+    elif not given.tracker.is_computed(given[left]):
         note([other_inner], "c")
         note([columns], "p")
         rows[-1] = _make_channels(rows[-1].size, "c")
     return (*rows, columns)
 
 
-def _apply_linear(given: Given, shape: torch.Size) -> Axes:
-    *rows, channels = given.find("input", "X", "qx")
-    note([channels], "c")
-    note(rows, "p")
-    return (*rows, _make_channels(shape[-1], "c"))
-
-
-def _convolve(given: Given, shape: torch.Size) -> Axes:
-    rows, channels, *places = given.find("input", "self")
-    # Beside a single channel anything may lie: ECA convolves over channels, a spectrogram has frequencies.
-    is_single = channels.size == 1
-    note_places(places, "p" if is_single else "P")
-    note([channels], "c" if is_single else "C")
-    return (rows, _make_channels(shape[1]), *places)
-
-
-def _resample(count: int, given: Given, shape: torch.Size) -> Axes:
-    """A pooling or an interpolation, which may be one over channels: both keep each axis."""
-    axes = given.find("self", "input")
-    note_places(axes[-count:], "p")
-    note([axes[-count - 1]], "c")
-    return axes
-
-
-def _shuffle(given: Given, shape: torch.Size) -> Axes:
-    """Channels become places, or places channels."""
-    *rows, channels, height, width = given.find("self")
-    note([channels], "C")
-    note_places((height, width), "P")
-    return (*rows, _make_channels(shape[-3]), height, width)
-
-
 def _unfold(given: Given, shape: torch.Size) -> Axes:
     """Blocks are listed, the channels and places of each are its channels."""
-    *rows, channels, height, width = given.find("self")
-    note([channels], "C")
-    note_places((height, width), "P")
+    *rows, channels, height, width = _work(-3, "C", "P", "", given, shape)
     inside = Axis.merge([channels, *map(Axis.resize, (height, width), given["kernel_size"])])
     note([inside], "C")
     return (*rows, inside, Axis.merge((height, width)))
 
 
 def _normalize_last(given: Given, shape: torch.Size) -> Axes:
-    axes = given.find("input")
-    if len(given["normalized_shape"]) == 1:
-        note(axes[-1:], "c" if given.get("weight") is None else "C")
-        note(axes[:-1], "p")
-    return axes
+    if len(given["normalized_shape"]) > 1:
+        return given.find("input")
+    return _work(-1, "c" if given.get("weight") is None else "C", "p", "", given, shape)
 
 
-def _normalize_channels(given: Given, shape: torch.Size) -> Axes:
-    axes = given.find("input")
-    note([axes[1]], "C")
-    note_places(axes[2:], "p")
-    return axes
-
-
-VIEWS: Mapping[str, Rule] = {
+RULES: Mapping[str, Rule] = {
     "(_unsafe_)?view|_?reshape(_alias|_copy)?": lambda given, shape: view_as(given.find("self"), shape),
     "expand|repeat": _expand,
     "permute": lambda given, shape: tuple(given.find("self")[dim] for dim in given["dims"]),
@@ -315,9 +286,7 @@ VIEWS: Mapping[str, Rule] = {
     "unsqueeze": lambda given, shape: _insert(given.find("self"), Axis(1), given["dim"]),
     "select|unbind": lambda given, shape: _drop(given.find("self"), [given.get("dim", 0) % (len(shape) + 1)]),
     "unfold": lambda given, shape: (*given.find("self"), given.find("self")[given["dimension"]]),
-    "slice|narrow|(unsafe_)?split(_with_sizes)?|detach|alias": _keep,
-}
-RULES: Mapping[str, Rule] = {
+    "slice|narrow|(unsafe_)?split(_with_sizes)?|detach|alias|"
     "_?to_copy|clone|contiguous|lift_fresh|zero|fill|.*_like|_?(log_|safe_)?softmax|cum(sum|prod|max|min)|flip|roll|"
     "constant_pad_nd|(reflection|replication)_pad.*|index_(select|add|fill|copy|put)|_index_put_impl|gather|sort|topk|"
     "(masked_|slice_|select_)?scatter.*|(native_)?dropout|tril|triu|masked_fill|glu|hardswish|_?prelu.*|rrelu.*|"
@@ -334,12 +303,13 @@ RULES: Mapping[str, Rule] = {
     "b?mm": partial(_multiply, "self", "mat2"),
     "_?addmm.*": partial(_multiply, "mat1", "mat2"),
     "baddbmm": partial(_multiply, "batch1", "batch2"),
-    "(_?mkldnn_)?linear.*": _apply_linear,
-    ".*conv(olution|_transpose|_depthwise)?[123]?d?(_overrideable)?(_relu)?": _convolve,
-    "pixel_(un)?shuffle": _shuffle,
+    "(_?mkldnn_)?linear.*": partial(_work, -1, "c", "p", "c"),  # it may mix positions as well
+    ".*conv(olution|_transpose|_depthwise)?[123]?d?(_overrideable)?(_relu)?": partial(_work, 1, "C", "P", "C"),
+    "pixel_(un)?shuffle": partial(_work, -3, "C", "P", "C"),
     "im2col": _unfold,
     "(native_)?layer_norm|_?(fused_)?rms_norm": _normalize_last,
-    ".*(batch|group|instance)_norm.*": _normalize_channels,
+    ".*(batch|group|instance)_norm.*": partial(_work, 1, "C", "p", ""),
     "_?scaled_dot_product_.*": lambda given, shape: (*given.find("query")[:-1], given.find("value")[-1]),
-    **{rf".*(pool|upsample_[a-z]+){count}d.*": partial(_resample, count) for count in (1, 2, 3)},
+    # Those may be over channels as well: they are no proof.
+    **{rf".*(pool|upsample_[a-z]+){count}d.*": partial(_work, -1 - count, "c", "p", "") for count in (1, 2, 3)},
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -17,18 +17,22 @@ def number_patches(layers: Mapping[str, Layer], prefix: int) -> dict[str, Layer]
     ``prefix`` counts the tokens that stand before the patches.
     """
     tensors = (tensor for layer in layers.values() for call in layer.calls for tensor in call.output.tensors)
-    shapes = {tensor.shape[2:] for tensor in tensors if tensor.layout in ("NCHW", "NCTHW")}
-    maps = _Maps(prefix, {prod(shape) for shape in shapes}, _list_grids(shapes))
+    shapes: dict[int, set[tuple[int, ...]]] = {}
+    for shape in (tensor.shape[2:] for tensor in tensors if tensor.layout in ("NCHW", "NCTHW")):
+        shapes.setdefault(prod(shape), set()).add(shape)
+    maps = _Maps(prefix, shapes)
     return {name: replace(layer, calls=tuple(map(maps.number_call, layer.calls))) for name, layer in layers.items()}
 
 
 @dataclass(frozen=True)
 class _Maps:
-    """How many positions the feature maps of a forward have, and the grid of each number of them."""
+    """The sizes of a forward's feature maps, by how many positions they have.
+
+    A transformer's patches come of such a map: of a convolution whose strides are the patches.
+    """
 
     prefix: int
-    sizes: set[int]
-    grids: Mapping[int, Grid]
+    shapes: Mapping[int, set[tuple[int, ...]]]
 
     def number_call(self, call: Call) -> Call:
         functions = {name: self.number_call(function) for name, function in call.functions.items()}
@@ -46,19 +50,13 @@ class _Maps:
         elif info.layout in ("NTC", "TNC") and info.entries_per_row == 1:
             tokens = info.size("T")
             # As many tokens as a map has positions means that no class token is among them.
-            is_whole = tokens <= self.prefix or tokens in self.sizes
+            is_whole = tokens <= self.prefix or tokens in self.shapes
         else:
             return info
         prefix = 0 if is_whole else self.prefix
-        return replace(info, prefix=prefix, grid_size=self.grids.get(tokens - prefix))
+        return replace(info, prefix=prefix, grid_size=self._find_grid(tokens - prefix))
 
-
-def _list_grids(sizes: Iterable[tuple[int, ...]]) -> dict[int, Grid]:
-    """By the number of its positions, the one size that maps of a forward have with as many; none where two differ.
-
-    A transformer's patches come of such a map: of a convolution whose strides are the patches.
-    """
-    grids: dict[int, set[Grid]] = {}
-    for size in (size for size in sizes if len(size) == 2):
-        grids.setdefault(prod(size), set()).add(size)
-    return {count: next(iter(several)) for count, several in grids.items() if len(several) == 1}
+    def _find_grid(self, patches: int) -> Grid | None:
+        """The only size of pictures' maps with as many positions."""
+        grids = [shape for shape in self.shapes.get(patches, ()) if len(shape) == 2]
+        return grids[0] if len(grids) == 1 else None

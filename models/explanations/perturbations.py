@@ -2,7 +2,8 @@
 
 An object explains one row, a float array (1, …) in the model's own layout. It makes perturbed rows by number, any few
 at a time, takes the model's results, and keeps one sum in float64: memory does not grow with the number of rows.
-``measures``: a gradient, shaped like the row, or a score for each perturbed row. ``options``: the settings it uses.
+``measures``: a gradient, shaped like the row, or a score for each perturbed row. ``options``: the settings it uses;
+``counted``: the one that says how many perturbed rows there are.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
+from math import ceil, prod
 from typing import Any, Literal
 
 import numpy as np
@@ -29,8 +30,8 @@ WINDOWS_ACROSS = 8  # the default window is the shorter side divided by this, th
 class PerturbationSettings:
     """The options of an explanation, with defaults filled in.
 
-    ``channels``: how many the ablated layer has, 0 without one. ``reference``: the row of another input, (1, …), if
-    ``baseline`` is "input".
+    ``windows``: how many cover a row. ``channels``: how many the ablated layer has, 0 without one. ``reference``: the
+    row of another input, (1, …), if ``baseline`` is "input".
     """
 
     steps: int
@@ -39,6 +40,7 @@ class PerturbationSettings:
     seed: int
     window: int
     stride: int
+    windows: int
     baseline: float | Literal["blur", "input"] | None
     channels: int = 0
     reference: Array | None = None
@@ -57,10 +59,16 @@ class PerturbationSettings:
             seed=0 if asked.seed is None else asked.seed,
             window=window,
             stride=stride,
+            windows=prod(_count_windows(side, window, stride) for side in _find_sides(shape, layout)),
             baseline="input" if isinstance(asked.baseline, InputBaseline) else asked.baseline or None,  # None: zeros
             channels=channels,
             reference=reference,
         )
+
+    def count(self, perturbation: type[Perturbation]) -> int:
+        """How many perturbed rows there are."""
+        count: int = getattr(self, perturbation.counted)
+        return count
 
     def format(self, options: Sequence[str]) -> str:
         """Some settings as text: ``window 28 stride 14``; those that are None are left out."""
@@ -74,12 +82,7 @@ class IntegratedGradients:
     Sundararajan et al., "Axiomatic attribution for deep networks", 2017, equation 1, by Gauss-Legendre quadrature.
     """
 
-    measures, options = "gradient", ("steps", "baseline")
-
-    @staticmethod
-    def count(settings: PerturbationSettings, shape: Sequence[int], layout: str) -> int:
-        """How many perturbed rows there are."""
-        return settings.steps
+    measures, counted, options = "gradient", "steps", ("steps", "baseline")
 
     def __init__(self, row: Array, info: TensorInfo, settings: PerturbationSettings, score: float) -> None:
         self._shares, self._weights = _find_nodes(settings.steps)
@@ -110,12 +113,7 @@ class SmoothGrad:
     does not depend on how samples are batched.
     """
 
-    measures, options = "gradient", ("samples", "noise", "seed")
-
-    @staticmethod
-    def count(settings: PerturbationSettings, shape: Sequence[int], layout: str) -> int:
-        """How many perturbed rows there are."""
-        return settings.samples
+    measures, counted, options = "gradient", "samples", ("samples", "noise", "seed")
 
     def __init__(self, row: Array, info: TensorInfo, settings: PerturbationSettings, score: float) -> None:
         self._row, self._samples, self._seed = row, settings.samples, settings.seed
@@ -144,20 +142,14 @@ class Occlusion:
     multiples of the stride, until one reaches the edge, where it is cut. The result is (1, H, W).
     """
 
-    measures, options = "score", ("window", "stride", "baseline")
-
-    @staticmethod
-    def count(settings: PerturbationSettings, shape: Sequence[int], layout: str) -> int:
-        """How many perturbed rows there are."""
-        down, across = (_count_windows(side, settings) for side in _find_sides(shape, layout))
-        return down * across
+    measures, counted, options = "score", "windows", ("window", "stride", "baseline")
 
     def __init__(self, row: Array, info: TensorInfo, settings: PerturbationSettings, score: float) -> None:
         self._row, self._layout, self._score = row, info.layout or "", score
         self._window, self._stride = settings.window, settings.stride
         self._baseline = make_baseline(row, self._layout, settings)[0]
         height, width = _find_sides(row.shape, self._layout)
-        self._across = _count_windows(width, settings)
+        self._across = _count_windows(width, self._window, self._stride)
         self._total, self._covered = np.zeros((1, height, width)), np.zeros((1, height, width))
 
     def make_rows(self, numbers: range) -> Array:
@@ -194,12 +186,7 @@ class AblationCam:
     layer; ``layer``: the layer's output for the row, and its description. The result is (1, H, W) in its pixels.
     """
 
-    measures, options = "score", ()
-
-    @staticmethod
-    def count(settings: PerturbationSettings, shape: Sequence[int], layout: str) -> int:
-        """How many perturbed rows there are."""
-        return settings.channels
+    measures, counted, options = "score", "channels", ()
 
     def __init__(
         self,
@@ -271,5 +258,5 @@ def _find_sides(shape: Sequence[int], layout: str) -> tuple[int, int]:
     return shape[layout.index("H")], shape[layout.index("W")]
 
 
-def _count_windows(side: int, settings: PerturbationSettings) -> int:
-    return max(ceil((side - settings.window) / settings.stride), 0) + 1
+def _count_windows(side: int, window: int, stride: int) -> int:
+    return max(ceil((side - window) / stride), 0) + 1

@@ -57,18 +57,18 @@ def choose_embedding(choices: tuple[EmbeddingChoice, ...], classifier: bool, cat
 
 def find_choice(choice: EmbeddingChoice, catalog: Catalog) -> ModelEmbedding:
     """The embedding that a choice names; raises what ``find_embedding`` raises."""
-    embedding = Embedding(choice.pool, choice.normalize, layout=choice.layout)
-    selector = reduce_embedding(find_embedding(choice.layer, catalog, embedding), embedding)
+    selector = find_embedding(choice.layer, catalog, choice.pool, choice.layout)
+    selector = reduce_embedding(selector, Embedding(choice.pool, choice.normalize))
     return ModelEmbedding(selector, choice.reason, (f"embedding: {choice.reason}",) if choice.guessed else ())
 
 
-def find_embedding(text: str, catalog: Catalog, embedding: Embedding) -> Selector:
+def find_embedding(text: str, catalog: Catalog, pool: Pool | None, layout: str | None = None) -> Selector:
     """The selector of an embedding, with the pool that turns each row into a vector, unless one is given.
 
     UnknownLayerError or SelectorError unless it names exactly one tensor, with an entry for each row, of which the
     channels are known.
     """
-    selector = replace(parse_selector(text), layout=embedding.layout)
+    selector = replace(parse_selector(text), layout=layout)
     if selector.site not in ALLOWED_SITES:
         raise SelectorError(f"{escape(text)} is no embedding", hint="name an output or an input")
     matches, _ = find_matches(selector, catalog)
@@ -80,9 +80,9 @@ def find_embedding(text: str, catalog: Catalog, embedding: Embedding) -> Selecto
     info = matches[0].info
     if info.row_axis is None or info.crosses_rows:
         raise SelectorError(f"{escape(text)} does not hold one entry for each input", hint="name another layer")
-    if embedding.pool is None and len(info.shape) > 1 and not info.has_axis("C"):
+    if pool is None and len(info.shape) > 1 and not info.has_axis("C"):
         raise unknown_channels_error(matches[0], "an embedding")
-    return replace(selector, reduction=Reduction(pool=embedding.pool or _choose_pool(info)))
+    return replace(selector, reduction=Reduction(pool=pool or _choose_pool(info)))
 
 
 def reduce_embedding(selector: Selector, embedding: Embedding) -> Selector:
@@ -92,8 +92,7 @@ def reduce_embedding(selector: Selector, embedding: Embedding) -> Selector:
     if embedding.pool is None and normalize and pool == "none":
         pool = "flatten"  # the same numbers; only pooled results are normalised
     reduction = Reduction(pool=pool, normalize=normalize, dtype=embedding.dtype)
-    layout = embedding.layout or selector.layout
-    return replace(selector, reduction=reduction, alias=embedding.alias, layout=layout)
+    return replace(selector, reduction=reduction, alias=embedding.alias)
 
 
 def _choose_pool(info: TensorInfo) -> Pool:

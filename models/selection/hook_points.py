@@ -205,7 +205,6 @@ class Embedding:
     """A model's embedding, asked for instead of layers or before them; ``layer``: a layer to use as the embedding.
 
     ``pool`` None: chosen so that a row becomes a vector. ``alias`` is the key asked for; None: its selector's text.
-    ``layout`` as in ``Selector``.
     """
 
     pool: Pool | None = None
@@ -213,7 +212,6 @@ class Embedding:
     dtype: ReplyDType = "float32"
     layer: str = ""
     alias: str | None = None
-    layout: str | None = None
 
 
 @dataclass(frozen=True)
@@ -345,7 +343,6 @@ Baseline = float | Literal["blur"] | InputBaseline  # one value everywhere, the 
 class Explanation:
     """The requested maps: the methods, and the layer (None: each method chooses).
 
-    ``layout`` names the axes of the model's input, where they are not as found.
     ``classes`` replace the objective's class, with a map for each; ``top_classes``: how many of a row's best classes
     are named. ``discard``: the share of each layer's lowest attention that a rollout sets to 0, from 0 to below 1.
     Integrated gradients take ``steps`` and ``baseline``; SmoothGrad takes ``samples``, ``noise`` (a share of the row's
@@ -355,7 +352,6 @@ class Explanation:
 
     methods: tuple[Method, ...]
     selector: Selector | None = None
-    layout: str | None = None
     discard: float | None = None
     classes: tuple[Class, ...] = ()
     top_classes: int = 0

@@ -43,35 +43,19 @@ def _mean(rows: RowTensor, skip: int) -> Tensor:
     return to_floating(rows.positions(skip)).mean(-1)
 
 
-def _max(rows: RowTensor, skip: int) -> Tensor:
-    return rows.positions(skip).amax(-1)
-
-
 def _gem(rows: RowTensor, skip: int) -> Tensor:
     mean = to_floating(rows.positions(skip)).clamp(min=GEM_EPS).pow(GEM_P).mean(-1)
     # Vectorised pow rounds differently from scalar pow: float64 makes the result the same for any batch.
     return mean.double().pow(1.0 / GEM_P).to(mean.dtype)
 
 
-def _cls(rows: RowTensor, skip: int) -> Tensor:
-    return rows.positions()[:, :, 0]
-
-
-def _last(rows: RowTensor, skip: int) -> Tensor:
-    return rows.positions()[:, :, -1]
-
-
-def _flatten(rows: RowTensor, skip: int) -> Tensor:
-    return rows.group().flatten(1)
-
-
 POOLINGS: Mapping[Pool, Pooling] = {
     "none": Pooling(None, by_channel=False, combines=False),
     "mean": Pooling(_mean, averages=True),
     "mean_all": Pooling(_mean, averages=True, skips_prefix=False),
-    "max": Pooling(_max),
+    "max": Pooling(lambda rows, skip: rows.positions(skip).amax(-1)),
     "gem": Pooling(_gem, averages=True),
-    "cls": Pooling(_cls, combines=False, first_token=True),
-    "last": Pooling(_last, skips_prefix=False, last_token=True),
-    "flatten": Pooling(_flatten, by_channel=False, combines=False),
+    "cls": Pooling(lambda rows, skip: rows.positions()[:, :, 0], combines=False, first_token=True),
+    "last": Pooling(lambda rows, skip: rows.positions()[:, :, -1], skips_prefix=False, last_token=True),
+    "flatten": Pooling(lambda rows, skip: rows.group().flatten(1), by_channel=False, combines=False),
 }

@@ -22,10 +22,7 @@ Projections = Mapping[str, LinearStep]  # a model's projections, by name
 NO_PROJECTIONS: Projections = {}
 T = TypeVar("T", Reduction, Operation)
 MAX_BYTES = 2**30  # of one row after any step
-MAX_WEIGHTS, MAX_PRODUCTS = (
-    2**28,
-    2**36,
-)  # weights in all steps of a request, and multiplications for each row
+MAX_WEIGHTS, MAX_PRODUCTS = 2**28, 2**36  # in all steps of a request, and multiplications for each row
 
 
 def check_step(step: LinearStep) -> LinearStep:

@@ -51,32 +51,11 @@ def get_statistic(name: str, edges: Sequence[float] | None = None, keys: int | N
 
 def list_columns(stats: Iterable[str], edges: Sequence[float] | None = None) -> tuple[str, ...]:
     """The column names of some statistics: the statistic's name, or ``histogram[0]`` and so on for bins."""
-    return tuple(column for name in stats for column in _list_columns(name, get_statistic(name, edges).bins))
-
-
-def _list_columns(name: str, bins: int | None) -> list[str]:
-    return [name] if bins is None else [f"{name}[{number}]" for number in range(bins)]
-
-
-def _count(values: Tensor) -> Tensor:
-    return values.new_full(values.shape[:-1], values.shape[-1])
-
-
-def _mean(values: Tensor) -> Tensor:
-    return values.mean(-1)
-
-
-def _std(values: Tensor) -> Tensor:
-    """The population's deviation: divided by the number of values."""
-    return values.std(-1, correction=0)
-
-
-def _min(values: Tensor) -> Tensor:
-    return values.amin(-1)
-
-
-def _max(values: Tensor) -> Tensor:
-    return values.amax(-1)
+    columns: list[str] = []
+    for name in stats:
+        bins = get_statistic(name, edges).bins
+        columns += [name] if bins is None else [f"{name}[{number}]" for number in range(bins)]
+    return tuple(columns)
 
 
 def _entropy(values: Tensor, keys: int | None = None) -> Tensor:
@@ -88,21 +67,6 @@ def _entropy(values: Tensor, keys: int | None = None) -> Tensor:
     weights = weights / weights.sum(-1, keepdim=True)
     entropy: Tensor = -torch.xlogy(weights, weights).sum(-1).mean(-1)
     return entropy
-
-
-def _l2(values: Tensor) -> Tensor:
-    length: Tensor = values.norm(dim=-1)
-    return length
-
-
-def _zeros(values: Tensor) -> Tensor:
-    """The share of zeros, 0 to 1."""
-    return (values == 0).sum(-1) / values.shape[-1]
-
-
-def _nonfinite(values: Tensor) -> Tensor:
-    """How many are NaN or infinite."""
-    return (~values.isfinite()).sum(-1)
 
 
 def _histogram(values: Tensor) -> Tensor:
@@ -160,15 +124,15 @@ def _merge_std(values: Numbers, means: Numbers, weights: Numbers) -> Numbers:
 
 
 STATISTICS = {
-    "mean": Statistic(_mean, _merge_mean),
-    "std": Statistic(_std, _merge_std),
-    "min": Statistic(_min, lambda values, *_: values.min(0)),
-    "max": Statistic(_max, lambda values, *_: values.max(0)),
-    "l2": Statistic(_l2, lambda values, *_: np.sqrt((values**2).sum(0))),
-    "zeros": Statistic(_zeros, _merge_mean),
-    "nonfinite": Statistic(_nonfinite, _merge_sum),
+    "mean": Statistic(lambda values: values.mean(-1), _merge_mean),
+    "std": Statistic(lambda values: values.std(-1, correction=0), _merge_std),  # divided by the number of values
+    "min": Statistic(lambda values: values.amin(-1), lambda values, *_: values.min(0)),
+    "max": Statistic(lambda values: values.amax(-1), lambda values, *_: values.max(0)),
+    "l2": Statistic(lambda values: values.norm(dim=-1), lambda values, *_: np.sqrt((values**2).sum(0))),
+    "zeros": Statistic(lambda values: (values == 0).sum(-1) / values.shape[-1], _merge_mean),  # their share, 0 to 1
+    "nonfinite": Statistic(lambda values: (~values.isfinite()).sum(-1), _merge_sum),
     "histogram": Statistic(_histogram, None, bins=BINS),
     "entropy": Statistic(_entropy, _merge_mean, in_all=False),
-    "count": Statistic(_count, _merge_sum, in_all=False),
+    "count": Statistic(lambda values: values.new_full(values.shape[:-1], values.shape[-1]), _merge_sum, in_all=False),
 }
 STATS = tuple(name for name, statistic in STATISTICS.items() if statistic.in_all)

@@ -134,12 +134,11 @@ def _find_layer(explanation: Explanation, model: ModelInfo) -> list[Tap]:
 
 def _find_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     """The model's input: rows that are made of pictures here have channels first."""
-    layout = explanation.layout or ("NCHW" if model.preprocess is not None and len(model.inputs) == 1 else None)
+    layout = "NCHW" if model.preprocess is not None and len(model.inputs) == 1 else None
     matches, _ = find_matches(Selector(".:input", ".", site="input", layout=layout), model.catalog)
     of_maps = [match for match in matches if is_map(match.info)]
     if not of_maps:
-        hint = 'if its input is one, name its axes: "layout": "NCHW"'
-        raise SelectorError("no operation of this model shows that it takes a picture", hint=hint)
+        raise SelectorError("no operation of this model shows that it takes a picture", hint="name a layer of maps")
     return [Tap(of_maps[0].point, of_maps[0].info)]
 
 
@@ -161,14 +160,17 @@ def _find_attention(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     return find_attention(model.catalog, model.prefix_tokens)
 
 
-def _roll_out_attention(captured: Captured) -> Array:
-    layers = [maps.average_heads(weights) for weights in captured.values]
+def _list_weights(captured: Captured) -> list[Array]:
+    """Of each layer one weight for each pair of tokens, by gradients where they are captured."""
+    if not captured.gradients:
+        return [maps.average_heads(weights) for weights in captured.values]
+    pairs = zip(captured.values, captured.gradients, strict=True)  # in layer order: a backward runs in reverse
+    return [maps.weight_by_gradient(*pair) for pair in pairs]
+
+
+def _roll_out(captured: Captured) -> Array:
+    layers = _list_weights(captured)
     return maps.rollout(layers, captured.discard_ratio, captured.prefix_tokens, captured.info.grid_size)
-
-
-def _roll_out_gradients(captured: Captured) -> Array:
-    layers, tensor = _weight_by_gradients(captured), captured.info
-    return maps.rollout(layers, captured.discard_ratio, captured.prefix_tokens, tensor.grid_size)
 
 
 def _roll_out_as_vit_explain(captured: Captured) -> Array:
@@ -185,16 +187,12 @@ def _roll_out_as_vit_explain(captured: Captured) -> Array:
 
 
 def _find_relevance(captured: Captured) -> Array:
-    return maps.relevance(_weight_by_gradients(captured), captured.prefix_tokens, captured.info.grid_size)
-
-
-def _weight_by_gradients(captured: Captured) -> list[Array]:
-    pairs = zip(captured.values, captured.gradients, strict=True)  # in layer order: a backward runs in reverse
-    return [maps.weight_by_gradient(*pair) for pair in pairs]
+    return maps.relevance(_list_weights(captured), captured.prefix_tokens, captured.info.grid_size)
 
 
 _OF_LAYER: dict[str, Site] = {VALUES: "output", GRADIENT_VALUES: "grad_output"}
 _GRADIENTS: dict[str, Site] = {GRADIENT_VALUES: "grad_input"}
+_VALUES_OF_INPUT: dict[str, Site] = {VALUES: "input"}
 _OF_INPUT: dict[str, Site] = {VALUES: "input", GRADIENT_VALUES: "grad_input"}
 _OF_ATTENTION: dict[str, Site] = {VALUES: "attention", GRADIENT_VALUES: "attention_grad"}
 _LAYER = frozenset({"selector"})
@@ -211,6 +209,18 @@ def _make_cam(
 
     named = {rule: of_captured(make) for rule, make in (rules or {}).items()}
     return MethodSpec(_find_layer, _OF_LAYER, of_captured(make_map), _LAYER, rules=named)
+
+
+def _make_perturbed(kind: type[Perturbation]) -> MethodSpec:
+    """A method that changes the model's input."""
+    sites, layout = (_OF_INPUT, "NCHW") if kind.measures == "gradient" else (_VALUES_OF_INPUT, "NHW")
+    return MethodSpec(_find_only_input, sites, options=frozenset(kind.options), layout=layout, perturbation=kind)
+
+
+def _make_rollout(sites: Mapping[str, Site]) -> MethodSpec:
+    """A method that rolls out attention."""
+    rules: dict[Rule, Callable[[Captured], Array]] = {"vit-explain": _roll_out_as_vit_explain}
+    return MethodSpec(_find_attention, sites, _roll_out, frozenset({"discard"}), rules=rules)
 
 
 METHODS: dict[Method, MethodSpec] = {
@@ -231,39 +241,10 @@ METHODS: dict[Method, MethodSpec] = {
         layout="NCHW",
         guided=True,
     ),
-    "integrated_gradients": MethodSpec(
-        _find_only_input,
-        _OF_INPUT,
-        options=frozenset(IntegratedGradients.options),
-        layout="NCHW",
-        perturbation=IntegratedGradients,
-    ),
-    "smoothgrad": MethodSpec(
-        _find_only_input,
-        _OF_INPUT,
-        options=frozenset(SmoothGrad.options),
-        layout="NCHW",
-        perturbation=SmoothGrad,
-    ),
-    "occlusion": MethodSpec(
-        _find_only_input,
-        {VALUES: "input"},
-        options=frozenset(Occlusion.options),
-        perturbation=Occlusion,
-    ),
-    "attention_rollout": MethodSpec(
-        _find_attention,
-        {VALUES: "attention"},
-        _roll_out_attention,
-        frozenset({"discard"}),
-        rules={"vit-explain": _roll_out_as_vit_explain},
-    ),
-    "gradient_rollout": MethodSpec(
-        _find_attention,
-        _OF_ATTENTION,
-        _roll_out_gradients,
-        frozenset({"discard"}),
-        rules={"vit-explain": _roll_out_as_vit_explain},
-    ),
+    "integrated_gradients": _make_perturbed(IntegratedGradients),
+    "smoothgrad": _make_perturbed(SmoothGrad),
+    "occlusion": _make_perturbed(Occlusion),
+    "attention_rollout": _make_rollout({VALUES: "attention"}),
+    "gradient_rollout": _make_rollout(_OF_ATTENTION),
     "relevance": MethodSpec(_find_attention, _OF_ATTENTION, _find_relevance),
 }

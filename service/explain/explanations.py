@@ -211,7 +211,6 @@ def _make_map(features: Features, asked: MapRequest, taps: Sequence[Tap], prefix
     captured = Captured(select(VALUES), select(GRADIENT_VALUES), tensor, prefix_tokens, discard)
     make_map, rule = asked.spec.make_map, asked.explanation.rule
     made_by = [asked.method] + ([f"discard {asked.explanation.discard}"] if discard else [])
-    made_by += [f"layout {asked.explanation.layout}"] if asked.explanation.layout is not None else []
     if rule is not None and rule in asked.spec.rules:
         make_map = asked.spec.rules[rule]
         made_by.append(f"rule {rule}")

@@ -123,8 +123,7 @@ def list_changed_rows(asked: Sequence[MapRequest], request: ExtractRequest, mode
             layout, channels = tap.info.layout or "", sum(layer.info.size("C") for layer in layers)
             for shape, count in rows.items():
                 settings = PerturbationSettings.fill_in(each.explanation, shape, layout, channels)
-                of_row = kind.count(settings, shape, layout)
-                changed.append(ChangedRows(count * of_row, shape, not each.spec.measures_scores))
+                changed.append(ChangedRows(count * settings.count(kind), shape, not each.spec.measures_scores))
     return changed
 
 

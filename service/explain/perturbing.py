@@ -124,7 +124,7 @@ async def perturb(
         )
     channels = method.layer.info.size("C") if method.layer is not None else 0
     settings = PerturbationSettings.fill_in(method.asked.explanation, rows.shape, layout, channels, reference)
-    count = method.perturbation.count(settings, rows.shape, layout)
+    count = settings.count(method.perturbation)
     work.found += count * len(rows)
     check_changed_inputs(work.found, len(rows), engine.settings, SMALLER)
     receipts = await engine.run_in_thread(partial(_make_receipts, method, part, settings), ticket.deadline)
@@ -223,7 +223,6 @@ def _make_receipts(method: PerturbedMethod, part: Features, settings: Perturbati
     """The receipt of each map, by its key."""
     asked = method.asked
     made_by = f"{asked.method} {settings.format(method.perturbation.options)}"
-    made_by += f" layout {asked.explanation.layout}" if asked.explanation.layout is not None else ""
     captured = [receipt.fingerprint for receipt in part.receipts.values()]
     receipts = {}
     for key, objective in asked.list_objectives(part.input_index).items():

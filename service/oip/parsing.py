@@ -27,19 +27,8 @@ HIGHEST_PRIORITY = 1  # 0 is the default, which is the same here
 # The fields of other routes' bodies that may be parameters here.
 OF_REQUEST = frozenset(
     {
-        *(
-            "pool",
-            "normalize",
-            "dtype",
-            "layout",
-            "interventions",
-            "resume",
-            "verify",
-            "isolated",
-            "prompt",
-            "truncate",
-        ),
-        *("truncate", "objective", "class", "target"),
+        *("pool", "normalize", "dtype", "interventions", "resume", "verify", "isolated", "prompt", "truncate"),
+        *("objective", "class", "target"),
     }
 )
 
@@ -123,7 +112,7 @@ def _read_layers(names: list[str], request: ExtractBody) -> tuple[Selector, ...]
         try:
             if name != EMBEDDING:
                 layer = LayerBody(layer=name)
-                selectors.append(layer.to_selector(request.pool, request.normalize, request.dtype, request.layout))
+                selectors.append(layer.to_selector(request.pool, request.normalize, request.dtype))
         except SelectorError as error:
             raise RequestError(f"outputs/{number}: {error.detail}", hint=error.hint) from None
     return tuple(selectors)

@@ -27,7 +27,6 @@ from layertap.models.spec import Truncate
 from layertap.service.schemas.base import Index, Number, OneError, StrictBody, make_list, read_entries, read_field
 from layertap.service.schemas.inputs import InputBody
 from layertap.service.schemas.selection import (
-    LAYOUT,
     MAX_INTERVENTIONS,
     InterventionBody,
     LayerBody,
@@ -83,7 +82,6 @@ class ExtractBody(RequestBody):
     pool: Pool = "none"
     normalize: bool = False
     dtype: ReplyDType = "float32"
-    layout: str | None = LAYOUT
     interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS), FailFast()] = Field([])
     verify: bool = False
     resume: str | None = Field(
@@ -97,7 +95,7 @@ class ExtractBody(RequestBody):
 
     def _read_request(self) -> dict[str, Any]:
         def read_layer(body: LayerBody) -> Selector:
-            return body.to_selector(self.pool, self.normalize, self.dtype, self.layout)
+            return body.to_selector(self.pool, self.normalize, self.dtype)
 
         layer = self.resume
         pool = self.pool if "pool" in self.model_fields_set else None
@@ -105,7 +103,7 @@ class ExtractBody(RequestBody):
             "selectors": read_entries(self.layers, "layers", read_layer),
             "interventions": read_entries(self.interventions, "interventions", _read_shared),
             "resume": read_field("/resume", lambda: parse_selector(layer)) if layer is not None else None,
-            "embedding": None if self.layers else Embedding(pool, self.normalize, self.dtype, layout=self.layout),
+            "embedding": None if self.layers else Embedding(pool, self.normalize, self.dtype),
             "prompt": self.prompt,
             "truncate": self.truncate,
             "verify": self.verify,
@@ -175,7 +173,6 @@ class ExplainBody(RequestBody):
         max_length=MAX_TEXT,
         description="for CAMs; without it the last layer with maps that the objective depends on",
     )
-    layout: str | None = LAYOUT
     discard_ratio: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     classes: Classes = ()
     top_classes: int = Field(5, ge=0, le=MAX_TOP_CLASSES)
@@ -200,7 +197,7 @@ class ExplainBody(RequestBody):
 
     def _read_explanation(self) -> Explanation:
         """The explanation; SelectorError if the layer is not a selector, RequestError for repeated classes."""
-        selector = replace(parse_selector(self.layer), layout=self.layout) if self.layer is not None else None
+        selector = parse_selector(self.layer) if self.layer is not None else None
         objective = self.objective
         named = (objective.klass, objective.target, objective.terms) if objective is not None else ()
         if self.classes and any(each is not None for each in named):
@@ -208,10 +205,7 @@ class ExplainBody(RequestBody):
         options = {name: getattr(self, name) for name in OF_EXPLANATION}
         if isinstance(self.baseline, BaselineBody):
             options["baseline"] = InputBaseline(self.baseline.input)
-        of_input = self.layout if self.layer is None else None
-        return Explanation(
-            self.method, selector, of_input, self.discard_ratio, self.classes, self.top_classes, **options
-        )
+        return Explanation(self.method, selector, self.discard_ratio, self.classes, self.top_classes, **options)
 
 
 MAX_VALUES = 256

@@ -96,9 +96,6 @@ def _check_edges(edges: tuple[float, ...]) -> tuple[float, ...]:
 Edges = Annotated[tuple[Number, ...], Field(min_length=2, max_length=MAX_EDGES), AfterValidator(_check_edges)] | None
 
 
-LAYOUT = Field(None, min_length=1, max_length=16, description="the letters of the axes, in place of those found")
-
-
 class PlaceBody(StrictBody):
     """A place in a model: a selector, or its parts by name, and indices."""
 
@@ -112,7 +109,7 @@ class PlaceBody(StrictBody):
     heads: SignedIndices | None = None
     queries: SignedIndices | None = None
     keys: SignedIndices | None = None
-    layout: str | None = LAYOUT
+    layout: str | None = Field(None, max_length=16, description="the letters of the axes, in place of those found")
 
     def parse_place(self) -> Selector:
         """The selector of the place, without options; SelectorError if it is invalid."""
@@ -201,7 +198,7 @@ class LayerBody(EntryBody):
     edges: Edges = None
     alias: str | None = Field(None, alias="as", pattern=r"^[A-Za-z0-9_.\-]{1,128}$")
 
-    def to_selector(self, pool: Pool, normalize: bool, dtype: ReplyDType, layout: str | None = None) -> Selector:
+    def to_selector(self, pool: Pool, normalize: bool, dtype: ReplyDType) -> Selector:
         """The selector, completed by the request's fields; SelectorError if it is invalid."""
         if self.stats is None and (self.by or self.over):
             raise SelectorError("'by' and 'over' are of statistics", hint="add 'stats', or leave them out")
@@ -220,7 +217,7 @@ class LayerBody(EntryBody):
             normalize=default.normalize if self.normalize is None else self.normalize,
             dtype=self.dtype or default.dtype,
         )
-        return replace(self.parse_place(), reduction=reduction, alias=self.alias, layout=self.layout or layout)
+        return replace(self.parse_place(), reduction=reduction, alias=self.alias)
 
 
 LayerEntry = Annotated[LayerBody, _OrText()]
@@ -249,7 +246,6 @@ class ObjectiveBody(StrictBody):
     klass: Class = Field(None, alias="class")
     target: Target = None
     layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
-    layout: str | None = LAYOUT
     channel: SignedIndex | None = None
     terms: Annotated[tuple[Term, ...], Field(min_length=1, max_length=MAX_TERMS)] | None = None
     position: Position = None
@@ -265,7 +261,7 @@ class ObjectiveBody(StrictBody):
             self.kind,
             self.klass if self.terms is None or of_layer else self.terms,
             self.target,
-            replace(parse_selector(self.layer), layout=self.layout) if self.layer is not None else None,
+            parse_selector(self.layer) if self.layer is not None else None,
             self.terms if self.terms is not None and of_layer else self.channel,
             self.position,
             self.reduction,

@@ -93,7 +93,7 @@ def test_a_layout_overrides(asker: Asker) -> None:
     """A layout replaces the one that was found, in queries and interventions too; the found one changes nothing."""
     row, value = see("flatten", "last")
     found, same, other = (
-        asker.extract("flatten", [row], ["last"], pool="mean", **more)
+        asker.extract("flatten", [row], [{"layer": "last", "pool": "mean", **more}])
         for more in ({}, {"layout": "NCL"}, {"layout": "NTC"})
     )
     torch.testing.assert_close(other.features["last"], average(value, 2))

@@ -81,9 +81,9 @@ def test_float64_is_explained(asker: Asker) -> None:
     """A gradient is taken at the row itself; methods that change rows, in float32, are refused."""
     row = STAMP + torch.rand(1, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     asked = {"model": "Fractions", "inputs": [encode(row)], "encoding": "base64"}
-    reply = asker.post("/explain", {**asked, "method": "saliency", "layout": "NCHW", "objective": {"kind": "sum"}})
+    reply = asker.post("/explain", {**asked, "method": "saliency", "objective": {"kind": "sum"}})
     assert close(next(iter(reply.features.values())).flatten(), 2 * (row - row.floor()).flatten())
-    refused = asker.post("/explain", {**asked, "method": "smoothgrad", "layout": "NCHW", "objective": {"kind": "sum"}})
+    refused = asker.post("/explain", {**asked, "method": "smoothgrad", "objective": {"kind": "sum"}})
     assert (refused.status, "float64" in refused.problem) == (422, True)
 
 

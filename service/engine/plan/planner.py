@@ -226,7 +226,7 @@ class Planner:
             catalog = model.get_catalog(tower)
             if read_field("/model", lambda: parse_selector(embedding.layer)).function is not None:
                 catalog = await self.survey(handle, tower.shapes, deadline, functions=True)
-            selector = read_field("/model", lambda: find_embedding(embedding.layer, catalog, embedding))
+            selector = read_field("/model", lambda: find_embedding(embedding.layer, catalog, embedding.pool))
         if selector is None:
             hint = "name layers, or one by embedding: in its entry"
             raise RequestError(f"model {model.spec.name} has no embedding that is known", hint=hint)

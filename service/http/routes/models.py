@@ -37,7 +37,7 @@ from layertap.service.settings import LIMITS
 
 log = logging.getLogger("layertap")
 router = APIRouter(tags=["models"], responses=describe_problems(401, 429))
-PROBED = frozenset({"layers", "pool", "normalize", "dtype", "layout"})  # fields of a body
+PROBED = frozenset({"layers", "pool", "normalize", "dtype"})  # fields of a body
 PROBE_OPTIONS = frozenset({"preprocessed", "input"})
 FILTERS = frozenset({"match", "type", "leaf", "functions", "format"})
 ENTRY: Json = {"type": "object", "description": "an entry of 'models' in the configuration file; without its name"}
@@ -120,7 +120,6 @@ async def probe_layers(
     pool: Pool | None = None,
     normalize: bool | None = None,
     dtype: ReplyDType | None = None,
-    layout: str | None = None,
     preprocessed: Literal["caller"] | None = None,
     input: Annotated[Literal["text"] | None, Query(description="of two towers that of texts")] = None,  # noqa: A002
 ) -> Response:
