@@ -49,9 +49,8 @@ LIMITS = (  # settings that clients are told, to keep within
     *("max_inputs", "max_body_bytes", "body_timeout_s", "max_pixels", "max_resized_pixels"),
     *("max_results", "max_changed_inputs", "max_reply_bytes", "max_queue_rows", "max_queue_bytes", "deadline_s"),
 )
-NO_DEFAULT = (
-    "default_factory_not_called"  # what pydantic says of a default that another field's mistake is in the way of
-)
+# What pydantic says of a default that another field's mistake is in the way of.
+NO_DEFAULT = "default_factory_not_called"
 CommaSeparated = Annotated[tuple[str, ...], NoDecode]
 UNIX = "unix"  # among proxies: whoever may open the Unix socket
 Network = IPv4Network | IPv6Network

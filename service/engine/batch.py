@@ -203,6 +203,10 @@ class Job:
     def __post_init__(self) -> None:
         self.isolated = self.isolated or self.unsplittable
 
+    def with_plan(self, **changes: Any) -> Job:
+        """The same rows with other fields of its plan."""
+        return replace(self, spec=replace(self.spec, plan=replace(self.spec.plan, **changes)))
+
     @property
     def waiting_rows(self) -> int:
         """Rows that are in no batch yet."""
