@@ -369,7 +369,7 @@ class SliceResult:
         return sum(each.values.nbytes for each in self.results.values()) + sum(each.nbytes for each in scales)
 
 
-@dataclass(frozen=True)
+@dataclass
 class BatchFailures:
     """Failures of a batch: forwards out of memory, splits because of memory, and splits because of other errors.
 
@@ -392,7 +392,7 @@ class BatchResult:
     """
 
     results: Sequence[SliceResult] = ()
-    failures: BatchFailures = BatchFailures()
+    failures: BatchFailures = field(default_factory=BatchFailures)
     failure: str = ""
     again: Sequence[Batch] = ()
     more: bool = False

@@ -241,7 +241,7 @@ class ProcessExecutor(WorkerExecutor):
         except UnavailableError as error:
             return refuse(batch, error)
         except WorkerDiedError as error:
-            return replace(self._blame(batch, error), failures=error.failures)
+            return self._blame(batch, error)
 
     def note_waiting_rows(self, rows_wait: bool) -> None:
         """Workers check the flag after decoding a batch's pictures."""
