@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -146,7 +146,7 @@ class Metrics:
         self._connections.inc(change)
 
     def register_gauges(self, read: Callable[[], Snapshot]) -> None:
-        """Register what the gauges call at each scrape, in the rendering thread; ValueError the second time."""
+        """Register what the gauges call at each scrape, in the rendering thread."""
         self._registry.register(_GaugeCollector(read))
 
     def render(self) -> bytes:
@@ -196,17 +196,11 @@ class _GaugeCollector(Collector):
     def __init__(self, read: Callable[[], Snapshot]) -> None:
         self._read_snapshot = read
 
-    def describe(self) -> Iterable[Metric]:
-        return _make_gauges({})
-
-    def collect(self) -> Iterable[Metric]:
-        return _make_gauges(self._read_snapshot())
-
-
-def _make_gauges(snapshot: Snapshot) -> Iterator[Metric]:
-    for name, (documentation, labels) in GAUGES.items():
-        family = GaugeMetricFamily(f"layertap_{name}", documentation, labels=labels)
-        values = snapshot.get(name, {})
-        for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
-            family.add_metric((key,) if isinstance(key, str) else key, value)
-        yield family
+    def collect(self) -> Iterator[Metric]:
+        snapshot = self._read_snapshot()
+        for name, (documentation, labels) in GAUGES.items():
+            family = GaugeMetricFamily(f"layertap_{name}", documentation, labels=labels)
+            values = snapshot[name] if labels else {(): snapshot[name]}
+            for key, value in values.items():
+                family.add_metric((key,) if isinstance(key, str) else key, value)
+            yield family

@@ -167,8 +167,8 @@ def _roll_out_attention(captured: Captured) -> Array:
 
 
 def _roll_out_gradients(captured: Captured) -> Array:
-    layers, tensor = _weight_by_gradients(captured), captured.info
-    return maps.rollout(layers, captured.discard_ratio, captured.prefix_tokens, tensor.grid_size)
+    layers = _weight_by_gradients(captured)
+    return maps.rollout(layers, captured.discard_ratio, captured.prefix_tokens, captured.info.grid_size)
 
 
 def _roll_out_as_vit_explain(captured: Captured) -> Array:
@@ -213,6 +213,11 @@ def _make_cam(
     return MethodSpec(_find_layer, _OF_LAYER, of_captured(make_map), _LAYER, rules=named)
 
 
+def _make_perturbing(kind: type[Perturbation], sites: Mapping[str, Site | None], layout: str) -> MethodSpec:
+    """A method that changes the picture."""
+    return MethodSpec(_find_only_input, sites, options=frozenset(kind.options), layout=layout, perturbation=kind)
+
+
 METHODS: dict[Method, MethodSpec] = {
     "grad_cam": _make_cam(maps.grad_cam),
     "grad_cam_plusplus": _make_cam(
@@ -231,26 +236,9 @@ METHODS: dict[Method, MethodSpec] = {
         layout="NCHW",
         guided=True,
     ),
-    "integrated_gradients": MethodSpec(
-        _find_only_input,
-        _OF_INPUT,
-        options=frozenset(IntegratedGradients.options),
-        layout="NCHW",
-        perturbation=IntegratedGradients,
-    ),
-    "smoothgrad": MethodSpec(
-        _find_only_input,
-        _OF_INPUT,
-        options=frozenset(SmoothGrad.options),
-        layout="NCHW",
-        perturbation=SmoothGrad,
-    ),
-    "occlusion": MethodSpec(
-        _find_only_input,
-        {VALUES: "input"},
-        options=frozenset(Occlusion.options),
-        perturbation=Occlusion,
-    ),
+    "integrated_gradients": _make_perturbing(IntegratedGradients, _OF_INPUT, "NCHW"),
+    "smoothgrad": _make_perturbing(SmoothGrad, _OF_INPUT, "NCHW"),
+    "occlusion": _make_perturbing(Occlusion, {VALUES: "input"}, "NHW"),
     "attention_rollout": MethodSpec(
         _find_attention,
         {VALUES: "attention"},

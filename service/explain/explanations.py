@@ -62,21 +62,23 @@ async def prepare(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Ex
     return await engine.fetch(request, ticket) if several or request.reply.format.is_picture else request
 
 
-async def explain(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticket: Ticket) -> Features:
+async def explain(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Features:
     """The maps that a prepared request asks for, one for each row, under each method's name.
 
     Raises as ``Engine.extract``. If the request names classes, the keys are ``METHOD.CLASS``. Without an objective a
     map is of each row's own highest score.
     """
-    return await engine.compute(request, ticket, partial(_explain, engine, plan, request, ticket))
+    return await engine.compute(request, ticket, partial(_explain, engine, request, ticket))
 
 
-async def _explain(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticket: Ticket) -> Features:
+async def _explain(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Features:
     explanation = _get_explanation(request)
     handle = await engine.get_handle(request.model, ticket)
     if request.reply.format.is_picture:  # captures are not drawn
         request = replace(request, reply=replace(request.reply, format=FORMATS["npz"]))
-    work = await engine.run_in_thread(partial(_plan_work, plan, request, explanation, handle), ticket.deadline)
+    work = await engine.run_in_thread(
+        partial(_plan_work, engine.work_plan, request, explanation, handle), ticket.deadline
+    )
     made: Features | None = None
     work.check(ticket.deadline)
     with work.count():

@@ -56,7 +56,7 @@ class PreparedSweep:
     work: PlannedWork
 
 
-async def prepare(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticket: Ticket) -> PreparedSweep:
+async def prepare(engine: Engine, request: ExtractRequest, ticket: Ticket) -> PreparedSweep:
     """Check and plan a request's sweep; no forward runs, except to survey a new shape.
 
     RequestError, TooLargeError, QueueTooLongError if it can't be done in time, and what ``Engine.dry_run`` raises.
@@ -76,7 +76,7 @@ async def prepare(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticke
     request.timings.facts.rows = 0  # rows are counted when they are answered
     find = partial(_describe_inputs, request, sweep, jobs, handle, engine.settings)
     inputs = await engine.run_in_thread(find, ticket.deadline)
-    work = _plan_work(plan, request, sweep, handle, inputs)
+    work = _plan_work(engine.work_plan, request, sweep, handle, inputs)
     work.check(ticket.deadline)
     edited = await engine.run_in_thread(partial(_list_edited, inputs), ticket.deadline)
     ticket.reserve_bytes(sum(map(count_taken_bytes, edited)))
