@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from layertap.models.lru_cache import LRUCache
 from layertap.models.selection.plan import Capture
 
 FIRST = 3  # shared forwards of a kind that are checked whatever the interval
+MOST_ROWS = 4  # of a request that are compared in these; later one
 MAX_KINDS = 1024
 STEP = {"int8": 1.5 / 127, "float16": 2e-3}  # of the largest value: what a reply's dtype adds to the kernels' rounding
 
@@ -40,13 +41,15 @@ class RowCheck:
         self.found = False
         self._counts = LRUCache[Hashable, int](MAX_KINDS)
 
-    def take_turn(self, kind: Hashable, every: int) -> int | None:
-        """The number of this forward of a kind if it is checked: one of the first, or one in ``every``; 0: never."""
+    def choose_rows(self, kind: Hashable, rows: int, every: int) -> Sequence[int]:
+        """Which rows a forward of a kind compares: some in the first ones, then one in each ``every``; 0: none."""
         if not every:
-            return None
+            return ()
         count = (self._counts.get(kind) or 0) + 1
         self._counts.put(kind, count)
-        return count if count <= FIRST or count % every == 0 else None
+        if count <= FIRST:
+            return range(min(rows, MOST_ROWS))
+        return () if count % every else (count % rows,)
 
 
 def select_row(results: Mapping[Capture, ReducedTensor], row: int) -> dict[Capture, Tensor]:

@@ -242,7 +242,7 @@ class Engine:
         """
         counts_calls = job.spec.plan.counts_back
         for left in reversed(range(MAX_REPLANS)):
-            trial = replace(job, spec=replace(job.spec, plan=job.spec.plan.without_changes())) if counts_calls else job
+            trial = job.with_plan(interventions=()) if counts_calls else job
             try:
                 (results,) = await self.manager.scheduler.run([trial])
             except OtherCallsError as error:

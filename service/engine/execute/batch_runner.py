@@ -25,7 +25,7 @@ from layertap.models.errors import (
 )
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import Replica
-from layertap.models.row_check import FIRST, has_same_row, select_row
+from layertap.models.row_check import has_same_row, select_row
 from layertap.models.selection.plan import Capture
 from layertap.service.engine.batch import Batch, BatchFailures, BatchResult, ForwardSpec, Results, RowSlice, SliceResult
 from layertap.service.engine.execute.threads import wrap_error
@@ -33,7 +33,6 @@ from layertap.service.engine.rows.rows import Rows, normalize_rows
 from layertap.service.errors import ForwardError
 
 log = logging.getLogger("layertap")
-MOST_ROWS = 4  # of a request that are compared in the first forwards of a kind; later one
 Part = tuple[int, RowSlice]  # rows of a slice, and the slice's index in the batch
 
 
@@ -165,10 +164,7 @@ class BatchRunner:
         """Whether rows of each request that is due are what they are alone; else rows affect each other."""
         check, tolerance = self._model.row_check, TOLERANCE[self._model.spec.precision]
         for piece, request, (_, each) in zip(pieces, requests, parts, strict=True):
-            turn = check.take_turn(_describe_kind(each), self._check_every)
-            if turn is None:
-                continue
-            for number in range(min(each.rows, MOST_ROWS)) if turn <= FIRST else (turn % each.rows,):
+            for number in check.choose_rows(_describe_kind(each), each.rows, self._check_every):
                 row = {name: value[number : number + 1] for name, value in piece.items()}
                 shared = select_row(activations.select(request), number)
                 one = replace(request, row_offset=request.row_offset + number)
