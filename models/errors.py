@@ -156,7 +156,9 @@ class LoadError(LayertapError):
     ``kind`` names the failure and may be shown to anyone. Notes and causes are for the log.
     """
 
-    kind: Failure = ""
+    def __init__(self, detail: str, *, kind: Failure = "", **fields: Any) -> None:
+        super().__init__(detail, **fields)
+        self.kind = kind
 
 
 class AbsentError(LoadError):
@@ -165,8 +167,7 @@ class AbsentError(LoadError):
 
 def make_load_error(error: BaseException) -> LoadError:
     """The LoadError for an arbitrary exception from a model's code; its cause is for the log."""
-    refusal = LoadError(f"loading ended in {type(error).__name__}", hint=IN_THE_LOG)
-    refusal.kind = "other"
+    refusal = LoadError(f"loading ended in {type(error).__name__}", hint=IN_THE_LOG, kind="other")
     refusal.__cause__ = error
     note_cause(refusal, error)
     return refusal

@@ -226,8 +226,7 @@ def _refuse_unfit_inputs() -> Iterator[None]:
     except (InputError, OutOfMemoryError) as error:
         is_input = isinstance(error, InputError)
         hint = f"check 'inputs' and 'preprocess' of this model; {error.hint}" if is_input else NO_MEMORY_HINT
-        refusal = LoadError(error.detail, hint=hint)
-        refusal.kind = "forward" if is_input else "device"
+        refusal = LoadError(error.detail, hint=hint, kind="forward" if is_input else "device")
         note_cause(refusal, error)
         raise refusal from error
 

@@ -16,7 +16,6 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from layertap.models.registry import Registry
 from layertap.models.sources import python
 from layertap.service.config.configuration import Configuration, make_default_configuration, read_configuration
-from layertap.service.engine.admit.planned_work import WorkPlan
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.execute.processes import executors
 from layertap.service.engine.models.model_manager import ModelManager
@@ -95,7 +94,6 @@ def create_app(
     )
     app.state.engine = engine
     app.state.prober = Prober(engine)
-    app.state.work_plan = WorkPlan(engine.settings, engine.metrics)
     app.state.updates = ModelUpdates(engine.manager, configuration, settings.config, engine.run_in_thread)
     for router in ROUTERS:
         app.include_router(router)

@@ -1,21 +1,4 @@
-"""Errors of the service, in addition to ``layertap.models.errors``.
-
-LayertapError
-├── BadRequestError            not JSON, broken multipart                        400
-├── KeyMissingError            no key, or an unknown one                         401
-├── ForbiddenError             a good key that may not do this                   403
-├── ConflictError              excluded by something else in progress           409
-├── NotAcceptableError         no format on offer suits                          406
-├── BodyTimeoutError           the body came too slowly                          408
-├── UnsupportedMediaError      content type not accepted                         415
-├── NotInstalledError          a required package is not installed               501
-├── RetryLaterError            carries seconds for Retry-After
-│   ├── QueueFullError         no room for the request                           429
-│   │   └── QueueTooLongError  the deadline would pass                            429
-│   ├── UnavailableError       model loading or failed, server draining          503
-│   └── DeadlineError          time ran out                                      504
-└── ClientGoneError            the client has disconnected                       499
-"""
+"""Errors of the service, in addition to ``layertap.models.errors``; ``http/problems.py`` has their statuses."""
 
 from __future__ import annotations
 

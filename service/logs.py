@@ -19,10 +19,7 @@ SENTENCES: dict[tuple[str, str], Callable[[Mapping[str, object]], str]] = {
     ("layertap.access", SLOW_REQUEST): lambda fields: f"slow: {format_request(fields)}",
     ("layertap", "a model is loaded"): "{model} is ready on {device} after {seconds} s".format_map,
     ("layertap", "compiling"): "{model}: compiling graph {graph} of {graphs}, {seconds} s so far".format_map,
-    (
-        "layertap",
-        "draining",
-    ): "serving for {seconds:g} s more, though /readyz says 503; once more to stop now".format_map,
+    ("layertap", "draining"): "serving for {seconds:g} s more; /readyz says 503; once more to stop now".format_map,
 }
 
 
@@ -48,13 +45,8 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Local time and message; a traceback follows on lines of its own."""
-        level = record.levelname
-        text = (
-            _format_sentence(record)
-            if record.levelno < logging.WARNING
-            else f"{level.lower()}: {_format_sentence(record)}"
-        )
-        lines = [f"{self.formatTime(record, '%H:%M:%S')}  {text}"]
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        lines = [f"{self.formatTime(record, '%H:%M:%S')}  {level}{_format_sentence(record)}"]
         if record.exc_info:
             lines += map(escape_unprintable, self.formatException(record.exc_info).splitlines())
         return "\n".join(lines)

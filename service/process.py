@@ -25,9 +25,8 @@ EXIT_FAILED = 70  # as sysexits.h has it: an error of the software
 WATCH_INTERVAL_S = 0.1
 LAST_ANSWERS_S = 4.0  # for the last answers of a process that can't go on
 TICK_S = 0.1
-CLOSE_CONNECTIONS_S = (
-    1.0  # of a delay at its end: connections in use move elsewhere, and none is closed under a request
-)
+# Of a delay at its end: connections in use move elsewhere, and none is closed under a request.
+CLOSE_CONNECTIONS_S = 1.0
 ACCEPT_S = 0.5  # for whoever has connected to come in, and connections in use to be told that they end
 CLOSE_HEADER = (b"connection", b"close")
 CHILD_END_S = 1.0  # for a compiler to remove its files

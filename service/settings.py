@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
@@ -49,9 +49,8 @@ LIMITS = (  # settings that clients are told, to keep within
     *("max_inputs", "max_body_bytes", "body_timeout_s", "max_pixels", "max_resized_pixels"),
     *("max_results", "max_changed_inputs", "max_reply_bytes", "max_queue_rows", "max_queue_bytes", "deadline_s"),
 )
-NO_DEFAULT = (
-    "default_factory_not_called"  # what pydantic says of a default that another field's mistake is in the way of
-)
+# What pydantic says of a default that another field's mistake is in the way of.
+NO_DEFAULT = "default_factory_not_called"
 CommaSeparated = Annotated[tuple[str, ...], NoDecode]
 UNIX = "unix"  # among proxies: whoever may open the Unix socket
 Network = IPv4Network | IPv6Network
@@ -75,14 +74,12 @@ def _can_have_workers() -> bool:
     try:
         os.close(os.memfd_create("layertap"))
         own = os.pidfd_open(os.getpid())
+        try:
+            signal.pidfd_send_signal(own, 0)
+        finally:
+            os.close(own)
     except (AttributeError, OSError):
         return False
-    try:
-        signal.pidfd_send_signal(own, 0)
-    except (AttributeError, OSError):
-        return False
-    finally:
-        os.close(own)
     return True
 
 
@@ -124,6 +121,9 @@ def _check_key(text: str) -> str:
     if " #" in text and not (key and 0 < len(name) <= MAX_KEY_NAME and UNRESERVED.issuperset(name)):
         raise ValueError(f"behind ' #' a key has a name: at most {MAX_KEY_NAME} letters, digits and -._~")
     return text
+
+
+Keys = Annotated[tuple[Annotated[str, AfterValidator(_check_key)], ...], NoDecode]
 
 
 def _parse_size(value: object) -> object:
@@ -178,6 +178,9 @@ def _parse_host(text: str) -> str:
     return name
 
 
+Hosts = Annotated[tuple[Annotated[str, AfterValidator(_parse_host)], ...], NoDecode]
+
+
 def _is_address(text: str) -> bool:
     """Whether a text is an address by HTTP, of some host."""
     try:
@@ -206,15 +209,15 @@ class Settings(BaseSettings):
     config: Path | None = None
     log_level: Annotated[LogLevel, BeforeValidator(lambda value: str(value).lower())] = "info"
     log_format: Annotated[LogFormat, BeforeValidator(lambda value: str(value).lower())] = "auto"
-    root_path: str = ""
+    root_path: Annotated[str, AfterValidator(_parse_prefix)] = ""
     api_keys_file: Path | None = None
     admin_keys_file: Path | None = None
-    api_keys: CommaSeparated = Field((), repr=False, validate_default=True)
-    admin_keys: CommaSeparated = Field((), repr=False, validate_default=True)
+    api_keys: Keys = Field((), repr=False, validate_default=True)
+    admin_keys: Keys = Field((), repr=False, validate_default=True)
     trusted_proxies: CommaSeparated = ()
     allow_urls: CommaSeparated = ()
     allow_private_urls: CommaSeparated = ()
-    allowed_hosts: CommaSeparated = ()
+    allowed_hosts: Hosts = ()
     cors_origins: CommaSeparated = ()
 
     max_connections: int = Field(16_384, gt=0, validate_default=True)
@@ -285,16 +288,6 @@ class Settings(BaseSettings):
         file = info.data.get(f"{info.field_name}_file")
         return (*values, *_read_keys(file)) if file is not None and isinstance(values, (tuple, list)) else values
 
-    @field_validator("api_keys", "admin_keys")
-    @classmethod
-    def _check_each_key(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(_check_key, values))
-
-    @field_validator("root_path")
-    @classmethod
-    def _check_root_path(cls, value: str) -> str:
-        return _parse_prefix(value)
-
     @field_validator("tls_key")
     @classmethod
     def _check_tls_key(cls, value: Path | None, info: ValidationInfo) -> Path | None:
@@ -321,11 +314,6 @@ class Settings(BaseSettings):
         """At most as many as this process may have files open, but for those that it needs itself."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return value if files == resource.RLIM_INFINITY else min(value, max(files - RESERVED_FILES, files // 2, 1))
-
-    @field_validator("allowed_hosts")
-    @classmethod
-    def _check_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(_parse_host, value))
 
     @field_validator("cors_origins")
     @classmethod

@@ -18,6 +18,7 @@ from layertap_client.models import align
 MAX_MEASURED = 1 << 24  # numbers of an array of which a repr still computes statistics
 HEADERS = ("result", "shape", "dtype", "min", "mean", "max", "fingerprint")
 SCALE = ".scale"
+LISTS = ("errors", "interventions", "warnings", "top_effects", "top_classes")  # in a reply's metadata
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -86,11 +87,7 @@ def read_result(reply: Reply) -> Result:
     arrays, metadata = read_safetensors(reply.body)
     try:
         receipts = json.loads(metadata.get("receipts", "{}"))
-        faults = read_faults(json.loads(metadata.get("errors", "[]")))
-        interventions = json.loads(metadata.get("interventions", "[]"))
-        warnings = json.loads(metadata.get("warnings", "[]"))
-        effects = json.loads(metadata.get("top_effects", "[]"))
-        classes = json.loads(metadata.get("top_classes", "[]"))
+        lists = {name: json.loads(metadata.get(name, "[]")) for name in LISTS}
         rows = int(metadata.get("rows", 0))
     except ValueError as error:
         raise BadReplyError(f"the reply's metadata can't be read: {error}") from None
@@ -103,15 +100,15 @@ def read_result(reply: Reply) -> Result:
         rows,
         receipts,
         scales,
-        faults,
+        read_faults(lists["errors"]),
         tuple(int(place) for place in skipped.split(",") if place.strip().isdecimal()),
-        tuple(warnings),
-        tuple(map(tuple, interventions)),
+        tuple(lists["warnings"]),
+        tuple(map(tuple, lists["interventions"])),
         reply.headers.get("x-layertap-verified") == "true",
         reply.headers.get("x-request-id", ""),
         reply.attempts,
-        tuple(map(tuple, effects)),
-        tuple(map(tuple, classes)),
+        tuple(map(tuple, lists["top_effects"])),
+        tuple(map(tuple, lists["top_classes"])),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
@@ -227,10 +227,6 @@ class Plan:
     def changed_selectors(self) -> tuple[tuple[str, ...], ...]:
         """What each intervention changes, as selectors."""
         return tuple(tuple(change.point.text for change in changes) for changes in self.interventions)
-
-    def without_changes(self) -> Plan:
-        """The same without interventions, to see which calls a forward makes."""
-        return replace(self, interventions=())
 
     @property
     def has_graph(self) -> bool:

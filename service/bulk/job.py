@@ -9,11 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from layertap.models.errors import LayertapError, RequestError
+from layertap.models.errors import Fault, LayertapError, RequestError
 from layertap.models.spec import Truncate
 from layertap.service.bulk.reductions import make_entry
 from layertap.service.bulk.sources import Entry
 from layertap.service.features import Array
+from layertap_client.errors import Fault as ClientFault
 
 
 @dataclass(frozen=True)
@@ -189,3 +190,8 @@ def join_answers(first: Answer, second: Answer, middle: int) -> Answer:
     arrays = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]} if parts else {}
     errors = {**first.errors, **{middle + index: reason for index, reason in second.errors.items()}}
     return Answer(first.fingerprint or second.fingerprint, arrays, errors)
+
+
+def list_reasons(faults: Iterable[Fault | ClientFault]) -> dict[int, str]:
+    """Why inputs have no result, by their indexes."""
+    return {fault.input: fault.detail for fault in faults if fault.input is not None}

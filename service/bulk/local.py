@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from layertap.models.errors import Fault, RequestError
-from layertap.service.bulk.job import Answer, Extractor, Outline, Question
+from layertap.models.errors import RequestError
+from layertap.service.bulk.job import Answer, Extractor, Outline, Question, list_reasons
 from layertap.service.bulk.sources import Entry
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest
@@ -52,8 +52,8 @@ class LocalExtractor(Extractor):
         except RequestError as error:
             if not error.faults or any(fault.input is None for fault in error.faults):
                 raise
-            return Answer("", {}, _list_reasons(error.faults))
-        return Answer(features.fingerprint, features.arrays, _list_reasons(features.errors))
+            return Answer("", {}, list_reasons(error.faults))
+        return Answer(features.fingerprint, features.arrays, list_reasons(features.errors))
 
     async def close(self) -> None:
         """Close the engine."""
@@ -76,10 +76,6 @@ def _make_request(question: Question, inputs: Sequence[bytes]) -> ExtractRequest
     items = [TextItem(data.decode()) if question.texts else ImageItem(data) for data in inputs]
     # Decoded with the batch: other batches keep the workers busy, and no row is sent between processes.
     return ExtractRequest(items=tuple(enumerate(items)), decode_with_batch=True, **body.request_fields)
-
-
-def _list_reasons(faults: Sequence[Fault]) -> dict[int, str]:
-    return {fault.input: fault.detail for fault in faults if fault.input is not None}
 
 
 def _make_deadline() -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from io import BytesIO
 from typing import Any
@@ -11,7 +11,7 @@ from PIL import Image
 
 import layertap_client as lt
 from layertap.models.errors import LayertapError, RequestError, TooLargeError
-from layertap.service.bulk.job import Answer, Extractor, Outline, Question
+from layertap.service.bulk.job import Answer, Extractor, Outline, Question, list_reasons
 from layertap.service.bulk.manifest import check_same_model
 from layertap.service.bulk.sources import Entry
 from layertap.service.clients import convert_error, convert_errors
@@ -81,14 +81,14 @@ class RemoteExtractor(Extractor):
         except lt.TooLargeError as error:
             raise TooLargeError(error.detail) from error
         except lt.InvalidRequestError as error:
-            errors = _list_reasons(error.faults)
+            errors = list_reasons(error.faults)
             if len(errors) == len(entries):
                 return Answer("", {}, errors)
             raise RequestError(f"{self._url}: {error.detail}", hint=error.hint) from error  # it may name only some
         except lt.LayertapError as error:
             raise convert_error(error, self._url, LATER) from error
         self._waiting = False
-        return Answer(result.fingerprint, result.arrays, _list_reasons(result.errors))
+        return Answer(result.fingerprint, result.arrays, list_reasons(result.errors))
 
     async def close(self) -> None:
         """Close all connections."""
@@ -124,7 +124,3 @@ class RemoteExtractor(Extractor):
         if not self._waiting:
             self._tell(f"waiting for {self._url}: {error}")
         self._waiting = True
-
-
-def _list_reasons(faults: Iterable[lt.Fault]) -> dict[int, str]:
-    return {fault.input: fault.detail for fault in faults if fault.input is not None}

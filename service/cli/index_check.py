@@ -130,10 +130,6 @@ def read_stored_receipts(index: Path) -> StoredReceipts:
         raise LayertapError(f"{index} has no receipts", hint=HINT) from error
 
 
-def _read_json(file: Path) -> Any:
-    return json.loads(file.read_bytes())
-
-
 def _read_safetensors(file: Path) -> Any:
     with safe_open(file, "numpy") as opened:
         return opened.metadata()
@@ -151,7 +147,7 @@ def _read_job(folder: Path) -> Any:
 
 
 READERS: Mapping[str, Callable[[Path], Any]] = {
-    ".json": _read_json,
+    ".json": lambda file: json.loads(file.read_bytes()),
     ".safetensors": _read_safetensors,
     ".parquet": _read_parquet,
 }

@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from layertap.models.errors import LayertapError
-from layertap.service.cli.console import show_status, stderr, stdout
+from layertap.service.cli.console import say, show_status, stderr
 from layertap.service.logs import escape_unprintable
 
 if TYPE_CHECKING:
@@ -44,10 +44,11 @@ def inspect(
         fits = find_fits(path, state)
     document = {"models": [_make_entry(path, prefix, fits)]}
     if as_json:
-        _print(json.dumps(document, indent=2))
+        say(json.dumps(document, indent=2))
     else:
-        _print(*(f"# {escape_unprintable(line)}" for line in _describe(path, state, fits)))
-        _print(yaml.safe_dump(document, sort_keys=False, allow_unicode=True).rstrip())
+        for line in _describe(path, state, fits):
+            say(f"# {escape_unprintable(line)}")
+        say(yaml.safe_dump(document, sort_keys=False, allow_unicode=True).rstrip())
     if not fits:
         stderr.print("no architecture of torchvision or timm fits: name a factory of your own")
         raise typer.Exit(1)
@@ -80,8 +81,3 @@ def _describe(path: Path, state: StateDict, fits: Sequence[Fit]) -> Iterator[str
 def _join(names: Sequence[str]) -> str:
     more = len(names) - MAX_SHOWN
     return ", ".join(names[:MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _print(*lines: str) -> None:
-    for line in lines:
-        stdout.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)

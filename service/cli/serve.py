@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from layertap.service.config.configuration import Configuration
     from layertap.service.engine.models.model_manager import ModelManager
-    from layertap.service.engine.models.model_updates import ModelUpdates
     from layertap.service.fetch.fetcher import Fetcher
     from layertap.service.settings import Settings
 
@@ -115,14 +114,9 @@ def _run(
         manager.abort_loading,
         manager.withdraw_readiness,
         _choose_drain_delay(settings),
-        _choose_reload(settings, app.state.updates),
+        app.state.updates.reload_beside if _reloads(settings) else None,  # None: SIGHUP does what the system has it do
     )
     server.run_until_stopped(listeners)
-
-
-def _choose_reload(settings: Settings, updates: ModelUpdates) -> Callable[[], None] | None:
-    """What SIGHUP does; None: what the system has it do."""
-    return updates.reload_beside if _reloads(settings) else None
 
 
 def _reloads(settings: Settings) -> bool:

@@ -203,6 +203,10 @@ class Job:
     def __post_init__(self) -> None:
         self.isolated = self.isolated or self.unsplittable
 
+    def with_plan(self, **changes: Any) -> Job:
+        """The same rows with other fields of its plan."""
+        return replace(self, spec=replace(self.spec, plan=replace(self.spec.plan, **changes)))
+
     @property
     def waiting_rows(self) -> int:
         """Rows that are in no batch yet."""
@@ -365,7 +369,7 @@ class SliceResult:
         return sum(each.values.nbytes for each in self.results.values()) + sum(each.nbytes for each in scales)
 
 
-@dataclass(frozen=True)
+@dataclass
 class BatchFailures:
     """Failures of a batch: forwards out of memory, splits because of memory, and splits because of other errors.
 
@@ -388,7 +392,7 @@ class BatchResult:
     """
 
     results: Sequence[SliceResult] = ()
-    failures: BatchFailures = BatchFailures()
+    failures: BatchFailures = field(default_factory=BatchFailures)
     failure: str = ""
     again: Sequence[Batch] = ()
     more: bool = False

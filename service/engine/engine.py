@@ -12,6 +12,7 @@ from typing import TypeVar
 from layertap.models.errors import LayertapError, OtherCallsError, RequestError
 from layertap.models.model_info import ModelInfo
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
+from layertap.service.engine.admit.planned_work import WorkPlan
 from layertap.service.engine.batch import Job, Results, UndecodedError
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.collect.results import FEW_NUMBERS, FEW_RESULTS, add_warnings, collect_features
@@ -27,7 +28,7 @@ from layertap.service.engine.rows.rows import Items
 from layertap.service.engine.rows.sources import count_taken_bytes, fill_tensors, plan_stages
 from layertap.service.features import Features, warn_of_cuts
 from layertap.service.fetch.fetcher import Fetcher
-from layertap.service.metrics import Metrics, ModelLoad, Snapshot
+from layertap.service.metrics import Metrics, Snapshot
 from layertap.service.settings import Settings
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ class Engine:
         self.settings = settings
         self.metrics = metrics
         self.admission = AdmissionControl(manager.handles, settings, metrics)
+        self.work_plan = WorkPlan(settings, metrics)
         self.planner = Planner(settings, self.run_in_thread)
         self.job_maker = JobMaker(manager.scheduler, self.planner, self.run_in_thread, settings.max_results)
         self._pool = ThreadPoolExecutor(settings.cpu_threads, "side", initializer=start_single_threaded)
@@ -90,7 +92,7 @@ class Engine:
             planned, items = await self._plan_and_fetch(request, handle, ticket)
             answers = await self._decode_and_run(planned, items, ticket)
             for job, _ in answers:
-                self.metrics.count_answered(job.key.name, job.rows)
+                self.metrics.count("rows_total", job.key.name, by=job.rows)
             collect = partial(_consume, _collect, answers)
             has_few_results = sum(len(job.spec.plan.results) for job, _ in answers) <= FEW_RESULTS
             return collect() if has_few_results else await self.run_in_thread(collect, ticket.deadline)
@@ -116,7 +118,7 @@ class Engine:
         with ticket.queue_rows(handle, sum(job.rows for job in jobs)):
             answers = await self._run(jobs, ticket.deadline)
         for job in jobs:
-            self.metrics.count_answered(job.key.name, job.rows)
+            self.metrics.count("rows_total", job.key.name, by=job.rows)
         return answers
 
     async def fetch(self, request: ExtractRequest, ticket: Ticket) -> ExtractRequest:
@@ -151,34 +153,31 @@ class Engine:
     def take_snapshot(self) -> Snapshot:
         """Current values of the metrics' gauges; any thread may call it."""
         entries, handles = list(self.manager.registry), self.manager.list_handles()
+        batcher = self.manager.scheduler.batcher
         answering = dict(self.manager.handles).items()  # handles for new requests; others finish theirs
         active = {name: handle for name, handle in answering if handle.is_active}
-        waiting = sum(self.manager.scheduler.batcher.count_waiting_rows(handle.key) for handle in handles)
-        rows = sum(handle.rows for handle in handles)
-        return Snapshot(
-            queue_rows=waiting,
-            queue_bytes=self.admission.used_bytes,
-            running_rows=max(rows - waiting, 0),
-            states={entry.spec.name: entry.state for entry in entries},
-            hooks={entry.spec.name: entry.model.hooks for entry in entries if entry.model is not None},
-            max_batch_rows={name: most for name, handle in active.items() if (most := handle.batch_keys.max_rows)},
-            memory_bytes={entry.spec.name: entry.memory_bytes for entry in entries if entry.model is not None},
-            loads={name: self._measure_load(handle) for name, handle in active.items()},
-            max_queue_rows=self.settings.max_queue_rows,
-            max_queue_bytes=self.settings.max_queue_bytes,
-            max_connections=self.settings.max_connections,
-            device_slots=self.manager.scheduler.batcher.count_slots(),
-        )
-
-    def _measure_load(self, handle: ModelHandle) -> ModelLoad:
-        replicas = len(handle.executor.devices)
-        return ModelLoad(
-            admitted_rows=handle.rows,
-            waiting_rows=self.manager.scheduler.batcher.count_waiting_rows(handle.key),
-            queue_seconds=self.admission.estimate_wait(handle, handle.rows),
-            replicas=replicas,
-            busy_replicas=replicas - sum(handle.executor.count_idle().values()),
-        )
+        waiting = sum(batcher.count_waiting_rows(handle.key) for handle in handles)
+        replicas = {name: len(handle.executor.devices) for name, handle in active.items()}
+        idle = {name: sum(handle.executor.count_idle().values()) for name, handle in active.items()}
+        limits = ("max_queue_rows", "max_queue_bytes", "max_connections")
+        return {
+            "queue_rows": waiting,
+            "queue_bytes": self.admission.used_bytes,
+            "running_rows": max(sum(handle.rows for handle in handles) - waiting, 0),
+            **{name: getattr(self.settings, name) for name in limits},
+            "device_slots": batcher.count_slots(),
+            "model_state": {(entry.spec.name, entry.state): 1 for entry in entries},
+            "model_hooks": {entry.spec.name: entry.model.hooks for entry in entries if entry.model is not None},
+            "model_memory_bytes": {entry.spec.name: entry.memory_bytes for entry in entries if entry.model is not None},
+            "batch_ceiling_rows": {name: most for name, each in active.items() if (most := each.batch_keys.max_rows)},
+            "model_admitted_rows": {name: handle.rows for name, handle in active.items()},
+            "model_waiting_rows": {name: batcher.count_waiting_rows(handle.key) for name, handle in active.items()},
+            "model_queue_seconds": {
+                name: self.admission.estimate_wait(each, each.rows) for name, each in active.items()
+            },
+            "model_replicas": replicas,
+            "model_busy_replicas": {name: count - idle[name] for name, count in replicas.items()},
+        }
 
     async def close(self) -> None:
         """Finish submitted work, then end all threads."""
@@ -243,7 +242,7 @@ class Engine:
         """
         counts_calls = job.spec.plan.counts_back
         for left in reversed(range(MAX_REPLANS)):
-            trial = replace(job, spec=replace(job.spec, plan=job.spec.plan.without_changes())) if counts_calls else job
+            trial = job.with_plan(interventions=()) if counts_calls else job
             try:
                 (results,) = await self.manager.scheduler.run([trial])
             except OtherCallsError as error:

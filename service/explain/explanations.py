@@ -24,8 +24,8 @@ from layertap.service.engine.admit.planned_work import PlannedWork, WorkPlan
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.models.model_handle import ModelHandle
+from layertap.service.engine.plan.planner import find_model
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.rows.predicted_rows import predict_rows
 from layertap.service.explain import map_requests
 from layertap.service.explain.explanation_methods import (
     GRADIENT_VALUES,
@@ -54,29 +54,31 @@ async def prepare(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Ex
     if any(
         each is not None and each.function is not None for each in (explanation.selector, *request.list_selectors())
     ):
-        shapes = _get_model(handle, request).shapes
+        shapes = find_model(handle, request).shapes
         await engine.planner.survey(handle, shapes, ticket.deadline, functions=True)
-    check = partial(map_requests.check_maps, request, explanation, _get_model(handle, request), engine.settings)
+    check = partial(map_requests.check_maps, request, explanation, find_model(handle, request), engine.settings)
     await engine.run_in_thread(check, ticket.deadline)
     several = len(explanation.methods) > 1 or len(explanation.classes) > 1
     return await engine.fetch(request, ticket) if several or request.reply.format.is_picture else request
 
 
-async def explain(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticket: Ticket) -> Features:
+async def explain(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Features:
     """The maps that a prepared request asks for, one for each row, under each method's name.
 
     Raises as ``Engine.extract``. If the request names classes, the keys are ``METHOD.CLASS``. Without an objective a
     map is of each row's own highest score.
     """
-    return await engine.compute(request, ticket, partial(_explain, engine, plan, request, ticket))
+    return await engine.compute(request, ticket, partial(_explain, engine, request, ticket))
 
 
-async def _explain(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticket: Ticket) -> Features:
+async def _explain(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Features:
     explanation = _get_explanation(request)
     handle = await engine.get_handle(request.model, ticket)
     if request.reply.format.is_picture:  # captures are not drawn
         request = replace(request, reply=replace(request.reply, format=FORMATS["npz"]))
-    work = await engine.run_in_thread(partial(_plan_work, plan, request, explanation, handle), ticket.deadline)
+    work = await engine.run_in_thread(
+        partial(_plan_work, engine.work_plan, request, explanation, handle), ticket.deadline
+    )
     made: Features | None = None
     work.check(ticket.deadline)
     with work.count():
@@ -95,16 +97,11 @@ async def _explain(engine: Engine, plan: WorkPlan, request: ExtractRequest, tick
 
 def _plan_work(plan: WorkPlan, request: ExtractRequest, explanation: Explanation, handle: ModelHandle) -> PlannedWork:
     """Plan the changed inputs of all maps, as far as shapes are known."""
-    model = _get_model(handle, request)
+    model = find_model(handle, request)
     changed = map_requests.list_changed_rows(list_maps(request, explanation), request, model)
     seconds = sum(each.estimate_seconds(model) for each in changed)
     smaller = map_requests.name_savings(request, explanation, model)
     return PlannedWork(plan, handle, sum(each.count for each in changed), seconds, smaller)
-
-
-def _get_model(handle: ModelHandle, request: ExtractRequest) -> ModelInfo:
-    items = [item for _, item in request.items]
-    return handle.model.for_tower(predict_rows(items, handle.model.model_inputs).tower)
 
 
 def _get_explanation(request: ExtractRequest) -> Explanation:
@@ -122,7 +119,7 @@ async def _make_maps(
 ) -> Features:
     """The maps that use the same forwards, for all inputs."""
     method, request, handle = asked.spec, asked.request, work.handle
-    model = _get_model(handle, request)
+    model = find_model(handle, request)
     objective = request.objective or Objective() if method.has_objective else None
     if objective is not None and method.takes_layer and asked.explanation.selector is None:
         found = await _find_default_layer(engine, handle, model, objective, ticket.deadline)

@@ -51,7 +51,7 @@ class Prober:
         model: str | None,
         selectors: tuple[Selector, ...],
         embedding: Embedding | None,
-        deadline: float,
+        ticket: Ticket,
         *,
         preprocessed: bool = False,
         sent: Sequence[object] = (),
@@ -60,18 +60,6 @@ class Prober:
 
         ``preprocessed``: send it as tensors, not as a picture or text; ``sent``: items that determine its tower.
         """
-        with self._engine.admission.admit(deadline) as ticket:
-            return await self._probe(model, selectors, embedding, ticket, preprocessed, sent)
-
-    async def _probe(
-        self,
-        model: str | None,
-        selectors: tuple[Selector, ...],
-        embedding: Embedding | None,
-        ticket: Ticket,
-        preprocessed: bool,
-        sent: Sequence[object] = (),
-    ) -> Features:
         handle = await self._engine.get_handle(model, ticket)
         model_inputs = handle.model.model_inputs
         inputs = predict_rows(sent, model_inputs).tower if sent else find_tower(handle.model, selectors)
@@ -95,7 +83,8 @@ class Prober:
             return _add_probes(features, known)
         preprocessed = any(receipt.preprocessed == "caller" for receipt in features.receipts.values())
         sent = [item for _, item in request.items]
-        probed = await self._probe(request.model, request.selectors, request.embedding, ticket, preprocessed, sent)
+        of_request = request.model, request.selectors, request.embedding
+        probed = await self.probe(*of_request, ticket, preprocessed=preprocessed, sent=sent)
         probes = {key: receipt.probe for key, receipt in probed.receipts.items() if receipt.probe is not None}
         for key, probe in probes.items():  # rows of another shape have another fingerprint
             self._probes.put(keys[key], probe)

@@ -17,12 +17,7 @@ import orjson
 
 from layertap.service.features import Array, Features
 from layertap.service.formats.buffers import Buffers, EncodeOptions, Encoding, to_little_endian, view_bytes
-from layertap.service.formats.plain_data import (
-    describe_errors,
-    describe_receipts,
-    describe_top_classes,
-    describe_top_effects,
-)
+from layertap.service.formats.plain_data import describe_errors, describe_extras, describe_receipts
 
 NUMBER_BYTES = 12  # a float32 written in full takes 8 to 14 characters with its comma
 PIECE_VALUES = 2**14  # numbers, or other values of a document
@@ -42,11 +37,7 @@ def encode(features: Features, options: EncodeOptions) -> Buffers:
         "features": {key: _make_entry(features, key, options.encoding) for key in features.arrays},
         "receipts": describe_receipts(features),
         "errors": describe_errors(features),
-        **({"verified": True} if features.verified else {}),
-        **({"interventions": features.interventions} if features.interventions else {}),
-        **({"warnings": features.warnings} if features.warnings else {}),
-        **({"top_classes": describe_top_classes(features)} if features.top_classes else {}),
-        **({"top_effects": describe_top_effects(features)} if features.top_effects else {}),
+        **describe_extras(features),
     }
     return write_json(document)
 

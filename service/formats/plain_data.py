@@ -26,23 +26,25 @@ def describe_top_classes(features: Features) -> list[list[dict[str, Any]]]:
     return [[each.as_dict() for each in row] for row in features.top_classes]
 
 
-def describe_top_effects(features: Features) -> list[list[dict[str, Any]]]:
-    """The largest effects of each row."""
-    return [[asdict(each) for each in row] for row in features.top_effects]
+def describe_extras(features: Features) -> dict[str, Any]:
+    """What a reply says only where there is something to say."""
+    extras = {
+        "verified": features.verified,
+        "interventions": features.interventions,
+        "warnings": features.warnings,
+        "top_classes": describe_top_classes(features),
+        "top_effects": [[asdict(each) for each in row] for row in features.top_effects],
+    }
+    return {name: value for name, value in extras.items() if value}
 
 
 def describe_as_text(features: Features) -> dict[str, str]:
     """All of these as text, for a file's metadata: single words as they are, everything else as JSON."""
+    described = {"receipts": describe_receipts(features), "errors": describe_errors(features)}
     return {
         "model": features.model,
         "fingerprint": features.fingerprint,
         "rows": str(features.rows),
-        "receipts": orjson.dumps(describe_receipts(features)).decode(),
-        "errors": orjson.dumps(describe_errors(features)).decode(),
         **({"skipped": ",".join(map(str, features.skipped))} if features.skipped else {}),
-        **({"verified": "true"} if features.verified else {}),
-        **({"interventions": orjson.dumps(features.interventions).decode()} if features.interventions else {}),
-        **({"warnings": orjson.dumps(features.warnings).decode()} if features.warnings else {}),
-        **({"top_classes": orjson.dumps(describe_top_classes(features)).decode()} if features.top_classes else {}),
-        **({"top_effects": orjson.dumps(describe_top_effects(features)).decode()} if features.top_effects else {}),
+        **{name: orjson.dumps(value).decode() for name, value in {**described, **describe_extras(features)}.items()},
     }

@@ -91,7 +91,8 @@ class RequestContextMiddleware:
             await self._call_app(app_scope, exchange)
         finally:
             until_sent.close()
-            self._record(exchange.make_record(caller.key), _find_template(app_scope), trace)
+            template = getattr(app_scope.get("route"), "path", OTHER)  # never the path, which callers choose
+            self._record(exchange.make_record(caller.key), template, trace)
 
     def _record(self, record: AccessRecord, route: str, trace: RequestTrace | None) -> None:
         """A request has ended: count it, write its line, end its trace."""
@@ -144,11 +145,6 @@ def _find_route(routes: Sequence[BaseRoute], scope: Scope) -> BaseRoute | None:
     matches = [(route, route.matches(scope)[0]) for route in routes]
     found = (route for wanted in (Match.FULL, Match.PARTIAL) for route, match in matches if match == wanted)
     return next(found, None)
-
-
-def _find_template(scope: Scope) -> str:
-    """The template of the route that was found; never the path, which callers choose."""
-    return getattr(scope.get("route"), "path", OTHER)
 
 
 SECURITY_HEADERS = [

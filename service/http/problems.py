@@ -75,7 +75,7 @@ def encode_problem(problem: Problem) -> Response:
     """A problem's reply, below 1 KiB whatever went wrong: of many faults the first are shown and all are counted."""
     body: dict[str, Any] = {
         "type": f"urn:layertap:problem:{problem.kind}",
-        "title": get_title(problem.status),
+        "title": TITLES.get(problem.status) or HTTPStatus(problem.status).phrase,
         "status": problem.status,
         "detail": problem.detail[:MAX_DETAIL],
         "request_id": problem.request_id,
@@ -90,11 +90,6 @@ def encode_problem(problem: Problem) -> Response:
         del body["hint"]
         data = orjson.dumps(body | _count_left_out(faults, shown))
     return Response(data, problem.status, problem.headers, MEDIA_TYPE)
-
-
-def get_title(status: int) -> str:
-    """What a status is called."""
-    return TITLES.get(status) or HTTPStatus(status).phrase
 
 
 def describe_error(error: Exception, request_id: str) -> Problem:

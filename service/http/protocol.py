@@ -72,7 +72,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             hint = "keep connections open between requests, or come again later"
             self._refuse(TOO_MANY, "limit", "the server has as many connections open as it may", hint)
         else:
-            self._metrics.count_refused_connection("limit")
+            self._metrics.count("connections_refused_total", "limit")
             self._ignores_input = True
             transport.abort()
 
@@ -248,7 +248,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._ignores_input = True
         self._replies.flush()
         request_id = secrets.token_hex(16)
-        self._metrics.count_refused_connection(reason)
+        self._metrics.count("connections_refused_total", reason)
         fields = {"request_id": request_id, "status": status, "reason": reason}
         log.warning("refused with %d: %s", status, detail, extra={"fields": fields})
         cycle = self.cycle

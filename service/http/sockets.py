@@ -18,9 +18,8 @@ REFUSALS = {  # why nobody listens there, and what to type instead
     errno.EADDRNOTAVAIL: ("is no address of this machine", "use --host 127.0.0.1, or 0.0.0.0 for all addresses"),
     errno.EACCES: ("is not for everybody", "use --port with a number from 1024 on"),
 }
-UNIX_MODE = (
-    0o660  # for the server's user and group; where there is no key either, whoever may open it may do everything
-)
+# For the server's user and group; where there is no key either, whoever may open it may do everything.
+UNIX_MODE = 0o660
 CONNECT_S = 1  # to find out whether somebody serves a Unix socket
 Address = tuple[Any, ...] | str  # the latter is a Unix socket's path
 

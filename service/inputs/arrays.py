@@ -142,22 +142,20 @@ def _read_safetensor(name: str, entry: dict[str, Any]) -> Array:
         raise InputError(f"tensor {escape(name)}: {error.detail}", hint=error.hint) from error
 
 
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "float16": np.dtype("<f2"),
-    "float32": np.dtype("<f4"),
-    "float64": np.dtype("<f8"),
-    "bfloat16": np.dtype("<u2"),
-    "int8": np.dtype("<i1"),
-    "int16": np.dtype("<i2"),
-    "int32": np.dtype("<i4"),
-    "int64": np.dtype("<i8"),
-    "uint8": np.dtype("<u1"),
-    "uint16": np.dtype("<u2"),
-    "uint32": np.dtype("<u4"),
-    "uint64": np.dtype("<u8"),
-    "bool": np.dtype("?"),
+_CODES = {  # safetensors' own, of the dtypes that are taken
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "bfloat16": "BF16",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "bool": "BOOL",
 }
-
-# safetensors' own codes, in the order of the table above.
-_SAFETENSORS_CODES = ("F16", "F32", "F64", "BF16", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "BOOL")
-_SAFETENSORS_DTYPES = dict(zip(_SAFETENSORS_CODES, _DTYPES, strict=True))
+_SAFETENSORS_DTYPES = {code: name for name, code in _CODES.items()}
+_DTYPES = {name: np.dtype("uint16" if name == "bfloat16" else name).newbyteorder("<") for name in _CODES}

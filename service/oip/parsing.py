@@ -26,11 +26,8 @@ EMBEDDING = "embedding"  # the name of the output with a model's embedding, whic
 HIGHEST_PRIORITY = 1  # 0 is the default, which is the same here
 # The fields of other routes' bodies that may be parameters here.
 OF_REQUEST = frozenset(
-    {
-        *("pool", "normalize", "dtype", "interventions", "resume", "verify", "isolated", "prompt", "truncate"),
-        *("objective", "class", "target"),
-    }
-)
+    ("pool", "normalize", "dtype", "interventions", "resume", "verify", "isolated", "prompt", "truncate")
+) | {"objective", "class", "target"}
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,7 @@ IMAGE, TEXT = "encoded_image", "text"
 BYTES = "BYTES"  # elements of any length, each preceded by its length
 DTYPES = {
     "BOOL": "bool",
-    "UINT8": "uint8",
-    "UINT16": "uint16",
-    "UINT32": "uint32",
-    "UINT64": "uint64",
-    "INT8": "int8",
-    "INT16": "int16",
-    "INT32": "int32",
-    "INT64": "int64",
+    **{f"{kind}{bits}": f"{kind.lower()}{bits}" for kind in ("UINT", "INT") for bits in (8, 16, 32, 64)},
     "FP16": "float16",
     "BF16": "bfloat16",
     "FP32": "float32",

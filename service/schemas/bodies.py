@@ -74,7 +74,25 @@ class RequestBody(StrictBody):
         }
 
 
-class ExtractBody(RequestBody):
+class ChangingBody(RequestBody):
+    """The fields of bodies that change values, and take texts."""
+
+    interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS), FailFast()] = Field([])
+    prompt: str | None = Field(None, max_length=MAX_TEXT, description="for texts: a prompt of the model, by name")
+    truncate: Truncate | None = Field(
+        None, description="Which end of a text that is too long is cut; with none it is refused."
+    )
+
+    def _read_request(self) -> dict[str, Any]:
+        return {
+            "interventions": read_entries(self.interventions, "interventions", _read_shared),
+            "prompt": self.prompt,
+            "truncate": self.truncate,
+            **super()._read_request(),
+        }
+
+
+class ExtractBody(ChangingBody):
     """The body of ``POST /extract``."""
 
     # The document shows no default: without ``layers``, the model's embedding; an empty list is an error.
@@ -82,16 +100,11 @@ class ExtractBody(RequestBody):
     pool: Pool = "none"
     normalize: bool = False
     dtype: ReplyDType = "float32"
-    interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS), FailFast()] = Field([])
     verify: bool = False
     resume: str | None = Field(
         None, min_length=1, max_length=MAX_TEXT, description="the layer whose outputs the inputs are"
     )
     probe: bool = False
-    prompt: str | None = Field(None, max_length=MAX_TEXT, description="for texts: a prompt of the model, by name")
-    truncate: Truncate | None = Field(
-        None, description="Which end of a text that is too long is cut; with none it is refused."
-    )
 
     def _read_request(self) -> dict[str, Any]:
         def read_layer(body: LayerBody) -> Selector:
@@ -101,11 +114,8 @@ class ExtractBody(RequestBody):
         pool = self.pool if "pool" in self.model_fields_set else None
         return {
             "selectors": read_entries(self.layers, "layers", read_layer),
-            "interventions": read_entries(self.interventions, "interventions", _read_shared),
             "resume": read_field("/resume", lambda: parse_selector(layer)) if layer is not None else None,
             "embedding": None if self.layers else Embedding(pool, self.normalize, self.dtype),
-            "prompt": self.prompt,
-            "truncate": self.truncate,
             "verify": self.verify,
             "probe": self.probe,
             **super()._read_request(),
@@ -223,7 +233,7 @@ Values = Annotated[
 ]
 
 
-class SweepBody(RequestBody, OperationBody):
+class SweepBody(ChangingBody, OperationBody):
     """The body of ``POST /sweep``: one edit, tried at each layer and at ``each`` index there, one at a time.
 
     ``values`` replace the edit's own number, one at a time. ``objective`` is the metric.
@@ -234,11 +244,6 @@ class SweepBody(RequestBody, OperationBody):
     values: Values = ()
     top: int = Field(0, ge=0, le=MAX_EFFECTS, description="how many of each input's largest effects are named")
     objective: MetricBody | None = None
-    interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS), FailFast()] = Field([])
-    prompt: str | None = Field(None, max_length=MAX_TEXT, description="for texts: a prompt of the model, by name")
-    truncate: Truncate | None = Field(
-        None, description="Which end of a text that is too long is cut; with none it is refused."
-    )
 
     def _read_request(self) -> dict[str, Any]:
         number = read_field("/values", self._find_number)
@@ -252,9 +257,6 @@ class SweepBody(RequestBody, OperationBody):
         places = read_entries(self.layers, "layers", read_place)
         return {
             "sweep": Sweep(places, number, self.values, self.top),
-            "interventions": read_entries(self.interventions, "interventions", _read_shared),
-            "prompt": self.prompt,
-            "truncate": self.truncate,
             **super()._read_request(),
         }
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import FailFast, Field
 
@@ -73,23 +73,13 @@ class InputBody(StrictBody):
 
         ``read_other`` returns the item of another input, the same object each time.
         """
-        kinds = (self.image, self.url, self.tensor, self.tensors, self.text, self.tokens, self.input)
-        if sum(kind is not None for kind in kinds) != 1:
+        readers: dict[str, Callable[[Any], InputItem]] = {**READERS, "input": read_other}
+        given = {name: value for name in readers if (value := getattr(self, name)) is not None}
+        if len(given) != 1:
             detail = "an input has exactly one of 'image', 'url', 'tensor', 'tensors', 'text', 'tokens' and 'input'"
             raise InputError(detail)
-        if self.input is not None:
-            return read_other(self.input)
-        if self.text is not None:
-            return TextItem(self.text)
-        if self.tokens is not None:
-            return TokensItem(self.tokens)
-        if self.tensor is not None:
-            return ArraysItem({None: self.tensor.to_array()})
-        if self.tensors is not None:
-            return ArraysItem({name: _read_named(name, body) for name, body in self.tensors.items()}, by_name=True)
-        if self.url is not None:
-            return UrlItem(self.url)
-        return ImageItem(decode_base64(self.image or ""))
+        ((name, value),) = given.items()
+        return readers[name](value)
 
 
 Kept = dict[int, InputItem | tuple[str, str]]  # an input's item, or its error's detail and hint
@@ -138,3 +128,17 @@ def _read_named(name: str, body: TensorBody) -> Array:
         return body.to_array()
     except InputError as error:
         raise InputError(f"tensor {escape(name)}: {error.detail}", hint=error.hint) from None
+
+
+def _read_tensors(tensors: Mapping[str, TensorBody]) -> ArraysItem:
+    return ArraysItem({name: _read_named(name, body) for name, body in tensors.items()}, by_name=True)
+
+
+READERS: Mapping[str, Callable[[Any], InputItem]] = {  # of what a field holds
+    "image": lambda text: ImageItem(decode_base64(text)),
+    "url": UrlItem,
+    "tensor": lambda body: ArraysItem({None: body.to_array()}),
+    "tensors": _read_tensors,
+    "text": TextItem,
+    "tokens": TokensItem,
+}

@@ -13,7 +13,7 @@ from layertap.models.errors import Fault
 from layertap.models.labels import Outputs
 from layertap.models.registry import State
 from layertap.models.spec import Color, Decode, DType, InputDType, Interpolation, MemoryFormat
-from layertap.service.features import Receipt
+from layertap.service.features import Receipt, TopEffect
 from layertap.service.settings import LIMITS, Settings
 
 Shape = list[int]
@@ -63,14 +63,6 @@ class TopClassReply(BaseModel):
     label: str | None = None
 
 
-class TopEffectReply(BaseModel):
-    """One of an input's largest effects: the result's key, indices along its axes, edited minus unedited metric."""
-
-    key: str
-    index: list[int]
-    effect: float
-
-
 class FeaturesReply(BaseModel):
     """Results by their keys, rows in the order of the inputs, and a receipt for each.
 
@@ -88,7 +80,7 @@ class FeaturesReply(BaseModel):
     interventions: list[list[str]] = []
     warnings: list[str] = []
     top_classes: list[list[TopClassReply]] = []
-    top_effects: list[list[TopEffectReply]] = []
+    top_effects: list[list[TopEffect]] = []
 
 
 class FeatureSize(BaseModel):

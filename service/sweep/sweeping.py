@@ -18,18 +18,17 @@ from layertap.models.gradients.objectives import make_target
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.labels import name_classes
-from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import InputOptions, Objective, Reduction, Sweep
 from layertap.models.selection.plan import Capture, Result
 from layertap.models.selection.selectors import make_selector
 from layertap.service.engine.admit.admission import Ticket, check_count, check_results, check_sizes
 from layertap.service.engine.admit.planned_work import CHUNK_ROWS, PlannedWork, WorkPlan, check_changed_inputs
-from layertap.service.engine.batch import ForwardSpec, Job, Results
+from layertap.service.engine.batch import Job, Results
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.collect.results import collect_features, make_receipt
 from layertap.service.engine.engine import Answer, Engine
 from layertap.service.engine.models.model_handle import ModelHandle
-from layertap.service.engine.plan.planner import needs_functions
+from layertap.service.engine.plan.planner import find_model, needs_functions
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.engine.rows.predicted_rows import predict_rows
 from layertap.service.engine.rows.sources import count_taken_bytes, fill_tensors, prepare_sources
@@ -57,7 +56,7 @@ class PreparedSweep:
     work: PlannedWork
 
 
-async def prepare(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticket: Ticket) -> PreparedSweep:
+async def prepare(engine: Engine, request: ExtractRequest, ticket: Ticket) -> PreparedSweep:
     """Check and plan a request's sweep; no forward runs, except to survey a new shape.
 
     RequestError, TooLargeError, QueueTooLongError if it can't be done in time, and what ``Engine.dry_run`` raises.
@@ -71,13 +70,13 @@ async def prepare(engine: Engine, plan: WorkPlan, request: ExtractRequest, ticke
     request = _split_batch(await engine.fetch(request, ticket), handle.model.model_inputs, engine.settings)
     _check_source(request, sweep)
     if needs_functions(request):
-        await engine.planner.survey(handle, _get_model(handle, request).shapes, ticket.deadline, functions=True)
+        await engine.planner.survey(handle, find_model(handle, request).shapes, ticket.deadline, functions=True)
     asked = await engine.run_in_thread(partial(_make_unedited, request, handle), ticket.deadline)
     jobs = await engine.dry_run(asked, ticket, tuple)
     request.timings.facts.rows = 0  # rows are counted when they are answered
     find = partial(_describe_inputs, request, sweep, jobs, handle, engine.settings)
     inputs = await engine.run_in_thread(find, ticket.deadline)
-    work = _plan_work(plan, request, sweep, handle, inputs)
+    work = _plan_work(engine.work_plan, request, sweep, handle, inputs)
     work.check(ticket.deadline)
     edited = await engine.run_in_thread(partial(_list_edited, inputs), ticket.deadline)
     ticket.reserve_bytes(sum(map(count_taken_bytes, edited)))
@@ -200,7 +199,7 @@ def _make_unedited(request: ExtractRequest, handle: ModelHandle) -> ExtractReque
     """A request for the unedited metric of each input; RequestError if the model has no such objective."""
     objective = request.for_input(request.items[0][0]).objective or Objective()
     try:
-        resolved = resolve_objective(objective, _get_model(handle, request).catalog)
+        resolved = resolve_objective(objective, find_model(handle, request).catalog)
     except RequestError as error:
         raise RequestError.from_faults([error.to_fault("/objective")]) from None
     metric = replace(make_selector(resolved.point, METRIC), reduction=Reduction(metric=resolved.objective))
@@ -214,11 +213,6 @@ def _make_unedited(request: ExtractRequest, handle: ModelHandle) -> ExtractReque
         input_options=options,
         reply=ReplyOptions(max_bytes=None),
     )
-
-
-def _get_model(handle: ModelHandle, request: ExtractRequest) -> ModelInfo:
-    items = [item for _, item in request.items]
-    return handle.model.for_tower(predict_rows(items, handle.model.model_inputs).tower)
 
 
 def _describe_inputs(
@@ -247,33 +241,25 @@ def _prepare_sources(inputs: Sequence[SweptInput], edited: Sequence[Job]) -> lis
     """The inputs with captures for the edits of others, and with fingerprints that include their sources."""
     prepared = prepare_sources(edited)
     return [
-        replace(each, job=replace(each.job, spec=_add_extra(each.job, job)), fingerprint=job.fingerprints[METRIC])
+        replace(each, job=each.job.with_plan(extra=job.spec.plan.extra), fingerprint=job.fingerprints[METRIC])
         for each, job in zip(inputs, prepared, strict=True)
     ]
 
 
-def _add_extra(job: Job, edited: Job) -> ForwardSpec:
-    """The spec of a job's unedited forward with the captures that edited jobs take of it."""
-    return replace(job.spec, plan=replace(job.spec.plan, extra=edited.spec.plan.extra))
-
-
 def _list_edited(inputs: Sequence[SweptInput]) -> list[Job]:
     """Each input's job with all edits at once: never run, only used to find what they take of other inputs."""
-    return [_make_edited(each) for each in inputs]
-
-
-def _make_edited(swept: SweptInput) -> Job:
-    plan = swept.job.spec.plan
-    interventions = (*plan.interventions, *(place.changes for place in swept.places))
-    return replace(swept.job, spec=replace(swept.job.spec, plan=replace(plan, interventions=interventions)))
+    changes = [tuple(place.changes for place in each.places) for each in inputs]
+    return [
+        each.job.with_plan(interventions=(*each.job.spec.plan.interventions, *edits))
+        for each, edits in zip(inputs, changes, strict=True)
+    ]
 
 
 def _make_base(swept: SweptInput, work_rows: int) -> Job:
     """The job of an unedited input, with the scores that determine its objective's class or target."""
-    plan, scores = swept.job.spec.plan, swept.scores
-    extra = plan.extra | ({scores} if scores is not None else set())
-    plan = replace(plan, results=(swept.metric,), extra=frozenset(extra))
-    return replace(swept.job, spec=replace(swept.job.spec, plan=plan), work_rows=work_rows)
+    scores = frozenset[Capture]() if swept.scores is None else {swept.scores}
+    base = swept.job.with_plan(results=(swept.metric,), extra=swept.job.spec.plan.extra | scores)
+    return replace(base, work_rows=work_rows)
 
 
 def _begin(prepared: PreparedSweep, answers: Sequence[Answer]) -> list[SweptRow]:
@@ -288,8 +274,7 @@ def _begin(prepared: PreparedSweep, answers: Sequence[Answer]) -> list[SweptRow]
 
 def _fill(place: Place, job: Job, answers: Sequence[Answer]) -> Place:
     """A place with the tensors that its changes take of other inputs; RequestError if their lengths differ."""
-    plan = replace(job.spec.plan, interventions=(place.changes,))
-    filled = fill_tensors(replace(job, spec=replace(job.spec, plan=plan)), answers)
+    filled = fill_tensors(job.with_plan(interventions=(place.changes,)), answers)
     return replace(place, changes=filled.spec.plan.resolved_interventions)
 
 

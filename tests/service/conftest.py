@@ -127,7 +127,7 @@ def _idle(lives: list[Live]) -> Iterator[None]:
 
 def _is_idle(live: Live) -> bool:
     now = live.engine.take_snapshot()
-    return now.queue_rows == now.running_rows == 0 and not any(now.hooks.values())
+    return now["queue_rows"] == now["running_rows"] == 0 and not any(now["model_hooks"].values())
 
 
 @pytest.fixture

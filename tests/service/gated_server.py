@@ -34,7 +34,7 @@ def gated_module(live: Live, name: str = "gated") -> Gated:
 def admitted_rows(live: Live) -> int:
     """Rows that are admitted and not answered, of all models; as ``/metrics`` has them."""
     now = live.engine.take_snapshot()
-    return now.queue_rows + now.running_rows
+    return now["queue_rows"] + now["running_rows"]
 
 
 def post_rows(live: Live, count: int = 1, model: str = "gated", timeout: str | None = None) -> httpx.Response:

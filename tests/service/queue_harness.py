@@ -84,7 +84,7 @@ def post(live: Live, request: Json) -> httpx.Response:
 
 def queued_rows(live: Live) -> int:
     """Rows that wait for their forward, decoded, of all models."""
-    return live.engine.take_snapshot().queue_rows
+    return live.engine.take_snapshot()["queue_rows"]
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def test_client_that_left(single: Live, lines: StringIO) -> None:
             request = build_row_request(single, 3)
             request.headers["x-request-id"] = "left"
             connection.sendall(encode_request(request))
-            wait_until(lambda: single.engine.take_snapshot().queue_rows == 3)
+            wait_until(lambda: single.engine.take_snapshot()["queue_rows"] == 3)
         line = find(lines, "left")
     assert (line["status"], line["model"], line["rows"]) == (499, "gated", 3)
 
@@ -97,7 +97,7 @@ def test_slow_requests(serve: Serve, lines: StringIO) -> None:
         with ThreadPoolExecutor(1) as pool:
             with hold_model(live):
                 waiting = pool.submit(post_rows, live, 2)
-                wait_until(lambda: live.engine.take_snapshot().queue_rows == 2)
+                wait_until(lambda: live.engine.take_snapshot()["queue_rows"] == 2)
                 assert post_rows(live, timeout="0.15").status_code == 504  # so long at least the other one waits
             slow = find(lines, waiting.result())
     assert (slow["level"], slow["message"]) == ("warning", "slow request")

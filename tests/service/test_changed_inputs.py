@@ -100,5 +100,5 @@ def test_deadlines_that_pass(serve: Serve) -> None:
         body = {"model": "resnet", "method": ["occlusion", "smoothgrad"], "stride": 1, "samples": 512}
         sent = {**body, "inputs": [tensor(row) for row in random_images(4, 5)]}
         problem(live.client.post("/explain", json=sent, headers={"X-Request-Timeout": "0.2"}), 504, seconds=True)
-        wait_until(lambda: not any(live.engine.take_snapshot().hooks.values()))
+        wait_until(lambda: not any(live.engine.take_snapshot()["model_hooks"].values()))
         assert count_rows(live, "resnet") < 4 * (29**2 + 512)

@@ -308,7 +308,7 @@ def test_a_client_that_goes_away(served: Live) -> None:
     with pytest.raises(httpx.ReadTimeout):
         served.client.post("/explain", json=body, timeout=0.1)
     wait_until(lambda: served.engine.admission.used_bytes == 0)
-    wait_until(lambda: not any(served.engine.take_snapshot().hooks.values()))
+    wait_until(lambda: not any(served.engine.take_snapshot()["model_hooks"].values()))
     explained(served, random_images(1, 5), "saliency", model="resnet")
 
 

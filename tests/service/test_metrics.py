@@ -124,7 +124,7 @@ def test_load(server: Live) -> None:
     assert found[f"layertap_model_queue_seconds{of}"] > 0
     for name in ("max_queue_rows", "max_queue_bytes", "max_connections"):
         assert found[f"layertap_{name}"] == getattr(server.engine.settings, name)
-    wait_until(lambda: server.engine.take_snapshot().loads["gated"].busy_replicas == 0)
+    wait_until(lambda: server.engine.take_snapshot()["model_busy_replicas"]["gated"] == 0)
     idle = figures(server)
     names = ("admitted_rows", "waiting_rows", "queue_seconds", "busy_replicas")
     assert [idle[f"layertap_model_{name}{of}"] for name in names] == [0, 0, 0, 0]

@@ -83,7 +83,7 @@ def test_removed_model_answers_what_it_has(serve: Serve, versions: Versions) -> 
     with serve(versions.write(entry("a", "gated"), entry("b", "other")), config=versions.file) as live:
         with ThreadPoolExecutor(1) as pool, hold_model(live):
             waits = pool.submit(post_rows, live, 2)
-            wait_until(lambda: live.engine.take_snapshot().queue_rows == 2)
+            wait_until(lambda: live.engine.take_snapshot()["queue_rows"] == 2)
             versions.write(entry("b", "other"))
             assert reload(live)["removed"] == ["gated"]
             problem(post_rows(live), 404)

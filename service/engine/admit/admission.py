@@ -83,7 +83,7 @@ class Ticket(AbstractContextManager["Ticket"]):
             detail = f"the request needs {self.nbytes + size} bytes, the queue holds {limit}"
             raise TooLargeError(detail, hint="pool the layers, ask for fewer, or send fewer or smaller inputs")
         if control.used_bytes + size > limit:
-            control.metrics.count_refused("queue_bytes")
+            control.metrics.count("refused_total", "queue_bytes")
             detail = f"the queue holds {control.used_bytes} bytes of {limit}"
             waits = (control.estimate_wait(each, each.rows) for each in control.handles.values())
             raise QueueFullError(detail, hint="come again later", retry_after=max(waits, default=0.0))
@@ -134,13 +134,13 @@ class Ticket(AbstractContextManager["Ticket"]):
             raise TooLargeError(detail, hint=f"send at most {limit} at once")
         wait = control.estimate_wait(handle, others)
         if others + rows > limit:
-            control.metrics.count_refused("queue_rows")
+            control.metrics.count("refused_total", "queue_rows")
             detail, room = f"the queue holds {others} rows of {limit}", limit - others
             fewer = f", or send at most {room} input{'s' if room > 1 else ''} now" if room > 0 else ""
             raise QueueFullError(detail, hint=f"come again later{fewer}", retry_after=wait)
         needed = WAIT_MARGIN * (wait + rows * handle.seconds_per_row)
         if others and needed > self.deadline - time.monotonic():
-            control.metrics.count_refused("deadline")
+            control.metrics.count("refused_total", "deadline")
             raise QueueTooLongError(
                 f"{others} rows wait already, which takes about {wait:.1f} s: the deadline would pass",
                 retry_after=wait,

@@ -97,7 +97,7 @@ class PlannedWork:
             self._refuse(f"about {alone:.1f} s", hint, alone, alone)
 
     def _refuse(self, taken: str, hint: str, retry_after: float, needed_s: float) -> NoReturn:
-        self.plan.metrics.count_refused("deadline")
+        self.plan.metrics.count("refused_total", "deadline")
         detail = f"{self.rows} changed inputs take {taken}: the deadline would pass"
         raise QueueTooLongError(detail, hint=hint, retry_after=retry_after, needed_s=needed_s)
 

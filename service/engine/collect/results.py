@@ -11,7 +11,7 @@ from torch import Tensor
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import escape
 from layertap.models.fingerprint import digest_reply
-from layertap.models.hooks.sites import GRADIENTS
+from layertap.models.hooks.sites import AXES, GRADIENTS
 from layertap.models.labels import name_classes
 from layertap.models.selection.hook_points import format_path
 from layertap.models.selection.plan import ResolvedObjective, Result
@@ -120,11 +120,7 @@ def make_receipt(
         labels=name_classes(job.labels, classes) if classes is not None else None,
         rows_per_forward=job.rows_per_forward,
         preprocessed=job.preprocessed,
-        channels=reduction.channels,
-        tokens=reduction.tokens,
-        heads=reduction.heads,
-        queries=reduction.queries,
-        keys=reduction.keys,
+        **{option: getattr(reduction, option) for option in AXES},
         reply_dtype=reduction.dtype,
         prefix_tokens=info.prefix,
         grid_size=info.grid_size,

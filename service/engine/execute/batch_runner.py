@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -37,7 +37,7 @@ Part = tuple[int, RowSlice]  # rows of a slice, and the slice's index in the bat
 
 
 class BatchRunner:
-    """Runs one batch; created and used in the thread of its replica. ``note`` is called after each failure."""
+    """Runs one batch; created and used in the thread of its replica."""
 
     def __init__(
         self,
@@ -45,7 +45,6 @@ class BatchRunner:
         replica: Replica,
         batch: Batch,
         check_every: int,
-        note: Callable[[BatchFailures], None] = lambda failures: None,
     ) -> None:
         """``check_every``: one in so many shared forwards is compared with a row that runs alone."""
         self._crossing = ""
@@ -56,7 +55,6 @@ class BatchRunner:
         self._replica = replica
         self._batch = batch
         self._padded_rows = batch.padded_rows
-        self._note = note
 
     def run(self, parts: Sequence[Part] = ()) -> BatchResult:
         """One result or several for each slice of the batch, or of ``parts``; nothing is raised."""
@@ -98,7 +96,7 @@ class BatchRunner:
         if not half or self._failure:
             return _refuse(parts, outcome)
         del outcome  # its traceback holds the forward's tensors
-        self._count_failure(error_splits=1)
+        self._failures.error_splits += 1
         return [*self._attempt(parts[:half]), *self._attempt(parts[half:])]
 
     def _retry_smaller(self, parts: Sequence[Part], error: OutOfMemoryError) -> list[SliceResult]:
@@ -107,21 +105,16 @@ class BatchRunner:
         pieces: Sequence[Sequence[Part]] | None = (parts,)
         if rows <= _count_rows(parts):
             pieces = None if self._batch.unsplittable else _halve_by_rows(parts, rows)
-        self._count_failure(out_of_memory=1, memory_splits=pieces is not None)
+        self._failures.out_of_memory += 1
+        self._failures.memory_splits += pieces is not None
         transfer.release_memory(self._model.device)
         if pieces is None:
             return _refuse(parts, error, rows)
         self._padded_rows = None
         outcomes = [outcome for piece in pieces for outcome in self._attempt(piece)]
         if not any(isinstance(outcome.results, OutOfMemoryError) for outcome in outcomes):
-            self._failures = replace(self._failures, too_many_rows=min(self._failures.too_many_rows or rows, rows))
+            self._failures.too_many_rows = min(self._failures.too_many_rows or rows, rows)
         return outcomes
-
-    def _count_failure(self, **more: int) -> None:
-        self._failures = replace(
-            self._failures, **{name: getattr(self._failures, name) + count for name, count in more.items()}
-        )
-        self._note(self._failures)
 
     def _try(self, parts: Sequence[Part]) -> list[SliceResult] | LayertapError | RuntimeError:
         try:

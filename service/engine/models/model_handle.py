@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from enum import Enum
 from functools import partial
 from typing import Literal, TypeVar, cast
 
@@ -45,16 +44,9 @@ LONGEST_PAUSE_S = 60.0
 FAILED_RETRY_S = 60.0
 OWN_CODE = frozenset[Failure]({"code", "forward", "other"})  # failures of the operator's own code, certain or possible
 Answers = Literal["all", "held", "none"]
+# A lost model loads again, and so does a failed one whose process was killed.
+ModelState = Literal["loading", "ready", "failed", "gone"]
 _GENERATIONS = itertools.count(1)
-
-
-class ModelState(Enum):
-    """The state of a model: a lost one loads again, and so does a failed one whose process was killed."""
-
-    LOADING = "loading"
-    READY = "ready"
-    FAILED = "failed"
-    GONE = "gone"
 
 
 class ModelHandle:
@@ -81,7 +73,7 @@ class ModelHandle:
         self.entry = entry
         self.name = entry.spec.name
         self.key = f"{self.name}@{next(_GENERATIONS)}"
-        self.state = ModelState.LOADING
+        self.state: ModelState = "loading"
         self.entry.state = "loading"
         self.error: LayertapError | None = None
         self.answers: Answers = "all"
@@ -117,17 +109,17 @@ class ModelHandle:
     @property
     def is_active(self) -> bool:
         """Whether the model is loaded."""
-        return self.state is ModelState.READY
+        return self.state == "ready"
 
     @property
     def is_settled(self) -> bool:
         """Whether the model has loaded or failed."""
-        return self.state is not ModelState.LOADING
+        return self.state != "loading"
 
     @property
     def failed(self) -> bool:
         """Whether the model could not be loaded, or is lost."""
-        return self.state is ModelState.FAILED
+        return self.state == "failed"
 
     @property
     def seconds_to_load(self) -> float:
@@ -248,7 +240,7 @@ class ModelHandle:
                 if self._executor is not None:
                     await self._executor.close()
         self._end_loading()
-        self._set(ModelState.GONE)
+        self._set("gone")
 
     async def _live(self) -> None:
         """Load the model, and reload it each time its process dies, until that fails for good."""
@@ -274,7 +266,7 @@ class ModelHandle:
                 log.warning("a model's process has died, and is started again", extra={"fields": {"model": self.name}})
             self._began = time.monotonic()
             self.entry.state = "loading"
-            self._set(ModelState.LOADING)
+            self._set("loading")
             if self.error is None and quick:  # it was lost a short time ago, too
                 await asyncio.sleep(pause)
 
@@ -319,14 +311,11 @@ class ModelHandle:
         except LayertapError:
             raise
         except ModelLostError as error:
-            refusal = LoadError("the process that loads it has ended")
-            refusal.kind = "killed"
-            raise refusal from error
+            raise LoadError("the process that loads it has ended", kind="killed") from error
         except Exception as error:
             cause = error.__cause__ or error
-            refusal = LoadError(f"a forward of {rows} rows ended in {type(cause).__name__}", hint=IN_THE_LOG)
-            refusal.kind = "forward"
-            raise refusal from error
+            detail = f"a forward of {rows} rows ended in {type(cause).__name__}"
+            raise LoadError(detail, hint=IN_THE_LOG, kind="forward") from error
         self.isolated = not is_invariant
         if self.isolated:
             log.warning("rows move bits in a batch: each request runs alone", extra={"fields": {"model": self.name}})
@@ -340,7 +329,7 @@ class ModelHandle:
         self._scheduler.refuse(self.key, None)
         self.entry.recover(self.model)
         self.last_used = time.monotonic()
-        self._set(ModelState.READY)
+        self._set("ready")
         fields = {
             "model": self.name,
             "device": ", ".join(self.devices),
@@ -357,7 +346,7 @@ class ModelHandle:
         reason = f"{refusal.detail}; {refusal.hint}" if refusal.hint else refusal.detail
         self.entry.fail(reason, (refusal.kind if isinstance(refusal, LoadError) else "") or "other")
         self.error = refusal
-        self._set(ModelState.FAILED)
+        self._set("failed")
         self._scheduler.refuse(self.key, self.make_error)
         return refusal
 

@@ -308,7 +308,7 @@ class ModelManager:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, LayertapError):
             log.error("a task beside requests failed", exc_info=error)
-            self._metrics.count_task_failure("once")
+            self._metrics.count("task_failures_total", "once")
 
     def _let_go(self, name: str) -> None:
         handle = self.handles.pop(name, None)
@@ -331,7 +331,7 @@ class ModelManager:
                 self.tidy()
             except Exception:
                 log.exception("a task beside requests failed", extra={"fields": {"task": "tidy"}})
-                self._metrics.count_task_failure("tidy")
+                self._metrics.count("task_failures_total", "tidy")
             await asyncio.sleep(TIDY_INTERVAL_S)
 
     def _fail_all(self, reason: str) -> None:

@@ -335,6 +335,12 @@ def find_tower(model: ModelInfo, selectors: Iterable[Selector]) -> ModelInputs:
     return next((tower for tower in reversed(towers) if tower.tower and runs_all(tower)), model.model_inputs)
 
 
+def find_model(handle: ModelHandle, request: ExtractRequest) -> ModelInfo:
+    """The handle's model, with the inputs of the tower that a request's items are for."""
+    items = [item for _, item in request.items]
+    return handle.model.for_tower(predict_rows(items, handle.model.model_inputs).tower)
+
+
 def needs_functions(request: ExtractRequest) -> bool:
     """Whether a request names arguments or return values of functions, or changes inputs that functions may read."""
     changes = [*request.interventions, *(each for own in request.input_options.values() for each in own.interventions)]

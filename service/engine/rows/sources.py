@@ -54,11 +54,13 @@ def prepare_sources(jobs: Sequence[Job]) -> list[Job]:
         if taken:  # a tensor takes long to digest
             own = fingerprint.digest_changes(job.spec.plan.resolved_interventions)
             changes[job.input_index] = fingerprint.digest_sources(own or "", of_sources) if of_sources else own
-        plan = replace(job.spec.plan, extra=frozenset(taken)) if taken else job.spec.plan
-        digests = job.fingerprints
+            job = job.with_plan(extra=frozenset(taken))
         if of_sources:
-            digests = {key: fingerprint.digest_sources(digest, of_sources) for key, digest in digests.items()}
-        prepared[job.input_index] = replace(job, spec=replace(job.spec, plan=plan), fingerprints=digests)
+            digests = job.fingerprints.items()
+            job = replace(
+                job, fingerprints={key: fingerprint.digest_sources(each, of_sources) for key, each in digests}
+            )
+        prepared[job.input_index] = job
     return [prepared[job.input_index] for job in jobs]
 
 
@@ -86,7 +88,7 @@ def fill_tensors(job: Job, answers: Iterable[tuple[Job, Results]]) -> Job:
         return replace(change, operation=replace(change.operation, tensor=tensor, source=None), source=None)
 
     changes = tuple(tuple(fill(change) for change in each) for each in job.spec.plan.interventions)
-    return replace(job, spec=replace(job.spec, plan=replace(job.spec.plan, interventions=changes)))
+    return job.with_plan(interventions=changes)
 
 
 def _collect_sources(jobs: Sequence[Job]) -> Mapping[int | None, set[Capture]]:

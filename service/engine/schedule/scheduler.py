@@ -208,7 +208,7 @@ class Scheduler:
             flight.record()
             if not flight.started:  # no forward of the request began
                 late = time.monotonic() >= jobs[0].deadline - EARLY_S
-                (self._metrics.count_expired if late else self._metrics.count_cancelled)(jobs[0].key.name)
+                self._metrics.count("expired_total" if late else "cancelled_total", jobs[0].key.name)
             self._note_idle(jobs[0].key.model)
 
     async def decode(
@@ -226,7 +226,7 @@ class Scheduler:
             attempts = await model.executor.decode(items, inputs)
             seconds = time.perf_counter() - started
             model.pace.add_decode(seconds / self.slots, count_rows(attempts))
-            self._metrics.add_busy_seconds(model.name, CPU, seconds)
+            self._metrics.count("busy_seconds_total", model.name, CPU, by=seconds)
             return attempts
 
         return await self._take_turn(model, decode, priority, deadline)
@@ -354,7 +354,7 @@ class Scheduler:
         if result.failure:
             self.fail_permanently(result.failure)
         if result.crossing:
-            self._metrics.count_crossing(model.name)
+            self._metrics.count("crossing_total", model.name)
             model.on_crossing(result.crossing, model.shared_answers)
         elif batch.rows > 1:
             model.shared_answers += len(result.results)
@@ -390,7 +390,7 @@ class Scheduler:
         requests = len({each.job for each in batch.slices})
         max_rows, depth = max(batch.key.max_rows, batch.rows), min(batch.depth, 1.0)
         metrics.observe_batch(model, batch.rows, max_rows, requests, depth, seconds, batch.reason)
-        metrics.add_busy_seconds(model, batch.device, seconds * batch.slots)
-        metrics.count_out_of_memory(model, failures.out_of_memory)
-        metrics.count_splits(model, "memory", failures.memory_splits)
-        metrics.count_splits(model, "error", failures.error_splits)
+        metrics.count("busy_seconds_total", model, batch.device, by=seconds * batch.slots)
+        metrics.count("out_of_memory_total", model, by=failures.out_of_memory)
+        metrics.count("split_total", model, "memory", by=failures.memory_splits)
+        metrics.count("split_total", model, "error", by=failures.error_splits)

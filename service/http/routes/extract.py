@@ -10,7 +10,6 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from layertap.models.catalog.catalog import BACKWARD_FACTOR
-from layertap.service.engine.admit.planned_work import WorkPlan
 from layertap.service.engine.batch import Job
 from layertap.service.engine.collect.joined_inputs import digest_jobs, join_changes, list_entries
 from layertap.service.engine.engine import Engine
@@ -66,10 +65,9 @@ async def extract(request: Request) -> Response:
 )
 async def explain(request: Request, engine: EngineDependency) -> Response:
     """Grad-CAM of a layer, attributions at the input, occlusion, attention rolled out, for each picture and class."""
-    plan: WorkPlan = request.app.state.work_plan
     async with receive(request, engine, parse_explain) as (parsed, ticket):
         prepared = await explanations.prepare(engine, parsed, ticket)
-        features = await explanations.explain(engine, plan, prepared, ticket)
+        features = await explanations.explain(engine, prepared, ticket)
         return await encode_response(features, prepared, engine, ticket)
 
 

@@ -129,14 +129,10 @@ async def probe_layers(
     fields = query.read_fields(parsed, PROBED | PROBE_OPTIONS)
     asked = validate(ExtractBody, {key: fields[key] for key in fields.keys() - PROBE_OPTIONS}).request_fields
     prober: Prober = request.app.state.prober
-    features = await prober.probe(
-        name,
-        asked["selectors"],
-        asked["embedding"],
-        deadline,
-        preprocessed=preprocessed == "caller",
-        sent=(TextItem(""),) if input == "text" else (),
-    )
+    sent, tensors = (TextItem(""),) if input == "text" else (), preprocessed == "caller"
+    with engine.admission.admit(deadline) as ticket:
+        of_request = name, asked["selectors"], asked["embedding"]
+        features = await prober.probe(*of_request, ticket, preprocessed=tensors, sent=sent)
     data = await engine.run_in_thread(partial(_encode_probes, features), deadline)
     return Response(data, media_type="application/json")
 

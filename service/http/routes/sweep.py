@@ -12,7 +12,6 @@ from starlette.types import Receive, Scope, Send
 
 from layertap.models.errors import LayertapError
 from layertap.service.engine.admit.admission import Ticket
-from layertap.service.engine.admit.planned_work import WorkPlan
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.features import Features
@@ -47,9 +46,8 @@ router = APIRouter()
 )
 async def sweep(request: Request, engine: EngineDependency) -> Response:
     """Ablate, scale, patch or add noise at one place after the other; get a metric of each, and the largest effects."""
-    plan: WorkPlan = request.app.state.work_plan
     async with receive(request, engine, parse_sweep, SWEEP_FORMATS) as (parsed, ticket):
-        prepared = await sweeping.prepare(engine, plan, parsed, ticket)
+        prepared = await sweeping.prepare(engine, parsed, ticket)
 
         compute = partial(sweeping.run, engine, prepared, ticket)
         if parsed.reply.format.name == EVENTS_FORMAT.name:

@@ -103,7 +103,7 @@ def test_shared_batch(traced: Live, collector: Collector) -> None:
     with ThreadPoolExecutor(2) as pool:
         with hold_model(traced):
             waiting = [pool.submit(post_rows, traced, count) for count in (2, 3)]
-            wait_until(lambda: traced.engine.take_snapshot().queue_rows == 5)
+            wait_until(lambda: traced.engine.take_snapshot()["queue_rows"] == 5)
         replies = [each.result() for each in waiting]
     spans = [wait_for(collector, reply) for reply in replies]
     assert [read(span)["layertap.rows"] for span in spans] == [2, 3]

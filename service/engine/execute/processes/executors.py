@@ -68,7 +68,7 @@ def load(spec: ModelSpec, settings: Settings, metrics: Metrics, *, warm: bool = 
     """
     plans, costs = settings.cache_dir / "plans" if warm else None, settings.cache_dir / "costs"
     if settings.workers and not spec.devices and resolve_device(spec.device).type == "cpu":
-        return load_in_host(spec, settings, plans, metrics.count_worker_restart)
+        return load_in_host(spec, settings, plans, partial(metrics.count, "worker_restarts_total"))
     replicas = 1 if spec.devices else settings.replicas  # a CPU that stands in for a GPU runs one, too
     options = (replicas, settings.cpu_threads, settings.gpu_streams, plans, costs)
     if not spec.devices:
@@ -88,7 +88,7 @@ def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> E
         raise TypeError(f"unknown kind of model: {type(model).__name__}")
     device = next(iter(model.by_device)) if isinstance(model, MultiDeviceModel) else str(model.device)
     if settings.workers and device != CPU and model.model_inputs.takes_pictures:
-        return DecodingExecutor(model, settings, metrics.count_worker_restart)
+        return DecodingExecutor(model, settings, partial(metrics.count, "worker_restarts_total"))
     return InProcessExecutor(model, settings)
 
 
@@ -241,7 +241,7 @@ class ProcessExecutor(WorkerExecutor):
         except UnavailableError as error:
             return refuse(batch, error)
         except WorkerDiedError as error:
-            return replace(self._blame(batch, error), failures=error.failures)
+            return self._blame(batch, error)
 
     def note_waiting_rows(self, rows_wait: bool) -> None:
         """Workers check the flag after decoding a batch's pictures."""

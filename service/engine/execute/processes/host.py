@@ -20,7 +20,7 @@ import torch
 
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices.memory import measure_private_bytes
-from layertap.models.errors import LayertapError, LoadError, make_load_error
+from layertap.models.errors import Failure, LayertapError, LoadError, make_load_error
 from layertap.models.inputs.preprocess import LibraryProcessor
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
@@ -99,9 +99,8 @@ def run_in_copy(function: Callable[[], T]) -> T:
             result = channel.receive()
         except EOFError:
             status = wait_for_child(pid)
-            refusal = LoadError(f"a forward ended its process (status {status})")
-            refusal.kind = "killed" if status == -signal.SIGKILL else "forward"
-            raise refusal from None
+            kind: Failure = "killed" if status == -signal.SIGKILL else "forward"
+            raise LoadError(f"a forward ended its process (status {status})", kind=kind) from None
     wait_for_child(pid)
     if isinstance(result, LayertapError):
         raise result

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from layertap.models.devices.memory import measure_private_bytes
-from layertap.models.errors import LayertapError, LoadError, label_failures
+from layertap.models.errors import Failure, LayertapError, LoadError, label_failures
 from layertap.models.fingerprint import get_proven_part
 from layertap.models.model_info import ModelInfo
 from layertap.models.turns import build_beside, take_turn
@@ -78,7 +78,8 @@ class ModelHost:
             except BaseException as error:
                 self._end()
                 if isinstance(error, OSError):  # this process is out of descriptors
-                    raise _refuse(f"no process can be started to load it ({error.strerror})") from error
+                    detail = f"no process can be started to load it ({error.strerror})"
+                    raise LoadError(detail, kind="killed") from error
                 raise
 
     def start_worker(self) -> StartedWorker:
@@ -106,7 +107,7 @@ class ModelHost:
         except (EOFError, OSError) as error:
             if pid is not None:  # its connection is closed, so it ends
                 self.wait_for_worker(pid)
-            raise _refuse(f"no worker of model {self.name} can be started") from error
+            raise LoadError(f"no worker of model {self.name} can be started", kind="killed") from error
 
     def wait_for_worker(self, pid: int) -> int | None:
         """The exit status of an ending worker; None if unknown."""
@@ -149,10 +150,10 @@ class ModelHost:
             answer = self._receive_model(started + seconds)
         except EOFError:
             status, self._process = self._process.end(START_SECONDS), None
-            answer = _refuse(f"the process that loads it has ended (status {status})")
-            answer.kind = "killed" if status in (None, -signal.SIGKILL) else "other"
+            kind: Failure = "killed" if status in (None, -signal.SIGKILL) else "other"
+            answer = LoadError(f"the process that loads it has ended (status {status})", kind=kind)
         except TimeoutError:
-            answer = _refuse(f"the process that loads it took more than {seconds:.0f} s")
+            answer = LoadError(f"the process that loads it took more than {seconds:.0f} s", kind="killed")
         if isinstance(answer, LayertapError):
             raise answer
         identity = _identify(answer)
@@ -196,13 +197,6 @@ class ModelHost:
             self._process.end()
             self._process = None
         self.workers.clear()
-
-
-def _refuse(detail: str) -> LoadError:
-    """An error that a retry may fix: a process was killed, does not answer, or could not be started."""
-    refusal = LoadError(detail)
-    refusal.kind = "killed"
-    return refusal
 
 
 def _identify(info: ModelInfo | None) -> object:

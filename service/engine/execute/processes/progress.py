@@ -1,6 +1,6 @@
 """State that a worker and the server share through mapped memory.
 
-From the worker, readable even after its death: the item being decoded, since when, and its batch's failures. From the
+From the worker, readable even after its death: the item being decoded, and since when. From the
 server: whether rows wait for the model.
 """
 
@@ -11,10 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import Array, Structure, c_bool, c_double, c_int64, sizeof
-from dataclasses import astuple, fields
-
-from layertap.service.engine.batch import BatchFailures
+from ctypes import Structure, c_bool, c_double, c_int64, sizeof
 
 NOTHING = -1
 
@@ -33,14 +30,12 @@ class Progress(Structure):
     taken: int
     hooks: int
     rows_wait: bool
-    _failures: Array[c_int64]  # 0 for None
     _fields_ = (
         ("item", c_int64),
         ("since", c_double),
         ("taken", c_int64),
         ("hooks", c_int64),
         ("rows_wait", c_bool),
-        ("_failures", c_int64 * len(fields(BatchFailures))),
     )
 
     @contextmanager
@@ -51,16 +46,6 @@ class Progress(Structure):
             yield
         finally:
             self.item = NOTHING
-
-    @property
-    def failures(self) -> BatchFailures:
-        """The failures of the current or last batch."""
-        out_of_memory, memory_splits, error_splits, too_many_rows = self._failures
-        return BatchFailures(out_of_memory, memory_splits, error_splits, too_many_rows or None)
-
-    def note_failures(self, failures: BatchFailures) -> None:
-        """Store the failures of the current batch."""
-        self._failures[:] = [count or 0 for count in astuple(failures)]
 
 
 def map_progress(descriptor: int) -> Progress:

@@ -88,7 +88,6 @@ class Worker(DecodingWorker):
         refused: list[SliceResult] = []
         ready: list[Part] = []
         decodes: list[Interval] = []
-        self._progress.note_failures(BatchResult().failures)
         joining, may_grow = batch.slices, not batch.unsplittable and any(each.encoded for each in batch.slices)
         while joining:
             for each in joining:
@@ -106,7 +105,7 @@ class Worker(DecodingWorker):
         result = BatchResult()
         if ready:
             model, every = self._model, self._settings.check_shared
-            result = BatchRunner(model, model.replicas[0], batch, every, self._progress.note_failures).run(ready)
+            result = BatchRunner(model, model.replicas[0], batch, every).run(ready)
         if result.failures.out_of_memory:
             release_memory()
         self._progress.hooks = self._model.hooks

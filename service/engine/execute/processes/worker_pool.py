@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, cast
 
 from layertap.models.errors import LoadError
-from layertap.service.engine.batch import Batch, BatchFailures, BatchResult, SliceResult
+from layertap.service.engine.batch import Batch, BatchResult, SliceResult
 from layertap.service.engine.execute.executor import Extend, ModelLostError
 from layertap.service.engine.execute.processes.channel import LoopChannel, UnsentError
 from layertap.service.engine.execute.processes.messages import BatchDecoded, ToWorker
@@ -47,7 +47,6 @@ class WorkerDiedError(Exception):
     timed_out: bool
     decoding: int
     decode_seconds: float
-    failures: BatchFailures
 
 
 def find_reason(status: int | None) -> RestartReason:
@@ -109,7 +108,6 @@ class WorkerProcess:
                 timed_out=isinstance(error, TimeoutError),
                 decoding=decoding,
                 decode_seconds=time.monotonic() - since if decoding >= 0 else 0.0,
-                failures=self.progress.failures,
             ) from error
         except UnsentError:  # the message's specs did not reach the worker
             self._references.clear()
