@@ -194,10 +194,10 @@ def name_axes(axes: Axes, row_axis: int | None) -> str | None:
 
 
 def _find_channel(kinds: Sequence[str], row_axis: int) -> int | None:
-    """The one axis with the best evidence for channels; None where two have it."""
-    for kind in ("C", "c"):
-        if found := [index for index, each in enumerate(kinds) if each == kind and index != row_axis]:
-            return found[0] if len(found) == 1 else None
+    """The one axis with the best evidence for channels; None where two have it, or two were mixed by linear layers."""
+    for kind, rivals in (("C", ()), ("c", ("cp",))):
+        if found := [index for index, each in enumerate(kinds) if each in (kind, *rivals) and index != row_axis]:
+            return found[0] if len(found) == 1 and kinds[found[0]] == kind else None
     return None
 
 

@@ -131,7 +131,7 @@ class Given(dict[str, Any]):
         """The dimensions that an operation is along, of so many; all of them where it names none."""
         dims = self.get("dim")
         dims = [dims] if isinstance(dims, int) else dims
-        return [dim % rank for dim in dims] if dims else list(range(rank))
+        return [dim % max(rank, 1) for dim in dims] if dims else list(range(rank))
 
 
 def _find_rule(func: Any) -> Rule | None:

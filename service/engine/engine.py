@@ -226,7 +226,7 @@ class Engine:
         """Run jobs, in stages if some take tensors of others, and return each with its results."""
         if not any(job.spec.plan.extra for job in jobs):
             if any(job.spec.plan.calls for job in jobs):
-                return list(await asyncio.gather(*map(self._follow, jobs)))
+                return await self._follow_all(jobs)
             return list(zip(jobs, await self.manager.scheduler.run(jobs), strict=True))
         answers: dict[int | None, Answer] = {}  # by input index
         for stage in plan_stages(jobs):
@@ -234,6 +234,14 @@ class Engine:
             results = await self.manager.scheduler.run(filled)
             answers |= {job.input_index: (job, found) for job, found in zip(filled, results, strict=True)}
         return [answers[job.input_index] for job in jobs]
+
+    async def _follow_all(self, jobs: Sequence[Job]) -> list[Answer]:
+        tasks = [asyncio.ensure_future(self._follow(job)) for job in jobs]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:  # if one fails the request, the others are of no use
+            for task in tasks:
+                task.cancel()
 
     async def _follow(self, job: Job) -> Answer:
         """Run a job that is planned again if its forward makes other calls than planned; returns the one that ran.

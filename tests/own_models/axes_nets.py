@@ -52,6 +52,19 @@ class Mixer(nn.Module):
         return x + self.channels(x)
 
 
+class Turned(nn.Module):
+    """Linear layers alone: one over turned tokens, and one over channels behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mix, self.head = nn.Linear(3, 5), nn.Linear(7, 7), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(self.stem(x).mT)
+        out: Tensor = self.head(x.mean(2)) / x.quantile(0.9)
+        return out
+
+
 class Video(nn.Module):
     """Frames folded into the rows of a convolution, and taken apart behind it."""
 
@@ -130,6 +143,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "wave": (lambda: Apply(pre=nn.Identity(), turn=(0, 2, 1), conv=nn.Conv1d(6, 9, 3), last=nn.GELU()), (40, 6)),
     "einsum": (lambda: Apply(conv=nn.Conv2d(3, 12, 1), last=MixAlong()), (3, 6, 12)),
     "mixer": (Mixer, (7, 10)),
+    "turned": (Turned, (7, 3)),
     "video": (Video, (4, 3, 6, 8)),
     "heads": (Heads, (5, 12)),
     "depth": (Depth, (3, 6, 8)),

@@ -74,6 +74,14 @@ class Late(Linear):
         return self.a(torch.where(x > 1e5, x.roll(1, 0), x))
 
 
+class Many(Linear):
+    """Another way for more rows than any survey runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.a(x)
+        return 1.5 * y if len(x) > 3 else y
+
+
 class Gate(Linear):
     """Experts: a row's own, chosen by its numbers, computed for all rows that chose it."""
 

@@ -31,7 +31,12 @@ CHANNELS = [
     ("eca", "scaled", 1),
 ]
 # What has no axis for channels that anything proves, with the layout that a caller may give it.
-UNKNOWN = [("heads", "apart", "NATC", 3), ("depth", ".", "NHC", 2), ("spectrum", "pre", "NCT", 1)]
+UNKNOWN = [
+    ("heads", "apart", "NATC", 3),
+    ("depth", ".", "NHC", 2),
+    ("spectrum", "pre", "NCT", 1),
+    ("turned", "mix", "NCT", 1),
+]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.own_models import rows_nets
 from tests.own_models.ask import Asker, hook, own, serving_models
 
 IDS = InputSpec("ids", (6,), "int64", values=(0, 1000))
-FACTORIES = ("Flag", "Read", "Floor", "Late", "Gate")
+FACTORIES = ("Flag", "Read", "Floor", "Late", "Many", "Gate")
 ROUNDS = 20
 
 
@@ -98,3 +98,13 @@ def test_found_while_serving(asker: Asker) -> None:
     again = asker.extract("Late", given, ["a"])
     torch.testing.assert_close(again.features["a"], truth)
     assert again.body["receipts"]["a"]["rows_per_forward"] == 1
+
+
+def test_another_way_for_many_rows(asker: Asker) -> None:
+    """A rule by the number of rows, which copies of a row follow too, is taken for no rounding."""
+    module, given = rows_nets.Many().eval(), rows(*[1.0] * 5)
+    with torch.no_grad():
+        truth = [module(row[None]) for row in given]
+    for _ in range(3):  # one that differs may be rounding
+        check_together(asker, "Many", given, ".", truth, 1e-5)
+    assert "crossing_rows" in asker.client.get("/models/Many").json()
