@@ -87,8 +87,8 @@ class ModuleState:
         return any(memory.copy is None and memory.is_overwritten() for memory in self._memories)
 
     def has_changed_tensors(self) -> bool:
-        """Whether a tensor has other numbers or other memory now, within a run: trees over the same would see it."""
-        return any(memory.is_moved() or memory.is_overwritten() for memory in self._memories)
+        """Whether a tensor was written to, or has other memory now, within a run: trees over the same would see it."""
+        return any(memory.is_moved() or memory.is_noticed() or memory.is_overwritten() for memory in self._memories)
 
     def settle(self) -> None:
         """After the first run: keep what it did if it made modules or parameters, else put it back."""
@@ -303,6 +303,10 @@ class _Memory:
     def _read_sample(self) -> Tensor:
         return self.alias.reshape(-1)[:: 1 + self.alias.numel() // SAMPLES]
 
+    def is_noticed(self) -> bool:
+        """Whether an operation of torch has written to the tensor."""
+        return self._read_version() != self._version
+
     def is_moved(self) -> bool:
         """Whether the tensor points to other memory."""
         value, alias = self.value, self.alias
@@ -320,7 +324,7 @@ class _Memory:
             value.data = self.alias
         if value.grad_fn is not None and not value._is_view():  # written to in a forward whose graph it would keep
             value.detach_()
-        is_noticed = self._read_version() != self._version
+        is_noticed = self.is_noticed()
         self._version = self._read_version()
         outcome: Literal["same", "changed"] = "changed" if is_moved else "same"
         if not (is_moved or thorough or self.is_untracked or is_noticed):
