@@ -58,7 +58,7 @@ class ModuleState:
         self._has_run = False
         self.found: dict[StateKey, None] = {}
         self.lost: dict[StateKey, None] = {}
-        self._module = module
+        self.module = module
         self.take()
 
     @property
@@ -146,7 +146,7 @@ class ModuleState:
         self._plain: list[dict[str, Any]] = []  # parts of torch's classes: others seldom change more than their flag
         self._views: list[Iterable[object]] = []
         self._seen: dict[int, object] = {}
-        self._add_tree("", self._module)
+        self._add_tree("", self.module)
         self._views.append([END])  # nothing else is that: it shows whether there are as many values as before
         # Tensors of inference mode have no version.
         self._tensors = [memory.value for memory in self._memories if not memory.value.is_inference()]
@@ -154,8 +154,8 @@ class ModuleState:
 
     def _list_parts(self) -> set[int]:
         """Modules and parameters that exist: not those that the first forward is to make."""
-        made = {id(parameter) for parameter in self._module.parameters() if not is_lazy(parameter)}
-        return made | {id(part) for part in self._module.modules()}
+        made = {id(parameter) for parameter in self.module.parameters() if not is_lazy(parameter)}
+        return made | {id(part) for part in self.module.modules()}
 
     def _add_tree(self, prefix: str, module: nn.Module) -> None:
         for name, part in module.named_modules(prefix=prefix):

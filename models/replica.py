@@ -30,20 +30,12 @@ WRAPPER = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]  # i
 _bindings: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], bool]] = WeakKeyDictionary()
 
 
-class KeptForward:
-    """Runs forwards of a module tree, each from the state that the tree had when this was created.
-
-    ``state`` puts back what the last one has changed, at the next one or when it is asked to.
-    """
-
-    def __init__(self, module: nn.Module, like: KeptForward | None = None) -> None:
-        """``like``: a forward of another tree over the same parameters and buffers."""
-        self.module = module
-        self.state: ModuleState = ModuleState(module, like.state if like is not None else None)
+class KeptForward(ModuleState):
+    """Runs forwards of a module tree, each from the state that the tree had when this was created."""
 
     def __call__(self, rows: Mapping[str, Tensor]) -> object:
-        """One forward for a batch."""
-        self.state.begin()
+        """One forward for a batch; what the last one has changed is put back first."""
+        self.begin()
         return call_module(rows, self.module)
 
 
@@ -68,7 +60,7 @@ class Replica:
 
 def overwrites_weights(forward: KeptForward, rows: Mapping[str, Tensor]) -> bool:
     """Whether weights have other numbers while a forward runs, which one that is left midway would not put back."""
-    return _is_ever(forward, rows, forward.state.has_overwritten)
+    return _is_ever(forward, rows, forward.has_overwritten)
 
 
 def _is_ever(forward: KeptForward, rows: Mapping[str, Tensor], condition: Callable[[], bool]) -> bool:
@@ -161,7 +153,7 @@ def has_same_calls(one: KeptForward, copy: KeptForward, rows: Mapping[str, Tenso
     """
     try:
         with torch.no_grad():
-            if _is_ever(one, copy_row(rows), one.state.has_changed_tensors):
+            if _is_ever(one, copy_row(rows), one.has_changed_tensors):
                 return False
             calls = _sketch_calls(one, rows)
             # Another row than in both sketches and in a copy's state: what one tree leaves in the other must show.
@@ -170,8 +162,8 @@ def has_same_calls(one: KeptForward, copy: KeptForward, rows: Mapping[str, Tenso
     except Exception:  # a copy may lack what its constructor set up elsewhere
         return False
     finally:
-        one.state.restore()
-        copy.state.restore()
+        one.restore()
+        copy.restore()
     return list(calls) == list(copy_calls) and all(sketch.matches(copy_calls[place]) for place, sketch in calls.items())
 
 
