@@ -99,7 +99,7 @@ class LoadedModel(ModelInfo):
                 rows = graphs.get_padded_rows(rows, replica)
                 return graphs.run(self._assemble_batch(pieces, rows - count, None), rows, replica)
             # Assembled for each forward: a model may write to its input.
-            with replica.forward.state.kept():  # also what a backward changes, which may run parts again
+            with replica.forward.kept():  # also what a backward changes, which may run parts again
                 return replica.extractor.extract_slices(
                     lambda: self._forward(replica, self._assemble_batch(pieces, rows - count, resumption), resumption),
                     slices,
@@ -135,7 +135,7 @@ class LoadedModel(ModelInfo):
 
         def run_again(values: verification.TensorsByPoint) -> verification.TensorsByPoint:
             batch = self._assemble_batch([piece], rows - count, resumption)  # again: a model may have written to it
-            with replica.forward.state.kept():
+            with replica.forward.kept():
                 return replica.extractor.run_with_replacements(
                     lambda: self._forward(replica, batch, resumption), values
                 )
@@ -158,7 +158,7 @@ class LoadedModel(ModelInfo):
         one = [replace(each, start=0, stop=1, interventions=()) for each in slices if like]
         noise = specs or self.inputs, self.device, self.dtype
         try:
-            with replica.forward.state.kept():
+            with replica.forward.kept():
                 replica.extractor.extract_slices(lambda: replica.forward(make_noise_row(*noise)), one, 1)
                 transfer.synchronize(self.device)  # kernels report errors when they are waited for
         except LayertapError:  # noise is not what a request's plan expects

@@ -135,10 +135,10 @@ def load_model(
             # On one thread: a process that is forked after multi-threaded operations can use only one thread.
             with torch.no_grad(), use_threads(1):
                 forward(make_row())
-                forward.state.settle()
-        forward.state.begin()
+                forward.settle()
+        forward.begin()
         known = built.embedding or find_known_embedding(module, next(iter(make_row().values())))
-        forward.state.restore(thorough=True)
+        forward.restore(thorough=True)
     embedding = _find_embedding(spec, given, known, catalogs)
     labels = choose_labels(spec.labels, built.labels, count_classes(catalogs.configured))
     return LoadedModel(

@@ -75,7 +75,7 @@ def _survey(
     with torch.no_grad():
         with name_input_errors(inputs.specs):
             run = RepeatedRun(forward, row)
-            forward.state.settle()
+            forward.settle()
         with use_threads(1 if run.seconds < QUICK_S else torch.get_num_threads()):
             catalog = survey(
                 forward.module, inputs.specs, forward, device, prefix_tokens, inputs.dtype, tolerance=tolerance
@@ -83,8 +83,8 @@ def _survey(
             padding = try_padding(forward, inputs.text, device, tolerance) if inputs.text else None
         stops = not overwrites_weights(forward, row)
         is_same = run.is_same_again()
-    forward.state.restore(thorough=True)
-    state = tuple(sorted(forward.state.found))
+    forward.restore(thorough=True)
+    state = tuple(sorted(forward.found))
     traits = replace(catalog.traits, state=state, stops=stops, deterministic=is_same)
     if padding is not None and is_same:
         # A model that replaces submodules according to the text's length would react to padding, too (BigBird).
@@ -102,7 +102,7 @@ def _running(forward: KeptForward, threads: int) -> Iterator[None]:
     OutOfMemoryError if a device has no memory for a forward, after everything that it held is freed.
     """
     try:
-        with use_threads(threads), forward.state.kept():  # a new thread inherits the number set last by any thread
+        with use_threads(threads), forward.kept():  # a new thread inherits the number set last by any thread
             yield
         return
     except RuntimeError as error:

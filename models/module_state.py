@@ -6,12 +6,11 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import InitVar, dataclass
 from enum import Enum
 from functools import partial
 from itertools import chain
-from operator import is_
-from typing import Any, Literal, Protocol
+from operator import attrgetter, is_, itemgetter
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,11 +26,21 @@ StateKey = tuple[str, str]  # the name of a module in the tree, and of one of it
 OF_TORCH = frozenset((*vars(nn.Module()), "forward")) - {"training"}
 ATOMS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType)
+# What holds the same values for good; these may hold others.
+FIXED: Mapping[type, Callable[[Any], Iterable[object]]] = {
+    tuple: iter,
+    types.FunctionType: lambda function: function.__closure__ or (),
+    types.MethodType: lambda method: (method.__self__, method.__func__),
+    partial: lambda each: (each.func, each.args, each.keywords),
+}
 MAX_COPIED_BYTES = 2**26  # of a tensor or an array; a larger one is treated like a parameter
 MAX_SEEN = 100_000  # objects that are looked into
 MAX_VIEWED = 1000  # entries of a container that are compared after each run
 SAMPLES = 64  # numbers that are compared of what is not copied
 ABSENT = object()
+END = object()
+_get_flag = itemgetter("training")
+_get_version = attrgetter("_version")
 
 
 class ModuleState:
@@ -49,14 +58,13 @@ class ModuleState:
         self._has_run = False
         self.found: dict[StateKey, None] = {}
         self.lost: dict[StateKey, None] = {}
-        self._module = module
+        self.module = module
         self.take()
 
     @property
     def copies(self) -> dict[int, Tensor]:
         """Copies of tensors by their addresses."""
-        tensors = [memory for memory in self._memories if isinstance(memory.value, Tensor)]
-        return {memory.value.data_ptr(): memory.copy for memory in tensors if memory.copy is not None}
+        return {memory.alias.data_ptr(): memory.copy for memory in self._memories if memory.copy is not None}
 
     def begin(self) -> None:
         """Before each forward: have the state as it was, also within a run of several forwards."""
@@ -79,8 +87,8 @@ class ModuleState:
         return any(memory.copy is None and memory.is_overwritten() for memory in self._memories)
 
     def has_changed_tensors(self) -> bool:
-        """Whether a tensor has other numbers or other memory now, within a run: trees over the same would see it."""
-        return any(memory.is_moved() or memory.is_overwritten() for memory in self._memories)
+        """Whether a tensor was written to, or has other memory now, within a run: trees over the same would see it."""
+        return any(memory.is_moved() or memory.is_noticed() or memory.is_overwritten() for memory in self._memories)
 
     def settle(self) -> None:
         """After the first run: keep what it did if it made modules or parameters, else put it back."""
@@ -103,20 +111,30 @@ class ModuleState:
             outcome = memory.put_back(thorough=thorough)
             if outcome != "same":
                 (self.lost if outcome == "lost" else self.found)[memory.key] = None
+        for key, generator, state in self._generators:
+            if not torch.equal(generator.get_state(), state):
+                generator.set_state(state)
+                self.found[key] = None
         self._mark()
 
     def _is_untouched(self) -> bool:
         """Whether every name stands for the same object, and no operation wrote to a tensor: quick, after each run."""
-        values = list(chain.from_iterable(self._views))
         return (
-            len(values) == len(self._values)
-            and all(map(is_, values, self._values))
-            and [vars(part)["training"] for part in self._plain] == self._flags
-            and [tensor._version for tensor in self._tensors] == self._versions
-            and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
-            and all(torch.equal(memory.value.get_state(), memory.copy) for memory in self._generators)
-            and not any(memory.is_untracked and memory.is_overwritten() for memory in self._memories)
+            all(map(is_, chain.from_iterable(self._views), self._values))
+            and self._read_marks() == self._marks
+            and all(torch.equal(generator.get_state(), state) for _, generator, state in self._generators)
+            and not any(memory.is_overwritten() for memory in self._untracked)
         )
+
+    def _mark(self) -> None:
+        self._values = list(chain.from_iterable(self._views))
+        self._marks = self._read_marks()
+        self._untracked = [memory for memory in self._memories if memory.is_untracked]
+
+    def _read_marks(self) -> tuple[list[bool], list[int], list[int]]:
+        """The flags of torch's own parts; versions and addresses of tensors."""
+        flags, versions = map(_get_flag, self._plain), map(_get_version, self._tensors)
+        return list(flags), list(versions), list(map(Tensor.data_ptr, self._tensors))
 
     def take(self) -> None:
         """Keep the state that the tree has now."""
@@ -124,38 +142,35 @@ class ModuleState:
         self._parts = self._list_parts()
         self._holders: list[_Holder] = []
         self._memories: list[_Memory] = []
-        self._plain: list[nn.Module] = []  # of torch's own classes: others seldom change more of them than a flag
+        self._generators: list[tuple[StateKey, torch.Generator, Tensor]] = []
+        self._plain: list[dict[str, Any]] = []  # parts of torch's classes: others seldom change more than their flag
         self._views: list[Iterable[object]] = []
         self._seen: dict[int, object] = {}
-        self._add_tree("", self._module)
-        tensors = [memory.value for memory in self._memories if isinstance(memory.value, Tensor)]
-        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]  # others have no version
-        self._generators = [memory for memory in self._memories if isinstance(memory.value, torch.Generator)]
+        self._add_tree("", self.module)
+        self._views.append([END])  # nothing else is that: it shows whether there are as many values as before
+        # Tensors of inference mode have no version.
+        self._tensors = [memory.value for memory in self._memories if not memory.value.is_inference()]
         self._mark()
-
-    def _mark(self) -> None:
-        self._values = list(chain.from_iterable(self._views))
-        self._flags = [vars(part)["training"] for part in self._plain]
-        self._versions = [tensor._version for tensor in self._tensors]
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
     def _list_parts(self) -> set[int]:
         """Modules and parameters that exist: not those that the first forward is to make."""
-        made = {id(parameter) for parameter in self._module.parameters() if not is_lazy(parameter)}
-        return made | {id(part) for part in self._module.modules()}
+        made = {id(parameter) for parameter in self.module.parameters() if not is_lazy(parameter)}
+        return made | {id(part) for part in self.module.modules()}
 
     def _add_tree(self, prefix: str, module: nn.Module) -> None:
         for name, part in module.named_modules(prefix=prefix):
             if id(part) in self._seen:
                 continue
             self._seen[id(part)] = part
-            is_plain = type(part).__module__.startswith("torch.nn.")
-            if is_plain:
-                self._plain.append(part)
+            viewed = [part._buffers, part._parameters]
+            if type(part).__module__.startswith("torch.nn."):
+                self._plain.append(vars(part))
+                viewed = [each for each in viewed if each]
+            else:
+                viewed += [vars(part), part._modules]
+            self._views += [each.values() for each in viewed]
             for namespace in (vars(part), part._buffers, part._parameters, part._modules):
-                if not is_plain or namespace is part._buffers or namespace is part._parameters:
-                    self._views.append(namespace.values())
-                self._holders.append(_Names(namespace, name))
+                self._holders.append(_Holder((name, ""), namespace))
                 for key, value in list(namespace.items()):
                     if key not in OF_TORCH and not isinstance(value, nn.Module):
                         self._add((name, key), value)
@@ -167,115 +182,56 @@ class ModuleState:
         self._seen[id(value)] = value  # alive, so that no other object gets its id
         if isinstance(value, nn.Module):  # in a list: nothing has registered it
             self._add_tree(".".join(filter(None, key)), value)
-        elif isinstance(value, Tensor | np.ndarray | torch.Generator):
-            if not isinstance(value, Tensor) or not (is_lazy(value) or any(find_refused(value))):
-                self._memories.append(_Memory(key, value, self._copies))
-        elif isinstance(value, tuple | types.MethodType | partial):
-            for each in value if isinstance(value, tuple) else _list_bound(value):
+        elif isinstance(value, torch.Generator):
+            self._generators.append((key, value, value.get_state()))
+        elif isinstance(value, Tensor | np.ndarray):
+            tensor = _view_array(value) if isinstance(value, np.ndarray) else value
+            if tensor is not None and not is_lazy(tensor) and not any(find_refused(tensor)):
+                self._memories.append(_Memory(key, tensor, self._copies))
+        elif listed := next((FIXED[kind] for kind in FIXED if isinstance(value, kind)), None):
+            for each in listed(value):
                 self._add(key, each)
-        elif (holder := _open(key, value)) is not None:
-            self._holders.append(holder)
-            held = list(holder.view)
-            if len(held) <= MAX_VIEWED:
-                self._views.append(holder.view)
-            for each in held:
+        elif (held := _open(value)) is not None:
+            self._holders.append(_Holder(key, held))
+            view = self._holders[-1].view
+            values = list(view)
+            if len(values) <= MAX_VIEWED:
+                self._views.append(view)
+            for each in values:
                 self._add(key, each)
-
-
-class _Holder(Protocol):
-    """What holds values in place of which a run may put others; ``view`` has those of now."""
-
-    @property
-    def view(self) -> Iterable[object]: ...
-
-    def put_back(self) -> Iterable[StateKey]:
-        """Hold the same values again; names what had changed."""
-
-
-class _Names:
-    """A namespace or a dictionary; without ``root``, its names are those of a module's attributes."""
-
-    def __init__(self, names: dict[Any, Any], module: str, root: str = "") -> None:
-        self.view = names.values()
-        self._key = module, root
-        self._names = names
-        self._left_out = OF_TORCH if not root else frozenset[str]()
-        self._saved = {name: value for name, value in names.items() if name not in self._left_out}
-
-    def put_back(self) -> Iterable[StateKey]:
-        found = [name for name in self._names if name not in self._saved and name not in self._left_out]
-        for name in found:
-            del self._names[name]
-        for name, value in self._saved.items():
-            now = self._names.get(name, ABSENT)
-            if now is not value:
-                self._names[name] = value
-                found += [] if _is_equal(now, value) else [name]
-        return [(self._key[0], self._key[1] or str(name)) for name in found]
-
-
-class _Items:
-    """A list, a deque, a set, or the variables of a closure or of slots."""
-
-    def __init__(self, key: StateKey, view: Iterable[object], put: Callable[[list[Any]], None]) -> None:
-        self.view = view
-        self._key = key
-        self._put = put
-        self._saved = list(view)
-
-    def put_back(self) -> Iterable[StateKey]:
-        now = list(self.view)
-        if len(now) == len(self._saved) and all(map(is_, now, self._saved)):
-            return []
-        self._put(self._saved)
-        is_same = len(now) == len(self._saved) and all(map(_is_equal, now, self._saved))
-        return [] if is_same else [self._key]
 
 
 class _Variables:
-    """Variables that are no entries of a dictionary: what they hold now, and how they get that again."""
+    """What a closure's cell, or an object with slots, holds now."""
 
-    def __init__(self, getters: list[Callable[[], object]], setters: list[Callable[[Any], object]]) -> None:
-        self._getters = getters
-        self._setters = setters
+    def __init__(self, owner: object, names: Iterable[str]) -> None:
+        self._owner = owner
+        self._names = names
 
     def __iter__(self) -> Iterator[object]:
-        return map(_read, self._getters)
+        for name in self._names:
+            try:
+                yield getattr(self._owner, name)
+            except (AttributeError, ValueError):  # nothing was assigned yet
+                yield ABSENT
 
-    def put(self, values: list[Any]) -> None:
-        for now, put, value in zip(self, self._setters, values, strict=True):
+    def put(self, values: Iterable[object]) -> None:
+        for name, now, value in zip(self._names, self, values, strict=True):
             if now is not value and value is not ABSENT:
-                put(value)
+                object.__setattr__(self._owner, name, value)  # past a frozen class's own
 
 
-def _read(get: Callable[[], object]) -> object:
-    try:
-        return get()
-    except (AttributeError, ValueError):  # nothing was assigned yet
-        return ABSENT
-
-
-def _open(key: StateKey, value: Any) -> _Holder | None:
-    """What holds the contents of a container, a function or an object; None if it has none that can change."""
-    if isinstance(value, dict):
-        return _Names(value, *key)
-    if isinstance(value, list | deque | set):
-        return _Items(key, value, partial(_refill, value))
-    if isinstance(value, types.FunctionType):
-        cells = value.__closure__ or ()
-        variables = _Variables(
-            [partial(getattr, cell, "cell_contents") for cell in cells],
-            [partial(setattr, cell, "cell_contents") for cell in cells],
-        )
-        return _Items(key, variables, variables.put)
+def _open(value: Any) -> Any:
+    """The container in which a value has what it holds; None if it has none that can change."""
+    if isinstance(value, dict | list | deque | set):
+        return value
+    if isinstance(value, types.CellType):
+        return _Variables(value, ["cell_contents"])
     namespace = getattr(value, "__dict__", None)
     if type(namespace) is dict:
-        return _Names(namespace, *key)
+        return namespace
     slots = [name for kind in type(value).__mro__ for name in _list_slots(kind)]
-    variables = _Variables(
-        [partial(getattr, value, name) for name in slots], [partial(object.__setattr__, value, name) for name in slots]
-    )
-    return _Items(key, variables, variables.put) if slots else None
+    return _Variables(value, slots) if slots else None
 
 
 def _list_slots(kind: type) -> Iterable[str]:
@@ -283,96 +239,109 @@ def _list_slots(kind: type) -> Iterable[str]:
     return (slots,) if isinstance(slots, str) else [name for name in slots if not name.startswith("__")]
 
 
-def _list_bound(value: types.MethodType | partial[Any]) -> tuple[Any, ...]:
-    if isinstance(value, types.MethodType):
-        return value.__self__, value.__func__
-    return value.func, value.args, value.keywords
+class _Holder:
+    """A namespace or another container, in place of whose values a run may put others; ``view`` has those of now.
+
+    ``key`` without a name: the container's names are those of a module's attributes.
+    """
+
+    def __init__(self, key: StateKey, held: Any) -> None:
+        self.view: Iterable[object] = held.values() if isinstance(held, dict) else held
+        self._key = key
+        self._held = held
+        self._left_out = frozenset[str]() if key[1] else OF_TORCH
+        self._saved = self._read()
+
+    def _read(self) -> dict[Any, object]:
+        items = self._held.items() if isinstance(self._held, dict) else enumerate(self._held)
+        return {name: value for name, value in items if name not in self._left_out}
+
+    def put_back(self) -> list[StateKey]:
+        """Hold the same values again; names what had changed."""
+        now, saved = self._read(), self._saved
+        if len(now) == len(saved) and all(value is saved.get(name, ABSENT) for name, value in now.items()):
+            return []
+        if isinstance(self._held, dict):
+            for name in now.keys() - saved.keys():
+                del self._held[name]
+            self._held.update(saved)
+        elif isinstance(self._held, _Variables):
+            self._held.put(saved.values())
+        else:
+            self._held.clear()
+            (self._held.update if isinstance(self._held, set) else self._held.extend)(saved.values())
+        names = (name for name in now | saved if not _is_equal(now.get(name, ABSENT), saved.get(name, ABSENT)))
+        return [(self._key[0], self._key[1] or str(name)) for name in names]
 
 
-def _refill(container: Any, values: list[Any]) -> None:
-    container.clear()
-    (container.update if isinstance(container, set) else container.extend)(values)
+def _view_array(array: np.ndarray[Any, Any]) -> Tensor | None:
+    """A tensor over an array's memory; None if nothing can change it, or it holds other things than numbers."""
+    try:
+        return torch.from_numpy(array) if array.flags.writeable else None
+    except (TypeError, ValueError):
+        return None
 
 
-@dataclass(eq=False)
 class _Memory:
-    """A tensor, an array or a generator with a copy of its values; of a parameter there are a few numbers only."""
+    """A tensor with a copy of its numbers; of a parameter, or a large one, there are a few only."""
 
-    key: StateKey
-    value: Any
-    copies: InitVar[Mapping[int, Tensor]]
-
-    def __post_init__(self, copies: Mapping[int, Tensor]) -> None:
-        self.copy: Any = None
+    def __init__(self, key: StateKey, value: Tensor, copies: Mapping[int, Tensor]) -> None:
+        self.key = key
+        self.value = value
+        self.alias = value.detach()  # of the same memory, whatever the tensor points to later
         self.is_untracked = False  # written to by what leaves the version as it was
-        if isinstance(self.value, torch.Generator):
-            self.copy = self.value.get_state()
-            return
-        small = not isinstance(self.value, nn.Parameter) and self.value.nbytes <= MAX_COPIED_BYTES
-        if isinstance(self.value, np.ndarray):
-            self.copy = self.value.copy() if small else None
-            return
-        with torch.no_grad():
-            self._alias = self.value.detach()  # of the same memory, whatever the tensor points to later
-            self._version = _get_version(self.value)
-            self.copy = copies.get(self.value.data_ptr(), self.value.clone()) if small else None
-            self._sample = self._alias.reshape(-1)[_choose(self._alias)].clone()
+        self.copy: Tensor | None = None
+        if not isinstance(value, nn.Parameter) and value.nbytes <= MAX_COPIED_BYTES:
+            shared = copies.get(value.data_ptr())
+            self.copy = self.alias.clone() if shared is None else shared
+        self._version = self._read_version()
+        self._sample = self._read_sample().clone()
+
+    def _read_version(self) -> int:
+        return -1 if self.value.is_inference() else self.value._version
+
+    def _read_sample(self) -> Tensor:
+        return self.alias.reshape(-1)[:: 1 + self.alias.numel() // SAMPLES]
+
+    def is_noticed(self) -> bool:
+        """Whether an operation of torch has written to the tensor."""
+        return self._read_version() != self._version
 
     def is_moved(self) -> bool:
-        """Whether a tensor points to other memory."""
-        return isinstance(self.value, Tensor) and self.value.data_ptr() != self._alias.data_ptr()
+        """Whether the tensor points to other memory."""
+        value, alias = self.value, self.alias
+        return (value.data_ptr(), value.shape, value.stride()) != (alias.data_ptr(), alias.shape, alias.stride())
 
     def is_overwritten(self) -> bool:
-        """Whether a tensor's own memory has other numbers, as far as a few tell."""
-        if not isinstance(self.value, Tensor):
-            return False
-        sample = self._alias.reshape(-1)[_choose(self._alias)]
-        return not torch.equal(view_bytes(sample), view_bytes(self._sample))
+        """Whether the tensor's own memory has other numbers, as far as a few tell."""
+        return not torch.equal(view_bytes(self._read_sample()), view_bytes(self._sample))
 
+    @torch.no_grad()
     def put_back(self, *, thorough: bool) -> Literal["same", "changed", "lost"]:
         """Have the same values again, if a run has changed them."""
-        if isinstance(self.value, torch.Generator):
-            is_same = torch.equal(self.value.get_state(), self.copy)
-            self.value.set_state(self.copy)
-            return "same" if is_same else "changed"
-        if isinstance(self.value, np.ndarray):
-            if not thorough or self.copy is None or self.value.tobytes() == self.copy.tobytes():
-                return "same"
-            np.copyto(self.value, self.copy)
-            return "changed"
-        with torch.no_grad():
-            return self._put_tensor_back(thorough)
-
-    def _put_tensor_back(self, thorough: bool) -> Literal["same", "changed", "lost"]:
-        value, alias = self.value, self._alias
-        is_moved = (value.data_ptr(), value.shape, value.stride()) != (alias.data_ptr(), alias.shape, alias.stride())
-        if is_moved:
-            value.data = alias
+        value = self.value
+        if is_moved := self.is_moved():
+            value.data = self.alias
         if value.grad_fn is not None and not value._is_view():  # written to in a forward whose graph it would keep
             value.detach_()
-        is_noticed = _get_version(value) != self._version
+        is_noticed = self.is_noticed()
+        self._version = self._read_version()
+        outcome: Literal["same", "changed"] = "changed" if is_moved else "same"
         if not (is_moved or thorough or self.is_untracked or is_noticed):
-            return "same"
-        self._version = _get_version(value)
+            return outcome
         if self.copy is None:
-            return "lost" if self.is_overwritten() else "changed" if is_moved else "same"
-        if torch.equal(view_bytes(alias), view_bytes(self.copy)):
-            return "changed" if is_moved else "same"
+            return "lost" if self.is_overwritten() else outcome
+        if torch.equal(view_bytes(self.alias), view_bytes(self.copy)):
+            return outcome
         self.is_untracked |= not is_noticed  # as batch norm writes its statistics
-        alias.data.copy_(self.copy)  # past the version
+        self.alias.data.copy_(self.copy)  # past the version
         return "changed"
-
-
-def _get_version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _choose(tensor: Tensor) -> slice:
-    return slice(None, None, 1 + tensor.numel() // SAMPLES)
 
 
 def _is_equal(one: object, other: object) -> bool:
     """Whether another object says the same: a number that was computed again."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(view_bytes(one), view_bytes(other))
-    return type(one) is type(other) and isinstance(one, ATOMS) and bool(one == other or (one != one and other != other))
+    if type(one) is not type(other) or not isinstance(one, ATOMS):
+        return one is other
+    return bool(one == other or (one != one and other != other))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,7 +22,6 @@ from layertap.models.catalog.observations import Sketch
 from layertap.models.dispatch_mode import disable_compiled_functions
 from layertap.models.errors import LoadError, escape
 from layertap.models.hooks import attach
-from layertap.models.hooks.tensor_tree import view_bytes
 from layertap.models.inputs.noise import ROWS, copy_row
 from layertap.models.module_state import ModuleState
 
@@ -31,20 +30,12 @@ WRAPPER = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]  # i
 _bindings: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], bool]] = WeakKeyDictionary()
 
 
-class KeptForward:
-    """Runs forwards of a module tree, each from the state that the tree had when this was created.
-
-    ``state`` puts back what the last one has changed, at the next one or when it is asked to.
-    """
-
-    def __init__(self, module: nn.Module, like: KeptForward | None = None) -> None:
-        """``like``: a forward of another tree over the same parameters and buffers."""
-        self.module = module
-        self.state: ModuleState = ModuleState(module, like.state if like is not None else None)
+class KeptForward(ModuleState):
+    """Runs forwards of a module tree, each from the state that the tree had when this was created."""
 
     def __call__(self, rows: Mapping[str, Tensor]) -> object:
-        """One forward for a batch."""
-        self.state.begin()
+        """One forward for a batch; what the last one has changed is put back first."""
+        self.begin()
         return call_module(rows, self.module)
 
 
@@ -69,7 +60,7 @@ class Replica:
 
 def overwrites_weights(forward: KeptForward, rows: Mapping[str, Tensor]) -> bool:
     """Whether weights have other numbers while a forward runs, which one that is left midway would not put back."""
-    return _is_ever(forward, rows, forward.state.has_overwritten)
+    return _is_ever(forward, rows, forward.has_overwritten)
 
 
 def _is_ever(forward: KeptForward, rows: Mapping[str, Tensor], condition: Callable[[], bool]) -> bool:
@@ -82,7 +73,7 @@ def _is_ever(forward: KeptForward, rows: Mapping[str, Tensor], condition: Callab
 
     with attach.observe_calls(forward.module, look, look):
         forward({name: value.clone() for name, value in rows.items()})
-    return any(found)
+    return any(found) or condition()
 
 
 def call_module(rows: Mapping[str, Tensor], module: nn.Module) -> object:
@@ -146,16 +137,13 @@ def copy_module(module: nn.Module) -> nn.Module | None:
 
     This does not prove that a forward of the copy stays inside it: a closure may lead back to the original.
     """
-    shared = {id(tensor): tensor for tensor in _iterate_tensors(module)}
+    shared = _list_tensors(module)
     try:
-        duplicate = copy.deepcopy(module, dict(shared))
+        duplicate = copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
     except Exception:  # locks, sockets, generators: whatever a third party's module holds
         return None
-    return (
-        duplicate
-        if _list_addresses(duplicate) == _list_addresses(module) and _share_no_modules(duplicate, module)
-        else None
-    )
+    has_same_tensors = [*map(id, _list_tensors(duplicate))] == [*map(id, shared)]
+    return duplicate if has_same_tensors and set(duplicate.modules()).isdisjoint(module.modules()) else None
 
 
 def has_same_calls(one: KeptForward, copy: KeptForward, rows: Mapping[str, Tensor]) -> bool:
@@ -163,11 +151,9 @@ def has_same_calls(one: KeptForward, copy: KeptForward, rows: Mapping[str, Tenso
 
     Tensors that they share must not change in the forward: two threads will run them at once.
     """
-    module = one.module
-    before = _read_write_marks(module)
     try:
         with torch.no_grad():
-            if _is_ever(one, copy_row(rows), one.state.has_changed_tensors):
+            if _is_ever(one, copy_row(rows), one.has_changed_tensors):
                 return False
             calls = _sketch_calls(one, rows)
             # Another row than in both sketches and in a copy's state: what one tree leaves in the other must show.
@@ -176,23 +162,9 @@ def has_same_calls(one: KeptForward, copy: KeptForward, rows: Mapping[str, Tenso
     except Exception:  # a copy may lack what its constructor set up elsewhere
         return False
     finally:
-        one.state.restore()
-        copy.state.restore()
-    (versions, buffers), (versions_before, buffers_before) = _read_write_marks(module), before
-    return (
-        versions == versions_before
-        and len(buffers) == len(buffers_before)
-        and all(map(torch.equal, buffers, buffers_before))
-        and list(calls) == list(copy_calls)
-        and all(sketch.matches(copy_calls[place]) for place, sketch in calls.items())
-    )
-
-
-def _read_write_marks(module: nn.Module) -> tuple[list[int], list[Tensor]]:
-    """Versions and copies that show whether a module's tensors were written to; not all writes change the version."""
-    # A tensor that was created in inference mode, such as a cache, has no version.
-    versions = [-1 if tensor.is_inference() else tensor._version for tensor in _iterate_tensors(module)]
-    return versions, [view_bytes(buffer).clone() for buffer in module.buffers()]
+        one.restore()
+        copy.restore()
+    return list(calls) == list(copy_calls) and all(sketch.matches(copy_calls[place]) for place, sketch in calls.items())
 
 
 def _sketch_calls(forward: KeptForward, rows: Mapping[str, Tensor]) -> dict[object, Sketch]:
@@ -205,14 +177,5 @@ def _sketch_calls(forward: KeptForward, rows: Mapping[str, Tensor]) -> dict[obje
     }
 
 
-def _iterate_tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def _list_addresses(module: nn.Module) -> list[int]:
-    return [tensor.data_ptr() for tensor in _iterate_tensors(module)]
-
-
-def _share_no_modules(one: nn.Module, other: nn.Module) -> bool:
-    return not {id(part) for part in one.modules()} & {id(part) for part in other.modules()}
+def _list_tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]

@@ -222,14 +222,6 @@ class Collector:
                 unreached.add(each.objective.point)
         return unreached
 
-    def release_graph(self) -> None:
-        """Detach buffers that the forward wrote to: the model would keep the graph alive."""
-        if self._has_graph:
-            for module in set(self._modules.values()):
-                for name, buffer in module._buffers.items():
-                    if buffer is not None and buffer.grad_fn is not None:
-                        module._buffers[name] = buffer.detach()
-
     def _on_call(
         self, calls: Mapping[CallKey, CallActions], calls_run: dict[CallKey, int], call: CallKey, value: object
     ) -> Changes | None:

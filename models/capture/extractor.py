@@ -46,8 +46,7 @@ class FeatureExtractor:
         every case the hooks are gone.
         """
         collector = Collector(tuple(slices), row_count, self._modules, token_mask, stops)
-        with ExitStack() as cleanup, collector.set_grad_mode():
-            cleanup.callback(collector.release_graph)
+        with collector.set_grad_mode():
             kept = KeptOutputs(self._modules["."]) if collector.changes_outputs else None
             with ExitStack() as stack:
                 attach_all(stack, collector.list_callbacks(), kept)

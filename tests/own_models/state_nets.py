@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -128,6 +129,18 @@ def counter() -> Callable[[], int]:
         return calls
 
     return count
+
+
+class Counts(Two):
+    """An array of numpy that is written to."""
+
+    def prepare(self) -> None:
+        self.counts = np.zeros(1, np.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts += 1
+        out: Tensor = self.b(self.a(x)) * float(self.counts[0])
+        return out
 
 
 class Latch(Two):

@@ -13,7 +13,10 @@ from layertap.models.spec import InputSpec
 from tests.own_models import state_nets
 from tests.own_models.ask import Asker, own, serving_models
 
-NETS = ("Seen", "Raises", "Swap", "Overwritten", "Dropped", "Helper", "Closed", "Latch", "Backwards", "Double")
+NETS = (
+    *("Seen", "Raises", "Swap", "Overwritten", "Dropped", "Helper"),
+    *("Closed", "Counts", "Latch", "Backwards", "Double"),
+)
 LOGIT = {"kind": "logit", "class": 1}
 MODULES = {name: getattr(state_nets, name)().eval() for name in (*NETS, "Table")}  # before any server draws numbers
 
