@@ -25,7 +25,7 @@ from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import copy_rows, make_noise, make_noise_row
 from layertap.models.interventions.sources import find_tensor
 from layertap.models.lru_cache import LRUCache
-from layertap.models.replica import KeptForward, overwrites_weights
+from layertap.models.replica import KeptForward, may_stop
 from layertap.models.resume.prover import verify_resumable
 from layertap.models.resume.resumption import Resumption, not_resumable_error
 from layertap.models.row_check import CrossingRows
@@ -81,7 +81,7 @@ def _survey(
                 forward.module, inputs.specs, forward, device, prefix_tokens, inputs.dtype, tolerance=tolerance
             )
             padding = try_padding(forward, inputs.text, device, tolerance) if inputs.text else None
-        stops = not overwrites_weights(forward, row)
+        stops = may_stop(forward, row)
         is_same = run.is_same_again()
     forward.restore(thorough=True)
     state = tuple(sorted(forward.found))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from layertap.models.hooks.tensor_tree import find_refused, view_bytes
-from layertap.models.turns import restore_default_dtype
+from layertap.models.turns import has_default_dtype, restore_default_dtype
 
 StateKey = tuple[str, str]  # the name of a module in the tree, and of one of its buffers, submodules or attributes
 
@@ -26,6 +26,7 @@ StateKey = tuple[str, str]  # the name of a module in the tree, and of one of it
 OF_TORCH = frozenset((*vars(nn.Module()), "forward")) - {"training"}
 ATOMS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType)
+HARMLESS = ("_thread.", "threading.", "logging.", "concurrent.futures.")  # of the process, not of the model's answers
 # What holds the same values for good; these may hold others.
 FIXED: Mapping[type, Callable[[Any], Iterable[object]]] = {
     tuple: iter,
@@ -35,7 +36,8 @@ FIXED: Mapping[type, Callable[[Any], Iterable[object]]] = {
 }
 MAX_COPIED_BYTES = 2**26  # of a tensor or an array; a larger one is treated like a parameter
 MAX_SEEN = 100_000  # objects that are looked into
-MAX_VIEWED = 1000  # entries of a container that are compared after each run
+MAX_VIEWED = 1000  # entries of a container that are compared after each run, unless a run has changed it before
+MAX_WATCHED_BYTES = 2**16  # of an array, of whose writes torch knows nothing; a larger one is compared once it changed
 SAMPLES = 64  # numbers that are compared of what is not copied
 ABSENT = object()
 END = object()
@@ -71,6 +73,7 @@ class ModuleState:
         if self._has_run:
             self.restore()
         self._has_run = True
+        self._had_dtype = has_default_dtype()  # else another thread's forward changes it, and sets it back
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -83,8 +86,9 @@ class ModuleState:
         self.restore()
 
     def has_overwritten(self) -> bool:
-        """Whether the memory of a parameter has other numbers now, within a run."""
-        return any(memory.copy is None and memory.is_overwritten() for memory in self._memories)
+        """Whether the memory of a parameter was written to, within a run."""
+        kept = [memory for memory in self._memories if memory.copy is None]
+        return any(memory.is_noticed() or memory.is_overwritten() for memory in kept)
 
     def has_changed_tensors(self) -> bool:
         """Whether a tensor was written to, or has other memory now, within a run: trees over the same would see it."""
@@ -102,11 +106,15 @@ class ModuleState:
         if not self._has_run:
             return
         self._has_run = False
-        restore_default_dtype()
+        if self._had_dtype:
+            restore_default_dtype()
         if not thorough and self._is_untouched():
             return
         for holder in self._holders:
-            self.found |= dict.fromkeys(holder.put_back())
+            if changed := holder.put_back():
+                self.found |= dict.fromkeys(changed)
+                if not any(view is holder.view for view in self._views):
+                    self._views.insert(0, holder.view)
         for memory in self._memories:
             outcome = memory.put_back(thorough=thorough)
             if outcome != "same":
@@ -123,7 +131,7 @@ class ModuleState:
             all(map(is_, chain.from_iterable(self._views), self._values))
             and self._read_marks() == self._marks
             and all(torch.equal(generator.get_state(), state) for _, generator, state in self._generators)
-            and not any(memory.is_overwritten() for memory in self._untracked)
+            and not any(memory.is_changed() for memory in self._untracked)
         )
 
     def _mark(self) -> None:
@@ -146,7 +154,10 @@ class ModuleState:
         self._plain: list[dict[str, Any]] = []  # parts of torch's classes: others seldom change more than their flag
         self._views: list[Iterable[object]] = []
         self._seen: dict[int, object] = {}
+        self._left: list[tuple[StateKey, object]] = []
         self._add_tree("", self.module)
+        while self._left:  # no recursion: a list may be linked a thousand times
+            self._add(*self._left.pop())
         self._views.append([END])  # nothing else is that: it shows whether there are as many values as before
         # Tensors of inference mode have no version.
         self._tensors = [memory.value for memory in self._memories if not memory.value.is_inference()]
@@ -162,18 +173,23 @@ class ModuleState:
             if id(part) in self._seen:
                 continue
             self._seen[id(part)] = part
+            if isinstance(part, torch.jit.ScriptModule):  # its namespaces are no dictionaries
+                self._left += [((name, key), value) for key, value in part.named_buffers(recurse=False)]
+                continue
             viewed = [part._buffers, part._parameters]
             if type(part).__module__.startswith("torch.nn."):
                 self._plain.append(vars(part))
-                viewed = [each for each in viewed if each]
+                viewed = [each for each in (*viewed, part._modules) if each]
             else:
                 viewed += [vars(part), part._modules]
             self._views += [each.values() for each in viewed]
             for namespace in (vars(part), part._buffers, part._parameters, part._modules):
                 self._holders.append(_Holder((name, ""), namespace))
-                for key, value in list(namespace.items()):
-                    if key not in OF_TORCH and not isinstance(value, nn.Module):
-                        self._add((name, key), value)
+                self._left += [
+                    ((name, key), value)
+                    for key, value in namespace.items()
+                    if key not in OF_TORCH and not isinstance(value, nn.Module)
+                ]
 
     def _add(self, key: StateKey, value: Any) -> None:
         """Note what a value holds that runs may change."""
@@ -188,17 +204,18 @@ class ModuleState:
             tensor = _view_array(value) if isinstance(value, np.ndarray) else value
             if tensor is not None and not is_lazy(tensor) and not any(find_refused(tensor)):
                 self._memories.append(_Memory(key, tensor, self._copies))
+                self._memories[-1].is_untracked = tensor is not value and tensor.nbytes <= MAX_WATCHED_BYTES
         elif listed := next((FIXED[kind] for kind in FIXED if isinstance(value, kind)), None):
-            for each in listed(value):
-                self._add(key, each)
+            self._left += [(key, each) for each in listed(value)]
+        elif f"{type(value).__module__}.".startswith(HARMLESS):
+            return
         elif (held := _open(value)) is not None:
             self._holders.append(_Holder(key, held))
             view = self._holders[-1].view
             values = list(view)
             if len(values) <= MAX_VIEWED:
                 self._views.append(view)
-            for each in values:
-                self._add(key, each)
+            self._left += [(key, each) for each in values]
 
 
 class _Variables:
@@ -292,8 +309,9 @@ class _Memory:
         self.is_untracked = False  # written to by what leaves the version as it was
         self.copy: Tensor | None = None
         if not isinstance(value, nn.Parameter) and value.nbytes <= MAX_COPIED_BYTES:
-            shared = copies.get(value.data_ptr())
-            self.copy = self.alias.clone() if shared is None else shared
+            shared = copies.get(value.data_ptr())  # of a view of its beginning there may be another
+            is_like = shared is not None and (shared.shape, shared.dtype) == (value.shape, value.dtype)
+            self.copy = shared if is_like else self.alias.clone()
         self._version = self._read_version()
         self._sample = self._read_sample().clone()
 
@@ -311,6 +329,12 @@ class _Memory:
         """Whether the tensor points to other memory."""
         value, alias = self.value, self.alias
         return (value.data_ptr(), value.shape, value.stride()) != (alias.data_ptr(), alias.shape, alias.stride())
+
+    def is_changed(self) -> bool:
+        """Whether the tensor's own memory has other numbers."""
+        if self.copy is None:
+            return self.is_overwritten()
+        return not torch.equal(view_bytes(self.alias), view_bytes(self.copy))
 
     def is_overwritten(self) -> bool:
         """Whether the tensor's own memory has other numbers, as far as a few tell."""
@@ -331,7 +355,7 @@ class _Memory:
             return outcome
         if self.copy is None:
             return "lost" if self.is_overwritten() else outcome
-        if torch.equal(view_bytes(self.alias), view_bytes(self.copy)):
+        if not self.is_changed():
             return outcome
         self.is_untracked |= not is_noticed  # as batch norm writes its statistics
         self.alias.data.copy_(self.copy)  # past the version

@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,10 +23,14 @@ from layertap.models.catalog.observations import Sketch
 from layertap.models.dispatch_mode import disable_compiled_functions
 from layertap.models.errors import LoadError, escape
 from layertap.models.hooks import attach
-from layertap.models.inputs.noise import ROWS, copy_row
+from layertap.models.inputs.noise import ROWS, copy_row, copy_rows
 from layertap.models.module_state import ModuleState
 
+STOPS = 8  # calls at which a forward is left
 MAX_LOOKS = 32  # at weights in a forward, one at each begin and end of a call
+Methods = tuple[
+    dict[int, Any], dict[int, Any], dict[str, Any]
+]  # hooks, those that come before, and a forward of its own
 WRAPPER = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]  # it hands on whatever it gets
 _bindings: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], bool]] = WeakKeyDictionary()
 
@@ -58,9 +63,49 @@ class Replica:
         return attach.count_hooks(self.module) - self.own_hooks
 
 
-def overwrites_weights(forward: KeptForward, rows: Mapping[str, Tensor]) -> bool:
-    """Whether weights have other numbers while a forward runs, which one that is left midway would not put back."""
-    return _is_ever(forward, rows, forward.has_overwritten)
+def may_stop(forward: KeptForward, rows: Mapping[str, Tensor]) -> bool:
+    """Whether a forward may be left midway: what it has changed until then can be put back, wherever that is.
+
+    Weights that are overwritten for a while can't, nor can hooks and methods that a forward puts on and takes off. What
+    else some stops show, from the last to the first, is looked at after each run from then on.
+    """
+    if _is_ever(forward, rows, forward.has_overwritten):
+        return False
+    calls = []
+    with attach.observe_calls(forward.module, lambda *_: None, lambda *given: calls.append(given[1])):
+        forward(copy_rows(rows))
+    methods = [_list_methods(part) for part in forward.module.modules()]
+    return all(_leave(forward, rows, len(calls) * place // STOPS, methods) for place in reversed(range(STOPS)))
+
+
+def _leave(forward: KeptForward, rows: Mapping[str, Tensor], at: int, methods: Sequence[Methods]) -> bool:
+    """Leave a forward at a call, and put everything back; whether that left no hook or method behind."""
+    calls = itertools.count()
+
+    def leave(*_: object) -> None:
+        if next(calls) == at:
+            raise attach.StopForward
+
+    with suppress(attach.StopForward), attach.observe_calls(forward.module, lambda *_: None, leave):
+        forward(copy_rows(rows))
+    forward.restore(thorough=True)
+    is_same = True
+    for part, before in zip(forward.module.modules(), methods, strict=True):
+        if _list_methods(part) != before:
+            is_same = False
+            part._forward_hooks.clear()
+            part._forward_hooks.update(before[0])
+            part._forward_pre_hooks.clear()
+            part._forward_pre_hooks.update(before[1])
+            vars(part).pop("forward", None)
+            vars(part).update(before[2])
+    return is_same
+
+
+def _list_methods(part: nn.Module) -> Methods:
+    """The hooks of a module's forward, and its forward where that is not its class's."""
+    own = {name: value for name, value in vars(part).items() if name == "forward"}
+    return dict(part._forward_hooks), dict(part._forward_pre_hooks), own
 
 
 def _is_ever(forward: KeptForward, rows: Mapping[str, Tensor], condition: Callable[[], bool]) -> bool:
@@ -72,7 +117,7 @@ def _is_ever(forward: KeptForward, rows: Mapping[str, Tensor], condition: Callab
             found.append(condition())
 
     with attach.observe_calls(forward.module, look, look):
-        forward({name: value.clone() for name, value in rows.items()})
+        forward(copy_rows(rows))
     return any(found) or condition()
 
 

@@ -108,9 +108,14 @@ def construct_alone(seed: int | None) -> Iterator[None]:
             torch.set_default_dtype(_DEFAULT_DTYPE)
 
 
+def has_default_dtype() -> bool:
+    """Whether the process's default dtype is its own, which no construction or forward has changed for a while."""
+    return torch.get_default_dtype() is _DEFAULT_DTYPE
+
+
 def restore_default_dtype() -> None:
     """Set the process's default dtype back if a forward has changed it, unless a module is being constructed."""
-    if torch.get_default_dtype() is not _DEFAULT_DTYPE and _CONSTRUCTION.acquire(blocking=False):
+    if not has_default_dtype() and _CONSTRUCTION.acquire(blocking=False):
         try:
             torch.set_default_dtype(_DEFAULT_DTYPE)
         finally:

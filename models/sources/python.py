@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -29,6 +30,7 @@ from layertap.models.sources.build import (
 from layertap.models.sources.grammar import SOURCES, is_file, parse_factory, parse_weights
 from layertap.models.spec import ModelSpec
 
+MAX_TRIES = 9
 PACKAGE_PREFIX = "layertap."  # digests of our own models are older than this package prefix
 
 
@@ -88,7 +90,10 @@ class _Finder:
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
         sys.path.extend(folder for folder in self.folders if folder not in sys.path)
-        importlib.invalidate_caches()
+        for _ in range(MAX_TRIES):
+            with suppress(RuntimeError):  # another thread imports meanwhile, and adds to what is gone through
+                importlib.invalidate_caches()
+                break
 
     def hides(self, package: str) -> bool:
         """Whether the search folders have a package of that name, but another one is imported."""
@@ -144,7 +149,8 @@ def _import(name: str) -> ModuleType:
 
 
 def _import_module(name: str) -> ModuleType:
-    _FINDER.add(name.partition(".")[0])
+    if name not in sys.modules:
+        _FINDER.add(name.partition(".")[0])
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -14,11 +14,13 @@ from tests.own_models import state_nets
 from tests.own_models.ask import Asker, own, serving_models
 
 NETS = (
-    *("Seen", "Raises", "Swap", "Overwritten", "Dropped", "Helper"),
-    *("Closed", "Counts", "Latch", "Backwards", "Double"),
+    *("Seen", "Raises", "Swap", "Overwritten", "Slope", "Hooked", "Counted", "Dropped", "Helper"),
+    *("Closed", "Counts", "Latch", "Backwards"),
 )
 LOGIT = {"kind": "logit", "class": 1}
-MODULES = {name: getattr(state_nets, name)().eval() for name in (*NETS, "Table")}  # before any server draws numbers
+MODULES = {
+    name: getattr(state_nets, name)().eval() for name in (*NETS, "Double", "Table")
+}  # before any server draws numbers
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,18 @@ def right(name: str, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("layer", ["a#0", "b#0", "b"])
 def test_after_other_requests(asker: Asker, name: str, layer: str) -> None:
     """Whole outputs are a new model's after forwards that were stopped, raised, met an outlier or went backwards."""
+    check_after_others(asker, name, layer)
+
+
+def test_default_dtype() -> None:
+    """A forward that changes the process's default dtype leaves it as it was; no other may run beside it."""
+    with serving_models(own("state_nets", "Double")) as asker:
+        for layer in ("a#0", "b"):
+            check_after_others(asker, "Double", layer)
+
+
+def check_after_others(asker: Asker, name: str, layer: str) -> None:
+    """The same answer twice, each behind requests of others."""
     x, other = torch.randn(8, generator=torch.Generator().manual_seed(1)), torch.full((8,), 1e5)
     wanted = right(name, x)
     for _ in range(2):
