@@ -184,6 +184,7 @@ class _Reader:
         names = [name for name in sorted(held.keys() - OF_TORCH - LEFT_OUT) if not name.startswith("_torchdynamo_")]
         parts = [(name, value) for place in PARTS for name, value in held[place].items()]
         hooks = [(place, hook) for place in HOOKS for hook in held[place].values()]
+        parts += [(name, vars(value)) for name, value in parts if isinstance(value, Tensor) and vars(value)]
         values = (*((name, held[name]) for name in names), *parts, *hooks)
         return (self.refer(type(module)), *((name, self.refer(value)) for name, value in values))
 
@@ -201,7 +202,7 @@ class _Reader:
             return self.read_object(value)
         self.left -= value.nbytes
         numbers = sha256(view_bytes(value).cpu().numpy().data).hexdigest()
-        return (str(value.dtype), *value.shape, numbers)
+        return (str(value.dtype), *value.shape, numbers, *([self.refer(vars(value))] if vars(value) else []))
 
     def read_set(self, value: frozenset[object]) -> Record:
         """Its items, which have no order: each is described as if it were the first."""

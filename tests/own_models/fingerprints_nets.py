@@ -77,6 +77,16 @@ class Attribute(Base):
         return self.w
 
 
+class OnTensors(Base):
+    def prepare(self) -> None:
+        self.a.weight.scale = draw()  # type: ignore[attr-defined]
+        self.one = torch.ones(1)
+        self.one.scale = draw()  # type: ignore[attr-defined]
+
+    def read(self) -> Tensor:
+        return self.a.weight.scale * self.one.scale  # type: ignore[attr-defined,no-any-return]
+
+
 class Numpy(Base):
     def prepare(self) -> None:
         self.w = draw().numpy()

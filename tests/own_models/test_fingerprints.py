@@ -23,7 +23,7 @@ MORE = (
     *("NestedClosure", "Partial", "BoundMethod", "SlotsHelper", "Dataclass", "EnumMember", "GlobalTensor"),
     *("GlobalNumber", "ImportedTensor", "ImportedLater", "OfClass", "NumpyScalar", "Sets", "Unregistered"),
     *("ReplacedForward", "TwoLambdas", "OwnHook", "Sparse", "Quantized", "UnsavedState", "parametrized", "traced"),
-    *("Scripted", "Generated", "Containers", "Seeded"),
+    *("Scripted", "Generated", "Containers", "Seeded", "OnTensors"),
 )
 PLAIN = ("Harmless",)
 UNPROVEN = ("Unproven", "ImportsUnknown")
