@@ -24,11 +24,14 @@ from tests.own_models.ask import Asker, own, serving_models
 
 ROW, IDS, PICTURE = InputSpec("x", (8,)), InputSpec("ids", (6,), "int64", values=(0, 1000)), InputSpec("x", (3, 32, 32))
 MODELS: dict[str, tuple[str, InputSpec, tuple[str, ...]]] = {
-    **dict.fromkeys(("Flag", "Read", "Floor", "Late", "Gate"), ("rows_nets", ROW, (".",))),
+    **dict.fromkeys(("Flag", "Read", "Floor", "Late", "Many", "Gate"), ("rows_nets", ROW, (".",))),
     "Mixes": ("rows_nets", ROW, (".", "a")),
     "Sorted": ("rows_nets", IDS, (".", "table", "head")),
     **dict.fromkeys(
-        ("Seen", "Raises", "Swap", "Overwritten", "Dropped", "Helper", "Closed", "Latch", "Backwards"),
+        (
+            *("Seen", "Raises", "Swap", "Overwritten", "Slope", "Hooked", "Counted", "Dropped", "Helper", "Closed"),
+            *("Latch", "Backwards"),
+        ),
         ("state_nets", ROW, (".", "a", "b")),
     ),
     "Table": ("state_nets", PICTURE, (".", "stem", "head")),
