@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -133,9 +133,12 @@ def _find_layer(explanation: Explanation, model: ModelInfo) -> list[Tap]:
 
 
 def _find_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
-    """The model's input: rows that are made of pictures here have channels first."""
-    layout = "NCHW" if model.preprocess is not None and len(model.inputs) == 1 else None
-    matches, _ = find_matches(Selector(".:input", ".", site="input", layout=layout), model.catalog)
+    """The model's input; its channels come first if its rows are made of pictures here, or nothing is known of it."""
+    selector = Selector(".:input", ".", site="input")
+    matches, _ = find_matches(selector, model.catalog)
+    is_made_here = model.preprocess is not None and len(model.inputs) == 1
+    if is_made_here or all(match.info.layout is None and len(match.info.shape) == 4 for match in matches):
+        matches, _ = find_matches(replace(selector, layout="NCHW"), model.catalog)
     of_maps = [match for match in matches if is_map(match.info)]
     if not of_maps:
         raise SelectorError("no operation of this model shows that it takes a picture", hint="name a layer of maps")

@@ -41,10 +41,10 @@ class Seconds(nn.Module):
 
 
 class Fractions(nn.Module):
-    """The squares of what is behind the point, summed over a picture."""
+    """The squares of what is behind the point, summed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.avg_pool2d((x - x.floor()).square(), 1).flatten(1).sum(1, keepdim=True)
+        return (x - x.floor()).square().flatten(1).sum(1, keepdim=True)
 
 
 class Offset(nn.Module):

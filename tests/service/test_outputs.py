@@ -85,7 +85,7 @@ def test_gradients(ending: Live, name: str) -> None:
 def test_explanations(ending: Live, name: str) -> None:
     """Top classes and drops of a probability are of the model's own; the latter by captum."""
     module, convert = copy_module(ending, name), ENDS[name][2]
-    options = {"method": "occlusion", "layout": "NCHW", "window": 2, "stride": 2}
+    options = {"method": "occlusion", "window": 2, "stride": 2}
     reply = ask(ending, "/explain", name, **options, objective={"kind": "probability", "class": CLASS})
     probabilities = convert(module(torch.from_numpy(X))).detach()
     for row, best in zip(probabilities, reply.json()["top_classes"], strict=True):
@@ -105,7 +105,7 @@ def test_a_lone_score(ending: Live, name: str) -> None:
     check_gradient(ending, name, {}, lambda out: out)
     for path, what in (
         ("/extract", {"layers": [".:grad_input"]}),
-        ("/explain", {"method": "saliency", "layout": "NCHW"}),
+        ("/explain", {"method": "saliency"}),
     ):
         found = problem(ask(ending, path, name, objective={"kind": "probability"}, **what), 422)["errors"][0]
         assert found["pointer"] == "/objective"
