@@ -69,7 +69,7 @@ def test_a_folder_that_does_not_answer(serve: Serve, versions: Versions, monkeyp
         check(self, spec, configured)
 
     monkeypatch.setattr(Allowed, "check", check_slowly)  # as on a mount that answers once its gate is open
-    settings = {"config": versions.file, "deadline_s": 0.5, "cpu_threads": 2}
+    settings = {"config": versions.file, "deadline_s": 2.0, "cpu_threads": 2}
     with serve(versions.write(entry("a"), allow=ALLOW), **settings) as live, ThreadPoolExecutor(1) as pool:
         first = fingerprint(live)
         reply = pool.submit(put, live, "b")
