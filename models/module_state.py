@@ -257,7 +257,7 @@ def _list_slots(kind: type) -> Iterable[str]:
 
 
 class _Holder:
-    """A namespace or another container, in place of whose values a run may put others; ``view`` has those of now.
+    """A namespace or another container whose values a run may replace; ``view`` has the present ones.
 
     ``key`` without a name: the container's names are those of a module's attributes.
     """

@@ -28,9 +28,8 @@ from layertap.models.module_state import ModuleState
 
 STOPS = 8  # calls at which a forward is left
 MAX_LOOKS = 32  # at weights in a forward, one at each begin and end of a call
-Methods = tuple[
-    dict[int, Any], dict[int, Any], dict[str, Any]
-]  # hooks, those that come before, and a forward of its own
+# A module's forward hooks, its forward pre-hooks, and its own ``forward`` if it has one.
+Methods = tuple[dict[int, Any], dict[int, Any], dict[str, Any]]
 WRAPPER = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]  # it hands on whatever it gets
 _bindings: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], bool]] = WeakKeyDictionary()
 

@@ -42,7 +42,7 @@ FAMILIES = {
     "request_bytes_total": Family("Bytes of bodies that were read.", ROUTE),
     "reply_bytes_total": Family("Bytes of bodies that were sent.", ROUTE),
     "connections_refused_total": Family(
-        "Connections that were closed before, or in place of, a request.", {"reason": get_args(ConnectionReason)}
+        "Connections that were closed before a whole request had come.", {"reason": get_args(ConnectionReason)}
     ),
     "batches_total": Family("Batches, by why just these requests shared one.", {**MODEL, "why": get_args(BatchReason)}),
     "batch_rows": Family("Rows of a batch.", MODEL, COUNTS),

@@ -109,7 +109,7 @@ class PlaceBody(StrictBody):
     heads: SignedIndices | None = None
     queries: SignedIndices | None = None
     keys: SignedIndices | None = None
-    layout: str | None = Field(None, max_length=16, description="the letters of the axes, in place of those found")
+    layout: str | None = Field(None, max_length=16, description="the letters of the axes, instead of those found")
 
     def parse_place(self) -> Selector:
         """The selector of the place, without options; SelectorError if it is invalid."""

@@ -15,7 +15,7 @@ class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        generator = torch.Generator().manual_seed(0)  # of its own: another model's dropout may draw meanwhile
+        generator = torch.Generator().manual_seed(0)  # another model's dropout may use torch's own meanwhile
         for each in self.parameters():
             nn.init.uniform_(each, -0.35, 0.35, generator=generator)
         self.prepare()

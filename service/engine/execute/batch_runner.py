@@ -167,7 +167,7 @@ class BatchRunner:
         check, tolerance = self._model.row_check, TOLERANCE[self._model.spec.precision]
         rows_of_kinds: dict[Hashable, list[tuple[int, int]]] = defaultdict(list)
         for part, (_, each) in enumerate(parts):
-            # Of twice as many rows each is a kind of its own: a model may do otherwise with many.
+            # Larger forwards are other kinds: a model may treat many rows differently.
             kind = _describe_kind(each), requests[-1].stop.bit_length()
             rows_of_kinds[kind] += [(part, row) for row in range(each.rows)]
         chosen = [row for kind, rows in rows_of_kinds.items() for row in check.choose(kind, rows, self._check_every)]

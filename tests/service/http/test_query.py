@@ -93,7 +93,7 @@ def test_sweep(live: Live) -> None:
 
 
 def _up_to_last_bits(reply: Json) -> Json:
-    """What equals a sweep's reply: how many edits share a forward, and so their last bits, hangs on durations."""
+    """A sweep's reply with a tolerance: measured times decide how many edits share a forward."""
     features = {
         name: feature | {"data": pytest.approx(np.array(feature["data"]), rel=1e-5)}
         for name, feature in reply["features"].items()
