@@ -12,9 +12,10 @@ from bench.front import DECODE_FIRST
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
 from layertap.service.cli.main import main
+from layertap.service.engine.execute.decode import try_to_decode
 from layertap.service.engine.execute.processes import executors, worker
 from layertap.service.engine.execute.processes.executors import ProcessExecutor
-from layertap.service.engine.rows.rows import Attempt, try_to_decode
+from layertap.service.engine.rows import Attempt
 from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
 

@@ -13,7 +13,8 @@ from random import Random
 from bench.policy.models import SimulatedModel
 from bench.policy.processor import Processor
 from bench.policy.rules import RETURN_S, Expected, Rule
-from layertap.service.engine.batch import CPU, Batch, BatchKey, Job
+from layertap.service.engine.batch import CPU, Batch, Job
+from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from layertap.service.engine.schedule.batcher import Batcher
 from layertap.service.engine.schedule.waiting import DecodeTask

@@ -20,12 +20,12 @@ from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.threads import start_single_threaded
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.models.model_manager import ModelManager
-from layertap.service.engine.plan.planner import PlannedRequest, Planner
+from layertap.service.engine.prepare.fetch_inputs import fetch_inputs
+from layertap.service.engine.prepare.job_maker import JobMaker, make_encoded_job, make_job, refuse_picture
+from layertap.service.engine.prepare.planner import PlannedRequest, Planner
+from layertap.service.engine.prepare.sources import count_taken_bytes, fill_tensors, plan_stages
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.rows.fetch_inputs import fetch_inputs
-from layertap.service.engine.rows.job_maker import JobMaker, make_encoded_job, make_job, refuse_picture
-from layertap.service.engine.rows.rows import Items
-from layertap.service.engine.rows.sources import count_taken_bytes, fill_tensors, plan_stages
+from layertap.service.engine.rows import Items
 from layertap.service.features import Features, warn_of_cuts
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.metrics import Metrics, Snapshot

@@ -19,12 +19,13 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
 from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.models.selection.selectors import make_selector
-from layertap.service.engine.admit.admission import Ticket, check_sizes
+from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.admit.planned_work import PlannedWork, WorkPlan
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.engine import Engine
+from layertap.service.engine.limits import check_sizes
 from layertap.service.engine.models.model_handle import ModelHandle
-from layertap.service.engine.plan.planner import find_model
+from layertap.service.engine.prepare.planner import find_model
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.explain import map_requests
 from layertap.service.explain.explanation_methods import (

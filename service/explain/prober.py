@@ -22,9 +22,9 @@ from layertap.models.selection.hook_points import Embedding, Selector
 from layertap.models.spec import InputSpec
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.plan.planner import find_tower
+from layertap.service.engine.prepare.planner import find_tower
+from layertap.service.engine.prepare.predicted_rows import predict_rows
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.rows.predicted_rows import predict_rows
 from layertap.service.features import Array, Features
 from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem, TokensItem
 from layertap.service.probes import Probe, ProbeInput

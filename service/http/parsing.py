@@ -12,7 +12,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers
 
 from layertap.models.errors import Fault, RequestError, escape
-from layertap.service.engine.admit.admission import check_count, check_results
+from layertap.service.engine.limits import check_count, check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.formats.table import ReplyFormat

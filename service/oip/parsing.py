@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from layertap.models.errors import LayertapError, RequestError, SelectorError, escape, find_nearest, suggest
 from layertap.models.selection.hook_points import Selector
-from layertap.service.engine.admit.admission import check_results
+from layertap.service.engine.limits import check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.errors import BadRequestError
 from layertap.service.http.body import load_json

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from layertap.models.errors import InputError, RequestError, escape
-from layertap.service.engine.admit.admission import check_count
+from layertap.service.engine.limits import check_count
 from layertap.service.inputs.arrays import Array, decode_base64, read_tensor
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
 from layertap.service.oip.schemas import InputTensor

@@ -21,17 +21,18 @@ from layertap.models.labels import name_classes
 from layertap.models.selection.hook_points import InputOptions, Objective, Reduction, Sweep
 from layertap.models.selection.plan import Capture, Result
 from layertap.models.selection.selectors import make_selector
-from layertap.service.engine.admit.admission import Ticket, check_count, check_results, check_sizes
+from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.admit.planned_work import CHUNK_ROWS, PlannedWork, WorkPlan, check_changed_inputs
 from layertap.service.engine.batch import Job, Results
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.collect.results import collect_features, make_receipt
 from layertap.service.engine.engine import Answer, Engine
+from layertap.service.engine.limits import check_count, check_results, check_sizes
 from layertap.service.engine.models.model_handle import ModelHandle
-from layertap.service.engine.plan.planner import find_model, needs_functions
+from layertap.service.engine.prepare.planner import find_model, needs_functions
+from layertap.service.engine.prepare.predicted_rows import predict_rows
+from layertap.service.engine.prepare.sources import count_taken_bytes, fill_tensors, prepare_sources
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
-from layertap.service.engine.rows.predicted_rows import predict_rows
-from layertap.service.engine.rows.sources import count_taken_bytes, fill_tensors, prepare_sources
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Array, Features, Receipt, TopEffect
 from layertap.service.inputs.items import ArraysItem

@@ -15,9 +15,9 @@ from layertap.models.fingerprint import digest_reply
 from layertap.models.hooks.sites import AXES
 from layertap.models.selection.plan import Result
 from layertap.models.selection.statistics import merge_rows
-from layertap.service.engine.admit.admission import check_results, check_sizes
 from layertap.service.engine.batch import Job
 from layertap.service.engine.collect.results import make_receipt
+from layertap.service.engine.limits import check_results, check_sizes
 from layertap.service.engine.request import ReplyOptions
 from layertap.service.features import Array, Features, Receipt, join_cuts
 

@@ -25,8 +25,9 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.replica import Replica
 from layertap.service.engine.batch import Batch, BatchResult
 from layertap.service.engine.execute.batch_runner import BatchRunner, find_lasting_failure
+from layertap.service.engine.execute.decode import try_to_decode
 from layertap.service.engine.execute.threads import WorkerThread, start_single_threaded, wrap_error
-from layertap.service.engine.rows.rows import ItemAttempts, try_to_decode
+from layertap.service.engine.rows import ItemAttempts
 from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
 

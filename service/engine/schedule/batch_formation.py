@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from layertap.service.engine.batch import Batch, BatchKey, Job, RowSlice
+from layertap.service.engine.batch import Batch, Job, RowSlice
+from layertap.service.engine.batch_key import BatchKey
 from layertap.service.types import BatchReason
 
 MIN_SPLIT_SPEEDUP = 1.3  # to split rows: seconds of one forward of all, divided by those of forwards in parallel

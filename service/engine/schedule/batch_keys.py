@@ -13,7 +13,8 @@ from layertap.models.model_catalogs import MAX_CATALOGS
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import HookPoint
 from layertap.models.spec import Shapes
-from layertap.service.engine.batch import SMOOTHING, Batch, BatchKey
+from layertap.service.engine.batch import Batch
+from layertap.service.engine.batch_key import SMOOTHING, BatchKey
 from layertap.service.settings import Settings
 
 MAX_KEYS = 8 * MAX_CATALOGS  # without and with graphs, from the input or from a layer, compiled

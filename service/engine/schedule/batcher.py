@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from layertap.service.engine.batch import CPU, Batch, BatchKey, Job, RowSlice
+from layertap.service.engine.batch import CPU, Batch, Job, RowSlice
+from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.schedule.batch_formation import (
     DeviceSlots,
     DeviceState,

@@ -18,7 +18,7 @@ from layertap.service.engine.deadline import deadline_error, wait_until
 from layertap.service.engine.execute.batch_runner import refuse
 from layertap.service.engine.execute.executor import Executor, ModelFunction
 from layertap.service.engine.execute.threads import wrap_error
-from layertap.service.engine.rows.rows import ItemAttempts, count_rows
+from layertap.service.engine.rows import ItemAttempts, count_rows
 from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from layertap.service.engine.schedule.batch_keys import Pace
 from layertap.service.engine.schedule.batcher import Batcher, Clock

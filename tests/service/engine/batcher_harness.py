@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.batch import Batch, BatchKey, Job
+from layertap.service.engine.batch import Batch, Job
+from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from layertap.service.engine.schedule.batcher import Batcher
 from layertap.service.engine.schedule.waiting import DecodeTask

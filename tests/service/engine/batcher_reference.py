@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.batch import Batch, BatchKey, Job
+from layertap.service.engine.batch import Batch, Job
+from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from layertap.service.engine.schedule.waiting import DecodeTask
 from tests.service.engine.batcher_harness import BULK_DELAY, RunningTask

@@ -11,7 +11,8 @@ from layertap.models.loading import load_model
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Selector
 from layertap.models.spec import ModelSpec
-from layertap.service.engine.batch import CPU, Batch, BatchKey, ForwardSpec, Job, RowSlice
+from layertap.service.engine.batch import CPU, Batch, ForwardSpec, Job, RowSlice
+from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.execute.batch_runner import BatchRunner
 from tests.service.support import ROW
 

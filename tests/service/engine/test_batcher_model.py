@@ -9,7 +9,8 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from layertap.service.engine.batch import Batch, BatchKey, Job, RowSlice
+from layertap.service.engine.batch import Batch, Job, RowSlice
+from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.schedule.batcher import Batcher
 from layertap.service.engine.schedule.waiting import DecodeTask
 from layertap.service.types import Priority

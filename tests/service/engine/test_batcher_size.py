@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.batch import FIRST_PAUSE_S, MAX_PAUSE_S, BatchKey
+from layertap.service.engine.batch_key import FIRST_PAUSE_S, MAX_PAUSE_S, BatchKey
 from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from tests.service.engine.batcher_harness import BULK_DELAY, GPU_LIKE, BatcherHarness, make_key
 from tests.service.engine.batcher_reference import ExpectedRequest, cheapest_cuts

@@ -16,7 +16,7 @@ from layertap.models.errors import InputError, TooLargeError
 from layertap.models.inputs.device_decoder import DeviceDecoder
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.spec import ModelSpec, PreprocessSpec
-from layertap.service.engine.rows.rows import decode_item, normalize_rows
+from layertap.service.engine.execute.decode import decode_item, normalize_rows
 from layertap.service.inputs.images import get_plain_jpeg_size
 from layertap.service.inputs.items import ImageItem
 from layertap.service.settings import Settings

@@ -28,6 +28,7 @@ from layertap.models.sources.python import list_search_folders
 from layertap.models.spec import ModelSpec
 from layertap.service.engine.batch import CPU, Batch, BatchResult, RowSlice, SliceResult, UndecodedError
 from layertap.service.engine.execute.batch_runner import refuse
+from layertap.service.engine.execute.decode import decode_on_device, try_to_decode
 from layertap.service.engine.execute.executor import (
     CallOutcome,
     Executor,
@@ -47,7 +48,7 @@ from layertap.service.engine.execute.processes.worker_pool import (
     WorkerProcess,
 )
 from layertap.service.engine.execute.threads import start_single_threaded, wrap_error
-from layertap.service.engine.rows.rows import Attempt, ItemAttempts, decode_on_device, try_to_decode
+from layertap.service.engine.rows import Attempt, ItemAttempts
 from layertap.service.errors import ForwardError, UnavailableError
 from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem
 from layertap.service.metrics import Metrics

@@ -15,13 +15,14 @@ from layertap.models.resume.resumption import Resumption
 from layertap.service.allocator import release_memory
 from layertap.service.engine.batch import NEVER, Batch, BatchResult, Interval, RowSlice, SliceResult, UndecodedError
 from layertap.service.engine.execute.batch_runner import BatchRunner, Part
+from layertap.service.engine.execute.decode import try_to_decode
 from layertap.service.engine.execute.executor import CallOutcome, call_model
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel
 from layertap.service.engine.execute.processes.forking import limit_seconds, mute_stderr
 from layertap.service.engine.execute.processes.messages import BatchDecoded, CallModel, DecodeItems
 from layertap.service.engine.execute.processes.progress import Progress
 from layertap.service.engine.execute.threads import start_single_threaded
-from layertap.service.engine.rows.rows import Attempt, Rows, join_rows, try_to_decode
+from layertap.service.engine.rows import Attempt, Rows, join_rows
 from layertap.service.inputs.items import ImageItem, LocalItem
 from layertap.service.settings import Settings
 

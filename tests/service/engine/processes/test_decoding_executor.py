@@ -26,13 +26,14 @@ from layertap.models.registry import Registry, load_ready_model
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.engine.engine import Engine
+from layertap.service.engine.execute.decode import try_to_decode
 from layertap.service.engine.execute.executor import Executor, InProcessExecutor, ModelLostError
 from layertap.service.engine.execute.processes.executors import DecodingExecutor
 from layertap.service.engine.execute.processes.progress import Progress
 from layertap.service.engine.execute.processes.worker import DecodingWorker
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.rows.rows import Attempt, CutRows, ItemAttempts, try_to_decode
+from layertap.service.engine.rows import Attempt, CutRows, ItemAttempts
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher

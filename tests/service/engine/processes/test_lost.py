@@ -18,10 +18,7 @@ from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.digits import spec as digits
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
-from layertap.service.engine.batch import (
-    BatchResult,
-    SliceResult,
-)
+from layertap.service.engine.batch import BatchResult, SliceResult
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel, connect
 from layertap.service.engine.execute.processes.worker import split_results
 from tests.conftest import WARM, net_spec

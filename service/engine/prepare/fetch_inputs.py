@@ -9,8 +9,9 @@ from layertap.models.errors import InputError, LayertapError, RequestError, TooL
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.deadline import wait_until
+from layertap.service.engine.execute.decode import get_preprocessing
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.rows.rows import Fetched, Items, get_preprocessing
+from layertap.service.engine.rows import Fetched, Items
 from layertap.service.fetch.fetcher import DownloadBudget, Fetcher
 from layertap.service.fetch.urls import FetchTarget
 from layertap.service.inputs.items import ImageItem, InputItem, UrlItem

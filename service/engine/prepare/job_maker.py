@@ -26,25 +26,15 @@ from layertap.models.loaded_model import check_rows_fit
 from layertap.models.selection.plan import Plan
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.spec import Shapes
-from layertap.service.engine.admit.admission import check_batch, check_graph, show_shapes
 from layertap.service.engine.batch import ForwardSpec, Job, UndecodedError
 from layertap.service.engine.collect.joined_inputs import check_entries, list_entries
 from layertap.service.engine.deadline import RunInThread
-from layertap.service.engine.plan.planner import PlannedRequest, Planner
-from layertap.service.engine.rows.predicted_rows import find_preprocessed_by
-from layertap.service.engine.rows.rows import (
-    Attempt,
-    CutRows,
-    Fetched,
-    ItemAttempts,
-    Items,
-    Rows,
-    get_row_shapes,
-    join_rows,
-    normalize_rows,
-    pad_texts,
-)
-from layertap.service.engine.rows.sources import prepare_sources
+from layertap.service.engine.execute.decode import normalize_rows, pad_texts
+from layertap.service.engine.limits import check_batch, check_graph, show_shapes
+from layertap.service.engine.prepare.planner import PlannedRequest, Planner
+from layertap.service.engine.prepare.predicted_rows import find_preprocessed_by
+from layertap.service.engine.prepare.sources import prepare_sources
+from layertap.service.engine.rows import Attempt, CutRows, Fetched, ItemAttempts, Items, Rows, get_row_shapes, join_rows
 from layertap.service.engine.schedule.batch_formation import are_few_rows
 from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.errors import UnsupportedMediaError

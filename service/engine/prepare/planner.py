@@ -27,19 +27,24 @@ from layertap.models.selection.plan import Capture, Plan, Result
 from layertap.models.selection.projections import check_work
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import Preprocessed, Shapes
-from layertap.service.engine.admit.admission import (
+from layertap.service.engine.batch import NOTHING
+from layertap.service.engine.deadline import RunInThread
+from layertap.service.engine.limits import (
     check_count,
     check_reply_size,
     check_results,
     check_survey,
     show_shapes,
 )
-from layertap.service.engine.batch import NOTHING
-from layertap.service.engine.deadline import RunInThread
 from layertap.service.engine.models.model_handle import ModelHandle
+from layertap.service.engine.prepare.predicted_rows import (
+    PredictedRows,
+    find_preprocessed_by,
+    is_reshaped,
+    predict_rows,
+)
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.rows.predicted_rows import PredictedRows, find_preprocessed_by, is_reshaped, predict_rows
-from layertap.service.engine.rows.rows import Rows, get_row_shapes
+from layertap.service.engine.rows import Rows, get_row_shapes
 from layertap.service.inputs.items import TextItem
 from layertap.service.schemas.base import read_field
 from layertap.service.settings import Settings

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -18,10 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from layertap.models.catalog.row_tensor import to_floating
-from layertap.models.devices import transfer
 from layertap.models.devices.devices import DTYPES
 from layertap.models.devices.memory import is_out_of_memory
-from layertap.models.errors import InputError, LayertapError, TooLargeError
+from layertap.models.errors import InputError, TooLargeError
 from layertap.models.inputs.geometry import compute_resized_size
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.inputs.preprocess import (
@@ -30,8 +28,8 @@ from layertap.models.inputs.preprocess import (
     make_row,
     normalize,
 )
-from layertap.models.spec import InputSpec, PreprocessSpec, Shapes
-from layertap.service.engine.rows.predicted_rows import (
+from layertap.models.spec import InputSpec, PreprocessSpec
+from layertap.service.engine.execute.item_arrays import (
     choose_tower,
     fits,
     get_batch_shape,
@@ -39,6 +37,7 @@ from layertap.service.engine.rows.predicted_rows import (
     is_pixels,
     name_arrays,
 )
+from layertap.service.engine.rows import Attempt, CutRows, Items, Rows
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.features import Array
 from layertap.service.inputs.arrays import require_finite
@@ -46,41 +45,9 @@ from layertap.service.inputs.images import decode_image, get_plain_jpeg_size
 from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem, TokensItem
 from layertap.service.settings import Settings
 
-Rows = Mapping[str, Tensor]
-Attempt = Rows | LayertapError  # the rows of an item, or its error
-ItemAttempts = list[Sequence[Attempt]]  # of each item, which may be a batch
-Fetched = LocalItem | LayertapError  # an input, or why it can't be fetched
-Items = Sequence[tuple[int, Fetched]]  # with their indexes in the request
-
 CHARACTERS = 16  # of a text, for each token that a model takes: bounds the time of the tokenizer
 CUT_HINT = ', or cut it by "truncate": "end"'
 CUT_CHARACTERS = 2**20  # of a text that may be cut: a tokenizer reads all of it
-
-
-class CutRows(dict[str, Tensor]):
-    """The row of a text or picture; ``cut`` is the number of tokens that were truncated, 1 if pages were left out."""
-
-    def __init__(self, rows: Rows = MappingProxyType({}), cut: int = 0) -> None:
-        super().__init__(rows)
-        self.cut = cut
-
-
-def count_rows(attempts: ItemAttempts) -> int:
-    """How many rows were made of items."""
-    made = [rows for of_item in attempts for rows in of_item if not isinstance(rows, LayertapError)]
-    return sum(len(next(iter(rows.values()))) for rows in made)
-
-
-def get_row_shapes(rows: Rows) -> Shapes:
-    """The shape of one row for each input of the model."""
-    return tuple(tuple(value.shape[1:]) for value in rows.values())
-
-
-def join_rows(parts: Sequence[Rows]) -> dict[str, Tensor]:
-    """All rows of a request; their shapes agree."""
-    if len(parts) == 1:
-        return dict(parts[0])
-    return {name: transfer.join_rows([part[name] for part in parts]) for name in parts[0]}
 
 
 def try_to_decode(

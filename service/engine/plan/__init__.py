@@ -1,1 +1,0 @@
-"""Plans: the selectors of a request, resolved to captures."""

@@ -1,0 +1,1 @@
+"""What was asked becomes a plan, what was sent becomes jobs."""

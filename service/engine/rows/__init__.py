@@ -1,1 +1,0 @@
-"""Items converted to rows."""
