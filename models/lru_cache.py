@@ -39,6 +39,11 @@ class LRUCache(Generic[K, V]):
         with self._lock:
             return self._put(key, self._values[key] if key in self._values else create())
 
+    def clear(self) -> None:
+        """Drop all values."""
+        with self._lock:
+            self._values.clear()
+
     def values(self) -> list[V]:
         """All values, the one used most recently last."""
         with self._lock:

@@ -15,6 +15,7 @@ from bench.policy.processor import Processor
 from bench.policy.rules import RETURN_S, Expected, Rule
 from layertap.service.engine.batch import CPU, Batch, Job
 from layertap.service.engine.batch_key import BatchKey
+from layertap.service.engine.prepared_request import PreparedRequest
 from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from layertap.service.engine.schedule.batcher import Batcher
 from layertap.service.engine.schedule.waiting import DecodeTask
@@ -153,7 +154,7 @@ class SimulatedServer:
         self._dispatch()
 
     def _enqueue(self, request: SimulatedRequest) -> None:
-        queued = Job(self._key, request.rows, row_bytes=request.row_bytes, priority=request.priority)
+        queued = Job(PreparedRequest(key=self._key, row_bytes=request.row_bytes), request.rows, request.priority)
         self._requests[queued] = request
         self._batcher.add(queued)
 
@@ -224,7 +225,7 @@ class SimulatedServer:
         seconds = self._model.costs.estimate_seconds(batch.rows)
         if batch.slots > 1:
             seconds /= self._model.costs.speedup
-        seconds += sum(each.rows * each.job.row_bytes for each in batch.slices) / CAPTURED_BYTES_PER_S
+        seconds += sum(each.rows * each.job.prepared.row_bytes for each in batch.slices) / CAPTURED_BYTES_PER_S
         self._processor.run(self.vary(seconds), partial(self._end_batch, running), batch.slots)
 
     def _end_batch(self, running: RunningBatch) -> None:

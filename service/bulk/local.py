@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from layertap.models.errors import RequestError
 from layertap.service.bulk.job import Answer, Extractor, Outline, Question, list_reasons
 from layertap.service.bulk.sources import Entry
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.explain.prober import TEXT, Prober, make_picture
 from layertap.service.formats.plain_data import describe_receipts
 from layertap.service.inputs.items import ImageItem, TextItem
@@ -37,18 +38,19 @@ class LocalExtractor(Extractor):
         """The outline of answers, by a fixed picture or text; LayertapError."""
         await self._engine.manager.get_handle(question.model, float("inf"))
         question = replace(question, truncate="end")  # the text with its prompt may be long
-        request = _make_request(question, [TEXT.encode() if question.texts else make_picture()])
+        example = TEXT.encode() if question.texts else make_picture()
+        request, sent = _make_request(question), _make_inputs(question, [example])
         with self._engine.admission.admit(_make_deadline()) as ticket:
-            features = await self._engine.extract(request, ticket)
-            features = await Prober(self._engine).add_probes(features, request, ticket)
+            features = await self._engine.extract(request, sent, ticket)
+            features = await Prober(self._engine).add_probes(features, request, sent, ticket)
         return Outline.of(features.model, features.fingerprint, features.arrays, describe_receipts(features))
 
     async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
         """The answer to a batch; RequestError, TooLargeError if a smaller one may succeed; any LayertapError."""
-        request = _make_request(question, [entry.data or b"" for entry in entries])
+        request, sent = _make_request(question), _make_inputs(question, [entry.data or b"" for entry in entries])
         try:
             with self._engine.admission.admit(_make_deadline()) as ticket:
-                features = await self._engine.extract(request, ticket)
+                features = await self._engine.extract(request, sent, ticket)
         except RequestError as error:
             if not error.faults or any(fault.input is None for fault in error.faults):
                 raise
@@ -60,7 +62,8 @@ class LocalExtractor(Extractor):
         await self._engine.close()
 
 
-def _make_request(question: Question, inputs: Sequence[bytes]) -> ExtractRequest:
+@lru_cache(maxsize=4)
+def _make_request(question: Question) -> ExtractRequest:
     fields = {
         "model": question.model,
         "layers": question.entries,
@@ -73,9 +76,13 @@ def _make_request(question: Question, inputs: Sequence[bytes]) -> ExtractRequest
         "priority": "bulk",
     }
     body = validate(ExtractBody, {name: value for name, value in fields.items() if value})
-    items = [TextItem(data.decode()) if question.texts else ImageItem(data) for data in inputs]
     # Decoded with the batch: other batches keep the workers busy, and no row is sent between processes.
-    return ExtractRequest(items=tuple(enumerate(items)), decode_with_batch=True, **body.request_fields)
+    return ExtractRequest(decode_with_batch=True, **body.request_fields)
+
+
+def _make_inputs(question: Question, inputs: Sequence[bytes]) -> SentInputs:
+    items = [TextItem(data.decode()) if question.texts else ImageItem(data) for data in inputs]
+    return SentInputs(tuple(enumerate(items)))
 
 
 def _make_deadline() -> float:

@@ -1,9 +1,9 @@
-"""Plain data passed between the server and its workers: batch keys, jobs, batches and their results."""
+"""Plain data passed between the server and its workers: jobs, batches and their results."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,39 +11,20 @@ from torch import Tensor
 
 from layertap.models.capture.batch_slices import JoinedRows
 from layertap.models.capture.reduction import ReducedTensor
-from layertap.models.catalog.catalog import CallCounts, Catalog
-from layertap.models.compiled.compiled_plan import CompiledPlan
+from layertap.models.catalog.catalog import CallCounts
 from layertap.models.errors import Fault, LayertapError
-from layertap.models.labels import Labels
-from layertap.models.resume.resumption import Resumption
-from layertap.models.selection.hook_points import HookPoint
 from layertap.models.selection.plan import Capture, Plan
-from layertap.models.spec import Preprocessed
 from layertap.service.engine.batch_key import BatchKey
+from layertap.service.engine.prepared_request import ForwardSpec, PreparedRequest
 from layertap.service.engine.rows import Rows
 from layertap.service.inputs.items import ImageItem
 from layertap.service.timings import Timings
 from layertap.service.types import BatchReason, Priority
 
 CPU = "cpu"  # the device on which pictures are decoded
-CAPTURED_BYTES_PER_S = 1e9  # roughly: to reduce captures, copy them to the host and keep them for the answer
 Results = dict[Capture, ReducedTensor]
 Interval = tuple[float, float]
 NEVER: Interval = (0.0, 0.0)  # of a forward that failed, or of decoding where nothing was decoded
-
-
-@dataclass(frozen=True, eq=False)
-class ForwardSpec:
-    """What a request's forwards compute, the same for all of its rows.
-
-    ``resumption`` and ``compiled`` are the same for all rows with one batch key. ``verified_by``: the catalogue to
-    verify by, if the request asks to put captured outputs back and compare the model's output.
-    """
-
-    plan: Plan
-    verified_by: Catalog | None = None
-    resumption: Resumption | None = None
-    compiled: CompiledPlan | None = None
 
 
 class UndecodedError(RuntimeError):
@@ -58,73 +39,53 @@ class UndecodedError(RuntimeError):
         self.row = row
 
 
-NOTHING = ForwardSpec(Plan((), HookPoint("", 0, (), "output"), 0.0, ()))
-NO_CATALOG = Catalog({}, 0.0, crosses_rows=False)
-
-
 @dataclass(eq=False)
 class Job:
-    """Rows of a request that are ready to run, with the data that the batcher, the forwards and the reply need.
+    """Rows of a prepared request: a forward takes ``inputs``, or decodes the ``encoded`` pictures, one per row.
 
-    ``depth``: the share of a whole forward's cost up to its deepest layer. ``row_bytes``: bytes captured of each row.
-    ``isolated``: no other job shares its forwards. ``unsplittable``: all its rows run in one forward, alone.
-    ``work_rows``: rows of all jobs of a request that queues a few at a time. The batcher sets the times on its own
-    clock; the job with the least ``due_at`` is first. ``taken_rows`` are in batches already; ``slowdown``: measured
-    seconds of its last batch, divided by the expected ones.
+    ``first_row``: the first row's number in the request. ``work_rows``: rows of all jobs of a request that queues a few
+    at a time. ``joined`` collects the results of several forwards.
 
-    A forward takes ``inputs``, or decodes the ``encoded`` pictures, one per row, and computes what ``spec`` says.
-    ``first_row``: the first row's number in the request. ``joined`` collects the results of several forwards.
+    The batcher sets the times on its own clock; the job with the least ``due_at`` is first. ``taken_rows`` are in
+    batches already; ``slowdown``: measured seconds of its last batch, divided by the expected ones.
 
-    The rest is for the reply. ``fingerprints``: by result key. ``mask`` names the model input that is the attention
-    mask. ``rows_per_forward``: how many rows a forward has, if rows affect each other. ``preprocessed`` says who
-    preprocessed the rows. ``labels`` names the model's classes. ``input_index`` is set if each input is a job of its
-    own. ``changed``: for each intervention of the request, but not of single inputs, the points it changes. ``tokens``
-    counts the tokens of its texts without padding. ``cut``: how many tokens each text was truncated by.
-    ``plan_again`` makes the job of the same rows, never run, for a forward that makes other numbers of calls.
+    The rest is for the reply. ``faults``: of inputs that were left out. ``input_index`` is set if each input is a job
+    of its own. ``tokens`` counts the tokens of its texts without padding. ``cut``: how many tokens each text was
+    truncated by. ``plan_again`` makes the job of the same rows, never run, for a forward that makes other numbers of
+    calls.
     """
 
-    key: BatchKey
+    prepared: PreparedRequest
     rows: int
-    depth: float = 1.0
-    row_bytes: int = 0
     priority: Priority = "interactive"
     deadline: float = math.inf
-    isolated: bool = False
-    unsplittable: bool = False
+    inputs: Rows = field(default_factory=dict)
+    encoded: tuple[ImageItem, ...] = ()
+    first_row: int = 0
     work_rows: int = 0
+    joined: JoinedRows | None = None
 
     taken_rows: int = 0
     enqueued_at: float = 0.0
     due_at: float = 0.0
     slowdown: float = 1.0
 
-    inputs: Rows = field(default_factory=dict)
-    encoded: tuple[ImageItem, ...] = ()
-    spec: ForwardSpec = NOTHING
-    first_row: int = 0
-    joined: JoinedRows | None = None
-
-    catalog: Catalog = NO_CATALOG
     timings: Timings = field(default_factory=Timings)
     faults: tuple[Fault, ...] = ()
-    fingerprints: Mapping[str, str] = field(default_factory=dict)
-    mask: str | None = None
-    rows_per_forward: int | None = None
-    preprocessed: Preprocessed = ""
-    labels: Labels | None = None
     input_index: int | None = None
-    changed: tuple[tuple[str, ...], ...] = ()
     tokens: int = 0
     cut: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
     plan_again: Callable[[CallCounts], Awaitable[Job]] | None = None
 
-    def __post_init__(self) -> None:
-        self.isolated = self.isolated or self.unsplittable
-
     def with_plan(self, **changes: Any) -> Job:
         """The same rows with other fields of its plan."""
-        return replace(self, spec=replace(self.spec, plan=replace(self.spec.plan, **changes)))
+        return replace(self, prepared=self.prepared.with_plan(**changes))
+
+    @property
+    def plan(self) -> Plan:
+        """What its forwards compute."""
+        return self.prepared.spec.plan
 
     @property
     def waiting_rows(self) -> int:
@@ -132,20 +93,16 @@ class Job:
         return self.rows - self.taken_rows
 
     @property
-    def captured_seconds(self) -> float:
-        """Seconds to reduce and copy the captures of one row."""
-        return self.row_bytes / CAPTURED_BYTES_PER_S
-
-    @property
     def weight(self) -> float:
         """The cost of one of its rows, relative to a row that passes all layers without captures."""
-        per_row, decoding = self.key.costs.per_row, self.key.decode_seconds
-        return (self.depth * per_row + decoding + self.captured_seconds) / (per_row + decoding)
+        prepared, key = self.prepared, self.prepared.key
+        per_row, decoding = key.costs.per_row, key.decode_seconds
+        return (prepared.depth * per_row + decoding + prepared.captured_seconds) / (per_row + decoding)
 
     @property
     def is_large(self) -> bool:
         """Whether it, or the planned work that it belongs to, needs more than one efficient forward."""
-        return max(self.rows, self.work_rows) > self.key.efficient_rows
+        return max(self.rows, self.work_rows) > self.prepared.key.efficient_rows
 
     @property
     def yields(self) -> bool:
@@ -153,19 +110,21 @@ class Job:
 
         True of bulk and large jobs, unless the number of rows in a forward decides the bits of their results.
         """
-        return (self.is_large or self.priority == "bulk") and not self.isolated and not self.key.pads
+        prepared = self.prepared
+        return (self.is_large or self.priority == "bulk") and not prepared.isolated and not prepared.key.pads
 
     @property
     def token_mask(self) -> Tensor | None:
         """True for tokens, False for padding; None if rows have no mask."""
-        mask = self.inputs.get(self.mask) if self.mask else None
+        mask = self.inputs.get(self.prepared.mask) if self.prepared.mask else None
         return None if mask is None else mask.bool()
 
     @property
     def nbytes(self) -> int:
         """Bytes of its rows and of its results."""
-        extra = sum(capture.nbytes(self.rows) for capture in self.spec.plan.extra)
-        return self.spec.plan.nbytes(self.rows) + extra + sum(value.nbytes for value in self.inputs.values())
+        plan = self.plan
+        extra = sum(capture.nbytes(self.rows) for capture in plan.extra)
+        return plan.nbytes(self.rows) + extra + sum(value.nbytes for value in self.inputs.values())
 
 
 @dataclass(frozen=True)
@@ -177,14 +136,9 @@ class RowSlice:
     stop: int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = {
-            "unsplittable": self.job.unsplittable,
-            "inputs": self.inputs,
-            "encoded": self.encoded,
-            "spec": self.spec,
-            "first_row": self.first_row,
-        }
-        return _make_slice, (self.job.key, self.rows, fields)
+        prepared = self.job.prepared
+        rows = self.inputs, self.encoded, self.first_row
+        return _make_slice, (prepared.key, prepared.spec, prepared.unsplittable, self.rows, *rows)
 
     @property
     def rows(self) -> int:
@@ -199,7 +153,7 @@ class RowSlice:
     @property
     def spec(self) -> ForwardSpec:
         """What the forward computes for them."""
-        return self.job.spec
+        return self.job.prepared.spec
 
     @property
     def encoded(self) -> tuple[ImageItem, ...]:
@@ -212,9 +166,18 @@ class RowSlice:
         return self.job.first_row + self.start
 
 
-def _make_slice(key: BatchKey, rows: int, fields: Mapping[str, Any]) -> RowSlice:
+def _make_slice(
+    key: BatchKey,
+    spec: ForwardSpec,
+    unsplittable: bool,
+    rows: int,
+    inputs: Rows,
+    encoded: tuple[ImageItem, ...],
+    first_row: int,
+) -> RowSlice:
     """Unpickle a slice: all rows of a job that has no others."""
-    return RowSlice(Job(key, rows, **fields), 0, rows)
+    prepared = PreparedRequest(key=key, spec=spec, unsplittable=unsplittable)
+    return RowSlice(Job(prepared, rows, inputs=inputs, encoded=encoded, first_row=first_row), 0, rows)
 
 
 @dataclass(eq=False)
@@ -251,7 +214,7 @@ class Batch:
     @property
     def unsplittable(self) -> bool:
         """Whether it must run in one forward."""
-        return self.slices[0].job.unsplittable
+        return self.slices[0].job.prepared.unsplittable
 
     def take(self, slices: Sequence[RowSlice], tries: int = 0) -> Batch:
         """A batch of some of its slices."""

@@ -1,11 +1,11 @@
-"""The steps of a request: find its model, admit it, plan it, decode its rows, run them in batches, collect features."""
+"""The steps of a request: find its model, admit it, prepare it, run it in batches, collect features."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -21,10 +21,18 @@ from layertap.service.engine.execute.threads import start_single_threaded
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.prepare.fetch_inputs import fetch_inputs
-from layertap.service.engine.prepare.job_maker import JobMaker, make_encoded_job, make_job, refuse_picture
-from layertap.service.engine.prepare.planner import PlannedRequest, Planner
+from layertap.service.engine.prepare.input_decoder import Faults
+from layertap.service.engine.prepare.job_maker import JobMaker, refuse_picture
+from layertap.service.engine.prepare.planner import PlannedRequest, Planner, complete_texts
+from layertap.service.engine.prepare.preparation import (
+    find_prepared,
+    list_pictures,
+    make_encoded_job,
+    make_job,
+    prepare_encoded,
+)
 from layertap.service.engine.prepare.sources import count_taken_bytes, fill_tensors, plan_stages
-from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.engine.rows import Items
 from layertap.service.features import Features, warn_of_cuts
 from layertap.service.fetch.fetcher import Fetcher
@@ -58,87 +66,102 @@ class Engine:
             return held
         return ticket.hold(name, await self.manager.get_handle(name, ticket.deadline, ticket.timings))
 
-    async def extract(self, request: ExtractRequest, ticket: Ticket) -> Features:
+    async def extract(self, request: ExtractRequest, sent: SentInputs, ticket: Ticket) -> Features:
         """The features of a request; any LayertapError."""
+        before = self.begin(request, sent, ticket)
+        parts = await self.extract_parts(request, sent, ticket)
+        if len(parts) > 1:
+            features = await self.run_in_thread(partial(_consume, join_inputs, parts), ticket.deadline)
+        else:
+            features = parts[0]
+        return await self.finish(features, request, ticket, before)
 
-        async def compute() -> Features:
-            parts = await _ask_again(request, lambda asked: self.extract_parts(asked, ticket))
-            if len(parts) == 1:
-                return parts[0]
-            return await self.run_in_thread(partial(_consume, join_inputs, parts), ticket.deadline)
+    def begin(self, request: ExtractRequest, sent: SentInputs, ticket: Ticket) -> int:
+        """Note what a request is about, for logs and traces; returns its rows so far, of which it may be a part."""
+        facts = ticket.timings.facts
+        facts.model, facts.layers = self.manager.find_name(request.model), request.layers_digest
+        facts.selectors = len(request.selectors)
+        before, facts.rows = facts.rows, facts.rows + len(sent.items)
+        return before
 
-        return await self.compute(request, ticket, compute)
-
-    async def compute(
-        self, request: ExtractRequest, ticket: Ticket, compute: Callable[[], Awaitable[Features]]
-    ) -> Features:
-        """The result of ``compute`` with what its user is warned of; raises what ``compute`` raises."""
-        rows = request.timings.facts.rows
-        self._describe(request)
-        handle = await self.get_handle(request.model, ticket)
-        features = await compute()
-        check = partial(add_warnings, features)
-        few = features.has_at_most(FEW_RESULTS, FEW_NUMBERS)
-        features = check() if few else await self.run_in_thread(check, ticket.deadline)
-        request.timings.facts.rows = rows + features.rows
-        of_model = (*handle.model.warnings, *_warn_of_embedding(request, handle.model))
+    async def finish(self, features: Features, request: ExtractRequest, ticket: Ticket, before: int) -> Features:
+        """The features with what their user is warned of; ``before`` is what ``begin`` returned."""
+        if features.has_at_most(FEW_RESULTS, FEW_NUMBERS):
+            features = add_warnings(features)
+        else:
+            features = await self.run_in_thread(partial(add_warnings, features), ticket.deadline)
+        ticket.timings.facts.rows = before + features.rows
+        model = ticket.handles[request.model].model
+        of_model = (*model.warnings, *_warn_of_embedding(request, model))
         warnings = (*of_model, *features.warnings, *warn_of_cuts(features))
         return replace(features, warnings=warnings) if warnings != features.warnings else features
 
-    async def extract_parts(self, request: ExtractRequest, ticket: Ticket) -> list[Features]:
+    async def extract_parts(self, request: ExtractRequest, sent: SentInputs, ticket: Ticket) -> list[Features]:
         """As ``extract``, in one part if all inputs have one shape, else in one part per input."""
-        handle = await self.get_handle(request.model, ticket)
-        with ticket.queue_rows(handle, len(request.items)):
-            planned, items = await self._plan_and_fetch(request, handle, ticket)
-            answers = await self._decode_and_run(planned, items, ticket)
-            for job, _ in answers:
-                self.metrics.count("rows_total", job.key.name, by=job.rows)
-            collect = partial(_consume, _collect, answers)
-            has_few_results = sum(len(job.spec.plan.results) for job, _ in answers) <= FEW_RESULTS
-            return collect() if has_few_results else await self.run_in_thread(collect, ticket.deadline)
+        handle = ticket.handles.get(request.model) or await self.get_handle(request.model, ticket)
+        try:
+            ticket.enter_queue(handle, len(sent.items))
+            answers = await self._answer(request, sent, handle, ticket)
+        finally:
+            ticket.leave_queue()
+        results = 0
+        for job, _ in answers:
+            self.metrics.count("rows_total", handle.name, by=job.rows)
+            results += len(job.prepared.spec.plan.results)
+        if results <= FEW_RESULTS:
+            return _consume(_collect, answers)
+        return await self.run_in_thread(partial(_consume, _collect, answers), ticket.deadline)
 
-    async def dry_run(self, request: ExtractRequest, ticket: Ticket, describe: Callable[[list[Job]], T]) -> T:
+    async def dry_run(
+        self, request: ExtractRequest, sent: SentInputs, ticket: Ticket, describe: Callable[[list[Job]], T]
+    ) -> T:
         """Plan a request without running it: the result of ``describe``, in a thread, for its jobs; LayertapError."""
-        self._describe(request)
+        self.begin(request, sent, ticket)
         handle = await self.get_handle(request.model, ticket)
+        tried = _Tried(sent)
 
         async def prepare(asked: ExtractRequest) -> T:
-            with ticket.queue_rows(handle, len(asked.items)):
-                planned, items = await self._plan_and_fetch(asked, handle, ticket)
-                if items:
-                    jobs = await self._make_jobs(planned, items, ticket)
-                else:
-                    jobs = [make_job(planned, {}, deadline=ticket.deadline)]
-                return await self.run_in_thread(partial(_consume, describe, jobs), ticket.deadline)
+            planned, items = await self._plan_and_fetch(asked, tried, handle, ticket)
+            if items:
+                jobs = await self._make_jobs(planned, items, sent.faults, ticket)
+            else:
+                jobs = [make_job(planned, {}, sent.faults, ticket)]
+            return await self.run_in_thread(partial(_consume, describe, jobs), ticket.deadline)
 
-        return await _ask_again(request, prepare)
+        try:
+            ticket.enter_queue(handle, len(sent.items))
+            return await _ask_again(request, prepare)
+        finally:
+            ticket.leave_queue()
 
     async def run_jobs(self, jobs: list[Job], handle: ModelHandle, ticket: Ticket) -> list[Answer]:
         """Run planned jobs in the model's queue, and return each with its results."""
-        with ticket.queue_rows(handle, sum(job.rows for job in jobs)):
+        try:
+            ticket.enter_queue(handle, sum(job.rows for job in jobs))
             answers = await self._run(jobs, ticket.deadline)
+        finally:
+            ticket.leave_queue()
         for job in jobs:
-            self.metrics.count("rows_total", job.key.name, by=job.rows)
+            self.metrics.count("rows_total", handle.name, by=job.rows)
         return answers
 
-    async def fetch(self, request: ExtractRequest, ticket: Ticket) -> ExtractRequest:
-        """The request with its URLs replaced by pictures, for callers that extract from it several times or show them.
+    async def fetch(self, request: ExtractRequest, sent: SentInputs, ticket: Ticket) -> SentInputs:
+        """The inputs with pictures in place of URLs, for callers that extract from them several times or show them.
 
         RequestError. Planned first if possible, so that a refused request fetches nothing.
         """
-        if not request.has_urls:
-            return request
+        if not sent.has_urls:
+            return sent
         handle = await self.get_handle(request.model, ticket)
         if request.explanation is None and request.sweep is None:
-            await self.planner.plan(request, handle, ticket.deadline)
-        count = len(request.items)
-        items = await fetch_inputs(request, handle.model.model_inputs, count, self.fetcher, ticket)
+            await self.planner.plan(request, sent, handle, ticket.deadline)
+        count = len(sent.items)
+        items = await fetch_inputs(request, sent, handle.model.model_inputs, count, self.fetcher, ticket)
         failed = [(index, item) for index, item in items if isinstance(item, LayertapError)]
-        faults = tuple(error.to_fault(f"/inputs/{index}", index) for index, error in failed)
-        if len(faults) == count:
-            raise RequestError.from_faults((*request.faults, *faults))
-        fetched = tuple((index, item) for index, item in items if not isinstance(item, LayertapError))
-        return replace(request, items=fetched, faults=(*request.faults, *faults))
+        faults = (*sent.faults, *(error.to_fault(f"/inputs/{index}", index) for index, error in failed))
+        if len(failed) == count:
+            raise RequestError.from_faults(faults)
+        return SentInputs(tuple((index, item) for index, item in items if not isinstance(item, LayertapError)), faults)
 
     async def run_in_thread(self, function: Callable[[], T], deadline: float) -> T:
         """Run a CPU-bound function, not decoding or forwards, in a thread pool; DeadlineError."""
@@ -184,48 +207,71 @@ class Engine:
         await self.manager.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _describe(self, request: ExtractRequest) -> None:
-        """Note a request's model and layers for logs and traces; it may be a part of a larger request."""
-        facts = request.timings.facts
-        facts.model, facts.layers = self.manager.find_name(request.model), request.digest_layers()
-        facts.selectors = len(request.selectors)
-        facts.rows += len(request.items)
+    async def _answer(
+        self, request: ExtractRequest, sent: SentInputs, handle: ModelHandle, ticket: Ticket
+    ) -> list[Answer]:
+        """The jobs of a request with their results: prepared before, or planned now."""
+        pictures, tried = list_pictures(sent.items), _Tried(sent)
+        if (prepared := find_prepared(request, handle, pictures)) is not None:
+            ticket.resize(prepared.rows)
+            ticket.reserve_bytes(prepared.nbytes)
+            job = make_encoded_job(request, prepared, pictures, sent.faults, ticket)
+            tried.nbytes = prepared.nbytes
+            try:
+                return [(job, (await self.manager.scheduler.run([job]))[0])]
+            except UndecodedError as error:
+                tried.items = refuse_picture(sent.local_items, error)
+            except OtherCallsError:
+                request = replace(request, apart=True)
+
+        async def answer(asked: ExtractRequest) -> list[Answer]:
+            planned, items = await self._plan_and_fetch(asked, tried, handle, ticket)
+            return await self._decode_and_run(planned, items, sent.faults, ticket, asked)
+
+        return await _ask_again(request, answer)
 
     async def _plan_and_fetch(
-        self, request: ExtractRequest, handle: ModelHandle, ticket: Ticket
+        self, request: ExtractRequest, tried: _Tried, handle: ModelHandle, ticket: Ticket
     ) -> tuple[PlannedRequest, Items]:
         """A request's plan and its items; the ticket then holds the plan's rows and bytes."""
-        planned = await self.planner.plan(request, handle, ticket.deadline)
-        request.timings.facts.rows = max(request.timings.facts.rows, planned.rows)
+        planned = await self.planner.plan(request, tried.sent, handle, ticket.deadline)
+        ticket.timings.facts.rows = max(ticket.timings.facts.rows, planned.rows)
         ticket.resize(planned.rows)  # before decoding and surveys
-        items: Items = planned.request.local_items
-        if planned.request.has_urls:
-            items = await fetch_inputs(planned.request, planned.inputs, planned.rows, self.fetcher, ticket)
-        ticket.reserve_bytes(planned.nbytes)
-        return planned, items
+        if tried.items is None:
+            sent = complete_texts(planned.request, tried.sent, handle.model)
+            tried.items = sent.local_items
+            if sent.has_urls:
+                inputs, rows = planned.inputs, planned.rows
+                tried.items = await fetch_inputs(planned.request, sent, inputs, rows, self.fetcher, ticket)
+        ticket.reserve_bytes(planned.nbytes - tried.nbytes)
+        tried.nbytes = planned.nbytes
+        return planned, tried.items
 
-    async def _decode_and_run(self, planned: PlannedRequest, items: Items, ticket: Ticket) -> list[Answer]:
+    async def _decode_and_run(
+        self, planned: PlannedRequest, items: Items, faults: Faults, ticket: Ticket, asked: ExtractRequest
+    ) -> list[Answer]:
         """Decode items, run their rows, and return the jobs with their results."""
-        if (job := make_encoded_job(planned, items, ticket.deadline)) is not None:
+        pictures = list_pictures(items)
+        if (prepared := prepare_encoded(asked, planned, pictures)) is not None:
             try:
-                return await self._run([job], ticket.deadline)
+                return await self._run([make_encoded_job(asked, prepared, pictures, faults, ticket)], ticket.deadline)
             except UndecodedError as error:
                 items = refuse_picture(items, error)
             except OtherCallsError:
                 planned = planned.with_inputs_apart()
-        jobs = await self._make_jobs(planned, items, ticket)
+        jobs = await self._make_jobs(planned, items, faults, ticket)
         ticket.resize(sum(job.rows for job in jobs))
         try:
             return await self._run(jobs, ticket.deadline)
         except OtherCallsError:
             if any(job.plan_again for job in jobs):
                 raise
-        return await self._decode_and_run(planned.with_inputs_apart(), items, ticket)
+        return await self._decode_and_run(planned.with_inputs_apart(), items, faults, ticket, asked)
 
     async def _run(self, jobs: list[Job], deadline: float) -> list[Answer]:
         """Run jobs, in stages if some take tensors of others, and return each with its results."""
-        if not any(job.spec.plan.extra for job in jobs):
-            if any(job.spec.plan.calls for job in jobs):
+        if not any(job.plan.extra for job in jobs):
+            if any(job.plan.calls for job in jobs):
                 return await self._follow_all(jobs)
             return list(zip(jobs, await self.manager.scheduler.run(jobs), strict=True))
         answers: dict[int | None, Answer] = {}  # by input index
@@ -248,13 +294,13 @@ class Engine:
 
         A change at a call that counts from the last needs their number beforehand: a first run changes nothing.
         """
-        counts_calls = job.spec.plan.counts_back
+        counts_calls = job.plan.counts_back
         for left in reversed(range(MAX_REPLANS)):
             trial = job.with_plan(interventions=()) if counts_calls else job
             try:
                 (results,) = await self.manager.scheduler.run([trial])
             except OtherCallsError as error:
-                if job.plan_again is None or not left or (job.spec.plan.counts_back and not counts_calls):
+                if job.plan_again is None or not left or (job.plan.counts_back and not counts_calls):
                     raise
                 job = await job.plan_again(error.counts)
             else:
@@ -263,12 +309,21 @@ class Engine:
             counts_calls = False
         return job, results
 
-    async def _make_jobs(self, planned: PlannedRequest, items: Items, ticket: Ticket) -> list[Job]:
+    async def _make_jobs(self, planned: PlannedRequest, items: Items, faults: Faults, ticket: Ticket) -> list[Job]:
         """The jobs of items, replanned if their rows are not as predicted."""
-        jobs = await self.job_maker.make_jobs(planned, items, ticket.deadline)
+        jobs = await self.job_maker.make_jobs(planned, items, faults, ticket)
         needed = sum(job.nbytes + count_taken_bytes(job) for job in jobs)
         ticket.reserve_bytes(max(needed - planned.nbytes, 0))
         return jobs
+
+
+@dataclass
+class _Tried:
+    """A request's inputs, kept from one try to the next: its items once they are fetched, and the bytes of its plan."""
+
+    sent: SentInputs
+    items: Items | None = None
+    nbytes: int = 0
 
 
 async def _ask_again(request: ExtractRequest, ask: Callable[[ExtractRequest], Awaitable[T]]) -> T:

@@ -1,9 +1,10 @@
-"""A parsed request."""
+"""A parsed request: what is asked, and the inputs that were sent."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import blake2b
 from typing import Literal
 
@@ -21,8 +22,9 @@ from layertap.models.spec import Truncate
 from layertap.service.formats.buffers import Encoding
 from layertap.service.formats.table import FORMATS, ReplyFormat
 from layertap.service.inputs.items import InputItem, LocalItem, UrlItem
-from layertap.service.timings import Timings
 from layertap.service.types import TILES, Priority
+
+MAX_LAYERS = 64  # of a request for which plans are kept
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,30 @@ class ReplyOptions:
     tiles: int = TILES
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExtractRequest:
-    """A parsed and validated request, the same for all protocols.
+@dataclass(frozen=True)
+class SentInputs:
+    """The inputs of a request: ``items`` with their indexes in the request, and ``faults`` of those left out."""
 
-    ``items`` have their indexes in the request; ``faults``: inputs already left out; ``resume``: the layer whose
-    outputs the items are, if they are not the model's inputs; ``embedding`` comes before ``selectors`` in the reply;
+    items: tuple[tuple[int, InputItem], ...] = ()
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def local_items(self) -> list[tuple[int, LocalItem]]:
+        """The items that need no fetch."""
+        return [(index, item) for index, item in self.items if not isinstance(item, UrlItem)]
+
+    @property
+    def has_urls(self) -> bool:
+        """Whether some items are URLs."""
+        return any(isinstance(item, UrlItem) for _, item in self.items)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExtractRequest:
+    """What a parsed and validated request asks, without its inputs; the same for all protocols.
+
+    Requests that ask the same share one object, by which their plans are kept. ``resume``: the layer whose outputs the
+    inputs are, if they are not the model's inputs; ``embedding`` comes before ``selectors`` in the reply;
     ``explanation`` is computed from captures; ``sweep``: edits to try one by one; ``isolated``: share no forward with
     other requests; ``decode_with_batch``: let the isolated batch decode its pictures, for callers that keep all slots
     busy anyway; ``prompt``: the name of a prompt in the model's folder, put before each text; None: the default one.
@@ -50,7 +70,6 @@ class ExtractRequest:
     """
 
     model: str | None
-    items: tuple[tuple[int, InputItem], ...]
     selectors: tuple[Selector, ...] = ()
     interventions: tuple[Intervention, ...] = ()
     objective: Objective | None = None
@@ -61,7 +80,6 @@ class ExtractRequest:
     explanation: Explanation | None = None
     sweep: Sweep | None = None
     input_options: Mapping[int, InputOptions] = field(default_factory=dict)
-    faults: tuple[Fault, ...] = ()
     on_error: Literal["fail", "skip"] = "fail"
     isolated: bool = False
     decode_with_batch: bool = False
@@ -71,17 +89,13 @@ class ExtractRequest:
     dry_run: bool = False
     priority: Priority = "interactive"
     reply: ReplyOptions = ReplyOptions()
-    timings: Timings = field(default_factory=Timings)
 
-    @property
-    def local_items(self) -> list[tuple[int, LocalItem]]:
-        """The items that need no fetch."""
-        return [(index, item) for index, item in self.items if not isinstance(item, UrlItem)]
-
-    @property
-    def has_urls(self) -> bool:
-        """Whether some items are URLs."""
-        return len(self.local_items) < len(self.items)
+    @cached_property
+    def is_small(self) -> bool:
+        """Whether it is worth keeping what is planned for it: it asks for few layers as they are."""
+        narrowed = any(each.reduction.indices or each.reduction.project for each in self.selectors)
+        plain = not narrowed and not self.interventions and not self.objective and not self.input_options
+        return plain and len(self.selectors) <= MAX_LAYERS
 
     def for_input(self, input_index: int) -> ExtractRequest:
         """The request with the options of one input."""
@@ -100,7 +114,8 @@ class ExtractRequest:
         named += [change.operation.source.selector for change in changes if change.operation.source is not None]
         return [*self.selectors, *(change.selector for change in changes), *filter(None, named)]
 
-    def digest_layers(self) -> str:
+    @cached_property
+    def layers_digest(self) -> str:
         """Eight hex digits for logs: a digest of the layers, as the request spells them, and of its methods."""
         texts = [selector.text for selector in self.selectors]
         if self.embedding is not None:

@@ -26,7 +26,7 @@ from layertap.service.engine.engine import Engine
 from layertap.service.engine.limits import check_sizes
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.prepare.planner import find_model
-from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.explain import map_requests
 from layertap.service.explain.explanation_methods import (
     GRADIENT_VALUES,
@@ -45,8 +45,8 @@ MAX_SHOWN = 16  # rows in a warning
 SCORES = "class-scores"  # no method has this name
 
 
-async def prepare(engine: Engine, request: ExtractRequest, ticket: Ticket) -> ExtractRequest:
-    """The request, checked, for ``explain``; URLs are fetched if several forwards or the reply need the pictures.
+async def prepare(engine: Engine, request: ExtractRequest, sent: SentInputs, ticket: Ticket) -> SentInputs:
+    """The inputs of a checked request, for ``explain``; URLs are fetched if the pictures are needed again.
 
     RequestError, TooLargeError before any forward, and what ``Engine.fetch`` raises.
     """
@@ -55,30 +55,33 @@ async def prepare(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Ex
     if any(
         each is not None and each.function is not None for each in (explanation.selector, *request.list_selectors())
     ):
-        shapes = find_model(handle, request).shapes
+        shapes = find_model(handle, sent).shapes
         await engine.planner.survey(handle, shapes, ticket.deadline, functions=True)
-    check = partial(map_requests.check_maps, request, explanation, find_model(handle, request), engine.settings)
+    model = find_model(handle, sent)
+    check = partial(map_requests.check_maps, request, sent, explanation, model, engine.settings)
     await engine.run_in_thread(check, ticket.deadline)
     several = len(explanation.methods) > 1 or len(explanation.classes) > 1
-    return await engine.fetch(request, ticket) if several or request.reply.format.is_picture else request
+    return await engine.fetch(request, sent, ticket) if several or request.reply.format.is_picture else sent
 
 
-async def explain(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Features:
+async def explain(engine: Engine, request: ExtractRequest, sent: SentInputs, ticket: Ticket) -> Features:
     """The maps that a prepared request asks for, one for each row, under each method's name.
 
     Raises as ``Engine.extract``. If the request names classes, the keys are ``METHOD.CLASS``. Without an objective a
     map is of each row's own highest score.
     """
-    return await engine.compute(request, ticket, partial(_explain, engine, request, ticket))
+    before = engine.begin(request, sent, ticket)
+    features = await _explain(engine, request, sent, ticket)
+    return await engine.finish(features, request, ticket, before)
 
 
-async def _explain(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Features:
+async def _explain(engine: Engine, request: ExtractRequest, sent: SentInputs, ticket: Ticket) -> Features:
     explanation = _get_explanation(request)
     handle = await engine.get_handle(request.model, ticket)
     if request.reply.format.is_picture:  # captures are not drawn
         request = replace(request, reply=replace(request.reply, format=FORMATS["npz"]))
     work = await engine.run_in_thread(
-        partial(_plan_work, engine.work_plan, request, explanation, handle), ticket.deadline
+        partial(_plan_work, engine.work_plan, request, sent, explanation, handle), ticket.deadline
     )
     made: Features | None = None
     work.check(ticket.deadline)
@@ -86,7 +89,7 @@ async def _explain(engine: Engine, request: ExtractRequest, ticket: Ticket) -> F
         for asked in list_maps(request, explanation):
             with ticket.return_bytes():
                 count = explanation.top_classes if made is None else 0
-                part = await _make_maps(engine, asked, ticket, work, count)
+                part = await _make_maps(engine, asked, sent, ticket, work, count)
             ticket.reserve_bytes(part.nbytes)
             made = part if made is None else merge_results(made, part, fingerprint.digest_reply)
             arrays = made.arrays.values()
@@ -96,12 +99,14 @@ async def _explain(engine: Engine, request: ExtractRequest, ticket: Ticket) -> F
     return made
 
 
-def _plan_work(plan: WorkPlan, request: ExtractRequest, explanation: Explanation, handle: ModelHandle) -> PlannedWork:
+def _plan_work(
+    plan: WorkPlan, request: ExtractRequest, sent: SentInputs, explanation: Explanation, handle: ModelHandle
+) -> PlannedWork:
     """Plan the changed inputs of all maps, as far as shapes are known."""
-    model = find_model(handle, request)
-    changed = map_requests.list_changed_rows(list_maps(request, explanation), request, model)
+    model = find_model(handle, sent)
+    changed = map_requests.list_changed_rows(list_maps(request, explanation), sent, model)
     seconds = sum(each.estimate_seconds(model) for each in changed)
-    smaller = map_requests.name_savings(request, explanation, model)
+    smaller = map_requests.name_savings(sent, explanation, model)
     return PlannedWork(plan, handle, sum(each.count for each in changed), seconds, smaller)
 
 
@@ -114,13 +119,14 @@ def _get_explanation(request: ExtractRequest) -> Explanation:
 async def _make_maps(
     engine: Engine,
     asked: MapRequest,
+    sent: SentInputs,
     ticket: Ticket,
     work: PlannedWork,
     top_classes: int,
 ) -> Features:
     """The maps that use the same forwards, for all inputs."""
     method, request, handle = asked.spec, asked.request, work.handle
-    model = find_model(handle, request)
+    model = find_model(handle, sent)
     objective = request.objective or Objective() if method.has_objective else None
     if objective is not None and method.takes_layer and asked.explanation.selector is None:
         found = await _find_default_layer(engine, handle, model, objective, ticket.deadline)
@@ -148,7 +154,7 @@ async def _make_maps(
         wanted = perturbed.prepare(wanted)
     if top_classes and (scores := _find_scores(model)) is not None:
         wanted = replace(wanted, selectors=(*wanted.selectors, scores))
-    captured = await engine.extract_parts(wanted, ticket)
+    captured = await engine.extract_parts(wanted, sent, ticket)
     take = partial(_take_top_classes, captured, top_classes, model.labels, find_outputs(model.catalog))
     parts = await engine.run_in_thread(take, ticket.deadline)
     if perturbed is not None:

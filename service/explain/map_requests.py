@@ -14,7 +14,7 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Class, Explanation, InputBaseline, Method, Objective
 from layertap.service.engine.admit.planned_work import CHUNK_ROWS, check_changed_inputs
 from layertap.service.engine.prepare.predicted_rows import count_numbers, predict_rows
-from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.explain.explanation_methods import METHODS, MethodSpec
 from layertap.service.pictures.panels import ResultInfo
 from layertap.service.pictures.sheet import check_sheet
@@ -110,10 +110,10 @@ def _set_class(request: ExtractRequest, klass: Class) -> ExtractRequest:
     return replace(request, objective=replace(request.objective or Objective(), klass=klass))
 
 
-def list_changed_rows(asked: Sequence[MapRequest], request: ExtractRequest, model: ModelInfo) -> list[ChangedRows]:
+def list_changed_rows(asked: Sequence[MapRequest], sent: SentInputs, model: ModelInfo) -> list[ChangedRows]:
     """The changed inputs of some maps, as far as shapes are known; SelectorError."""
     rows = Counter[tuple[int, ...]]()
-    for _, item in request.items:
+    for _, item in sent.items:
         predicted = predict_rows([item], model.model_inputs)
         rows[(1, *predicted.shapes[0])] += predicted.count
     changed = []
@@ -127,17 +127,19 @@ def list_changed_rows(asked: Sequence[MapRequest], request: ExtractRequest, mode
     return changed
 
 
-def name_savings(request: ExtractRequest, explanation: Explanation, model: ModelInfo) -> str:
-    """A hint how the request can use fewer changed inputs."""
+def name_savings(sent: SentInputs, explanation: Explanation, model: ModelInfo) -> str:
+    """A hint how a request can use fewer changed inputs."""
     methods = [METHODS[method] for method in explanation.methods if METHODS[method].perturbation is not None]
-    rows = predict_rows([item for _, item in request.items], model.model_inputs).count
+    rows = predict_rows([item for _, item in sent.items], model.model_inputs).count
     savings = [saving for option, saving in SAVINGS.items() if any(option in each.options for each in methods)]
     if len(explanation.classes) > 1 and not all(each.measures_scores for each in methods):
         savings.append("fewer classes")
     return ", ".join([*savings, *(["fewer inputs"] if rows > 1 else [])])
 
 
-def check_maps(request: ExtractRequest, explanation: Explanation, model: ModelInfo, settings: Settings) -> None:
+def check_maps(
+    request: ExtractRequest, sent: SentInputs, explanation: Explanation, model: ModelInfo, settings: Settings
+) -> None:
     """RequestError, SelectorError or TooLargeError, before any forward, for what these methods can't do."""
     if model.text is not None:
         raise SelectorError(
@@ -167,11 +169,11 @@ def check_maps(request: ExtractRequest, explanation: Explanation, model: ModelIn
     _check_objectives(request, explanation)
     _check_classes(request, explanation, model)
     asked = list_maps(request, explanation)
-    rows = predict_rows([item for _, item in request.items], model.model_inputs).count
-    if isinstance(explanation.baseline, InputBaseline) and explanation.baseline.input >= rows + len(request.faults):
+    rows = predict_rows([item for _, item in sent.items], model.model_inputs).count
+    if isinstance(explanation.baseline, InputBaseline) and explanation.baseline.input >= rows + len(sent.faults):
         detail = f"'baseline' names input {explanation.baseline.input}"
         raise SelectorError(detail, hint=f"name one of the {rows} inputs, from 0 on")
-    changed = sum(each.count for each in list_changed_rows(asked, request, model))
+    changed = sum(each.count for each in list_changed_rows(asked, sent, model))
     check_changed_inputs(changed, rows, settings, SMALLER)
     infos = [
         ResultInfo(name=key, module="", site="", shape=(rows, 1, 1), method=each.method)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.admit.planned_work import CHUNK_ROWS, PlannedWork, check_changed_inputs
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.request import ExtractRequest, ReplyOptions
+from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.explain.explanation_methods import GRADIENT_VALUES, VALUES
 from layertap.service.explain.map_requests import SMALLER, MapRequest
 from layertap.service.features import Array, Features, Receipt
@@ -157,17 +157,17 @@ class _Row:
         make: Callable[..., Perturbation] = self.method.perturbation
         return [make(self.values, self.method.tap.info, self.settings, float(score), **layer) for score in own]
 
-    def make_chunk(self, rows: Array, numbers: range) -> ExtractRequest:
+    def make_chunk(self, numbers: range) -> ExtractRequest:
         """The request for some changed rows; in the changed layer, if any, each row's channel is set to 0."""
-        items = ((0, ArraysItem({None: rows}, may_batch=True)),)
-        changes: tuple[Intervention, ...] = ()
-        if self.method.layer is not None:
-            zero = Operation("zero", channels=tuple(numbers), each=("channels",))
-            changes = (Intervention(make_selector(self.method.layer.point, ""), zero),)
-        return replace(self.make_request(), items=items, interventions=changes)
+        if self.method.layer is None:
+            return self.request
+        zero = Operation("zero", channels=tuple(numbers), each=("channels",))
+        changes = (Intervention(make_selector(self.method.layer.point, ""), zero),)
+        return replace(self.request, interventions=changes)
 
-    def make_request(self) -> ExtractRequest:
-        """A request for changed rows, still without inputs."""
+    @cached_property
+    def request(self) -> ExtractRequest:
+        """The request for changed rows."""
         return replace(
             self.method.asked.request,
             selectors=(self.method.measured,),
@@ -175,7 +175,6 @@ class _Row:
             interventions=(),
             explanation=None,
             input_options={},
-            faults=(),
             on_error="fail",
             reply=ReplyOptions(max_bytes=None),
         )
@@ -213,7 +212,8 @@ async def _perturb_row(
         await work.wait_for_turn(ticket.deadline)
         rows = await engine.run_in_thread(partial(made[0].make_rows, numbers), ticket.deadline)
         with ticket.return_bytes():
-            parts = await engine.extract_parts(row.make_chunk(rows, numbers), ticket)
+            sent = SentInputs(((0, ArraysItem({None: rows}, may_batch=True)),))
+            parts = await engine.extract_parts(row.make_chunk(numbers), sent, ticket)
             await engine.run_in_thread(partial(row.add, made, numbers, parts), ticket.deadline)
         work.done += len(numbers)
     return await engine.run_in_thread(partial(row.finish, made), ticket.deadline)

@@ -24,7 +24,7 @@ from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.prepare.planner import find_tower
 from layertap.service.engine.prepare.predicted_rows import predict_rows
-from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.features import Array, Features
 from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem, TokensItem
 from layertap.service.probes import Probe, ProbeInput
@@ -64,27 +64,27 @@ class Prober:
         model_inputs = handle.model.model_inputs
         inputs = predict_rows(sent, model_inputs).tower if sent else find_tower(handle.model, selectors)
         kind, item = make_probe_input(inputs, preprocessed=preprocessed)
-        request = ExtractRequest(
-            model=model, items=((0, item),), selectors=selectors, embedding=embedding, isolated=True
-        )
+        request = ExtractRequest(model=model, selectors=selectors, embedding=embedding, isolated=True)
         with ticket.return_bytes():
-            features = await self._engine.extract(request, ticket)
+            features = await self._engine.extract(request, SentInputs(((0, item),)), ticket)
         probed = await self._engine.run_in_thread(partial(_make_probes, kind, features), ticket.deadline)
         for receipt in probed.receipts.values():
             if receipt.probe is not None:
                 self._probes.put((probed.model, receipt.fingerprint), receipt.probe)
         return probed
 
-    async def add_probes(self, features: Features, request: ExtractRequest, ticket: Ticket) -> Features:
+    async def add_probes(
+        self, features: Features, request: ExtractRequest, sent: SentInputs, ticket: Ticket
+    ) -> Features:
         """The features of a request with a probe in each receipt; any LayertapError."""
         keys = {key: (features.model, receipt.fingerprint) for key, receipt in features.receipts.items()}
         known = {key: probe for key, each in keys.items() if (probe := self._probes.get(each)) is not None}
         if len(known) == len(keys):
             return _add_probes(features, known)
         preprocessed = any(receipt.preprocessed == "caller" for receipt in features.receipts.values())
-        sent = [item for _, item in request.items]
+        items = [item for _, item in sent.items]
         of_request = request.model, request.selectors, request.embedding
-        probed = await self.probe(*of_request, ticket, preprocessed=preprocessed, sent=sent)
+        probed = await self.probe(*of_request, ticket, preprocessed=preprocessed, sent=items)
         probes = {key: receipt.probe for key, receipt in probed.receipts.items() if receipt.probe is not None}
         for key, probe in probes.items():  # rows of another shape have another fingerprint
             self._probes.put(keys[key], probe)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+import orjson
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers
 
 from layertap.models.errors import Fault, RequestError, escape
+from layertap.models.lru_cache import LRUCache
 from layertap.service.engine.limits import check_count, check_results
-from layertap.service.engine.request import ExtractRequest, ReplyOptions
+from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.formats.table import ReplyFormat
 from layertap.service.http.body import MULTIPART, get_media_type, load_json, parse_multipart
@@ -21,8 +23,8 @@ from layertap.service.http.query import ALWAYS, Query, read_fields
 from layertap.service.inputs.arrays import read_npy, read_safetensors
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
 from layertap.service.schemas.base import read_items
-from layertap.service.schemas.bodies import ExtractBody, RequestBody
-from layertap.service.schemas.inputs import make_readers
+from layertap.service.schemas.bodies import ExtractBody, InputsBody, RequestBody
+from layertap.service.schemas.inputs import OPTIONS, InputBody, make_readers
 from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 from layertap.service.timings import Timings
@@ -45,47 +47,44 @@ class RawRequest:
         return get_media_type(self.headers.get("content-type", ""))
 
 
-Parsed = tuple[RequestBody, list[Callable[[], InputItem]]]  # and what reads each input
+class ParsedRequest(NamedTuple):
+    """What a request asks, and what it sent."""
+
+    request: ExtractRequest
+    sent: SentInputs
+
+    @property
+    def model(self) -> str | None:
+        """The model's name."""
+        return self.request.model
 
 
-def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> ExtractRequest:
+Readers = Sequence[Callable[[], InputItem]]  # of each input
+MAX_KEPT, MAX_KEPT_BYTES = 256, 2048  # requests that are remembered, and how long what they ask may be
+# Clients ask the same over and over, with other inputs: then nothing of it is read again.
+_asked: LRUCache[Hashable, ExtractRequest] = LRUCache(MAX_KEPT)
+
+
+def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> ParsedRequest:
     """What a request with such a body asks for; computes, so it belongs in a thread.
 
     BadRequestError, UnsupportedMediaError, TooLargeError, RequestError.
     """
-    dry_run = raw.query.get_flag("dry_run")
-    body, readers = _parse_body(raw, settings, kind)
-    fields = body.request_fields
+    request, readers = _parse_body(raw, settings, kind)
     items, faults = read_items(readers, "inputs", lambda read: read())
-    if faults and (not items or body.on_error == "fail"):
+    if faults and (not items or request.on_error == "fail"):
         raise RequestError.from_faults(faults)
-    if not items and not dry_run:
+    if not items and not request.dry_run:
         hint = "add some, or ask for ?dry_run=true" if kind is ExtractBody else "add some"
         raise RequestError("the request has no inputs", hint=hint)
-    if dry_run and kind is not ExtractBody:
-        raise RequestError("only an extraction has a dry run", hint="ask POST /extract?dry_run=true")
-    if body.tiles is not None and not raw.format.is_picture:
-        fault = Fault("the reply is no picture", "ask for one by ?format=png, or leave 'tiles' out", "/tiles")
-        raise RequestError.from_faults([fault])
-    request = ExtractRequest(
-        items=tuple(items),
-        faults=tuple(faults),
-        dry_run=dry_run,
-        reply=ReplyOptions(raw.format, body.encoding, settings.max_reply_bytes, tiles=body.tiles or TILES),
-        timings=raw.timings,
-        **fields,
-    )
-    if len(body.inputs) == 1:  # of which there may be several rows
-        return replace(request.for_input(0), input_options={})
-    return request
+    return ParsedRequest(request, SentInputs(tuple(items), tuple(faults)))
 
 
-def _parse_body(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> Parsed:
+def _parse_body(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> tuple[ExtractRequest, Readers]:
     media_type = "image/*" if raw.media_type.startswith("image/") else raw.media_type
     if media_type == "application/json":
         raw.query.check_names(ALWAYS, "a JSON body says everything itself")
-        body = _parse_document(raw.data, settings, kind)
-        return body, make_readers(body.inputs)
+        return _parse_document(raw, raw.data, settings, kind)
     if media_type == MULTIPART:
         return _parse_multipart(raw, settings, kind)
     if not raw.data and not media_type:  # a dry run needs no input
@@ -100,7 +99,7 @@ def _parse_body(raw: RawRequest, settings: Settings, kind: type[RequestBody]) ->
     )
 
 
-def _parse_multipart(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> Parsed:
+def _parse_multipart(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> tuple[ExtractRequest, Readers]:
     """The part that is called ``request``, or the query, and the inputs in all others."""
     parts = parse_multipart(raw.headers, raw.data, settings)
     requests = [part.data for part in parts if part.name == "request"]
@@ -114,26 +113,51 @@ def _parse_multipart(raw: RawRequest, settings: Settings, kind: type[RequestBody
     check_count(len(inputs), settings)
     if requests:
         raw.query.check_names(ALWAYS, "the part 'request' says everything itself")
-        body = _parse_document(requests[0], settings, kind)
+        request, readers = _parse_document(raw, requests[0], settings, kind)
+        if readers:
+            raise RequestError("a multipart request has its inputs in parts of their own", hint="leave 'inputs' out")
     else:
-        body = _parse_query(raw, settings, kind)
-    if body.inputs:
-        raise RequestError("a multipart request has its inputs in parts of their own", hint="leave 'inputs' out")
-    return body, [partial(PART_READERS[part.name], part.data) for part in inputs]
+        request = _parse_query(raw, settings, kind)
+    return request, [partial(PART_READERS[part.name], part.data) for part in inputs]
 
 
-def _parse_query(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> RequestBody:
-    """The body that the query parameters say."""
-    if raw.query.is_cacheable:
-        return _parse_short_query(raw.query, kind)
-    fields = read_fields(raw.query, _list_fields(kind))
-    _check_sizes(fields, settings)
-    return validate(kind, fields)
+def _parse_query(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> ExtractRequest:
+    """What the query parameters ask for."""
+
+    def read() -> ExtractRequest:
+        fields = read_fields(raw.query, _list_fields(kind))
+        _check_sizes(fields, settings)
+        return _make_request(raw, settings, validate(kind, fields))
+
+    return _remember(raw, b"", settings, kind, read)
 
 
-@lru_cache(maxsize=64)
-def _parse_short_query(query: Query, kind: type[RequestBody]) -> RequestBody:
-    return validate(kind, read_fields(query, _list_fields(kind)))
+def _remember(
+    raw: RawRequest, rest: bytes, settings: Settings, kind: type[RequestBody], read: Callable[[], ExtractRequest]
+) -> ExtractRequest:
+    """What ``read`` returns, or returned for the same query and the same ``rest`` of a body."""
+    key = kind, raw.format.name, raw.query.text, rest, settings.max_reply_bytes
+    found = _asked.get(key)
+    if found is None:
+        found = read()
+        if len(rest) + len(raw.query.text) <= MAX_KEPT_BYTES:
+            _asked.put(key, found)
+    return found
+
+
+def _make_request(raw: RawRequest, settings: Settings, body: RequestBody) -> ExtractRequest:
+    """What a body asks for; RequestError."""
+    dry_run = raw.query.get_flag("dry_run")
+    if dry_run and not isinstance(body, ExtractBody):
+        raise RequestError("only an extraction has a dry run", hint="ask POST /extract?dry_run=true")
+    if body.tiles is not None and not raw.format.is_picture:
+        fault = Fault("the reply is no picture", "ask for one by ?format=png, or leave 'tiles' out", "/tiles")
+        raise RequestError.from_faults([fault])
+    reply = ReplyOptions(raw.format, body.encoding, settings.max_reply_bytes, tiles=body.tiles or TILES)
+    request = ExtractRequest(dry_run=dry_run, reply=reply, **body.request_fields)
+    if len(body.inputs) == 1 and request.input_options:  # of which there may be several rows
+        return replace(request.for_input(0), input_options={})
+    return request
 
 
 def _list_fields(kind: type[RequestBody]) -> AbstractSet[str]:
@@ -141,10 +165,28 @@ def _list_fields(kind: type[RequestBody]) -> AbstractSet[str]:
     return {each.alias or name for name, each in kind.model_fields.items()} - {"inputs"}
 
 
-def _parse_document(data: bytes, settings: Settings, kind: type[RequestBody]) -> RequestBody:
+def _parse_document(
+    raw: RawRequest, data: bytes, settings: Settings, kind: type[RequestBody]
+) -> tuple[ExtractRequest, Readers]:
     value = load_json(data)
     _check_sizes(value, settings)
-    return validate(kind, value)
+    inputs = value.get("inputs", []) if isinstance(value, dict) else None
+    if not isinstance(inputs, list) or any(isinstance(each, dict) and each.keys() & OPTIONS for each in inputs):
+        body = validate(kind, value)
+        return _make_request(raw, settings, body), make_readers(body.inputs)
+    given: list[InputBody] | None = None
+
+    def read() -> ExtractRequest:
+        nonlocal given
+        body = validate(kind, value)  # all of it, so that every mistake is told at once
+        given = body.inputs
+        return _make_request(raw, settings, body)
+
+    rest = orjson.dumps({name: each for name, each in value.items() if name != "inputs"})
+    request = _remember(raw, rest, settings, kind, read)
+    if given is None:
+        given = validate(InputsBody, {"inputs": inputs}).inputs
+    return request, make_readers(given)
 
 
 def _check_sizes(value: Any, settings: Settings) -> None:

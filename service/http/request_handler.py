@@ -17,7 +17,7 @@ from layertap.models.errors import Fault
 from layertap.models.spec import PreprocessSpec
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.errors import ClientGoneError, DeadlineError, QueueTooLongError
 from layertap.service.features import Features, list_skipped
 from layertap.service.formats.buffers import EncodeOptions
@@ -107,12 +107,14 @@ def explain_lateness(error: Exception, timeout: Timeout, engine: Engine, model: 
         error.retry_after = engine.estimate_wait(model)
 
 
-async def encode_response(features: Features, request: ExtractRequest, engine: Engine, ticket: Ticket) -> Response:
+async def encode_response(
+    features: Features, request: ExtractRequest, sent: SentInputs, engine: Engine, ticket: Ticket
+) -> Response:
     """Features as a reply, in the format that was asked for."""
     reply = request.reply
-    with request.timings.step("encode"):
+    with ticket.timings.step("encode"):
         limit = engine.settings.max_pixels
-        pictures = list_pictures(request, features, ticket, limit) if reply.format.is_picture else ()
+        pictures = list_pictures(request, sent, features, ticket, limit) if reply.format.is_picture else ()
         encode = partial(reply.format.encode, features, EncodeOptions(reply.encoding, reply.tiles, pictures))
         if is_short(features) and not reply.format.is_picture:
             buffers = encode()
@@ -127,7 +129,7 @@ def is_short(features: Features) -> bool:
 
 
 def list_pictures(
-    request: ExtractRequest, features: Features, ticket: Ticket, max_pixels: int
+    request: ExtractRequest, sent: SentInputs, features: Features, ticket: Ticket, max_pixels: int
 ) -> tuple[SentPicture | None, ...]:
     """What the rows of an answer are pictures of, for those who show them; empty where rows are no single inputs.
 
@@ -136,7 +138,7 @@ def list_pictures(
     """
     handle = ticket.handles.get(request.model)
     spec = handle.model.model_inputs.preprocess if handle is not None else None
-    items = [item for index, item in request.items if index not in features.skipped]
+    items = [item for index, item in sent.items if index not in features.skipped]
     if not isinstance(spec, PreprocessSpec) or len(items) != features.rows:
         return ()
     shown = [isinstance(item, ImageItem) and not item.is_tiff and item for item in items]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from layertap.models.errors import LayertapError, RequestError, SelectorError, escape, find_nearest, suggest
 from layertap.models.selection.hook_points import Selector
 from layertap.service.engine.limits import check_results
-from layertap.service.engine.request import ExtractRequest, ReplyOptions
+from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.errors import BadRequestError
 from layertap.service.http.body import load_json
 from layertap.service.http.parsing import RawRequest
@@ -38,6 +38,7 @@ class InferRequest:
     """
 
     extract: ExtractRequest
+    sent: SentInputs
     id: str
     binary: Mapping[str, bool]
     binary_default: bool
@@ -50,7 +51,7 @@ class InferRequest:
 
     def locate(self, error: LayertapError) -> LayertapError:
         """An error with faults by rows; not for arrays, which are one input of many rows that errors do not number."""
-        if any(isinstance(item, ArraysItem) for _, item in self.extract.items):
+        if any(isinstance(item, ArraysItem) for _, item in self.sent.items):
             error.faults = tuple(replace(fault, input=None) for fault in error.faults)
         return error
 
@@ -77,13 +78,12 @@ def parse_infer(raw: RawRequest, settings: Settings, model: str) -> InferRequest
         "priority": "interactive" if own.priority <= HIGHEST_PRIORITY else "bulk",
     }
     extract = ExtractRequest(
-        items=read_items(body.inputs, memoryview(raw.data)[length:], settings),
         reply=ReplyOptions(BINARY if all_binary else JSON, max_bytes=settings.max_reply_bytes),
-        timings=raw.timings,
         **asked,
     )
+    sent = SentInputs(read_items(body.inputs, memoryview(raw.data)[length:], settings))
     timeout_s = own.timeout / 1e6 if own.timeout else None
-    return InferRequest(extract, body.id, binary, own.binary_data_output, timeout_s)
+    return InferRequest(extract, sent, body.id, binary, own.binary_data_output, timeout_s)
 
 
 def _get_json_length(raw: RawRequest) -> int:

@@ -16,7 +16,7 @@ from layertap.models.selection.hook_points import Embedding
 from layertap.models.selection.plan import Result
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
-from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.errors import UnavailableError
 from layertap.service.http.buffers_response import make_response
 from layertap.service.http.model_descriptions import Json
@@ -48,11 +48,11 @@ async def infer(request: Request, engine: EngineDependency, name: str) -> Respon
     parse = partial(parse_infer, model=name)
     async with receive(request, engine, parse, FORMATS, lambda infer: infer.timeout_s) as (parsed, ticket):
         try:
-            features = await engine.extract(parsed.extract, ticket)
+            features = await engine.extract(parsed.extract, parsed.sent, ticket)
         except LayertapError as error:
             raise parsed.locate(error) from None
         headers = describe_features(features)
-        with parsed.extract.timings.step("encode"):
+        with ticket.timings.step("encode"):
             encode = partial(encode_reply, features, parsed.id, parsed.binary, parsed.binary_default)
             head, behind = encode() if is_short(features) else await engine.run_in_thread(encode, ticket.deadline)
         if behind:
@@ -100,9 +100,9 @@ async def show_model(engine: EngineDependency, deadline: DeadlineDependency, nam
     handle = await engine.manager.get_handle(name, deadline)
     embedding = Embedding(alias=EMBEDDING) if handle.model.model_embedding is not None else None
     own_name = handle.model.spec.name
-    outputs = ExtractRequest(model=own_name, items=(), selectors=(parse_selector("."),), embedding=embedding)
+    outputs = ExtractRequest(model=own_name, selectors=(parse_selector("."),), embedding=embedding)
     with handle.hold():
-        planned = await engine.planner.plan(outputs, handle, deadline)
+        planned = await engine.planner.plan(outputs, SentInputs(), handle, deadline)
     return _describe_model(handle.model, planned.plan.results)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ from layertap.models.fingerprint import digest_dimensions
 from layertap.models.selection.hook_points import Embedding
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import Truncate
-from layertap.service.engine.request import ExtractRequest, ReplyOptions
+from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.features import Features
 from layertap.service.formats.buffers import Buffers, Encoding, view_bytes
@@ -84,6 +84,7 @@ class EmbeddingsRequest:
     """
 
     extract: ExtractRequest
+    sent: SentInputs
     model_id: str
     dimensions: int | None
     ignored: tuple[str, ...] = ()
@@ -93,11 +94,12 @@ class EmbeddingsRequest:
         """The model's name."""
         return self.extract.model
 
-    def split(self, size: int) -> Iterator[ExtractRequest]:
-        """Requests with at most ``size`` of its inputs each, in order."""
-        items = self.extract.items
-        for start in range(0, len(items), size):
-            yield replace(self.extract, items=items[start : start + size])
+    def split(self, size: int) -> list[SentInputs]:
+        """Its inputs, at most ``size`` at a time, in order."""
+        items = self.sent.items
+        if len(items) <= size:
+            return [self.sent]
+        return [SentInputs(items[start : start + size]) for start in range(0, len(items), size)]
 
 
 def parse_model_id(model_id: str) -> tuple[str, Embedding]:
@@ -128,14 +130,13 @@ def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
     encoding: Encoding = "base64" if body.encoding_format == "base64" else "list"
     extract = ExtractRequest(
         model=name,
-        items=tuple(items),
         embedding=embedding,
         prompt=body.prompt,
         truncate=body.truncate,
         reply=ReplyOptions(raw.format, encoding, settings.max_reply_bytes),
-        timings=raw.timings,
     )
-    return EmbeddingsRequest(extract, body.model, body.dimensions, tuple(body.model_extra or ()))
+    ignored = tuple(body.model_extra or ())
+    return EmbeddingsRequest(extract, SentInputs(tuple(items)), body.model, body.dimensions, ignored)
 
 
 def _read_item(entry: Entry, modality: Kind | None) -> InputItem:

@@ -13,7 +13,7 @@ from layertap.models.errors import Fault, RequestError, escape
 from layertap.service.engine.collect.results import find_wrong_row
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.prepare.planner import PlannedRequest
-from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.features import Features, join_features
 from layertap.service.formats.buffers import Buffers
 from layertap.service.formats.table import FORMATS
@@ -43,12 +43,12 @@ async def create_embeddings(request: Request, engine: EngineDependency) -> Respo
         handle = await engine.get_handle(parsed.model, ticket)
         parts = list(parsed.split(engine.settings.max_inputs))
         if parsed.dimensions is not None:
-            planned = await engine.planner.plan(parts[0], handle, ticket.deadline)
+            planned = await engine.planner.plan(parsed.extract, parts[0], handle, ticket.deadline)
             own = parsed.extract.embedding is not None and not parsed.extract.embedding.layer
             trained = handle.model.spec.dimensions if own else ()
             check_dimensions(parsed.dimensions, _count_columns(planned), trained)
-        features = [await engine.extract(part, ticket) for part in parts]
-        with parsed.extract.timings.step("encode"):
+        features = [await engine.extract(parsed.extract, part, ticket) for part in parts]
+        with ticket.timings.step("encode"):
             encode = partial(_encode, features, parsed)
             joined, data = await engine.run_in_thread(encode, ticket.deadline)
         return make_response(data, describe_features(joined), "application/json")
@@ -92,9 +92,11 @@ async def _describe(engine: Engine, model_id: str) -> Json:
     handle = engine.manager.find_handle(name)
     if handle is None or not handle.is_active or not (embedding.layer or handle.model.embedding is not None):
         return body
-    request = ExtractRequest(model=name, items=(), embedding=embedding)
+    request = ExtractRequest(model=name, embedding=embedding)
     with handle.hold():
-        planned = await engine.planner.plan(request, handle, time.monotonic() + engine.settings.deadline_s)
+        planned = await engine.planner.plan(
+            request, SentInputs(), handle, time.monotonic() + engine.settings.deadline_s
+        )
     (fingerprint,) = planned.fingerprints.values()
     return body | {"fingerprint": fingerprint, "dimensions": _count_columns(planned)}
 

@@ -41,11 +41,16 @@ from layertap.service.schemas.selection import (
 from layertap.service.types import MAX_TILES, Priority
 
 
-class RequestBody(StrictBody):
+class InputsBody(StrictBody):
+    """The inputs of a body."""
+
+    inputs: Annotated[list[InputBody], Field(max_length=100_000), FailFast()] = Field([])
+
+
+class RequestBody(InputsBody):
     """The fields that the bodies of all routes that compute share."""
 
     model: str | None = Field(None, max_length=256)
-    inputs: Annotated[list[InputBody], Field(max_length=100_000), FailFast()] = Field([])
     encoding: Literal["list", "base64"] = "list"
     objective: ObjectiveBody | None = None
     on_error: Literal["fail", "skip"] = "fail"

@@ -26,6 +26,7 @@ from layertap.service.schemas.base import (
 from layertap.service.schemas.selection import MAX_INTERVENTIONS, Class, InterventionBody, ObjectiveBody, Target
 
 MAX_TOKENS = 131_072
+OPTIONS = frozenset({"objective", "class", "target", "interventions"})  # of an input, beside the input itself
 
 
 SomeTokens = Annotated[tuple[StrictIndex, ...], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]

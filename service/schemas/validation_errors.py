@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from layertap.models.errors import Fault, RequestError, escape, find_nearest, suggest
 from layertap.service.schemas.base import TensorBody
-from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
+from layertap.service.schemas.bodies import ExplainBody, ExtractBody, InputsBody
 from layertap.service.schemas.inputs import InputBody
 from layertap.service.schemas.selection import InterventionBody, LayerBody, ObjectiveBody
 
@@ -26,7 +26,7 @@ def validate(kind: type[B], value: Any, where: str = "") -> B:
         faults = convert_errors(
             error.errors(include_url=False, include_context=False),
             where,
-            with_hints=issubclass(kind, (RequestBody, LayerBody)),
+            with_hints=issubclass(kind, (InputsBody, LayerBody)),
         )
         detail = f"{faults[0].pointer}: {faults[0].detail}" if faults[0].pointer else faults[0].detail
         raise RequestError(detail, faults=faults) from None

@@ -55,7 +55,7 @@ class SweptInput:
         """The result that each forward computes."""
         point, info = self.objective.point, self.objective.info
         capture = Capture(point, info, Reduction(metric=self.objective.objective))
-        return Result(METRIC, capture, self.job.catalog.layers[point.layer].type)
+        return Result(METRIC, capture, self.job.prepared.catalog.layers[point.layer].type)
 
     @property
     def scores(self) -> Capture | None:
@@ -85,7 +85,7 @@ class PlaceFinder:
         text = self._text if self._text is not None and self._text.ids in job.inputs else None
         lengths = measure_lengths(job.inputs, text) if text is not None else None
         try:
-            resolved = resolve_objective(objective, job.catalog, lengths)
+            resolved = resolve_objective(objective, job.prepared.catalog, lengths)
         except RequestError as error:
             raise RequestError.from_faults([error.to_fault("/objective", job.input_index)]) from None
         if resolved.info.row_axis != 0 or resolved.info.crosses_rows or resolved.info.entries_per_row != 1:
@@ -98,7 +98,7 @@ class PlaceFinder:
         return SweptInput(job, resolved, () if is_source else self._find(job, resolved.point, lengths))
 
     def _find(self, job: Job, metric: HookPoint, lengths: TextLengths | None) -> tuple[Place, ...]:
-        key = id(job.catalog), lengths, metric
+        key = id(job.prepared.catalog), lengths, metric
         if key not in self._found:
             self._found[key] = tuple(self._find_all(job, metric, lengths))
         return self._found[key]
@@ -129,12 +129,12 @@ def _find_places(place: Intervention, job: Job, metric: HookPoint, lengths: Text
     selector = place.selector
     if selector.site in GRADIENTS:
         raise SelectorError("a sweep edits values, not gradients", hint="name an output, an input or attention")
-    changes = resolve_intervention(place, None, job.catalog, lengths)
+    changes = resolve_intervention(place, None, job.prepared.catalog, lengths)
     if any(change.info.alone for change in changes):
         hint = "send 'interventions' to /extract, an edit a request"
         raise SelectorError(f"{escape(selector.text)} is known of one row at a time only", hint=hint)
-    last = get_boundary(metric, job.catalog).order
-    ends = [change for change in changes if get_boundary(change.point, job.catalog).order <= last]
+    last = get_boundary(metric, job.prepared.catalog).order
+    ends = [change for change in changes if get_boundary(change.point, job.prepared.catalog).order <= last]
     if not ends or (len(ends) < len(changes) and not selector.is_glob):
         name = escape(changes[-1].point.format_name())
         raise SelectorError(f"the metric does not depend on {name}, which runs later", hint="name a layer before it")

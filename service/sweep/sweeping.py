@@ -32,7 +32,7 @@ from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.prepare.planner import find_model, needs_functions
 from layertap.service.engine.prepare.predicted_rows import predict_rows
 from layertap.service.engine.prepare.sources import count_taken_bytes, fill_tensors, prepare_sources
-from layertap.service.engine.request import ExtractRequest, ReplyOptions
+from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Array, Features, Receipt, TopEffect
 from layertap.service.inputs.items import ArraysItem
@@ -51,13 +51,14 @@ class PreparedSweep:
     """A sweep with decoded rows and known places, before its forwards."""
 
     request: ExtractRequest
+    sent: SentInputs
     sweep: Sweep
     handle: ModelHandle
     inputs: Sequence[SweptInput]
     work: PlannedWork
 
 
-async def prepare(engine: Engine, request: ExtractRequest, ticket: Ticket) -> PreparedSweep:
+async def prepare(engine: Engine, request: ExtractRequest, sent: SentInputs, ticket: Ticket) -> PreparedSweep:
     """Check and plan a request's sweep; no forward runs, except to survey a new shape.
 
     RequestError, TooLargeError, QueueTooLongError if it can't be done in time, and what ``Engine.dry_run`` raises.
@@ -68,13 +69,13 @@ async def prepare(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Pr
     if request.reply.format.is_picture:
         raise NotAcceptableError("a sweep is not drawn", hint="ask for JSON, npz or safetensors")
     handle = await engine.get_handle(request.model, ticket)
-    request = _split_batch(await engine.fetch(request, ticket), handle.model.model_inputs, engine.settings)
-    _check_source(request, sweep)
+    sent = _split_batch(await engine.fetch(request, sent, ticket), handle.model.model_inputs, engine.settings)
+    _check_source(sent, sweep)
     if needs_functions(request):
-        await engine.planner.survey(handle, find_model(handle, request).shapes, ticket.deadline, functions=True)
-    asked = await engine.run_in_thread(partial(_make_unedited, request, handle), ticket.deadline)
-    jobs = await engine.dry_run(asked, ticket, tuple)
-    request.timings.facts.rows = 0  # rows are counted when they are answered
+        await engine.planner.survey(handle, find_model(handle, sent).shapes, ticket.deadline, functions=True)
+    asked = await engine.run_in_thread(partial(_make_unedited, request, sent, handle), ticket.deadline)
+    jobs = await engine.dry_run(asked, sent, ticket, tuple)
+    ticket.timings.facts.rows = 0  # rows are counted when they are answered
     find = partial(_describe_inputs, request, sweep, jobs, handle, engine.settings)
     inputs = await engine.run_in_thread(find, ticket.deadline)
     work = _plan_work(engine.work_plan, request, sweep, handle, inputs)
@@ -82,7 +83,7 @@ async def prepare(engine: Engine, request: ExtractRequest, ticket: Ticket) -> Pr
     edited = await engine.run_in_thread(partial(_list_edited, inputs), ticket.deadline)
     ticket.reserve_bytes(sum(map(count_taken_bytes, edited)))
     inputs = await engine.run_in_thread(partial(_prepare_sources, inputs, edited), ticket.deadline)
-    return PreparedSweep(request, sweep, handle, inputs, work)
+    return PreparedSweep(request, sent, sweep, handle, inputs, work)
 
 
 async def run(
@@ -92,7 +93,10 @@ async def run(
 
     Raises as ``Engine.extract``.
     """
-    return await engine.compute(prepared.request, ticket, partial(_run, engine, prepared, ticket, on_progress))
+    request = prepared.request
+    before = engine.begin(request, prepared.sent, ticket)
+    features = await _run(engine, prepared, ticket, on_progress)
+    return await engine.finish(features, request, ticket, before)
 
 
 async def _run(engine: Engine, prepared: PreparedSweep, ticket: Ticket, on_progress: OnProgress) -> Features:
@@ -143,17 +147,21 @@ class Edit:
         if value is not None:
             number: dict[str, Any] = {row.sweep.number: value}
             changes = tuple(replace(each, operation=replace(each.operation, **number)) for each in changes)
-        fixed = freeze_noise(job.spec.plan.resolved_interventions, job.first_row)
+        fixed = freeze_noise(job.plan.resolved_interventions, job.first_row)
         changes = freeze_noise(changes, job.first_row)
-        plan = replace(job.spec.plan, results=(row.swept.metric,), interventions=(fixed, changes), extra=frozenset())
+        plan = replace(job.plan, results=(row.swept.metric,), interventions=(fixed, changes), extra=frozenset())
+        prepared = replace(
+            job.prepared,
+            spec=replace(job.prepared.spec, plan=plan),
+            isolated=job.prepared.isolated or not plan.may_share,
+            unsplittable=job.prepared.unsplittable or not plan.may_split,
+        )
         return replace(
             job,
-            spec=replace(job.spec, plan=plan),
+            prepared=prepared,
             inputs={name: each.expand(self.count, *each.shape[1:]) for name, each in job.inputs.items()},
             rows=self.count,
             first_row=self.start,
-            isolated=job.isolated or not plan.may_share,
-            unsplittable=job.unsplittable or not plan.may_split,
             taken_rows=0,
             joined=JoinedRows(self.count),
         )
@@ -169,17 +177,17 @@ def _make_jobs(chunk: Sequence[Edit]) -> list[Job]:
     return [edit.make_job() for edit in chunk]
 
 
-def _split_batch(request: ExtractRequest, inputs: ModelInputs, settings: Settings) -> ExtractRequest:
-    """The request with one item for each row if its body is a batch in one array; TooLargeError."""
-    (_, item), *others = request.items
+def _split_batch(sent: SentInputs, inputs: ModelInputs, settings: Settings) -> SentInputs:
+    """The inputs with one item for each row if its body is a batch in one array; TooLargeError."""
+    (_, item), *others = sent.items
     if others or not isinstance(item, ArraysItem) or not item.may_batch:
-        return request
+        return sent
     rows = predict_rows([item], inputs).count
     check_count(rows, settings)
     if rows == 1 or any(len(array) != rows for array in item.arrays.values()):
-        return request
+        return sent
     return replace(
-        request,
+        sent,
         items=tuple(
             (row, replace(item, arrays={name: array[row] for name, array in item.arrays.items()}, may_batch=False))
             for row in range(rows)
@@ -187,25 +195,25 @@ def _split_batch(request: ExtractRequest, inputs: ModelInputs, settings: Setting
     )
 
 
-def _check_source(request: ExtractRequest, sweep: Sweep) -> None:
+def _check_source(sent: SentInputs, sweep: Sweep) -> None:
     """RequestError if the source of the edits is not an input, or no other input is left to edit."""
-    inputs = [index for index, _ in request.items]
+    inputs = [index for index, _ in sent.items]
     source = sweep.places[0].operation.source
     if source is not None and (source.input not in inputs or len(inputs) == 1):
         hint = "name one of the inputs, counted from 0, and send those that are edited beside it"
         raise RequestError.from_faults([Fault(f"'from' names input {source.input}", hint, "/from/input")])
 
 
-def _make_unedited(request: ExtractRequest, handle: ModelHandle) -> ExtractRequest:
+def _make_unedited(request: ExtractRequest, sent: SentInputs, handle: ModelHandle) -> ExtractRequest:
     """A request for the unedited metric of each input; RequestError if the model has no such objective."""
-    objective = request.for_input(request.items[0][0]).objective or Objective()
+    objective = request.for_input(sent.items[0][0]).objective or Objective()
     try:
-        resolved = resolve_objective(objective, find_model(handle, request).catalog)
+        resolved = resolve_objective(objective, find_model(handle, sent).catalog)
     except RequestError as error:
         raise RequestError.from_faults([error.to_fault("/objective")]) from None
     metric = replace(make_selector(resolved.point, METRIC), reduction=Reduction(metric=resolved.objective))
     options = {
-        index: replace(request.input_options.get(index, InputOptions()), objective=None) for index, _ in request.items
+        index: replace(request.input_options.get(index, InputOptions()), objective=None) for index, _ in sent.items
     }
     return replace(
         request,
@@ -242,7 +250,11 @@ def _prepare_sources(inputs: Sequence[SweptInput], edited: Sequence[Job]) -> lis
     """The inputs with captures for the edits of others, and with fingerprints that include their sources."""
     prepared = prepare_sources(edited)
     return [
-        replace(each, job=each.job.with_plan(extra=job.spec.plan.extra), fingerprint=job.fingerprints[METRIC])
+        replace(
+            each,
+            job=each.job.with_plan(extra=job.plan.extra),
+            fingerprint=job.prepared.fingerprints[METRIC],
+        )
         for each, job in zip(inputs, prepared, strict=True)
     ]
 
@@ -251,7 +263,7 @@ def _list_edited(inputs: Sequence[SweptInput]) -> list[Job]:
     """Each input's job with all edits at once: never run, only used to find what they take of other inputs."""
     changes = [tuple(place.changes for place in each.places) for each in inputs]
     return [
-        each.job.with_plan(interventions=(*each.job.spec.plan.interventions, *edits))
+        each.job.with_plan(interventions=(*each.job.plan.interventions, *edits))
         for each, edits in zip(inputs, changes, strict=True)
     ]
 
@@ -259,7 +271,7 @@ def _list_edited(inputs: Sequence[SweptInput]) -> list[Job]:
 def _make_base(swept: SweptInput, work_rows: int) -> Job:
     """The job of an unedited input, with the scores that determine its objective's class or target."""
     scores = frozenset[Capture]() if swept.scores is None else {swept.scores}
-    base = swept.job.with_plan(results=(swept.metric,), extra=swept.job.spec.plan.extra | scores)
+    base = swept.job.with_plan(results=(swept.metric,), extra=swept.job.plan.extra | scores)
     return replace(base, work_rows=work_rows)
 
 
@@ -276,7 +288,7 @@ def _begin(prepared: PreparedSweep, answers: Sequence[Answer]) -> list[SweptRow]
 def _fill(place: Place, job: Job, answers: Sequence[Answer]) -> Place:
     """A place with the tensors that its changes take of other inputs; RequestError if their lengths differ."""
     filled = fill_tensors(job.with_plan(interventions=(place.changes,)), answers)
-    return replace(place, changes=filled.spec.plan.resolved_interventions)
+    return replace(place, changes=filled.plan.resolved_interventions)
 
 
 def _settle(swept: SweptInput, results: Results) -> SweptInput:
@@ -296,8 +308,8 @@ def _settle(swept: SweptInput, results: Results) -> SweptInput:
 
 def _estimate_seconds(job: Job) -> float:
     """A low estimate of the seconds of one edited row on one thread, by the load-time measurement."""
-    rows = 1 if job.catalog.crosses_rows else CHUNK_ROWS
-    return job.spec.plan.cost * job.catalog.costs.estimate_seconds(rows) / rows
+    rows = 1 if job.prepared.catalog.crosses_rows else CHUNK_ROWS
+    return job.plan.cost * job.prepared.catalog.costs.estimate_seconds(rows) / rows
 
 
 def _count_chunk_rows(prepared: PreparedSweep, settings: Settings) -> int:
@@ -357,10 +369,10 @@ def _collect_row(prepared: PreparedSweep, row: SweptRow, edited: SweptRow, swept
     arrays = row.arrays or [np.full((prod(place.sizes), len(sweep.tried)), metric) for place in places]
     klass = row.swept.objective.objective.klass
     classes = (klass,) if isinstance(klass, int) else None
-    labels = name_classes(row.job.labels, classes) if classes is not None else None
+    labels = name_classes(row.job.prepared.labels, classes) if classes is not None else None
     shared: dict[str, Any] = {"layout": None, "metric": kind, "classes": classes, "labels": labels}
     objective = fingerprint.digest_changes([swept.objective])
-    digest = _digest("metric", row.job.fingerprints[METRIC], objective)
+    digest = _digest("metric", row.job.prepared.fingerprints[METRIC], objective)
     edited_from = _digest("metric", swept.fingerprint, objective)
     receipts = {METRIC: replace(features.receipts[METRIC], **shared, axes=(), fingerprint=digest)}
     made_by = f"sweep {list(sweep.axes)} {list(sweep.values)}"
@@ -381,8 +393,10 @@ def _collect_row(prepared: PreparedSweep, row: SweptRow, edited: SweptRow, swept
 def _make_receipt(job: Job, place: Place, digest: str) -> Receipt:
     """The receipt of a place, whose tensor is not in the reply."""
     tap = place.changes[0]
-    result = Result(place.key, Capture(tap.point, tap.info, Reduction()), job.catalog.layers[tap.point.layer].type)
-    receipt = make_receipt(replace(job, fingerprints={place.key: digest}), result)
+    result = Result(
+        place.key, Capture(tap.point, tap.info, Reduction()), job.prepared.catalog.layers[tap.point.layer].type
+    )
+    receipt = make_receipt(replace(job, prepared=replace(job.prepared, fingerprints={place.key: digest})), result)
     return replace(receipt, row_axis=0, entries_per_row=1, row_order="")
 
 

@@ -90,19 +90,18 @@ class Ticket(AbstractContextManager["Ticket"]):
             self._control.used_bytes -= max(self.nbytes - before, 0)
             self.nbytes = min(self.nbytes, before)
 
-    @contextmanager
-    def queue_rows(self, handle: ModelHandle, rows: int) -> Iterator[None]:
-        """Hold rows of a model's queue until the block ends; UnavailableError, and the errors of ``resize``."""
+    def enter_queue(self, handle: ModelHandle, rows: int) -> None:
+        """Hold rows of a model's queue until ``leave_queue``; UnavailableError, and the errors of ``resize``."""
         if handle.answers == "none":
             raise unloading_error(handle.name, self._control.estimate_wait(handle, handle.rows))
         self._handle = handle
-        try:
-            self.resize(rows)
-            yield
-        finally:
-            self._handle = None
-            handle.add_rows(-self._rows)
-            self._rows = 0
+        self.resize(rows)
+
+    def leave_queue(self) -> None:
+        """Release the rows, if any are held."""
+        if self._handle is not None:
+            self._handle.add_rows(-self._rows)
+            self._handle, self._rows = None, 0
 
     def resize(self, rows: int) -> None:
         """Change the number of rows held, if any are.

@@ -65,16 +65,16 @@ class Entry:
 
 def digest_jobs(jobs: Iterable[Job]) -> str:
     """The fingerprint of the whole reply to a request's jobs."""
-    return digest_reply(digest for job in jobs for digest in job.fingerprints.values())
+    return digest_reply(digest for job in jobs for digest in job.prepared.fingerprints.values())
 
 
 def list_entries(jobs: Sequence[Job]) -> list[Entry]:
     """The results in the reply to a request's jobs, in the order asked for."""
     if len(jobs) == 1:
-        return [Entry(result.key, result, jobs[0].rows) for result in jobs[0].spec.plan.results]
-    plans = {id(job.spec.plan): job.spec.plan for job in jobs}
+        return [Entry(result.key, result, jobs[0].rows) for result in jobs[0].prepared.spec.plan.results]
+    plans = {id(job.plan): job.plan for job in jobs}
     results = {number: {result.key: result for result in plan.results} for number, plan in plans.items()}
-    of_jobs = [(job, results[id(job.spec.plan)]) for job in jobs]
+    of_jobs = [(job, results[id(job.plan)]) for job in jobs]
     entries = []
     for key, is_common in _find_common(_outline_plans(jobs).values()).items():
         if is_common:
@@ -163,9 +163,9 @@ def _outline_plans(jobs: Sequence[Job]) -> dict[int, dict[str, _Outline]]:
     return {
         number: {
             result.key: _outline(result.capture.reply_shape(1), result.capture.dtype, make_receipt(job, result))
-            for result in job.spec.plan.results
+            for result in job.plan.results
         }
-        for number, job in {id(job.spec.plan): job for job in jobs}.items()
+        for number, job in {id(job.plan): job for job in jobs}.items()
     }
 
 

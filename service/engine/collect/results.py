@@ -10,7 +10,6 @@ from torch import Tensor
 
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import escape
-from layertap.models.fingerprint import digest_reply
 from layertap.models.hooks.sites import AXES, GRADIENTS
 from layertap.models.labels import name_classes
 from layertap.models.selection.hook_points import format_path
@@ -26,36 +25,50 @@ HALF_EXPONENT = 0x7C00  # all bits set: NaN or infinite
 
 def collect_features(job: Job, results: Results) -> Features:
     """The features of a job from the results of its forwards."""
+    prepared, plan = job.prepared, job.prepared.spec.plan
     arrays: dict[str, Array] = {}
     scales: dict[str, Array] = {}
-    for result in job.spec.plan.results:
+    for result in plan.results:
         whole = results[result.capture]
         reduction, values = result.capture.reduction, whole.values.numpy()
-        columns = list_columns(reduction.stats or (), reduction.edges)
-        arrays[result.key] = merge_rows(values, columns) if reduction.over else values
+        if reduction.over:
+            values = merge_rows(values, list_columns(reduction.stats or (), reduction.edges))
+        arrays[result.key] = values
         if whole.scale is not None:
             scales[result.key] = whole.scale.numpy()
-    classes, token_counts = _find_classes(job, results), _count_tokens(job)
     return Features(
-        model=job.key.name,
-        fingerprint=digest_reply(job.fingerprints.values()),
+        model=prepared.key.name,
+        fingerprint=prepared.fingerprint,
         rows=job.rows,
         arrays=arrays,
         scales=scales,
-        receipts={result.key: make_receipt(job, result, classes, token_counts) for result in job.spec.plan.results},
+        receipts=_make_receipts(job, results),
         errors=job.faults,
-        verified=job.spec.verified_by is not None,
-        warnings=(*job.spec.plan.warnings, *job.warnings),
-        interventions=job.changed,
+        verified=prepared.spec.verified_by is not None,
+        warnings=(*prepared.warnings, *job.warnings),
+        interventions=prepared.changed,
         input_index=job.input_index,
         tokens=job.tokens,
         cut=job.cut if any(job.cut) else (),
     )
 
 
+def _make_receipts(job: Job, results: Results) -> dict[str, Receipt]:
+    """The receipt of each result; those without facts about single rows are made once for all requests."""
+    prepared = job.prepared
+    if prepared.mask is None and not job.cut and prepared.spec.plan.objective is None:
+        receipts = prepared.receipts.get(job.rows)
+        if receipts is None:
+            receipts = {result.key: make_receipt(job, result) for result in job.plan.results}
+            prepared.receipts[job.rows] = receipts
+        return receipts
+    classes, token_counts = _find_classes(job, results), _count_tokens(job)
+    return {result.key: make_receipt(job, result, classes, token_counts) for result in job.plan.results}
+
+
 def _find_classes(job: Job, results: Results) -> tuple[int, ...] | None:
     """The class of each row if the objective is its highest score, or the class that an input names; else None."""
-    scores, objective = job.spec.plan.scores, job.spec.plan.objective
+    scores, objective = job.plan.scores, job.plan.objective
     if objective is not None and job.input_index is not None and isinstance(objective.objective.klass, int):
         return (objective.objective.klass,) * job.rows  # other inputs may name other classes
     if scores is None or objective is None:
@@ -101,25 +114,25 @@ def make_receipt(
         dtype=info.dtype,
         pool=reduction.pool,
         normalize=reduction.normalize,
-        fingerprint=job.fingerprints[result.key],
+        fingerprint=job.prepared.fingerprints[result.key],
         row_axis=axis,
         entries_per_row=entries,
         row_order="forward"
-        if axis is not None and (info.crosses_rows or (job.rows_per_forward == job.rows > 1 and entries > 1))
+        if axis is not None and (info.crosses_rows or (job.prepared.rows_per_forward == job.rows > 1 and entries > 1))
         else "",
         stats=list_columns(reduction.stats, reduction.edges) if reduction.stats is not None else None,
         by=reduction.by,
         over=reduction.over,
         edges=reduction.edges,
-        how="unfused" if info.source and point.layer in job.spec.plan.unfused_layers else info.source,
-        resumed=job.catalog.start,
-        forward="compiled" if job.spec.compiled else "",
+        how="unfused" if info.source and point.layer in job.plan.unfused_layers else info.source,
+        resumed=job.prepared.catalog.start,
+        forward="compiled" if job.prepared.spec.compiled else "",
         classes=classes,
         token_counts=token_counts if info.token_axes else None,
         truncated=job.cut if any(job.cut) else None,
-        labels=name_classes(job.labels, classes) if classes is not None else None,
-        rows_per_forward=job.rows_per_forward,
-        preprocessed=job.preprocessed,
+        labels=name_classes(job.prepared.labels, classes) if classes is not None else None,
+        rows_per_forward=job.prepared.rows_per_forward,
+        preprocessed=job.prepared.preprocessed,
         **{option: getattr(reduction, option) for option in AXES},
         reply_dtype=reduction.dtype,
         prefix_tokens=info.prefix,

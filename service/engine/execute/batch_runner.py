@@ -27,9 +27,10 @@ from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import Replica
 from layertap.models.row_check import has_same_row, select_row
 from layertap.models.selection.plan import Capture
-from layertap.service.engine.batch import Batch, BatchFailures, BatchResult, ForwardSpec, Results, RowSlice, SliceResult
+from layertap.service.engine.batch import Batch, BatchFailures, BatchResult, Results, RowSlice, SliceResult
 from layertap.service.engine.execute.decode import normalize_rows
 from layertap.service.engine.execute.threads import wrap_error
+from layertap.service.engine.prepared_request import ForwardSpec
 from layertap.service.engine.rows import Rows
 from layertap.service.errors import ForwardError
 

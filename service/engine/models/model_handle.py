@@ -7,14 +7,15 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import IN_THE_LOG, Failure, LayertapError, LoadError, make_load_error
 from layertap.models.loaded_model import LoadedModel
+from layertap.models.lru_cache import LRUCache
 from layertap.models.model_catalogs import ModelCatalogs
 from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry
@@ -38,6 +39,7 @@ from layertap.service.settings import Settings
 
 T = TypeVar("T")
 log = logging.getLogger("layertap")
+MAX_KEPT = 512  # plans of a model, and requests prepared for it
 LONGEST_LOAD_S = 60.0  # the longest wait that a caller is told while a model loads
 FIRST_PAUSE_S = 1.0  # before reloading a model whose process was killed; doubled each time
 LONGEST_PAUSE_S = 60.0
@@ -54,8 +56,8 @@ class ModelHandle:
 
     ``entry`` stays its own, even if the name means another version by now. ``error``: why it failed. ``answers``: all
     requests, only those that hold it, or none. ``rows``: admitted and unanswered ones; ``holders``: unfinished requests
-    that hold it. ``isolated``: no requests may share a forward, so that a request's bits never vary. ``generation``: a
-    number unique in this process; ``key``: the name with it.
+    that hold it. ``isolated``: no requests may share a forward, so that a request's bits never vary. ``key``: the name
+    with a number that is unique in this process. ``plans`` and ``prepared`` keep what requests used most recently.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class ModelHandle:
         self.holders = 0
         self.last_used = time.monotonic()
         self.isolated = False
+        self.plans = LRUCache[Hashable, Any](MAX_KEPT)
+        self.prepared = LRUCache[Hashable, Any](MAX_KEPT)
         self.batch_keys: BatchKeys
         self.pace: Pace
         self._load = load
@@ -300,6 +304,8 @@ class ModelHandle:
         note = write_note(self._settings.cache_dir / "costs", model.identity, shared_answers)
         model.catalogs.note_crossing(note)
         self.batch_keys.limit_to_one_row()
+        self.plans.clear()
+        self.prepared.clear()
         fields = {"model": self.name, "layer": layer, "shared_answers": shared_answers}
         log.error("rows of a model affect each other: from now on each runs alone", extra={"fields": fields})
 

@@ -10,7 +10,7 @@ from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.decode import get_preprocessing
-from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.engine.rows import Fetched, Items
 from layertap.service.fetch.fetcher import DownloadBudget, Fetcher
 from layertap.service.fetch.urls import FetchTarget
@@ -21,21 +21,21 @@ MAX_PARALLEL = 8  # fetches of one request at a time, so that no request uses th
 
 
 async def fetch_inputs(
-    request: ExtractRequest, inputs: ModelInputs, rows: int, fetcher: Fetcher, ticket: Ticket
+    request: ExtractRequest, sent: SentInputs, inputs: ModelInputs, rows: int, fetcher: Fetcher, ticket: Ticket
 ) -> Items:
     """The items of a request for some rows, with their indexes; for each URL its picture, or why it can't be fetched.
 
     While fetching, the request holds a single row of the queue. RequestError, TooLargeError if one fails and the
     request leaves none out; QueueFullError, DeadlineError.
     """
-    found = {id(item): _find_target(item, inputs, fetcher) for _, item in request.items}
-    targets = [(index, found[id(item)]) for index, item in request.items]
+    found = {id(item): _find_target(item, inputs, fetcher) for _, item in sent.items}
+    targets = [(index, found[id(item)]) for index, item in sent.items]
     _check_all_are_good(request, targets)
     here = [(index, target) for index, target in targets if not isinstance(target, FetchTarget)]
     if len(here) == len(targets):
         return here
     ticket.resize(1)
-    with request.timings.step("fetch"):
+    with ticket.timings.step("fetch"):
         fetching = _fetch_all(targets, fetcher, DownloadBudget(fetcher.max_bytes, ticket.reserve_bytes))
         items = await wait_until(ticket.deadline, fetching)
     ticket.resize(rows)

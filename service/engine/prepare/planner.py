@@ -1,14 +1,13 @@
-"""Plans requests: first by the shapes that were sent, then by the decoded rows; equal requests have one plan."""
+"""Plans requests: first by the shapes that were sent, then by the decoded rows. What was planned is kept."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from weakref import WeakKeyDictionary
 
 from layertap.models import fingerprint
 from layertap.models.capture import verification
@@ -17,7 +16,6 @@ from layertap.models.catalog.text_lengths import TextLengths, measure_lengths
 from layertap.models.errors import Fault, InputError, RequestError, escape
 from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.lru_cache import LRUCache
 from layertap.models.model_info import ModelInfo
 from layertap.models.planner import make_plan
 from layertap.models.resume.resumption import Resumption, find_start
@@ -27,7 +25,6 @@ from layertap.models.selection.plan import Capture, Plan, Result
 from layertap.models.selection.projections import check_work
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import Preprocessed, Shapes
-from layertap.service.engine.batch import NOTHING
 from layertap.service.engine.deadline import RunInThread
 from layertap.service.engine.limits import (
     check_count,
@@ -43,9 +40,10 @@ from layertap.service.engine.prepare.predicted_rows import (
     is_reshaped,
     predict_rows,
 )
-from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.prepared_request import NO_PLAN
+from layertap.service.engine.request import MAX_LAYERS, ExtractRequest, SentInputs
 from layertap.service.engine.rows import Rows, get_row_shapes
-from layertap.service.inputs.items import TextItem
+from layertap.service.inputs.items import ArraysItem, InputItem, TextItem
 from layertap.service.schemas.base import read_field
 from layertap.service.settings import Settings
 
@@ -53,9 +51,7 @@ log = logging.getLogger("layertap")
 SHORT_NUMBERS = 2**17  # checking so many takes less than half a millisecond
 SMALL = 8  # pixels or tokens: axes no longer than this may have that size for any input
 GROWTH = 0.75  # of the growth of a row: borders and rounding take some of it
-MAX_PLANS, MAX_LAYERS = 256, 64  # that are kept: plans of a model, and results of each
 Fingerprints = Mapping[str, str]  # of results, by key
-PlanKey = tuple[int, str, tuple[Selector, ...], int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +76,7 @@ class PlannedRequest:
     preprocessed: Preprocessed
     shapes: Shapes
     rows: int
-    plan: Plan = NOTHING.plan
+    plan: Plan = NO_PLAN
     fingerprints: Fingerprints = field(default_factory=dict)
     nbytes: int = 0
 
@@ -90,22 +86,30 @@ class PlannedRequest:
 
 
 class Planner:
-    """Plans requests on the event loop; long computations run in threads, surveys in the model's own.
-
-    It keeps the small plans of each model that were used most recently.
-    """
+    """Plans requests on the event loop; long computations run in threads, surveys in the model's own."""
 
     def __init__(self, settings: Settings, run_in_thread: RunInThread) -> None:
         self._settings = settings
         self._run_in_thread = run_in_thread
-        self._plans = WeakKeyDictionary[ModelHandle, LRUCache[PlanKey, tuple[Catalog, Plan, Fingerprints]]]()
 
-    async def plan(self, request: ExtractRequest, handle: ModelHandle, deadline: float) -> PlannedRequest:
+    async def plan(
+        self, request: ExtractRequest, sent: SentInputs, handle: ModelHandle, deadline: float
+    ) -> PlannedRequest:
         """A request's plan before anything is decoded, by the shapes of its arrays; RequestError, TooLargeError."""
+        key = (request, kinds) if request.is_small and (kinds := _list_kinds(sent)) is not None else None
+        if key is not None and isinstance(kept := handle.prepared.get(key), PlannedRequest):
+            return kept
+        planned = await self._plan(request, sent, handle, deadline)
+        if key is not None and len(planned.plan.results) <= MAX_LAYERS:
+            handle.prepared.put(key, planned)
+        return planned
+
+    async def _plan(
+        self, request: ExtractRequest, sent: SentInputs, handle: ModelHandle, deadline: float
+    ) -> PlannedRequest:
         model = handle.model
-        request = _complete_texts(request, model)
-        input_index = request.items[0][0] if request.items else 0
-        items = [item for _, item in request.items]
+        input_index = sent.items[0][0] if sent.items else 0
+        items = [item for _, item in sent.items]
         resumption: Resumption | None = None
         if request.resume is None:
             inputs = tower = model.model_inputs
@@ -193,19 +197,17 @@ class Planner:
     ) -> tuple[Plan, Fingerprints]:
         """The plan of a request's input by its catalogue; RequestError, TooLargeError."""
         request, catalog, identity = planned.request.for_input(planned.input_index), planned.catalog, planned.identity
-        is_small = _is_small(request)
-        plans = self._plans.setdefault(planned.handle, LRUCache(MAX_PLANS))
         # Without numbered tokens, the only property of lengths that a plan uses is how many positions are kept.
         key = id(catalog), identity, request.selectors, lengths.kept if lengths is not None else None
-        if is_small and (kept := plans.get(key)) is not None:
-            return kept[1:]
+        if request.is_small and (kept := planned.handle.plans.get(key)) is not None:
+            return kept[1], kept[2]
         make = partial(_make_plan, request, planned, lengths, self._settings.max_results)
         try:
             plan, fingerprints = await self._run_in_thread(make, deadline)
         except RequestError as error:
             raise planned.request.locate(error, planned.input_index) from None
-        if is_small and len(plan.results) <= MAX_LAYERS:
-            plans.put(key, (catalog, plan, fingerprints))  # the entry keeps the catalogue alive, and its id unique
+        if request.is_small and len(plan.results) <= MAX_LAYERS:
+            planned.handle.plans.put(key, (catalog, plan, fingerprints))  # keeps the catalogue alive, and its id unique
         return plan, fingerprints
 
     async def survey(self, handle: ModelHandle, shapes: Shapes, deadline: float, *, functions: bool = False) -> Catalog:
@@ -322,12 +324,6 @@ def _digest_results(plan: Plan, catalog: Catalog, identity: str) -> Fingerprints
     return {result.key: digest(result.capture) for result in plan.results}
 
 
-def _is_small(request: ExtractRequest) -> bool:
-    narrowed = any(each.reduction.indices or each.reduction.project for each in request.selectors)
-    plain = not narrowed and not request.interventions and not request.objective
-    return plain and len(request.selectors) <= MAX_LAYERS
-
-
 def find_tower(model: ModelInfo, selectors: Iterable[Selector]) -> ModelInputs:
     """The inputs of the tower in whose forwards all these layers run; all inputs if there is none."""
     patterns = [selector.pattern for selector in selectors]
@@ -340,9 +336,9 @@ def find_tower(model: ModelInfo, selectors: Iterable[Selector]) -> ModelInputs:
     return next((tower for tower in reversed(towers) if tower.tower and runs_all(tower)), model.model_inputs)
 
 
-def find_model(handle: ModelHandle, request: ExtractRequest) -> ModelInfo:
+def find_model(handle: ModelHandle, sent: SentInputs) -> ModelInfo:
     """The handle's model, with the inputs of the tower that a request's items are for."""
-    items = [item for _, item in request.items]
+    items = [item for _, item in sent.items]
     return handle.model.for_tower(predict_rows(items, handle.model.model_inputs).tower)
 
 
@@ -369,32 +365,50 @@ def _names_unseen_calls(request: ExtractRequest, catalog: Catalog) -> bool:
     return False
 
 
-def _complete_texts(request: ExtractRequest, model: ModelInfo) -> ExtractRequest:
-    """The request with its prompt, or the model's default, before each text, and with ``truncate``; RequestError."""
-    prompts, prompt = model.text.prompts if model.text else {}, model.text.default_prompt if model.text else ""
+def complete_texts(request: ExtractRequest, sent: SentInputs, model: ModelInfo) -> SentInputs:
+    """The inputs with the request's prompt, or the model's default, before each text, and how to cut it."""
+    prompt = find_prompt(request, model)
     limit = model.text.limits.get(request.prompt or "") if model.text else None
-    if request.prompt is not None:
-        if request.prompt not in prompts:
-            hint = f"name one of {', '.join(map(escape, prompts))}" if prompts else "leave it out"
-            fault = Fault(f"model {model.spec.name} has no prompt {escape(request.prompt)}", hint, "/prompt")
-            raise RequestError.from_faults([fault])
-        prompt = prompts[request.prompt]
     if not prompt and request.truncate is None and limit is None:
-        return request
+        return sent
     completed = {  # a shared item stays shared
         id(item): TextItem(prompt + item.text, request.truncate, limit) if isinstance(item, TextItem) else item
-        for _, item in request.items
+        for _, item in sent.items
     }
-    return replace(request, items=tuple((index, completed[id(item)]) for index, item in request.items))
+    return replace(sent, items=tuple((index, completed[id(item)]) for index, item in sent.items))
+
+
+def find_prompt(request: ExtractRequest, model: ModelInfo) -> str:
+    """What to put before each text: the prompt that a request names, or the model's default; RequestError."""
+    prompts = model.text.prompts if model.text else {}
+    if request.prompt is None:
+        return model.text.default_prompt if model.text else ""
+    if request.prompt not in prompts:
+        hint = f"name one of {', '.join(map(escape, prompts))}" if prompts else "leave it out"
+        fault = Fault(f"model {model.spec.name} has no prompt {escape(request.prompt)}", hint, "/prompt")
+        raise RequestError.from_faults([fault])
+    return prompts[request.prompt]
+
+
+def _list_kinds(sent: SentInputs) -> Hashable:
+    """What a plan depends on of inputs: how many there are, and their kind; None if they differ."""
+    kinds = {_describe_kind(item) for _, item in sent.items}
+    return (len(sent.items), kinds.pop() if kinds else None) if len(kinds) <= 1 else None
+
+
+def _describe_kind(item: InputItem) -> Hashable:
+    if not isinstance(item, ArraysItem):
+        return type(item).__name__
+    return item.may_batch, item.by_name, *((name, each.dtype.str, each.shape) for name, each in item.arrays.items())
 
 
 def _identify(
     request: ExtractRequest, model: ModelInfo, tower: ModelInputs, preprocessed: Preprocessed, shapes: Shapes
 ) -> str:
     """The model's part of the fingerprints of rows of a shape."""
-    identity = model.identity
-    if request.prompt is not None and model.text and model.text.prompts[request.prompt] != model.text.default_prompt:
-        identity = fingerprint.digest_prompt(identity, model.text.prompts[request.prompt])
+    identity, prompt = model.identity, find_prompt(request, model)
+    if model.text and prompt != model.text.default_prompt:
+        identity = fingerprint.digest_prompt(identity, prompt)
     reshaped = shapes if is_reshaped(tower, shapes) else None
     return fingerprint.digest_rows(identity, preprocessed, reshaped, tower.tower)
 

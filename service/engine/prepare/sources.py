@@ -52,14 +52,13 @@ def prepare_sources(jobs: Sequence[Job]) -> list[Job]:
         of_sources = [digest for index in _list_sources(job) if (digest := changes[index]) is not None]
         taken = extra[job.input_index]
         if taken:  # a tensor takes long to digest
-            own = fingerprint.digest_changes(job.spec.plan.resolved_interventions)
+            own = fingerprint.digest_changes(job.plan.resolved_interventions)
             changes[job.input_index] = fingerprint.digest_sources(own or "", of_sources) if of_sources else own
             job = job.with_plan(extra=frozenset(taken))
         if of_sources:
-            digests = job.fingerprints.items()
-            job = replace(
-                job, fingerprints={key: fingerprint.digest_sources(each, of_sources) for key, each in digests}
-            )
+            digests = job.prepared.fingerprints.items()
+            covered = {key: fingerprint.digest_sources(each, of_sources) for key, each in digests}
+            job = replace(job, prepared=replace(job.prepared, fingerprints=covered))
         prepared[job.input_index] = job
     return [prepared[job.input_index] for job in jobs]
 
@@ -87,7 +86,7 @@ def fill_tensors(job: Job, answers: Iterable[tuple[Job, Results]]) -> Job:
             raise RequestError.from_faults([fault]) from None
         return replace(change, operation=replace(change.operation, tensor=tensor, source=None), source=None)
 
-    changes = tuple(tuple(fill(change) for change in each) for each in job.spec.plan.interventions)
+    changes = tuple(tuple(fill(change) for change in each) for each in job.plan.interventions)
     return job.with_plan(interventions=changes)
 
 
@@ -106,9 +105,9 @@ def _collect_sources(jobs: Sequence[Job]) -> Mapping[int | None, set[Capture]]:
 
 def _check_shape(job: Job, source: Capture, taken: Job) -> None:
     """RequestError if two inputs of different shapes also differ in shape at the source's point."""
-    if taken.catalog is job.catalog or not taken.catalog.sizes_known:
+    if taken.prepared.catalog is job.prepared.catalog or not taken.prepared.catalog.sizes_known:
         return
-    there, here = find_tensor(source.point, taken.catalog), source.info
+    there, here = find_tensor(source.point, taken.prepared.catalog), source.info
     if there is None or there.shape != here.shape:
         shape = "nothing" if there is None else str(list(there.shape[1:]))
         name = escape(source.point.format_name())
@@ -119,7 +118,7 @@ def _check_shape(job: Job, source: Capture, taken: Job) -> None:
 
 
 def _list_taking(job: Job) -> list[ResolvedIntervention]:
-    return [change for change in job.spec.plan.resolved_interventions if change.source is not None]
+    return [change for change in job.plan.resolved_interventions if change.source is not None]
 
 
 def _list_sources(job: Job) -> list[int]:

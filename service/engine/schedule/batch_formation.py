@@ -48,9 +48,9 @@ def form_batch(candidates: Sequence[Job], state: DeviceState, yielding_rows: flo
     ``candidates``: at least one job of one key, sorted; the first one is in the batch. ``yielding_rows``: the most
     rows of yielding jobs, by weight.
     """
-    key, device = candidates[0].key, state.device
-    shareable = [job for job in candidates if not job.isolated]
-    if candidates[0].isolated:
+    key, device = candidates[0].prepared.key, state.device
+    shareable = [job for job in candidates if not job.prepared.isolated]
+    if candidates[0].prepared.isolated:
         shareable = [candidates[0]]
     companions = choose_companions(shareable)
     rows = choose_rows(companions, state)
@@ -59,9 +59,9 @@ def form_batch(candidates: Sequence[Job], state: DeviceState, yielding_rows: flo
     slots = count_slots(key, rows, device)
     if slots > state.free_slots:
         return None
-    depth, seconds = max(row_slice.job.depth for row_slice in slices), estimate_seconds(slices, slots)
+    depth, seconds = max(row_slice.job.prepared.depth for row_slice in slices), estimate_seconds(slices, slots)
     reason = find_batch_reason(slices, left_out=len(shareable) - len(companions))
-    padded_rows = None if candidates[0].unsplittable else key.padded_rows
+    padded_rows = None if candidates[0].prepared.unsplittable else key.padded_rows
     return Batch(key, state.name, slices, slots, count_slots(key, 1, device), depth, seconds, reason, padded_rows)
 
 
@@ -74,30 +74,32 @@ def choose_joining(
     the waiting rows and the ``running_rows`` of its key: the other replicas of the device need rows too.
     """
     key, first = batch.key, batch.slices[0].job
-    lowest = min(row_slice.job.depth for row_slice in batch.slices)
+    lowest = min(row_slice.job.prepared.depth for row_slice in batch.slices)
     interactive = any(row_slice.job.priority == "interactive" for row_slice in batch.slices)
     joining = [
         job
         for job in candidates
-        if not job.isolated and lowest <= job.depth <= batch.depth and not (interactive and job.priority == "bulk")
+        if not job.prepared.isolated
+        and lowest <= job.prepared.depth <= batch.depth
+        and not (interactive and job.priority == "bulk")
     ]
     rows = sum(job.waiting_rows for job in joining)
     few = is_single_row(key, batch.rows) and are_few_rows(key, batch.rows + rows)
     share = math.ceil((running_rows + rows) / count_parallel(key, device))
     limit = limit_rows([first, *joining], device)
     rows = min(limit, share, batch.padded_rows or limit)
-    if first.isolated or not joining or few:
+    if first.prepared.isolated or not joining or few:
         return ()
     return tuple(slice_rows(joining, rows, yielding_rows, batch.slices))
 
 
 def choose_companions(shareable: Sequence[Job]) -> list[Job]:
     """The jobs that run with the first one, itself included: those of similar depth."""
-    levels = [math.ceil(job.depth * DEPTH_LEVELS) for job in shareable]
+    levels = [math.ceil(job.prepared.depth * DEPTH_LEVELS) for job in shareable]
     rows_by_level = dict.fromkeys(sorted(set(levels)), 0)
     for job, level in zip(shareable, levels, strict=True):
         rows_by_level[level] += job.waiting_rows
-    lowest, highest = find_level_range(shareable[0].key, rows_by_level, levels[0])
+    lowest, highest = find_level_range(shareable[0].prepared.key, rows_by_level, levels[0])
     return [job for job, level in zip(shareable, levels, strict=True) if lowest <= level <= highest]
 
 
@@ -124,9 +126,9 @@ def find_level_range(key: BatchKey, rows_by_level: Mapping[int, int], level: int
 
 def choose_rows(companions: Sequence[Job], state: DeviceState) -> int:
     """How many rows the next forward should have, apart from the memory of captures."""
-    key, device = companions[0].key, state.device
+    key, device = companions[0].prepared.key, state.device
     waiting_rows = sum(job.waiting_rows for job in companions)
-    if companions[0].isolated:
+    if companions[0].prepared.isolated:
         return min(waiting_rows, key.fitting_rows)
     single_row = is_single_row(key, 1)
     all_free = state.free_slots == device.slots > 1
@@ -143,7 +145,7 @@ def limit_rows(jobs: Sequence[Job], device: DeviceSlots) -> int:
     A single job is split evenly over the forwards that it needs: on two slots, with 12 rows in an efficient
     forward, 32 rows run as four times 8. As 12, 12 and 8 they would leave one slot idle at the end.
     """
-    key = jobs[0].key
+    key = jobs[0].prepared.key
     limit = key.efficient_rows
     total, parallel = jobs[0].rows, count_parallel(key, device)
     if parallel == 1 or total <= limit or key.pads or any(each is not jobs[0] for each in jobs):
@@ -172,20 +174,20 @@ def slice_rows(
     They fit into ``max_bytes``. A new batch has at least one row of the first job, all rows of an unsplittable one.
     Yielding jobs get at most ``yielding_rows`` by weight, unless the batch would have a single row.
     """
-    key = companions[0].key
+    key = companions[0].prepared.key
     free_rows, free_bytes, least = rows, key.max_bytes, MIN_PARALLEL_ROWS
     for each in taken:
         free_rows -= each.rows
-        free_bytes -= each.rows * (key.costs.row_bytes + each.job.row_bytes)
+        free_bytes -= each.rows * (key.costs.row_bytes + each.job.prepared.row_bytes)
         yielding_rows -= each.rows * each.job.weight
         least -= each.rows
     for job in companions:
-        row_bytes = key.costs.row_bytes + job.row_bytes
+        row_bytes = key.costs.row_bytes + job.prepared.row_bytes
         count = min(job.waiting_rows, free_rows, free_bytes // max(row_bytes, 1))
         if job.yields:
             count = int(min(count, max(yielding_rows / job.weight, least)))
         if job is companions[0] and not taken:
-            count = job.waiting_rows if job.unsplittable else max(count, 1)
+            count = job.waiting_rows if job.prepared.unsplittable else max(count, 1)
         if count <= 0:
             return
         yield RowSlice(job, job.taken_rows, job.taken_rows + count)
@@ -199,11 +201,11 @@ def slice_rows(
 
 def estimate_seconds(slices: Sequence[RowSlice], slots: int = 1) -> float:
     """The expected seconds of a batch: decoding, forward and captures."""
-    key, rows = slices[0].job.key, sum(row_slice.rows for row_slice in slices)
-    seconds = key.estimate_seconds(rows, max(row_slice.job.depth for row_slice in slices))
+    key, rows = slices[0].job.prepared.key, sum(row_slice.rows for row_slice in slices)
+    seconds = key.estimate_seconds(rows, max(row_slice.job.prepared.depth for row_slice in slices))
     if slots > 1 and is_single_row(key, rows):
         seconds /= key.costs.speedup
-    return seconds + sum(row_slice.rows * row_slice.job.captured_seconds for row_slice in slices)
+    return seconds + sum(row_slice.rows * row_slice.job.prepared.captured_seconds for row_slice in slices)
 
 
 def count_slots(key: BatchKey, rows: int, device: DeviceSlots) -> int:
@@ -226,10 +228,10 @@ def are_few_rows(key: BatchKey, rows: int) -> bool:
 
 def find_batch_reason(slices: Sequence[RowSlice], left_out: int) -> BatchReason:
     """Why a batch has these rows; ``left_out``: how many jobs it leaves out because of their depth."""
-    if slices[0].job.isolated:
+    if slices[0].job.prepared.isolated:
         return "isolated"
     if left_out:
         return "sharing_costs"
     if len(slices) == 1:
         return "single"
-    return "same_depth" if len({row_slice.job.depth for row_slice in slices}) == 1 else "sharing_pays"
+    return "same_depth" if len({row_slice.job.prepared.depth for row_slice in slices}) == 1 else "sharing_pays"

@@ -110,7 +110,7 @@ class Batcher:
 
     def add(self, job: Job) -> None:
         """Add a job."""
-        key = job.key
+        key = job.prepared.key
         keys = (*self._waiting, *self._running_rows, *(batch.key for batch in self._again))
         if all(each.model != key.model for each in keys):
             self._fair_share.join(key.model, key.devices)
@@ -123,9 +123,9 @@ class Batcher:
         """Remove the rows of a job that are in no batch."""
         rest = [(batch, [each for each in batch.slices if each.job is not job]) for batch in self._again]
         self._again = [batch.take(slices, batch.tries) for batch, slices in rest if slices]
-        if job.key in self._waiting:
-            self._waiting[job.key].remove(job)
-            self._forget_if_empty(job.key)
+        if job.prepared.key in self._waiting:
+            self._waiting[job.prepared.key].remove(job)
+            self._forget_if_empty(job.prepared.key)
 
     def add_decode(self, task: DecodeTask) -> None:
         """Add a picture to decode."""
@@ -165,9 +165,9 @@ class Batcher:
             return self._begin(again)
         jobs, task = self._list_first_jobs(idle_replicas, now), self._find_first_decode(now)
         if task is not None and not any(self._precedes(job, task, now) for job in jobs):
-            jobs = [job for job in jobs if CPU not in job.key.devices]
+            jobs = [job for job in jobs if CPU not in job.prepared.key.devices]
         for job in jobs:
-            key = job.key
+            key = job.prepared.key
             state = self._find_device(job, idle_replicas[key.model], reserved, now)
             if state is None:
                 continue
@@ -243,7 +243,7 @@ class Batcher:
                     jobs.append(job)
 
         def order(job: Job) -> tuple[bool, float, float]:
-            return is_deferred(job, now), self._fair_share.used_seconds[job.key.model], job.due_at
+            return is_deferred(job, now), self._fair_share.used_seconds[job.prepared.key.model], job.due_at
 
         return sorted(jobs, key=order)
 
@@ -259,7 +259,7 @@ class Batcher:
 
     def _precedes(self, job: Job, task: DecodeTask, now: float) -> bool:
         """Whether a job on the CPU goes before a picture: more urgent, or as urgent, ready and not much newer."""
-        if CPU not in job.key.devices:
+        if CPU not in job.prepared.key.devices:
             return False
         if is_deferred(job, now) != (task_is_deferred := is_deferred(task, now)):
             return task_is_deferred
@@ -271,7 +271,7 @@ class Batcher:
         self, job: Job, idle_replicas: Mapping[str, int], reserved: Collection[str], now: float
     ) -> DeviceState | None:
         """The device on which a batch of the job's key may start; of several the one with most free slots."""
-        free = self._list_free_devices(job.key, idle_replicas)
+        free = self._list_free_devices(job.prepared.key, idle_replicas)
         may_start = [name for name in free if name not in reserved and self._may_start_on_device(name, job, now)]
         if not may_start:
             return None
@@ -289,11 +289,11 @@ class Batcher:
 
     def _is_ready(self, job: Job, now: float) -> bool:
         """Whether a forward that begins with this job is worth its start now, though more rows may come."""
-        key = job.key
+        key = job.prepared.key
         rows = key.efficient_rows
         if self._waiting[key].rows >= rows:
             return True
-        return now - job.enqueued_at >= MAX_WAIT_IN_FORWARDS * key.estimate_seconds(rows, job.depth)
+        return now - job.enqueued_at >= MAX_WAIT_IN_FORWARDS * key.estimate_seconds(rows, job.prepared.depth)
 
     def _limit_yielding_rows(self, jobs: Sequence[Job], now: float) -> float:
         """The most rows, by weight, of yielding jobs in a batch that is chosen from these jobs.
@@ -301,7 +301,7 @@ class Batcher:
         If a small interactive job arrived recently, the batch takes no longer than an efficient one without
         captures, and is a short one if all these jobs are bulk.
         """
-        key = jobs[0].key
+        key = jobs[0].prepared.key
         came_at = max(self._small_came_at.get(name, -math.inf) for name in key.devices)
         if now - came_at >= self._bulk_delay:
             return math.inf
@@ -333,9 +333,9 @@ class Batcher:
             job, due_at = row_slice.job, row_slice.job.due_at
             if job.is_large:
                 seconds = job.slowdown * estimate_seconds([row_slice])
-                parallel = count_parallel(job.key, self._devices[device])
+                parallel = count_parallel(job.prepared.key, self._devices[device])
                 due_at = max(due_at, min(due_at, now) + TURN_FACTOR * seconds / parallel)
-            self._waiting[job.key].take(row_slice, due_at)
+            self._waiting[job.prepared.key].take(row_slice, due_at)
 
     def _set_arrival(self, entry: Job | DecodeTask) -> None:
         entry.enqueued_at = self._clock()

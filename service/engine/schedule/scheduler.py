@@ -171,7 +171,7 @@ class Scheduler:
         if (model := self._models.get(key)) is not None:
             model.make_error = make_error
         for job, flight in list(self._in_flight.items()):
-            if job.key.model == key and make_error is not None:
+            if job.prepared.key.model == key and make_error is not None:
                 flight.fail(make_error())
 
     def fail_permanently(self, reason: str) -> None:
@@ -189,7 +189,7 @@ class Scheduler:
         """
         if self.failure:
             raise failure_error(self.failure)
-        self._get_model(jobs[0].key.model)
+        self._get_model(jobs[0].prepared.key.model)
         flight = InFlight(jobs)
         left = max(jobs[0].deadline - time.monotonic(), 0.0)
         # What ``wait_until`` does, in a third of the time; possible because nobody else sees the future.
@@ -208,8 +208,8 @@ class Scheduler:
             flight.record()
             if not flight.started:  # no forward of the request began
                 late = time.monotonic() >= jobs[0].deadline - EARLY_S
-                self._metrics.count("expired_total" if late else "cancelled_total", jobs[0].key.name)
-            self._note_idle(jobs[0].key.model)
+                self._metrics.count("expired_total" if late else "cancelled_total", jobs[0].prepared.key.name)
+            self._note_idle(jobs[0].prepared.key.model)
 
     async def decode(
         self, key: str, items: Sequence[LocalItem], inputs: ModelInputs, priority: Priority, deadline: float

@@ -41,18 +41,19 @@ async def extract(request: Request) -> Response:
     """Name layers, send inputs, get what these layers take or return, raw or pooled."""
     engine: Engine = request.app.state.engine
     async with receive(request, engine, parse_extract) as (parsed, ticket):
-        if parsed.dry_run:
-            handle = await engine.get_handle(parsed.model, ticket)
-            return await engine.dry_run(parsed, ticket, partial(_make_estimate, warnings=handle.model.warnings))
-        if parsed.probe:
-            check_probed(parsed)
-        if parsed.reply.format.is_picture:
-            parsed = await engine.fetch(parsed, ticket)
-        features = await engine.extract(parsed, ticket)
-        if parsed.probe:
+        asked, sent = parsed
+        if asked.dry_run:
+            handle = await engine.get_handle(asked.model, ticket)
+            return await engine.dry_run(asked, sent, ticket, partial(_make_estimate, warnings=handle.model.warnings))
+        if asked.probe:
+            check_probed(asked)
+        if asked.reply.format.is_picture:
+            sent = await engine.fetch(asked, sent, ticket)
+        features = await engine.extract(asked, sent, ticket)
+        if asked.probe:
             prober: Prober = request.app.state.prober
-            features = await prober.add_probes(features, parsed, ticket)
-        return await encode_response(features, parsed, engine, ticket)
+            features = await prober.add_probes(features, asked, sent, ticket)
+        return await encode_response(features, asked, sent, engine, ticket)
 
 
 @router.post(
@@ -66,28 +67,29 @@ async def extract(request: Request) -> Response:
 async def explain(request: Request, engine: EngineDependency) -> Response:
     """Grad-CAM of a layer, attributions at the input, occlusion, attention rolled out, for each picture and class."""
     async with receive(request, engine, parse_explain) as (parsed, ticket):
-        prepared = await explanations.prepare(engine, parsed, ticket)
-        features = await explanations.explain(engine, prepared, ticket)
-        return await encode_response(features, prepared, engine, ticket)
+        asked, sent = parsed
+        sent = await explanations.prepare(engine, asked, sent, ticket)
+        features = await explanations.explain(engine, asked, sent, ticket)
+        return await encode_response(features, asked, sent, engine, ticket)
 
 
 def _make_estimate(jobs: Sequence[Job], warnings: Sequence[str]) -> Response:
     """What a request would get, with no forward; ``warnings`` are those of its model."""
-    job = max(jobs, key=lambda job: job.spec.plan.cost)
-    entries, plan = list_entries(jobs), job.spec.plan
+    job = max(jobs, key=lambda job: job.plan.cost)
+    entries, plan = list_entries(jobs), job.plan
     fingerprint = digest_jobs(jobs)
     body: dict[str, Any] = {
-        "model": job.key.name,
+        "model": job.prepared.key.name,
         "fingerprint": fingerprint,
         "rows": sum(each.rows for each in jobs),
         "features": {
             entry.name: {"shape": entry.shape, "dtype": entry.result.capture.dtype, "bytes": entry.nbytes}
             for entry in entries
         },
-        "bytes": sum(each.spec.plan.nbytes(each.rows) for each in jobs),
+        "bytes": sum(each.plan.nbytes(each.rows) for each in jobs),
         "stops_at": plan.stops_at.text,
-        **({"interventions": changes} if (changes := join_changes(each.changed for each in jobs)) else {}),
-        **({"rows_per_forward": job.rows_per_forward} if job.rows_per_forward is not None else {}),
+        **({"interventions": changes} if (changes := join_changes(each.prepared.changed for each in jobs)) else {}),
+        **({"rows_per_forward": job.prepared.rows_per_forward} if job.prepared.rows_per_forward is not None else {}),
         "cost": plan.cost,
         "seconds": round(sum(_estimate_seconds(each) for each in jobs), 6),
         "warnings": [*warnings, *dict.fromkeys(warning for each in jobs for warning in _list_warnings(each))],
@@ -98,20 +100,18 @@ def _make_estimate(jobs: Sequence[Job], warnings: Sequence[str]) -> Response:
 
 
 def _estimate_seconds(job: Job) -> float:
-    plan = job.spec.plan
-    return (BACKWARD_FACTOR if plan.has_graph else 1.0) * plan.cost * job.catalog.seconds * job.rows
+    plan = job.plan
+    return (BACKWARD_FACTOR if plan.has_graph else 1.0) * plan.cost * job.prepared.catalog.seconds * job.rows
 
 
 def _list_warnings(job: Job) -> list[str]:
-    warnings = [*job.spec.plan.warnings]
-    if job.spec.plan.skipped:
-        names = ", ".join(job.spec.plan.skipped[:10]) + (" …" if len(job.spec.plan.skipped) > 10 else "")
-        warnings.append(
-            f"{len(job.spec.plan.skipped)} matching layers never run in a forward and are left out: {names}"
-        )
-    if job.rows_per_forward == 1 and job.catalog.traits.deterministic:
-        what = "rows of this model" if job.catalog.crosses_rows else "rows of a layer"
-        can_batch = job.catalog.crosses_rows and job.catalog.batches
+    warnings = [*job.plan.warnings]
+    if job.plan.skipped:
+        names = ", ".join(job.plan.skipped[:10]) + (" …" if len(job.plan.skipped) > 10 else "")
+        warnings.append(f"{len(job.plan.skipped)} matching layers never run in a forward and are left out: {names}")
+    if job.prepared.rows_per_forward == 1 and job.prepared.catalog.traits.deterministic:
+        what = "rows of this model" if job.prepared.catalog.crosses_rows else "rows of a layer"
+        can_batch = job.prepared.catalog.crosses_rows and job.prepared.catalog.batches
         batch = '; "isolated": true makes one batch of them' if can_batch else ""
         warnings.append(f"{what} affect each other, or it takes one at a time: each input runs alone{batch}")
     return warnings

@@ -47,12 +47,13 @@ router = APIRouter()
 async def sweep(request: Request, engine: EngineDependency) -> Response:
     """Ablate, scale, patch or add noise at one place after the other; get a metric of each, and the largest effects."""
     async with receive(request, engine, parse_sweep, SWEEP_FORMATS) as (parsed, ticket):
-        prepared = await sweeping.prepare(engine, parsed, ticket)
+        asked, sent = parsed
+        prepared = await sweeping.prepare(engine, asked, sent, ticket)
 
         compute = partial(sweeping.run, engine, prepared, ticket)
-        if parsed.reply.format.name == EVENTS_FORMAT.name:
-            return EventsResponse(request, prepared.request, engine, ticket, compute)
-        return await encode_response(await compute(), prepared.request, engine, ticket)
+        if asked.reply.format.name == EVENTS_FORMAT.name:
+            return EventsResponse(request, asked, engine, ticket, compute)
+        return await encode_response(await compute(), asked, prepared.sent, engine, ticket)
 
 
 class EventsResponse(Response):

@@ -8,6 +8,7 @@ from typing import Any
 from layertap.models.catalog.catalog import Costs
 from layertap.service.engine.batch import Batch, Job
 from layertap.service.engine.batch_key import BatchKey
+from layertap.service.engine.prepared_request import PreparedRequest
 from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from layertap.service.engine.schedule.batcher import Batcher
 from layertap.service.engine.schedule.waiting import DecodeTask
@@ -33,7 +34,7 @@ class BatcherHarness:
         self.running: list[RunningTask] = []
 
     def add(self, key: BatchKey, rows: int = 1, name: str = "", **fields: Any) -> Job:
-        request = Job(key, rows, **fields)
+        request = make_job(key, rows, **fields)
         self.names[request] = name
         self.batcher.add(request)
         return request
@@ -76,6 +77,12 @@ class BatcherHarness:
 
     def describe(self, batch: Batch) -> NamedSlices:
         return [(self.names[part.job], part.start, part.stop) for part in batch.slices]
+
+
+def make_job(key: BatchKey, rows: int, **fields: Any) -> Job:
+    """A job; ``fields`` of it, or of what is prepared."""
+    own = {name: fields.pop(name) for name in ("priority", "deadline", "work_rows") if name in fields}
+    return Job(PreparedRequest(key=key, **fields), rows, **own)
 
 
 def make_key(

@@ -51,11 +51,11 @@ class ExpectedRequest:
 
     @property
     def key(self) -> BatchKey:
-        return self.request.key
+        return self.request.prepared.key
 
     @property
     def depth(self) -> float:
-        return self.request.depth
+        return self.request.prepared.depth
 
     @property
     def waiting_rows(self) -> int:
@@ -63,7 +63,7 @@ class ExpectedRequest:
 
     @property
     def isolated(self) -> bool:
-        return self.request.isolated or self.request.unsplittable
+        return self.request.prepared.isolated or self.request.prepared.unsplittable
 
     @property
     def bulk(self) -> bool:
@@ -77,7 +77,8 @@ class ExpectedRequest:
         rows, costs, devices = stop - self.taken_rows, self.key.costs, self.key.devices
         forwards, forward_rows = -(-rows // (self.key.padded_rows or rows)), self.key.padded_rows or rows
         seconds = (
-            forwards * self.depth * (costs.base + forward_rows * costs.per_row) + rows * self.request.row_bytes / 1e9
+            forwards * self.depth * (costs.base + forward_rows * costs.per_row)
+            + rows * self.request.prepared.row_bytes / 1e9
         )
         parallel = sum(DEVICES[device].slots if DEVICES[device].parallel else 1 for device in devices)
         if self.request.is_large:
@@ -185,12 +186,12 @@ class BatcherReference:
         for companions, _ in self.sharing(key):
             first = companions[0]
             row_bytes = [
-                key.costs.row_bytes + request.request.row_bytes
+                key.costs.row_bytes + request.request.prepared.row_bytes
                 for request in companions
                 for _ in range(request.waiting_rows)
             ][:2]
             two_fit = key.fitting_rows > 1 and sum(row_bytes) <= key.max_bytes and len(row_bytes) > 1
-            sizes.append(first.rows if first.request.unsplittable else 1 + two_fit)
+            sizes.append(first.rows if first.request.prepared.unsplittable else 1 + two_fit)
         return min(sizes) == 1
 
     def is_reserved(self, device: str, idle_replicas: IdleReplicas) -> bool:

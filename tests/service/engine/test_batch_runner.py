@@ -11,9 +11,10 @@ from layertap.models.loading import load_model
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Selector
 from layertap.models.spec import ModelSpec
-from layertap.service.engine.batch import CPU, Batch, ForwardSpec, Job, RowSlice
+from layertap.service.engine.batch import CPU, Batch, Job, RowSlice
 from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.execute.batch_runner import BatchRunner
+from layertap.service.engine.prepared_request import ForwardSpec, PreparedRequest
 from tests.service.support import ROW
 
 REFUSED = 1000.0  # the survey's noise is far below
@@ -43,7 +44,8 @@ def test_threads_of_a_row_alone() -> None:
     plan = make_plan([Selector("linear", "linear")], model.catalog)
     rows = [torch.ones(1, 4), torch.full((1, 4), REFUSED)]
     key = BatchKey("observed", (CPU,), model.catalog.costs, 2)
-    requests = [Job(key, 1, inputs={ROW.name: row}, spec=ForwardSpec(plan)) for row in rows]
+    prepared = PreparedRequest(key=key, spec=ForwardSpec(plan))
+    requests = [Job(prepared, 1, inputs={ROW.name: row}) for row in rows]
     slices = tuple(RowSlice(request, 0, 1) for request in requests)
     batch = Batch(key, CPU, slices, slots=1, slots_alone=2, depth=1.0, seconds=1.0, reason="single")
     Observed.seen.clear()

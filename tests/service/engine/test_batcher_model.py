@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from layertap.service.engine.batch import Batch, Job, RowSlice
 from layertap.service.engine.batch_key import BatchKey
+from layertap.service.engine.prepared_request import PreparedRequest
 from layertap.service.engine.schedule.batcher import Batcher
 from layertap.service.engine.schedule.waiting import DecodeTask
 from layertap.service.types import Priority
@@ -45,7 +46,8 @@ class BatcherEvents(RuleBasedStateMachine):
         flags: dict[str, Any] = {flag: True} if flag else {}
         priority: Priority = "bulk" if bulk else "interactive"
         for depth in depths:  # several of one key, which may share a forward
-            request = Job(key, rows, depth, row_bytes, priority, now + seconds_left, **flags)
+            prepared = PreparedRequest(key=key, depth=depth, row_bytes=row_bytes, **flags)
+            request = Job(prepared, rows, priority, now + seconds_left)
             self.reference.requests.append(ExpectedRequest(request, now))
             self.batcher.add(request)
 
@@ -147,7 +149,7 @@ class BatcherEvents(RuleBasedStateMachine):
         answers = [self.expected(requests, reason, batch) for requests, reason in self.reference.sharing(key)]
         slices = [(row_slice.job, row_slice.start, row_slice.stop) for row_slice in batch.slices]
         assert (slices, batch.reason) in answers
-        if not batch.slices[0].job.unsplittable:
+        if not batch.slices[0].job.prepared.unsplittable:
             assert batch.rows <= key.fitting_rows
             assert batch.padded_rows == key.padded_rows
             used_bytes = sum((stop - start) * (key.costs.row_bytes + of.row_bytes) for of, start, stop in slices)
@@ -157,7 +159,7 @@ class BatcherEvents(RuleBasedStateMachine):
             others = any(row_slice.job.priority == "interactive" for row_slice in batch.slices)
             short = costs.base + batch.rows * costs.per_row <= 3 * (costs.base + costs.per_row) + 1e-9
             assert short or others or not any(map(self.reference.is_interactive_device, key.devices))
-        assert batch.depth == max(row_slice.job.depth for row_slice in batch.slices)
+        assert batch.depth == max(row_slice.job.prepared.depth for row_slice in batch.slices)
         single_row = (key.padded_rows or batch.rows) == 1 and key.costs.speedup > 1
         assert batch.slots == (DEVICES[batch.device].slots if single_row else 1)
         assert self.slots_by_size.setdefault((key, key.padded_rows, batch.rows), batch.slots) == batch.slots
@@ -167,7 +169,7 @@ class BatcherEvents(RuleBasedStateMachine):
     ) -> tuple[list[tuple[Job, int, int]], str]:
         """The batch that had to be formed of these requests, given how many rows it has."""
         slices, rows = [], batch.rows
-        if requests[0].request.unsplittable:
+        if requests[0].request.prepared.unsplittable:
             rows = requests[0].rows
         for request in requests:
             count = min(request.waiting_rows, rows)
@@ -230,7 +232,7 @@ class BatcherEvents(RuleBasedStateMachine):
         for device, slots in DEVICES.items():
             for _ in range(slots.slots + 1):
                 key = BatchKey(f"x-{device}", (device,), CPU_LIKE, 1)
-                self.batcher.add(Job(key, 1, isolated=True))
+                self.batcher.add(Job(PreparedRequest(key=key, isolated=True), 1))
         idle_replicas = {f"x-{device}": {device: 9} for device in DEVICES}
         tasks = [self.batcher.start_next(idle_replicas) for _ in range(9)]
         models = [task.key.model for task in tasks if isinstance(task, Batch)]

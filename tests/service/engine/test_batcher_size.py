@@ -132,7 +132,7 @@ def test_cheapest_cut(sizes: list[tuple[int, int]], base: float, pads: bool) -> 
     costs = Costs(base=base, per_row=1.0)
     harness, key = BatcherHarness(), make_key(costs=costs, max_rows=4 if pads else 999, pads=pads)
     requests = [ExpectedRequest(harness.add(key, rows, depth=depth / 16)) for rows, depth in sizes]
-    depths = {part.job.depth for part in harness.start_batch().slices}
+    depths = {part.job.prepared.depth for part in harness.start_batch().slices}
     pieces = [next(piece for piece in cut if requests[0].depth in piece) for cut in cheapest_cuts(key, requests)]
     assert any(depths <= set(piece) for piece in pieces)
     if sum(rows for rows, _ in sizes) <= key.efficient_rows:
@@ -156,7 +156,7 @@ def test_any_number_of_depths_is_cut_in_bounded_time() -> None:
     for number in range(256):
         harness.add(key, depth=(256 - number) / 256, priority="interactive" if number % 2 else "bulk")
     harness.now = BULK_DELAY
-    depths = {part.job.depth for part in harness.start_batch().slices}
+    depths = {part.job.prepared.depth for part in harness.start_batch().slices}
     assert key.estimates < 1000
     assert min(depths) > max(depths) - 0.2
     assert len(depths) == key.efficient_rows

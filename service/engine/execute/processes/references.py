@@ -6,8 +6,8 @@ from typing import Any
 
 from layertap.models.selection.plan import Capture
 from layertap.models.selection.projections import count_weights
-from layertap.service.engine.batch import ForwardSpec
 from layertap.service.engine.execute.processes.channel import References
+from layertap.service.engine.prepared_request import ForwardSpec
 
 MAX_SPECS = 64  # that a worker keeps when it gets a batch
 MAX_WEIGHTS = 2**26  # numbers of their projections: 256 MiB

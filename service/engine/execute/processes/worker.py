@@ -123,7 +123,8 @@ class Worker(DecodingWorker):
         if known is not None:
             shapes = tuple(spec.shape for spec in known.inputs)
             resumption = self._model.catalogs.verify_resumption(known.start, shapes)
-            job = replace(job, spec=replace(each.spec, resumption=resumption))
+            spec = replace(each.spec, resumption=resumption)
+            job = replace(job, prepared=replace(job.prepared, spec=spec))
         if each.encoded:
             job = replace(job, inputs=self._decode_pictures(index, each), encoded=())
         return replace(each, job=job)

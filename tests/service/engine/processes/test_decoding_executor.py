@@ -32,7 +32,7 @@ from layertap.service.engine.execute.processes.executors import DecodingExecutor
 from layertap.service.engine.execute.processes.progress import Progress
 from layertap.service.engine.execute.processes.worker import DecodingWorker
 from layertap.service.engine.models.model_manager import ModelManager
-from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.engine.rows import Attempt, CutRows, ItemAttempts
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.features import Features
@@ -228,9 +228,9 @@ def extract(items: Sequence[ImageItem], create_executor: Callable[..., Executor]
 
     async def run() -> Features:
         try:
-            request = ExtractRequest(model=None, items=tuple(enumerate(items)), selectors=SELECTORS, on_error="skip")
+            request = ExtractRequest(model=None, selectors=SELECTORS, on_error="skip")
             with engine.admission.admit(time.monotonic() + LONG_S) as ticket:
-                return await engine.extract(request, ticket)
+                return await engine.extract(request, SentInputs(tuple(enumerate(items))), ticket)
         finally:
             await engine.close()
 
