@@ -152,10 +152,10 @@ class BatcherEvents(RuleBasedStateMachine):
         if not batch.slices[0].job.prepared.unsplittable:
             assert batch.rows <= key.fitting_rows
             assert batch.padded_rows == key.padded_rows
-            used_bytes = sum((stop - start) * (key.costs.row_bytes + of.row_bytes) for of, start, stop in slices)
+            used_bytes = sum((stop - start) * (key.costs.row_bytes + of.prepared.row_bytes) for of, start, stop in slices)
             assert used_bytes <= key.max_bytes or batch.rows == 1
         first, costs = batch.slices[0].job, key.costs
-        if first.priority == "bulk" and not key.padded_rows and not first.isolated:
+        if first.priority == "bulk" and not key.padded_rows and not first.prepared.isolated:
             others = any(row_slice.job.priority == "interactive" for row_slice in batch.slices)
             short = costs.base + batch.rows * costs.per_row <= 3 * (costs.base + costs.per_row) + 1e-9
             assert short or others or not any(map(self.reference.is_interactive_device, key.devices))
@@ -177,7 +177,7 @@ class BatcherEvents(RuleBasedStateMachine):
                 slices.append((request.request, request.taken_rows, request.taken_rows + count))
             rows -= count
         if reason == "shared":
-            several_depths = len({request.depth for request, _, _ in slices}) > 1
+            several_depths = len({request.prepared.depth for request, _, _ in slices}) > 1
             reason = "single" if len(slices) == 1 else "sharing_pays" if several_depths else "same_depth"
         return slices, reason
 
