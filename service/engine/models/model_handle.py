@@ -244,6 +244,7 @@ class ModelHandle:
                 if self._executor is not None:
                     await self._executor.close()
         self._end_loading()
+        self._forget_requests()  # they refer to this handle
         self._set("gone")
 
     async def _live(self) -> None:
@@ -304,8 +305,7 @@ class ModelHandle:
         note = write_note(self._settings.cache_dir / "costs", model.identity, shared_answers)
         model.catalogs.note_crossing(note)
         self.batch_keys.limit_to_one_row()
-        self.plans.clear()
-        self.prepared.clear()
+        self._forget_requests()
         fields = {"model": self.name, "layer": layer, "shared_answers": shared_answers}
         log.error("rows of a model affect each other: from now on each runs alone", extra={"fields": fields})
 
@@ -375,6 +375,10 @@ class ModelHandle:
         if self._life is not None:
             self._life.cancel()
             self._life = None  # its frames hold this handle, and therefore the model
+
+    def _forget_requests(self) -> None:
+        self.plans.clear()
+        self.prepared.clear()
 
     def _set(self, state: ModelState) -> None:
         self.state = state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,9 @@ def make_keys() -> list[BatchKey]:
     ]
 
 
+ORDERS = itertools.count()  # in which requests came, or came back
+
+
 @dataclass(eq=False)
 class ExpectedRequest:
     """A request as it was asked, and how many of its rows were in batches."""
@@ -44,6 +48,7 @@ class ExpectedRequest:
     due_at: float = field(init=False)
     taken_rows: int = 0
     slowdown: float = 1.0
+    order: int = field(default_factory=lambda: next(ORDERS))
 
     def __post_init__(self) -> None:
         self.rows = self.request.rows
@@ -82,7 +87,9 @@ class ExpectedRequest:
         )
         parallel = sum(DEVICES[device].slots if DEVICES[device].parallel else 1 for device in devices)
         if self.request.is_large:
-            self.due_at = max(self.due_at, min(self.due_at, now) + 4 * self.slowdown * seconds / parallel)
+            due_at = max(self.due_at, min(self.due_at, now) + 4 * self.slowdown * seconds / parallel)
+            if due_at != self.due_at:  # behind those that are due at the same moment
+                self.due_at, self.order = due_at, next(ORDERS)
         self.taken_rows = stop
 
 
@@ -158,7 +165,7 @@ class BatcherReference:
         ]
         if not all(request.bulk for request in requests):
             requests = [request for request in requests if not request.deferred(self.now)]
-        return sorted(requests, key=lambda request: (request.due_at, request.bulk))
+        return sorted(requests, key=lambda request: (request.due_at, request.bulk, request.order))
 
     # What may start
 

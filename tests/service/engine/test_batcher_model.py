@@ -152,7 +152,9 @@ class BatcherEvents(RuleBasedStateMachine):
         if not batch.slices[0].job.prepared.unsplittable:
             assert batch.rows <= key.fitting_rows
             assert batch.padded_rows == key.padded_rows
-            used_bytes = sum((stop - start) * (key.costs.row_bytes + of.prepared.row_bytes) for of, start, stop in slices)
+            used_bytes = sum(
+                (stop - start) * (key.costs.row_bytes + of.prepared.row_bytes) for of, start, stop in slices
+            )
             assert used_bytes <= key.max_bytes or batch.rows == 1
         first, costs = batch.slices[0].job, key.costs
         if first.priority == "bulk" and not key.padded_rows and not first.prepared.isolated:
