@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 import torch
 
@@ -100,7 +101,7 @@ class ModelInfo:
             known["model_embedding"] = choose_embedding(JOINT, False, self.catalog)
         return ModelInfo(**known)
 
-    @property
+    @cached_property
     def warnings(self) -> tuple[str, ...]:
         """Warnings that apply to every answer of this model."""
         of_checkpoint = self.report.warnings if self.report is not None else ()

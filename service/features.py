@@ -158,8 +158,10 @@ class Features:
 
     def has_at_most(self, results: int, numbers: int) -> bool:
         """Whether it has at most this many results, and this many numbers in all."""
-        arrays = self.arrays.values()
-        return len(arrays) <= results and sum(array.size for array in arrays) <= numbers
+        count = 0
+        for array in self.arrays.values():
+            count += array.size
+        return len(self.arrays) <= results and count <= numbers
 
     @property
     def nbytes(self) -> int:
@@ -225,6 +227,8 @@ def _concatenate(arrays: Sequence[Array], axis: int | None) -> Array:
 
 def warn_of_cuts(features: Features) -> tuple[str, ...]:
     """A warning if texts were truncated, or pages left out."""
+    if not features.cut:
+        return ()
     count = sum(map(bool, features.cut))
     of_pictures = f"{count} of {features.rows} pictures have several pages, of which only the first is used"
     of_texts = f"{count} of {features.rows} texts truncated, by up to {max(features.cut, default=0)} tokens"

@@ -64,7 +64,9 @@ class Engine:
         """The handle that answers a request until its end; raises as ``ModelManager.get_handle``."""
         if (held := ticket.handles.get(name)) is not None:
             return held
-        return ticket.hold(name, await self.manager.get_handle(name, ticket.deadline, ticket.timings))
+        if (handle := self.manager.find_ready(name)) is None:
+            handle = await self.manager.get_handle(name, ticket.deadline, ticket.timings)
+        return ticket.hold(name, handle)
 
     async def extract(self, request: ExtractRequest, sent: SentInputs, ticket: Ticket) -> Features:
         """The features of a request; any LayertapError."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from layertap.models.errors import TooLargeError
 from layertap.service.engine.models.model_handle import ModelHandle
@@ -38,9 +38,11 @@ class AdmissionControl:
 
         Any thread may ask.
         """
-        seconds = rows * handle.seconds_per_row
-        others = [each for each in tuple(self.handles.values()) if each is not handle and each.shares_device(handle)]
-        return seconds + sum(min(seconds, other.rows * other.seconds_per_row) for other in others)
+        wait = seconds = rows * handle.seconds_per_row
+        for other in tuple(self.handles.values()):
+            if other is not handle and other.rows and other.shares_device(handle):
+                wait += min(seconds, other.rows * other.seconds_per_row)
+        return wait
 
 
 class Ticket(AbstractContextManager["Ticket"]):
@@ -56,14 +58,13 @@ class Ticket(AbstractContextManager["Ticket"]):
         self.nbytes = 0
         self.handles: dict[str | None, ModelHandle] = {}
         self._control = control
-        self._holds = ExitStack()
         self._handle: ModelHandle | None = None
         self._rows = 0
 
     def hold(self, name: str | None, handle: ModelHandle) -> ModelHandle:
         """Use this handle for the model's name until the request ends."""
         self.handles[name] = handle
-        self._holds.enter_context(handle.hold())
+        handle.holders += 1
         return handle
 
     def reserve_bytes(self, size: int) -> None:
@@ -109,7 +110,7 @@ class Ticket(AbstractContextManager["Ticket"]):
         QueueFullError if the queue is full, QueueTooLongError if the rows would miss the deadline, TooLargeError if the
         queue could never hold that many.
         """
-        if self._handle is None:
+        if self._handle is None or rows == self._rows:
             return
         if rows > self._rows:  # fewer rows always fit
             self._check_rows(self._handle, rows)
@@ -121,6 +122,8 @@ class Ticket(AbstractContextManager["Ticket"]):
         if rows > limit:
             detail = f"{rows} inputs are more than the queue holds, {limit}"
             raise TooLargeError(detail, hint=f"send at most {limit} at once")
+        if not others:
+            return
         wait = control.estimate_wait(handle, others)
         if others + rows > limit:
             control.metrics.count("refused_total", "queue_rows")
@@ -128,7 +131,7 @@ class Ticket(AbstractContextManager["Ticket"]):
             fewer = f", or send at most {room} input{'s' if room > 1 else ''} now" if room > 0 else ""
             raise QueueFullError(detail, hint=f"come again later{fewer}", retry_after=wait)
         needed = WAIT_MARGIN * (wait + rows * handle.seconds_per_row)
-        if others and needed > self.deadline - time.monotonic():
+        if needed > self.deadline - time.monotonic():
             control.metrics.count("refused_total", "deadline")
             raise QueueTooLongError(
                 f"{others} rows wait already, which takes about {wait:.1f} s: the deadline would pass",
@@ -139,5 +142,6 @@ class Ticket(AbstractContextManager["Ticket"]):
     def __exit__(self, *_: object) -> None:
         self._control.used_bytes -= self.nbytes
         self.nbytes = 0
+        for handle in self.handles.values():
+            handle.release()
         self.handles.clear()
-        self._holds.close()

@@ -93,7 +93,7 @@ class ModelHandle:
         self._executor: Executor | None = None
         self._scheduler = scheduler
         self._settings = settings
-        self._changed = asyncio.Event()
+        self._waiting: list[asyncio.Future[None]] = []  # for a change of its state
         self._calling = asyncio.Lock()
         self._life: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(self._live())
         self._life.add_done_callback(self._end_life)
@@ -108,7 +108,9 @@ class ModelHandle:
     @property
     def model(self) -> ModelInfo:
         """The model; UnavailableError if it was never loaded."""
-        return self.executor.model
+        if self._executor is None:
+            raise self.make_error()
+        return self._executor.model
 
     @property
     def is_active(self) -> bool:
@@ -138,7 +140,7 @@ class ModelHandle:
     @property
     def seconds_per_row(self) -> float:
         """The seconds of device time that a row takes."""
-        return self.pace.seconds_per_row if self.is_active else 0.0
+        return self.pace.seconds_per_row if self.state == "ready" else 0.0
 
     @property
     def is_unused(self) -> bool:
@@ -191,8 +193,13 @@ class ModelHandle:
         try:
             yield
         finally:
-            self.holders -= 1
-            self.last_used = time.monotonic()
+            self.release()
+
+    def release(self) -> None:
+        """End a hold, which began where ``holders`` was raised."""
+        self.holders -= 1
+        self.last_used = time.monotonic()
+        if not self.holders:
             self.notify()
 
     def add_rows(self, count: int) -> None:
@@ -208,12 +215,17 @@ class ModelHandle:
     async def wait_for(self, is_so: Callable[[], bool]) -> None:
         """Return once a condition holds; it depends on this handle's state, or its changes call ``notify``."""
         while not is_so():
-            await self._changed.wait()
+            changed = asyncio.get_running_loop().create_future()
+            self._waiting.append(changed)
+            await changed
 
     def notify(self) -> None:
         """Let everyone who waits check their condition again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for changed in waiting:
+                if not changed.done():
+                    changed.set_result(None)
 
     async def ask_again(self, ask: Callable[[], Awaitable[T]], deadline: float) -> T:
         """The result of ``ask``, called again if the model was lost meanwhile; DeadlineError, UnavailableError."""

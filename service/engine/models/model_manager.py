@@ -153,6 +153,14 @@ class ModelManager:
         name = self.default if name is None else name
         return self.registry.aliases.get(name, name)
 
+    def find_ready(self, name: str | None) -> ModelHandle | None:
+        """The handle of a model that answers now, by its name or alias (None: the default); else None."""
+        handle = self.handles.get(self.find_name(name))
+        if handle is None or handle.state != "ready" or handle.answers != "all" or self.draining:
+            return None
+        handle.last_used = time.monotonic()
+        return handle if not self.scheduler.failure else None
+
     async def get_handle(self, name: str | None, deadline: float, timings: Timings | None = None) -> ModelHandle:
         """The handle of a model by its name or alias (None: the default), loaded if necessary.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ from layertap.models.selection.plan import Capture, Plan, Result
 from layertap.models.selection.projections import check_work
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import Preprocessed, Shapes
-from layertap.service.engine.deadline import RunInThread
+from layertap.service.engine.deadline import RunInThread, wait_until
 from layertap.service.engine.limits import (
     check_count,
     check_reply_size,
@@ -91,17 +92,31 @@ class Planner:
     def __init__(self, settings: Settings, run_in_thread: RunInThread) -> None:
         self._settings = settings
         self._run_in_thread = run_in_thread
+        self._planning: dict[Hashable, asyncio.Future[None]] = {}  # the requests that are being planned
 
     async def plan(
         self, request: ExtractRequest, sent: SentInputs, handle: ModelHandle, deadline: float
     ) -> PlannedRequest:
-        """A request's plan before anything is decoded, by the shapes of its arrays; RequestError, TooLargeError."""
-        key = (request, kinds) if request.is_small and (kinds := _list_kinds(sent)) is not None else None
-        if key is not None and isinstance(kept := handle.prepared.get(key), PlannedRequest):
-            return kept
-        planned = await self._plan(request, sent, handle, deadline)
-        if key is not None and len(planned.plan.results) <= MAX_LAYERS:
-            handle.prepared.put(key, planned)
+        """A request's plan before anything is decoded, by the shapes of its arrays; RequestError, TooLargeError.
+
+        Of requests that ask the same, the first one plans for all that come meanwhile.
+        """
+        kinds = _list_kinds(sent) if request.is_small else None
+        if kinds is None:
+            return await self._plan(request, sent, handle, deadline)
+        key = handle, request, kinds
+        while not isinstance(planned := handle.prepared.get(key[1:]), PlannedRequest):
+            if (first := self._planning.get(key)) is not None:
+                await wait_until(deadline, asyncio.shield(first))
+                continue
+            self._planning[key] = asyncio.get_running_loop().create_future()
+            try:
+                planned = await self._plan(request, sent, handle, deadline)
+                if len(planned.plan.results) <= MAX_LAYERS:
+                    handle.prepared.put(key[1:], planned)
+                return planned
+            finally:  # if it failed, or is not kept, the next one plans
+                self._planning.pop(key).set_result(None)
         return planned
 
     async def _plan(
