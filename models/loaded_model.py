@@ -21,13 +21,14 @@ from layertap.models.fingerprint import get_proven_part
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.inputs.model_inputs import POSITIONS, number_tokens
 from layertap.models.inputs.noise import make_noise, make_noise_row
+from layertap.models.inputs.preprocess import normalize, normalize_batch
 from layertap.models.model_catalogs import ModelCatalogs
 from layertap.models.model_info import ModelInfo
 from layertap.models.replica import Replica
 from layertap.models.resume.resumption import Resumption
 from layertap.models.row_check import RowCheck
 from layertap.models.selection.plan import Plan
-from layertap.models.spec import ModelSpec
+from layertap.models.spec import ModelSpec, PreprocessSpec
 
 NO_INPUTS: Inputs = {}
 
@@ -176,14 +177,20 @@ class LoadedModel(ModelInfo):
     def _assemble_batch(
         self, pieces: Sequence[Inputs], padding: int, resumption: Resumption | None
     ) -> dict[str, Tensor]:
-        """One batch of all pieces, copied: a model may write to its input."""
-        batch = {}
+        """One batch of all pieces, copied: a model may write to its input. Pixels are normalised, but not a layer's."""
+        batch: dict[str, Tensor] = {}
+        how = self.model_inputs.preprocess if resumption is None else None
         floating = self.dtype if resumption is None else DTYPES[resumption.start.info.dtype]  # a layer may have its own
         for name, first in pieces[0].items():
             parts = [piece[name] for piece in pieces]
+            if isinstance(how, PreprocessSpec):
+                if self.device.type == "cpu" and all(part.dtype == torch.uint8 for part in parts):
+                    batch[name] = normalize_batch(parts, how, padding).to(floating)
+                    continue
+                parts = [normalize(part, how) if part.dtype == torch.uint8 else part for part in parts]
             if padding:
-                parts.append(first[:1].expand(padding, *first.shape[1:]))
-            dtype = floating if first.is_floating_point() else first.dtype
+                parts.append(parts[0][:1].expand(padding, *first.shape[1:]))
+            dtype = floating if parts[0].is_floating_point() else first.dtype
             batch[name] = transfer.to_device(parts, dtype, self.device)
         text = self.text
         if text is not None and resumption is None and any(text.numbers(piece) for piece in pieces):

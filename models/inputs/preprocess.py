@@ -5,9 +5,10 @@ Every step on a PIL image uses the same arithmetic as torchvision, so that a pre
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -209,14 +210,29 @@ def _cut_window(image: Image.Image, spec: PreprocessSpec) -> Image.Image:
     return canvas
 
 
-def normalize(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
-    """Scale and normalise the pixels of one row, or of several on a first axis: float32, on their device."""
+def normalize(pixels: Tensor, spec: PreprocessSpec, out: Tensor | None = None) -> Tensor:
+    """Scale and normalise the pixels of one row, or of several on a first axis: float32, on their device.
+
+    ``out``: a float32 tensor of that shape to write to.
+    """
     mean, std = _make_constants(spec.mean, spec.std, pixels.device)
     low, high = spec.scale or (0, 1)
-    scaled = pixels.to(torch.float32)
+    scaled = pixels.to(torch.float32) if out is None else out.copy_(pixels)
     scaled = scaled.div_(255) if spec.scale is None else scaled.mul_((high - low) / 255).add_(low)
     normalised: Tensor = scaled.sub_(mean).div_(std)
     return normalised
+
+
+def normalize_batch(parts: Sequence[Tensor], spec: PreprocessSpec, padding: int = 0) -> Tensor:
+    """Rows of pixels on the CPU as one float32 batch, whose first row is repeated ``padding`` times at its end."""
+    count = sum(map(len, parts))
+    batch = torch.empty((count + padding, *parts[0].shape[1:]), dtype=torch.float32)
+    # Row by row: each stays in the processor's cache until it is done.
+    for pixels, row in zip(chain.from_iterable(parts), batch, strict=False):
+        normalize(pixels, spec, row)
+    if padding:
+        batch[count:] = batch[:1]
+    return batch
 
 
 @lru_cache(maxsize=256)

@@ -28,7 +28,6 @@ from layertap.models.replica import Replica
 from layertap.models.row_check import has_same_row, select_row
 from layertap.models.selection.plan import Capture
 from layertap.service.engine.batch import Batch, BatchFailures, BatchResult, Results, RowSlice, SliceResult
-from layertap.service.engine.execute.decode import normalize_rows
 from layertap.service.engine.execute.threads import wrap_error
 from layertap.service.engine.prepared_request import ForwardSpec
 from layertap.service.engine.rows import Rows
@@ -139,7 +138,7 @@ class BatchRunner:
         stops = list(accumulate(each.rows for _, each in parts))
         requests = [_make_request_slice(each, stop) for (_, each), stop in zip(parts, stops, strict=True)]
         started = time.perf_counter()
-        pieces = [normalize_rows(each.inputs, self._model.model_inputs) for _, each in parts]
+        pieces = [each.inputs for _, each in parts]
         with use_threads(self._batch.slots if stops[-1] > 1 else self._batch.slots_alone):
             activations = self._forward(pieces, requests, parts[0][1].spec, self._padded_rows)
             may_check = self._check_every and stops[-1] > 1 and not self._batch.unsplittable

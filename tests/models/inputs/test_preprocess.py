@@ -26,6 +26,7 @@ from layertap.models.inputs.preprocess import (
     compute_least_size,
     compute_output_size,
     fit_image,
+    normalize_batch,
     preprocess,
     preprocess_pixels,
 )
@@ -135,6 +136,19 @@ def test_scale(scale: tuple[float, float], ends: tuple[float, float]) -> None:
     assert preprocess(image, replace(PLAIN, scale=scale))[0, 0].tolist() == list(ends)
     moved = preprocess(image, replace(PLAIN, scale=scale, mean=(1.0, 2.0, 3.0), std=(2.0,) * 3))
     assert moved[1, 0].tolist() == [(end - 2) / 2 for end in ends]
+
+
+@pytest.mark.parametrize("scale", [None, (0.0, 255.0)])
+def test_a_batch_has_the_bits_of_its_rows(scale: tuple[float, float] | None) -> None:
+    """Pixels that are normalised where the batch is: each row as if alone, the first one again as padding."""
+    spec = replace(PLAIN, crop=24, scale=scale, mean=(0.48, 0.46, 0.41), std=(0.23, 0.22, 0.21))
+    images = [IMAGES["china"], IMAGES["301x199"], IMAGES["40x300"]]
+    pixels = [fit_image(image, spec) for image in images]
+    batch = normalize_batch([torch.stack(pixels[:2]), pixels[2][None]], spec, padding=2)
+    rows = [preprocess(image, spec) for image in images]
+    assert torch.equal(batch, torch.stack([*rows, rows[0], rows[0]]))
+    assert batch.is_contiguous()
+    assert all(each.dtype == torch.uint8 for each in pixels)
 
 
 SIZES = [(640, 427), (64, 97), (224, 224), (225, 226), (33, 500), (500, 33), (40, 1), (9, 8)]
