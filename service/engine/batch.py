@@ -122,9 +122,13 @@ class Job:
     @property
     def nbytes(self) -> int:
         """Bytes of its rows and of its results."""
-        plan = self.plan
-        extra = sum(capture.nbytes(self.rows) for capture in plan.extra)
-        return plan.nbytes(self.rows) + extra + sum(value.nbytes for value in self.inputs.values())
+        plan = self.prepared.spec.plan
+        size = plan.nbytes(self.rows)
+        for capture in plan.extra:
+            size += capture.nbytes(self.rows)
+        for value in self.inputs.values():
+            size += value.nbytes
+        return size
 
 
 @dataclass(frozen=True)

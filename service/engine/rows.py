@@ -35,7 +35,7 @@ def count_rows(attempts: ItemAttempts) -> int:
 
 def get_row_shapes(rows: Rows) -> Shapes:
     """The shape of one row for each input of the model."""
-    return tuple(tuple(value.shape[1:]) for value in rows.values())
+    return tuple([tuple(value.shape[1:]) for value in rows.values()])
 
 
 def join_rows(parts: Sequence[Rows]) -> dict[str, Tensor]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import orjson
@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, StrictInt
 
 from layertap.models.errors import Fault, InputError, RequestError, SelectorError
 from layertap.models.fingerprint import digest_dimensions
+from layertap.models.lru_cache import LRUCache
 from layertap.models.selection.hook_points import Embedding
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import Truncate
@@ -22,7 +23,7 @@ from layertap.service.features import Features
 from layertap.service.formats.buffers import Buffers, Encoding, view_bytes
 from layertap.service.formats.json import write_json
 from layertap.service.http.body import load_json
-from layertap.service.http.parsing import RawRequest
+from layertap.service.http.parsing import MAX_KEPT, MAX_KEPT_BYTES, RawRequest
 from layertap.service.http.problems import MAX_DETAIL, Problem
 from layertap.service.inputs.arrays import decode_base64
 from layertap.service.inputs.items import ImageItem, InputItem, TextItem, TokensItem, UrlItem
@@ -56,7 +57,13 @@ def _list_entries(value: object) -> object:
     return [value] if is_one else value
 
 
-class EmbeddingsBody(StrictBody):
+class InputBody(StrictBody):
+    """The inputs of a body."""
+
+    input: Annotated[tuple[Entry, ...], Field(min_length=1, max_length=MAX_INPUTS), BeforeValidator(_list_entries)]
+
+
+class EmbeddingsBody(InputBody):
     """The body of ``POST /v1/embeddings``; the fields of other servers are ignored.
 
     ``model`` is ``NAME`` or ``NAME:LAYER``. ``modality``: what strings are, or that lists of numbers are ids of the
@@ -67,7 +74,6 @@ class EmbeddingsBody(StrictBody):
     model_config = ConfigDict(extra="allow")  # so that a warning can name them
 
     model: str = Field(max_length=512)
-    input: Annotated[tuple[Entry, ...], Field(min_length=1, max_length=MAX_INPUTS), BeforeValidator(_list_entries)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: StrictInt | None = Field(None, ge=1)
     modality: Kind | None = None
@@ -77,22 +83,30 @@ class EmbeddingsBody(StrictBody):
 
 
 @dataclass(frozen=True)
-class EmbeddingsRequest:
-    """An extraction, and values for OpenAI's reply: the model id as sent, the vectors' dimension.
+class AskedEmbeddings:
+    """What a body asks for: an extraction, and values for OpenAI's reply.
 
-    ``ignored``: the names of fields without effect.
+    ``model_id`` as sent; ``dimensions``: the vectors' dimension; ``modality``: what strings are; ``ignored``: the names
+    of fields without effect.
     """
 
     extract: ExtractRequest
-    sent: SentInputs
     model_id: str
     dimensions: int | None
+    modality: Kind | None
     ignored: tuple[str, ...] = ()
+
+
+class EmbeddingsRequest(NamedTuple):
+    """What a request asks, and what it sent."""
+
+    asked: AskedEmbeddings
+    sent: SentInputs
 
     @property
     def model(self) -> str | None:
         """The model's name."""
-        return self.extract.model
+        return self.asked.extract.model
 
     def split(self, size: int) -> list[SentInputs]:
         """Its inputs, at most ``size`` at a time, in order."""
@@ -100,6 +114,9 @@ class EmbeddingsRequest:
         if len(items) <= size:
             return [self.sent]
         return [SentInputs(items[start : start + size]) for start in range(0, len(items), size)]
+
+
+_asked: LRUCache[Hashable, AskedEmbeddings] = LRUCache(MAX_KEPT)  # clients ask the same over and over
 
 
 def parse_model_id(model_id: str) -> tuple[str, Embedding]:
@@ -122,11 +139,26 @@ def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
         raise UnsupportedMediaError(
             "a body of this content type is not taken", hint="send Content-Type: application/json"
         )
-    body = validate(EmbeddingsBody, load_json(raw.data))
-    name, embedding = read_field("/model", lambda: parse_model_id(body.model))
-    items, faults = read_items(body.input, "input", lambda entry: _read_item(entry, body.modality))
+    value = load_json(raw.data)
+    rest = orjson.dumps(
+        {name: each for name, each in value.items() if name != "input"} if type(value) is dict else None
+    )
+    key = rest, settings.max_reply_bytes
+    if (asked := _asked.get(key)) is not None:
+        given = validate(InputBody, {name: each for name, each in fields.items() if name == "input"}).input
+    else:
+        body = validate(EmbeddingsBody, value)
+        asked, given = _read_body(body, raw, settings), body.input
+        if len(rest) <= MAX_KEPT_BYTES:
+            _asked.put(key, asked)
+    items, faults = read_items(given, "input", lambda entry: _read_item(entry, asked.modality))
     if faults:
         raise RequestError.from_faults(faults)
+    return EmbeddingsRequest(asked, SentInputs(tuple(items)))
+
+
+def _read_body(body: EmbeddingsBody, raw: RawRequest, settings: Settings) -> AskedEmbeddings:
+    name, embedding = read_field("/model", lambda: parse_model_id(body.model))
     encoding: Encoding = "base64" if body.encoding_format == "base64" else "list"
     extract = ExtractRequest(
         model=name,
@@ -135,8 +167,7 @@ def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
         truncate=body.truncate,
         reply=ReplyOptions(raw.format, encoding, settings.max_reply_bytes),
     )
-    ignored = tuple(body.model_extra or ())
-    return EmbeddingsRequest(extract, SentInputs(tuple(items)), body.model, body.dimensions, ignored)
+    return AskedEmbeddings(extract, body.model, body.dimensions, body.modality, tuple(body.model_extra or ()))
 
 
 def _read_item(entry: Entry, modality: Kind | None) -> InputItem:

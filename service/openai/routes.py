@@ -19,10 +19,10 @@ from layertap.service.formats.buffers import Buffers
 from layertap.service.formats.table import FORMATS
 from layertap.service.http.buffers_response import make_response
 from layertap.service.http.model_descriptions import Json
-from layertap.service.http.request_handler import describe_features, receive
+from layertap.service.http.request_handler import describe_features, is_short, receive
 from layertap.service.http.timeout import EngineDependency
 from layertap.service.openai.embeddings import (
-    EmbeddingsRequest,
+    AskedEmbeddings,
     check_dimensions,
     encode_embeddings,
     parse_embeddings,
@@ -40,17 +40,19 @@ router = APIRouter(prefix="/v1", include_in_schema=False)  # OpenAI's own docume
 async def create_embeddings(request: Request, engine: EngineDependency) -> Response:
     """A vector of norm 1 for each input."""
     async with receive(request, engine, parse_embeddings, JSON) as (parsed, ticket):
-        handle = await engine.get_handle(parsed.model, ticket)
-        parts = list(parsed.split(engine.settings.max_inputs))
-        if parsed.dimensions is not None:
-            planned = await engine.planner.plan(parsed.extract, parts[0], handle, ticket.deadline)
-            own = parsed.extract.embedding is not None and not parsed.extract.embedding.layer
+        asked, parts = parsed.asked, parsed.split(engine.settings.max_inputs)
+        if asked.dimensions is not None:
+            handle = await engine.get_handle(parsed.model, ticket)
+            planned = await engine.planner.plan(asked.extract, parts[0], handle, ticket.deadline)
+            own = asked.extract.embedding is not None and not asked.extract.embedding.layer
             trained = handle.model.spec.dimensions if own else ()
-            check_dimensions(parsed.dimensions, _count_columns(planned), trained)
-        features = [await engine.extract(parsed.extract, part, ticket) for part in parts]
+            check_dimensions(asked.dimensions, _count_columns(planned), trained)
+        features = [await engine.extract(asked.extract, part, ticket) for part in parts]
         with ticket.timings.step("encode"):
-            encode = partial(_encode, features, parsed)
-            joined, data = await engine.run_in_thread(encode, ticket.deadline)
+            if len(features) == 1 and is_short(features[0]):
+                joined, data = _encode(features, asked)
+            else:
+                joined, data = await engine.run_in_thread(partial(_encode, features, asked), ticket.deadline)
         return make_response(data, describe_features(joined), "application/json")
 
 
@@ -66,19 +68,19 @@ async def show_model(engine: EngineDependency, model_id: str) -> Json:
     return await _describe(engine, model_id)
 
 
-def _encode(parts: Sequence[Features], request: EmbeddingsRequest) -> tuple[Features, Buffers]:
+def _encode(parts: Sequence[Features], asked: AskedEmbeddings) -> tuple[Features, Buffers]:
     """Concatenate the features of all parts and encode the reply."""
     features = join_features(parts)
-    if request.ignored:
-        fields = ", ".join(escape(field) for field in request.ignored[:MAX_NAMED])
+    if asked.ignored:
+        fields = ", ".join(escape(field) for field in asked.ignored[:MAX_NAMED])
         warning = f"fields that mean nothing here were ignored: {fields}"
         features = replace(features, warnings=(*features.warnings, warning))
-    if request.dimensions is not None:
-        features = shorten(features, request.dimensions)
+    if asked.dimensions is not None:
+        features = shorten(features, asked.dimensions)
     if (found := find_wrong_row(features)) is not None:  # these clients accept no null
         row, text = found
         raise RequestError.from_faults([Fault(f"no embedding can be given: {text}", ASK, f"/input/{row}", row)])
-    return features, encode_embeddings(features, request.model_id, request.extract.reply.encoding)
+    return features, encode_embeddings(features, asked.model_id, asked.extract.reply.encoding)
 
 
 async def _describe(engine: Engine, model_id: str) -> Json:

@@ -54,16 +54,26 @@ def collect_features(job: Job, results: Results) -> Features:
 
 
 def _make_receipts(job: Job, results: Results) -> dict[str, Receipt]:
-    """The receipt of each result; those without facts about single rows are made once for all requests."""
+    """The receipt of each result; what does not depend on the values of rows is made once for all requests."""
     prepared = job.prepared
-    if prepared.mask is None and not job.cut and prepared.spec.plan.objective is None:
-        receipts = prepared.receipts.get(job.rows)
-        if receipts is None:
-            receipts = {result.key: make_receipt(job, result) for result in job.plan.results}
-            prepared.receipts[job.rows] = receipts
+    if prepared.spec.plan.objective is not None:
+        classes, token_counts = _find_classes(job, results), _count_tokens(job)
+        return {result.key: make_receipt(job, result, classes, token_counts) for result in job.plan.results}
+    receipts = prepared.receipts.get(job.rows)
+    if receipts is None:
+        receipts = {result.key: make_receipt(job, result) for result in job.plan.results}
+        prepared.receipts[job.rows] = receipts
+    if prepared.mask is None and not job.cut:
         return receipts
-    classes, token_counts = _find_classes(job, results), _count_tokens(job)
-    return {result.key: make_receipt(job, result, classes, token_counts) for result in job.plan.results}
+    token_counts, truncated = _count_tokens(job), job.cut if any(job.cut) else None
+    return {
+        result.key: replace(
+            receipts[result.key],
+            token_counts=token_counts if result.capture.info.token_axes else None,
+            truncated=truncated,
+        )
+        for result in prepared.spec.plan.results
+    }
 
 
 def _find_classes(job: Job, results: Results) -> tuple[int, ...] | None:

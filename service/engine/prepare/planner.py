@@ -41,7 +41,7 @@ from layertap.service.engine.prepare.predicted_rows import (
     is_reshaped,
     predict_rows,
 )
-from layertap.service.engine.prepared_request import NO_PLAN
+from layertap.service.engine.prepared_request import NO_PLAN, PreparedRequest
 from layertap.service.engine.request import MAX_LAYERS, ExtractRequest, SentInputs
 from layertap.service.engine.rows import Rows, get_row_shapes
 from layertap.service.inputs.items import ArraysItem, InputItem, TextItem
@@ -55,14 +55,15 @@ GROWTH = 0.75  # of the growth of a row: borders and rounding take some of it
 Fingerprints = Mapping[str, str]  # of results, by key
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedRequest:
     """A request with its plan, by what is known of its rows so far.
 
     The plan has the options of the input at ``input_index``. ``inputs`` describes the rows, which may be outputs of a
     layer; ``tower`` is the part of it that these rows have, if the model has two towers. ``catalog`` was measured with
     rows of ``catalog_shapes``, None if the rows have a shape that is not surveyed yet. ``identity`` is the model's part
-    of the fingerprints. ``nbytes`` estimates the memory of rows and results.
+    of the fingerprints. ``nbytes`` estimates the memory of rows and results. ``is_kept``: others that ask the same get
+    this plan; ``prepared`` is then what was made of it.
     """
 
     request: ExtractRequest
@@ -80,10 +81,12 @@ class PlannedRequest:
     plan: Plan = NO_PLAN
     fingerprints: Fingerprints = field(default_factory=dict)
     nbytes: int = 0
+    is_kept: bool = False
+    prepared: dict[Hashable, PreparedRequest] = field(init=False, default_factory=dict)
 
     def with_inputs_apart(self) -> PlannedRequest:
         """The same with a job for each input, which may go its own way."""
-        return replace(self, request=replace(self.request, apart=True))
+        return replace(self, request=replace(self.request, apart=True), is_kept=False)
 
 
 class Planner:
@@ -113,6 +116,7 @@ class Planner:
             try:
                 planned = await self._plan(request, sent, handle, deadline)
                 if len(planned.plan.results) <= MAX_LAYERS:
+                    planned = replace(planned, is_kept=True)
                     handle.prepared.put(key[1:], planned)
                 return planned
             finally:  # if it failed, or is not kept, the next one plans
@@ -169,12 +173,31 @@ class Planner:
         self, planned: PlannedRequest, rows: Rows, items: Sequence[object], deadline: float
     ) -> PlannedRequest:
         """The plan for decoded rows of some items, which differs if they have another shape, length or origin."""
+        inputs, shapes = planned.inputs, get_row_shapes(rows)
+        tower = inputs.for_shapes(shapes) if inputs.towers else inputs
+        lengths = await self._measure_lengths(rows, tower, deadline) if tower.text is not None else None
+        if not planned.is_kept:
+            return await self._replan(planned, rows, items, tower, lengths, deadline)
+        key = planned, shapes, len(next(iter(rows.values()))), lengths.kept if lengths is not None else None
+        found: PlannedRequest | None = planned.handle.prepared.get(key)
+        if found is None:
+            found = replace(await self._replan(planned, rows, items, tower, lengths, deadline), is_kept=True)
+            planned.handle.prepared.put(key, found)
+        return found
+
+    async def _replan(
+        self,
+        planned: PlannedRequest,
+        rows: Rows,
+        items: Sequence[object],
+        tower: ModelInputs,
+        lengths: TextLengths | None,
+        deadline: float,
+    ) -> PlannedRequest:
         request, handle, inputs, before = planned.request, planned.handle, planned.inputs, planned
         model, count, shapes = handle.model, len(next(iter(rows.values()))), get_row_shapes(rows)
-        tower = inputs.for_shapes(shapes)
         preprocessed = find_preprocessed_by(items, tower, shapes)
         identity = _identify(request, model, tower, preprocessed, shapes)
-        lengths = await self._measure_lengths(rows, tower, deadline)
         planned = replace(planned, tower=tower, identity=identity, preprocessed=preprocessed, shapes=shapes, rows=count)
         if shapes != planned.catalog_shapes:
             model_shapes = _get_model_shapes(rows, planned.resumption, inputs)
@@ -282,7 +305,7 @@ class Planner:
         if tower.text is None:
             return None
         measure = partial(measure_lengths, rows, tower.text)
-        short = sum(value.numel() for value in rows.values()) <= SHORT_NUMBERS
+        short = sum([value.numel() for value in rows.values()]) <= SHORT_NUMBERS
         return measure() if short else await self._run_in_thread(measure, deadline)
 
     async def _resume(

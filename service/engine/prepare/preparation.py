@@ -63,7 +63,7 @@ def prepare_encoded(
     side_by_side = not asked.decode_with_batch if prepared.isolated else are_few_rows(prepared.key, planned.rows)
     if planned.rows > 1 and side_by_side:
         return None
-    if _may_keep(planned):
+    if planned.is_kept and planned.catalog.traits.deterministic:
         planned.handle.prepared.put((request, len(pictures)), prepared)
     return prepared
 
@@ -169,20 +169,13 @@ def make_job(
 
 
 def _prepare_once(planned: PlannedRequest, *, check: bool, own_positions: bool) -> PreparedRequest:
-    """As ``prepare``, kept for the next rows of the same shape."""
-    if not _may_keep(planned):
-        return prepare(planned, check=check, own_positions=own_positions)
-    key = planned.request, id(planned.plan), planned.shapes, planned.rows, planned.preprocessed, check, own_positions
-    kept: tuple[PlannedRequest, PreparedRequest] | None = planned.handle.prepared.get(key)
-    if kept is None:
-        kept = planned, prepare(planned, check=check, own_positions=own_positions)
-        planned.handle.prepared.put(key, kept)
-    return kept[1]
-
-
-def _may_keep(planned: PlannedRequest) -> bool:
-    """Whether others may ask the same; results that never repeat get a new fingerprint each time."""
-    return planned.request.is_small and planned.catalog.traits.deterministic
+    """As ``prepare``, once for all rows of a shape; results that never repeat get a new fingerprint each time."""
+    prepared = planned.prepared.get((check, own_positions))
+    if prepared is None:
+        prepared = prepare(planned, check=check, own_positions=own_positions)
+        if planned.is_kept and planned.catalog.traits.deterministic:
+            planned.prepared[check, own_positions] = prepared
+    return prepared
 
 
 def _check_padding(plan: Plan, mask: Tensor) -> None:

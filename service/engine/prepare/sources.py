@@ -118,7 +118,8 @@ def _check_shape(job: Job, source: Capture, taken: Job) -> None:
 
 
 def _list_taking(job: Job) -> list[ResolvedIntervention]:
-    return [change for change in job.plan.resolved_interventions if change.source is not None]
+    plan = job.prepared.spec.plan
+    return [each for each in plan.resolved_interventions if each.source is not None] if plan.interventions else []
 
 
 def _list_sources(job: Job) -> list[int]:
